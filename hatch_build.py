@@ -34,7 +34,9 @@ TARGET = "_raypipe_kernel.abi3.so"
 # Of each line, the first that the compiler takes without a word: a write beyond an array ends the process, and
 # goes no further. Together they cost nothing that can be measured (raypipe/transform/README.md).
 HARDENING = [
-    [["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]],  # sizes of copies, where the compiler knows the buffer
+    [
+        ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]
+    ],  # sizes of copies, where the compiler knows the buffer
     [["-fstack-protector-strong"]],
     [["-fstack-clash-protection"]],
     # Indexes of arrays; the second line is for GCC before 13.
@@ -59,15 +61,21 @@ class ExtensionHook(BuildHookInterface):
         reason = compile_extension(Path(self.root) / SOURCE, built)
         if reason:
             if wanted == "yes":
-                raise RuntimeError(f"RAYPIPE_EXTENSION=yes, but {SOURCE} cannot be built: {reason}")
-            self.app.display_warning(f"raypipe is built without its optional kernel: {reason}")
+                raise RuntimeError(
+                    f"RAYPIPE_EXTENSION=yes, but {SOURCE} cannot be built: {reason}"
+                )
+            self.app.display_warning(
+                f"raypipe is built without its optional kernel: {reason}"
+            )
             return
         where = "force_include_editable" if version == "editable" else "force_include"
         build_data[where][str(built)] = TARGET
         build_data["pure_python"] = False
         build_data["tag"] = wheel_tag()
 
-    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+    def finalize(
+        self, version: str, build_data: dict[str, Any], artifact_path: str
+    ) -> None:
         """Remove what was built outside of the wheel."""
         if folder := getattr(self, "_folder", ""):
             shutil.rmtree(folder, ignore_errors=True)
@@ -79,24 +87,47 @@ def compile_extension(source: Path, target: Path) -> str:
         return "it is not built on Windows"
     if not wheel_tag():
         return f"{sys.implementation.name} {sysconfig.get_python_version()} has no stable ABI"
-    compiler = shlex.split(os.environ.get("CC") or "") or [shutil.which("cc") or shutil.which("gcc") or "cc"]
+    compiler = shlex.split(os.environ.get("CC") or "") or [
+        shutil.which("cc") or shutil.which("gcc") or "cc"
+    ]
     # -ffp-contract=off: OpenCV rounds coefficients after each step, also where a processor could multiply and add
-    flags = ["-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
+    flags = [
+        "-O3",
+        "-ffp-contract=off",
+        "-fPIC",
+        "-shared",
+        "-pthread",
+        "-fvisibility=hidden",
+    ]
     flags += ["-DPy_LIMITED_API=0x030b0000"]
     if sys.platform == "darwin":
         flags += ["-undefined", "dynamic_lookup"]
     include, libraries = libjpeg_flags()
     python = [
-        f"-I{path}" for path in dict.fromkeys(sysconfig.get_paths()[at] for at in ("include", "platinclude"))
+        f"-I{path}"
+        for path in dict.fromkeys(
+            sysconfig.get_paths()[at] for at in ("include", "platinclude")
+        )
     ]
     flags += hardening(compiler)
-    command = [*compiler, *flags, *python, *include, str(source), "-o", str(target), *libraries]
+    command = [
+        *compiler,
+        *flags,
+        *python,
+        *include,
+        str(source),
+        "-o",
+        str(target),
+        *libraries,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no C compiler ({error})"
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()[-200:]]
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [
+            done.stderr.strip()[-200:]
+        ]
         return f"{shlex.join(compiler)} says: {errors[0].strip()}"
     trial = [
         sys.executable,
@@ -114,7 +145,9 @@ def hardening(compiler: list[str]) -> list[str]:
         return []
     with tempfile.TemporaryDirectory(prefix="raypipe-build-") as folder:
         source = Path(folder) / "empty.c"
-        source.write_text("#include <string.h>\nint nothing(void);\nint nothing(void) { return 0; }\n")
+        source.write_text(
+            "#include <string.h>\nint nothing(void);\nint nothing(void) { return 0; }\n"
+        )
         return known_of(lambda flags: _is_known(compiler, flags, source))
 
 
@@ -133,7 +166,17 @@ def known_of(is_known: Callable[[list[str]], bool]) -> list[str]:
 
 
 def _is_known(compiler: list[str], flags: list[str], source: Path) -> bool:
-    command = [*compiler, "-O3", "-fPIC", "-shared", "-Werror", *flags, str(source), "-o", f"{source}.so"]
+    command = [
+        *compiler,
+        "-O3",
+        "-fPIC",
+        "-shared",
+        "-Werror",
+        *flags,
+        str(source),
+        "-o",
+        f"{source}.so",
+    ]
     try:
         return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -150,7 +193,11 @@ def libjpeg_flags() -> tuple[list[str], list[str]]:
     try:
         asked = [
             subprocess.run(
-                ["pkg-config", option, "libjpeg"], capture_output=True, text=True, check=True, timeout=30
+                ["pkg-config", option, "libjpeg"],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=30,
             )
             for option in ("--cflags", "--libs")
         ]
@@ -161,8 +208,19 @@ def libjpeg_flags() -> tuple[list[str], list[str]]:
 
 def wheel_tag() -> str:
     """Of this platform, without a manylinux tag's promise to run on others; empty = pip has no such."""
-    tags = [tag for tag in sys_tags() if (tag.interpreter, tag.abi) == ("cp311", "abi3")]
+    tags = [
+        tag for tag in sys_tags() if (tag.interpreter, tag.abi) == ("cp311", "abi3")
+    ]
     # macOS: the oldest that the compiler was told to build for; without, this one.
-    oldest = f"macosx_{os.environ.get('MACOSX_DEPLOYMENT_TARGET', '').replace('.', '_')}_"
+    oldest = (
+        f"macosx_{os.environ.get('MACOSX_DEPLOYMENT_TARGET', '').replace('.', '_')}_"
+    )
     tags.sort(key=lambda tag: not tag.platform.startswith(oldest))
-    return next((str(tag) for tag in tags if not tag.platform.startswith(("manylinux", "musllinux"))), "")
+    return next(
+        (
+            str(tag)
+            for tag in tags
+            if not tag.platform.startswith(("manylinux", "musllinux"))
+        ),
+        "",
+    )

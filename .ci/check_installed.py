@@ -27,7 +27,9 @@ for name in ("LICENSE", "NOTICE"):
     assert any(file.endswith(f"licenses/{name}") for file in files), f"no {name}"
 if "--linked" in sys.argv:
     lister = ["otool", "-L"] if sys.platform == "darwin" else ["ldd"]
-    needed = subprocess.run([*lister, _raypipe_kernel.__file__], capture_output=True, text=True, check=True).stdout
+    needed = subprocess.run(
+        [*lister, _raypipe_kernel.__file__], capture_output=True, text=True, check=True
+    ).stdout
     assert "libjpeg" not in needed, f"it needs a libjpeg of the machine: {needed}"
 assert importlib.metadata.version(DISTRIBUTION) == raypipe.__version__
 print(f"{DISTRIBUTION} {raypipe.__version__} works from {package}, with the extension")

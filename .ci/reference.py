@@ -43,7 +43,11 @@ _OPERATIONS = {
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [
+        heads,
+        ["---"] * len(heads),
+        *([cell.replace("|", "\\|") for cell in row] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -54,12 +58,21 @@ def linked(text: str) -> str:
 
 def about(documented: Any) -> str:
     """The first paragraph of a docstring."""
-    return linked(" ".join(inspect.cleandoc(documented.__doc__ or "").partition("\n\n")[0].split()))
+    return linked(
+        " ".join(
+            inspect.cleandoc(documented.__doc__ or "").partition("\n\n")[0].split()
+        )
+    )
 
 
 def row(name: str, kind: Any, default: Any, text: str) -> Sequence[str]:
     """A setting or an option in a table of `_HEADS`."""
-    return f"`{name}`", expected(kind), f"`{json.dumps(default, ensure_ascii=False)}`", linked(text)
+    return (
+        f"`{name}`",
+        expected(kind),
+        f"`{json.dumps(default, ensure_ascii=False)}`",
+        linked(text),
+    )
 
 
 def settings(section: Any = RunConfig) -> str:
@@ -75,7 +88,10 @@ def settings(section: Any = RunConfig) -> str:
 
 
 def environment() -> str:
-    return table(("variable", "default", "meaning"), [(f"`{name}`", *text) for name, text in VARIABLES.items()])
+    return table(
+        ("variable", "default", "meaning"),
+        [(f"`{name}`", *text) for name, text in VARIABLES.items()],
+    )
 
 
 def value(argument: Any) -> str:
@@ -91,24 +107,46 @@ def step(entry: dict[str, dict[str, Any]]) -> str:
     """A step of a preset: its name and its numbers."""
     ((name, arguments),) = entry.items()
     defaults = inspect.signature(getattr(albumentations, name)).parameters
-    arguments = {key: defaults[key].default for key in _TELLING if key in defaults} | arguments
-    shown = {key: part for key, part in arguments.items() if key not in _QUIET and (key, part) not in _QUIET}
-    texts = [f"{key} {' x '.join(map(str, p)) if 'size' in key else value(p)}" for key, p in shown.items()]
+    arguments = {
+        key: defaults[key].default for key in _TELLING if key in defaults
+    } | arguments
+    shown = {
+        key: part
+        for key, part in arguments.items()
+        if key not in _QUIET and (key, part) not in _QUIET
+    }
+    texts = [
+        f"{key} {' x '.join(map(str, p)) if 'size' in key else value(p)}"
+        for key, p in shown.items()
+    ]
     return ", ".join([f"`{name}`", *texts])
 
 
 def transform_presets() -> str:
     rows = [("`none`", "the image as it is stored")]
-    rows += [(f"`{name}`", "<br>".join(map(step, make(224)))) for name, make in presets._STEPS.items()]
+    rows += [
+        (f"`{name}`", "<br>".join(map(step, make(224))))
+        for name, make in presets._STEPS.items()
+    ]
     first = [step(entry) for entry in presets._crop_and_flip(224)]
     for name, (operation, arguments) in presets._TORCHVISION.items():
-        last = [f"`{operation}`, {value(arguments) or 'its defaults'}"] if operation else []
+        last = (
+            [f"`{operation}`, {value(arguments) or 'its defaults'}"]
+            if operation
+            else []
+        )
         rows.append((f"`{name}`, by torchvision v2", "<br>".join(first + last)))
     for name, make in views.VIEW_PRESETS.items():
         for view, entry in make(224).items():
-            for number, steps in enumerate(entry.get("transforms", [entry.get("transform")]), 1):
-                crops = f"{entry['count']} crops" if "count" in entry else f"crop {number}"
-                rows.append((f"`{name}`, view `{view}`, {crops}", "<br>".join(map(step, steps))))
+            for number, steps in enumerate(
+                entry.get("transforms", [entry.get("transform")]), 1
+            ):
+                crops = (
+                    f"{entry['count']} crops" if "count" in entry else f"crop {number}"
+                )
+                rows.append(
+                    (f"`{name}`, view `{view}`, {crops}", "<br>".join(map(step, steps)))
+                )
     return table(("preset", "steps, at `transform.size` 224"), rows)
 
 
@@ -116,18 +154,35 @@ def device_presets() -> str:
     rows = []
     for preset, fused in augment.PRESETS.items():
         has = vars(fused) if fused else {}
-        numbers = {key: part if key == "translate" else value(part) for key, part in has.items()}
-        numbers["hue"] = f", turn the hue by {numbers['hue']}" if has and any(has["hue"]) else ""
-        steps = [f"{_OPERATIONS[key].format(**numbers)} (p {has[key]})" for key in _OPERATIONS if has.get(key)]
+        numbers = {
+            key: part if key == "translate" else value(part)
+            for key, part in has.items()
+        }
+        numbers["hue"] = (
+            f", turn the hue by {numbers['hue']}" if has and any(has["hue"]) else ""
+        )
+        steps = [
+            f"{_OPERATIONS[key].format(**numbers)} (p {has[key]})"
+            for key in _OPERATIONS
+            if has.get(key)
+        ]
         rows.append((f"`{preset}`", "<br>".join(steps) or "nothing"))
     return table(("preset", "operations"), rows)
 
 
 def commands() -> str:
-    parts = [table(("command", "does"), [(f"`raypipe {name}`", about(run)) for name, run in cli.COMMANDS.items()])]
+    parts = [
+        table(
+            ("command", "does"),
+            [(f"`raypipe {name}`", about(run)) for name, run in cli.COMMANDS.items()],
+        )
+    ]
     for name, run in cli.COMMANDS.items():
         parser = Parser(name, run)
-        rows = [row(f"--{key.replace('_', '-')}", *option) for key, option in parser.options.items()]
+        rows = [
+            row(f"--{key.replace('_', '-')}", *option)
+            for key, option in parser.options.items()
+        ]
         takes = "; takes the settings of a run" if parser.takes_run else ""
         parts.append(f"### raypipe {name}\n\n`{parser.usage}`{takes}")
         parts += [table(("option", *_HEADS[1:]), rows)] if rows else []
@@ -135,48 +190,87 @@ def commands() -> str:
 
 
 def exit_codes() -> str:
-    text = " ".join((cli.__doc__ or "").partition("Exit codes: ")[2].split()).rstrip(".")
-    return table(("exit code", "meaning"), [part.split(" ", 1) for part in text.split("; ")])
+    text = " ".join((cli.__doc__ or "").partition("Exit codes: ")[2].split()).rstrip(
+        "."
+    )
+    return table(
+        ("exit code", "meaning"), [part.split(" ", 1) for part in text.split("; ")]
+    )
 
 
 def batch() -> str:
-    texts = {name: about(part) for name, part in vars(Batch).items() if isinstance(part, property)}
-    return table(("field", "meaning"), [(f"`{name}`", text) for name, text in (texts | described(Batch)).items()])
+    texts = {
+        name: about(part)
+        for name, part in vars(Batch).items()
+        if isinstance(part, property)
+    }
+    return table(
+        ("field", "meaning"),
+        [(f"`{name}`", text) for name, text in (texts | described(Batch)).items()],
+    )
 
 
 def metrics() -> str:
     rows = []
     for name, metric in METRICS.items():
-        unit = {"seconds": "s", "bytes": "bytes"}.get(name.removesuffix("_total").rpartition("_")[2], "–")
-        rows.append((f"`ray_{name}`", metric.kind, unit, ", ".join(metric.labels), metric.meaning))
+        unit = {"seconds": "s", "bytes": "bytes"}.get(
+            name.removesuffix("_total").rpartition("_")[2], "–"
+        )
+        rows.append(
+            (
+                f"`ray_{name}`",
+                metric.kind,
+                unit,
+                ", ".join(metric.labels),
+                metric.meaning,
+            )
+        )
     return table(("name", "type", "unit", "labels", "meaning"), rows)
 
 
 def stub(function: Callable[..., Any]) -> str:
     """The signature of a function or a method."""
-    text = re.sub(r"""(: |-> )(['"])(.*?)\2""", r"\1\3", str(inspect.signature(function)))  # kinds have quotes
+    text = re.sub(
+        r"""(: |-> )(['"])(.*?)\2""", r"\1\3", str(inspect.signature(function))
+    )  # kinds have quotes
     return function.__name__ + re.sub(r"^\(self(, )?", "(", text)
 
 
 def members(kind: type) -> str:
     """The attributes, properties and methods of a class."""
-    own = {name: part for name, part in vars(kind).items() if name[0] != "_" and part.__doc__}
-    texts = {name: about(part) for name, part in own.items() if isinstance(part, property)}
+    own = {
+        name: part
+        for name, part in vars(kind).items()
+        if name[0] != "_" and part.__doc__
+    }
+    texts = {
+        name: about(part) for name, part in own.items() if isinstance(part, property)
+    }
     doc = (kind.__doc__ or "").partition("Attributes:")[2]
     texts |= described(SimpleNamespace(__doc__=f"\n    Attributes:{doc}"))
     rows = [(f"`{name}`", linked(text)) for name, text in texts.items()]
-    rows += [(f"`{stub(part)}`", about(part)) for part in own.values() if inspect.isfunction(part)]
+    rows += [
+        (f"`{stub(part)}`", about(part))
+        for part in own.values()
+        if inspect.isfunction(part)
+    ]
     return table((f"`{kind.__name__}`", "meaning"), rows) if rows else ""
 
 
 def api() -> str:
     """The names of .ci/api.md; the site has their whole docstrings."""
     parts = []
-    for mark, name in re.findall(r"^(##|:::) (.+)$", (ROOT / ".ci/api.md").read_text(), re.MULTILINE):
+    for mark, name in re.findall(
+        r"^(##|:::) (.+)$", (ROOT / ".ci/api.md").read_text(), re.MULTILINE
+    ):
         found: Any = locate(name) if mark == ":::" else None
         parts.append(f"**`{name}`**: {about(found)}" if found else f"### {name}")
         if inspect.isfunction(found):
-            code = stub(found) if len(stub(found)) < 90 else re.sub(r", (?=\*|\w+:)", ",\n    ", stub(found))
+            code = (
+                stub(found)
+                if len(stub(found)) < 90
+                else re.sub(r", (?=\*|\w+:)", ",\n    ", stub(found))
+            )
             parts.append(f"```text\n{code}\n```")
         elif inspect.isclass(found) and not is_section(found) and found is not Batch:
             parts.append(members(found))
@@ -186,7 +280,12 @@ def api() -> str:
 def reference() -> str:
     """The text of docs/reference.md."""
     text = (ROOT / ".ci/reference_template.md").read_text()
-    return re.sub(r"^\{\{(\w+)\}\}$", lambda match: globals()[match[1]](), text, flags=re.MULTILINE)
+    return re.sub(
+        r"^\{\{(\w+)\}\}$",
+        lambda match: globals()[match[1]](),
+        text,
+        flags=re.MULTILINE,
+    )
 
 
 def llms_full() -> str:

@@ -28,9 +28,13 @@ PAGES = {
 }
 """Pages that have another name in the site than in docs/."""
 RESULTS = {
-    f"benchmarks/results/{path.name}": path.name for path in sorted((ROOT / "benchmarks/results").glob("*.md"))
+    f"benchmarks/results/{path.name}": path.name
+    for path in sorted((ROOT / "benchmarks/results").glob("*.md"))
 }
-PAGES |= {source: f"results/{name.replace('README', 'index')}" for source, name in RESULTS.items()}
+PAGES |= {
+    source: f"results/{name.replace('README', 'index')}"
+    for source, name in RESULTS.items()
+}
 LINK = re.compile(r"\[([^][]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 PIPE = re.compile(r"(?<=[\w\]] )\\\|(?= \w)")
 """A pipe in a type, in a table: GitHub wants a backslash before it, which Python-Markdown shows in code."""
@@ -40,7 +44,9 @@ SOURCES = {uri: source for source, uri in PAGES.items()}
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the menu of results: their index, and a submenu of the reports."""
-    reports = sorted(PAGES[source] for source in RESULTS if PAGES[source] != "results/index.md")
+    reports = sorted(
+        PAGES[source] for source in RESULTS if PAGES[source] != "results/index.md"
+    )
     entry = next(entry for entry in config.nav or [] if "Results" in entry)
     entry["Results"] = [{"Summary": "results/index.md"}, {"Reports": reports}]
     return config
@@ -77,7 +83,9 @@ def uri_of(source: str) -> str:
     return PAGES.get(source, source.removeprefix("docs/"))
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     folder = Path(SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
 
     def link(match: re.Match[str]) -> str:
@@ -94,7 +102,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{title(source) if text in (path, source) else text}]({here}{anchor})"
 
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.M | re.S)
-    parts[::2] = [PIPE.sub("|", LINK.sub(link, pictures_by_palette(text))) for text in parts[::2]]
+    parts[::2] = [
+        PIPE.sub("|", LINK.sub(link, pictures_by_palette(text))) for text in parts[::2]
+    ]
     return "".join(parts)
 
 
@@ -129,7 +139,9 @@ def notebook(content: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]
     pictures: dict[str, bytes] = {}
     for cell in content["cells"]:
         source = "".join(cell["source"])
-        blocks.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        blocks.append(
+            source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        )
         for output in cell.get("outputs", []):
             if "text" in output:
                 blocks.append(f"```text\n{''.join(output['text'])}```")

@@ -34,23 +34,31 @@ def pictures(side: int) -> list[bytes]:
     made = []
     for number in range(_NUM_PICTURES):
         rng = np.random.default_rng(number)
-        coarse = cv2.resize(rng.integers(0, 256, (24, 32, 3), np.uint8), (side * 4 // 3, side))
+        coarse = cv2.resize(
+            rng.integers(0, 256, (24, 32, 3), np.uint8), (side * 4 // 3, side)
+        )
         noise = rng.normal(0, 9, coarse.shape)
         pixels = np.clip(coarse + noise, 0, 255).astype(np.uint8)
-        made.append(cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, 85])[1].tobytes())
+        made.append(
+            cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, 85])[1].tobytes()
+        )
     return made
 
 
 def write_shards(folder: Path, num_shards: int, shard_bytes: int, side: int) -> int:
     """Write WebDataset shards; return the number of samples."""
     folder.mkdir(parents=True)
-    images, number = pictures(side), 0
+    images = pictures(side)
+    number = 0
     rng = np.random.default_rng(0)
     for shard in range(num_shards):
         with tarfile.open(folder / f"train-{shard:04d}.tar", "w") as tar:
             while tar.offset < shard_bytes:
                 image = images[rng.integers(len(images))]
-                for suffix, content in (("jpg", image), ("cls", b"%d" % (number % 100))):
+                for suffix, content in (
+                    ("jpg", image),
+                    ("cls", b"%d" % (number % 100)),
+                ):
                     member = tarfile.TarInfo(f"{number:08d}.{suffix}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
@@ -58,7 +66,9 @@ def write_shards(folder: Path, num_shards: int, shard_bytes: int, side: int) -> 
     return number
 
 
-def measure(address: str, shuffle: Any, cache: Path, endpoint: str, epochs: int, preset: str) -> dict[str, Any]:
+def measure(
+    address: str, shuffle: Any, cache: Path, endpoint: str, epochs: int, preset: str
+) -> dict[str, Any]:
     """Read epochs of a store through a stream with Ray: what the first batch and each epoch took."""
     shutil.rmtree(cache, ignore_errors=True)
     sent(endpoint)
@@ -68,18 +78,29 @@ def measure(address: str, shuffle: Any, cache: Path, endpoint: str, epochs: int,
         plan=raypipe.PlanConfig(epochs=epochs, micro_batch_size=64, shuffle=shuffle),
         transform=raypipe.TransformConfig(train=preset, size=224),
     )
-    result: dict[str, Any] = {"open_s": round(time.perf_counter() - begun, 2), "open_bytes": _bytes(endpoint)}
+    result: dict[str, Any] = {
+        "open_s": round(time.perf_counter() - begun, 2),
+        "open_bytes": _bytes(endpoint),
+    }
     loader = raypipe.loader(spec)
-    epoch_images, seconds, num_bytes, num_requests = list[int](), list[float](), list[int](), list[int]()
+    epoch_images = list[int]()
+    seconds = list[float]()
+    num_bytes = list[int]()
+    num_requests = list[int]()
     first = True
     for epoch in loader.epochs():
-        started, images = time.perf_counter(), 0
+        started = time.perf_counter()
+        images = 0
         for batch in epoch.train:
             if first:
                 counts = sent(endpoint)
                 result["first_batch_s"] = round(time.perf_counter() - begun, 2)
-                result["first_batch_bytes"] = sum(n for path, n in counts.items() if path.endswith(".tar"))
-                first, started, images = False, time.perf_counter(), 0
+                result["first_batch_bytes"] = sum(
+                    n for path, n in counts.items() if path.endswith(".tar")
+                )
+                first = False
+                started = time.perf_counter()
+                images = 0
             images += len(batch.image)
         seconds.append(time.perf_counter() - started)
         counts = sent(endpoint)
@@ -87,8 +108,11 @@ def measure(address: str, shuffle: Any, cache: Path, endpoint: str, epochs: int,
         num_bytes.append(sum(n for path, n in counts.items() if path.endswith(".tar")))
         epoch_images.append(images)
     num_bytes[0] += result["first_batch_bytes"]
-    result["epoch_bytes"], result["epoch_requests"] = num_bytes, num_requests
-    result["images_per_s"] = [round(n / s, 1) for n, s in zip(epoch_images, seconds, strict=True)]
+    result["epoch_bytes"] = num_bytes
+    result["epoch_requests"] = num_requests
+    result["images_per_s"] = [
+        round(n / s, 1) for n, s in zip(epoch_images, seconds, strict=True)
+    ]
     return result
 
 
@@ -114,7 +138,11 @@ def main() -> None:
     os.environ["RAYPIPE_CACHE"] = str(cache)
     shutil.rmtree(shards / "_raypipe_index", ignore_errors=True)
     with slow_bucket(options.folder, options.latency_ms / 1000) as endpoint:
-        os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+        os.environ |= {
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "x",
+        }
         os.environ |= {"AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
         begun = time.perf_counter()
         store: Any = raypipe.open_store("s3://bucket/shards")
@@ -124,7 +152,9 @@ def main() -> None:
             "samples": index["samples"],
             "index_s": round(time.perf_counter() - begun, 1),
             "index_bytes_read": _bytes(endpoint),
-            "index_bytes": sum(path.stat().st_size for path in (shards / "_raypipe_index").iterdir()),
+            "index_bytes": sum(
+                path.stat().st_size for path in (shards / "_raypipe_index").iterdir()
+            ),
         }
         connect()
         arguments = cache, endpoint, options.epochs, options.preset

@@ -62,10 +62,14 @@ class Counted(TorchDispatchMode):
 
     def __init__(self, image_elements: int = 0) -> None:
         super().__init__()
-        self.operations, self.passes, self.bytes_moved = Counter[str](), Counter[str](), 0
+        self.operations = Counter[str]()
+        self.passes = Counter[str]()
+        self.bytes_moved = 0
         self._image_elements = image_elements
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func)
         if func.is_view or name.startswith(_ALLOCATES):
@@ -73,28 +77,43 @@ class Counted(TorchDispatchMode):
         self.operations[name] += 1
         leaves = pytree.tree_leaves((args, kwargs, result))
         # One that is written in place, or given as `out`, is among both arguments and results.
-        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values()
-        if self._image_elements and any(tensor.numel() >= self._image_elements for tensor in tensors):
+        tensors = {
+            id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)
+        }.values()
+        if self._image_elements and any(
+            tensor.numel() >= self._image_elements for tensor in tensors
+        ):
             self.passes[name] += 1
-        self.bytes_moved += sum(_elements(tensor) * tensor.element_size() for tensor in tensors)
+        self.bytes_moved += sum(
+            _elements(tensor) * tensor.element_size() for tensor in tensors
+        )
         return result
 
     def budget(self) -> Budget:
-        moved = self.bytes_moved / (4 * self._image_elements) if self._image_elements else 0.0
+        if self._image_elements:
+            moved = self.bytes_moved / (4 * self._image_elements)
+        else:
+            moved = 0.0
         return Budget(self.operations.total(), self.passes.total(), round(moved, 1))
 
 
 def _elements(tensor: torch.Tensor) -> int:
     """Those in memory: along a stride of 0 there is one."""
-    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    sizes = [
+        size
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if stride
+    ]
     return int(np.prod(sizes))
 
 
 def augmented(rows: int, size: int, **config: Any) -> Callable[[int], Any]:
     """Runs a configuration on one micro-batch of a seed."""
     pixels = np.random.default_rng(0).integers(0, 256, (rows, size, size, 3), np.uint8)
-    image, target = torch.from_numpy(pixels).permute(0, 3, 1, 2), torch.arange(rows)
-    augment, counts = DeviceAugment(AugmentConfig(**config), CPU), np.ones(rows, bool)
+    image = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    target = torch.arange(rows)
+    augment = DeviceAugment(AugmentConfig(**config), CPU)
+    counts = np.ones(rows, bool)
     return lambda seed: augment(image, target, counts, seed=seed)
 
 
@@ -155,12 +174,19 @@ def host_ms(part: Callable[[int], Any], calls: int = 60) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=8, help="images in a micro-batch")
-    parser.add_argument("--size", type=int, default=32, help="side of the images, pixels")
+    parser.add_argument(
+        "--size", type=int, default=32, help="side of the images, pixels"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    parts = {name: augmented(args.rows, args.size, **config) for name, config in CONFIGS.items()}
+    parts = {
+        name: augmented(args.rows, args.size, **config)
+        for name, config in CONFIGS.items()
+    }
     parts["yuv420"] = from_planes(args.rows, args.size)
     parts["statistics of ResNet-50"] = batch_norm("resnet50", "cpu")
     found = {}
@@ -169,7 +195,16 @@ def main() -> None:
     for name, budget in budgets(args.rows, args.size):
         found[name] = [*astuple(budget), round(host_ms(parts[name]), 2)]
         print(f"| {name} | {' | '.join(map(str, found[name]))} |", flush=True)
-    print(json.dumps({"torch": torch.__version__, "rows": args.rows, "size": args.size, "found": found}))
+    print(
+        json.dumps(
+            {
+                "torch": torch.__version__,
+                "rows": args.rows,
+                "size": args.size,
+                "found": found,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

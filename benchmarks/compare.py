@@ -54,7 +54,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from compare_peers import BATCH, RANKS, SOURCES, STEPS, Batch, Case, grain_filtered, write_sources
+from compare_peers import (
+    BATCH,
+    RANKS,
+    SOURCES,
+    STEPS,
+    Batch,
+    Case,
+    grain_filtered,
+    write_sources,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -117,11 +126,20 @@ def run(peer: str, folder: Path, **options: Any) -> Run:
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
     found = [own / f"rank-{rank}" for rank in range(case.world)]
-    ranks = [pickle.loads(path.read_bytes()) if path.exists() else ([], None) for path in found]
-    steps = [list(chain(*parts)) for parts in zip(*(batches for batches, _ in ranks), strict=False)]
+    ranks = [
+        pickle.loads(path.read_bytes()) if path.exists() else ([], None)
+        for path in found
+    ]
+    steps = [
+        list(chain(*parts))
+        for parts in zip(*(batches for batches, _ in ranks), strict=False)
+    ]
     records = (own / "workers").iterdir() if (own / "workers").exists() else ()
     workers = [[path.name, *path.read_text().split(" ")] for path in records]
-    killed = (own / "killed").read_text() if (own / "killed").exists() else ""
+    if (own / "killed").exists():
+        killed = (own / "killed").read_text()
+    else:
+        killed = ""
     return Run(steps, [state for _, state in ranks], error, workers, killed)
 
 
@@ -145,15 +163,26 @@ def _by_processes(peer: str, case: Case) -> str:
         path.write_bytes(pickle.dumps(replace(case, rank=rank)))
         log = (case.folder / f"log-{rank}").open("w")
         command = [sys.executable, __file__, "--rank-of", peer, str(path)]
-        started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
+        started.append(
+            subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        )
     deadline = time.monotonic() + _LIMIT_S
-    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+    while (
+        any(process.poll() is None for process in started)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     late = [process for process in started if process.poll() is None]
     for process in late:
         process.kill()
-    logs = [(case.folder / f"log-{rank}").read_text().strip() for rank in range(case.world)]
-    failed = [log for process, log in zip(started, logs, strict=True) if process.returncode]
+    logs = [
+        (case.folder / f"log-{rank}").read_text().strip() for rank in range(case.world)
+    ]
+    failed = [
+        log for process, log in zip(started, logs, strict=True) if process.returncode
+    ]
     if late:
         return f"it hung for {_LIMIT_S} s"
     return failed[0].splitlines()[-1] if failed else ""
@@ -167,7 +196,8 @@ def rank_of(peer: str, path: Path) -> None:
     torch.manual_seed(1)
     if case.world > 1:
         torch.distributed.init_process_group("gloo")
-    batches, state = list[Batch](), None
+    batches = list[Batch]()
+    state = None
     try:
         for batch, state in RANKS[peer](case):  # noqa: B007
             batches.append(batch)
@@ -213,23 +243,33 @@ class Cells:
         nodes = {node for *_, node in found.workers}
         if self._peer not in _ON_RAY:
             return f"no: {len(found.workers)} processes, all of the training host"
-        return "yes" if len(nodes) > 1 or self._trains_elsewhere(nodes) else f"no: nodes {nodes}"
+        if len(nodes) > 1 or self._trains_elsewhere(nodes):
+            return "yes"
+        return f"no: nodes {nodes}"
 
     def _trains_elsewhere(self, nodes: set[str]) -> bool:
         import ray
 
-        return not nodes <= {node["NodeID"] for node in ray.nodes() if node["Resources"].get("CPU") == 4}
+        return not nodes <= {
+            node["NodeID"] for node in ray.nodes() if node["Resources"].get("CPU") == 4
+        }
 
     def order(self) -> str:
-        two, four = self._whole(2).numbers(), self._whole(4).numbers()
+        two = self._whole(2).numbers()
+        four = self._whole(4).numbers()
         same = sum(a == b for a, b in zip(two, four, strict=False))
-        return "yes" if two == four and len(two) == STEPS else f"no: {same} of {STEPS} global batches are equal"
+        if two == four and len(two) == STEPS:
+            return "yes"
+        return f"no: {same} of {STEPS} global batches are equal"
 
     def pixels(self) -> str:
-        two, four = self._whole(2).drawn(), self._whole(4).drawn()
+        two = self._whole(2).drawn()
+        four = self._whole(4).drawn()
         both = two.keys() & four.keys()
         same = sum(two[number] == four[number] for number in both)
-        return "yes" if same == len(both) == STEPS * BATCH else f"no: of {len(both)} samples {same} have the same"
+        if same == len(both) == STEPS * BATCH:
+            return "yes"
+        return f"no: of {len(both)} samples {same} have the same"
 
     def resume(self) -> str:
         return self._compare(self._continued(2, 2), self._whole(2))
@@ -239,18 +279,26 @@ class Cells:
 
     def _compare(self, rest: Run, whole: Run) -> str:
         expected = whole.numbers()[_STOP:]
-        wanted, got = sorted(chain(*expected)), sorted(chain(*rest.numbers()))
+        wanted = sorted(chain(*expected))
+        got = sorted(chain(*rest.numbers()))
         if got != wanted:
-            lost, twice = len(set(wanted) - set(got)), len(got) - len(set(got))
+            lost = len(set(wanted) - set(got))
+            twice = len(got) - len(set(got))
             early = len(set(got) - set(wanted))
             return f"no: of {len(wanted)} samples {lost} are lost, {twice} come twice, {early} came before"
         same = sum(rest.drawn()[number] == whole.drawn()[number] for number in wanted)
-        order = "same global batches" if rest.numbers() == expected else "other global batches"
+        if rest.numbers() == expected:
+            order = "same global batches"
+        else:
+            order = "other global batches"
         return f"yes: {order}, {same} of {len(wanted)} samples with the same random numbers"
 
     def mixture(self) -> str:
         def few(batches: list[list[int]]) -> list[int]:
-            return [sum(number >= min(SOURCES["few"]) for number in numbers) for numbers in batches]
+            return [
+                sum(number >= min(SOURCES["few"]) for number in numbers)
+                for numbers in batches
+            ]
 
         whole = self._whole(2, mixed=True).numbers()
         if {*few(whole)} != {BATCH // 4}:
@@ -280,12 +328,24 @@ class Cells:
             return "yes"
         if self._peer != "raypipe":
             return "not offered"
-        whole, rest = self._whole(2, filtered=True), self._continued(2, 4, filtered=True)
-        assert min(number for numbers in whole.numbers() for number in numbers) >= 48, "the filter's samples alone"
+        whole = self._whole(2, filtered=True)
+        rest = self._continued(2, 4, filtered=True)
+        assert min(number for numbers in whole.numbers() for number in numbers) >= 48, (
+            "the filter's samples alone"
+        )
         return self._compare(rest, whole)
 
 
-_CELLS = ("off_host", "order", "pixels", "resume", "elastic", "mixture", "lost", "filter")
+_CELLS = (
+    "off_host",
+    "order",
+    "pixels",
+    "resume",
+    "elastic",
+    "mixture",
+    "lost",
+    "filter",
+)
 
 
 def of(cell: Callable[[], str]) -> str:
@@ -296,10 +356,16 @@ def of(cell: Callable[[], str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", nargs="+", default=[*_PACKAGES], choices=[*_PACKAGES])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peers", nargs="+", default=[*_PACKAGES], choices=[*_PACKAGES]
+    )
     parser.add_argument("--cells", nargs="+", default=_CELLS, choices=_CELLS)
-    parser.add_argument("--rank-of", nargs=2, metavar=("PEER", "CASE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--rank-of", nargs=2, metavar=("PEER", "CASE"), help=argparse.SUPPRESS
+    )
     args = parser.parse_args()
     if args.rank_of:
         return rank_of(args.rank_of[0], Path(args.rank_of[1]))

@@ -17,7 +17,8 @@ from typing import Any
 
 SOURCES = {"many": range(0, 144), "few": range(1000, 1048)}
 """Two sources: a mixture of 3 to 1 uses up both at once."""
-BATCH, STEPS = 16, 9  # the global batch; steps of an epoch of the first source
+BATCH = 16
+STEPS = 9  # the global batch; steps of an epoch of the first source
 SEED = 1
 Batch = list[tuple[int, float]]
 
@@ -56,7 +57,9 @@ class Case:
     @property
     def own_state(self) -> Any:
         """The state that this rank saved; of another rank, where there are more of them now."""
-        return self.states[self.rank % len(self.states)] if self.states else None
+        if self.states:
+            return self.states[self.rank % len(self.states)]
+        return None
 
     def taken(self, batches: Iterable[Any]) -> Iterator[Any]:
         for number, batch in enumerate(itertools.islice(batches, self.steps), 1):
@@ -77,7 +80,11 @@ def kill_a_worker(folder: Path) -> None:
     import contextlib
     import signal
 
-    for record in sorted((folder / "workers").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
+    for record in sorted(
+        (folder / "workers").iterdir(),
+        key=lambda path: path.stat().st_mtime,
+        reverse=True,
+    ):
         pid = int(record.name)
         if pid != os.getpid():
             with contextlib.suppress(ProcessLookupError):
@@ -101,7 +108,8 @@ class Numbers:
     """A map-style dataset of torch."""
 
     def __init__(self, case: Case) -> None:
-        self._case, self._numbers = case, [number for name in case.sources for number in SOURCES[name]]
+        self._case = case
+        self._numbers = [number for name in case.sources for number in SOURCES[name]]
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -122,16 +130,29 @@ def dataloader(case: Case) -> Iterator[tuple[Batch, Any]]:
     from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 
     dataset: Any = Numbers(case)
-    sampler: Any = DistributedSampler(dataset, case.world, case.rank, shuffle=True, seed=SEED, drop_last=True)
+    sampler: Any = DistributedSampler(
+        dataset, case.world, case.rank, shuffle=True, seed=SEED, drop_last=True
+    )
     if case.mixed:
-        weights = [3 / len(SOURCES["many"])] * len(SOURCES["many"]) + [1 / len(SOURCES["few"])] * len(
-            SOURCES["few"]
-        )
+        weights = [3 / len(SOURCES["many"])] * len(SOURCES["many"]) + [
+            1 / len(SOURCES["few"])
+        ] * len(SOURCES["few"])
         sampler = WeightedRandomSampler(weights, len(dataset) // case.world)
-    options: dict[str, Any] = {"batch_size": BATCH // case.world, "num_workers": case.workers, "drop_last": True}
-    loader = DataLoader(dataset, sampler=sampler, generator=torch.Generator().manual_seed(SEED), **options)
+    options: dict[str, Any] = {
+        "batch_size": BATCH // case.world,
+        "num_workers": case.workers,
+        "drop_last": True,
+    }
+    loader = DataLoader(
+        dataset,
+        sampler=sampler,
+        generator=torch.Generator().manual_seed(SEED),
+        **options,
+    )
     if case.states:
-        raise NotImplementedError(f"DataLoader has no state: {[n for n in dir(loader) if 'state' in n]}")
+        raise NotImplementedError(
+            f"DataLoader has no state: {[n for n in dir(loader) if 'state' in n]}"
+        )
     for batch in case.taken(map(_pairs, loader)):
         yield batch, None
 
@@ -143,11 +164,24 @@ def stateful_dataloader(case: Case) -> Iterator[tuple[Batch, Any]]:
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     dataset: Any = Numbers(case)
-    sampler: Any = StatefulDistributedSampler(dataset, case.world, case.rank, True, SEED, drop_last=True)
+    sampler: Any = StatefulDistributedSampler(
+        dataset, case.world, case.rank, True, SEED, drop_last=True
+    )
     if case.mixed:
-        raise NotImplementedError("its samplers mix nothing; torchdata.nodes has a MultiNodeWeightedSampler")
-    options: dict[str, Any] = {"batch_size": BATCH // case.world, "num_workers": case.workers, "drop_last": True}
-    loader = StatefulDataLoader(dataset, sampler=sampler, generator=torch.Generator().manual_seed(SEED), **options)
+        raise NotImplementedError(
+            "its samplers mix nothing; torchdata.nodes has a MultiNodeWeightedSampler"
+        )
+    options: dict[str, Any] = {
+        "batch_size": BATCH // case.world,
+        "num_workers": case.workers,
+        "drop_last": True,
+    }
+    loader = StatefulDataLoader(
+        dataset,
+        sampler=sampler,
+        generator=torch.Generator().manual_seed(SEED),
+        **options,
+    )
     if case.states:
         loader.load_state_dict(case.own_state)
     for batch in case.taken(map(_pairs, loader)):
@@ -163,8 +197,13 @@ def mosaicml(case: Case) -> Iterator[tuple[Batch, Any]]:
             return transformed(case, super().__getitem__(at)["number"])
 
     share = {"many": 0.75, "few": 0.25}
-    streams = [Stream(local=str(case.data / f"mds-{name}"), proportion=share[name]) for name in case.sources]
-    options: dict[str, Any] = {"streams": streams} if case.mixed else {"local": str(case.data / "mds-many")}
+    streams = [
+        Stream(local=str(case.data / f"mds-{name}"), proportion=share[name])
+        for name in case.sources
+    ]
+    options: dict[str, Any] = (
+        {"streams": streams} if case.mixed else {"local": str(case.data / "mds-many")}
+    )
     dataset = Streamed(
         **options,
         shuffle=True,
@@ -173,7 +212,12 @@ def mosaicml(case: Case) -> Iterator[tuple[Batch, Any]]:
         num_canonical_nodes=1,
         batching_method="stratified" if case.mixed else "random",
     )
-    loader = StreamingDataLoader(dataset, batch_size=BATCH // case.world, num_workers=case.workers, drop_last=True)
+    loader = StreamingDataLoader(
+        dataset,
+        batch_size=BATCH // case.world,
+        num_workers=case.workers,
+        drop_last=True,
+    )
     if case.states:
         loader.load_state_dict(case.states[0])
     for batch in case.taken(map(_pairs, loader)):
@@ -189,14 +233,25 @@ def litdata(case: Case) -> Iterator[tuple[Batch, Any]]:
     def part(name: str) -> Any:
         address = str(case.data / f"litdata-{name}")
         return StreamingDataset(
-            address, shuffle=True, drop_last=True, seed=SEED, transform=partial(transformed, case)
+            address,
+            shuffle=True,
+            drop_last=True,
+            seed=SEED,
+            transform=partial(transformed, case),
         )
 
     dataset = part("many")
     if case.mixed:
         parts = [part(name) for name in case.sources]
-        dataset = CombinedStreamingDataset(parts, seed=SEED, weights=[0.75, 0.25], iterate_over_all=False)
-    loader = StreamingDataLoader(dataset, batch_size=BATCH // case.world, num_workers=case.workers, drop_last=True)
+        dataset = CombinedStreamingDataset(
+            parts, seed=SEED, weights=[0.75, 0.25], iterate_over_all=False
+        )
+    loader = StreamingDataLoader(
+        dataset,
+        batch_size=BATCH // case.world,
+        num_workers=case.workers,
+        drop_last=True,
+    )
     if case.states:
         loader.load_state_dict(case.own_state)
     for batch in case.taken(map(_pairs, loader)):
@@ -217,11 +272,15 @@ def grain(case: Case) -> Iterator[tuple[Batch, Any]]:
 
     dataset = part("many")
     if case.mixed:
-        dataset = grain.MapDataset.mix([part(name) for name in case.sources], weights=[3, 1])
+        dataset = grain.MapDataset.mix(
+            [part(name) for name in case.sources], weights=[3, 1]
+        )
     dataset = dataset.seed(SEED).random_map(Transform())
     shard = grain.sharding.ShardOptions(case.rank, case.world)
     processes = grain.multiprocessing.MultiprocessingOptions(num_workers=case.workers)
-    iterator: Any = iter(ElasticIterator(dataset, BATCH, shard, multiprocessing_options=processes))
+    iterator: Any = iter(
+        ElasticIterator(dataset, BATCH, shard, multiprocessing_options=processes)
+    )
     if case.states:
         iterator.set_state(case.own_state)
     for batch in case.taken(map(_pairs, iterator)):
@@ -233,9 +292,12 @@ def grain_filtered(case: Case) -> Iterator[tuple[Batch, Any]]:
     import grain
     from grain.experimental import ElasticIterator
 
-    dataset = grain.MapDataset.source(list(SOURCES["many"])).filter(lambda number: number % 3 > 0)
+    dataset = grain.MapDataset.source(list(SOURCES["many"])).filter(
+        lambda number: number % 3 > 0
+    )
     yield from (
-        (_pairs(batch), None) for batch in ElasticIterator(dataset, BATCH, grain.sharding.ShardOptions(0, 1))
+        (_pairs(batch), None)
+        for batch in ElasticIterator(dataset, BATCH, grain.sharding.ShardOptions(0, 1))
     )
 
 
@@ -258,16 +320,24 @@ def write_sources(folder: Path) -> None:
     from raypipe.stores.destination import write_atomically
 
     for name, numbers in SOURCES.items():
-        with MDSWriter(out=str(folder / f"mds-{name}"), columns={"number": "int"}) as writer:
+        with MDSWriter(
+            out=str(folder / f"mds-{name}"), columns={"number": "int"}
+        ) as writer:
             for number in numbers:
                 writer.write({"number": number})
         address = str(folder / f"litdata-{name}")
-        options: dict[str, Any] = {"chunk_size": 24, "num_workers": 1, "start_method": "fork"}
+        options: dict[str, Any] = {
+            "chunk_size": 24,
+            "num_workers": 1,
+            "start_method": "fork",
+        }
         litdata.optimize(fn=_same, inputs=list(numbers), output_dir=address, **options)
         # Its transform draws all of an image's pixels at random; labels are the numbers.
         image = cv2.imencode(".png", np.zeros((8, 8, 3), np.uint8))[1].tobytes()
         write_atomically(
-            str(folder / f"{name}.lmdb"), ({"image": image, "label": number} for number in numbers), ()
+            str(folder / f"{name}.lmdb"),
+            ({"image": image, "label": number} for number in numbers),
+            (),
         )
 
 

@@ -23,7 +23,9 @@ def start_cluster() -> None:
 
     import raypipe  # noqa: F401  before Ray is imported by anything else: it sets what Ray reads then
 
-    cluster = Cluster(True, head_node_args={"num_cpus": 4, "object_store_memory": 200 << 20})
+    cluster = Cluster(
+        True, head_node_args={"num_cpus": 4, "object_store_memory": 200 << 20}
+    )
     cluster.add_node(num_cpus=2, object_store_memory=200 << 20)
     ray.init(address=cluster.address, log_to_driver=False)
 
@@ -44,7 +46,11 @@ def raypipe_run(case: Case) -> None:
     spec = raypipe.open_stream(
         stores if case.mixed else stores["many"],
         plan=raypipe.PlanConfig(
-            epochs=1, micro_batch_size=_MICRO, global_batch_size=BATCH, seed=SEED, mixture=mixture
+            epochs=1,
+            micro_batch_size=_MICRO,
+            global_batch_size=BATCH,
+            seed=SEED,
+            mixture=mixture,
         ),
         train_transform=draws,
         pool=raypipe.PoolConfig(micro_batches_per_block=1),
@@ -58,7 +64,8 @@ def raypipe_run(case: Case) -> None:
         for epoch in loader.epochs():
             pairs = list[tuple[int, float]]()
             for batch in case.taken(epoch.train):
-                numbers, sums = batch.target.tolist(), batch.image.flatten(1).double().sum(1).tolist()
+                numbers = batch.target.tolist()
+                sums = batch.image.flatten(1).double().sum(1).tolist()
                 pairs += zip(numbers, sums, strict=True)
                 if batch.ends_step:
                     yield pairs, loader.state_dict()
@@ -74,7 +81,9 @@ def ray_data_run(case: Case) -> None:
     import ray.data
 
     def part(name: str) -> Any:
-        return ray.data.from_items([{"number": number} for number in SOURCES[name]], override_num_blocks=12)
+        return ray.data.from_items(
+            [{"number": number} for number in SOURCES[name]], override_num_blocks=12
+        )
 
     def draws(row: dict[str, Any]) -> dict[str, Any]:
         number, draw = transformed(case, row["number"])
@@ -83,35 +92,56 @@ def ray_data_run(case: Case) -> None:
     dataset = part("many")
     if case.mixed:
         dataset = dataset.mix(part("few"), weights=[0.75, 0.25])
-    dataset = dataset.random_shuffle(seed=SEED) if not case.mixed else dataset
+    if not case.mixed:
+        dataset = dataset.random_shuffle(seed=SEED)
+    else:
+        dataset = dataset
     dataset = dataset.map(draws)
 
     def rank(case: Case) -> Iterator[tuple[Batch, Any]]:
         shard: Any = ray.train.get_dataset_shard("train")
         if case.states:
-            raise NotImplementedError(f"its iterator has no state: {[n for n in dir(shard) if 'state' in n]}")
-        batches = shard.iter_batches(batch_size=BATCH // case.world, drop_last=True, prefetch_batches=1)
+            raise NotImplementedError(
+                f"its iterator has no state: {[n for n in dir(shard) if 'state' in n]}"
+            )
+        batches = shard.iter_batches(
+            batch_size=BATCH // case.world, drop_last=True, prefetch_batches=1
+        )
         for batch in case.taken(batches):
-            yield list(zip(batch["number"].tolist(), batch["draw"].tolist(), strict=True)), None
+            yield (
+                list(
+                    zip(batch["number"].tolist(), batch["draw"].tolist(), strict=True)
+                ),
+                None,
+            )
 
     _train(case, rank, {"train": dataset})
 
 
-def _train(case: Case, rank: Callable[[Case], Iterator[tuple[Batch, Any]]], datasets: dict[str, Any]) -> None:
+def _train(
+    case: Case,
+    rank: Callable[[Case], Iterator[tuple[Batch, Any]]],
+    datasets: dict[str, Any],
+) -> None:
     """Run the ranks in a TorchTrainer; each leaves its batches and its last state in the folder."""
     import ray.train.torch
 
     def train_fn(config: dict[str, Any]) -> None:
         number = ray.train.get_context().get_world_rank()
-        batches, state = list[Batch](), None
-        for batch, state in rank(replace(case, rank=number, kills=case.kills and number == 0)):  # noqa: B007
+        batches = list[Batch]()
+        state = None
+        for batch, state in rank(  # noqa: B007
+            replace(case, rank=number, kills=case.kills and number == 0)
+        ):
             batches.append(batch)
         (case.folder / f"rank-{number}").write_bytes(pickle.dumps((batches, state)))
 
     with tempfile.TemporaryDirectory() as folder:
         ray.train.torch.TorchTrainer(
             train_fn,
-            scaling_config=ray.train.ScalingConfig(num_workers=case.world, resources_per_worker={"CPU": 1}),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=case.world, resources_per_worker={"CPU": 1}
+            ),
             run_config=ray.train.RunConfig(name="compare", storage_path=folder),
             datasets=datasets,
         ).fit()

@@ -39,9 +39,12 @@ def samples_of(address: str, num: int) -> list[Samples]:
     ]
 
 
-def measure(samples: list[Samples], modes: Mapping[Any, MicroBatchTransform], epoch: int) -> dict[str, float]:
+def measure(
+    samples: list[Samples], modes: Mapping[Any, MicroBatchTransform], epoch: int
+) -> dict[str, float]:
     """Images/s by mode; which mode comes first changes from micro-batch to micro-batch."""
-    spent_ns, names = dict.fromkeys(modes, 0), list(modes)
+    spent_ns = dict.fromkeys(modes, 0)
+    names = list(modes)
     for number, part in enumerate(samples):
         indices = np.arange(len(part)) + number * MICRO_BATCH
         keys = np.stack([np.full(len(part), epoch), indices], axis=1).astype(np.uint64)
@@ -54,7 +57,9 @@ def measure(samples: list[Samples], modes: Mapping[Any, MicroBatchTransform], ep
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("store")
     parser.add_argument("--transform", default="light")
     parser.add_argument("--size", type=int, default=224)
@@ -64,18 +69,34 @@ def main() -> None:
     cv2.setNumThreads(1)  # as in an actor
     samples = samples_of(options.store, options.samples)
     names: list[CropDecode] = ["off", "exact", "scaled"]
-    configs = {name: TransformConfig(size=options.size, crop_decode=name) for name in names}
-    modes = {name: MicroBatchTransform(Content(options.transform, configs[name])) for name in names}
+    configs = {
+        name: TransformConfig(size=options.size, crop_decode=name) for name in names
+    }
+    modes = {
+        name: MicroBatchTransform(Content(options.transform, configs[name]))
+        for name in names
+    }
     measure(samples[:1], modes, 0)
-    repeats = [measure(samples, modes, epoch) for epoch in range(1, options.repeats + 1)]
-    print(f"{sum(map(len, samples))} images, {options.transform}; extension: {why_no_kernel() or 'used'}")
+    repeats = [
+        measure(samples, modes, epoch) for epoch in range(1, options.repeats + 1)
+    ]
+    print(
+        f"{sum(map(len, samples))} images, {options.transform}; extension: {why_no_kernel() or 'used'}"
+    )
     for name in names:
         ratio = statistics.median(repeat[name] / repeat["off"] for repeat in repeats)
         all_of_it = ", ".join(f"{repeat[name]:.1f}" for repeat in repeats)
         print(
             f"{name:8} {statistics.median(r[name] for r in repeats):8.1f} images/s  x {ratio:.2f}  ({all_of_it})"
         )
-    print(json.dumps({name: round(statistics.median(r[name] for r in repeats), 1) for name in names}))
+    print(
+        json.dumps(
+            {
+                name: round(statistics.median(r[name] for r in repeats), 1)
+                for name in names
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ from raypipe.transform.decode import decode
 from raypipe.transform.kernel import why_no_kernel
 from raypipe.transform.samples import read_samples
 
-PART, SIDE = 25, 224
+PART = 25
+SIDE = 224
 Decoder = Callable[[bytes], Any]
 
 
@@ -49,7 +50,9 @@ def by_opencv(image: bytes) -> np.ndarray:
 
 
 def by_torchvision(image: bytes) -> torch.Tensor:
-    return decode_jpeg(torch.frombuffer(bytearray(image), dtype=torch.uint8), mode=ImageReadMode.RGB)
+    return decode_jpeg(
+        torch.frombuffer(bytearray(image), dtype=torch.uint8), mode=ImageReadMode.RGB
+    )
 
 
 def by_simplejpeg(image: bytes) -> np.ndarray:
@@ -62,10 +65,15 @@ def cropped(decoded: Decoder, rng: np.random.Generator) -> Decoder:
     def crop(image: bytes) -> np.ndarray:
         pixels = decoded(image)
         height, width = pixels.shape[:2]
-        area, ratio = height * width * rng.uniform(0.08, 1), np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))
-        rows, columns = min(height, round((area / ratio) ** 0.5)), min(width, round((area * ratio) ** 0.5))
-        top, left = rng.integers(0, height - rows + 1), rng.integers(0, width - columns + 1)
-        resized = cv2.resize(pixels[top : top + rows, left : left + columns], (SIDE, SIDE))
+        area = height * width * rng.uniform(0.08, 1)
+        ratio = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))
+        rows = min(height, round((area / ratio) ** 0.5))
+        columns = min(width, round((area * ratio) ** 0.5))
+        top = rng.integers(0, height - rows + 1)
+        left = rng.integers(0, width - columns + 1)
+        resized = cv2.resize(
+            pixels[top : top + rows, left : left + columns], (SIDE, SIDE)
+        )
         return cv2.flip(resized, 1) if rng.random() < 0.5 else resized
 
     return crop
@@ -93,9 +101,13 @@ def by_program() -> Callable[[list[bytes], int], None]:
     transform = MicroBatchTransform(Content("light", TransformConfig(size=SIDE)))
 
     def run(images: list[bytes], repeat: int) -> None:
-        keys = np.stack([np.full(len(images), repeat), np.arange(len(images))], axis=1).astype(np.uint64)
+        keys = np.stack(
+            [np.full(len(images), repeat), np.arange(len(images))], axis=1
+        ).astype(np.uint64)
         indices = np.arange(len(images))
-        transform.run(read_samples(MemoryStore(images, [0] * len(images)), indices), indices, keys)
+        transform.run(
+            read_samples(MemoryStore(images, [0] * len(images)), indices), indices, keys
+        )
 
     return run
 
@@ -103,7 +115,9 @@ def by_program() -> Callable[[list[bytes], int], None]:
 def encoded(address: str, num: int, short_side: int) -> list[bytes]:
     """Baseline JPEGs of a store, as they are or shrunk."""
     store = open_store(address)
-    images = [bytes(image) for image in store.read(np.arange(min(num, len(store))))["image"]]
+    images = [
+        bytes(image) for image in store.read(np.arange(min(num, len(store))))["image"]
+    ]
     if not short_side:
         return images
     return [shrunk(decode(image), short_side) for image in images]
@@ -112,7 +126,9 @@ def encoded(address: str, num: int, short_side: int) -> list[bytes]:
 def shrunk(pixels: np.ndarray, short_side: int) -> bytes:
     scale = min(1, short_side / min(pixels.shape[:2]))
     resized = cv2.resize(pixels, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
-    return cv2.imencode(".jpg", resized[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])[1].tobytes()
+    return cv2.imencode(".jpg", resized[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])[
+        1
+    ].tobytes()
 
 
 def parts(images: Sequence[bytes]) -> Iterator[list[bytes]]:
@@ -121,11 +137,18 @@ def parts(images: Sequence[bytes]) -> Iterator[list[bytes]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("store")
     parser.add_argument("--samples", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--short-side", type=int, default=0, help="shrink images to this first; 0 = as they are")
+    parser.add_argument(
+        "--short-side",
+        type=int,
+        default=0,
+        help="shrink images to this first; 0 = as they are",
+    )
     options = parser.parse_args()
     if reason := why_no_kernel():
         print(f"without the extension: {reason}")
@@ -135,7 +158,8 @@ def main() -> None:
     runs = {name: one_by_one(decoder) for name, decoder in DECODERS.items()}
     runs["OpenCV, crop"] = one_by_one(cropped(by_opencv, np.random.default_rng(0)))
     runs["raypipe, crop"] = by_program()
-    names, found = list(runs), {name: list[float]() for name in runs}
+    names = list(runs)
+    found = {name: list[float]() for name in runs}
     for repeat in range(options.repeats + 1):  # the first one warms up
         spent_ns = dict.fromkeys(names, 0)
         for number, part in enumerate(parts(images)):
@@ -147,13 +171,23 @@ def main() -> None:
         if repeat:
             for name, spent in spent_ns.items():
                 found[name].append(spent / len(images) / 1000)
-    medians = {name: round(statistics.median(times), 1) for name, times in found.items()}
-    packages = {"Pillow": "pillow", "OpenCV": "opencv-python-headless", "raypipe": "raypipe-data"}
+    medians = {
+        name: round(statistics.median(times), 1) for name, times in found.items()
+    }
+    packages = {
+        "Pillow": "pillow",
+        "OpenCV": "opencv-python-headless",
+        "raypipe": "raypipe-data",
+    }
     kilobytes = sum(map(len, images)) / len(images) / 1000
-    print(f"{len(images)} JPEGs of {kilobytes:.0f} KB, µs of CPU time an image, medians of {options.repeats}")
+    print(
+        f"{len(images)} JPEGs of {kilobytes:.0f} KB, µs of CPU time an image, medians of {options.repeats}"
+    )
     for name, median in medians.items():
         library = name.partition(",")[0]
-        print(f"{name:14} {version(packages.get(library, library)):10} {median:8.1f} {min(found[name]):8.1f}")
+        print(
+            f"{name:14} {version(packages.get(library, library)):10} {median:8.1f} {min(found[name]):8.1f}"
+        )
     print(json.dumps(medians))
 
 

@@ -53,24 +53,35 @@ def photo(index: int) -> bytes:
     width, height = ((341, 256), (384, 256), (256, 341))[index % 3]
     pixels = np.full((height, width, 3), 128, np.float32)
     for side, level in ((4, 70), (16, 40), (64, 24), (160, 16)):
-        noise = rng.normal(0, level, (side, side, 1 + 2 * (side < 64))).astype(np.float32)
+        noise = rng.normal(0, level, (side, side, 1 + 2 * (side < 64))).astype(
+            np.float32
+        )
         pixels += cv2.resize(noise, (width, height)).reshape(height, width, -1)
     quality = [cv2.IMWRITE_JPEG_QUALITY, 88]
-    return cv2.imencode(".jpg", pixels.clip(0, 255).astype(np.uint8), quality)[1].tobytes()
+    return cv2.imencode(".jpg", pixels.clip(0, 255).astype(np.uint8), quality)[
+        1
+    ].tobytes()
 
 
 def make_store(folder: str, count: int) -> str:
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(photo, range(count)))
-    raypipe.convert(({"image": image, "label": i % 1000} for i, image in enumerate(images)), f"{folder}/made.lmdb")
+    raypipe.convert(
+        ({"image": image, "label": i % 1000} for i, image in enumerate(images)),
+        f"{folder}/made.lmdb",
+    )
     return f"{folder}/made.lmdb"
 
 
-def spec_of(args: Any, store: str, road: Any, actors: int = 1, engine: Any = "ray") -> raypipe.StreamSpec:
+def spec_of(
+    args: Any, store: str, road: Any, actors: int = 1, engine: Any = "ray"
+) -> raypipe.StreamSpec:
     return raypipe.open_stream(
         store,
         plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
-        transform=raypipe.TransformConfig(train=args.transform, size=args.size, decode=road),
+        transform=raypipe.TransformConfig(
+            train=args.transform, size=args.size, decode=road
+        ),
         pool=raypipe.PoolConfig(engine=engine, min_actors=actors, max_actors=actors),
     )
 
@@ -79,11 +90,19 @@ def on_the_wire(args: Any, store: str) -> dict[str, Any]:
     """Bytes of an image in a block, and the CPU time that an actor takes for it, medians."""
     found: dict[str, Any] = {}
     for road in ROADS:
-        maker, num = MicroBatchMaker(spec_of(args, store, road, engine="inline")), args.micro_batch_size
-        seconds, num_bytes = list[float](), 0
+        maker = MicroBatchMaker(spec_of(args, store, road, engine="inline"))
+        num = args.micro_batch_size
+        seconds = list[float]()
+        num_bytes = 0
         for step in range(8):
             began = time.process_time()
-            row = block_row([maker.make(MicroBatchId("train", 0, step % maker.plan.steps_per_epoch, 0)).batch])
+            row = block_row(
+                [
+                    maker.make(
+                        MicroBatchId("train", 0, step % maker.plan.steps_per_epoch, 0)
+                    ).batch
+                ]
+            )
             seconds.append(time.process_time() - began)
             num_bytes = sum(column.nbytes for column in row.values())
         found[f"{road}_wire_bytes"] = round(num_bytes / num)
@@ -94,11 +113,15 @@ def on_the_wire(args: Any, store: str) -> dict[str, Any]:
 def alone(args: Any, store: str, device: torch.device) -> dict[str, Any]:
     """Images/s of the decoder by itself, for each library."""
     batch = (
-        MicroBatchMaker(spec_of(args, store, "device", engine="inline")).make(MicroBatchId("train", 0, 0, 0)).batch
+        MicroBatchMaker(spec_of(args, store, "device", engine="inline"))
+        .make(MicroBatchId("train", 0, 0, 0))
+        .batch
     )
     data: Any = batch.fields[DATA]
     found: dict[str, Any] = {}
-    libraries = dict(decode.LIBRARIES) if device.type == "cuda" else {"libjpeg-turbo": None}
+    libraries = (
+        dict(decode.LIBRARIES) if device.type == "cuda" else {"libjpeg-turbo": None}
+    )
     for name, load in libraries.items():
         if load:
             decode.LIBRARIES.clear()
@@ -120,11 +143,16 @@ def alone(args: Any, store: str, device: torch.device) -> dict[str, Any]:
         found[f"alone_{name}_by_host"] = made.num_by_host
     decode.LIBRARIES.update({name: load for name, load in libraries.items() if load})
     boxes = [decode.box_of_map(of_map) for of_map in batch[MAP]]
-    cuts = [torch.zeros((3, b - t, r - l), dtype=torch.uint8, device=device) for t, l, b, r in boxes]  # noqa: E741
+    cuts = [
+        torch.zeros((3, bottom - top, right - left), dtype=torch.uint8, device=device)
+        for top, left, bottom, right in boxes
+    ]
     times = []
     for _ in range(args.rounds + 3):
         began = time.perf_counter()
-        for rows in decode._groups({i: cut[0].numel() for i, cut in enumerate(cuts)}, 16 << 20, are_padded=True):
+        for rows in decode._groups(
+            {i: cut[0].numel() for i, cut in enumerate(cuts)}, 16 << 20, are_padded=True
+        ):
             last = resize([cuts[row] for row in rows], batch[MAP][rows])
         last.sum().item()
         times.append(time.perf_counter() - began)
@@ -145,11 +173,13 @@ def train(args: Any, loop: Loop, store: str, road: str, actors: int) -> dict[str
         for batch in itertools.islice(batches, args.warmup):
             loop.step(batch.image, batch.target, None)
         loop.wait()
-        before, began = loader.times(), time.perf_counter()
+        before = loader.times()
+        began = time.perf_counter()
         for batch in itertools.islice(batches, args.steps):
             loop.step(batch.image, batch.target, None)
         loop.wait()
-        seconds, spent = time.perf_counter() - began, loader.times() - before
+        seconds = time.perf_counter() - began
+        spent = loader.times() - before
     return {
         "images_per_s": round(args.steps * args.micro_batch_size / seconds),
         "waiting": round(spent.wait_s / seconds, 3),
@@ -157,10 +187,14 @@ def train(args: Any, loop: Loop, store: str, road: str, actors: int) -> dict[str
     }
 
 
-def resident(args: Any, loop: Loop) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
+def resident(
+    args: Any, loop: Loop
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
     shape = (args.micro_batch_size, 3, args.size, args.size)
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=loop.device)
-    augment = DeviceAugment(PLAIN, loop.device, torch.bfloat16 if loop.cuda else torch.float32)
+    augment = DeviceAugment(
+        PLAIN, loop.device, torch.bfloat16 if loop.cuda else torch.float32
+    )
     target = torch.zeros(args.micro_batch_size, dtype=torch.int64, device=loop.device)
     pixels = pixels.contiguous(memory_format=torch.channels_last)
     while True:
@@ -168,7 +202,9 @@ def resident(args: Any, loop: Loop) -> Iterator[tuple[torch.Tensor, torch.Tensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--store", default="")
     parser.add_argument("--wire", action="store_true")
     parser.add_argument("--device", default="cuda")
@@ -181,7 +217,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--warmup", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=20)
-    args, began = parser.parse_args(), time.perf_counter()
+    args = parser.parse_args()
+    began = time.perf_counter()
     found: dict[str, Any] = {}
 
     def tell(**figures: Any) -> None:
@@ -193,10 +230,17 @@ def main() -> None:
         tell(**on_the_wire(args, store))
         if not args.wire:
             device = torch.device(args.device)
-            name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+            if device.type == "cuda":
+                name = torch.cuda.get_device_name()
+            else:
+                name = "cpu"
             tell(device=name, **alone(args, store, device))
             loop = Loop(args.model, device)
-            tell(resident=round(loop.images_per_s(resident(args, loop), args.steps, warmup=10)))
+            tell(
+                resident=round(
+                    loop.images_per_s(resident(args, loop), args.steps, warmup=10)
+                )
+            )
             for key, road, actors in (
                 ("device", "device", args.actors),
                 ("cpu", "cpu", args.actors),

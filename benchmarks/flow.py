@@ -33,25 +33,38 @@ from raypipe.streaming.row import host_batches
 from memory import MemoryWatch  # isort: skip
 
 STORE_BYTES = 80 << 20
-MICRO_BATCH, SIDE, CROP = 8, 256, 160
+MICRO_BATCH = 8
+SIDE = 256
+CROP = 160
 
 
 class BitmapStore:
     """Any number of samples, all of the same large bytes, read in groups."""
 
-    classes, columns, groups = ("a",), ("image", "label"), None
-    address, fingerprint = "bitmaps", "bitmaps"
+    classes = ("a",)
+    columns = ("image", "label")
+    groups = None
+    address = "bitmaps"
+    fingerprint = "bitmaps"
 
     def __init__(self, num: int, delay_s: float) -> None:
-        self._num, self._delay_s = num, delay_s
-        self._image = cv2.imencode(".bmp", np.zeros((SIDE, SIDE, 3), np.uint8))[1].tobytes()
+        self._num = num
+        self._delay_s = delay_s
+        self._image = cv2.imencode(".bmp", np.zeros((SIDE, SIDE, 3), np.uint8))[
+            1
+        ].tobytes()
 
     def __len__(self) -> int:
         return self._num
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> dict[str, Any]:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> dict[str, Any]:
         time.sleep(self._delay_s)
-        return {"image": [self._image] * len(indices), "label": np.zeros(len(indices), np.int64)}
+        return {
+            "image": [self._image] * len(indices),
+            "label": np.zeros(len(indices), np.int64),
+        }
 
     def close(self) -> None:
         pass
@@ -103,13 +116,21 @@ def case(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=4, help="how many of the four, from the first")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", type=int, default=4, help="how many of the four, from the first"
+    )
     num_cases = parser.parse_args().cases
     connect(num_cpus=2, object_store_bytes=STORE_BYTES)
     whole = -(-10 * STORE_BYTES // ENCODED)
     cases: list[tuple[str, int, dict[str, Any]]] = [
-        ("ten times the object store, whose trainer is slow at first", whole, {"trainer_s": 0.05, "slow": 60}),
+        (
+            "ten times the object store, whose trainer is slow at first",
+            whole,
+            {"trainer_s": 0.05, "slow": 60},
+        ),
         ("slow trainer", 60, {"trainer_s": 0.05}),
         ("slow transform", 60, {"transform_s": 0.05}),
         ("slow store", 60, {"store_s": 0.05}),

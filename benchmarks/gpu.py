@@ -60,24 +60,36 @@ class Loop:
     """A training step of a torchvision model: bf16 and channels_last on CUDA."""
 
     def __init__(self, model: str, device: torch.device) -> None:
-        self.device, self.cuda = device, device.type == "cuda"
+        self.device = device
+        self.cuda = device.type == "cuda"
         torch.manual_seed(0)
-        self.model = build_model(model, 1000).to(device).to(memory_format=torch.channels_last)
-        self.optimizer = build_optimizer(self.model, TrainConfig(lr=0.1), fused=self.cuda)
+        self.model = (
+            build_model(model, 1000).to(device).to(memory_format=torch.channels_last)
+        )
+        self.optimizer = build_optimizer(
+            self.model, TrainConfig(lr=0.1), fused=self.cuda
+        )
         torch.backends.cudnn.benchmark = True
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
-    def step(self, image: torch.Tensor, target: torch.Tensor, mixed: Mix | None) -> None:
+    def step(
+        self, image: torch.Tensor, target: torch.Tensor, mixed: Mix | None
+    ) -> None:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cuda):
             logits = self.model(image)
         mixed_cross_entropy(logits.float(), target, mixed, 0.1).mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def images_per_s(self, batches: Iterable[Fed], steps: int, warmup: int = 3) -> float:
+    def images_per_s(
+        self, batches: Iterable[Fed], steps: int, warmup: int = 3
+    ) -> float:
         """Throughput over `steps` steps after `warmup`."""
-        images, started = 0, 0.0
-        for number, (image, target, mixed) in enumerate(itertools.islice(batches, warmup + steps)):
+        images = 0
+        started = 0.0
+        for number, (image, target, mixed) in enumerate(
+            itertools.islice(batches, warmup + steps)
+        ):
             if number == warmup:
                 self.wait()
                 started = time.perf_counter()
@@ -97,7 +109,8 @@ def host_batches(size: int, micro_batch: int, count: int) -> Iterator[MicroBatch
     shape = (micro_batch, size, size, 3)
     images = [rng.integers(0, 256, shape, np.uint8) for _ in range(4)]
     label = rng.integers(0, 1000, micro_batch)
-    weight, index = np.ones(micro_batch, np.float32), np.arange(micro_batch)
+    weight = np.ones(micro_batch, np.float32)
+    index = np.arange(micro_batch)
     for number in range(count):
         fields: Any = {"image": images[number % 4], "label": label}
         yield MicroBatch(MicroBatchId("train", 0, number, 0), index, weight, fields)
@@ -106,13 +119,16 @@ def host_batches(size: int, micro_batch: int, count: int) -> Iterator[MicroBatch
 def resident(args: Any, augment: DeviceAugment, device: torch.device) -> Iterator[Fed]:
     batch = next(iter(host_batches(args.size, args.micro_batch_size, 1)))
     image = torch.from_numpy(batch["image"]).to(device).permute(0, 3, 1, 2)
-    target, counts = torch.from_numpy(batch["label"]).to(device), np.ones(args.micro_batch_size, bool)
+    target = torch.from_numpy(batch["label"]).to(device)
+    counts = np.ones(args.micro_batch_size, bool)
     for seed in itertools.count():
         augmented, mixed = augment(image, target, counts, seed=seed)
         yield augmented, target, mixed
 
 
-def through_ring(args: Any, augment: DeviceAugment, device: torch.device) -> Iterator[Fed]:
+def through_ring(
+    args: Any, augment: DeviceAugment, device: torch.device
+) -> Iterator[Fed]:
     source = host_batches(args.size, args.micro_batch_size, args.steps + 3)
     for batch in on_device(source, device, lambda at: at.step):
         yield augment.normalize(batch.image), batch.target, None
@@ -120,7 +136,9 @@ def through_ring(args: Any, augment: DeviceAugment, device: torch.device) -> Ite
 
 def pool_of(args: Any, engine: Any = "ray") -> raypipe.PoolConfig:
     """As many actors, or threads of this process."""
-    return raypipe.PoolConfig(engine=engine, min_actors=args.actors, max_actors=args.actors)
+    return raypipe.PoolConfig(
+        engine=engine, min_actors=args.actors, max_actors=args.actors
+    )
 
 
 def streamed(
@@ -136,7 +154,9 @@ def streamed(
         pool=pool_of(args, engine),
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    loader = raypipe.loader(spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype)
+    loader = raypipe.loader(
+        spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype
+    )
     with contextlib.closing(loader):  # the next one needs its CPUs
         for epoch in loader.epochs():
             for batch in epoch.train:
@@ -151,7 +171,9 @@ def make_store(folder: Path, count: int) -> str:
 
     def picture(index: int) -> bytes:
         coarse = np.random.default_rng(index).integers(0, 256, (24, 28, 3), np.uint8)
-        return cv2.imencode(".jpg", cv2.resize(coarse, (400, 350), interpolation=cv2.INTER_CUBIC))[1].tobytes()
+        return cv2.imencode(
+            ".jpg", cv2.resize(coarse, (400, 350), interpolation=cv2.INTER_CUBIC)
+        )[1].tobytes()
 
     path = folder / "made.lmdb"
     samples = ({"image": picture(i), "label": i % 1000} for i in range(count))
@@ -174,16 +196,25 @@ def measure(args: Any, device: torch.device) -> Iterator[dict[str, Any]]:
     for _ in range(args.repeats):
         for name, batches in variants.items():
             found[name].append(loop.images_per_s(batches(), args.steps))
-    medians: dict[str, Any] = {f"{name}_images_per_s": statistics.median(values) for name, values in found.items()}
+    medians: dict[str, Any] = {
+        f"{name}_images_per_s": statistics.median(values)
+        for name, values in found.items()
+    }
     pairs = list(zip(found["resident"], found["ring"], found["augmented"], strict=True))
-    medians["copy_cost"] = statistics.median(plain / ring - 1 for plain, ring, _ in pairs)
-    medians["augment_cost"] = statistics.median(plain / augmented - 1 for plain, _, augmented in pairs)
+    medians["copy_cost"] = statistics.median(
+        plain / ring - 1 for plain, ring, _ in pairs
+    )
+    medians["augment_cost"] = statistics.median(
+        plain / augmented - 1 for plain, _, augmented in pairs
+    )
     yield medians
     yield measure_host(args, loop, device)
     yield from measure_streams(args, loop, device)
 
 
-def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dict[str, Any]]:
+def measure_streams(
+    args: Any, loop: Loop, device: torch.device
+) -> Iterator[dict[str, Any]]:
     from raypipe.commands.bench import ceiling
 
     config = TransformConfig(train=args.transform, size=args.size)
@@ -191,24 +222,36 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
     # What is in flight when the pool has started must not count: it was made ahead.
     warmup = 4 * args.actors + 4
     with tempfile.TemporaryDirectory() as folder:
-        store = args.store or make_store(Path(folder), max(1000, 2 * args.micro_batch_size))
-        opened, alone = raypipe.open_store(store), pool_of(args)
-        cpus = ceiling(opened, config, alone, args.micro_batch_size, args.seconds / 2)["images_per_s"]
+        store = args.store or make_store(
+            Path(folder), max(1000, 2 * args.micro_batch_size)
+        )
+        opened = raypipe.open_store(store)
+        alone = pool_of(args)
+        cpus = ceiling(opened, config, alone, args.micro_batch_size, args.seconds / 2)[
+            "images_per_s"
+        ]
         yield {"cpu_ceiling_images_per_s": cpus}
         raypipe.connect()
         for prefix, each in (("", loop), ("small_", Loop(args.small_model, device))):
             seen = each.images_per_s(streamed(args, device, store), args.steps, warmup)
             augment = DeviceAugment(STANDARD, device, dtype)
-            bound = each.images_per_s(resident(args, augment, device), args.steps, warmup=10)
+            bound = each.images_per_s(
+                resident(args, augment, device), args.steps, warmup=10
+            )
             yield {
                 f"{prefix}bound_images_per_s": bound,
                 f"{prefix}stream_images_per_s": seen,
                 f"{prefix}stream_over_limit": seen / min(cpus, bound),
                 f"{prefix}limit": "cpu" if cpus < bound else "device",
             }
-        inline = loop.images_per_s(streamed(args, device, store, engine="inline"), args.steps, warmup)
+        inline = loop.images_per_s(
+            streamed(args, device, store, engine="inline"), args.steps, warmup
+        )
         yield {"stream_inline_images_per_s": inline}
-        beside = {engine: measure_beside(args, device, store, engine) for engine in ("ray", "inline")}
+        beside = {
+            engine: measure_beside(args, device, store, engine)
+            for engine in ("ray", "inline")
+        }
         yield {"beside": beside["ray"], "beside_inline": beside["inline"]}
 
 
@@ -219,17 +262,28 @@ def measure_each(args: Any, device: torch.device) -> Iterator[dict[str, Any]]:
         return
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(measure_one, (args, folder), nprocs=count)
-        found = [json.loads(Path(folder, str(number)).read_text()) for number in range(count)]
-    yield {f"each_{name}_images_per_s": [each[name] for each in found] for name in ("resident", "ring")}
+        found = [
+            json.loads(Path(folder, str(number)).read_text()) for number in range(count)
+        ]
+    yield {
+        f"each_{name}_images_per_s": [each[name] for each in found]
+        for name in ("resident", "ring")
+    }
 
 
 def measure_one(number: int, args: Any, folder: str) -> None:
     """Runs in a process of its own, on the GPU of that number."""
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
-    loop, plain = Loop(args.model, device), DeviceAugment(AugmentConfig(), device, torch.bfloat16)
-    feeds = {"resident": resident(args, plain, device), "ring": through_ring(args, plain, device)}
-    found = {name: loop.images_per_s(batches, args.steps) for name, batches in feeds.items()}
+    loop = Loop(args.model, device)
+    plain = DeviceAugment(AugmentConfig(), device, torch.bfloat16)
+    feeds = {
+        "resident": resident(args, plain, device),
+        "ring": through_ring(args, plain, device),
+    }
+    found = {
+        name: loop.images_per_s(batches, args.steps) for name, batches in feeds.items()
+    }
     Path(folder, str(number)).write_text(json.dumps(found))
 
 
@@ -237,8 +291,10 @@ def measure_host(args: Any, loop: Loop, device: torch.device) -> dict[str, Any]:
     """Host milliseconds and launches of each preset, and of StepBatchNorm."""
     batch = next(iter(host_batches(args.size, args.micro_batch_size, 1)))
     image = torch.from_numpy(batch["image"]).to(device).permute(0, 3, 1, 2)
-    target, counts = torch.from_numpy(batch["label"]).to(device), np.ones(args.micro_batch_size, bool)
-    dtype, seeds = torch.bfloat16 if loop.cuda else torch.float32, itertools.count()
+    target = torch.from_numpy(batch["label"]).to(device)
+    counts = np.ones(args.micro_batch_size, bool)
+    dtype = torch.bfloat16 if loop.cuda else torch.float32
+    seeds = itertools.count()
     model = build_model(args.model, 1000).to(device)
     batch_norm = StepBatchNorm(model, 1, 1)
 
@@ -251,7 +307,9 @@ def measure_host(args: Any, loop: Loop, device: torch.device) -> dict[str, Any]:
         augment = DeviceAugment(AugmentConfig(preset=preset), device, dtype)  # type: ignore[arg-type]
         return lambda: augment(image, target, counts, seed=next(seeds))
 
-    parts: dict[str, Callable[[], Any]] = {f"preset_{name}": augmented(name) for name in PRESETS}
+    parts: dict[str, Callable[[], Any]] = {
+        f"preset_{name}": augmented(name) for name in PRESETS
+    }
     found: dict[str, Any] = {}
     for name, part in (parts | {"step_batch_norm": norm}).items():
         took = []
@@ -273,7 +331,13 @@ def launches(part: Callable[[], Any], loop: Loop, calls: int = 8) -> float:
         for _ in range(calls):
             part()
         loop.wait()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events()) / calls
+    return (
+        sum(
+            event.device_type == torch.autograd.DeviceType.CUDA
+            for event in seen.events()
+        )
+        / calls
+    )
 
 
 def measure_beside(args: Any, device: torch.device, store: str, engine: str) -> float:
@@ -282,7 +346,8 @@ def measure_beside(args: Any, device: torch.device, store: str, engine: str) -> 
 
     def operations(seconds: float) -> float:
         small.sum().item()  # what was given to the device before is done
-        started, count = time.perf_counter(), 0
+        started = time.perf_counter()
+        count = 0
         while (passed := time.perf_counter() - started) < seconds:
             for _ in range(100):
                 small.add_(1)
@@ -303,8 +368,12 @@ def measure_beside(args: Any, device: torch.device, store: str, engine: str) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", default="", help="a raypipe store; empty = JPEGs made on the spot")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--store", default="", help="a raypipe store; empty = JPEGs made on the spot"
+    )
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--small-model", default="resnet18")
     parser.add_argument("--size", type=int, default=224)
@@ -312,24 +381,55 @@ def main() -> None:
     parser.add_argument("--transform", default="light")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of the CPU ceiling, about")
-    parser.add_argument("--pace-ms", type=float, default=60.0, help="as resnet50 takes for 256 images on an H100")
-    parser.add_argument("--device", default="", help="cuda, cuda:1 or cpu; empty = a GPU, if there is one")
-    parser.add_argument("--quick", action="store_true", help="tiny, to see whether all of it runs")
-    parser.add_argument("--actors", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="of the CPU ceiling, about"
+    )
+    parser.add_argument(
+        "--pace-ms",
+        type=float,
+        default=60.0,
+        help="as resnet50 takes for 256 images on an H100",
+    )
+    parser.add_argument(
+        "--device",
+        default="",
+        help="cuda, cuda:1 or cpu; empty = a GPU, if there is one",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny, to see whether all of it runs"
+    )
+    parser.add_argument(
+        "--actors", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1)
+    )
     args = parser.parse_args()
     if args.quick:
         args.model = args.small_model = "small"
-        args.size, args.micro_batch_size, args.steps, args.repeats = 32, 8, 4, 1
-        args.seconds, args.pace_ms, args.actors = 1.0, 5.0, 1
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+        args.size = 32
+        args.micro_batch_size = 8
+        args.steps = 4
+        args.repeats = 1
+        args.seconds = 1.0
+        args.pace_ms = 5.0
+        args.actors = 1
+    device = torch.device(
+        args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    )
+    if device.type == "cuda":
+        chip = torch.cuda.get_device_name(device)
+    else:
+        chip = f"CPU ({platform.machine()})"
     found: dict[str, Any] = {"device": chip, "torch": torch.__version__}
-    found |= {"model": args.model, "small_model": args.small_model, "micro_batch": args.micro_batch_size}
+    found |= {
+        "model": args.model,
+        "small_model": args.small_model,
+        "micro_batch": args.micro_batch_size,
+    }
     for part in itertools.chain(measure(args, device), measure_each(args, device)):
         print(part, flush=True)
         found |= part
-    table = Table(title=f"{args.model}, {args.size} px, micro-batch {args.micro_batch_size}, {chip}")
+    table = Table(
+        title=f"{args.model}, {args.size} px, micro-batch {args.micro_batch_size}, {chip}"
+    )
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in found.items():

@@ -24,7 +24,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rp-")  # a cluster that no other process takes for its own
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(
+    prefix="rp-"
+)  # a cluster that no other process takes for its own
 
 import raypipe  # noqa: F401  # isort: skip
 import numpy as np
@@ -91,12 +93,24 @@ class Target:
     def image_bytes(self, of: str) -> int:
         pixels = self.size**2
         chroma = wire.chroma_shape((self.size, self.size, 3))
-        return pixels * 3 if of == "rgb" else pixels + int(np.prod(chroma))
+        if of == "rgb":
+            return pixels * 3
+        return pixels + int(np.prod(chroma))
 
-    def per_block(self, of: str, actor_cpus: float = float("inf"), known: Known = KNOWN) -> int:
+    def per_block(
+        self, of: str, actor_cpus: float = float("inf"), known: Known = KNOWN
+    ) -> int:
         """Micro-batches in a block: what fits MAX_BYTES, and what an actor makes in MAX_SECONDS."""
         of_bytes = MAX_BYTES / (self.micro_batch_size * self.image_bytes(of))
-        return max(1, int(min(of_bytes, MAX_SECONDS * known.per_actor * actor_cpus / self.micro_batch_size)))
+        return max(
+            1,
+            int(
+                min(
+                    of_bytes,
+                    MAX_SECONDS * known.per_actor * actor_cpus / self.micro_batch_size,
+                )
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -121,7 +135,10 @@ class Hop:
 
 
 def hops(
-    target: Target, transfers: dict[str, Transfer], copied: dict[str, float], known: Known = KNOWN
+    target: Target,
+    transfers: dict[str, Transfer],
+    copied: dict[str, float],
+    known: Known = KNOWN,
 ) -> list[Hop]:
     """The hops of a stream to all GPUs.
 
@@ -129,18 +146,26 @@ def hops(
         transfers: from one raylet to another, of each wire.
         copied: the result of `copies`.
     """
-    per_s, gpus, rows = target.images_per_s, target.gpus, target.micro_batch_size
+    per_s = target.images_per_s
+    gpus = target.gpus
+    rows = target.micro_batch_size
     cores = per_s / known.per_actor
     gb_per_s = {of: per_s * target.image_bytes(of) / 1e9 for of in WIRES}
     rgb = transfers["rgb"]
     fewer = "actors on the host; transform.size"
     cpus = len(os.sched_getaffinity(0))
-    both = cpus / (rgb.source_cpu_s + rgb.sink_cpu_s)  # by CPU time, since other processes may be busy
+    both = cpus / (
+        rgb.source_cpu_s + rgb.sink_cpu_s
+    )  # by CPU time, since other processes may be busy
     if math.isnan(both):  # they are on other machines
         both = rgb.gb_per_s
 
     def needs(by: Callable[[str, float], float]) -> dict[tuple[str, str], float]:
-        return {(of, place): by(of, share) for of in WIRES for place, share in PLACES.items()}
+        return {
+            (of, place): by(of, share)
+            for of in WIRES
+            for place, share in PLACES.items()
+        }
 
     def execution_ms(of: str, cpus: int) -> float:
         """CPU time for a micro-batch."""
@@ -172,9 +197,23 @@ def hops(
             "GB/s an actor",
             "more actors",
         ),
-        Hop("network into the host", to_host, known.network_gbit_per_s / 8, "GB/s", fewer),
-        Hop("object manager: both raylets on these cores", to_host, both, "GB/s", fewer),
-        Hop("object manager: its busiest thread", to_host, 1 / rgb.thread_cpu_s, "GB/s", fewer),
+        Hop(
+            "network into the host",
+            to_host,
+            known.network_gbit_per_s / 8,
+            "GB/s",
+            fewer,
+        ),
+        Hop(
+            "object manager: both raylets on these cores", to_host, both, "GB/s", fewer
+        ),
+        Hop(
+            "object manager: its busiest thread",
+            to_host,
+            1 / rgb.thread_cpu_s,
+            "GB/s",
+            fewer,
+        ),
         Hop(
             f"object manager: CPU time of {known.transfer_threads} threads",
             to_host,
@@ -184,8 +223,20 @@ def hops(
         ),
         execution(1),
         execution(4),
-        Hop("copy to pinned memory", to_rank, copied["copy_gb_per_s"], "GB/s a rank", "no change needed"),
-        Hop("PCIe", to_rank, copied.get("pcie_gb_per_s", known.pcie_gb_per_s), "GB/s a GPU", "no change needed"),
+        Hop(
+            "copy to pinned memory",
+            to_rank,
+            copied["copy_gb_per_s"],
+            "GB/s a rank",
+            "no change needed",
+        ),
+        Hop(
+            "PCIe",
+            to_rank,
+            copied.get("pcie_gb_per_s", known.pcie_gb_per_s),
+            "GB/s a GPU",
+            "no change needed",
+        ),
         Hop(
             "interpreter of a rank",
             needs(lambda of, share: per_s / rows / gpus),
@@ -200,32 +251,49 @@ def show_hops(measured: list[Hop]) -> None:
     """One table, in Markdown, the fullest first."""
     columns = [(of, place) for of in WIRES for place in PLACES]
     titles = " | ".join(f"{of}: {place}" for of, place in columns)
-    print(f"| hop | there is | {titles} | what moves it |\n| --- | ---: |{' ---: |' * len(columns)} --- |")
-    for hop in sorted(measured, key=lambda hop: -max(hop.used(*column) for column in columns)):
-        used = " | ".join(f"{hop.used(*column):.0%}" if hop.needs[column] else "" for column in columns)
+    print(
+        f"| hop | there is | {titles} | what moves it |\n| --- | ---: |{' ---: |' * len(columns)} --- |"
+    )
+    for hop in sorted(
+        measured, key=lambda hop: -max(hop.used(*column) for column in columns)
+    ):
+        used = " | ".join(
+            f"{hop.used(*column):.0%}" if hop.needs[column] else ""
+            for column in columns
+        )
         print(f"| {hop.name} | {hop.has:,.2f} {hop.unit} | {used} | {hop.moves} |")
 
 
 def show_transfers(rows: list[tuple[str, str, int, Transfer]]) -> None:
     """A table of transfers, each with settings, a wire, and bytes of an image."""
-    print("| settings | wire, in flight | GB/s | images/s | CPU s for a GB: put, source, sink | busiest thread |")
+    print(
+        "| settings | wire, in flight | GB/s | images/s | CPU s for a GB: put, source, sink | busiest thread |"
+    )
     print("| --- | --- | ---: | ---: | ---: | ---: |")
     for settings, case, num_bytes, moved in rows:
         cpu = f"{moved.put_cpu_s:.2f}, {moved.source_cpu_s:.2f}, {moved.sink_cpu_s:.2f}"
         rates = f"{moved.gb_per_s:.2f} | {moved.gb_per_s * 1e9 / num_bytes:,.0f}"
-        print(f"| {settings} | {case} | {rates} | {cpu} | {moved.thread_cpu_s:.2f} ({moved.thread}) |")
+        print(
+            f"| {settings} | {case} | {rates} | {cpu} | {moved.thread_cpu_s:.2f} ({moved.thread}) |"
+        )
 
 
-def show_prices(target: Target, core_hour: float, gb: float, known: Known = KNOWN) -> None:
+def show_prices(
+    target: Target, core_hour: float, gb: float, known: Known = KNOWN
+) -> None:
     """What CPU nodes and what they send cost for a million images, in dollars."""
     hours = 1e6 / known.per_actor / 3600
-    print(f"\n| a million images, {hours:.2f} core-hours | CPU nodes | the same and traffic between zones |")
+    print(
+        f"\n| a million images, {hours:.2f} core-hours | CPU nodes | the same and traffic between zones |"
+    )
     print("| --- | ---: | ---: |")
     for of in WIRES:
         traffic = target.image_bytes(of) * 1e6 / 1e9 * gb
         for place, share in PLACES.items():
             nodes = share * hours * core_hour
-            print(f"| {of}, actors on {place} | ${nodes:.3f} | ${nodes + share * traffic:.2f} |")
+            print(
+                f"| {of}, actors on {place} | ${nodes:.3f} | ${nodes + share * traffic:.2f} |"
+            )
 
 
 def rate(repeats: int, num_bytes: int, action: Callable[[], object]) -> float:
@@ -240,9 +308,14 @@ def rate(repeats: int, num_bytes: int, action: Callable[[], object]) -> float:
 
 def copies(num_bytes: int, repeats: int) -> dict[str, float]:
     """Host memory to host memory by one thread; with a CUDA device, to pinned memory, and on to the device."""
-    source, cuda = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8), torch.cuda.is_available()
+    source = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
+    cuda = torch.cuda.is_available()
     pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=cuda)
-    found = {"copy_gb_per_s": rate(repeats, num_bytes, lambda: np.copyto(pinned.numpy(), source))}
+    found = {
+        "copy_gb_per_s": rate(
+            repeats, num_bytes, lambda: np.copyto(pinned.numpy(), source)
+        )
+    }
     if cuda:
         device = torch.empty_like(pinned, device="cuda")
 
@@ -263,15 +336,22 @@ def checkpoint(repeats: int) -> dict[str, float]:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    writer, still, whole = CheckpointWriter(), list[float](), list[float]()
+    writer = CheckpointWriter()
+    still = list[float]()
+    whole = list[float]()
     with tempfile.TemporaryDirectory() as folder:
         for step in range(repeats + 1):
 
             def write(state: memoryview, step: int = step) -> None:
-                write_checkpoint(Path(folder).as_uri(), Cursor(0, step, "f" * 16), state, {})
+                write_checkpoint(
+                    Path(folder).as_uri(), Cursor(0, step, "f" * 16), state, {}
+                )
 
             began = time.perf_counter()
-            writer.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, write)
+            writer.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+                write,
+            )
             still.append(time.perf_counter() - began)
             writer.wait()
             whole.append(time.perf_counter() - began)
@@ -286,9 +366,14 @@ def object_store(
 ) -> tuple[dict[str, Transfer], list[tuple[str, str, int, Transfer]]]:
     """Blocks of both wires between two nodes: the fastest of each wire, and all, for `show_transfers`."""
     num_bytes = {of: target.image_bytes(of) for of in WIRES}
-    blocks = {of: target.per_block(of) * target.micro_batch_size * num_bytes[of] for of in WIRES}
+    blocks = {
+        of: target.per_block(of) * target.micro_batch_size * num_bytes[of]
+        for of in WIRES
+    }
     cases = [(of, in_flight) for of in WIRES for in_flight in IN_FLIGHT]
-    moved = measure([(blocks[of], in_flight) for of, in_flight in cases], repeats, address)
+    moved = measure(
+        [(blocks[of], in_flight) for of, in_flight in cases], repeats, address
+    )
     rows = [
         ("Ray's own", f"{of}, {in_flight}", num_bytes[of], transfer)
         for (of, in_flight), transfer in zip(cases, moved, strict=True)
@@ -299,35 +384,70 @@ def object_store(
     for settings in SETTINGS if with_settings else []:
         (transfer,) = measure([(blocks["yuv420"], 2)], repeats, settings=settings)
         name = ", ".join(f"{name} {int(value):,}" for name, value in settings.items())
-        rows.append((name or "Ray's own, again", "yuv420, 2", num_bytes["yuv420"], transfer))
+        rows.append(
+            (name or "Ray's own, again", "yuv420, 2", num_bytes["yuv420"], transfer)
+        )
     return best, rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images-per-s", type=float, default=24_000, help="of all GPUs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--images-per-s", type=float, default=24_000, help="of all GPUs"
+    )
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--micro-batch-size", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--settings", action="store_true", help="measure Ray's settings, too")
-    parser.add_argument("--core-hour-price", type=float, default=0.0425, help="dollars: c6i.8xlarge, 1.36 / 32")
-    parser.add_argument("--gb-price", type=float, default=0.02, help="dollars: between zones, of both ends")
-    parser.add_argument("--address", default="", help="of a Ray cluster; empty = two raylets on this machine")
+    parser.add_argument(
+        "--settings", action="store_true", help="measure Ray's settings, too"
+    )
+    parser.add_argument(
+        "--core-hour-price",
+        type=float,
+        default=0.0425,
+        help="dollars: c6i.8xlarge, 1.36 / 32",
+    )
+    parser.add_argument(
+        "--gb-price",
+        type=float,
+        default=0.02,
+        help="dollars: between zones, of both ends",
+    )
+    parser.add_argument(
+        "--address",
+        default="",
+        help="of a Ray cluster; empty = two raylets on this machine",
+    )
     args = parser.parse_args()
     target = Target(args.images_per_s, args.gpus, args.micro_batch_size, args.size)
     load = os.getloadavg()[0]
-    best, rows = object_store(target, args.repeats, args.address, args.settings and not args.address)
+    best, rows = object_store(
+        target, args.repeats, args.address, args.settings and not args.address
+    )
     show_transfers(rows)
     copied = copies(target.micro_batch_size * target.image_bytes("rgb"), args.repeats)
     measured = hops(target, best, copied)
     print()
     show_hops(measured)
     show_prices(target, args.core_hour_price, args.gb_price)
-    used = {hop.name: {" ".join(key): hop.used(*key) for key in hop.needs} for hop in measured}
+    used = {
+        hop.name: {" ".join(key): hop.used(*key) for key in hop.needs}
+        for hop in measured
+    }
     figures = {"copies": copied, "checkpoint": checkpoint(args.repeats), "used": used}
-    figures |= {"transfers": [(settings, case, asdict(moved)) for settings, case, _, moved in rows]}
-    print(json.dumps({"settings": vars(args), "load": [load, os.getloadavg()[0]], **figures}))
+    figures |= {
+        "transfers": [
+            (settings, case, asdict(moved)) for settings, case, _, moved in rows
+        ]
+    }
+    print(
+        json.dumps(
+            {"settings": vars(args), "load": [load, os.getloadavg()[0]], **figures}
+        )
+    )
 
 
 if __name__ == "__main__":

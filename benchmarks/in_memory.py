@@ -62,7 +62,11 @@ def measure(address: str, endpoint: str, in_memory: bool) -> list[dict[str, Any]
         counts = sent(endpoint)
         requests = counts.pop("requests", 0)
         epochs.append(
-            {"images_per_s": round(images / seconds, 1), "bytes": sum(counts.values()), "requests": requests}
+            {
+                "images_per_s": round(images / seconds, 1),
+                "bytes": sum(counts.values()),
+                "requests": requests,
+            }
         )
     return epochs
 
@@ -79,7 +83,11 @@ def main() -> None:
     os.environ["RAYPIPE_CACHE"] = str(options.folder / "cache")
     report: dict[str, Any] = {}
     with slow_bucket(options.folder, options.latency_ms / 1000) as endpoint:
-        os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+        os.environ |= {
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "x",
+        }
         os.environ |= {"AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
         connect()
         for name in ("images", "train.parquet"):

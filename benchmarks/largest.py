@@ -33,18 +33,26 @@ class SimulatedStore:
         image: encoded.
     """
 
-    classes, columns, groups = ("a",), ("image", "label"), None
+    classes = ("a",)
+    columns = ("image", "label")
+    groups = None
     address = "simulated"
 
     def __init__(self, num: int, image: bytes) -> None:
-        self._num, self._image = num, image
+        self._num = num
+        self._image = image
         self.fingerprint = f"simulated{num}"
 
     def __len__(self) -> int:
         return self._num
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> dict[str, Any]:
-        return {"image": [self._image] * len(indices), "label": np.zeros(len(indices), np.int64)}
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> dict[str, Any]:
+        return {
+            "image": [self._image] * len(indices),
+            "label": np.zeros(len(indices), np.int64),
+        }
 
     def close(self) -> None:
         """Nothing is open."""
@@ -91,7 +99,9 @@ def measure(repeats: int) -> dict[int, list[dict[str, float]]]:
     for _ in range(repeats):
         for num in SIZES:
             command = [sys.executable, __file__, "--one", str(num)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=300, check=False
+            )
             if done.returncode:
                 raise SystemExit(done.stderr[-3000:])
             found[num].append(json.loads(done.stdout.splitlines()[-1]))
@@ -99,7 +109,9 @@ def measure(repeats: int) -> dict[int, list[dict[str, float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -108,17 +120,27 @@ def main() -> None:
         return
     found = measure(options.repeats)
     medians = {
-        num: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for num, runs in found.items()
+        num: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        for num, runs in found.items()
     }
-    ratios = {key: medians[SIZES[1]][key] / medians[SIZES[0]][key] for key in medians[SIZES[0]]}
+    ratios = {
+        key: medians[SIZES[1]][key] / medians[SIZES[0]][key]
+        for key in medians[SIZES[0]]
+    }
     table = Table()
     for column in ("samples", "plan, s", "first batch, s", "driver's memory, MiB"):
         table.add_column(column, justify="right")
     for num, row in medians.items():
         table.add_row(
-            f"{num:,}", f"{row['plan_s']:.4f}", f"{row['first_batch_s']:.1f}", f"{row['memory_mib']:.0f}"
+            f"{num:,}",
+            f"{row['plan_s']:.4f}",
+            f"{row['first_batch_s']:.1f}",
+            f"{row['memory_mib']:.0f}",
         )
-    table.add_row("ratio", *(f"{ratios[key]:.2f}" for key in ("plan_s", "first_batch_s", "memory_mib")))
+    table.add_row(
+        "ratio",
+        *(f"{ratios[key]:.2f}" for key in ("plan_s", "first_batch_s", "memory_mib")),
+    )
     Console().print(table)
     print(json.dumps({"medians": medians, "ratios": ratios}))
 

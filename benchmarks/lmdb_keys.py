@@ -27,41 +27,57 @@ _CHUNK = 200_000  # entries in a transaction
 _NUM_READ = 20_000
 
 
-def entries(layout: str, start: int, stop: int, num: int) -> Iterator[tuple[bytes, bytes]]:
+def entries(
+    layout: str, start: int, stop: int, num: int
+) -> Iterator[tuple[bytes, bytes]]:
     """Yield keys in ascending order, and values."""
     for number in range(start, stop):
         image = b"\xff\xd8\xff%013d" % number
         if layout == "folders":
             yield b"n%08d/%08d.JPEG" % (number * 1000 // num, number), image
         else:
-            yield b"%08d" % number, image if layout == "image" else msgpack.packb((image, number % 1000))
+            yield (
+                b"%08d" % number,
+                image if layout == "image" else msgpack.packb((image, number % 1000)),
+            )
 
 
 def write(path: Path, layout: str, num: int) -> None:
-    with lmdb.open(str(path), subdir=False, lock=False, sync=False, map_size=1 << 38) as env:
+    with lmdb.open(
+        str(path), subdir=False, lock=False, sync=False, map_size=1 << 38
+    ) as env:
         for start in range(0, num, _CHUNK):
             with env.begin(write=True) as txn:
                 part = entries(layout, start, min(num, start + _CHUNK), num)
                 txn.cursor().putmulti(part, append=True)
         if layout == "values":
             with env.begin(write=True) as txn:
-                txn.put(b"__keys__", msgpack.packb([b"%08d" % number for number in range(num)]))
+                txn.put(
+                    b"__keys__",
+                    msgpack.packb([b"%08d" % number for number in range(num)]),
+                )
 
 
 def resident() -> dict[str, int]:
     lines = Path("/proc/self/status").read_text().splitlines()
     return {
-        line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssFile"))
+        line.split(":")[0]: int(line.split()[1]) << 10
+        for line in lines
+        if line.startswith(("RssAnon", "RssFile"))
     }
 
 
 def measure(path: Path) -> dict[str, float]:
     """Open the store in this process, and read samples from everywhere."""
     open_store(path)  # imports
-    before, begun_s, begun_cpu_s = resident(), time.perf_counter(), time.process_time()
+    before = resident()
+    begun_s = time.perf_counter()
+    begun_cpu_s = time.process_time()
     store = open_store(path)
-    num, _ = len(store), store.fingerprint
-    open_s, open_cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
+    num = len(store)
+    _ = store.fingerprint
+    open_s = time.perf_counter() - begun_s
+    open_cpu_s = time.process_time() - begun_cpu_s
     indices = np.random.default_rng(0).integers(0, num, _NUM_READ)
     begun_cpu_s = time.process_time()
     store.read(indices, ("image",))
@@ -77,15 +93,23 @@ def measure(path: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--keys", type=int, default=10_000_000)
-    parser.add_argument("--layout", choices=["image", "folders", "values"], default="image")
+    parser.add_argument(
+        "--layout", choices=["image", "folders", "values"], default="image"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["RAYPIPE_CACHE"] = f"{folder}/cache"
         path = Path(folder, "keys.lmdb")
         write(path, args.layout, args.keys)
-        result: dict[str, object] = {"keys": args.keys, "layout": args.layout, "file_bytes": path.stat().st_size}
+        result: dict[str, object] = {
+            "keys": args.keys,
+            "layout": args.layout,
+            "file_bytes": path.stat().st_size,
+        }
         for name in ("first", "second"):
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 result[name] = pool.apply(measure, (path,))

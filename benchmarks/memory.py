@@ -29,7 +29,9 @@ LET_GO_S = 1.0
 """Ray frees an object up to so long after the last one who held it has let go of it."""
 
 
-def object_store_bound(in_flight: int, ranks: int, per_s: float, micro_batch_bytes: int, block: int = 1) -> int:
+def object_store_bound(
+    in_flight: int, ranks: int, per_s: float, micro_batch_bytes: int, block: int = 1
+) -> int:
     """The most bytes of pixels that a stream has in the object store.
 
     Args:
@@ -39,7 +41,9 @@ def object_store_bound(in_flight: int, ranks: int, per_s: float, micro_batch_byt
         micro_batch_bytes: B·H·W·3.
         block: micro-batches in the largest.
     """
-    return round(((in_flight + 3 * ranks) * block + per_s * LET_GO_S) * micro_batch_bytes)
+    return round(
+        ((in_flight + 3 * ranks) * block + per_s * LET_GO_S) * micro_batch_bytes
+    )
 
 
 class MemoryWatch:
@@ -55,7 +59,9 @@ class MemoryWatch:
     def __init__(self) -> None:
         self.object_store = self.spilled = self.private = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="MemoryWatch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="MemoryWatch", daemon=True
+        )
 
     def __enter__(self) -> MemoryWatch:
         self._nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -63,7 +69,10 @@ class MemoryWatch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop.set()
         self._thread.join()
@@ -71,11 +80,18 @@ class MemoryWatch:
     def _watch(self) -> None:
         while not self._stop.wait(_PERIOD_S):
             stores = [
-                node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
+                node_stats(
+                    node["NodeManagerAddress"], node["NodeManagerPort"], False
+                ).store_stats
                 for node in self._nodes
             ]
-            self.object_store = max(self.object_store, sum(store.object_store_bytes_used for store in stores))
-            self.spilled = max(self.spilled, sum(store.spilled_bytes_total for store in stores))
+            self.object_store = max(
+                self.object_store,
+                sum(store.object_store_bytes_used for store in stores),
+            )
+            self.spilled = max(
+                self.spilled, sum(store.spilled_bytes_total for store in stores)
+            )
             self.private = max(self.private, private_bytes(os.getpid()))
 
 
@@ -89,12 +105,15 @@ def private_bytes(root: int) -> int:
             except OSError:  # it has ended
                 continue
             children.setdefault(parent, []).append(int(entry.name))
-    found, tree = 0, [root]
+    found = 0
+    tree = [root]
     while tree:
         pid = tree.pop()
         tree += children.get(pid, [])
         try:
-            _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+            _, resident, shared, *_ = map(
+                int, Path(f"/proc/{pid}/statm").read_text().split()
+            )
         except OSError:
             continue
         found += (resident - shared) * _PAGE_BYTES
@@ -103,10 +122,14 @@ def private_bytes(root: int) -> int:
 
 def most_per_s(arrivals: np.ndarray) -> float:
     """Most micro-batches of any second."""
-    return float((np.searchsorted(arrivals, arrivals + 1.0) - np.arange(len(arrivals))).max())
+    return float(
+        (np.searchsorted(arrivals, arrivals + 1.0) - np.arange(len(arrivals))).max()
+    )
 
 
-def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argparse.Namespace) -> dict[str, int]:
+def measure(
+    store: raypipe.stores.Store, transform: TransformConfig, args: argparse.Namespace
+) -> dict[str, int]:
     """Stream a store through one consumer; the peaks of what it takes, and the bound, in bytes."""
     from raypipe.streaming.blocks import MAX_BYTES
     from raypipe.streaming.opening import open_stream
@@ -115,30 +138,38 @@ def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argpa
 
     spec = open_stream(
         store,
-        plan=PlanConfig(epochs=args.epochs, micro_batch_size=min(args.micro_batch_size, len(store))),
+        plan=PlanConfig(
+            epochs=args.epochs, micro_batch_size=min(args.micro_batch_size, len(store))
+        ),
         transform=transform,
         pool=PoolConfig(min_actors=args.actors, max_actors=args.actors),
     )
     raypipe.connect()
     (iterator,) = splits(spec, spec.plan.start(), max_actors=args.actors)
-    arrivals, num_bytes = [], 0
+    arrivals = []
+    num_bytes = 0
     with MemoryWatch() as memory:
         for batch in host_batches(iterator):
             arrivals.append(time.perf_counter())
             num_bytes = batch["image"].nbytes
     fixed, per_actor, _ = spec.pool.blocks_for(1, args.actors)
-    most, block = most_per_s(np.array(arrivals)), max(1, MAX_BYTES // num_bytes)
+    most = most_per_s(np.array(arrivals))
+    block = max(1, MAX_BYTES // num_bytes)
     return {
         "micro_batch_bytes": num_bytes,
         "object_store_bytes": memory.object_store,
-        "object_store_bound_bytes": object_store_bound(fixed + per_actor * args.actors, 1, most, num_bytes, block),
+        "object_store_bound_bytes": object_store_bound(
+            fixed + per_actor * args.actors, 1, most, num_bytes, block
+        ),
         "spilled_bytes": memory.spilled,
         "private_bytes": memory.private,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("store")
     parser.add_argument("--transform", default="heavy")
     parser.add_argument("--size", type=int, default=224)
@@ -149,7 +180,10 @@ def main() -> None:
     transform = TransformConfig(train=args.transform, size=args.size)
     found = measure(raypipe.open_store(args.store), transform, args)
     ray.shutdown()
-    rows = [(name.replace("_bytes", "").replace("_", " "), f"{n / 2**20:,.0f} MiB") for name, n in found.items()]
+    rows = [
+        (name.replace("_bytes", "").replace("_", " "), f"{n / 2**20:,.0f} MiB")
+        for name, n in found.items()
+    ]
     table(args.store, dict(rows))
     print(json.dumps(found), flush=True)
 

@@ -30,7 +30,9 @@ class Cost:
 
     def cpu_between(self, start: float, end: float) -> float:
         """CPU seconds between two times."""
-        return float(np.interp(end, self.at, self.cpu_s) - np.interp(start, self.at, self.cpu_s))
+        return float(
+            np.interp(end, self.at, self.cpu_s) - np.interp(start, self.at, self.cpu_s)
+        )
 
 
 class FailedError(Exception):
@@ -40,10 +42,16 @@ class FailedError(Exception):
 def run(command: list[str], timeout_s: float, env: dict[str, str]) -> tuple[str, Cost]:
     """Run a command to its end; returns its standard output."""
     shared_before = _shared_bytes()
-    cost, spent = Cost(), dict[int, float]()
+    cost = Cost()
+    spent = dict[int, float]()
     started = time.perf_counter()
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=env
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=env,
     ) as process:
         seen: dict[int, psutil.Process] = {}
         while True:
@@ -54,7 +62,9 @@ def run(command: list[str], timeout_s: float, env: dict[str, str]) -> tuple[str,
                 _look(process.pid, seen, spent)
                 cost.at.append(time.perf_counter())
                 cost.cpu_s.append(sum(spent.values()))
-                cost.memory.append(private_bytes(process.pid) + max(0, _shared_bytes() - shared_before))
+                cost.memory.append(
+                    private_bytes(process.pid) + max(0, _shared_bytes() - shared_before)
+                )
             if time.perf_counter() - started > timeout_s:
                 _end(seen)
                 raise FailedError(f"took longer than {timeout_s:.0f} s")

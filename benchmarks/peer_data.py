@@ -54,7 +54,10 @@ def read_samples(address: str, num: int) -> list[Sample]:
     """Samples of any store; they begin anew where there are fewer."""
     store = open_store(address)
     rows = store.read(np.arange(min(num, len(store))))
-    found = [Sample(bytes(image), int(label)) for image, label in zip(rows["image"], rows["label"], strict=True)]
+    found = [
+        Sample(bytes(image), int(label))
+        for image, label in zip(rows["image"], rows["label"], strict=True)
+    ]
     return repeated(found, num)
 
 
@@ -69,7 +72,11 @@ def tiny(samples: list[Sample], side: int) -> list[Sample]:
     for sample in samples:
         image = sample.image
         if simplejpeg.decode_jpeg_header(image)[:2] != (side, side):
-            small = cv2.resize(simplejpeg.decode_jpeg(image), (side, side), interpolation=cv2.INTER_AREA)
+            small = cv2.resize(
+                simplejpeg.decode_jpeg(image),
+                (side, side),
+                interpolation=cv2.INTER_AREA,
+            )
             image = simplejpeg.encode_jpeg(small, 95, "RGB", "420")
         found.append(Sample(image, sample.label))
     return found
@@ -84,7 +91,9 @@ def short_side(samples: list[Sample], side: int) -> list[Sample]:
         if scale < 1:
             width, height = (round(n * scale) for n in pixels.shape[1::-1])
             pixels = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
-        converted.append(Sample(simplejpeg.encode_jpeg(pixels, 90, "RGB", "420"), sample.label))
+        converted.append(
+            Sample(simplejpeg.encode_jpeg(pixels, 90, "RGB", "420"), sample.label)
+        )
     return converted
 
 
@@ -99,12 +108,18 @@ def photos(samples: list[Sample], seed: int = 0) -> list[Sample]:
     for sample in samples:
         pixels = simplejpeg.decode_jpeg(sample.image)
         large = cv2.resize(pixels, (4000, 3000), interpolation=cv2.INTER_CUBIC)
-        large = np.clip(large + np.roll(noise, int(rng.integers(4000)), axis=1), 0, 255).astype(np.uint8)
-        made.append(Sample(simplejpeg.encode_jpeg(large, 90, "RGB", "420"), sample.label))
+        large = np.clip(
+            large + np.roll(noise, int(rng.integers(4000)), axis=1), 0, 255
+        ).astype(np.uint8)
+        made.append(
+            Sample(simplejpeg.encode_jpeg(large, 90, "RGB", "420"), sample.label)
+        )
     return made
 
 
-def write_all(folder: Path, formats: set[str], make: Callable[[], list[Sample]]) -> dict[str, str]:
+def write_all(
+    folder: Path, formats: set[str], make: Callable[[], list[Sample]]
+) -> dict[str, str]:
     """Write what is not there yet; returns why a format could not be written, by its name.
 
     Args:
@@ -113,10 +128,13 @@ def write_all(folder: Path, formats: set[str], make: Callable[[], list[Sample]])
     """
     folder.mkdir(parents=True, exist_ok=True)
     failed = {}
-    missing = [name for name in _WRITERS if name in formats and not (folder / name).exists()]
+    missing = [
+        name for name in _WRITERS if name in formats and not (folder / name).exists()
+    ]
     samples = make() if missing else []
     for name in missing:
-        path, write = folder / name, _WRITERS[name]
+        path = folder / name
+        write = _WRITERS[name]
         try:
             with Path(os.devnull).open("w") as null, contextlib.redirect_stdout(null):
                 write(path, samples)
@@ -130,7 +148,9 @@ def write_all(folder: Path, formats: set[str], make: Callable[[], list[Sample]])
 
 def _write_lmdb(path: Path, samples: list[Sample]) -> None:
     classes = tuple(str(i) for i in range(max(s.label for s in samples) + 1))
-    write_atomically(str(path), ({"image": s.image, "label": s.label} for s in samples), classes)
+    write_atomically(
+        str(path), ({"image": s.image, "label": s.label} for s in samples), classes
+    )
 
 
 def _write_seekable(path: Path, samples: list[Sample]) -> None:
@@ -158,8 +178,12 @@ def _write_parquet(path: Path, samples: list[Sample]) -> None:
     path.mkdir(parents=True)
     for shard in range(_SHARDS):
         part = samples[shard::_SHARDS]
-        table = pa.table({"image": [s.image for s in part], "label": [s.label for s in part]})
-        pq.write_table(table, path / f"{shard:04d}.parquet", row_group_size=100, compression="none")
+        table = pa.table(
+            {"image": [s.image for s in part], "label": [s.label for s in part]}
+        )
+        pq.write_table(
+            table, path / f"{shard:04d}.parquet", row_group_size=100, compression="none"
+        )
 
 
 def _write_tar(path: Path, samples: list[Sample]) -> None:
@@ -170,13 +194,23 @@ def _write_tar(path: Path, samples: list[Sample]) -> None:
         with webdataset.TarWriter(str(path / f"{shard:04d}.tar")) as writer:
             for number in range(shard, len(samples), _SHARDS):
                 sample = samples[number]
-                writer.write({"__key__": f"{number:08d}", "jpg": sample.image, "cls": sample.label})
+                writer.write(
+                    {
+                        "__key__": f"{number:08d}",
+                        "jpg": sample.image,
+                        "cls": sample.label,
+                    }
+                )
 
 
 def _write_mds(path: Path, samples: list[Sample]) -> None:
     from streaming import MDSWriter
 
-    with MDSWriter(out=str(path), columns={"image": "bytes", "label": "int"}, size_limit=_SHARD_BYTES) as writer:
+    with MDSWriter(
+        out=str(path),
+        columns={"image": "bytes", "label": "int"},
+        size_limit=_SHARD_BYTES,
+    ) as writer:
         for sample in samples:
             writer.write({"image": sample.image, "label": sample.label})
 
@@ -199,7 +233,10 @@ class _AsLitData:
         self._samples = samples
 
     def __call__(self, number: int) -> dict[str, object]:
-        return {"image": self._samples[number].image, "label": self._samples[number].label}
+        return {
+            "image": self._samples[number].image,
+            "label": self._samples[number].label,
+        }
 
 
 def _write_lance(path: Path, samples: list[Sample]) -> None:
@@ -210,7 +247,9 @@ def _write_lance(path: Path, samples: list[Sample]) -> None:
     table = lancedb.connect(str(path)).create_table("train", schema=schema)
     for shard in range(_SHARDS):
         part = samples[shard::_SHARDS]
-        table.add(pa.table([[s.image for s in part], [s.label for s in part]], schema=schema))
+        table.add(
+            pa.table([[s.image for s in part], [s.label for s in part]], schema=schema)
+        )
 
 
 _WRITERS: dict[str, Callable[[Path, list[Sample]], None]] = {

@@ -31,7 +31,8 @@ class DecodeTransform:
     """Encoded bytes → uint8 HWC, in every loader that takes a function of one's own. Pickles as its settings."""
 
     def __init__(self, work: Work) -> None:
-        self._name, self._size = work.transform, work.size
+        self._name = work.transform
+        self._size = work.size
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_name": self._name, "_size": self._size}
@@ -77,7 +78,9 @@ def raypipe_exact(work: Work, **options: Any) -> Start:
 
     def start() -> Epochs:
         spec, iterator = _stream(work, **options)
-        loader = Loader(spec, lambda _: Feed(host_batches(iterator)), cursor=spec.plan.start())
+        loader = Loader(
+            spec, lambda _: Feed(host_batches(iterator)), cursor=spec.plan.start()
+        )
         for epoch in loader.epochs():
             yield ((batch.image, batch.target) for batch in epoch.train)
 
@@ -103,7 +106,9 @@ def raypipe_yuv420(work: Work) -> Start:
     def start() -> Epochs:
         _, iterator = _stream(work, wire="yuv420")
         with contextlib.closing(host_batches(iterator)) as stream:
-            for _, batches in itertools.groupby(stream, lambda batch: batch.position.epoch):
+            for _, batches in itertools.groupby(
+                stream, lambda batch: batch.position.epoch
+            ):
                 yield ((batch["image"], batch["label"]) for batch in batches)
 
     return start
@@ -115,7 +120,11 @@ def _ray_init() -> None:
     import ray
 
     # Twice the CPUs: its actors take all, and its readers need some (FACTS: else it hangs, ray#44687).
-    ray.init(num_cpus=2 * len(os.sched_getaffinity(0)), include_dashboard=False, logging_level=logging.ERROR)
+    ray.init(
+        num_cpus=2 * len(os.sched_getaffinity(0)),
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+    )
     ray.data.DataContext.get_current().enable_progress_bars = False
 
 
@@ -136,7 +145,9 @@ def ray_data(work: Work) -> Start:
 
     def start() -> Epochs:
         _ray_init()
-        dataset = ray.data.read_parquet(str(work.folder / "parquet"), shuffle="files").map(row)
+        dataset = ray.data.read_parquet(
+            str(work.folder / "parquet"), shuffle="files"
+        ).map(row)
         yield from _ray_epochs(dataset, work)
 
     return start
@@ -150,7 +161,10 @@ class _Rows:
         self._apply._pipeline  # noqa: B018  built while the actor starts
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {"image": np.stack([self._apply(data) for data in batch["image"]]), "label": batch["label"]}
+        return {
+            "image": np.stack([self._apply(data) for data in batch["image"]]),
+            "label": batch["label"],
+        }
 
 
 def ray_data_tuned(work: Work) -> Start:
@@ -167,14 +181,18 @@ def ray_data_tuned(work: Work) -> Start:
         context.target_max_block_size = max(_BLOCK_BYTES, work.batch * work.size**2 * 3)
         context.execution_options.preserve_order = False
         context.execution_options.verbose_progress = False
-        dataset = ray.data.read_parquet(str(work.folder / "parquet"), shuffle="files", num_cpus=0.1)
+        dataset = ray.data.read_parquet(
+            str(work.folder / "parquet"), shuffle="files", num_cpus=0.1
+        )
         dataset = dataset.map_batches(
             _Rows,
             fn_constructor_args=(work,),
             batch_size=work.batch,
             num_cpus=1,
             zero_copy_batch=True,
-            compute=ray.data.ActorPoolStrategy(size=work.workers, max_tasks_in_flight_per_actor=4),
+            compute=ray.data.ActorPoolStrategy(
+                size=work.workers, max_tasks_in_flight_per_actor=4
+            ),
         )
         yield from _ray_epochs(dataset, work, prefetch_batches=4)
 
@@ -183,7 +201,11 @@ def ray_data_tuned(work: Work) -> Start:
 
 def _files(folder: Path) -> tuple[list[str], list[int]]:
     classes = sorted(entry.name for entry in folder.iterdir())
-    found = [(str(path), n) for n, name in enumerate(classes) for path in sorted((folder / name).iterdir())]
+    found = [
+        (str(path), n)
+        for n, name in enumerate(classes)
+        for path in sorted((folder / name).iterdir())
+    ]
     return [path for path, _ in found], [label for _, label in found]
 
 
@@ -202,7 +224,10 @@ class _StoreDataset:
     def __getitems__(self, indices: list[int]) -> list[tuple[np.ndarray, int]]:
         rows = self._store.read(np.array(indices))
         labels = rows["label"].tolist()
-        return [(self._apply(data), label) for data, label in zip(rows["image"], labels, strict=True)]
+        return [
+            (self._apply(data), label)
+            for data, label in zip(rows["image"], labels, strict=True)
+        ]
 
 
 class _StoreSource(_StoreDataset):
@@ -248,7 +273,9 @@ def torch_dataloader(work: Work) -> Start:
 
     def start() -> Epochs:
         dataset: Any = _StoreDataset(work)
-        yield from _repeated(DataLoader(dataset, shuffle=True, **_loader_options(work)), work)
+        yield from _repeated(
+            DataLoader(dataset, shuffle=True, **_loader_options(work)), work
+        )
 
     return start
 
@@ -267,8 +294,13 @@ def webdataset(work: Work) -> Start:
             .map_tuple(apply, int)
             .batched(work.batch, collation_fn=_collate, partial=False)
         )
-        options = {name: _loader_options(work)[name] for name in ("num_workers", "persistent_workers")}
-        loader = wds.WebLoader(dataset, batch_size=None, shuffle=False, prefetch_factor=4, **options)
+        options = {
+            name: _loader_options(work)[name]
+            for name in ("num_workers", "persistent_workers")
+        }
+        loader = wds.WebLoader(
+            dataset, batch_size=None, shuffle=False, prefetch_factor=4, **options
+        )
         yield from _repeated(loader, work)
 
     return start
@@ -295,7 +327,9 @@ def mosaic_streaming(work: Work) -> Start:
 
     def start() -> Epochs:
         clean_stale_shared_memory()
-        dataset = images(local=str(work.folder / "mds"), shuffle=True, batch_size=work.batch)
+        dataset = images(
+            local=str(work.folder / "mds"), shuffle=True, batch_size=work.batch
+        )
         yield from _repeated(DataLoader(dataset, **_loader_options(work)), work)
 
     return start
@@ -308,7 +342,9 @@ def litdata(work: Work) -> Start:
 
     def start() -> Epochs:
         dataset = images(str(work.folder / "litdata"), shuffle=True, drop_last=True)
-        yield from _repeated(StreamingDataLoader(dataset, **_loader_options(work)), work)
+        yield from _repeated(
+            StreamingDataLoader(dataset, **_loader_options(work)), work
+        )
 
     return start
 
@@ -325,14 +361,19 @@ def hf_datasets(work: Work) -> Start:
     dataset: Any = datasets.Dataset.from_parquet(files, cache_dir=cache)
 
     def transform(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        return {"image": [apply(data) for data in rows["image"]], "label": rows["label"]}
+        return {
+            "image": [apply(data) for data in rows["image"]],
+            "label": rows["label"],
+        }
 
     def collate(rows: list[dict[str, Any]]) -> tuple[Any, Any]:
         return _collate([(row["image"], row["label"]) for row in rows])
 
     def start() -> Epochs:
         options = _loader_options(work) | {"collate_fn": collate}
-        yield from _repeated(DataLoader(dataset.with_transform(transform), shuffle=True, **options), work)
+        yield from _repeated(
+            DataLoader(dataset.with_transform(transform), shuffle=True, **options), work
+        )
 
     return start
 
@@ -348,14 +389,26 @@ def dali_cpu(work: Work) -> Start:
     @pipeline_def(enable_conditionals=True)
     def pipeline() -> Any:
         data, label = fn.readers.file(
-            files=paths, labels=labels, random_shuffle=True, initial_fill=_SHUFFLE, name="r"
+            files=paths,
+            labels=labels,
+            random_shuffle=True,
+            initial_fill=_SHUFFLE,
+            name="r",
         )
         size = (work.size, work.size)
         if work.transform == "flip-crop":
             image = fn.decoders.image(data, device="cpu", output_type=types.RGB)
             # A crop of the image with 4 pixels of padding around it.
-            start = fn.random.uniform(values=list(range(-4, 5)), shape=(2,), dtype=types.INT32)
-            image = fn.slice(image, start=start, shape=size, axis_names="HW", out_of_bounds_policy="pad")
+            start = fn.random.uniform(
+                values=list(range(-4, 5)), shape=(2,), dtype=types.INT32
+            )
+            image = fn.slice(
+                image,
+                start=start,
+                shape=size,
+                axis_names="HW",
+                out_of_bounds_policy="pad",
+            )
         else:
             image = fn.decoders.image_random_crop(
                 data,
@@ -364,7 +417,9 @@ def dali_cpu(work: Work) -> Start:
                 random_area=[0.08, 1.0],
                 random_aspect_ratio=[3 / 4, 4 / 3],
             )
-            image = fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=False)
+            image = fn.resize(
+                image, size=size, interp_type=types.INTERP_LINEAR, antialias=False
+            )
         image = fn.flip(image, horizontal=fn.random.coin_flip())
         if work.transform == "heavy":
             if fn.random.coin_flip(probability=0.2, dtype=types.BOOL):
@@ -380,9 +435,15 @@ def dali_cpu(work: Work) -> Start:
         return image, label
 
     def start() -> Epochs:
-        pipe = pipeline(batch_size=work.batch, num_threads=work.workers, device_id=None, seed=1)
+        pipe = pipeline(
+            batch_size=work.batch, num_threads=work.workers, device_id=None, seed=1
+        )
         loader = DALIGenericIterator(
-            [pipe], ["image", "label"], reader_name="r", last_batch_policy=LastBatchPolicy.DROP, auto_reset=True
+            [pipe],
+            ["image", "label"],
+            reader_name="r",
+            last_batch_policy=LastBatchPolicy.DROP,
+            auto_reset=True,
         )
         for _ in range(work.epochs):
             yield ((batch[0]["image"], batch[0]["label"]) for batch in loader)
@@ -433,7 +494,9 @@ def grain(work: Work) -> Start:
     import grain
 
     def batch(samples: Any) -> tuple[np.ndarray, np.ndarray]:
-        return np.stack([image for image, _ in samples]), np.array([label for _, label in samples])
+        return np.stack([image for image, _ in samples]), np.array(
+            [label for _, label in samples]
+        )
 
     def start() -> Epochs:
         source: Any = _StoreSource(work)
@@ -442,8 +505,12 @@ def grain(work: Work) -> Start:
         num_batches = len(dataset)
         # A thread for each process: more would wait for each other's interpreter.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-        processes = grain.MultiprocessingOptions(num_workers=work.workers, per_worker_buffer_size=4)
-        iterator = iter(dataset.repeat(work.epochs).to_iter_dataset(options).mp_prefetch(processes))
+        processes = grain.MultiprocessingOptions(
+            num_workers=work.workers, per_worker_buffer_size=4
+        )
+        iterator = iter(
+            dataset.repeat(work.epochs).to_iter_dataset(options).mp_prefetch(processes)
+        )
         for _ in range(work.epochs):
             yield itertools.islice(iterator, num_batches)
         iterator.close()
@@ -464,16 +531,28 @@ def lancedb(work: Work) -> Start:
     def rows(batch: Any) -> list[tuple[np.ndarray, int]]:
         if not hasattr(local, "apply"):
             local.apply = DecodeTransform(work)
-        images, labels = batch.column("image").to_pylist(), batch.column("label").to_pylist()
-        return [(local.apply(data), label) for data, label in zip(images, labels, strict=True)]
+        images = batch.column("image").to_pylist()
+        labels = batch.column("label").to_pylist()
+        return [
+            (local.apply(data), label)
+            for data, label in zip(images, labels, strict=True)
+        ]
 
     def start() -> Epochs:
         table = lancedb.connect(str(work.folder / "lance")).open_table("train")
         for epoch in range(work.epochs):
             dataset = StreamingDataset(
-                table, epoch=epoch, transform=rows, transform_parallelism=work.workers, transform_queue_depth=8
+                table,
+                epoch=epoch,
+                transform=rows,
+                transform_parallelism=work.workers,
+                transform_queue_depth=8,
             )
-            yield iter(DataLoader(dataset, batch_size=work.batch, collate_fn=_collate, drop_last=True))
+            yield iter(
+                DataLoader(
+                    dataset, batch_size=work.batch, collate_fn=_collate, drop_last=True
+                )
+            )
 
     return start
 

@@ -55,7 +55,11 @@ _BARS = {
 
 def peers(rows: dict[str, Any]) -> list[str]:
     """The loaders that ran and are not raypipe."""
-    return [name for name, row in rows.items() if "first_batch_s" in row and not name.startswith(OURS)]
+    return [
+        name
+        for name, row in rows.items()
+        if "first_batch_s" in row and not name.startswith(OURS)
+    ]
 
 
 def show(medians: dict[str, Any]) -> None:
@@ -66,14 +70,21 @@ def show(medians: dict[str, Any]) -> None:
             table.add_column(title, justify="right")
         for name, row in rows.items():
             if "error" in row:
-                table.add_row(name, "cannot run here: " + row["error"].splitlines()[-1][:60])
+                table.add_row(
+                    name, "cannot run here: " + row["error"].splitlines()[-1][:60]
+                )
                 continue
-            cells = [text.format(row[key]) if key in row else "" for key, (_, text) in _COLUMNS.items()]
+            cells = [
+                text.format(row[key]) if key in row else ""
+                for key, (_, text) in _COLUMNS.items()
+            ]
             table.add_row(name, *cells)
         Console(width=120).print(table)
 
 
-def verdicts(results: dict[str, Any], starts: list[list[float]]) -> dict[str, dict[str, Any]]:
+def verdicts(
+    results: dict[str, Any], starts: list[list[float]]
+) -> dict[str, dict[str, Any]]:
     """The bars: what was reached, as the median of each repeat's own ratio, and whether that is enough.
 
     Args:
@@ -83,37 +94,72 @@ def verdicts(results: dict[str, Any], starts: list[list[float]]) -> dict[str, di
     found: dict[str, dict[str, Any]] = {}
 
     def ratio(
-        name: str, over: list[float], under: list[float], least: float = 0, most: float = float("inf")
+        name: str,
+        over: list[float],
+        under: list[float],
+        least: float = 0,
+        most: float = float("inf"),
     ) -> None:
         value = statistics.median(a / b for a, b in zip(over, under, strict=True))
         bar = f">= {least:g}" if least else f"<= {most:g}"
-        found[name] = {"reached": round(value, 3), "bar": bar, "met": least <= value <= most}
+        found[name] = {
+            "reached": round(value, 3),
+            "bar": bar,
+            "met": least <= value <= most,
+        }
 
     for case, bars in _BARS.items():
         rows = results.get(case, {})
         if "steady" not in rows.get(OURS, {}):
             continue
-        ours, others = rows[OURS], peers(rows)
+        ours = rows[OURS]
+        others = peers(rows)
         if bars.ceiling:
             kernel = rows["ceiling, exact"]["steady"]
-            ratio(f"{case}: stream / kernel alone", ours["steady"], kernel, bars.ceiling)
+            ratio(
+                f"{case}: stream / kernel alone", ours["steady"], kernel, bars.ceiling
+            )
         if others:
             best = max(others, key=lambda name: statistics.median(rows[name]["steady"]))
             steady = rows[best]["steady"]
-            ratio(f"{case}: steady / best peer ({best})", ours["steady"], steady, bars.best_peer)
-            if case == "photos" and "steady" in (scaled := rows.get(f"{OURS}, crop_decode=scaled", {})):
-                ratio("photos: the same, crop_decode=scaled", scaled["steady"], steady, bars.best_peer)
+            ratio(
+                f"{case}: steady / best peer ({best})",
+                ours["steady"],
+                steady,
+                bars.best_peer,
+            )
+            if case == "photos" and "steady" in (
+                scaled := rows.get(f"{OURS}, crop_decode=scaled", {})
+            ):
+                ratio(
+                    "photos: the same, crop_decode=scaled",
+                    scaled["steady"],
+                    steady,
+                    bars.best_peer,
+                )
         if others and bars.cpu and bars.cpu_of in ("", *others):
             cpu = {name: rows[name]["cpu_s_per_1000"] for name in others}
-            least = bars.cpu_of or min(others, key=lambda name: statistics.median(cpu[name]))
-            ratio(f"{case}: CPU per image / {least}'s", ours["cpu_s_per_1000"], cpu[least], most=bars.cpu)
+            least = bars.cpu_of or min(
+                others, key=lambda name: statistics.median(cpu[name])
+            )
+            ratio(
+                f"{case}: CPU per image / {least}'s",
+                ours["cpu_s_per_1000"],
+                cpu[least],
+                most=bars.cpu,
+            )
     if starts:
         ratio("start over 10^9 samples / over 10^4", starts[1], starts[0], most=1.2)
     table = Table(title="bars")
     for column in ("", "reached", "bar", ""):
         table.add_column(column)
     for name, bar in found.items():
-        table.add_row(name, f"{bar['reached']:.2f}", bar["bar"], "met" if bar["met"] else "not met")
+        table.add_row(
+            name,
+            f"{bar['reached']:.2f}",
+            bar["bar"],
+            "met" if bar["met"] else "not met",
+        )
     Console(width=120).print(table)
     return found
 
@@ -129,12 +175,22 @@ def draw(medians: dict[str, Any], path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(medians), figsize=(5.6 * len(medians), 3.2), squeeze=False)
+    figure, axes = pyplot.subplots(
+        1, len(medians), figsize=(5.6 * len(medians), 3.2), squeeze=False
+    )
     for axis, (case, rows) in zip(axes[0], medians.items(), strict=True):
-        ran = [name for name in rows if "first_batch_s" in rows[name] and not name.startswith(f"{OURS},")]
+        ran = [
+            name
+            for name in rows
+            if "first_batch_s" in rows[name] and not name.startswith(f"{OURS},")
+        ]
         ran.sort(key=lambda name: rows[name]["steady"])
         steady = [rows[name]["steady"] for name in ran]
-        axis.barh(ran, steady, color=["#d1495b" if name == OURS else "#8d99ae" for name in ran])
+        axis.barh(
+            ran,
+            steady,
+            color=["#d1495b" if name == OURS else "#8d99ae" for name in ran],
+        )
         for y, value in enumerate(steady):
             axis.text(value, y, f" {value:,.0f}", va="center", fontsize=9)
         limit = rows.get("ceiling, exact", {}).get("steady", 0)
@@ -142,7 +198,9 @@ def draw(medians: dict[str, Any], path: str) -> None:
             axis.axvline(limit, color="black", linestyle="--", linewidth=1)
             label = f"limit of the cores \n{limit:,.0f} "
             axis.text(limit, 0, label, ha="right", va="center", fontsize=9)
-        axis.set(title=_TITLES[case], xlabel="images/s", xlim=(0, 1.1 * max(*steady, limit)))
+        axis.set(
+            title=_TITLES[case], xlabel="images/s", xlim=(0, 1.1 * max(*steady, limit))
+        )
         axis.tick_params(labelsize=9)
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -66,7 +66,16 @@ from typing import Any
 import largest
 import numpy as np
 import peer_cost
-from peer_data import Sample, Work, photos, read_samples, repeated, short_side, tiny, write_all
+from peer_data import (
+    Sample,
+    Work,
+    photos,
+    read_samples,
+    repeated,
+    short_side,
+    tiny,
+    write_all,
+)
 from peer_loaders import FORMATS, LOADERS
 from peer_report import draw, show, verdicts
 from rich.progress import Progress
@@ -74,10 +83,17 @@ from rich.progress import Progress
 from raypipe.stores import open_store
 
 _TIMEOUT_S = 600.0
-_SIZE, _TINY_SIZE = 224, 32
+_SIZE = 224
+_TINY_SIZE = 32
 _SHORT_SIDE = 256
 _PHOTO_BATCH = 32
-_CASES = {"heavy": "heavy", "light": "light", "s256": "light", "tiny": "flip-crop", "photos": "light"}
+_CASES = {
+    "heavy": "heavy",
+    "light": "light",
+    "s256": "light",
+    "tiny": "flip-crop",
+    "photos": "light",
+}
 
 
 def consume(name: str, work: Work) -> dict[str, Any]:
@@ -91,9 +107,19 @@ def consume(name: str, work: Work) -> dict[str, Any]:
             arrivals.append(time.perf_counter())
             shape = tuple(image.shape)
             channels_last = (work.batch, work.size, work.size)
-            right = (*channels_last, 3), (work.batch, 3, work.size, work.size), (*channels_last, 1)
-            if shape not in right or len(label) != work.batch or "uint8" not in str(image.dtype):
-                raise SystemExit(f"{name} gave {image.dtype} {shape}, {len(label)} labels")
+            right = (
+                (*channels_last, 3),
+                (work.batch, 3, work.size, work.size),
+                (*channels_last, 1),
+            )
+            if (
+                shape not in right
+                or len(label) != work.batch
+                or "uint8" not in str(image.dtype)
+            ):
+                raise SystemExit(
+                    f"{name} gave {image.dtype} {shape}, {len(label)} labels"
+                )
         epochs.append(arrivals)
     return {"started": started, "epochs": epochs}
 
@@ -106,12 +132,18 @@ def figures(seen: dict[str, Any], cost: peer_cost.Cost, batch: int) -> dict[str,
     gaps = np.sort(np.concatenate([np.diff(arrivals) for arrivals in settled]))
     gap_s = float((gaps**2).sum() / gaps.sum())
     long_gap_s = float(gaps[np.searchsorted(gaps.cumsum(), 0.9 * gaps.sum())])
-    start, end = epochs[0][-1], epochs[-1][-1]
+    start = epochs[0][-1]
+    end = epochs[-1][-1]
     num = sum(map(len, later)) * batch
-    boundary_s = statistics.median(after[0] - before[-1] for before, after in itertools.pairwise(epochs))
+    boundary_s = statistics.median(
+        after[0] - before[-1] for before, after in itertools.pairwise(epochs)
+    )
     # Plain Ray Data may make a whole epoch before its first batch: then nothing is steady but the whole.
     at_once = later[0][0] - epochs[0][-1] > later[0][-1] - later[0][0]
-    steady = len(later[0]) / (later[0][-1] - epochs[0][-1]) if at_once else statistics.mean(map(_pace, settled))
+    if at_once:
+        steady = len(later[0]) / (later[0][-1] - epochs[0][-1])
+    else:
+        steady = statistics.mean(map(_pace, settled))
     return {
         "steady": steady * batch,
         "sustained": num / (end - start),
@@ -137,7 +169,12 @@ def measure(name: str, work: Work) -> dict[str, float]:
         command += ["--work", json.dumps(asdict(work), default=str)]
         # A cluster of its own, and one thread for each library: the cores are shared out by the loader. Under
         # `uv run`, plain Ray Data's workers would build an environment of their own, without these modules.
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_ALBUMENTATIONS_UPDATE": "1", "RAY_TMPDIR": folder}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "NO_ALBUMENTATIONS_UPDATE": "1",
+            "RAY_TMPDIR": folder,
+        }
         env["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         env.pop("RAY_ADDRESS", None)
         _, cost = peer_cost.run(command, _TIMEOUT_S, env)
@@ -158,15 +195,31 @@ def ceiling(work: Work, mode: Any, seconds: float) -> float:
 def variants(work: Work, names: list[str]) -> tuple[list[str], list[str]]:
     """Modes of `crop_decode` for the ceiling, and loaders: one of raypipe's where all modes are the same."""
     if work.transform == "flip-crop":  # it has no crop to decode by itself
-        return ["exact"], [name for name in names if "crop_decode" not in name and "seekable" not in name]
-    return ["exact", *(mode for mode in ("off", "scaled") if f"raypipe, crop_decode={mode}" in names)], names
+        return ["exact"], [
+            name
+            for name in names
+            if "crop_decode" not in name and "seekable" not in name
+        ]
+    return [
+        "exact",
+        *(
+            mode
+            for mode in ("off", "scaled")
+            if f"raypipe, crop_decode={mode}" in names
+        ),
+    ], names
 
 
-def measure_all(cases: dict[str, Work], names: list[str], repeats: int, seconds: float) -> dict[str, Any]:
+def measure_all(
+    cases: dict[str, Work], names: list[str], repeats: int, seconds: float
+) -> dict[str, Any]:
     """Runs of each case: {case: {loader or "ceiling, MODE": {figure: [one of each repeat]} or {"error": why}}}."""
     results: dict[str, Any] = {case: {} for case in cases}
     with Progress() as progress:
-        task = progress.add_task("", total=repeats * sum(len(variants(w, names)[1]) + 1 for w in cases.values()))
+        task = progress.add_task(
+            "",
+            total=repeats * sum(len(variants(w, names)[1]) + 1 for w in cases.values()),
+        )
         for _ in range(repeats):
             for case, work in cases.items():
                 rows = results[case]
@@ -194,7 +247,9 @@ def medians(results: dict[str, Any]) -> dict[str, Any]:
     """The medians over the repeats."""
     return {
         case: {
-            name: row if "error" in row else {figure: statistics.median(row[figure]) for figure in row}
+            name: row
+            if "error" in row
+            else {figure: statistics.median(row[figure]) for figure in row}
             for name, row in rows.items()
         }
         for case, rows in results.items()
@@ -204,7 +259,9 @@ def medians(results: dict[str, Any]) -> dict[str, Any]:
 def _samples(options: argparse.Namespace, case: str) -> list[Sample]:
     """The images of an epoch of a case."""
     if case == "tiny":
-        return tiny(read_samples(options.tiny_store or options.store, options.tiny), _TINY_SIZE)
+        return tiny(
+            read_samples(options.tiny_store or options.store, options.tiny), _TINY_SIZE
+        )
     if case == "photos":
         # 24 of them, again and again: none stays in a cache of the CPU's.
         few = min(24, options.photos)
@@ -221,39 +278,82 @@ def write_cases(options: argparse.Namespace) -> dict[str, Work]:
     cases = {}
     for case, transform in _CASES.items():
         kind = case if case in ("tiny", "photos", "s256") else "images"
-        num = options.images if kind == "s256" else getattr(options, kind)
+        if kind == "s256":
+            num = options.images
+        else:
+            num = getattr(options, kind)
         if case not in options.cases or not num:
             continue
         store = (case == "tiny" and options.tiny_store) or options.store
         path = Path(options.folder) / f"{Path(store).stem}-{kind}-{num}"
-        formats = {"train.lmdb", *(FORMATS[name] for name in options.only if name in FORMATS)}
-        for name, why in write_all(path, formats, functools.partial(_samples, options, case)).items():
+        formats = {
+            "train.lmdb",
+            *(FORMATS[name] for name in options.only if name in FORMATS),
+        }
+        for name, why in write_all(
+            path, formats, functools.partial(_samples, options, case)
+        ).items():
             print(f"{name} of {kind} could not be written: {why}")
         batch = _PHOTO_BATCH if case == "photos" else options.batch
         size = _TINY_SIZE if case == "tiny" else _SIZE
-        cases[case] = Work(path, transform, size, options.workers, batch, options.epochs)
+        cases[case] = Work(
+            path, transform, size, options.workers, batch, options.epochs
+        )
     return cases
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store", nargs="?", help="JPEGs: a tar, a folder of classes, Parquet, LMDB")
-    parser.add_argument(
-        "--folder", default=str(Path(tempfile.gettempdir()) / "raypipe-peers"), help="for the formats"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--images", type=int, default=12_000, help="of an epoch; the store's, again and again")
-    parser.add_argument("--tiny", type=int, default=150_000, help="images of 32 px of an epoch; 0 = without")
-    parser.add_argument("--tiny-store", help="of images of 32 px; without it STORE's are made so small")
-    parser.add_argument("--photos", type=int, default=384, help="photos of 12 MP of an epoch; 0 = without")
+    parser.add_argument(
+        "store", nargs="?", help="JPEGs: a tar, a folder of classes, Parquet, LMDB"
+    )
+    parser.add_argument(
+        "--folder",
+        default=str(Path(tempfile.gettempdir()) / "raypipe-peers"),
+        help="for the formats",
+    )
+    parser.add_argument(
+        "--images",
+        type=int,
+        default=12_000,
+        help="of an epoch; the store's, again and again",
+    )
+    parser.add_argument(
+        "--tiny",
+        type=int,
+        default=150_000,
+        help="images of 32 px of an epoch; 0 = without",
+    )
+    parser.add_argument(
+        "--tiny-store", help="of images of 32 px; without it STORE's are made so small"
+    )
+    parser.add_argument(
+        "--photos",
+        type=int,
+        default=384,
+        help="photos of 12 MP of an epoch; 0 = without",
+    )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each ceiling")
-    parser.add_argument("--cases", nargs="+", default=[*_CASES, "largest"], choices=[*_CASES, "largest"])
-    parser.add_argument("--only", nargs="+", default=list(LOADERS), choices=list(LOADERS), metavar="LOADER")
+    parser.add_argument(
+        "--cases", nargs="+", default=[*_CASES, "largest"], choices=[*_CASES, "largest"]
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=list(LOADERS),
+        choices=list(LOADERS),
+        metavar="LOADER",
+    )
     parser.add_argument("--picture", help="where to draw the figures")
-    parser.add_argument("--output", help="where to write every repeat's figures, as JSON")
+    parser.add_argument(
+        "--output", help="where to write every repeat's figures, as JSON"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
@@ -267,15 +367,28 @@ def main() -> None:
         parser.error("the store is missing")
     cases = write_cases(options)
     results = measure_all(cases, options.only, options.repeats, options.seconds)
-    starts = largest.measure(options.repeats) if "largest" in options.cases else {}
+    if "largest" in options.cases:
+        starts = largest.measure(options.repeats)
+    else:
+        starts = {}
     if options.output:
         Path(options.output).write_text(json.dumps(results, indent=1))
     median = medians(results)
     show(median)
-    held = verdicts(results, [[run["first_batch_s"] for run in runs] for runs in starts.values()])
+    held = verdicts(
+        results, [[run["first_batch_s"] for run in runs] for runs in starts.values()]
+    )
     if options.picture:
         draw(median, options.picture)
-    print(json.dumps({"medians": median, "bars": held, "met": all(bar["met"] for bar in held.values())}))
+    print(
+        json.dumps(
+            {
+                "medians": median,
+                "bars": held,
+                "met": all(bar["met"] for bar in held.values()),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

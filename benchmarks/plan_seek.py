@@ -26,8 +26,13 @@ from raypipe.stores.joined import JoinedStore
 from raypipe.streaming.planning import make_plan
 
 _SIZES = [700_000_000, 250_000_000, 49_000_000, 1_000_000]
-_BATCH, _MICRO_BATCH, _STEPS, _EPOCH = 1024, 128, 100_000, 57
-_SHARES = {epoch * _STEPS: as_shares([1 + epoch, 2, 1, 1]) for epoch in range(0, 60, 10)}
+_BATCH = 1024
+_MICRO_BATCH = 128
+_STEPS = 100_000
+_EPOCH = 57
+_SHARES = {
+    epoch * _STEPS: as_shares([1 + epoch, 2, 1, 1]) for epoch in range(0, 60, 10)
+}
 _BUCKETS = ["192x256", "224x224", "256x192"]
 _NUM_TABLES = 10_000_000
 
@@ -47,7 +52,10 @@ def samplers() -> dict[str, Callable[[], Sampler]]:
 
     def in_buckets() -> Sampler:
         buckets = [
-            [_permuted(size // part, number, offset) for number, part in enumerate((2, 3, 6))]
+            [
+                _permuted(size // part, number, offset)
+                for number, part in enumerate((2, 3, 6))
+            ]
             for _, (size, offset) in sources
         ]
         return mix_buckets(buckets, _SHARES, _BATCH // _MICRO_BATCH, _MICRO_BATCH, 1)
@@ -66,7 +74,9 @@ def with_tables(weights: Sequence[str]) -> tuple[Sampler, float, float]:
     rng = np.random.default_rng(0)
     parts = {}
     for number, size in enumerate(np.array(_SIZES) * _NUM_TABLES // sum(_SIZES)):
-        columns = {name: rng.integers(200, 800, size) for name in ("width", "height", *weights)}
+        columns = {
+            name: rng.integers(200, 800, size) for name in ("width", "height", *weights)
+        }
         parts[f"s{number}"] = _Sized(columns)
     config = PlanConfig(
         micro_batch_size=_MICRO_BATCH,
@@ -78,7 +88,8 @@ def with_tables(weights: Sequence[str]) -> tuple[Sampler, float, float]:
     )
     started = time.perf_counter()
     training = make_plan(config, JoinedStore(parts)).training
-    laid_out_s, mib = time.perf_counter() - started, len(pickle.dumps(training)) / 2**20
+    laid_out_s = time.perf_counter() - started
+    mib = len(pickle.dumps(training)) / 2**20
     assert training
     return training.sampler, laid_out_s, mib
 
@@ -87,14 +98,17 @@ class _Sized(MemoryStore):
     """Samples that have columns of numbers and no images."""
 
     def __init__(self, found: dict[str, np.ndarray]) -> None:
-        self._found, self.columns = found, ("image", "label", *found)
+        self._found = found
+        self.columns = ("image", "label", *found)
         self.address = self.fingerprint = f"{len(self)} sizes"
         self.groups = None
 
     def __len__(self) -> int:
         return len(self._found["width"])
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> dict[str, np.ndarray]:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> dict[str, np.ndarray]:
         return {name: self._found[name][indices] for name in columns}
 
 
@@ -119,7 +133,10 @@ def main() -> None:
     for name, sampler in samplers().items():
         seek(name, sampler, _MICRO_BATCH * 78_125)
     print(f"\n{_NUM_TABLES:,} samples, with tables")
-    for name, weights in {"mixture in buckets, tables": (), "the same by weights": ("weight",)}.items():
+    for name, weights in {
+        "mixture in buckets, tables": (),
+        "the same by weights": ("weight",),
+    }.items():
         laid_out, seconds, mib = with_tables(weights)
         seek(name, lambda laid_out=laid_out: laid_out, _MICRO_BATCH * 78)  # type: ignore[misc]
         found[name] |= {"lay_out_s": round(seconds, 2), "tables_mib": round(mib, 1)}

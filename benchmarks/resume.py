@@ -34,15 +34,20 @@ class RepeatedStore:
     """A store that is as long as one wants: another one's samples again and again, at random access."""
 
     def __init__(self, store: Store, size: int) -> None:
-        self._store, self._size = store, size
+        self._store = store
+        self._size = size
         self.address = f"{store.address} x {size / len(store):.0f}"
-        self.columns, self.classes, self.groups = store.columns, store.classes, None
+        self.columns = store.columns
+        self.classes = store.classes
+        self.groups = None
         self.fingerprint = f"{store.fingerprint} x {size}"
 
     def __len__(self) -> int:
         return self._size
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
         return self._store.read(indices % len(self._store), columns)
 
     def close(self) -> None:
@@ -50,7 +55,12 @@ class RepeatedStore:
 
 
 def measure(
-    store: Store, *, transform: TransformConfig, actors: int, micro_batch: int, repeats: int
+    store: Store,
+    *,
+    transform: TransformConfig,
+    actors: int,
+    micro_batch: int,
+    repeats: int,
 ) -> dict[str, Any]:
     """Resume the stream at the first and at the last step of an epoch, in turns, `repeats` times each.
 
@@ -64,7 +74,8 @@ def measure(
         pool=PoolConfig(min_actors=actors, max_actors=actors),
     )
     raypipe.connect()
-    first, last = spec.plan.steps_per_epoch, 2 * spec.plan.steps_per_epoch - 1
+    first = spec.plan.steps_per_epoch
+    last = 2 * spec.plan.steps_per_epoch - 1
     _resume(spec, first, actors)  # the first one of all also starts Ray's own helpers
     times: dict[int, list[float]] = {first: [], last: []}
     for number in range(repeats):
@@ -76,7 +87,9 @@ def measure(
 
 def _resume(spec: StreamSpec, step: int, actors: int) -> float:
     began = time.perf_counter()
-    batches = host_batches(splits(spec, spec.plan.cursor_at(step), max_actors=actors)[0])
+    batches = host_batches(
+        splits(spec, spec.plan.cursor_at(step), max_actors=actors)[0]
+    )
     next(batches)
     seconds = time.perf_counter() - began
     batches.close()  # type: ignore[attr-defined]
@@ -84,7 +97,9 @@ def _resume(spec: StreamSpec, step: int, actors: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("store")
     parser.add_argument("--transform", default="heavy")
     parser.add_argument("--size", type=int, default=224)

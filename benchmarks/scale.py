@@ -84,7 +84,9 @@ class Case:
 CASES = {
     "actors": [Case(actors=a) for a in (2, 4, 8, 16, 32, 64)],
     "ranks": [Case(ranks=w) for w in (1, 2, 4, 8, 16)],
-    "bytes": [Case(ranks=1, samples=b, side=s) for b, s in ((1, 4), (128, 4), (128, 224))],
+    "bytes": [
+        Case(ranks=1, samples=b, side=s) for b, s in ((1, 4), (128, 4), (128, 224))
+    ],
     "gpus": [
         *(Case(actors=8, ranks=8, block=k, offered=24_000 / 128) for k in (3, 13)),
         Case(actors=8, ranks=8, block=1, offered=24_000 / 256),
@@ -125,7 +127,11 @@ def spec_of(case: Case) -> StreamSpec:
 
     return open_stream(
         RepeatedStore(MemoryStore([image], [0]), 4_000_000),
-        plan=PlanConfig(epochs=1, micro_batch_size=case.samples, global_batch_size=case.samples * PER_STEP),
+        plan=PlanConfig(
+            epochs=1,
+            micro_batch_size=case.samples,
+            global_batch_size=case.samples * PER_STEP,
+        ),
         transform=TransformConfig(),
         train_transform=transform,
         pool=PoolConfig(
@@ -142,8 +148,13 @@ def ray_processes() -> dict[psutil.Process, str]:
     found = {}
     for process in psutil.Process().children(recursive=True):
         try:
-            title = " ".join([Path((process.cmdline() or [""])[0]).name, *process.cmdline()[1:2]])
-            found[process] = next((part for start, part in _PARTS.items() if title.startswith(start)), "ray")
+            title = " ".join(
+                [Path((process.cmdline() or [""])[0]).name, *process.cmdline()[1:2]]
+            )
+            found[process] = next(
+                (part for start, part in _PARTS.items() if title.startswith(start)),
+                "ray",
+            )
         except psutil.Error:
             continue
     return found
@@ -168,24 +179,44 @@ def measure(case: Case, seconds: float, profile: str) -> dict[str, Any]:
         The case; `per_s`, micro-batches/s of all ranks; `cpu_ms`, CPU time per micro-batch by part.
     """
     spec = spec_of(case)
-    iterators = splits(spec, spec.plan.start(), max_actors=case.actors, world_size=case.ranks, apart=True)
+    iterators = splits(
+        spec,
+        spec.plan.start(),
+        max_actors=case.actors,
+        world_size=case.ranks,
+        apart=True,
+    )
     num = min(_MAX_CONSUMERS, case.ranks)
-    actor: Any = ray.remote(Consumer).options(num_cpus=0, max_concurrency=case.ranks + 2)
+    actor: Any = ray.remote(Consumer).options(
+        num_cpus=0, max_concurrency=case.ranks + 2
+    )
     consumers = [actor.remote() for _ in range(num)]
-    reads = [consumers[rank % num].read.remote(rank, iterator) for rank, iterator in enumerate(iterators)]
+    reads = [
+        consumers[rank % num].read.remote(rank, iterator)
+        for rank, iterator in enumerate(iterators)
+    ]
 
     def counted(stop: bool = False) -> int:
         if failed := ray.wait(reads, timeout=0)[0]:
             ray.get(failed)
         return sum(ray.get([consumer.count.remote(stop) for consumer in consumers]))
 
-    while counted() < 60 or sum(part == "actors" for part in ray_processes().values()) < case.actors:
+    while (
+        counted() < 60
+        or sum(part == "actors" for part in ray_processes().values()) < case.actors
+    ):
         time.sleep(0.5)
     time.sleep(_GROWN_S)
-    profiler = _start_profiler(case, seconds, profile) if profile else None
-    before, cpu_before, began = counted(), cpu_seconds(), time.perf_counter()
+    if profile:
+        profiler = _start_profiler(case, seconds, profile)
+    else:
+        profiler = None
+    before = counted()
+    cpu_before = cpu_seconds()
+    began = time.perf_counter()
     time.sleep(seconds)
-    passed, cpu_after = counted() - before, cpu_seconds()
+    passed = counted() - before
+    cpu_after = cpu_seconds()
     elapsed = time.perf_counter() - began
     if profiler:
         profiler.wait()
@@ -193,27 +224,57 @@ def measure(case: Case, seconds: float, profile: str) -> dict[str, Any]:
     ray.get(reads)
     for consumer in consumers:
         ray.kill(consumer)
-    cpu_ms = {part: 1000 * (cpu_after[part] - cpu_before[part]) / passed for part in sorted(cpu_after)}
+    cpu_ms = {
+        part: 1000 * (cpu_after[part] - cpu_before[part]) / passed
+        for part in sorted(cpu_after)
+    }
     return {**vars(case), "per_s": passed / elapsed, "cpu_ms": cpu_ms}
 
 
 def _start_profiler(case: Case, seconds: float, folder: str) -> subprocess.Popen[bytes]:
     """py-spy on the execution's process; it takes CPU time itself, so such a run's rates count for little."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    pid = next(process.pid for process, part in ray_processes().items() if part == "execution")
+    pid = next(
+        process.pid for process, part in ray_processes().items() if part == "execution"
+    )
     output = f"{folder}/actors{case.actors}-ranks{case.ranks}.raw"
-    command = ["py-spy", "record", "-p", str(pid), "-f", "raw", "-d", str(int(seconds)), "-r", "100", "--gil"]
-    return subprocess.Popen([*command, "-o", output], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        "py-spy",
+        "record",
+        "-p",
+        str(pid),
+        "-f",
+        "raw",
+        "-d",
+        str(int(seconds)),
+        "-r",
+        "100",
+        "--gil",
+    ]
+    return subprocess.Popen(
+        [*command, "-o", output], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", choices=[*CASES, []], help="of cases to measure")
-    parser.add_argument("--max", type=int, default=64, help="leave out cases with more actors or ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "groups", nargs="*", choices=[*CASES, []], help="of cases to measure"
+    )
+    parser.add_argument(
+        "--max", type=int, default=64, help="leave out cases with more actors or ranks"
+    )
     parser.add_argument("--seconds", type=float, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", default="", help="folder for py-spy's stacks")
-    parser.add_argument("--show", nargs="*", default=[], help="files whose last lines are results of earlier runs")
+    parser.add_argument(
+        "--show",
+        nargs="*",
+        default=[],
+        help="files whose last lines are results of earlier runs",
+    )
     parser.add_argument("--picture", default="")
     args = parser.parse_args()
     results: dict[str, list[dict[str, Any]]] = {}
@@ -223,7 +284,9 @@ def main() -> None:
         os.environ["RAY_LOG_TO_DRIVER"] = "0"
         connect(num_cpus=1000, object_store_bytes=9 << 30)
     for name in args.groups:
-        cases = [case for case in CASES[name] if max(case.actors, case.ranks) <= args.max]
+        cases = [
+            case for case in CASES[name] if max(case.actors, case.ranks) <= args.max
+        ]
         runs: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
         for _ in range(args.repeats):
             for case, found in runs.items():

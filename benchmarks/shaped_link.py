@@ -43,8 +43,11 @@ from raypipe.streaming.spec import StreamSpec
 
 from resume import RepeatedStore  # isort: skip
 
-_GPUS, _CPUS = "10.77.0.1", "10.77.0.2"
-_SIDE, _ROWS, _STORE_BYTES = 224, 128, 3_000_000_000
+_GPUS = "10.77.0.1"
+_CPUS = "10.77.0.2"
+_SIDE = 224
+_ROWS = 128
+_STORE_BYTES = 3_000_000_000
 _PORT = 6399
 
 
@@ -59,14 +62,45 @@ def link(gbit_per_s: float) -> Iterator[tuple[str, str]]:
     try:
         for name in names:
             _ip("netns", "add", name)
-        _ip("link", "add", "rp0", "netns", names[0], "type", "veth", "peer", "name", "rp0", "netns", names[1])
-        for name, ours, other in zip(names, (_GPUS, _CPUS), (_CPUS, _GPUS), strict=True):
+        _ip(
+            "link",
+            "add",
+            "rp0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "rp0",
+            "netns",
+            names[1],
+        )
+        for name, ours, other in zip(
+            names, (_GPUS, _CPUS), (_CPUS, _GPUS), strict=True
+        ):
             _ip("-n", name, "addr", "add", f"{ours}/24", "dev", "rp0")
             for device in ("lo", "rp0"):
                 _ip("-n", name, "link", "set", device, "up")
-            _ip("-n", name, "route", "add", "default", "via", other)  # by which Ray finds its own address
+            _ip(
+                "-n", name, "route", "add", "default", "via", other
+            )  # by which Ray finds its own address
             bucket = ["rate", f"{gbit_per_s}gbit", "burst", "2mb", "latency", "20ms"]
-            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "rp0", "root", "tbf", *bucket], check=True)
+            subprocess.run(
+                [
+                    "tc",
+                    "-n",
+                    name,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    "rp0",
+                    "root",
+                    "tbf",
+                    *bucket,
+                ],
+                check=True,
+            )
         yield names
     finally:
         for name in names:
@@ -76,8 +110,18 @@ def link(gbit_per_s: float) -> Iterator[tuple[str, str]]:
 @contextlib.contextmanager
 def cluster(namespaces: tuple[str, str]) -> Iterator[None]:
     """A head without CPUs in the first namespace, a node of two in the second."""
-    common = ["--block", f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats"]
-    head = ["--head", f"--port={_PORT}", f"--node-ip-address={_GPUS}", "--num-cpus=0", "--include-dashboard=false"]
+    common = [
+        "--block",
+        f"--object-store-memory={_STORE_BYTES}",
+        "--disable-usage-stats",
+    ]
+    head = [
+        "--head",
+        f"--port={_PORT}",
+        f"--node-ip-address={_GPUS}",
+        "--num-cpus=0",
+        "--include-dashboard=false",
+    ]
     node = [f"--address={_GPUS}:{_PORT}", f"--node-ip-address={_CPUS}", "--num-cpus=2"]
     processes = []
     ray_program = str(Path(sys.executable).parent / "ray")
@@ -85,8 +129,19 @@ def cluster(namespaces: tuple[str, str]) -> Iterator[None]:
     log = Path(os.environ["RAY_TMPDIR"], "nodes.log").open("w")  # noqa: SIM115  closed with this process
     try:
         for namespace, options in zip(namespaces, (head, node), strict=True):
-            command = ["ip", "netns", "exec", namespace, ray_program, "start", *options, *common]
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                namespace,
+                ray_program,
+                "start",
+                *options,
+                *common,
+            ]
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            )
             time.sleep(6)
         yield
     finally:
@@ -117,21 +172,32 @@ def _received() -> int:
 def measure(wire: str, seconds: float) -> dict[str, float]:
     """A stream from a CPU node into this one; in the namespace of the head."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(address=f"{_GPUS}:{_PORT}", _node_ip_address=_GPUS, logging_level=logging.ERROR)
+    ray.init(
+        address=f"{_GPUS}:{_PORT}", _node_ip_address=_GPUS, logging_level=logging.ERROR
+    )
     nodes: dict[str, int] = {}
     while len(nodes) < 2:
         time.sleep(0.2)
-        nodes = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in ray.nodes() if node["Alive"]}
+        nodes = {
+            node["NodeManagerAddress"]: node["NodeManagerPort"]
+            for node in ray.nodes()
+            if node["Alive"]
+        }
     spec = spec_of(wire)
     (iterator,) = splits(spec, spec.plan.start(), max_actors=2)
     batches = host_batches(iterator)
 
     def used(address: str) -> int:
         return int(
-            node_stats(address, nodes[address], include_memory_info=False).store_stats.object_store_bytes_used
+            node_stats(
+                address, nodes[address], include_memory_info=False
+            ).store_stats.object_store_bytes_used
         )
 
-    began, count, first, looked = time.perf_counter(), 0, 0, 0.0
+    began = time.perf_counter()
+    count = 0
+    first = 0
+    looked = 0.0
     grown = 15.0  # until blocks are as large as they get
     most = {_GPUS: 0, _CPUS: 0}
     start = bytes_before = 0.0
@@ -139,13 +205,19 @@ def measure(wire: str, seconds: float) -> dict[str, float]:
         now = time.perf_counter()
         count += 1
         if now - began < grown:
-            first, start, bytes_before = count, now, _received()
+            first = count
+            start = now
+            bytes_before = _received()
             continue
         if now - looked > 0.5:
-            looked, most = now, {address: max(most[address], used(address)) for address in most}
+            looked, most = (
+                now,
+                {address: max(most[address], used(address)) for address in most},
+            )
         if now - start > seconds:
             break
-    elapsed, received = time.perf_counter() - start, _received() - bytes_before
+    elapsed = time.perf_counter() - start
+    received = _received() - bytes_before
     batches.close()  # type: ignore[attr-defined]
     return {
         "images_per_s": (count - first) * _ROWS / elapsed,
@@ -156,7 +228,9 @@ def measure(wire: str, seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gbit-per-s", type=float, nargs="+", default=[1.0, 10.0])
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
@@ -170,15 +244,30 @@ def main() -> None:
             traceback.print_exc()
         os._exit(status)  # the execution goes on until the nodes end
     rows = []
-    print("| link, Gbit/s | wire | images/s | Gbit/s on it | store at the consumer, MB | at the actors, MB |")
+    print(
+        "| link, Gbit/s | wire | images/s | Gbit/s on it | store at the consumer, MB | at the actors, MB |"
+    )
     print("| ---: | --- | ---: | ---: | ---: | ---: |", flush=True)
     for gbit_per_s in args.gbit_per_s:
         for wire in ("rgb", "yuv420"):
             with link(gbit_per_s) as namespaces, cluster(namespaces):
-                inside = [sys.executable, __file__, "--inside", wire, "--seconds", str(args.seconds)]
+                inside = [
+                    sys.executable,
+                    __file__,
+                    "--inside",
+                    wire,
+                    "--seconds",
+                    str(args.seconds),
+                ]
                 command = ["ip", "netns", "exec", namespaces[0], *inside]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=200, check=True)
-            row = {"link": gbit_per_s, "wire": wire, **json.loads(done.stdout.splitlines()[-1])}
+                done = subprocess.run(
+                    command, stdout=subprocess.PIPE, text=True, timeout=200, check=True
+                )
+            row = {
+                "link": gbit_per_s,
+                "wire": wire,
+                **json.loads(done.stdout.splitlines()[-1]),
+            }
             rows.append(row)
             rates = f"{row['images_per_s']:,.0f} | {row['gbit_per_s']:.2f}"
             stores = f"{row['consumer_store_mb']:,.0f} | {row['actors_store_mb']:,.0f}"

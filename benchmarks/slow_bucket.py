@@ -32,7 +32,9 @@ _COUNTS = "/counts-of-this-server"
 def slow_bucket(folder: Path, latency_s: float) -> Iterator[str]:
     """Serve the folders of a folder as buckets, in a process of its own; yields the endpoint."""
     process = subprocess.Popen(
-        [sys.executable, __file__, str(folder), str(latency_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, __file__, str(folder), str(latency_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     try:
         assert process.stdout is not None
@@ -56,7 +58,8 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, folder: Path, latency_s: float) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.latency_s = folder, latency_s
+        self.folder = folder
+        self.latency_s = latency_s
         self.counts: Counter[str] = Counter()
         self.lock = threading.Lock()
 
@@ -77,7 +80,11 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         options = parse_qs(url.query, keep_blank_values=True)
         if "list-type" in options:
-            self._answer(200, {"Content-Type": "application/xml"}, self._listing(url.path, options))
+            self._answer(
+                200,
+                {"Content-Type": "application/xml"},
+                self._listing(url.path, options),
+            )
             return
         self._object(url.path, with_content=True)
 
@@ -96,8 +103,11 @@ class _Handler(BaseHTTPRequestHandler):
                 pass
         else:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if "x-amz-decoded-content-length" in self.headers:  # chunks with their sizes before them
-            decoded, rest = b"", content
+        if (
+            "x-amz-decoded-content-length" in self.headers
+        ):  # chunks with their sizes before them
+            decoded = b""
+            rest = content
             while rest:
                 head, _, rest = rest.partition(b"\r\n")
                 size = int(head.split(b";")[0], 16)
@@ -121,11 +131,20 @@ class _Handler(BaseHTTPRequestHandler):
     def _object(self, path: str, with_content: bool) -> None:
         place = self._place(path)
         if not place.is_file():
-            self._answer(404, {"Content-Type": "application/xml"}, b"<Error><Code>NoSuchKey</Code></Error>")
+            self._answer(
+                404,
+                {"Content-Type": "application/xml"},
+                b"<Error><Code>NoSuchKey</Code></Error>",
+            )
             return
         size = place.stat().st_size
-        first, last, status = 0, size - 1, 200
-        headers = {"ETag": f'"{place.stat().st_mtime_ns}"', "Last-Modified": "Fri, 27 Nov 2026 00:00:00 GMT"}
+        first = 0
+        last = size - 1
+        status = 200
+        headers = {
+            "ETag": f'"{place.stat().st_mtime_ns}"',
+            "Last-Modified": "Fri, 27 Nov 2026 00:00:00 GMT",
+        }
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last, status = int(match[1]), min(last, int(match[2] or last)), 206
             headers["Content-Range"] = f"bytes {first}-{last}/{size}"
@@ -141,12 +160,19 @@ class _Handler(BaseHTTPRequestHandler):
             with place.open("rb") as file:
                 offset = first
                 while offset <= last:
-                    offset += os.sendfile(self.connection.fileno(), file.fileno(), offset, last + 1 - offset)
+                    offset += os.sendfile(
+                        self.connection.fileno(),
+                        file.fileno(),
+                        offset,
+                        last + 1 - offset,
+                    )
 
     def _listing(self, bucket: str, options: dict[str, list[str]]) -> bytes:
         root = self._place(bucket)
-        prefix, delimiter = options.get("prefix", [""])[0], options.get("delimiter", [""])[0]
-        keys, folders = list[str](), set[str]()
+        prefix = options.get("prefix", [""])[0]
+        delimiter = options.get("delimiter", [""])[0]
+        keys = list[str]()
+        folders = set[str]()
         for path in sorted(root.rglob("*")):
             key = str(path.relative_to(root))
             if path.is_file() and key.startswith(prefix):
@@ -161,7 +187,8 @@ class _Handler(BaseHTTPRequestHandler):
             for key in keys
         )
         common = "".join(
-            f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in sorted(folders)
+            f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+            for name in sorted(folders)
         )
         count = len(keys) + len(folders)
         return (

@@ -69,15 +69,22 @@ def two_nodes(address: str) -> Iterator[tuple[list[str], list[int]]]:
     """
     options: dict[str, Any] = {"num_cpus": 32, "object_store_memory": _STORE_BYTES}
     options |= {"include_dashboard": False, "dashboard_agent_listen_port": 0}
-    cluster = None if address else Cluster(initialize_head=True, head_node_args=options)
+    if address:
+        cluster = None
+    else:
+        cluster = Cluster(initialize_head=True, head_node_args=options)
     nodes: list[Any] = []
     raylets: list[int] = []
     try:
         if cluster:
             nodes = [cluster.head_node, cluster.add_node(**options)]
             raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
-        ray.init(address=cluster.address if cluster else address, logging_level=logging.ERROR)
-        ids = [node.node_id for node in nodes] or [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        ray.init(
+            address=cluster.address if cluster else address, logging_level=logging.ERROR
+        )
+        ids = [node.node_id for node in nodes] or [
+            node["NodeID"] for node in ray.nodes() if node["Alive"]
+        ]
         if len(ids) < 2:
             raise SystemExit("a cluster of one node: there is nothing between two")
         yield ids[:2], raylets
@@ -93,14 +100,16 @@ class Node:
     def put(self, num_bytes: int) -> tuple[list[Any], float, float]:
         """Objects of noise; seconds, and those of CPU, that it took to put them."""
         data = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu = time.process_time()
         refs = [ray.put(data) for _ in range(_OBJECTS)]
         return refs, time.perf_counter() - began, time.process_time() - cpu
 
     def fetch(self, refs: list[Any], in_flight: int) -> float:
         """Seconds until all are on this node, of which it asks for so many at a time."""
         began = time.perf_counter()
-        asked, waiting = refs[:in_flight], refs[in_flight:]
+        asked = refs[:in_flight]
+        waiting = refs[in_flight:]
         while asked:
             _, asked = ray.wait(asked, num_returns=1, fetch_local=True)
             asked, waiting = asked + waiting[:1], waiting[1:]
@@ -117,18 +126,27 @@ def _threads(pid: int) -> dict[str, float]:
     return names
 
 
-def _once(source: Any, sink: Any, raylets: list[int], num_bytes: int, in_flight: int) -> Transfer:
+def _once(
+    source: Any, sink: Any, raylets: list[int], num_bytes: int, in_flight: int
+) -> Transfer:
     total = num_bytes * _OBJECTS / 1e9
     refs, put_s, put_cpu_s = ray.get(source.put.remote(num_bytes))
     before = [_threads(pid) for pid in raylets]
     seconds = ray.get(sink.fetch.remote(refs, in_flight))
     used = [
-        {name: (cpu_s - earlier.get(name, 0.0)) / total for name, cpu_s in _threads(pid).items()}
+        {
+            name: (cpu_s - earlier.get(name, 0.0)) / total
+            for name, cpu_s in _threads(pid).items()
+        }
         for pid, earlier in zip(raylets, before, strict=True)
     ]
-    sink_cpu_s, source_cpu_s = [sum(threads.values()) for threads in used] or [math.nan] * 2
+    sink_cpu_s, source_cpu_s = [sum(threads.values()) for threads in used] or [
+        math.nan
+    ] * 2
     busiest = max(
-        (item for threads in used for item in threads.items()), key=lambda item: item[1], default=("", math.nan)
+        (item for threads in used for item in threads.items()),
+        key=lambda item: item[1],
+        default=("", math.nan),
     )
     del refs
     time.sleep(1.5)  # Ray frees in rounds
@@ -144,7 +162,10 @@ def _once(source: Any, sink: Any, raylets: list[int], num_bytes: int, in_flight:
 
 
 def measure(
-    cases: list[tuple[int, int]], repeats: int, address: str = "", settings: dict[str, str] | None = None
+    cases: list[tuple[int, int]],
+    repeats: int,
+    address: str = "",
+    settings: dict[str, str] | None = None,
 ) -> list[Transfer]:
     """Move objects, for each pair of an object's bytes and the number in flight, between two nodes.
 
@@ -152,26 +173,43 @@ def measure(
         address: of a cluster that runs; empty = two raylets on this machine.
         settings: of Ray's object manager, by their names without the prefix.
     """
-    names = {f"RAY_object_manager_{name}": value for name, value in (settings or {}).items()}
+    names = {
+        f"RAY_object_manager_{name}": value for name, value in (settings or {}).items()
+    }
     os.environ |= names
     try:
         with two_nodes(address) as (ids, raylets):
             sink, source = (
                 ray.remote(Node)
-                .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+                .options(
+                    num_cpus=0,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(
+                        node, soft=False
+                    ),
+                )
                 .remote()
                 for node in ids
             )
-            _once(source, sink, raylets, *cases[0])  # memory is new, and connections are made
-            runs = [[_once(source, sink, raylets, *case) for case in cases] for _ in range(repeats)]
+            _once(
+                source, sink, raylets, *cases[0]
+            )  # memory is new, and connections are made
+            runs = [
+                [_once(source, sink, raylets, *case) for case in cases]
+                for _ in range(repeats)
+            ]
     finally:
         for name in names:
             del os.environ[name]
-    return [_median([of_repeat[number] for of_repeat in runs]) for number in range(len(cases))]
+    return [
+        _median([of_repeat[number] for of_repeat in runs])
+        for number in range(len(cases))
+    ]
 
 
 def _median(runs: list[Transfer]) -> Transfer:
     values = {
-        name: statistics.median(getattr(run, name) for run in runs) for name in vars(runs[0]) if name != "thread"
+        name: statistics.median(getattr(run, name) for run in runs)
+        for name in vars(runs[0])
+        if name != "thread"
     }
     return Transfer(**values, thread=statistics.mode(run.thread for run in runs))

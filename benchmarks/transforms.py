@@ -22,32 +22,64 @@ from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import Content
 from raypipe.transform.kernel import why_no_kernel
 
-NAMES = ["light", "heavy", "tv-light", "autoaugment", "randaugment", "trivialaugment", "augmix"]
+NAMES = [
+    "light",
+    "heavy",
+    "tv-light",
+    "autoaugment",
+    "randaugment",
+    "trivialaugment",
+    "augmix",
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("store")
-    parser.add_argument("transforms", nargs="*", default=NAMES, help="presets, module:function, or files of steps")
+    parser.add_argument(
+        "transforms",
+        nargs="*",
+        default=NAMES,
+        help="presets, module:function, or files of steps",
+    )
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--samples", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != "1":
-        parser.error("set OMP_NUM_THREADS=1: work of torch's other threads is not counted")
+        parser.error(
+            "set OMP_NUM_THREADS=1: work of torch's other threads is not counted"
+        )
     cv2.setNumThreads(1)  # as in an actor
     samples = samples_of(options.store, options.samples)
     config = TransformConfig(size=options.size)
-    modes = {name: MicroBatchTransform(Content(name, config)) for name in options.transforms}
+    modes = {
+        name: MicroBatchTransform(Content(name, config)) for name in options.transforms
+    }
     measure(samples[:1], modes, 0)
-    repeats = [measure(samples, modes, epoch) for epoch in range(1, options.repeats + 1)]
-    print(f"{sum(map(len, samples))} images to {options.size} px; extension: {why_no_kernel() or 'used'}")
+    repeats = [
+        measure(samples, modes, epoch) for epoch in range(1, options.repeats + 1)
+    ]
+    print(
+        f"{sum(map(len, samples))} images to {options.size} px; extension: {why_no_kernel() or 'used'}"
+    )
     for name in modes:
-        ratio = statistics.median(repeat[name] / repeat[options.transforms[0]] for repeat in repeats)
+        ratio = statistics.median(
+            repeat[name] / repeat[options.transforms[0]] for repeat in repeats
+        )
         all_of_it = ", ".join(f"{repeat[name]:.1f}" for repeat in repeats)
         median = statistics.median(repeat[name] for repeat in repeats)
         print(f"{name:16} {median:8.1f} images/s  x {ratio:.2f}  ({all_of_it})")
-    print(json.dumps({name: round(statistics.median(r[name] for r in repeats), 1) for name in modes}))
+    print(
+        json.dumps(
+            {
+                name: round(statistics.median(r[name] for r in repeats), 1)
+                for name in modes
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

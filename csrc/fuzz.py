@@ -43,7 +43,15 @@ from raypipe.transform.jpeg_header import without_profile
 from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, Op
 from raypipe.transform.seekable import is_seekable
 
-__all__ = ["fuzz", "fuzz_lmdb", "fuzz_run", "fuzz_seekable", "originals", "random_op", "sealed"]
+__all__ = [
+    "fuzz",
+    "fuzz_lmdb",
+    "fuzz_run",
+    "fuzz_seekable",
+    "originals",
+    "random_op",
+    "sealed",
+]
 
 _MOST_PIXELS = 1_000_000  # a header may be made to declare 65,500 x 65,500
 _EXTRA_COLUMNS = 39  # see raypipe.transform.jpeg
@@ -65,20 +73,31 @@ def by_simplejpeg(data: bytes) -> np.ndarray:
     return simplejpeg.decode_jpeg(without_profile(data), "RGB")
 
 
-def crop(data: bytes, box: tuple[int, int, int, int], eighths: int = 8, to_end: bool = True) -> np.ndarray:
+def crop(
+    data: bytes, box: tuple[int, int, int, int], eighths: int = 8, to_end: bool = True
+) -> np.ndarray:
     """A box (top, left, height, width) by the extension; ValueError: it refuses the file."""
     from _raypipe_kernel import decode_crop
 
     top, left, height, width = box
     pixels = np.empty((height, width + _EXTRA_COLUMNS, 3), np.uint8)
-    first = decode_crop(data, left, top, width, height, eighths, to_end, pixels, width + _EXTRA_COLUMNS)
+    first = decode_crop(
+        data, left, top, width, height, eighths, to_end, pixels, width + _EXTRA_COLUMNS
+    )
     return pixels[:, first : first + width]
 
 
-def random_box(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+def random_box(
+    height: int, width: int, rng: np.random.Generator
+) -> tuple[int, int, int, int]:
     """(top, left, height, width), inside."""
     top, left = int(rng.integers(height)), int(rng.integers(width))
-    return top, left, int(rng.integers(1, height - top + 1)), int(rng.integers(1, width - left + 1))
+    return (
+        top,
+        left,
+        int(rng.integers(1, height - top + 1)),
+        int(rng.integers(1, width - left + 1)),
+    )
 
 
 def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
@@ -91,19 +110,25 @@ def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
         whole = None
     height, width = (HEIGHT, WIDTH) if whole is None else whole.shape[:2]
     box = top, left, rows, columns = random_box(height, width, rng)
-    with contextlib.suppress(ValueError):  # there may be damage behind the box, of which simplejpeg makes an error
+    with contextlib.suppress(
+        ValueError
+    ):  # there may be damage behind the box, of which simplejpeg makes an error
         crop(data, box, to_end=False)
     with contextlib.suppress(ValueError):
-        crop(data, random_box(-(-height // 2), -(-width // 2), rng), int(rng.choice([1, 2, 4])))
+        crop(
+            data,
+            random_box(-(-height // 2), -(-width // 2), rng),
+            int(rng.choice([1, 2, 4])),
+        )
     try:
         parts = crop(data, box), crop(data, (0, 0, height, width))
     except ValueError:
         return None
     if whole is None:
         return False
-    return np.array_equal(parts[0], whole[top : top + rows, left : left + columns]) and np.array_equal(
-        parts[1], whole
-    )
+    return np.array_equal(
+        parts[0], whole[top : top + rows, left : left + columns]
+    ) and np.array_equal(parts[1], whole)
 
 
 def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list[int]]:
@@ -117,7 +142,11 @@ def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list
         case Op.CROP:
             return code, [*some(0, 30, 2), *some(1, 12, 2)]
         case Op.CROP_SCALED:
-            return code, [*some(0, 9, 2), *some(1, 12, 2), int(rng.choice([1, 2, 3, 4, 8]))]
+            return code, [
+                *some(0, 9, 2),
+                *some(1, 12, 2),
+                int(rng.choice([1, 2, 3, 4, 8])),
+            ]
         case Op.RESIZE:
             return code, [*some(1, 50, 2), *some(0, 4, 1)]
         case Op.PAD:
@@ -125,11 +154,19 @@ def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list
         case Op.TURN:
             return code, some(0, 8, 1)
         case Op.AFFINE:
-            return code, [*some(-(1 << 36), 1 << 36, 6), *some(0, 2, 1), *some(0, 5, 1), *some(0, 256, 3)]
+            return code, [
+                *some(-(1 << 36), 1 << 36, 6),
+                *some(0, 2, 1),
+                *some(0, 5, 1),
+                *some(0, 256, 3),
+            ]
         case Op.DROPOUT:
             return code, [*some(0, 256, 3), *some(0, 3, 1), *some(-5, 50, 8)]
         case Op.JITTER:
-            order = [int(number) if rng.random() < 0.8 else -1 for number in rng.permutation(4)]
+            order = [
+                int(number) if rng.random() < 0.8 else -1
+                for number in rng.permutation(4)
+            ]
             return code, [*order, *some(0, 131072, 3), *some(0, 6 * 65536, 1)]
         case Op.GRAY:
             return code, []
@@ -138,11 +175,22 @@ def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list
         case Op.BLUR:
             radius = int(rng.integers(0, 7))
             sides = some(0, 1200, radius)
-            return code, [radius, *some(0, 5, 1), 16384 - 2 * sum(sides), *sides, *[0] * (MAX_RADIUS - radius)]
+            return code, [
+                radius,
+                *some(0, 5, 1),
+                16384 - 2 * sum(sides),
+                *sides,
+                *[0] * (MAX_RADIUS - radius),
+            ]
         case Op.FILTER:
             side = int(rng.choice([3, 5, 7]))
             rest = [0] * (MAX_FILTER**2 - side**2)
-            return code, [side, *some(0, 5, 1), *some(-16384 // side, 16384 // side, side**2), *rest]
+            return code, [
+                side,
+                *some(0, 5, 1),
+                *some(-16384 // side, 16384 // side, side**2),
+                *rest,
+            ]
 
 
 def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
@@ -155,7 +203,9 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
     program = [random_op(rng) for _ in range(int(rng.integers(0, 4)))]
     for _, params in program:
         if params and rng.random() < 0.05:
-            params[int(rng.integers(len(params)))] = int(rng.choice([-1, 1 << 16, (1 << 63) - 1, -(1 << 63)]))
+            params[int(rng.integers(len(params)))] = int(
+                rng.choice([-1, 1 << 16, (1 << 63) - 1, -(1 << 63)])
+            )
     ops, row = list[list[int]](), list[int]()
     for code, params in program:
         ops.append([code, len(row)])
@@ -166,10 +216,15 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
         expected = reference.apply_all(decode(data), table[0], table[1][0])
     size = (HEIGHT, WIDTH) if expected is None else expected.shape[:2]
     num_jobs = 1 if rng.random() < 0.8 else 2
-    threads, is_scaled = int(rng.integers(1, 3)), bool(program) and program[0][0] == Op.CROP_SCALED
+    threads, is_scaled = (
+        int(rng.integers(1, 3)),
+        bool(program) and program[0][0] == Op.CROP_SCALED,
+    )
     refused = set()
     for is_planes in (False, True):
-        shapes = [(*size, 1), wire.chroma_shape((*size, 3))] if is_planes else [(*size, 3)]
+        shapes = (
+            [(*size, 1), wire.chroma_shape((*size, 3))] if is_planes else [(*size, 3)]
+        )
         memories = [np.full((5, *shape), 77, np.uint8) for shape in shapes]
         slots = [memory[1:4:2] for memory in memories]
         job = (*table, slots[0], slots[1] if is_planes else None)
@@ -182,9 +237,13 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
         if expected is None:
             return False
         results = wire.planes(expected) if is_planes else (expected,)
-        if not all((slot == result).all() for slot, result in zip(slots, results, strict=True)):
+        if not all(
+            (slot == result).all() for slot, result in zip(slots, results, strict=True)
+        ):
             return False
-    if len(refused) > 1:  # an image that is refused for one wire is refused for the other
+    if (
+        len(refused) > 1
+    ):  # an image that is refused for one wire is refused for the other
         return False
     return None if refused == {True} or is_scaled else True
 
@@ -218,19 +277,32 @@ def seeks_alike(data: bytes, rng: np.random.Generator) -> bool | None:
         return None
     height, width, _ = whole.shape
     top, left, rows, columns = box = random_box(height, width, rng)
-    if not np.array_equal(crop(seekable, box), whole[top : top + rows, left : left + columns]):
+    if not np.array_equal(
+        crop(seekable, box), whole[top : top + rows, left : left + columns]
+    ):
         return False
-    if not all(part_agrees(file, box) for file in (forged(seekable, rng), sealed(mutated(seekable, rng)))):
+    if not all(
+        part_agrees(file, box)
+        for file in (forged(seekable, rng), sealed(mutated(seekable, rng)))
+    ):
         return False
     damaged = mutated(seekable, rng)
     with contextlib.suppress(ValueError):
         crop(damaged, box)
-        if damaged != seekable and is_seekable(damaged):  # without its segment it is a plain JPEG
+        if damaged != seekable and is_seekable(
+            damaged
+        ):  # without its segment it is a plain JPEG
             return False
     return np.array_equal(by_simplejpeg(seekable), whole)
 
 
-_TYPES = {"image": "binary", "label": "int64", "weight": "float64", "note": "string", "box": "float32[2]"}
+_TYPES = {
+    "image": "binary",
+    "label": "int64",
+    "weight": "float64",
+    "note": "string",
+    "box": "float32[2]",
+}
 _NUM_RECORDS = 600
 
 
@@ -242,7 +314,15 @@ def sound_store(path: Path) -> bytes:
             image = rng.bytes(9000 if number % 40 == 7 else 60)
             note = None if number % 3 else f"note {number}"
             box = np.zeros(2, np.float32)
-            writer.append({"image": image, "label": number, "weight": 0.5, "note": note, "box": box})
+            writer.append(
+                {
+                    "image": image,
+                    "label": number,
+                    "weight": 0.5,
+                    "note": note,
+                    "box": box,
+                }
+            )
     LMDBStore(path).read(np.arange(1), ("image",))
     return path.read_bytes()
 
@@ -252,10 +332,31 @@ def damaged_store(data: bytes, rng: np.random.Generator) -> bytes:
     changed = bytearray(data)
     for _ in range(int(rng.integers(1, 6))):
         page = 4096 * int(rng.integers(len(data) // 4096))
-        within = int(rng.integers(4090)) if rng.random() < 0.4 else int(rng.integers(64))
+        within = (
+            int(rng.integers(4090)) if rng.random() < 0.4 else int(rng.integers(64))
+        )
         num_bytes = int(rng.choice([1, 2, 4, 6]))
-        value = int(rng.choice([0, 1, 2, 15, 16, 4088, 4095, 4096, 65535, int(rng.integers(65536)), 2**31, 2**46]))
-        changed[page + within : page + within + num_bytes] = (value % 256**num_bytes).to_bytes(num_bytes, "little")
+        value = int(
+            rng.choice(
+                [
+                    0,
+                    1,
+                    2,
+                    15,
+                    16,
+                    4088,
+                    4095,
+                    4096,
+                    65535,
+                    int(rng.integers(65536)),
+                    2**31,
+                    2**46,
+                ]
+            )
+        )
+        changed[page + within : page + within + num_bytes] = (
+            value % 256**num_bytes
+        ).to_bytes(num_bytes, "little")
     if rng.random() < 0.1:
         del changed[int(rng.integers(8192, len(changed))) :]
     return bytes(changed)
@@ -300,7 +401,9 @@ Outcome = tuple[int, int, list[int]]
 Check = Callable[[bytes, np.random.Generator], bool | None]
 
 
-def fuzz_files(check: Check, first: int, count: int, seed: int, share: float) -> Outcome:
+def fuzz_files(
+    check: Check, first: int, count: int, seed: int, share: float
+) -> Outcome:
     """Checks files, of which such a share is changed."""
     images = originals()
     found = []
@@ -308,7 +411,11 @@ def fuzz_files(check: Check, first: int, count: int, seed: int, share: float) ->
         rng = np.random.default_rng([number, seed])
         data = images[number % len(images)]
         found.append(check(mutated(data, rng) if rng.random() < share else data, rng))
-    return found.count(True), found.count(None), [first + at for at, result in enumerate(found) if result is False]
+    return (
+        found.count(True),
+        found.count(None),
+        [first + at for at, result in enumerate(found) if result is False],
+    )
 
 
 def fuzz(first: int, count: int) -> Outcome:
@@ -336,7 +443,11 @@ def fuzz_lmdb(first: int, count: int) -> Outcome:
             rng = np.random.default_rng([number, 3])
             path.write_bytes(damaged_store(sound, rng))
             found.append(reads_alike(path, rng))
-    return found.count(True), found.count(None), [first + at for at, result in enumerate(found) if result is False]
+    return (
+        found.count(True),
+        found.count(None),
+        [first + at for at, result in enumerate(found) if result is False],
+    )
 
 
 def resident_mib() -> int:
@@ -345,7 +456,12 @@ def resident_mib() -> int:
     return peak >> (20 if sys.platform == "darwin" else 10)
 
 
-DRIVERS = {"decode_crop": fuzz, "run": fuzz_run, "to_seekable": fuzz_seekable, "lmdb": fuzz_lmdb}
+DRIVERS = {
+    "decode_crop": fuzz,
+    "run": fuzz_run,
+    "to_seekable": fuzz_seekable,
+    "lmdb": fuzz_lmdb,
+}
 
 if __name__ == "__main__":
     begin, num = [*map(int, sys.argv[1:]), *(0, 4000)[len(sys.argv) - 1 :]]

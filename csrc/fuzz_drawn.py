@@ -22,18 +22,24 @@ def segment(marker: int, body: bytes) -> bytes:
 
 def frame(marker: int, factors: list[int]) -> bytes:
     """A frame of components with these sampling factors, all by quantization table 0."""
-    components = b"".join(bytes([number + 1, factor, 0]) for number, factor in enumerate(factors))
+    components = b"".join(
+        bytes([number + 1, factor, 0]) for number, factor in enumerate(factors)
+    )
     size = HEIGHT.to_bytes(2, "big") + WIDTH.to_bytes(2, "big")
     return segment(marker, b"\x08" + size + bytes([len(factors)]) + components)
 
 
 def scan(components: list[int], first: int, last: int, codes: bytes) -> bytes:
     """A scan of coefficients first to last, all by tables 0."""
-    body = bytes([len(components)]) + b"".join(bytes([number, 0]) for number in components)
+    body = bytes([len(components)]) + b"".join(
+        bytes([number, 0]) for number in components
+    )
     return segment(0xDA, body + bytes([first, last, 0])) + codes
 
 
-def arithmetic(rng: np.random.Generator, num_components: int, progressive: bool) -> bytes:
+def arithmetic(
+    rng: np.random.Generator, num_components: int, progressive: bool
+) -> bytes:
     """An arithmetic-coded JPEG: a few bytes of codes stand for some picture, whatever they are."""
 
     def codes() -> bytes:
@@ -47,7 +53,13 @@ def arithmetic(rng: np.random.Generator, num_components: int, progressive: bool)
         scans = [scan(everything, 0, 63, codes())]
     factors = [0x22, 0x11, 0x11][:num_components]
     tables = segment(0xDB, b"\0" + bytes([8] * 64))
-    return SOI + tables + frame(0xCA if progressive else 0xC9, factors) + b"".join(scans) + EOI
+    return (
+        SOI
+        + tables
+        + frame(0xCA if progressive else 0xC9, factors)
+        + b"".join(scans)
+        + EOI
+    )
 
 
 def lossless(rng: np.random.Generator) -> bytes:
@@ -57,7 +69,13 @@ def lossless(rng: np.random.Generator) -> bytes:
     for _ in range(HEIGHT * WIDTH * 3):
         size = int(rng.integers(0, 4))
         bits.append(f"{size:03b}"[-3:] + _value(size, rng))
-    return SOI + frame(0xC3, [0x11] * 3) + table + scan([1, 2, 3], 1, 0, _stuffed(bits)) + EOI
+    return (
+        SOI
+        + frame(0xC3, [0x11] * 3)
+        + table
+        + scan([1, 2, 3], 1, 0, _stuffed(bits))
+        + EOI
+    )
 
 
 def wild(rng: np.random.Generator, num_comment: int) -> bytes:
@@ -72,7 +90,10 @@ def wild(rng: np.random.Generator, num_comment: int) -> bytes:
         bits += [f"{size:05b}", _value(size, rng)]
         position = 1
         while position < 64 and rng.random() < 0.9:
-            size, run = int(rng.choice(sizes[1:])), int(rng.integers(0, min(8, 64 - position)))
+            size, run = (
+                int(rng.choice(sizes[1:])),
+                int(rng.integers(0, min(8, 64 - position))),
+            )
             bits += [f"{run << 4 | size:09b}", _value(size, rng)]
             position += run + 1
         if position < 64:

@@ -25,7 +25,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"quality": 75},
     {"quality": 95},
     {"quality": 100},
-    {"quality": 90, "optimize": True},  # tables of the image's own, with codes of all lengths
+    {
+        "quality": 90,
+        "optimize": True,
+    },  # tables of the image's own, with codes of all lengths
     {"quality": 90, "restart_marker_blocks": 1},
     {"quality": 60, "restart_marker_rows": 1},
     {"quality": 80, "progressive": True},
@@ -36,14 +39,26 @@ _NUMBERS = [0, 1, 2, 3, 4, 0x11, 0x12, 0x21, 0x22, 0x41, 0x44, 0xFF]
 
 def originals() -> list[bytes]:
     """Undamaged images: noise, which uses all coefficients, and smooth ones, in all options and samplings."""
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8))
+    noise = Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+    )
     smooth = noise.resize((7, 6)).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
     images = []
-    for image, options, sampling in itertools.product((noise, smooth), OPTIONS, ("4:4:4", "4:2:2", "4:2:0", None)):
-        images.append(saved(image.convert("RGB" if sampling else "L"), **options, **_sampling(sampling)))
+    for image, options, sampling in itertools.product(
+        (noise, smooth), OPTIONS, ("4:4:4", "4:2:2", "4:2:0", None)
+    ):
+        images.append(
+            saved(
+                image.convert("RGB" if sampling else "L"),
+                **options,
+                **_sampling(sampling),
+            )
+        )
     exif = Image.Exif()
     exif[0x0112] = 6
-    images.append(saved(smooth, exif=exif, icc_profile=bytes(70_000), comment=b"a comment"))
+    images.append(
+        saved(smooth, exif=exif, icc_profile=bytes(70_000), comment=b"a comment")
+    )
     for options in OPTIONS:  # with more in front than an encoder's first buffer holds
         images.append(saved(noise, comment=bytes(5000), **options))
     images.append(saved(noise, keep_rgb=True))
@@ -145,28 +160,65 @@ def _change_segments(head: list[bytes], rest: bytes, rng: np.random.Generator) -
         case 3:
             del head[at]
         case 4:  # another kind of frame, or of segment
-            frames = [number for number, other in enumerate(head) if other[1:2] and 0xC0 <= other[1] <= 0xCF]
+            frames = [
+                number
+                for number, other in enumerate(head)
+                if other[1:2] and 0xC0 <= other[1] <= 0xCF
+            ]
             number = int(rng.choice(frames)) if frames and rng.random() < 0.8 else at
-            marker = int(rng.integers(0xC0, 0xD0)) if rng.random() < 0.8 else int(rng.choice(_MARKERS))
+            marker = (
+                int(rng.integers(0xC0, 0xD0))
+                if rng.random() < 0.8
+                else int(rng.choice(_MARKERS))
+            )
             head[number] = head[number][:1] + bytes([marker]) + head[number][2:]
         case 5:
             head.insert(to, _new_segment(rng))
         case 6:  # another length than it has
-            length = int.from_bytes(one[2:4], "big") + int(rng.choice([-2, -1, 1, 2, 64, -64, 32768]))
+            length = int.from_bytes(one[2:4], "big") + int(
+                rng.choice([-2, -1, 1, 2, 64, -64, 32768])
+            )
             head[at] = one[:2] + (length % 65536).to_bytes(2, "big") + one[4:]
         case 7:  # a marker alone
             head.insert(to, bytes([0xFF, int(rng.choice([0x01, *range(0xD0, 0xDA)]))]))
         case 8:  # in the codes, between scans, or behind the end
-            place = int(rng.integers(0, len(rest) + 1)) if rng.random() < 0.7 else len(rest)
-            return rest[:place] + (one if rng.random() < 0.5 else _new_segment(rng)) + rest[place:]
+            place = (
+                int(rng.integers(0, len(rest) + 1)) if rng.random() < 0.7 else len(rest)
+            )
+            return (
+                rest[:place]
+                + (one if rng.random() < 0.5 else _new_segment(rng))
+                + rest[place:]
+            )
         case 9:  # a restart, the end, or another image in the codes
             place = int(rng.integers(0, len(rest) + 1))
             insert = bytes([0xFF, int(rng.integers(0xD0, 0xDA))])
-            return rest[:place] + insert + (b"".join(head) if rng.random() < 0.1 else b"") + rest[place:]
+            return (
+                rest[:place]
+                + insert
+                + (b"".join(head) if rng.random() < 0.1 else b"")
+                + rest[place:]
+            )
         case _:  # another number in a table, a frame or a scan
             place = int(rng.integers(2, max(len(one), 3)))
             value = int(
-                rng.choice([0, 1, 2, 3, 4, 0x11, 0x12, 0x21, 0x22, 0x41, 0x44, 0xFF, int(rng.integers(256))])
+                rng.choice(
+                    [
+                        0,
+                        1,
+                        2,
+                        3,
+                        4,
+                        0x11,
+                        0x12,
+                        0x21,
+                        0x22,
+                        0x41,
+                        0x44,
+                        0xFF,
+                        int(rng.integers(256)),
+                    ]
+                )
             )
             head[at] = one[:place] + bytes([value]) + one[place + 1 :]
     return rest
@@ -176,21 +228,37 @@ def _new_segment(rng: np.random.Generator) -> bytes:
     """A segment that means something, or nothing."""
     match int(rng.integers(8)):
         case 0:  # restarts: none, each, and as many as a row may have
-            return segment(0xDD, int(rng.choice([0, 1, 3, 4, 7, 65535])).to_bytes(2, "big"))
+            return segment(
+                0xDD, int(rng.choice([0, 1, 3, 4, 7, 65535])).to_bytes(2, "big")
+            )
         case 1:
-            return segment(0xE0, b"JFIF\0" + bytes([int(rng.choice([1, 2])), 1, 0, 0, 1, 0, 1, 0, 0]))
+            return segment(
+                0xE0,
+                b"JFIF\0" + bytes([int(rng.choice([1, 2])), 1, 0, 0, 1, 0, 1, 0, 0]),
+            )
         case 2:
             return segment(0xEE, b"Adobe\0d\0\0\0\0" + bytes([int(rng.integers(0, 4))]))
         case 3:
-            return segment(0xE1, b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0")
+            return segment(
+                0xE1,
+                b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0",
+            )
         case 4:  # a frame of its own in a comment, for a reader that lost its way
-            return segment(0xFE, frame(0xC0, [0x11]) + rng.bytes(int(rng.integers(0, 40))))
+            return segment(
+                0xFE, frame(0xC0, [0x11]) + rng.bytes(int(rng.integers(0, 40)))
+            )
         case 5:
-            return segment(0xDC, int(rng.choice([0, 1, HEIGHT, 65500])).to_bytes(2, "big"))
+            return segment(
+                0xDC, int(rng.choice([0, 1, HEIGHT, 65500])).to_bytes(2, "big")
+            )
         case 6:
-            return segment(0xCC, bytes([int(rng.choice([0, 0x10])), int(rng.integers(256))]))
+            return segment(
+                0xCC, bytes([int(rng.choice([0, 0x10])), int(rng.integers(256))])
+            )
         case _:
-            return segment(int(rng.choice(_MARKERS)), rng.bytes(int(rng.integers(0, 20))))
+            return segment(
+                int(rng.choice(_MARKERS)), rng.bytes(int(rng.integers(0, 20)))
+            )
 
 
 def sealed(data: bytes) -> bytes:
@@ -198,7 +266,11 @@ def sealed(data: bytes) -> bytes:
     at = data.find(TAG) + len(TAG)
     if at < len(TAG):
         return data
-    return data[:at] + zlib.crc32(data[:at] + data[at + 4 :]).to_bytes(4, "big") + data[at + 4 :]
+    return (
+        data[:at]
+        + zlib.crc32(data[:at] + data[at + 4 :]).to_bytes(4, "big")
+        + data[at + 4 :]
+    )
 
 
 def forged(data: bytes, rng: np.random.Generator) -> bytes:
@@ -207,7 +279,9 @@ def forged(data: bytes, rng: np.random.Generator) -> bytes:
     number = next(number for number, one in enumerate(head) if TAG in one)
     start = head[number].find(TAG) + len(TAG) + 4
     stored = head[number][start:]
-    places = [int.from_bytes(stored[at : at + 4], "big") for at in range(0, len(stored), 4)]
+    places = [
+        int.from_bytes(stored[at : at + 4], "big") for at in range(0, len(stored), 4)
+    ]
     if rng.random() < 0.7:  # a decoy of markers, large enough to leave any buffer
         decoy = _decoy(rng)
         head.insert(int(rng.integers(number + 1, len(head))), decoy)
@@ -216,16 +290,35 @@ def forged(data: bytes, rng: np.random.Generator) -> bytes:
     if rng.random() < 0.2:
         rest += _decoy(rng)[4:]
     whole = SOI + b"".join(head) + rest
-    restarts = [(match.end(), match[0][1] & 7) for match in re.finditer(rb"\xff[\xd0-\xd7]", whole)]
+    restarts = [
+        (match.end(), match[0][1] & 7)
+        for match in re.finditer(rb"\xff[\xd0-\xd7]", whole)
+    ]
     for _ in range(int(rng.integers(1, 4))):
         row = int(rng.integers(len(places)))
         fitting = [place for place, code in restarts if code == (row - 1) % 8] or [0]
-        odd = [0, 1, 2, len(whole), len(whole) - 1, len(whole) - 2, 2**32 - 1, int(rng.integers(len(whole)))]
+        odd = [
+            0,
+            1,
+            2,
+            len(whole),
+            len(whole) - 1,
+            len(whole) - 2,
+            2**32 - 1,
+            int(rng.integers(len(whole))),
+        ]
         others = [*places, *(place + 1 for place in places)]
-        places[row] = int(rng.choice((fitting, fitting, odd, others)[int(rng.integers(4))])) % 2**32
+        places[row] = (
+            int(rng.choice((fitting, fitting, odd, others)[int(rng.integers(4))]))
+            % 2**32
+        )
     if rng.random() < 0.1:
-        places = places[: int(rng.integers(len(places) + 1))] + places[:1] * int(rng.integers(3))
-    body = head[number][4:start] + b"".join(place.to_bytes(4, "big") for place in places)
+        places = places[: int(rng.integers(len(places) + 1))] + places[:1] * int(
+            rng.integers(3)
+        )
+    body = head[number][4:start] + b"".join(
+        place.to_bytes(4, "big") for place in places
+    )
     head[number] = segment(0xE9, body)
     return sealed(SOI + b"".join(head) + rest)
 

@@ -31,28 +31,41 @@ GOOGLE_S = 25.0
 def _answer(path: str, headers: dict[str, str], method: str = "GET") -> str:
     """Of the metadata server; empty where it has nothing of that name, or does not answer."""
     request = urllib.request.Request(
-        os.environ.get("RAYPIPE_METADATA_SERVER", SERVER) + path, headers=headers, method=method
+        os.environ.get("RAYPIPE_METADATA_SERVER", SERVER) + path,
+        headers=headers,
+        method=method,
     )
-    with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=2) as answer:
+    with (
+        contextlib.suppress(OSError),
+        urllib.request.urlopen(request, timeout=2) as answer,
+    ):
         return str(answer.read().decode())
     return ""
 
 
 def of_aws() -> float | None:
     """Seconds until AWS takes this spot machine away; None = there is no notice."""
-    token = _answer("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
+    token = _answer(
+        "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT"
+    )
     if not token:
         return None
-    notice = _answer("/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
+    notice = _answer(
+        "/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token}
+    )
     if not notice:
         return None
-    at = datetime.datetime.fromisoformat(json.loads(notice)["time"].replace("Z", "+00:00"))
+    at = datetime.datetime.fromisoformat(
+        json.loads(notice)["time"].replace("Z", "+00:00")
+    )
     return at.timestamp() - time.time()
 
 
 def of_google() -> float | None:
     """The same of Google Cloud."""
-    preempted = _answer("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+    preempted = _answer(
+        "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}
+    )
     return GOOGLE_S if preempted == "TRUE" else None
 
 
@@ -62,15 +75,26 @@ def drain(seconds: float, reason: str) -> bool:
     Args:
         seconds: until the machine ends.
     """
-    command = ["ray", "drain-node", "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", reason]
+    command = [
+        "ray",
+        "drain-node",
+        "--reason",
+        "DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message",
+        reason,
+    ]
     deadline = ["--deadline-remaining-seconds", str(max(0, int(seconds)))]
-    done = subprocess.run([*command, *deadline], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *deadline], capture_output=True, text=True, check=False
+    )
     said = "drained" if done.returncode == 0 else f"not drained: {done.stderr[-1000:]}"
     print(f"{reason}, in {seconds:.0f} s: {said}", flush=True)
     return done.returncode == 0
 
 
-def watch(notices: tuple[Callable[[], float | None], ...] = (of_aws, of_google)) -> None:
+def watch(
+    notices: tuple[Callable[[], float | None], ...] = (of_aws, of_google),
+) -> None:
     """Wait for a notice; drain the node until Ray has accepted it. One process of a machine does; others end."""
     with Path(tempfile.gettempdir(), "raypipe-notice.lock").open("w") as lock:
         try:
@@ -80,7 +104,9 @@ def watch(notices: tuple[Callable[[], float | None], ...] = (of_aws, of_google))
         while True:
             for notice in notices:
                 seconds = notice()
-                if seconds is not None and drain(seconds, "the cloud takes this machine away"):
+                if seconds is not None and drain(
+                    seconds, "the cloud takes this machine away"
+                ):
                     return
             time.sleep(PERIOD_S)
 

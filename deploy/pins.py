@@ -29,8 +29,12 @@ IMAGE = ("uv", *BUILD)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--upgrade", action="store_true", help="take the newest version of everything")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--upgrade", action="store_true", help="take the newest version of everything"
+    )
     upgrade = parser.parse_args().upgrade
     unpinned = with_lists(PROJECT.read_text(), [], [])
     old = [] if upgrade else CONSTRAINTS.read_text().splitlines()
@@ -40,7 +44,12 @@ def main() -> None:
     PROJECT.write_text(with_lists(unpinned, pins, build_pins))
 
 
-def resolve(project: str, names: tuple[str, ...], preferred: list[str], groups: tuple[str, ...] = ()) -> list[str]:
+def resolve(
+    project: str,
+    names: tuple[str, ...],
+    preferred: list[str],
+    groups: tuple[str, ...] = (),
+) -> list[str]:
     """Exact versions of everything that a pyproject.toml and further names need.
 
     Args:
@@ -58,10 +67,30 @@ def resolve(project: str, names: tuple[str, ...], preferred: list[str], groups: 
         output.write_text("\n".join(preferred))
         if project:
             Path(folder, "pyproject.toml").write_text(project)
-            inputs += ["pyproject.toml", "--all-extras", *(word for name in groups for word in ("--group", name))]
-        command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
-        command += ["--fork-strategy", "fewest", "--no-annotate", "--no-header", "--no-emit-find-links"]
-        subprocess.run([*command, "--output-file", output.name, *inputs], cwd=folder, check=True)
+            inputs += [
+                "pyproject.toml",
+                "--all-extras",
+                *(word for name in groups for word in ("--group", name)),
+            ]
+        command = [
+            "uv",
+            "pip",
+            "compile",
+            "--quiet",
+            "--universal",
+            "--python-version",
+            "3.11",
+        ]
+        command += [
+            "--fork-strategy",
+            "fewest",
+            "--no-annotate",
+            "--no-header",
+            "--no-emit-find-links",
+        ]
+        subprocess.run(
+            [*command, "--output-file", output.name, *inputs], cwd=folder, check=True
+        )
         lines = [line for line in output.read_text().splitlines() if "==" in line]
     pins = [line.split(" ; ")[0] for line in lines]
     names_found = [pin.split("==")[0] for pin in pins]
@@ -74,10 +103,16 @@ def resolve(project: str, names: tuple[str, ...], preferred: list[str], groups: 
 
 def with_lists(project: str, pins: list[str], build_pins: list[str]) -> str:
     """The text of a pyproject.toml with both of `tool.uv`'s lists of versions replaced."""
-    for name, lines in {"constraint-dependencies": pins, "build-constraint-dependencies": build_pins}.items():
+    for name, lines in {
+        "constraint-dependencies": pins,
+        "build-constraint-dependencies": build_pins,
+    }.items():
         array = "".join(f'    "{line.replace(chr(34), chr(39))}",\n' for line in lines)
         project, count = re.subn(
-            rf"^{name} = \[.*?^\]$", f"{name} = [\n{array}]", project, flags=re.MULTILINE | re.DOTALL
+            rf"^{name} = \[.*?^\]$",
+            f"{name} = [\n{array}]",
+            project,
+            flags=re.MULTILINE | re.DOTALL,
         )
         assert count == 1, name
     return project

@@ -40,7 +40,9 @@ def attached(client: Any, name: str, entrypoint: str) -> str:
         print(f"attached to {name}-{number}, which is {status}", flush=True)
         return f"{name}-{number}"
     print(f"submitting {name}-{number + 1}", flush=True)
-    return client.submit_job(entrypoint=entrypoint, submission_id=f"{name}-{number + 1}")
+    return client.submit_job(
+        entrypoint=entrypoint, submission_id=f"{name}-{number + 1}"
+    )
 
 
 def code_of(job: Any) -> int:
@@ -50,7 +52,12 @@ def code_of(job: Any) -> int:
     return job.driver_exit_code or 1
 
 
-def follow(client: Any, submission_id: str, every_s: float = EVERY_S, silent_s: float = SILENT_S) -> int:
+def follow(
+    client: Any,
+    submission_id: str,
+    every_s: float = EVERY_S,
+    silent_s: float = SILENT_S,
+) -> int:
     """Print a job's log until it ends, through lost connections; return its exit code."""
     shown, answered_at = 0, time.monotonic()
     while True:
@@ -60,7 +67,10 @@ def follow(client: Any, submission_id: str, every_s: float = EVERY_S, silent_s: 
             answered_at = time.monotonic()
         except Exception as error:  # a connection, or a head that starts again
             if time.monotonic() - answered_at > silent_s:
-                print(f"the cluster has not answered for {silent_s:g} s: {error}", file=sys.stderr)
+                print(
+                    f"the cluster has not answered for {silent_s:g} s: {error}",
+                    file=sys.stderr,
+                )
                 return os.EX_TEMPFAIL
             time.sleep(every_s)
             continue

@@ -32,20 +32,45 @@ from raypipe.storage.files import write_json, write_text
 from raypipe.streaming.opening import spec_of
 from raypipe.train.loop import Trainer
 from raypipe.train.models import num_classes_of
-from raypipe.train.run_folder import CONFIG_FILE, CONFIG_HEAD, as_plain, located, store_config
+from raypipe.train.run_folder import (
+    CONFIG_FILE,
+    CONFIG_HEAD,
+    as_plain,
+    located,
+    store_config,
+)
 from raypipe.transform.presets import check_transform
 
-_JITTER = {"op": "ColorJitter", "brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "p": 0.8}
+_JITTER = {
+    "op": "ColorJitter",
+    "brightness": 0.2,
+    "contrast": 0.2,
+    "saturation": 0.2,
+    "p": 0.8,
+}
 _ERASE = {"op": "RandomErasing", "p": 0.25, "scale": [0.02, 0.2]}
-WITHOUT_FLIP: list[list[dict[str, Any]]] = [  # the presets by Kornia's operations: a flip makes other digits
+WITHOUT_FLIP: list[
+    list[dict[str, Any]]
+] = [  # the presets by Kornia's operations: a flip makes other digits
     [],
     [],
     [_JITTER | {"order": [0, 1, 2]}, _ERASE],
     [
-        {"op": "RandomAffine", "degrees": 15.0, "translate": [0.1, 0.1], "scale": [0.8, 1.2], "p": 0.5},
+        {
+            "op": "RandomAffine",
+            "degrees": 15.0,
+            "translate": [0.1, 0.1],
+            "scale": [0.8, 1.2],
+            "p": 0.5,
+        },
         _JITTER | {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
         {"op": "RandomGrayscale", "p": 0.1},
-        {"op": "RandomGaussianBlur", "kernel_size": [5, 5], "sigma": [0.1, 2.0], "p": 0.2},
+        {
+            "op": "RandomGaussianBlur",
+            "kernel_size": [5, 5],
+            "sigma": [0.1, 2.0],
+            "p": 0.2,
+        },
         _ERASE,
     ],
     [{"op": "RandAugment", "n": 2, "m": 9}],
@@ -53,62 +78,115 @@ WITHOUT_FLIP: list[list[dict[str, Any]]] = [  # the presets by Kornia's operatio
 ]
 
 
-def policies(run: RunConfig, trials: int, transforms: tuple[Any, ...]) -> list[RunConfig]:
+def policies(
+    run: RunConfig, trials: int, transforms: tuple[Any, ...]
+) -> list[RunConfig]:
     """The run with each policy: its own, none, and policies drawn from its seed; more trials only add policies."""
-    rng, plain = np.random.default_rng(run.plan.seed), AugmentConfig(mean=run.augment.mean, std=run.augment.std)
+    rng = np.random.default_rng(run.plan.seed)
+    plain = AugmentConfig(mean=run.augment.mean, std=run.augment.std)
     sets = [plain, run.augment, *(replace(plain, preset=preset) for preset in PRESETS)]  # type: ignore[arg-type]
     sets += [replace(plain, ops=ops) for ops in WITHOUT_FLIP]
-    runs, drawn = [run], replace(run, augment=plain)
+    runs = [run]
+    drawn = replace(run, augment=plain)
     while len(runs) < trials:
         runs += [drawn] if drawn not in runs else []
-        mixup, cutmix = (rng.integers(0, 2, 2) * round(10 ** rng.uniform(-1, 0), 2)).tolist()
+        mixup, cutmix = (
+            rng.integers(0, 2, 2) * round(10 ** rng.uniform(-1, 0), 2)
+        ).tolist()
         strength = float(rng.choice([0.4, 0.7, 1.0]))
-        augment = replace(sets[rng.integers(len(sets))], mixup_alpha=mixup, cutmix_alpha=cutmix, strength=strength)
-        transform = [run.transform.train, *transforms][rng.integers(1 + len(transforms))]
-        drawn = replace(run, transform=replace(run.transform, train=transform), augment=augment)
+        augment = replace(
+            sets[rng.integers(len(sets))],
+            mixup_alpha=mixup,
+            cutmix_alpha=cutmix,
+            strength=strength,
+        )
+        transform = [run.transform.train, *transforms][
+            rng.integers(1 + len(transforms))
+        ]
+        drawn = replace(
+            run, transform=replace(run.transform, train=transform), augment=augment
+        )
     return runs
 
 
 class Trial(tune.Trainable):
     """Trains one of `runs` in its own process. A step of Ray Tune's is an epoch; checkpoints are the run's own."""
 
-    def setup(self, config: dict[str, Any], runs: list[RunConfig], **options: Any) -> None:  # type: ignore[override]
+    def setup(  # type: ignore[override]
+        self, config: dict[str, Any], runs: list[RunConfig], **options: Any
+    ) -> None:
         train_alone("trial")
         run = runs[config["number"]]
         folder = f"{run.storage_path}/{run.name}"
         store_config(run, folder)
-        self._trainer = Trainer(run, spec_of(run, folder), run.train.num_classes, run_uri=folder, **options)
+        self._trainer = Trainer(
+            run, spec_of(run, folder), run.train.num_classes, run_uri=folder, **options
+        )
         self._epochs = self._trainer.epochs()
 
     def step(self) -> dict[str, Any]:
         done = next(self._epochs, "ended") == "ended"
-        figures, plan = self._trainer.figures(), self._trainer.plan
-        epochs = figures["steps"] // plan.steps_per_epoch  # not Tune's steps: a resumed trial has done some before
-        return {"epochs": epochs, "accuracy": figures.get("val_accuracy") or 0.0, "done": done}
+        figures = self._trainer.figures()
+        plan = self._trainer.plan
+        epochs = (
+            figures["steps"] // plan.steps_per_epoch
+        )  # not Tune's steps: a resumed trial has done some before
+        return {
+            "epochs": epochs,
+            "accuracy": figures.get("val_accuracy") or 0.0,
+            "done": done,
+        }
 
 
 def train_all(folder: str, runs: list[RunConfig], first: int) -> list[Any]:
     """Train runs side by side, continuing those of an earlier call; ASHA stops poor ones from epoch `first` on."""
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # a store's path is relative to this folder
-    run, offer, least = runs[0], cluster_resources(), runs[0].pool.least_actors
-    share = preflight(run.pool, run.train, run.plan.per_step)  # resources of a single run
-    most = offer.free_gpus if share.gpu else offer.free_cpus / (share.cpus_per_worker + least)
+    # a store's path is relative to this folder
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    run = runs[0]
+    offer = cluster_resources()
+    least = runs[0].pool.least_actors
+    share = preflight(
+        run.pool, run.train, run.plan.per_step
+    )  # resources of a single run
+    if share.gpu:
+        most = offer.free_gpus
+    else:
+        most = offer.free_cpus / (share.cpus_per_worker + least)
     at_once = max(1, min(int(most), len(runs)))
-    own = {"max_actors": max(least, share.max_actors // at_once), "device": "" if share.gpu else "cpu"}
+    own = {
+        "max_actors": max(least, share.max_actors // at_once),
+        "device": "" if share.gpu else "cpu",
+    }
     trial: Any = tune.with_parameters(Trial, runs=runs, **own)
-    trial = tune.with_resources(trial, {"CPU": share.cpus_per_worker, "GPU": int(share.gpu)})
+    trial = tune.with_resources(
+        trial, {"CPU": share.cpus_per_worker, "GPU": int(share.gpu)}
+    )
     if tune.Tuner.can_restore(folder):
         tuner = tune.Tuner.restore(folder, trial, resume_errored=True)
     else:
-        asha = ASHAScheduler("epochs", "accuracy", "max", run.plan.epochs, first, 2, stop_last_trials=False)
+        asha = ASHAScheduler(
+            "epochs",
+            "accuracy",
+            "max",
+            run.plan.epochs,
+            first,
+            2,
+            stop_last_trials=False,
+        )
         search = tune.TuneConfig(scheduler=asha, max_concurrent_trials=at_once)
         storage, _, name = folder.rpartition("/")
         none = tune.CheckpointConfig(checkpoint_at_end=False)  # a run has its own
-        place = tune.RunConfig(name=name, storage_path=storage, checkpoint_config=none, verbose=1)
+        place = tune.RunConfig(
+            name=name, storage_path=storage, checkpoint_config=none, verbose=1
+        )
         numbers = {"number": tune.grid_search(list(range(len(runs))))}
-        tuner = tune.Tuner(trial, param_space=numbers, tune_config=search, run_config=place)
+        tuner = tune.Tuner(
+            trial, param_space=numbers, tune_config=search, run_config=place
+        )
     fitted: Any = tuner.fit()
-    results: list[Any] = sorted(fitted, key=lambda result: result.path)  # their paths end in their numbers
+    results: list[Any] = sorted(
+        fitted, key=lambda result: result.path
+    )  # their paths end in their numbers
     if len(results) < len(runs) or not all(
         result.error or (result.metrics or {}).get("done") for result in results
     ):
@@ -119,11 +197,18 @@ def train_all(folder: str, runs: list[RunConfig], first: int) -> list[Any]:
 def judge(first: list[float], second: list[float]) -> dict[str, Any]:
     """Compare two policies seed by seed; with three seeds one in eleven equal policies is called `better`."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    gain, error = mean(differences), stdev(differences) / len(differences) ** 0.5
+    gain = mean(differences)
+    error = stdev(differences) / len(differences) ** 0.5
     return {"better": gain > 2 * error, "gain": gain, "standard_error": error}
 
 
-def search(run: RunConfig, *, trials: int = 12, seeds: int = 3, transforms: tuple[Any, ...] = ()) -> Any:
+def search(
+    run: RunConfig,
+    *,
+    trials: int = 12,
+    seeds: int = 3,
+    transforms: tuple[Any, ...] = (),
+) -> Any:
     """Search, and keep the better of the best policy and the run's own.
 
     Args:
@@ -132,36 +217,76 @@ def search(run: RunConfig, *, trials: int = 12, seeds: int = 3, transforms: tupl
         seeds: seeds of the final comparison, at least 2.
         transforms: CPU transforms to choose from, besides transform.train.
     """
-    if min(trials, seeds) < 2 or not run.plan.val_interval or (run.store.train and not run.store.val):
-        raise ConfigError("a search needs 2 trials, 2 seeds and a validation: store.val and plan.val_interval")
+    if (
+        min(trials, seeds) < 2
+        or not run.plan.val_interval
+        or (run.store.train and not run.store.val)
+    ):
+        raise ConfigError(
+            "a search needs 2 trials, 2 seeds and a validation: store.val and plan.val_interval"
+        )
     for transform in transforms:
         check_transform(transform, run.transform.final_size)
     with located(run, "tune-") as (run, folder, _):
         own = {"trials": trials, "seeds": seeds, "transforms": transforms}
-        write_text(f"{folder}/{CONFIG_FILE}", CONFIG_HEAD + json.dumps(as_plain(run) | own))
+        write_text(
+            f"{folder}/{CONFIG_FILE}", CONFIG_HEAD + json.dumps(as_plain(run) | own)
+        )
         print(f"search     {folder}; continue it with --resume", flush=True)
-        train = replace(run.train, num_workers=1, min_workers=0, num_classes=num_classes_of(run, spec_of(run)))
-        chosen = policies(replace(run, storage_path=f"{folder}/trials", train=train), trials, transforms)
+        train = replace(
+            run.train,
+            num_workers=1,
+            min_workers=0,
+            num_classes=num_classes_of(run, spec_of(run)),
+        )
+        chosen = policies(
+            replace(run, storage_path=f"{folder}/trials", train=train),
+            trials,
+            transforms,
+        )
         connect()
         plan = replace(run.plan, epochs=max(1, run.plan.epochs // 2), val_interval=1)
-        runs = [replace(policy, plan=plan, name=f"search-{i}") for i, policy in enumerate(chosen)]
+        runs = [
+            replace(policy, plan=plan, name=f"search-{i}")
+            for i, policy in enumerate(chosen)
+        ]
         results = train_all(f"{folder}/tune/search", runs, max(1, plan.epochs // 2))
         none = {"error": "", "epochs": 0, "accuracy": 0.0}
-        tried = [none | (trial.metrics or {}) | {"error": str(trial.error or "")} for trial in results]
-        order = [(not trial["error"], trial["epochs"], trial["accuracy"]) for trial in tried]
+        tried = [
+            none | (trial.metrics or {}) | {"error": str(trial.error or "")}
+            for trial in results
+        ]
+        order = [
+            (not trial["error"], trial["epochs"], trial["accuracy"]) for trial in tried
+        ]
         best = max(range(1, trials), key=lambda i: order[i])
         new = np.random.SeedSequence(run.plan.seed).generate_state(seeds).tolist()
-        plans = [replace(run.plan, val_interval=run.plan.epochs, seed=seed) for seed in new]
-        runs = [replace(chosen[i], plan=p, name=f"final-{i}-{p.seed}") for i in (best, 0) for p in plans]
+        plans = [
+            replace(run.plan, val_interval=run.plan.epochs, seed=seed) for seed in new
+        ]
+        runs = [
+            replace(chosen[i], plan=p, name=f"final-{i}-{p.seed}")
+            for i in (best, 0)
+            for p in plans
+        ]
         results = train_all(f"{folder}/tune/final", runs, run.plan.epochs)
         if errors := [result.error for result in results if result.error]:
             raise RunError(f"a run of the comparison failed: {cause_of(errors[0])}")
-        first, second = np.reshape([result.metrics["accuracy"] for result in results], (2, seeds)).tolist()
-        verdict = judge(first, second) | {"best": first, "default": second, "config": f"{folder}/best.yaml"}
+        first, second = np.reshape(
+            [result.metrics["accuracy"] for result in results], (2, seeds)
+        ).tolist()
+        verdict = judge(first, second) | {
+            "best": first,
+            "default": second,
+            "config": f"{folder}/best.yaml",
+        }
         kept = chosen[best if verdict["better"] else 0]
         kept = replace(run, name="", transform=kept.transform, augment=kept.augment)
         write_json(f"{folder}/best.yaml", as_plain(kept))  # JSON is YAML
-        write_json(f"{folder}/report.json", verdict | {"trials": tried, "policies": list(map(as_plain, chosen))})
+        write_json(
+            f"{folder}/report.json",
+            verdict | {"trials": tried, "policies": list(map(as_plain, chosen))},
+        )
         return verdict
 
 

@@ -24,7 +24,10 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 # Interval in which it checks for preemption notices; the default is 5 s.
 os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
 # Ray Train makes this callback in each `fit`, so that workers are not restarted after raypipe's own errors.
-_CALLBACKS = (os.environ.get("RAY_TRAIN_CALLBACKS", ""), "raypipe.rayext.trainer.FinalErrors")
+_CALLBACKS = (
+    os.environ.get("RAY_TRAIN_CALLBACKS", ""),
+    "raypipe.rayext.trainer.FinalErrors",
+)
 if _CALLBACKS[1] not in _CALLBACKS[0]:
     os.environ["RAY_TRAIN_CALLBACKS"] = ",".join(filter(None, _CALLBACKS))
 

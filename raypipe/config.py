@@ -37,7 +37,17 @@ Float32 = Annotated[float, Limits(-1e30, 1e30)]  # within float32
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
 # The sides of a bucket, in pixels.
 _SIDES = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}")
-_DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+_DTYPES = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+]
 _DTYPES += ["float16", "float32", "float64"]
 
 
@@ -59,8 +69,15 @@ class ColumnOptions(Section, prefix="store.columns.NAME."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.fill is None or self.length > 0, "fill", self.fill, "left out without a length")
-        self._require(self.dtype in ("", *_DTYPES), "dtype", self.dtype, f"one of {_DTYPES}")
+        self._require(
+            self.fill is None or self.length > 0,
+            "fill",
+            self.fill,
+            "left out without a length",
+        )
+        self._require(
+            self.dtype in ("", *_DTYPES), "dtype", self.dtype, f"one of {_DTYPES}"
+        )
 
 
 Columns = list[str] | dict[str, dict[str, Any] | None]
@@ -70,8 +87,12 @@ Columns = list[str] | dict[str, dict[str, Any] | None]
 def column_options(columns: Any) -> dict[str, ColumnOptions]:
     """Return the options of each column; raise ConfigError if one is wrong."""
     columns = check("store.columns", columns, Columns)
-    by_name = columns if isinstance(columns, dict) else dict.fromkeys(columns)
-    columns, known = {}, list(kinds_of(ColumnOptions))
+    if isinstance(columns, dict):
+        by_name = columns
+    else:
+        by_name = dict.fromkeys(columns)
+    columns = {}
+    known = list(kinds_of(ColumnOptions))
     for name, options in by_name.items():
         if set(options or {}) - set(known):
             raise ConfigError(
@@ -166,7 +187,9 @@ class PlanConfig(Section, prefix="plan."):
     shuffle: Shuffle = "auto"
     window_groups: int = 0
     val_interval: int = 1
-    epoch_samples: Annotated[int, Limits(0, 1 << 40)] | Literal["shortest", "longest"] = 0
+    epoch_samples: (
+        Annotated[int, Limits(0, 1 << 40)] | Literal["shortest", "longest"]
+    ) = 0
     mixture: Mixture = field(default_factory=dict)
     weights: str | Annotated[float, Limits(0, 8)] = 0.0
     aug_repeats: AtLeast1 = 1
@@ -179,25 +202,52 @@ class PlanConfig(Section, prefix="plan."):
         self._check_buckets()
         whole, rest = divmod(self.global_batch_size, self.micro_batch_size)
         if rest:
-            nearest = " or ".join(str(number * self.micro_batch_size) for number in (whole, whole + 1) if number)
+            nearest = " or ".join(
+                str(number * self.micro_batch_size)
+                for number in (whole, whole + 1)
+                if number
+            )
             expected = f"a multiple of plan.micro_batch_size ({self.micro_batch_size}), such as {nearest}"
             self._require(False, "global_batch_size", self.global_batch_size, expected)
 
     def _check_draws(self) -> None:
         expected = f"a divisor of the {self.per_step} micro-batches in a step"
-        self._require(self.per_step % self.aug_repeats == 0, "aug_repeats", self.aug_repeats, expected)
+        self._require(
+            self.per_step % self.aug_repeats == 0,
+            "aug_repeats",
+            self.aug_repeats,
+            expected,
+        )
         for weights in self.mixture_by_epoch.values():
-            self._require(any(weights.values()), "mixture", self.mixture, "weights by store, one of them above 0")
+            self._require(
+                any(weights.values()),
+                "mixture",
+                self.mixture,
+                "weights by store, one of them above 0",
+            )
         starts = list(self.mixture_by_epoch)
-        self._require(starts[:1] in ([], [0]), "mixture", self.mixture, "weights from epoch 0 on")
+        self._require(
+            starts[:1] in ([], [0]), "mixture", self.mixture, "weights from epoch 0 on"
+        )
 
     def _check_buckets(self) -> None:
-        ok = all(map(_SIDES.fullmatch, self.buckets)) and len(set(self.bucket_sides)) == len(self.buckets)
-        self._require(ok, "buckets", self.buckets, "different sizes HEIGHTxWIDTH in pixels, such as 192x256")
+        ok = all(map(_SIDES.fullmatch, self.buckets)) and len(
+            set(self.bucket_sides)
+        ) == len(self.buckets)
+        self._require(
+            ok,
+            "buckets",
+            self.buckets,
+            "different sizes HEIGHTxWIDTH in pixels, such as 192x256",
+        )
         ok = all(height * width <= _MAX_PIXELS for height, width in self.bucket_sides)
-        self._require(ok, "buckets", self.buckets, f"sizes of at most {_MAX_PIXELS} pixels")
+        self._require(
+            ok, "buckets", self.buckets, f"sizes of at most {_MAX_PIXELS} pixels"
+        )
         known = bool(self.buckets) or not self.val_buckets
-        self._require(known, "val_buckets", self.val_buckets, "false without plan.buckets")
+        self._require(
+            known, "val_buckets", self.val_buckets, "false without plan.buckets"
+        )
 
     @property
     def bucket_sides(self) -> list[tuple[int, int]]:
@@ -207,13 +257,19 @@ class PlanConfig(Section, prefix="plan."):
 
     def sides_in(self, split: Literal["train", "val"]) -> list[tuple[int, int]]:
         """Height and width of each bucket of a split."""
-        return self.bucket_sides if split == "train" or self.val_buckets else []
+        if split == "train" or self.val_buckets:
+            return self.bucket_sides
+        return []
 
     @property
     def is_plain(self) -> bool:
         """Return whether an epoch has each sample of one store exactly once."""
         plain = not (self.weights or self.mixture or self.buckets)
-        return plain and self.aug_repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
+        return (
+            plain
+            and self.aug_repeats == 1
+            and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
+        )
 
     @property
     def mixture_by_epoch(self) -> dict[int, dict[str, float]]:
@@ -234,14 +290,21 @@ class PlanConfig(Section, prefix="plan."):
 
 
 def _ramps(strength: float | tuple[float, ...]) -> tuple[float, ...]:
-    return strength if isinstance(strength, tuple) else (0.0, strength, 0.0)
+    if isinstance(strength, tuple):
+        return strength
+    return (0.0, strength, 0.0)
 
 
 def _check_strength(section: Section, strength: float | tuple[float, ...]) -> None:
     three = not isinstance(strength, tuple) or len(strength) == 3
     section._require(three, "strength", strength, "a number, or [RISE, PEAK, FALL]")
     rise, _, fall = _ramps(strength)
-    section._require(rise + fall <= 1, "strength", strength, "[RISE, PEAK, FALL] with RISE + FALL at most 1")
+    section._require(
+        rise + fall <= 1,
+        "strength",
+        strength,
+        "[RISE, PEAK, FALL] with RISE + FALL at most 1",
+    )
 
 
 def _strength_at(strength: float | tuple[float, ...], progress: float) -> float:
@@ -316,20 +379,45 @@ class TransformConfig(Section, prefix="transform."):
         super().__post_init__()
         _check_strength(self, self.strength)
         named = not self.make_columns or ":" in self.make_columns
-        self._require(named, "make_columns", self.make_columns, "module:function, or empty")
-        self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
+        self._require(
+            named, "make_columns", self.make_columns, "module:function, or empty"
+        )
+        self._require(
+            0 in self.size_by_epoch,
+            "size",
+            self.size,
+            "one, or {EPOCH: SIZE, …} from epoch 0 on",
+        )
         if self.decode_as == "array":  # arrays are not JPEGs, so they are decoded whole
-            self._require(not self.apply_exif, "apply_exif", True, "False with transform.decode_as='array'")
+            self._require(
+                not self.apply_exif,
+                "apply_exif",
+                True,
+                "False with transform.decode_as='array'",
+            )
             ok = self.crop_decode != "scaled"
-            self._require(ok, "crop_decode", "scaled", "'exact' or 'off' with transform.decode_as='array'")
+            self._require(
+                ok,
+                "crop_decode",
+                "scaled",
+                "'exact' or 'off' with transform.decode_as='array'",
+            )
         if self.wire == "yuv420":  # it converts uint8 RGB
             ok = self.decode_as == "rgb"
-            self._require(ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'")
+            self._require(
+                ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'"
+            )
         if self.decode == "device":
-            fits = {"decode_as": ("rgb",), "wire": ("rgb",), "crop_decode": ("exact", "off")}
+            fits = {
+                "decode_as": ("rgb",),
+                "wire": ("rgb",),
+                "crop_decode": ("exact", "off"),
+            }
             for name, values in fits.items():
                 value = getattr(self, name)
-                expected = f"{' or '.join(map(repr, values))} with transform.decode='device'"
+                expected = (
+                    f"{' or '.join(map(repr, values))} with transform.decode='device'"
+                )
                 self._require(value in values, name, value, expected)
 
     def strength_at(self, progress: float) -> float:
@@ -339,7 +427,9 @@ class TransformConfig(Section, prefix="transform."):
     @property
     def size_by_epoch(self) -> dict[int, int]:
         """Side of the images by the epoch from which it applies, ascending."""
-        return dict(sorted(self.size.items())) if isinstance(self.size, dict) else {0: self.size}
+        if isinstance(self.size, dict):
+            return dict(sorted(self.size.items()))
+        return {0: self.size}
 
     @property
     def final_size(self) -> int:
@@ -353,12 +443,18 @@ class TransformConfig(Section, prefix="transform."):
 
     def size_at(self, epoch: int) -> int:
         """The side of the images in a training epoch."""
-        return [size for start, size in self.size_by_epoch.items() if start <= epoch][-1]
+        return [size for start, size in self.size_by_epoch.items() if start <= epoch][
+            -1
+        ]
 
     @property
     def target_columns(self) -> dict[str, str]:
         """Store columns of the image's targets, by name: "mask" is that of mask_column; mostly empty."""
-        named = {name: column for name, column in vars(self).items() if name.endswith("_column") and column}
+        named = {
+            name: column
+            for name, column in vars(self).items()
+            if name.endswith("_column") and column
+        }
         return {name.removesuffix("_column"): column for name, column in named.items()}
 
     @property
@@ -391,7 +487,9 @@ class PoolConfig(Section, prefix="pool."):
     engine: Literal["ray", "inline"] = "ray"
     min_actors: AtLeast1 = 1
     max_actors: int = 0
-    cpus_per_actor: Annotated[float, Limits(1e-4, 1e6)] = 1.0  # Ray counts in ten-thousandths
+    cpus_per_actor: Annotated[float, Limits(1e-4, 1e6)] = (
+        1.0  # Ray counts in ten-thousandths
+    )
     grow_after_s: Seconds = 5.0
     micro_batches_per_block: int = 0
     max_in_flight: int = 0
@@ -422,7 +520,9 @@ class PoolConfig(Section, prefix="pool."):
         """
         if not self.max_in_flight:
             return 2 * ranks, 3, self.micro_batches_per_block
-        largest = self.micro_batches_per_block or max(1, self.max_in_flight // (2 * ranks + 3 * actors))
+        largest = self.micro_batches_per_block or max(
+            1, self.max_in_flight // (2 * ranks + 3 * actors)
+        )
         return max(self.max_in_flight // largest, 2 * ranks + 1), 0, largest
 
     @property
@@ -476,7 +576,10 @@ class AugmentConfig(Section, prefix="augment."):
         self._require(len(self.mean) == len(self.std), "mean", self.mean, num)
         for entry in self.ops:
             self._require(
-                isinstance(entry.get("op"), str), "ops", entry, "a list of {op: NAME, parameter: value, …}"
+                isinstance(entry.get("op"), str),
+                "ops",
+                entry,
+                "a list of {op: NAME, parameter: value, …}",
             )
         self._check_shares()
         _check_strength(self, self.strength)
@@ -486,7 +589,12 @@ class AugmentConfig(Section, prefix="augment."):
         if not shares:
             return
         ok = len(shares) == 2 and sum(shares) <= 1
-        self._require(ok, "mix_probs", shares, "[MIXUP, CUTMIX], two shares that add up to at most 1")
+        self._require(
+            ok,
+            "mix_probs",
+            shares,
+            "[MIXUP, CUTMIX], two shares that add up to at most 1",
+        )
         for name, share in zip(("mixup", "cutmix"), shares, strict=True):
             alpha = getattr(self, f"{name}_alpha")
             ok = bool(share) == bool(alpha)
@@ -498,7 +606,8 @@ class AugmentConfig(Section, prefix="augment."):
         """Shares of the micro-batches that MixUp and CutMix get."""
         if self.mix_probs:
             return self.mix_probs[0], self.mix_probs[1]
-        mixup, cutmix = self.mixup_alpha > 0, self.cutmix_alpha > 0
+        mixup = self.mixup_alpha > 0
+        cutmix = self.cutmix_alpha > 0
         each = self.mix_prob / max(1, mixup + cutmix)
         return each * mixup, each * cutmix
 
@@ -586,21 +695,35 @@ class TrainConfig(Section, prefix="train."):
             "lr_schedule": ["cosine"],
         }.items():
             value = getattr(self, name)
-            self._require(value in known or ":" in value, name, value, f"module:function or one of {known}")
+            self._require(
+                value in known or ":" in value,
+                name,
+                value,
+                f"module:function or one of {known}",
+            )
         interval = self.checkpoint_interval
         ok = isinstance(interval, int) or _TIME.fullmatch(interval) is not None
-        self._require(ok, "checkpoint_interval", interval, 'a number of steps, or a time such as "10min"')
+        self._require(
+            ok,
+            "checkpoint_interval",
+            interval,
+            'a number of steps, or a time such as "10min"',
+        )
 
     @property
     def checkpoint_steps(self) -> int:
         """Steps between checkpoints within an epoch; 0 = checkpoints do not depend on steps."""
-        return self.checkpoint_interval if isinstance(self.checkpoint_interval, int) else 0
+        if isinstance(self.checkpoint_interval, int):
+            return self.checkpoint_interval
+        return 0
 
     @property
     def checkpoint_s(self) -> float:
         """Seconds between checkpoints within an epoch."""
         time = _TIME.fullmatch(str(self.checkpoint_interval))
-        return float(time[1]) * {"s": 1, "min": 60, "h": 3600}[time[2]] if time else math.inf
+        if time:
+            return float(time[1]) * {"s": 1, "min": 60, "h": 3600}[time[2]]
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -634,5 +757,11 @@ class RunConfig(Section, prefix=""):
 
         The rules are those of Goyal et al. 2017 (arXiv:1706.02677) and Touvron et al. 2021 (arXiv:2012.12877).
         """
-        per_sample = 0.0005 / 512 if self.train.optimizer == "adamw" else 0.1 / 256
-        return self.train.lr or per_sample * self.plan.micro_batch_size * self.plan.per_step
+        if self.train.optimizer == "adamw":
+            per_sample = 0.0005 / 512
+        else:
+            per_sample = 0.1 / 256
+        return (
+            self.train.lr
+            or per_sample * self.plan.micro_batch_size * self.plan.per_step
+        )

@@ -24,20 +24,24 @@ VARIABLES = {
         "folder of the node's cache, for downloaded shards: use the fastest large disk",
     ),
     "RAYPIPE_CACHE_BYTES": Variable(
-        "nine tenths of the free space", "limit of all downloaded shards in that folder, in bytes"
+        "nine tenths of the free space",
+        "limit of all downloaded shards in that folder, in bytes",
     ),
     "RAYPIPE_MEMORY_BYTES": Variable(
-        "half of the free memory", "limit of what all stores of a node keep by store.in_memory, in bytes"
+        "half of the free memory",
+        "limit of what all stores of a node keep by store.in_memory, in bytes",
     ),
     "RAYPIPE_STORAGE_PATIENCE_S": Variable(
-        "300", "seconds for which an outage of object storage is waited out; 0 = fail at once"
+        "300",
+        "seconds for which an outage of object storage is waited out; 0 = fail at once",
     ),
     "RAYPIPE_AUTOSCALING_CONFIG": Variable(
         "the file that `ray up` leaves on the head node, or the RayCluster",
         "path of the cluster's YAML, for processes that are not on the head node: how far the cluster can grow",
     ),
     "RAYPIPE_LOCAL_CLUSTER": Variable(
-        "unset", "set by raypipe in the processes of a cluster that it has started on one machine; do not set it"
+        "unset",
+        "set by raypipe in the processes of a cluster that it has started on one machine; do not set it",
     ),
     "RAYPIPE_EXTENSION": Variable(
         "auto",
@@ -49,7 +53,8 @@ VARIABLES = {
         "while raypipe is built: path of the archive libjpeg.a to link into the extension",
     ),
     "RAYPIPE_METADATA_SERVER": Variable(
-        "`http://169.254.169.254`", "for tests of deploy/notice.py: address of the cloud's metadata server"
+        "`http://169.254.169.254`",
+        "for tests of deploy/notice.py: address of the cloud's metadata server",
     ),
 }
 """Name → variable; docs/reference.md lists them."""

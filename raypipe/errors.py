@@ -35,7 +35,9 @@ class RaypipeError(Exception):
     """Base class of the errors that raypipe raises on purpose; messages never show credentials of an address."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(
+            *(without_credentials(arg) if isinstance(arg, str) else arg for arg in args)
+        )
 
 
 class ConfigError(RaypipeError, ValueError):

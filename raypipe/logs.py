@@ -40,7 +40,9 @@ class JsonFormatter(logging.Formatter):
     """Formatter of log records as one line of JSON each."""
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(
+            timespec="milliseconds"
+        )
         line: dict[str, Any] = {
             "time": time.replace("+00:00", "Z"),
             "level": record.levelname,
@@ -72,8 +74,14 @@ def configure_logs(log: LogFormat, **place: Any) -> None:
         _ROOT.propagate = not is_json
     if is_json:
         # Ray Data recreates its handlers at each start, so each call repeats this.
-        for ray_handler in (handler for name in _RAY_LOGGERS for handler in logging.getLogger(name).handlers):
-            if isinstance(ray_handler, logging.StreamHandler) and not isinstance(ray_handler, logging.FileHandler):
+        for ray_handler in (
+            handler
+            for name in _RAY_LOGGERS
+            for handler in logging.getLogger(name).handlers
+        ):
+            if isinstance(ray_handler, logging.StreamHandler) and not isinstance(
+                ray_handler, logging.FileHandler
+            ):
                 ray_handler.setFormatter(_handler.formatter)
     log_place(**place)
 
@@ -103,7 +111,9 @@ def progress(logger: logging.Logger, text: str, **values: Any) -> None:
         values: its values by name, for JSON.
     """
     if is_json():
-        record = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None, extra={"values": values})
+        record = logger.makeRecord(
+            logger.name, logging.INFO, "", 0, text, (), None, extra={"values": values}
+        )
         text = _handler.format(record)
     elif _relays:
         text = "\n".join(RELAY + line for line in text.split("\n"))
@@ -140,7 +150,9 @@ def phase(logger: logging.Logger, text: str) -> None:
 
 # Characters that control a terminal or are invalid in a page: control characters except tab and newline, changes
 # of the writing direction, line separators, and surrogates, which Python uses for bytes that are not UTF-8.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def printable(text: str) -> str:
@@ -152,17 +164,26 @@ def number(value: float) -> str:
     """Format a number for people, with about four digits."""
     if not math.isfinite(value):
         return "none"
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def shown(value: Any) -> str:
     """Format a value of a command's result: [least, median, most], two values, or a dict of counts or words."""
     if isinstance(value, dict):
         named = ((name.replace("_", " "), part) for name, part in value.items())
-        return ", ".join(f"{n:,} {name}" if type(n) is int else f"{name} ({shown(n)})" for name, n in named)
+        return ", ".join(
+            f"{n:,} {name}" if type(n) is int else f"{name} ({shown(n)})"
+            for name, n in named
+        )
     if isinstance(value, tuple):
         return " / ".join(map(shown, value))
-    if isinstance(value, list) and len(value) == 3 and all(type(item) is int for item in value):
+    if (
+        isinstance(value, list)
+        and len(value) == 3
+        and all(type(item) is int for item in value)
+    ):
         least, median, most = map(shown, value)
         return f"{least}–{most} (median {median})"
     if isinstance(value, list):
@@ -182,7 +203,8 @@ def table(heading: str, rows: Mapping[str, Any]) -> None:
     lines: list[tuple[str, str]] = []
     for name, value in rows.items():
         suffix = next(filter(name.endswith, _UNITS), "")
-        title, unit = name.removesuffix(suffix).replace("_", " "), _UNITS.get(suffix, "{}")
+        title = name.removesuffix(suffix).replace("_", " ")
+        unit = _UNITS.get(suffix, "{}")
         parts = value if isinstance(value, Mapping) else {}
         if any(isinstance(part, Mapping | list | tuple) for part in parts.values()):
             lines += [(f"{title} {key}", shown(part)) for key, part in parts.items()]
@@ -190,4 +212,8 @@ def table(heading: str, rows: Mapping[str, Any]) -> None:
             least_and_most, *median = shown(value).partition(" (median")
             lines.append((title, unit.format(least_and_most) + "".join(median)))
     width = max((len(name) for name, _ in lines), default=0)
-    print(printable("\n".join([heading, *(f"  {name:{width}}  {text}" for name, text in lines)])))
+    print(
+        printable(
+            "\n".join([heading, *(f"  {name:{width}}  {text}" for name, text in lines)])
+        )
+    )

@@ -41,7 +41,17 @@ _OURS = str(Path(raypipe.__file__).parent) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
 # Libraries of transforms: an error in one of these is reported at its caller.
-_LIBRARIES = {"albumentations", "albucore", "torch", "torchvision", "numpy", "cv2", "PIL", "scipy", "skimage"}
+_LIBRARIES = {
+    "albumentations",
+    "albucore",
+    "torch",
+    "torchvision",
+    "numpy",
+    "cv2",
+    "PIL",
+    "scipy",
+    "skimage",
+}
 
 
 def search_here() -> bool:
@@ -70,7 +80,9 @@ def import_name(address: str, setting: str) -> Any:
     module_name, _, name = address.partition(":")
     if not (module_name and name):
         example = f"my_package.training:{name or 'make'}"
-        raise ConfigError(f"{setting} must be module:name, such as {example}, got {address!r}")
+        raise ConfigError(
+            f"{setting} must be module:name, such as {example}, got {address!r}"
+        )
     is_open = search_here()
     try:
         value: Any = importlib.import_module(module_name)
@@ -78,14 +90,18 @@ def import_name(address: str, setting: str) -> Any:
             value = getattr(value, part)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        if any(_distance(frame) < 2 for frame in traceback.extract_tb(error.__traceback__)):
+        if any(
+            _distance(frame) < 2 for frame in traceback.extract_tb(error.__traceback__)
+        ):
             reason += f" (at {place_of(error)})"
         if not is_open and isinstance(error, ModuleNotFoundError):
             reason += (
                 "; the current folder is not searched, since it contains the store or the run, or PYTHONSAFEPATH "
                 "is set. Set PYTHONPATH to the folder of your code"
             )
-        raise ConfigError(f"{setting} {address!r} cannot be imported: {reason}") from error
+        raise ConfigError(
+            f"{setting} {address!r} cannot be imported: {reason}"
+        ) from error
     return value
 
 
@@ -106,9 +122,14 @@ def _distance(frame: traceback.FrameSummary) -> int:
     parts = Path(name).parts
     if name.startswith(_OURS):
         return 3
-    package = next((parts[at + 1] for at, part in enumerate(parts[:-1]) if part in _INSTALLED), None)
+    package = next(
+        (parts[at + 1] for at, part in enumerate(parts[:-1]) if part in _INSTALLED),
+        None,
+    )
     if package is None:
-        return 2 if name.startswith((_STANDARD, "<frozen ")) or name.endswith(".pyx") else 0
+        if name.startswith((_STANDARD, "<frozen ")) or name.endswith(".pyx"):
+            return 2
+        return 0
     return 2 if package in _LIBRARIES else 1
 
 
@@ -118,9 +139,15 @@ def choices(name: str, known: Collection[str], those: str = "choose from") -> st
     Args:
         known: names, or name → text in parentheses after it.
     """
-    close = get_close_matches(name, known, cutoff=0.65)  # makes label close to fine_label
+    close = get_close_matches(
+        name, known, cutoff=0.65
+    )  # makes label close to fine_label
     question = f"did you mean {' or '.join(close)}? " if close else ""
-    listed = [f"{entry} ({kind})" for entry, kind in known.items()] if isinstance(known, Mapping) else known
+    listed = (
+        [f"{entry} ({kind})" for entry, kind in known.items()]
+        if isinstance(known, Mapping)
+        else known
+    )
     return f"; {question}{those} {', '.join(listed)}"
 
 
@@ -142,8 +169,13 @@ def num_cpus() -> int:
 
     `taskset` and Slurm limit it by affinity; Docker, Kubernetes and systemd by the quota of a control group.
     """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, int(_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))))
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
+    else:
+        allowed = os.cpu_count() or 1
+    return max(
+        1, min(allowed, int(_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))))
+    )
 
 
 def _quota(root: Path, own: Path) -> float:
@@ -154,7 +186,9 @@ def _quota(root: Path, own: Path) -> float:
         own: the file that names the process's group: `0::/PATH`.
     """
     try:
-        name = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::")).strip("/")
+        name = next(
+            line[3:] for line in own.read_text().splitlines() if line.startswith("0::")
+        ).strip("/")
     except (OSError, StopIteration):
         return _UNLIMITED
     quotas = [float(_UNLIMITED)]
@@ -170,12 +204,22 @@ def _quota(root: Path, own: Path) -> float:
 def differences(driver: Mapping[str, str | None]) -> str:
     """Say which packages have other versions here than in the driver; builds of one version are alike."""
     here = versions()
-    others = (name for name in here if str(here[name]).split("+")[0] != str(driver.get(name)).split("+")[0])
-    return ", ".join(f"{name} {here[name]} instead of {driver.get(name)}" for name in others)
+    others = (
+        name
+        for name in here
+        if str(here[name]).split("+")[0] != str(driver.get(name)).split("+")[0]
+    )
+    return ", ".join(
+        f"{name} {here[name]} instead of {driver.get(name)}" for name in others
+    )
 
 
 def versions() -> dict[str, str | None]:
     """Return the versions of all packages that pixels may depend on; None = not installed."""
     # raypipe's version comes from the running sources, since Ray may put a folder of them before an installed one.
     own: dict[str, str | None] = {"raypipe": raypipe.__version__}
-    return own | {name: version_of(name) for name in _PACKAGES} | {"python": platform.python_version()}
+    return (
+        own
+        | {name: version_of(name) for name in _PACKAGES}
+        | {"python": platform.python_version()}
+    )

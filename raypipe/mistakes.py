@@ -15,15 +15,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LOADER = "write raypipe.loader(raypipe.open_stream(…))"
-_TARGET, _IMAGE = "write batch.target", "write batch.image"
+_TARGET = "write batch.target"
+_IMAGE = "write batch.image"
 _BATCH_SIZE = "write plan=PlanConfig(micro_batch_size=…, global_batch_size=…), the second for a step of all GPUs"
 _WORKERS = "GPU workers are ScalingConfig(num_workers=…), CPU actors are pool=PoolConfig(max_actors=…)"
-_NOT_NEEDED = "leave it out: raypipe batches, shuffles, shards and moves to the device by itself"
+_NOT_NEEDED = (
+    "leave it out: raypipe batches, shuffles, shards and moves to the device by itself"
+)
 
 DID_YOU_MEAN = "; did you mean "
 """Begins the last part of a message, with names that are near; the command line makes a tip of it."""
 
-NAMES = dict.fromkeys(["DataLoader", "Dataset", "ImageFolder", "Loader", "StreamingDataset"], _LOADER)
+NAMES = dict.fromkeys(
+    ["DataLoader", "Dataset", "ImageFolder", "Loader", "StreamingDataset"], _LOADER
+)
 """Names that the module raypipe does not have → what to write."""
 
 ATTRIBUTES = {
@@ -39,7 +44,10 @@ ATTRIBUTES = {
 KEYWORDS = {
     **dict.fromkeys(["batch_size", "per_device_batch_size"], _BATCH_SIZE),
     **dict.fromkeys(["num_workers", "workers"], _WORKERS),
-    **dict.fromkeys(["collate_fn", "drop_last", "persistent_workers", "pin_memory", "sampler"], _NOT_NEEDED),
+    **dict.fromkeys(
+        ["collate_fn", "drop_last", "persistent_workers", "pin_memory", "sampler"],
+        _NOT_NEEDED,
+    ),
 }
 """Arguments that nothing in raypipe takes → what to write."""
 
@@ -50,9 +58,13 @@ def did_you_mean(near: Iterable[str]) -> str:
     return f"{DID_YOU_MEAN}{names}?" if names else ""
 
 
-def _answer(name: str, answers: Mapping[str, str], known: Collection[str], prefix: str = "") -> str:
+def _answer(
+    name: str, answers: Mapping[str, str], known: Collection[str], prefix: str = ""
+) -> str:
     """Return the end of a message about an unknown name."""
-    by_lower_case = {other.lower(): other for other in known if not other.startswith("_")}
+    by_lower_case = {
+        other.lower(): other for other in known if not other.startswith("_")
+    }
     near = get_close_matches(name.lower(), by_lower_case, 1)
     if name in answers:
         return f": {answers[name]}"
@@ -61,14 +73,18 @@ def _answer(name: str, answers: Mapping[str, str], known: Collection[str], prefi
 
 def missing_name(name: str, known: Collection[str]) -> AttributeError:
     """Make the error about a name that the module raypipe does not have."""
-    return AttributeError(f"module 'raypipe' has no attribute {name!r}{_answer(name, NAMES, known, 'raypipe.')}")
+    return AttributeError(
+        f"module 'raypipe' has no attribute {name!r}{_answer(name, NAMES, known, 'raypipe.')}"
+    )
 
 
 def check_keywords(owner: str, keywords: Iterable[str], known: Collection[str]) -> None:
     """Raise TypeError for an argument that a class or function does not have."""
     for name in keywords:
         if name not in known:
-            raise TypeError(f"{owner} has no argument {name!r}{_answer(name, KEYWORDS, known)}")
+            raise TypeError(
+                f"{owner} has no argument {name!r}{_answer(name, KEYWORDS, known)}"
+            )
 
 
 def checks_keywords(function: Callable[P, R]) -> Callable[P, R]:
@@ -94,8 +110,12 @@ class Unlike:
 
     if not TYPE_CHECKING:
 
-        def __getitem__(self, key: object) -> None:  # iterating calls it too, since there is no __iter__
-            raise TypeError(f"{type(self).__name__} has no items and no length: {self._instead}")
+        def __getitem__(
+            self, key: object
+        ) -> None:  # iterating calls it too, since there is no __iter__
+            raise TypeError(
+                f"{type(self).__name__} has no items and no length: {self._instead}"
+            )
 
         def __len__(self) -> int:
             return self[0]
@@ -104,6 +124,7 @@ class Unlike:
             return True
 
         def __getattr__(self, name: str) -> None:
-            owner, known = type(self), [*dir(type(self)), *self.__dict__]
+            owner = type(self)
+            known = [*dir(type(self)), *self.__dict__]
             message = f"{owner.__name__} has no attribute {name!r}{_answer(name, ATTRIBUTES, known)}"
             raise AttributeError(message)

@@ -24,4 +24,6 @@ def why_missing() -> str:
 
 def module() -> ModuleType | None:
     """Return the extension; None if it is missing, see `why_missing`."""
-    return None if why_missing() else importlib.import_module("_raypipe_kernel")
+    if why_missing():
+        return None
+    return importlib.import_module("_raypipe_kernel")

@@ -24,7 +24,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from raypipe.errors import ConfigError
 from raypipe.mistakes import check_keywords
@@ -50,7 +61,10 @@ class Limits(NamedTuple):
 
     def hold(self, value: float) -> bool:
         """Return whether a number is within the limits."""
-        least = self.least < value if self.above else self.least <= value
+        if self.above:
+            least = self.least < value
+        else:
+            least = self.least <= value
         return least and (value < self.most if self.below else value <= self.most)
 
     def words(self, kind: type, value: object) -> str:
@@ -61,10 +75,19 @@ class Limits(NamedTuple):
         if low and high and not (self.above or self.below):
             within = f" from {self.least} to {self.most}"
         else:
-            ends = [f"above {self.least}" if self.above else f"of at least {self.least}"] * low
-            ends += [f"below {self.most}" if self.below else f"at most {self.most}"] * high
+            ends = [
+                f"above {self.least}" if self.above else f"of at least {self.least}"
+            ] * low
+            ends += [
+                f"below {self.most}" if self.below else f"at most {self.most}"
+            ] * high
             within = f" {' and '.join(ends)}" if ends else ""
-        noun = "a whole number" if kind is int else "a number" if self.most < _SHOWN else "a finite number"
+        if kind is int:
+            noun = "a whole number"
+        elif self.most < _SHOWN:
+            noun = "a number"
+        else:
+            noun = "a finite number"
         return noun + within
 
 
@@ -76,7 +99,9 @@ class _UnfitError(Exception):
     """A value, or an item of it at a path such as `[0]['size']`, has the wrong kind."""
 
     def __init__(self, kind: Any, value: object, path: tuple[object, ...]) -> None:
-        self.kind, self.value, self.path = kind, value, path
+        self.kind = kind
+        self.value = value
+        self.path = path
 
 
 def check(name: str, value: object, kind: Any) -> Any:
@@ -86,22 +111,32 @@ def check(name: str, value: object, kind: Any) -> Any:
     except _UnfitError as error:
         place = "".join(f"[{shown(key)}]" for key in error.path)
         description = expected(error.kind, error.value)
-        raise ConfigError(f"{name}{place} must be {description}, got {shown(error.value)}") from None
+        raise ConfigError(
+            f"{name}{place} must be {description}, got {shown(error.value)}"
+        ) from None
 
 
 def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
     if kind is Any:
         return value
-    if hasattr(value, "tolist") and not isinstance(value, type):  # numpy's and torch's numbers and arrays
+    if hasattr(value, "tolist") and not isinstance(
+        value, type
+    ):  # numpy's and torch's numbers and arrays
         value = value.tolist()
     plain, limits = _parts(kind)
-    origin, parts = get_origin(plain), get_args(plain)
+    origin = get_origin(plain)
+    parts = get_args(plain)
     if limits is not None:
-        number = isinstance(value, int if plain is int else int | float) and not isinstance(value, bool)
+        number = isinstance(
+            value, int if plain is int else int | float
+        ) and not isinstance(value, bool)
         if number and (limits is ANY_NUMBER or limits.hold(value)):
             return value
     elif plain is str:
-        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if isinstance(value, os.PathLike):
+            text = os.fspath(value)
+        else:
+            text = value
         if isinstance(text, str) and "\0" not in text:
             return str(text)
     elif origin is Literal:
@@ -111,10 +146,18 @@ def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
         return _as_one_of(value, kind, parts, path)
     elif origin in (list, tuple):
         if isinstance(value, list | tuple):
-            return origin([_as_kind(item, parts[0], (*path, number)) for number, item in enumerate(value)])
+            return origin(
+                [
+                    _as_kind(item, parts[0], (*path, number))
+                    for number, item in enumerate(value)
+                ]
+            )
     elif origin is dict:
         if isinstance(value, Mapping) and all(fits(key, parts[0]) for key in value):
-            return {_as_kind(key, parts[0]): _as_kind(item, parts[1], (*path, key)) for key, item in value.items()}
+            return {
+                _as_kind(key, parts[0]): _as_kind(item, parts[1], (*path, key))
+                for key, item in value.items()
+            }
     elif isinstance(value, plain):
         return value
     raise _UnfitError(kind, value, path)
@@ -135,7 +178,9 @@ def fits(value: Any, kind: Any) -> bool:
     return True
 
 
-def _as_one_of(value: Any, kind: Any, parts: tuple[Any, ...], path: tuple[object, ...]) -> Any:
+def _as_one_of(
+    value: Any, kind: Any, parts: tuple[Any, ...], path: tuple[object, ...]
+) -> Any:
     """Convert to the first alternative that fits; else raise the error of one that fits except for an item."""
     nearest = _UnfitError(kind, value, path)
     for part in parts:
@@ -154,7 +199,8 @@ def expected(kind: Any, value: object = None) -> str:
 
 def _alternatives(kind: Any, value: object, inside: bool = False) -> list[str]:
     plain, limits = _parts(kind)
-    origin, parts = get_origin(plain), get_args(plain)
+    origin = get_origin(plain)
+    parts = get_args(plain)
     if origin in (Union, UnionType):
         return [words for part in parts for words in _alternatives(part, value, inside)]
     if origin is Literal:
@@ -163,27 +209,44 @@ def _alternatives(kind: Any, value: object, inside: bool = False) -> list[str]:
         return ["true", "false"]
     if limits is not None and not inside:
         return ["a number" if limits is ANY_NUMBER else limits.words(plain, value)]
-    within = ["/".join(_alternatives(part, None, True)) for part in parts if part is not ...]
+    within = [
+        "/".join(_alternatives(part, None, True)) for part in parts if part is not ...
+    ]
     if origin in (list, tuple):
         return [f"[{within[0]}, …]"]
     if origin is dict:
         return [f"{{{within[0]}: {within[1]}, …}}"]
     noun = _NOUNS.get(plain, getattr(plain, "__name__", str(plain)))
-    return [noun if inside or plain is NoneType else f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"]
+    return [
+        noun
+        if inside or plain is NoneType
+        else f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"
+    ]
 
 
-_NOUNS: dict[Any, str] = {int: "whole number", float: "number", str: "string", NoneType: "none", Any: "value"}
+_NOUNS: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    str: "string",
+    NoneType: "none",
+    Any: "value",
+}
 _NOUNS[Callable] = "module"
 
 
 class _Shown(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, 200, 200, 60
+        self.maxlevel = 4
+        self.maxstring = 200
+        self.maxother = 200
+        self.maxlong = 60
 
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to format longer integers, and the message would contain that error.
-        return super().repr_int(x, level) if x.bit_length() < 10_000 else f"an integer of {x.bit_length()} bits"
+        if x.bit_length() < 10_000:
+            return super().repr_int(x, level)
+        return f"an integer of {x.bit_length()} bits"
 
 
 shown = _Shown().repr
@@ -217,7 +280,9 @@ class Section:
 
     def _require(self, ok: bool, name: str, value: object, expected: str) -> None:
         if not ok:
-            raise ConfigError(f"{self._prefix}{name} must be {expected}, got {shown(value)}")
+            raise ConfigError(
+                f"{self._prefix}{name} must be {expected}, got {shown(value)}"
+            )
 
 
 def is_section(kind: Any) -> bool:
@@ -236,12 +301,15 @@ class Setting(NamedTuple):
 def settings_of(section: type[Section]) -> dict[str, Setting]:
     """Collect the settings of a section and its sections by whole names, such as `augment.strength`."""
     settings: dict[str, Setting] = {}
-    default, about = section(), described(section)
+    default = section()
+    about = described(section)
     for name, kind in kinds_of(section).items():  # type: ignore[arg-type] # a class is hashable
         if is_section(kind):
             settings |= settings_of(kind)
         else:
-            settings[section._prefix + name] = Setting(kind, getattr(default, name), about.get(name, ""))
+            settings[section._prefix + name] = Setting(
+                kind, getattr(default, name), about.get(name, "")
+            )
     return settings
 
 
@@ -258,5 +326,7 @@ def build(section: type[Section], values: Mapping[str, Any]) -> Any:
 
 def described(documented: Any) -> dict[str, str]:
     """Parse the docstring of a section or a function: the text of each attribute or argument."""
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(documented) or "", re.MULTILINE)
+    entries = re.findall(
+        r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(documented) or "", re.MULTILINE
+    )
     return {name: " ".join(text.split()) for name, text in entries}

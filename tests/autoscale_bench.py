@@ -49,8 +49,14 @@ class Watcher(threading.Thread):
 
         taken, at = 0, time.monotonic()
         while not self._over.wait(0.5):
-            nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-            used = ray.cluster_resources().get("CPU", 0.0) - ray.available_resources().get("CPU", 0.0)
+            nodes = [
+                node
+                for node in ray.nodes()
+                if node["Alive"] and node["Resources"].get("CPU")
+            ]
+            used = ray.cluster_resources().get(
+                "CPU", 0.0
+            ) - ray.available_resources().get("CPU", 0.0)
             now = time.monotonic()
             self.timeline.append(
                 {
@@ -79,7 +85,9 @@ class Watcher(threading.Thread):
         return False
 
 
-def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], max_nodes: int) -> dict[str, Any]:
+def observe(
+    store: Path, starving_s: float, slow_s: float, streams: list[str], max_nodes: int
+) -> dict[str, Any]:
     """Run the phases of one or both streams on the connected cluster."""
     import ray
 
@@ -114,17 +122,33 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
             time.sleep(pause_s)
             seen = watcher.timeline[-1]
             if not over and seen["phase"] == phase and seen["actors"] == end:
-                deadline, over = min(deadline, time.monotonic() + (4 if pause_s else 10)), True
+                deadline, over = (
+                    min(deadline, time.monotonic() + (4 if pause_s else 10)),
+                    True,
+                )
 
     for name, phases in (
-        ("fast", (("the trainer takes all", starving_s, 0.0), ("the trainer is slow", slow_s, SLOW_S))),
+        (
+            "fast",
+            (
+                ("the trainer takes all", starving_s, 0.0),
+                ("the trainer is slow", slow_s, SLOW_S),
+            ),
+        ),
         ("slow", (("slow from the start", slow_s, SLOW_S),)),
     ):
         if name not in streams:
             continue
-        reached[f"{name}: no nodes before"] = watcher.until("no stream", lambda seen: seen["nodes"] == 0, 90)
+        reached[f"{name}: no nodes before"] = watcher.until(
+            "no stream", lambda seen: seen["nodes"] == 0, 90
+        )
         supervisor = start_supervisor()
-        (iterator,) = splits(spec, spec.plan.start(), max_actors=allocation.max_actors, supervisor=supervisor)
+        (iterator,) = splits(
+            spec,
+            spec.plan.start(),
+            max_actors=allocation.max_actors,
+            supervisor=supervisor,
+        )
         batches = host_batches(iterator)
         watcher.phase = f"{name}: the pool starts"
         next(batches)
@@ -134,7 +158,9 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
         events += [(name, text) for _, text in ray.get(supervisor.events.remote(0))]
         batches.close()
         del batches, iterator
-    reached["no nodes after"] = watcher.until("no stream", lambda seen: seen["nodes"] == 0, 90)
+    reached["no nodes after"] = watcher.until(
+        "no stream", lambda seen: seen["nodes"] == 0, 90
+    )
     watcher.stop()
     return {
         "max_actors": allocation.max_actors,
@@ -153,29 +179,60 @@ def draw(found: dict[str, Any], path: str) -> None:
 
     timeline = found["timeline"]
     seconds = [seen["s"] for seen in timeline]
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(10, 5), sharex=True, height_ratios=[2, 1])
-    upper.step(seconds, [seen["actors"] for seen in timeline], where="post", label="transform actors with a CPU")
-    upper.step(seconds, [seen["nodes"] for seen in timeline], where="post", label="CPU nodes", linewidth=2.5)
+    figure, (upper, lower) = plt.subplots(
+        2, 1, figsize=(10, 5), sharex=True, height_ratios=[2, 1]
+    )
+    upper.step(
+        seconds,
+        [seen["actors"] for seen in timeline],
+        where="post",
+        label="transform actors with a CPU",
+    )
+    upper.step(
+        seconds,
+        [seen["nodes"] for seen in timeline],
+        where="post",
+        label="CPU nodes",
+        linewidth=2.5,
+    )
     upper.legend(loc="upper right")
     upper.set_ylim(0, None)
-    lower.plot(seconds, [seen["micro_batches_per_s"] for seen in timeline], color="tab:green")
+    lower.plot(
+        seconds, [seen["micro_batches_per_s"] for seen in timeline], color="tab:green"
+    )
     lower.set_ylabel("micro-batches/s")
     lower.set_xlabel("seconds")
-    starts = [i for i, seen in enumerate(timeline) if i == 0 or seen["phase"] != timeline[i - 1]["phase"]]
+    starts = [
+        i
+        for i, seen in enumerate(timeline)
+        if i == 0 or seen["phase"] != timeline[i - 1]["phase"]
+    ]
     for number, start in enumerate(starts):
         end = starts[number + 1] if number + 1 < len(starts) else len(timeline) - 1
         for axes in (upper, lower):
-            axes.axvspan(seconds[start], seconds[end], color="0.5", alpha=0.12 if number % 2 else 0.03)
+            axes.axvspan(
+                seconds[start],
+                seconds[end],
+                color="0.5",
+                alpha=0.12 if number % 2 else 0.03,
+            )
         middle = (seconds[start] + seconds[end]) / 2
         upper.text(
-            middle, upper.get_ylim()[1] * 1.02, timeline[start]["phase"], ha="center", fontsize=8, rotation=12
+            middle,
+            upper.get_ylim()[1] * 1.02,
+            timeline[start]["phase"],
+            ha="center",
+            fontsize=8,
+            rotation=12,
         )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--starving-s", type=float, default=45.0)
     parser.add_argument("--slow-s", type=float, default=45.0)
     parser.add_argument("--streams", default="fast,slow", help="comma-separated")
@@ -185,12 +242,33 @@ def main() -> None:
     options = parser.parse_args()
 
     resources = {"CPU": NODE_CPUS, "object_store_memory": 100 << 20}
-    node = {"resources": resources, "node_config": {}, "labels": {"raypipe": "transform"}}
-    gpu_node = {"resources": {**resources, "GPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 1}
-    node_types = {"cpu": {**node, "min_workers": 0, "max_workers": options.max_nodes}, "gpu": gpu_node}
-    with tempfile.TemporaryDirectory() as folder, LocalHead(0, node_types=node_types, idle_timeout_s=5) as head:
+    node = {
+        "resources": resources,
+        "node_config": {},
+        "labels": {"raypipe": "transform"},
+    }
+    gpu_node = {
+        "resources": {**resources, "GPU": 1},
+        "node_config": {},
+        "min_workers": 0,
+        "max_workers": 1,
+    }
+    node_types = {
+        "cpu": {**node, "min_workers": 0, "max_workers": options.max_nodes},
+        "gpu": gpu_node,
+    }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalHead(0, node_types=node_types, idle_timeout_s=5) as head,
+    ):
         # Ray reads these, the token among them, when it is imported.
-        os.environ.update({name: value for name, value in head.environment.items() if name.startswith("RAY")})
+        os.environ.update(
+            {
+                name: value
+                for name, value in head.environment.items()
+                if name.startswith("RAY")
+            }
+        )
         import ray
         from pictures import samples
 
@@ -201,7 +279,9 @@ def main() -> None:
         ray.init(address=head.gcs_address, log_to_driver=False)
         try:
             streams = options.streams.split(",")
-            found = observe(store, options.starving_s, options.slow_s, streams, options.max_nodes)
+            found = observe(
+                store, options.starving_s, options.slow_s, streams, options.max_nodes
+            )
         finally:
             ray.shutdown()  # before the head goes: Ray waits a minute for one that has gone
     for seen in found["timeline"]:
@@ -214,7 +294,12 @@ def main() -> None:
     if options.picture:
         draw(found, options.picture)
     print(
-        json.dumps({"reached": found["reached"], "most_nodes": max(seen["nodes"] for seen in found["timeline"])})
+        json.dumps(
+            {
+                "reached": found["reached"],
+                "most_nodes": max(seen["nodes"] for seen in found["timeline"]),
+            }
+        )
     )
 
 

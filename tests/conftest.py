@@ -35,25 +35,37 @@ from tiers import pytest_addoption, pytest_configure, select  # noqa: F401  the 
 import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations read at import
 from raypipe.stores.destination import write_atomically
 
-hypothesis.settings.register_profile("any pace", deadline=None)  # on a busy machine an example may take seconds
+hypothesis.settings.register_profile(
+    "any pace", deadline=None
+)  # on a busy machine an example may take seconds
 hypothesis.settings.load_profile("any pace")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Each of the two processes of pytest-xdist has one cluster at a time: tests that start their own run in one,
     those of the shared cluster in the other, half of them in whichever is free first. They come first, since they
     take longest. Tests that need none stay together by module, and go to the process that is free.
     """
     select(config, items)
-    if ours := [item for item in items if "cuda_or_pretended" in getattr(item, "fixturenames", ())]:
+    if ours := [
+        item
+        for item in items
+        if "cuda_or_pretended" in getattr(item, "fixturenames", ())
+    ]:
         import eager_cuda
 
         eager_cuda.skip_what_cannot_run(ours)
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
     order = (_OWN, *_SHARED)
-    items.sort(key=lambda item: order.index(group) if (group := _group(item)) in order else len(order))
+    items.sort(
+        key=lambda item: (
+            order.index(group) if (group := _group(item)) in order else len(order)
+        )
+    )
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -183,7 +195,9 @@ def cluster_outlives_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def ray_folder() -> Iterator[str]:
     """A folder for a Ray of a test's own."""
-    with tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp") as folder:  # short: sockets are made below it
+    with tempfile.TemporaryDirectory(
+        prefix="rp-", dir="/tmp"
+    ) as folder:  # short: sockets are made below it
         yield folder
 
 
@@ -203,7 +217,10 @@ def s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(
-    s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    s3_endpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> str:
     """The address of a new bucket of that server, to which this process's environment leads; an empty cache."""
     for name, value in s3_server.environment(s3_endpoint).items():

@@ -31,7 +31,9 @@ sys.path.append(str(Path(__file__).parent / "support"))
 from local_head import RAY_ON_THIS_MACHINE, LocalHead
 
 ROOT = Path(__file__).parents[1]
-RAYPIPE = str(Path(sys.executable).parent / "raypipe")  # of the environment that runs this
+RAYPIPE = str(
+    Path(sys.executable).parent / "raypipe"
+)  # of the environment that runs this
 NUM, CLASSES = 90, "abcde"
 
 
@@ -50,16 +52,24 @@ def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
         path = images / CLASSES[index % 5] / f"{index:03}{kind}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(image(index, kind))
-    subprocess.run(["tar", "cf", folder / "images.tar", "--sort=name", "-C", images, "."], check=True)
+    subprocess.run(
+        ["tar", "cf", folder / "images.tar", "--sort=name", "-C", images, "."],
+        check=True,
+    )
     masks = [np.full((40 + i % 23, 52 - i % 17), i % 7, np.uint8) for i in range(NUM)]
-    boxes = [[[2.0 + i % 5, 3, 20, 25, i % 5], [1, 1, 9, 9, 1]][: 1 + i % 2] for i in range(NUM)]
+    boxes = [
+        [[2.0 + i % 5, 3, 20, 25, i % 5], [1, 1, 9, 9, 1]][: 1 + i % 2]
+        for i in range(NUM)
+    ]
     columns = {
         "image": [image(i) for i in range(NUM)],
         "label": [i % 5 for i in range(NUM)],
         "mask": [cv2.imencode(".png", mask)[1].tobytes() for mask in masks],
         "boxes": pa.array(boxes, pa.list_(pa.list_(pa.float32()))),
     }
-    pyarrow.parquet.write_table(pa.table(columns), folder / "targets.parquet", row_group_size=16)
+    pyarrow.parquet.write_table(
+        pa.table(columns), folder / "targets.parquet", row_group_size=16
+    )
 
     def convert(source: Path, name: str, *options: str) -> str:
         command = [RAYPIPE, "convert", str(source), str(folder / name), *options]
@@ -83,7 +93,10 @@ def webdataset(images: Path, tar: Path) -> str:
     with tarfile.open(tar, "w") as file:
         for index, path in enumerate(sorted(images.rglob("*.*"))):
             label = b"%d" % CLASSES.index(path.parent.name)
-            for suffix, content in (("cls", label), (path.suffix[1:], path.read_bytes())):
+            for suffix, content in (
+                ("cls", label),
+                (path.suffix[1:], path.read_bytes()),
+            ):
                 member = tarfile.TarInfo(f"{index:09d}.{suffix}")
                 member.size = len(content)
                 file.addfile(member, io.BytesIO(content))
@@ -92,7 +105,12 @@ def webdataset(images: Path, tar: Path) -> str:
 
 def cases(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Name and arguments of `raypipe digest`: what the actors make."""
-    usual = ["--plan.epochs=2", "--plan.micro_batch_size=8", "--plan.global_batch_size=16", "--plan.seed=3"]
+    usual = [
+        "--plan.epochs=2",
+        "--plan.micro_batch_size=8",
+        "--plan.global_batch_size=16",
+        "--plan.seed=3",
+    ]
     usual += ["--transform.size=24"]
     for name, address in stores.items():
         yield name, [address, *usual]
@@ -132,14 +150,18 @@ def fed(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Name and arguments of FED: what the device gets, on the CPU."""
     yield "fed", [stores["lmdb"], "{}", "{}"]
     yield "fed, scaled crops", [stores["lmdb"], '{"crop_decode": "scaled"}', "{}"]
-    mixing = '{"preset": "strong", "mixup_alpha": 0.4, "cutmix_alpha": 1.0, "mix_prob": 0.9}'
+    mixing = (
+        '{"preset": "strong", "mixup_alpha": 0.4, "cutmix_alpha": 1.0, "mix_prob": 0.9}'
+    )
     yield "fed, augmented", [stores["lmdb"], "{}", mixing]
 
 
 def last_line(arguments: list[str], environment: dict[str, str]) -> str:
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{arguments} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{arguments} ended with exit code {done.returncode}: {done.stderr[-2000:]}"
+        )
     return done.stdout.strip().splitlines()[-1]
 
 
@@ -153,7 +175,13 @@ def weights(folder: Path, environment: dict[str, str]) -> str:
         "--name=fixed",
     ]
     command += ["--plan.epochs=2", "--plan.seed=7"]
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        command,
+        check=True,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     newest = max((folder / "runs" / "fixed").glob("checkpoint_*"))
     state = torch.load(newest / "state.pt", weights_only=True, map_location="cpu")
     found = hashlib.blake2b(digest_size=16)
@@ -163,19 +191,33 @@ def weights(folder: Path, environment: dict[str, str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", nargs="?", help="a JSON file to write")
     parser.add_argument("--against", help="a JSON file that was written before")
     parser.add_argument("--only", default="", help="names that contain this")
     options = parser.parse_args()
     found: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="hashes-") as name, LocalHead(num_cpus=4) as head:
+    with (
+        tempfile.TemporaryDirectory(prefix="hashes-") as name,
+        LocalHead(num_cpus=4) as head,
+    ):
         folder = Path(name)
-        own = {"RAY_ADDRESS": head.gcs_address, "RAYPIPE_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+        own = {
+            "RAY_ADDRESS": head.gcs_address,
+            "RAYPIPE_CACHE": str(folder / "cache"),
+            "PYTHONPATH": str(ROOT),
+        }
         environment = {**os.environ, **head.environment, **RAY_ON_THIS_MACHINE, **own}
         stores = make_stores(folder, environment)
-        commands = [(case, [RAYPIPE, "digest", *arguments]) for case, arguments in cases(stores)]
-        commands += [(case, [sys.executable, "-c", FED, *arguments]) for case, arguments in fed(stores)]
+        commands = [
+            (case, [RAYPIPE, "digest", *arguments]) for case, arguments in cases(stores)
+        ]
+        commands += [
+            (case, [sys.executable, "-c", FED, *arguments])
+            for case, arguments in fed(stores)
+        ]
         for case, arguments in commands:
             if options.only in case:
                 # Without the store's address: its folder has another name in each run.
@@ -190,7 +232,9 @@ def main() -> int:
         return 0
     before = json.loads(Path(options.against).read_text())
     changed = [case for case, value in found.items() if before.get(case) != value]
-    print(f"{len(found) - len(changed)} of {len(found)} are as before; changed: {', '.join(changed) or 'none'}")
+    print(
+        f"{len(found) - len(changed)} of {len(found)} are as before; changed: {', '.join(changed) or 'none'}"
+    )
     return bool(changed)
 
 

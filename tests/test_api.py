@@ -60,12 +60,20 @@ WITHOUT_RAY_AND_TORCH = {
 }
 
 
-LIGHT_MODULES = [module for module in MODULES if module.split(".")[0] in WITHOUT_RAY_AND_TORCH]
+LIGHT_MODULES = [
+    module for module in MODULES if module.split(".")[0] in WITHOUT_RAY_AND_TORCH
+]
 
 
 def fresh(code: str) -> str:
     """What a new interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     return done.stdout.strip()
 
 
@@ -77,8 +85,13 @@ def imports(module: str, lazy: bool = True) -> set[str]:
     def walk(node: ast.AST) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ImportFrom):
-                assert child.level == 0 and child.module is not None, f"{module} has a relative import"
-                inside = {f"{child.module}.{alias.name}".removeprefix("raypipe.") for alias in child.names}
+                assert child.level == 0 and child.module is not None, (
+                    f"{module} has a relative import"
+                )
+                inside = {
+                    f"{child.module}.{alias.name}".removeprefix("raypipe.")
+                    for alias in child.names
+                }
                 yield from (
                     (f"raypipe.{name}" for name in inside & set(MODULES))
                     if inside & set(MODULES)
@@ -86,7 +99,9 @@ def imports(module: str, lazy: bool = True) -> set[str]:
                 )
             elif isinstance(child, ast.Import):
                 yield from (alias.name for alias in child.names)
-            elif lazy or (not isinstance(child, ast.FunctionDef) and not _is_for_types(child)):
+            elif lazy or (
+                not isinstance(child, ast.FunctionDef) and not _is_for_types(child)
+            ):
                 yield from walk(child)
 
     return set(walk(ast.parse(source.read_text())))
@@ -140,7 +155,9 @@ def test_every_public_name_is_there_listed_and_described() -> None:
 
 
 def test_a_wrong_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'loadr'; did you mean raypipe\.loader"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'loadr'; did you mean raypipe\.loader"
+    ):
         raypipe.loadr  # noqa: B018
 
 
@@ -155,7 +172,9 @@ def test_a_wrong_name_is_an_attribute_error() -> None:
 )
 def test_heavy_imports_stay_unimported_until_used(code: str) -> None:
     heavy = "{'ray', 'torch', 'torchvision', 'albumentations', 'kornia'}"
-    assert fresh(f"{code}\nimport sys; print(sorted({heavy} & set(sys.modules)))") == "[]"
+    assert (
+        fresh(f"{code}\nimport sys; print(sorted({heavy} & set(sys.modules)))") == "[]"
+    )
 
 
 def test_pages_import_public_names_only() -> None:
@@ -165,9 +184,13 @@ def test_pages_import_public_names_only() -> None:
         *(ROOT.parent / "docs").glob("*.ipynb"),
     ]
     for page in pages:
-        for module, names in re.findall(r"\bfrom raypipe\.?([\w.]*) import ([\w, ]+)", page.read_text()):
+        for module, names in re.findall(
+            r"\bfrom raypipe\.?([\w.]*) import ([\w, ]+)", page.read_text()
+        ):
             package = importlib.import_module(f"raypipe.{module}".rstrip("."))
-            assert {name.strip() for name in names.split(",")} <= set(package.__all__), f"{page.name}: {module}"
+            assert {name.strip() for name in names.split(",")} <= set(
+                package.__all__
+            ), f"{page.name}: {module}"
 
 
 # The direction of imports
@@ -179,14 +202,21 @@ def test_each_package_imports_only_from_those_before_it() -> None:
         for name in imports(module):
             if name.startswith("raypipe."):
                 imported = name.split(".")[1]
-                assert place[imported] <= place[module.split(".")[0]], f"{module} imports {name}"
+                assert place[imported] <= place[module.split(".")[0]], (
+                    f"{module} imports {name}"
+                )
 
 
 def test_imports_have_no_circle_and_no_chain_beyond_fourteen() -> None:
-    graph = {m: {n.removeprefix("raypipe.") for n in imports(m) if n.startswith("raypipe.")} for m in MODULES}
+    graph = {
+        m: {n.removeprefix("raypipe.") for n in imports(m) if n.startswith("raypipe.")}
+        for m in MODULES
+    }
     chain: dict[str, int] = {}
     for module in graphlib.TopologicalSorter(graph).static_order():
-        chain[module] = 1 + max((chain[name] for name in graph.get(module, ())), default=0)
+        chain[module] = 1 + max(
+            (chain[name] for name in graph.get(module, ())), default=0
+        )
     assert max(chain.values()) <= 14, max(chain, key=chain.__getitem__)
 
 
@@ -231,12 +261,27 @@ def test_what_benchmarks_and_jobs_import_is_there() -> None:
     for folder in ("benchmarks", "jobs"):
         for path in sorted((ROOT.parent / folder).glob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "raypipe":
+                if (
+                    isinstance(node, ast.ImportFrom)
+                    and (node.module or "").partition(".")[0] == "raypipe"
+                ):
                     module = importlib.import_module(node.module or "")
-                    missing = [name.name for name in node.names if not hasattr(module, name.name)]
-                    assert [name for name in missing if f"{node.module}.{name}"[8:] not in MODULES] == [], path
+                    missing = [
+                        name.name
+                        for name in node.names
+                        if not hasattr(module, name.name)
+                    ]
+                    assert [
+                        name
+                        for name in missing
+                        if f"{node.module}.{name}"[8:] not in MODULES
+                    ] == [], path
 
 
 def test_no_checkpoint_is_unpickled() -> None:
-    loads = [call for path in ROOT.rglob("*.py") for call in re.findall(r"torch\.load\(.*\)", path.read_text())]
+    loads = [
+        call
+        for path in ROOT.rglob("*.py")
+        for call in re.findall(r"torch\.load\(.*\)", path.read_text())
+    ]
     assert loads and all("weights_only=True" in call for call in loads), loads

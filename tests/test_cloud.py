@@ -62,7 +62,9 @@ with open(sys.argv[2], "w") as file:
 
 
 def run_of(folder: str) -> RunConfig:
-    run = small_run(f"{folder}/runs", f"{folder}/train.lmdb", f"{folder}/val.parquet", 2, 2)
+    run = small_run(
+        f"{folder}/runs", f"{folder}/train.lmdb", f"{folder}/val.parquet", 2, 2
+    )
     store = dataclasses.replace(run.store, exclude={"val": f"{folder}/bad.json"})
     train = dataclasses.replace(run.train, log_samples=True, checkpoint_interval=5)
     return dataclasses.replace(run, name="mine", store=store, train=train)
@@ -78,10 +80,14 @@ def places(bucket: str, tmp_path: Path) -> tuple[str, str]:
         uploaded.mkdir()
         for folder in (tmp_path / "train.lmdb", uploaded):
             for number, (start, end) in enumerate([(0, 40), (40, 70), (70, 100)]):
-                with open_writer(folder / f"{number:05d}.lmdb", classes=CLASSES) as writer:
+                with open_writer(
+                    folder / f"{number:05d}.lmdb", classes=CLASSES
+                ) as writer:
                     for row in rows[start:end]:
                         writer.append(row)
-    with open_writer(tmp_path / "val.parquet", classes=CLASSES, row_group_size=8) as writer:
+    with open_writer(
+        tmp_path / "val.parquet", classes=CLASSES, row_group_size=8
+    ) as writer:
         for row in samples(22, first=1000):
             writer.append(row)
     pyarrow.fs.copy_files(
@@ -91,7 +97,11 @@ def places(bucket: str, tmp_path: Path) -> tuple[str, str]:
         destination_filesystem=open_filesystem(bucket)[0],
     )
     for address in (str(tmp_path), bucket):
-        write_bad_list(f"{address}/bad.json", open_store(f"{address}/val.parquet"), [{"index": 3, "error": "x"}])
+        write_bad_list(
+            f"{address}/bad.json",
+            open_store(f"{address}/val.parquet"),
+            [{"index": 3, "error": "x"}],
+        )
     return str(tmp_path), bucket
 
 
@@ -100,11 +110,17 @@ def files(folder: str) -> dict[str, bytes]:
     filesystem, root = open_filesystem(folder)
     found = filesystem.get_file_info(pyarrow.fs.FileSelector(root, recursive=True))
     paths = [info.path for info in found if info.type == pyarrow.fs.FileType.File]
-    return {path.removeprefix(f"{root}/"): filesystem.open_input_stream(path).read() for path in paths}
+    return {
+        path.removeprefix(f"{root}/"): filesystem.open_input_stream(path).read()
+        for path in paths
+    }
 
 
 def without_names(records: bytes) -> list[dict[str, Any]]:
-    return [{key: v for key, v in json.loads(line).items() if key != "name"} for line in records.splitlines()]
+    return [
+        {key: v for key, v in json.loads(line).items() if key != "name"}
+        for line in records.splitlines()
+    ]
 
 
 def final_state(run: dict[str, bytes]) -> dict[str, Any]:
@@ -121,7 +137,9 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     # Only answers with a body can be cut or slow: one in five.
     rates = {"throttle": 0.03, "drop": 0.03, "cut": 0.08, "slow": 0.1}
     with FaultyProxy(s3_endpoint, seed=1, rates=rates) as proxy:
-        proxy.outage = first(40, after=100)  # of all requests, for some seconds, in the midst of it
+        proxy.outage = first(
+            40, after=100
+        )  # of all requests, for some seconds, in the midst of it
         process_environment = {
             **os.environ,
             **environment(proxy.endpoint),
@@ -129,7 +147,13 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
         }
         process_environment.pop("RAY_ADDRESS", None)
         done = subprocess.run(
-            [sys.executable, "-c", RUNS, str(tmp_path / "run"), str(tmp_path / "results.json")],
+            [
+                sys.executable,
+                "-c",
+                RUNS,
+                str(tmp_path / "run"),
+                str(tmp_path / "results.json"),
+            ],
             capture_output=True,
             text=True,
             timeout=380,
@@ -143,21 +167,38 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     assert faults.keys() == rates.keys() and requests > 200, (faults, requests)
     print(f"{requests} requests, faults: {faults}")
 
-    assert stopped["stopped"] and 0 < stopped["steps"] < alone["steps"] == resumed["steps"] == 16
+    assert (
+        stopped["stopped"]
+        and 0 < stopped["steps"] < alone["steps"] == resumed["steps"] == 16
+    )
     assert resumed["run_dir"] == f"{remote}/runs/mine"
     assert resumed["val_accuracy"] == alone["val_accuracy"]
     here, there = files(f"{local}/runs/mine"), files(f"{remote}/runs/mine")
     seen, expected_samples = (parse(found["samples.jsonl"]) for found in (there, here))
-    assert [r for r in seen if "indices" in r] == expected_samples and len(expected_samples) == 32
+    assert [r for r in seen if "indices" in r] == expected_samples and len(
+        expected_samples
+    ) == 32
     expected, found = final_state(here)["model"], final_state(there)["model"]
-    assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-    quarantined = {name: content for name, content in here.items() if name.startswith("quarantine/")}
+    assert expected.keys() == found.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
+    quarantined = {
+        name: content
+        for name, content in here.items()
+        if name.startswith("quarantine/")
+    }
     assert quarantined
     for name, content in quarantined.items():
         found = there[name].replace(remote.encode(), local.encode())
-        assert without_names(found) == without_names(content)  # shards in a bucket have names of their own
+        assert without_names(found) == without_names(
+            content
+        )  # shards in a bucket have names of their own
     kinds = [record["kind"] for record in parse(there["metrics.jsonl"])]
-    assert kinds.count("train") == 16 and kinds.count("val") == 2 and kinds.count("start") == 2
+    assert (
+        kinds.count("train") == 16
+        and kinds.count("val") == 2
+        and kinds.count("start") == 2
+    )
     assert "stop" not in there
     cached = list((tmp_path / "cache" / "shards").glob("*/data"))
     assert len(cached) == 3  # the training shards; Parquet is read where it is
@@ -165,7 +206,9 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("name", ["x.lmdb", "x.parquet"])
-def test_convert_writes_to_a_bucket(name: str, bucket: str, stores: dict[str, Path]) -> None:
+def test_convert_writes_to_a_bucket(
+    name: str, bucket: str, stores: dict[str, Path]
+) -> None:
     found = convert(str(stores["train"]), f"{bucket}/{name}", shards=2)
     assert (found["samples"], found["classes"]) == (100, 5)
     store, source = open_store(f"{bucket}/{name}"), open_store(stores["train"])

@@ -20,7 +20,15 @@ from raypipe.config import (
 from raypipe.errors import ConfigError
 from raypipe.transform.limits import MAX_PIXELS
 
-SECTIONS = (StoreConfig, PlanConfig, TransformConfig, PoolConfig, AugmentConfig, TrainConfig, RunConfig)
+SECTIONS = (
+    StoreConfig,
+    PlanConfig,
+    TransformConfig,
+    PoolConfig,
+    AugmentConfig,
+    TrainConfig,
+    RunConfig,
+)
 
 BAD: list[tuple[type, str, Any]] = [
     (PlanConfig, "epochs", 0),
@@ -82,27 +90,41 @@ def test_defaults_are_valid_and_frozen(section: type) -> None:
 
 
 @pytest.mark.parametrize(("section", "name", "value"), BAD, ids=label)
-def test_a_bad_number_names_its_field_and_value(section: type, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"\.{name}\b.*{value if not isinstance(value, tuple) else ''}"):
+def test_a_bad_number_names_its_field_and_value(
+    section: type, name: str, value: Any
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=rf"\.{name}\b.*{value if not isinstance(value, tuple) else ''}",
+    ):
         section(**{name: value})
 
 
 @pytest.mark.parametrize(("section", "name", "value"), BAD_CHOICES, ids=label)
-def test_an_unknown_choice_names_its_field(section: type, name: str, value: str) -> None:
+def test_an_unknown_choice_names_its_field(
+    section: type, name: str, value: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"\.{name}\b"):
         section(**{name: value})
 
 
 def test_a_pool_may_not_be_smaller_than_its_minimum() -> None:
     PoolConfig(min_actors=4, max_actors=4)
-    with pytest.raises(ConfigError, match=r"pool\.max_actors .* pool\.min_actors \(4\), got 3"):
+    with pytest.raises(
+        ConfigError, match=r"pool\.max_actors .* pool\.min_actors \(4\), got 3"
+    ):
         PoolConfig(min_actors=4, max_actors=3)
 
 
-@pytest.mark.parametrize("weights", [{"a": -1}, {"a": 0}, {0: {"a": float("nan")}}, {1: {"a": 1}}, {0: {}}])
+@pytest.mark.parametrize(
+    "weights", [{"a": -1}, {"a": 0}, {0: {"a": float("nan")}}, {1: {"a": 1}}, {0: {}}]
+)
 def test_a_mixture_has_weights_from_the_first_epoch_on(weights: Any) -> None:
     PlanConfig(mixture={0: {"a": 1}, 5: {"a": 0, "b": 2}})
-    with pytest.raises(ConfigError, match=r"plan\.mixture(\[0\])?(\['a'\])? must be (weights|a finite number)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"plan\.mixture(\[0\])?(\['a'\])? must be (weights|a finite number)",
+    ):
         PlanConfig(mixture=weights)
 
 
@@ -114,33 +136,97 @@ class Point(NamedTuple):
 
 # All of these were taken, or ended in a TypeError, ValueError, OverflowError or MemoryError, there or later on.
 UNFIT = [
-    Point(PlanConfig, {"seed": 1.5}, "plan.seed must be a whole number of at least 0, got 1.5"),
-    Point(PlanConfig, {"seed": True}, "plan.seed must be a whole number of at least 0, got True"),
-    Point(PlanConfig, {"seed": 10**9000}, "from 0 to 18446744073709551615, got an integer of 29898 bits"),
-    Point(PlanConfig, {"micro_batch_size": "8"}, "plan.micro_batch_size must be a whole number .*, got '8'"),
-    Point(PlanConfig, {"mixture": {"a": "x"}}, r"plan.mixture\['a'\] must be a finite number .*, got 'x'"),
-    Point(PlanConfig, {"weights": float("inf")}, "plan.weights must be a string or a number from 0 to 8, got inf"),
-    Point(TransformConfig, {"size": "224"}, "transform.size must be a whole number .* or {.*}, got '224'"),
-    Point(TransformConfig, {"size": 1.5}, "transform.size must be a whole number .*, got 1.5"),
-    Point(TransformConfig, {"size": {0: 10**6}}, r"transform.size\[0\] must be .* from 1 to 14956, got 1000000"),
-    Point(AugmentConfig, {"mean": (float("nan"), 0, 0)}, r"augment.mean\[0\] must be a finite number, got nan"),
-    Point(StoreConfig, {"columns": {"a": {"length": 10**12}}}, "columns.a.length must be .* from 0 to 16777216"),
-    Point(StoreConfig, {"columns": "caption"}, r"store.columns must be \[string, …\] or .*, got 'caption'"),
-    Point(TrainConfig, {"use_gpu": 1}, "train.use_gpu must be true, false or 'auto', got 1"),
-    Point(RunConfig, {"plan": {"epochs": 3}}, "plan must be a PlanConfig, got {'epochs': 3}"),
+    Point(
+        PlanConfig,
+        {"seed": 1.5},
+        "plan.seed must be a whole number of at least 0, got 1.5",
+    ),
+    Point(
+        PlanConfig,
+        {"seed": True},
+        "plan.seed must be a whole number of at least 0, got True",
+    ),
+    Point(
+        PlanConfig,
+        {"seed": 10**9000},
+        "from 0 to 18446744073709551615, got an integer of 29898 bits",
+    ),
+    Point(
+        PlanConfig,
+        {"micro_batch_size": "8"},
+        "plan.micro_batch_size must be a whole number .*, got '8'",
+    ),
+    Point(
+        PlanConfig,
+        {"mixture": {"a": "x"}},
+        r"plan.mixture\['a'\] must be a finite number .*, got 'x'",
+    ),
+    Point(
+        PlanConfig,
+        {"weights": float("inf")},
+        "plan.weights must be a string or a number from 0 to 8, got inf",
+    ),
+    Point(
+        TransformConfig,
+        {"size": "224"},
+        "transform.size must be a whole number .* or {.*}, got '224'",
+    ),
+    Point(
+        TransformConfig,
+        {"size": 1.5},
+        "transform.size must be a whole number .*, got 1.5",
+    ),
+    Point(
+        TransformConfig,
+        {"size": {0: 10**6}},
+        r"transform.size\[0\] must be .* from 1 to 14956, got 1000000",
+    ),
+    Point(
+        AugmentConfig,
+        {"mean": (float("nan"), 0, 0)},
+        r"augment.mean\[0\] must be a finite number, got nan",
+    ),
+    Point(
+        StoreConfig,
+        {"columns": {"a": {"length": 10**12}}},
+        "columns.a.length must be .* from 0 to 16777216",
+    ),
+    Point(
+        StoreConfig,
+        {"columns": "caption"},
+        r"store.columns must be \[string, …\] or .*, got 'caption'",
+    ),
+    Point(
+        TrainConfig,
+        {"use_gpu": 1},
+        "train.use_gpu must be true, false or 'auto', got 1",
+    ),
+    Point(
+        RunConfig,
+        {"plan": {"epochs": 3}},
+        "plan must be a PlanConfig, got {'epochs': 3}",
+    ),
 ]
 
 
-@pytest.mark.parametrize("point", UNFIT, ids=lambda point: "-".join(map(str, point.values))[:40])
+@pytest.mark.parametrize(
+    "point", UNFIT, ids=lambda point: "-".join(map(str, point.values))[:40]
+)
 def test_a_value_of_the_wrong_type_is_refused_by_name(point: Point) -> None:
     with pytest.raises(ConfigError, match=point.message):
         point.section(**point.values)
 
 
 def test_numbers_and_arrays_of_numpy_become_plain_ones() -> None:
-    plan = PlanConfig(seed=np.int64(3), weights=np.float32(0.5), val_buckets=np.bool_(False))  # type: ignore
+    plan = PlanConfig(
+        seed=np.int64(3), weights=np.float32(0.5), val_buckets=np.bool_(False)
+    )  # type: ignore
     assert plan == PlanConfig(seed=3, weights=0.5)
-    assert [type(each) for each in (plan.seed, plan.weights, plan.val_buckets)] == [int, float, bool]
+    assert [type(each) for each in (plan.seed, plan.weights, plan.val_buckets)] == [
+        int,
+        float,
+        bool,
+    ]
     assert AugmentConfig(mean=np.zeros(3)).mean == (0.0, 0.0, 0.0)  # type: ignore[arg-type]
 
 
@@ -151,23 +237,36 @@ def test_images_have_as_many_pixels_as_the_decoder_makes() -> None:
 def test_every_field_is_described() -> None:
     for section in SECTIONS:
         for field in dataclasses.fields(section):
-            assert field.name in (section.__doc__ or ""), f"{section.__name__}.{field.name}"
+            assert field.name in (section.__doc__ or ""), (
+                f"{section.__name__}.{field.name}"
+            )
 
 
 @pytest.mark.parametrize(
     ("interval", "steps", "seconds"),
-    [(0, 0, math.inf), (500, 500, math.inf), ("90s", 0, 90.0), ("10min", 0, 600.0), ("1.5 h", 0, 5400.0)],
+    [
+        (0, 0, math.inf),
+        (500, 500, math.inf),
+        ("90s", 0, 90.0),
+        ("10min", 0, 600.0),
+        ("1.5 h", 0, 5400.0),
+    ],
 )
-def test_checkpoints_come_by_steps_or_by_the_clock(interval: int | str, steps: int, seconds: float) -> None:
+def test_checkpoints_come_by_steps_or_by_the_clock(
+    interval: int | str, steps: int, seconds: float
+) -> None:
     config = TrainConfig(checkpoint_interval=interval)
     assert (config.checkpoint_steps, config.checkpoint_s) == (steps, seconds)
     assert TrainConfig().checkpoint_s == 600
 
 
 @pytest.mark.parametrize(
-    "optimizer, batch, expected", [("sgd", 256, 0.1), ("sgd", 32, 0.0125), ("adamw", 512, 5e-4)]
+    "optimizer, batch, expected",
+    [("sgd", 256, 0.1), ("sgd", 32, 0.0125), ("adamw", 512, 5e-4)],
 )
-def test_the_default_learning_rate_follows_the_global_batch(optimizer: str, batch: int, expected: float) -> None:
+def test_the_default_learning_rate_follows_the_global_batch(
+    optimizer: str, batch: int, expected: float
+) -> None:
     train = TrainConfig(optimizer=optimizer)
     for per_step in (1, 4):
         plan = PlanConfig(micro_batch_size=batch // per_step, global_batch_size=batch)

@@ -53,7 +53,9 @@ def final_model(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_equal_models(one: Path, other: Path) -> None:
     expected, found = final_model(one), final_model(other)
-    assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert expected.keys() == found.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
 def trainers_of(head: LocalHead) -> list[int]:
@@ -61,10 +63,17 @@ def trainers_of(head: LocalHead) -> list[int]:
     found, mark = [], f"RAY_TMPDIR={head.environment['RAY_TMPDIR']}".encode()
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            command, environment = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
+            command, environment = (
+                (path / "cmdline").read_bytes(),
+                (path / "environ").read_bytes(),
+            )
         except OSError:
             continue
-        if command.startswith(b"ray::") and b"RayTrainWorker" in command and mark in environment.split(b"\0"):
+        if (
+            command.startswith(b"ray::")
+            and b"RayTrainWorker" in command
+            and mark in environment.split(b"\0")
+        ):
             found.append(int(path.name))
     return found
 
@@ -79,7 +88,8 @@ def test_a_run_killed_30_times_while_writing_ends_with_equal_weights(
     def whole() -> int:
         return max(
             (
-                int(p.parent.name.split("_")[1]) * 1000 + int(p.parent.name.split("_")[2])
+                int(p.parent.name.split("_")[1]) * 1000
+                + int(p.parent.name.split("_")[2])
                 for p in folder.glob("checkpoint_*/checkpoint.json")
             ),
             default=-1,
@@ -94,7 +104,13 @@ def test_a_run_killed_30_times_while_writing_ends_with_equal_weights(
         environment = {**head.environment, "RAY_ADDRESS": f"{head.gcs_address}"}
 
         def start(failures: int = 0) -> subprocess.Popen[str]:
-            arguments = [str(tmp_path), str(stores["train"]), str(stores["val"]), str(epochs), str(failures)]
+            arguments = [
+                str(tmp_path),
+                str(stores["train"]),
+                str(stores["val"]),
+                str(epochs),
+                str(failures),
+            ]
             return subprocess.Popen(
                 [sys.executable, "-c", RUN, *arguments],
                 env=environment,
@@ -106,15 +122,22 @@ def test_a_run_killed_30_times_while_writing_ends_with_equal_weights(
         while sum(killed.values()) < KILLS:
             driver = start()
             output: list[str] = []
-            reading = threading.Thread(target=lambda d=driver, o=output: o.extend(d.stdout), daemon=True)  # type: ignore[misc]
+            reading = threading.Thread(
+                target=lambda d=driver, o=output: o.extend(d.stdout), daemon=True
+            )  # type: ignore[misc]
             reading.start()
             seen = whole()
             for _ in range(moments.choice((1, 1, 2))):
                 while whole() == seen and driver.poll() is None:
                     time.sleep(0.001)
                 seen = whole()
-            assert driver.poll() is None, (sum(killed.values()), "".join(output)[-3000:])
-            time.sleep(moments.uniform(0, 0.15))  # a step and its checkpoint take about so long
+            assert driver.poll() is None, (
+                sum(killed.values()),
+                "".join(output)[-3000:],
+            )
+            time.sleep(
+                moments.uniform(0, 0.15)
+            )  # a step and its checkpoint take about so long
             victim = moments.choice(("driver", "trainer"))
             for pid in [driver.pid] if victim == "driver" else trainers_of(head):
                 os.kill(pid, signal.SIGKILL)
@@ -136,7 +159,13 @@ def test_a_run_killed_30_times_while_writing_ends_with_equal_weights(
 def start_unbroken(
     environment: dict[str, str], tmp_path: Path, stores: dict[str, Path], epochs: int
 ) -> dict[str, Any]:
-    arguments = [str(tmp_path / "unbroken"), str(stores["train"]), str(stores["val"]), str(epochs), "0"]
+    arguments = [
+        str(tmp_path / "unbroken"),
+        str(stores["train"]),
+        str(stores["val"]),
+        str(epochs),
+        "0",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", RUN, *arguments],
         env=environment,
@@ -177,7 +206,9 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_equal_weights(
     run, whole, half = halves
     shutil.copytree(half, tmp_path / "half")
     DAMAGE[damage][0](newest(tmp_path / "half"))
-    (tmp_path / "half" / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_resu')
+    (tmp_path / "half" / "checkpoint_manager_snapshot.json").write_text(
+        '{"checkpoint_resu'
+    )
     train(dataclasses.replace(run, resume=str(tmp_path / "half")))
     assert_equal_models(whole, tmp_path / "half")
 
@@ -197,7 +228,10 @@ def test_a_run_goes_on_to_equal_weights_after_its_disk_was_full(
 
         filling = threading.Thread(target=fill_up)
         filling.start()
-        with pytest.raises(ConfigError, match=r"checkpoint .* cannot be written .*No space left on device"):
+        with pytest.raises(
+            ConfigError,
+            match=r"checkpoint .* cannot be written .*No space left on device",
+        ):
             train(dataclasses.replace(run, storage_path=str(disk), name="run"))
         filling.join()
         make_room(disk)

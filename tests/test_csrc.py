@@ -17,24 +17,43 @@ DOCSTRINGS = {
 }
 
 
-@pytest.mark.parametrize("path", sorted((TESTS.parent / "csrc").glob("*.*")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((TESTS.parent / "csrc").glob("*.*")), ids=lambda path: path.name
+)
 def test_a_module_of_tests_names_it(path: Path) -> None:
-    assert [name for name, text in DOCSTRINGS.items() if re.search(rf"\b{re.escape(path.name)}\b", text)]
+    assert [
+        name
+        for name, text in DOCSTRINGS.items()
+        if re.search(rf"\b{re.escape(path.name)}\b", text)
+    ]
 
 
 CSRC = TESTS.parent / "csrc"
 SOURCES = {  # without comments
-    path.name: re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL) for path in sorted(CSRC.glob("*.[ch]"))
+    path.name: re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    for path in sorted(CSRC.glob("*.[ch]"))
 }
 COPIES = ("memcpy", "memmove", "memset")
-UNBOUNDED = ("strcpy", "strcat", "sprintf", "vsprintf", "gets", "alloca", "stpcpy", "jpeg_mem_dest")
+UNBOUNDED = (
+    "strcpy",
+    "strcat",
+    "sprintf",
+    "vsprintf",
+    "gets",
+    "alloca",
+    "stpcpy",
+    "jpeg_mem_dest",
+)
 CONSTANT_SIZE = re.compile(r"sizeof [*\w.>-]+|[A-Z][A-Z0-9_]*")
 # Files whose every length is of an image that the kernel has made itself, of sides that new_image has checked.
 OF_IMAGES = {"filter.h", "resize.h"}
 ALLOWED = {
     ("bounds.h", "from.left"): "the Writer has as many",
     ("bounds.h", "(size_t)num"): "the Writer has as many",
-    ("image.h", "(size_t)num * CHANNELS"): "copy_row: a row of an image that the kernel has made",
+    (
+        "image.h",
+        "(size_t)num * CHANNELS",
+    ): "copy_row: a row of an image that the kernel has made",
     (
         "jpeg_baseline.h",
         "(size_t)scan.num_blocks * sizeof *blocks",
@@ -76,7 +95,14 @@ def test_each_exception_of_the_rule_is_in_use() -> None:
     assert set(ALLOWED) <= found and {file for file, _ in found} >= OF_IMAGES
 
 
-@pytest.mark.parametrize("file", ["jpeg_header.h", "jpeg_seek.h", "jpeg_transcode.h", "lmdb.h"])
+@pytest.mark.parametrize(
+    "file", ["jpeg_header.h", "jpeg_seek.h", "jpeg_transcode.h", "lmdb.h"]
+)
 def test_a_file_is_not_read_by_pointers(file: str) -> None:
     """What a file says goes through a Reader: no byte is taken by `data[at]`, `body[…]` or `page + …`."""
-    assert re.findall(r"\b(?:data|body|page|record|segment|file)(?:\[| \+ )", SOURCES[file]) == []
+    assert (
+        re.findall(
+            r"\b(?:data|body|page|record|segment|file)(?:\[| \+ )", SOURCES[file]
+        )
+        == []
+    )

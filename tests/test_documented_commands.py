@@ -45,7 +45,12 @@ SMALL = {
     "bench": ["--seconds=1", "--repeats=1", "--pool.max_actors=1", *SIZES],
     "digest": ["--pool.max_actors=1", "--plan.global_batch_size=64", *SIZES],
 }
-ONE_EPOCH = ["--plan.epochs=1", "--plan.micro_batch_size=8", "--plan.global_batch_size=16", "--transform.size=32"]
+ONE_EPOCH = [
+    "--plan.epochs=1",
+    "--plan.micro_batch_size=8",
+    "--plan.global_batch_size=16",
+    "--transform.size=32",
+]
 ONE_CPU = ["--pool.max_actors=1", "--train.num_workers=1", "--train.cpus_per_worker=1"]
 JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
 TUNE = ["--trials=2", "--seeds=2", "--storage_path=runs"]
@@ -54,14 +59,20 @@ ELSEWHERE = {
     ("README.md", "digest"): "test_docs.py",
     ("llms.txt", "digest"): "here, of concepts.md",
     ("reproducibility.md", "digest"): "test_docs.py",
-    **{("targets.md", name): "test_docs.py" for name in ("verify", "digest", "preview")},
+    **{
+        ("targets.md", name): "test_docs.py" for name in ("verify", "digest", "preview")
+    },
 }
 
 
 def of(page: str, *names: str) -> list[list[str]]:
     """The commands of a page, of these names. docs/README.md has none."""
     path = next(path for path in PAGES if path.name == page)
-    return [words for words in commands(path) if words[1 if words[0] == "raypipe" else 0] in names]
+    return [
+        words
+        for words in commands(path)
+        if words[1 if words[0] == "raypipe" else 0] in names
+    ]
 
 
 def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -73,9 +84,15 @@ def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 def run_alone(words: list[str]) -> dict[str, Any]:
     """The same in a process of its own, which starts a cluster of its own."""
-    program = [str(COMMAND)] if words[0] == "raypipe" else [sys.executable, str(ROOT / words[0])]
+    program = (
+        [str(COMMAND)]
+        if words[0] == "raypipe"
+        else [sys.executable, str(ROOT / words[0])]
+    )
     command = [*program, *words[1:], *SMALL.get(words[1], [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -109,15 +126,22 @@ def write_folder(path: Path, num: int = 40) -> None:
 TESTED: set[tuple[str, str]] = set(ELSEWHERE)
 
 
-def runs(*what: tuple[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def runs(
+    *what: tuple[str, str],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Say which commands a test runs: pages and names."""
     TESTED.update(what)
     return lambda test: test
 
 
-@runs(*(("quickstart.md", name) for name in ("convert", "verify", "preview")), ("failures.md", "verify"))
+@runs(
+    *(("quickstart.md", name) for name in ("convert", "verify", "preview")),
+    ("failures.md", "verify"),
+)
 @pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_quickstart_converts_verifies_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_quickstart_converts_verifies_and_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     train, val = of("quickstart.md", "convert")
     for words, num in ((train, 40), (val, 20)):
         write_folder(Path(words[2]), num)
@@ -126,19 +150,27 @@ def test_docs_quickstart_converts_verifies_and_shows(capsys: pytest.CaptureFixtu
         assert run(verify, capsys)["bad_samples"] == 0 and Path("bad.json").exists()
         Path("bad.json").unlink()
     (preview,) = of("quickstart.md", "preview")
-    assert run(preview, capsys)["samples"] == 6 and Path("grid.png").stat().st_size > 1000
+    assert (
+        run(preview, capsys)["samples"] == 6 and Path("grid.png").stat().st_size > 1000
+    )
     exec(blocks("python", ROOT / "docs" / "quickstart.md")[0], {})
     assert "torch.Size([16, 3, 64, 64])" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("folder")
-def test_docs_quickstart_uses_the_model_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_quickstart_uses_the_model_of_a_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write_stores("train.lmdb", "val.lmdb")
     write_folder(Path("photos/val"), 1)
     small = small_run("runs", "train.lmdb", "val.lmdb", 1, 1)
     train = replace(small.train, model="resnet18")
     without_ray.train(replace(small, name="first", train=train))
-    (code,) = (code for code in blocks("python", ROOT / "docs" / "quickstart.md") if "read_checkpoint" in code)
+    (code,) = (
+        code
+        for code in blocks("python", ROOT / "docs" / "quickstart.md")
+        if "read_checkpoint" in code
+    )
     exec(compile(code, "quickstart.md", "exec"), {})
     path, name = capsys.readouterr().out.split()[-2:]
     assert path.startswith("photos/val/") and name in CLASSES
@@ -146,7 +178,9 @@ def test_docs_quickstart_uses_the_model_of_a_run(capsys: pytest.CaptureFixture[s
 
 @runs(("quickstart.md", "stop"), ("quickstart.md", "status"), ("failures.md", "status"))
 @pytest.mark.usefixtures("s3")
-def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Here it is a run in a bucket."""
     (words,), (status,) = of("quickstart.md", "stop"), of("quickstart.md", "status")
     assert words[2] == status[2] == "runs/first"
@@ -158,7 +192,9 @@ def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(capsys: pytest.Ca
     filesystem.open_input_stream(f"{path}/stop").close()
     chronicle = Chronicle(1, 0, (filesystem, path))
     chronicle.begin(False, lambda: {"to_step": 90}, None)
-    with chronicle.waiting("train-e0000-s000000-m000", lambda: "idle and wait for the reader"):
+    with chronicle.waiting(
+        "train-e0000-s000000-m000", lambda: "idle and wait for the reader"
+    ):
         chronicle._look(time.time())
         assert run(status, capsys)["waits_for"] == "train-e0000-s000000-m000"
         (elsewhere,) = of("failures.md", "status")
@@ -172,7 +208,9 @@ def test_docs_concepts_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("train.lmdb", [samples(64)[i % 64] for i in range(1600)], CLASSES)
     Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
     digits, whole, part, of_run = of("concepts.md", "digest")
-    assert run([*digits, "--pool.engine=inline"], capsys)["samples"] == 2 * 64  # of 128 on the page
+    assert (
+        run([*digits, "--pool.engine=inline"], capsys)["samples"] == 2 * 64
+    )  # of 128 on the page
     Path(of_run[3]).parent.mkdir(parents=True)
     Path(of_run[3]).write_text(CONFIG_HEAD + Path("run.yaml").read_text())
     hashed = run([*whole, "--pool.engine=inline"], capsys)
@@ -183,9 +221,13 @@ def test_docs_concepts_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster", "folder", "s3")
-def test_docs_formats_converts_into_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_formats_converts_into_a_bucket(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write_tar("photos.tar", samples(100))
-    (convert,) = (words for words in of("formats.md", "convert") if words[3].startswith("s3://"))
+    (convert,) = (
+        words for words in of("formats.md", "convert") if words[3].startswith("s3://")
+    )
     assert run(convert, capsys)["samples"] == 100 == len(open_store(convert[3]))
 
 
@@ -194,32 +236,54 @@ def test_docs_formats_converts_into_a_bucket(capsys: pytest.CaptureFixture[str])
 @pytest.mark.usefixtures("folder", "s3")
 def test_the_benches_of_docs_measure_and_size_a_cluster() -> None:
     write_tar("photos.tar", samples(100))
-    for words in [words for page in ("performance.md", "clusters.md") for words in of(page, "bench")]:
+    for words in [
+        words
+        for page in ("performance.md", "clusters.md")
+        for words in of(page, "bench")
+    ]:
         run_alone(["raypipe", "convert", "photos.tar", words[2], "--overwrite"])
         found = run_alone(words)  # it ends the cluster that it is connected to
         assert found["ratio"] > 0 and found["store"].endswith(words[2])
-        assert found.get("cpus_needed", 0) > 0 or not any("images-per-s" in word for word in words)
+        assert found.get("cpus_needed", 0) > 0 or not any(
+            "images-per-s" in word for word in words
+        )
 
 
 @pytest.mark.usefixtures("ray_cluster", "folder")
-def test_the_option_seekable_of_docs_formats(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_seekable_of_docs_formats(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert "`--seekable`" in (ROOT / "docs" / "formats.md").read_text()
     write_tar("photos.tar", samples(20))
-    assert run(["raypipe", "convert", "photos.tar", "train.lmdb", "--seekable"], capsys)["samples"] == 20
-    assert all(map(is_seekable, open_store("train.lmdb").read(np.arange(20), ("image",))["image"]))
+    assert (
+        run(["raypipe", "convert", "photos.tar", "train.lmdb", "--seekable"], capsys)[
+            "samples"
+        ]
+        == 20
+    )
+    assert all(
+        map(
+            is_seekable,
+            open_store("train.lmdb").read(np.arange(20), ("image",))["image"],
+        )
+    )
 
 
 @runs(("moving.md", "convert"))
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_moving_converts_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     write_folder(Path("train"))
-    words, _ = of("moving.md", "convert")  # the other is of MDS, as tests/stores/sources has it
+    words, _ = of(
+        "moving.md", "convert"
+    )  # the other is of MDS, as tests/stores/sources has it
     assert run(words, capsys)["samples"] == 40 == len(open_store(words[3]))
 
 
 @runs(("transforms.md", "preview"), ("transforms.md", "digest"))
 @pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_transforms_draws_steps_and_views_and_hashes_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_transforms_draws_steps_and_views_and_hashes_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write_atomically("train.lmdb", samples(64), CLASSES)
     Path("policy.yaml").write_text(
         "transform: {train: [{RandomResizedCrop: {size: [32, 32]}}, {HorizontalFlip: }]}"
@@ -238,7 +302,9 @@ def write_hugging_face(image: str = "image", label: str = "label") -> None:
     Path("data").mkdir(exist_ok=True)
     images = [{"bytes": picture(i), "path": f"{i}.jpg"} for i in range(30)]
     for split in ("train", "validation"):
-        table = pa.table({image: images, label: pa.array([i % 5 for i in range(30)], pa.int64())})
+        table = pa.table(
+            {image: images, label: pa.array([i % 5 for i in range(30)], pa.int64())}
+        )
         pa.parquet.write_table(table, f"data/{split}-00000-of-00001.parquet")
 
 
@@ -254,7 +320,9 @@ def write_hdf5() -> None:
 def write_tfrecords() -> None:
     """30 samples: 8 of TensorFlow's in each of three files, and 6 in the last."""
     Path("imagenet").mkdir()
-    records = (ROOT / "tests" / "stores" / "data" / "tensorflow-train.tfrecord").read_bytes()
+    records = (
+        ROOT / "tests" / "stores" / "data" / "tensorflow-train.tfrecord"
+    ).read_bytes()
     for number in range(3):
         Path(f"imagenet/train-{number:05d}-of-01024").write_bytes(records)
     starts = [0]
@@ -286,9 +354,17 @@ READS = ("convert", "inspect", "preview")
 @runs(*(("formats.md", name) for name in READS))
 @pytest.mark.usefixtures("ray_cluster", "folder")
 @pytest.mark.parametrize(
-    "words", [words for words in of("formats.md", *READS) if "s3://bucket" not in " ".join(words)], ids=" ".join
+    "words",
+    [
+        words
+        for words in of("formats.md", *READS)
+        if "s3://bucket" not in " ".join(words)
+    ],
+    ids=" ".join,
 )
-def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_formats_reads_what_others_wrote(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     if "fine_label" in words:
         write_hugging_face("img", "fine_label")
     else:
@@ -304,7 +380,9 @@ LMDBS: dict[str, Callable[[list[bytes], list[int]], object]] = {
     "imagenet.lmdb": lambda images, labels: foreign_lmdbs.write_values(
         Path("imagenet.lmdb"), images, labels, foreign_lmdbs.DUMPS["pickle"]
     ),
-    "lsun/*_train_lmdb": lambda images, labels: foreign_lmdbs.write_lsun(Path("lsun"), images, labels, CLASSES),
+    "lsun/*_train_lmdb": lambda images, labels: foreign_lmdbs.write_lsun(
+        Path("lsun"), images, labels, CLASSES
+    ),
     "caffe/ilsvrc12_train_lmdb": lambda images, labels: foreign_lmdbs.write_datums(
         Path("caffe/ilsvrc12_train_lmdb"), images, labels
     ),
@@ -314,9 +392,13 @@ LMDBS: dict[str, Callable[[list[bytes], list[int]], object]] = {
 @runs(*(("lmdb.md", name) for name in READS))
 @pytest.mark.usefixtures("ray_cluster", "folder")
 @pytest.mark.parametrize("words", of("lmdb.md", *READS), ids=" ".join)
-def test_docs_lmdb_reads_those_of_others(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_lmdb_reads_those_of_others(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     given = samples(30)
-    LMDBS[words[2]]([sample["image"] for sample in given], [sample["label"] for sample in given])
+    LMDBS[words[2]](
+        [sample["image"] for sample in given], [sample["label"] for sample in given]
+    )
     assert run(words, capsys)["samples"] == (6 if words[1] == "preview" else 30)
 
 
@@ -359,15 +441,21 @@ def test_the_runs_of_docs_quickstart_run() -> None:
 def test_the_jobs_of_docs_clusters_run() -> None:
     write_stores("val.parquet")
     for name in ("train", "val"):
-        run_alone(["raypipe", "convert", "val.parquet", f"s3://my-bucket/{name}.parquet"])
+        run_alone(
+            ["raypipe", "convert", "val.parquet", f"s3://my-bucket/{name}.parquet"]
+        )
     standing, words = of("clusters.md", "jobs/train.py")
     assert job(words)["run_dir"] == "s3://my-bucket/runs/first"
-    assert job(standing, "--storage_path=runs", "--train.num_classes=10")["run_dir"].endswith(
-        "/runs/first"
-    )  # the digits
+    assert job(standing, "--storage_path=runs", "--train.num_classes=10")[
+        "run_dir"
+    ].endswith("/runs/first")  # the digits
 
 
-@runs(("formats.md", "train"), ("transforms.md", "train"), ("transforms.md", "jobs/tune.py"))
+@runs(
+    ("formats.md", "train"),
+    ("transforms.md", "train"),
+    ("transforms.md", "jobs/tune.py"),
+)
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("folder", "s3")
@@ -380,16 +468,22 @@ def test_the_runs_of_docs_formats_and_transforms_run() -> None:
     assert job(in_bucket)["run_dir"].startswith("s3://bucket/runs/")
     settings = yaml.safe_load(blocks("yaml", ROOT / "docs" / "transforms.md")[0])
     Path("run.yaml").write_text(
-        yaml.safe_dump({"store": {"train": "train.lmdb", "val": "train.lmdb"}, **settings})
+        yaml.safe_dump(
+            {"store": {"train": "train.lmdb", "val": "train.lmdb"}, **settings}
+        )
     )
     (words,) = of("transforms.md", "train")
     assert job(words, "--transform.val=none")["steps"] == 10
     (tune,) = of("transforms.md", "jobs/tune.py")
-    assert job(tune, *TUNE, "--transform.val=none", "--transform.train=none")["config"].endswith("best.yaml")
+    assert job(tune, *TUNE, "--transform.val=none", "--transform.train=none")[
+        "config"
+    ].endswith("best.yaml")
 
 
 def test_every_command_has_a_test() -> None:
     shown = {
-        (page.name, words[1] if words[0] == "raypipe" else words[0]) for page in PAGES for words in commands(page)
+        (page.name, words[1] if words[0] == "raypipe" else words[0])
+        for page in PAGES
+        for words in commands(page)
     }
     assert shown == TESTED

@@ -9,7 +9,9 @@ import pytest
 from full_disk import fill, make_room
 
 
-def test_a_full_disk_takes_no_more_and_takes_again_when_there_is_room(full_disk: Path) -> None:
+def test_a_full_disk_takes_no_more_and_takes_again_when_there_is_room(
+    full_disk: Path,
+) -> None:
     (full_disk / "before").write_bytes(b"x" * 5000)
     fill(full_disk)
     with pytest.raises(OSError) as failure:

@@ -36,16 +36,25 @@ SOURCES = (".py", ".yaml", ".yml", ".json", ".h", ".c", ".sh")
 
 def named(heading: str = "", until: str = "\n## ") -> set[str]:
     """What stands between backticks, in a section or in the page; of `a.b(c) -> d` also what comes before (."""
-    text = TEXT.partition(f"\n## {heading}\n")[2].partition(until)[0] if heading else TEXT
-    code = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    text = (
+        TEXT.partition(f"\n## {heading}\n")[2].partition(until)[0] if heading else TEXT
+    )
+    code = re.findall(
+        r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    )
     return {*code, *(part.partition("(")[0] for part in code)}
 
 
 @pytest.mark.pages
 def test_the_reference_and_llms_full_are_those_that_the_code_has_now() -> None:
     names = runpy.run_path(str(ROOT / ".ci" / "reference.py"))
-    for path, made in (("docs/reference.md", names["reference"]()), ("llms-full.txt", names["llms_full"]())):
-        assert (ROOT / path).read_text() == made, f"{path} is stale: run `uv run --group dev .ci/reference.py`"
+    for path, made in (
+        ("docs/reference.md", names["reference"]()),
+        ("llms-full.txt", names["llms_full"]()),
+    ):
+        assert (ROOT / path).read_text() == made, (
+            f"{path} is stale: run `uv run --group dev .ci/reference.py`"
+        )
 
 
 def test_the_reference_has_every_setting() -> None:
@@ -54,18 +63,32 @@ def test_the_reference_has_every_setting() -> None:
 
 
 def test_the_reference_has_every_environment_variable() -> None:
-    files = [*(ROOT / "raypipe").rglob("*.py"), *(ROOT / "deploy").glob("*.py"), ROOT / "hatch_build.py"]
+    files = [
+        *(ROOT / "raypipe").rglob("*.py"),
+        *(ROOT / "deploy").glob("*.py"),
+        ROOT / "hatch_build.py",
+    ]
     source = "".join(path.read_text() for path in files)
-    assert set(re.findall(r"\bRAYPIPE_[A-Z_]+[A-Z]\b", source)) == set(VARIABLES) <= named("Environment variables")
+    assert (
+        set(re.findall(r"\bRAYPIPE_[A-Z_]+[A-Z]\b", source))
+        == set(VARIABLES)
+        <= named("Environment variables")
+    )
     source = "".join(path.read_text() for path in (ROOT / "raypipe").rglob("*.py"))
-    read = re.findall(r'environ(?:ment)?(?:\.get|\.setdefault)?[([]"([A-Z_a-z]+)"', source)
+    read = re.findall(
+        r'environ(?:ment)?(?:\.get|\.setdefault)?[([]"([A-Z_a-z]+)"', source
+    )
     read += re.findall(r'"([A-Z_]+)" (?:not )?in os\.environ', source)
     assert {"RAY_ADDRESS", "AWS_REGION"} <= set(read) <= named("Environment variables")
 
 
 def test_the_reference_has_every_preset() -> None:
     cpu = TEXT.partition("### CPU transforms")[2].partition("\n### ")[0]
-    assert set(re.findall(r"^\| `([\w-]+)`", cpu, re.M)) == {"none", *PRESETS, *VIEW_PRESETS}
+    assert set(re.findall(r"^\| `([\w-]+)`", cpu, re.M)) == {
+        "none",
+        *PRESETS,
+        *VIEW_PRESETS,
+    }
     device = TEXT.partition("### Device augmentation")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `([\w-]+)`", device, re.M) == [*augment.PRESETS]
 
@@ -81,35 +104,54 @@ def test_the_reference_has_every_command_with_its_options() -> None:
 
 def test_the_reference_has_every_public_name_and_section_of_settings() -> None:
     assert {f"raypipe.{name}" for name in raypipe.__all__} <= named("Python API")
-    found = [each for each in vars(config).values() if inspect.isclass(each) and issubclass(each, Section)]
+    found = [
+        each
+        for each in vars(config).values()
+        if inspect.isclass(each) and issubclass(each, Section)
+    ]
     names = {each.__name__ for each in found if each is not Section}
-    assert len(names) >= 8 and names <= {name.rpartition(".")[2] for name in named("Python API")}
+    assert len(names) >= 8 and names <= {
+        name.rpartition(".")[2] for name in named("Python API")
+    }
 
 
 def test_the_reference_has_every_field_of_a_batch() -> None:
-    properties = {name for name, value in vars(Batch).items() if isinstance(value, property)}
+    properties = {
+        name for name, value in vars(Batch).items() if isinstance(value, property)
+    }
     assert {*Batch.__dataclass_fields__, *properties} <= named("Fields of a batch")
 
 
 def test_the_reference_has_every_metric_label_and_alert() -> None:
     assert {f"ray_{name}" for name in METRICS} <= named("Metrics")
     labels = {label for metric in METRICS.values() for label in metric.labels}
-    assert labels - {"version", "plan", "workers"} <= named("Metrics")  # labels of one metric, which it names
+    assert labels - {"version", "plan", "workers"} <= named(
+        "Metrics"
+    )  # labels of one metric, which it names
     groups = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())["groups"]
-    assert {rule["alert"] for group in groups for rule in group["rules"]} <= named("Metrics")
+    assert {rule["alert"] for group in groups for rule in group["rules"]} <= named(
+        "Metrics"
+    )
 
 
 def test_the_reference_has_the_fields_of_records_and_of_log_lines() -> None:
     assert {key for record in RECORDS for key in record} <= named("Records of a run")
     assert {record["kind"] for record in RECORDS} <= named("Records of a run")
-    record = logging.makeLogRecord({"exc_info": (ValueError, ValueError("no"), None), "values": {"phase": ""}})
+    record = logging.makeLogRecord(
+        {"exc_info": (ValueError, ValueError("no"), None), "values": {"phase": ""}}
+    )
     assert set(json.loads(JsonFormatter().format(record))) <= named("Log fields")
 
 
 def test_what_llms_txt_says_to_write_is_there() -> None:
     text = re.sub(r"^\| .*? \| ", "", LLMS, flags=re.M)  # the column of what is wrong
     for name, kind in (("batch", Batch), ("loader", Loader)):
-        attributes = {*dir(kind), *getattr(kind, "__dataclass_fields__", ()), "device", "global_step"}
+        attributes = {
+            *dir(kind),
+            *getattr(kind, "__dataclass_fields__", ()),
+            "device",
+            "global_step",
+        }
         assert set(re.findall(rf"\b{name}\.(\w+)", text)) <= attributes
     for kind in (PlanConfig, PoolConfig):
         for arguments in re.findall(rf"{kind.__name__}\(([^)]*)\)", text):
@@ -120,12 +162,21 @@ def test_what_llms_txt_says_to_write_is_there() -> None:
 
 def test_llms_txt_links_every_page_of_the_documentation() -> None:
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", LLMS))
-    assert {path.name for path in Path(ROOT, "docs").glob("*.md")} - {"README.md"} == linked
+    assert {path.name for path in Path(ROOT, "docs").glob("*.md")} - {
+        "README.md"
+    } == linked
 
 
 def test_pages_that_the_code_names_are_there() -> None:
     folders = ("raypipe", "jobs", "deploy", "benchmarks", "csrc", "tests")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    files = [
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in SOURCES
+    ]
     for path in [*files, ROOT / "deploy" / "Dockerfile"]:
-        for page in re.findall(r"\b(?:docs|benchmarks/results)/[\w-]+\.md\b", path.read_text()):
+        for page in re.findall(
+            r"\b(?:docs|benchmarks/results)/[\w-]+\.md\b", path.read_text()
+        ):
             assert (ROOT / page).exists(), f"{path} names {page}"

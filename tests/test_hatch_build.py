@@ -13,19 +13,25 @@ import pytest
 from packaging.tags import Tag
 
 ROOT = Path(__file__).parents[1]
-pytest.importorskip("hatchling", reason="hatchling is a build dependency; the dev group has it")
+pytest.importorskip(
+    "hatchling", reason="hatchling is a build dependency; the dev group has it"
+)
 
 
 @pytest.fixture(scope="module")
 def hook() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    spec = importlib.util.spec_from_file_location(
+        "hatch_build", ROOT / "hatch_build.py"
+    )
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_what_is_compiled_here_can_be_used_here(hook: ModuleType, tmp_path: Path) -> None:
+def test_what_is_compiled_here_can_be_used_here(
+    hook: ModuleType, tmp_path: Path
+) -> None:
     reason = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
     if reason:
         pytest.skip(f"cannot be compiled here: {reason}")
@@ -34,16 +40,25 @@ def test_what_is_compiled_here_can_be_used_here(hook: ModuleType, tmp_path: Path
         "from raypipe.transform.kernel import why_no_kernel\n"
         "print(repr(why_no_kernel()), sys.modules['_raypipe_kernel'].__file__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.startswith("'' ") and str(tmp_path) in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("no-such-compiler", "no C compiler"), (f"{sys.executable} -c 'raise SystemExit(1)'", "")],
+    [
+        ("no-such-compiler", "no C compiler"),
+        (f"{sys.executable} -c 'raise SystemExit(1)'", ""),
+    ],
 )
 def test_what_cannot_be_compiled_has_a_reason(
-    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
+    hook: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compiler: str,
+    reason: str,
 ) -> None:
     monkeypatch.setenv("CC", compiler)
     found = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
@@ -55,17 +70,27 @@ def test_the_hardening_that_a_compiler_knows_is_used(hook: ModuleType) -> None:
         pytest.skip("there is no gcc")
     flags = hook.hardening(["gcc"])
     assert {"-D_FORTIFY_SOURCE=3", "-fstack-protector-strong"} <= set(flags)
-    assert hook.hardening(["gcc", "-fno-such-option"]) == [] == hook.hardening(["no-such-compiler"])
+    assert (
+        hook.hardening(["gcc", "-fno-such-option"])
+        == []
+        == hook.hardening(["no-such-compiler"])
+    )
 
 
-@pytest.mark.parametrize("unknown", ["stack-clash", "FORTIFY", "sanitize=bounds", "relro"])
-def test_a_flag_that_a_compiler_does_not_know_costs_that_flag_alone(hook: ModuleType, unknown: str) -> None:
+@pytest.mark.parametrize(
+    "unknown", ["stack-clash", "FORTIFY", "sanitize=bounds", "relro"]
+)
+def test_a_flag_that_a_compiler_does_not_know_costs_that_flag_alone(
+    hook: ModuleType, unknown: str
+) -> None:
     def is_known(flags: list[str]) -> bool:
         return not any(unknown in flag for flag in flags)
 
     flags, others = hook.known_of(is_known), hook.known_of(lambda flags: True)
     line = next(choices[0] for choices in hook.HARDENING if not is_known(choices[0]))
-    assert flags == [flag for flag in others if flag not in line] and len(flags) < len(others)
+    assert flags == [flag for flag in others if flag not in line] and len(flags) < len(
+        others
+    )
 
 
 @pytest.mark.parametrize(("unknown", "num_asked"), [("nothing", 1), ("trap=bounds", 2)])
@@ -84,7 +109,9 @@ def test_a_compiler_that_knows_every_kind_of_flag_is_hardly_asked(
 def test_old_and_other_libjpegs_are_refused(
     hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "jpeglib.h").write_text("#define LIBJPEG_TURBO_VERSION_NUMBER 2000006\n")
+    (tmp_path / "jpeglib.h").write_text(
+        "#define LIBJPEG_TURBO_VERSION_NUMBER 2000006\n"
+    )
     (tmp_path / "jerror.h").write_text("")
     monkeypatch.setattr(hook, "libjpeg_flags", lambda: ([f"-I{tmp_path}"], ["-ljpeg"]))
     found = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
@@ -97,14 +124,19 @@ def test_a_releases_libjpeg_is_linked_as_an_archive_with_its_own_headers(
     archive = tmp_path.resolve() / "lib/libjpeg.a"
     monkeypatch.setenv("RAYPIPE_LIBJPEG", str(archive))
     include, libraries = hook.libjpeg_flags()
-    assert include == [f"-I{tmp_path.resolve()}/include"] and libraries[0] == str(archive)
+    assert include == [f"-I{tmp_path.resolve()}/include"] and libraries[0] == str(
+        archive
+    )
     assert "-ljpeg" not in libraries
 
 
 def test_a_wheel_for_macos_is_for_the_oldest_that_was_compiled_for(
     hook: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tags = [Tag("cp311", "abi3", f"macosx_{version}_0_arm64") for version in (15, 14, 13, 12, 11)]
+    tags = [
+        Tag("cp311", "abi3", f"macosx_{version}_0_arm64")
+        for version in (15, 14, 13, 12, 11)
+    ]
     monkeypatch.setattr(hook, "sys_tags", lambda: iter(tags))
     assert hook.wheel_tag() == "cp311-abi3-macosx_15_0_arm64"
     monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", "12.0")

@@ -32,16 +32,28 @@ pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parent.parent
 # A second actor would come late, and take its CPU from the trainer on a machine of two cores.
-DIGITS = ["--plan.epochs=4", "--plan.val_interval=4", "--train.log_interval=5", "--name=digits"]
+DIGITS = [
+    "--plan.epochs=4",
+    "--plan.val_interval=4",
+    "--train.log_interval=5",
+    "--name=digits",
+]
 DIGITS += ["--pool.max_actors=1"]
 STEPS = 4 * 11
 
 
-def run(*command: str, code: int = 0, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, code: int = 0, cache: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **({"RAYPIPE_CACHE": str(cache)} if cache else {})}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=220, env=environment, check=False
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=220,
+        env=environment,
+        check=False,
     )
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done
@@ -57,7 +69,9 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("digits")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAYPIPE_CACHE", str(folder))
-        return without_ray.train(parse_run([f"--storage_path={folder}/runs", *DIGITS], None))
+        return without_ray.train(
+            parse_run([f"--storage_path={folder}/runs", *DIGITS], None)
+        )
 
 
 @pytest.mark.cluster
@@ -75,37 +89,99 @@ def test_digest_prints_the_same_for_any_actors_workers_and_a_resume(
         "--plan.micro_batch_size",
         "10",
     ]
-    command += ["--plan.global_batch_size", "20", "--plan.seed", "3", "--transform.size", "16"]
-    one = last_line(run(*command, "--pool.max_actors", "1", "--output", str(tmp_path / "one.json")))
-    assert one["samples"] == 200 and one["micro_batches"] == 20 and len(one["digest"]) == 32
-    part = ["--train.num_workers", "2", "--from-step", "4", "--compare", str(tmp_path / "one.json")]
+    command += [
+        "--plan.global_batch_size",
+        "20",
+        "--plan.seed",
+        "3",
+        "--transform.size",
+        "16",
+    ]
+    one = last_line(
+        run(*command, "--pool.max_actors", "1", "--output", str(tmp_path / "one.json"))
+    )
+    assert (
+        one["samples"] == 200
+        and one["micro_batches"] == 20
+        and len(one["digest"]) == 32
+    )
+    part = [
+        "--train.num_workers",
+        "2",
+        "--from-step",
+        "4",
+        "--compare",
+        str(tmp_path / "one.json"),
+    ]
     other = last_line(run(*command, "--pool.max_actors", "3", *part))
     assert other["equal"] and other["micro_batches"] == other["compared"] == 12
 
 
 @pytest.mark.cluster
 @pytest.mark.soak  # tests/commands/test_bench.py measures a stream
-def test_bench_prints_ceiling_stream_and_the_cpus_for_a_rate(stores: dict[str, Path]) -> None:
-    command = ["-m", "raypipe.commands.cli", "bench", str(stores["train"]), "--transform.size", "64"]
+def test_bench_prints_ceiling_stream_and_the_cpus_for_a_rate(
+    stores: dict[str, Path],
+) -> None:
+    command = [
+        "-m",
+        "raypipe.commands.cli",
+        "bench",
+        str(stores["train"]),
+        "--transform.size",
+        "64",
+    ]
     done = run(
-        *command, "--seconds", "2", "--plan.micro_batch_size", "32", "--pool.max_actors", "1", "--images-per-s=9"
+        *command,
+        "--seconds",
+        "2",
+        "--plan.micro_batch_size",
+        "32",
+        "--pool.max_actors",
+        "1",
+        "--images-per-s=9",
     )
     found = last_line(done)
-    assert list(found)[:4] == ["ceiling_images_per_s", "stream_images_per_s", "ratio", "first_batch_s"]
+    assert list(found)[:4] == [
+        "ceiling_images_per_s",
+        "stream_images_per_s",
+        "ratio",
+        "first_batch_s",
+    ]
     assert all(value > 0 for value in found.values() if isinstance(value, float))
-    assert (found["actors"], found["micro_batch"], found["micro_batch_bytes"]) == (1, 32, 32 * 64 * 64 * 3)
+    assert (found["actors"], found["micro_batch"], found["micro_batch_bytes"]) == (
+        1,
+        32,
+        32 * 64 * 64 * 3,
+    )
     assert found["cpus_needed"] == 1 and found["core_hours_per_million"] > 0
 
 
 @pytest.mark.soak  # tests/rayext/test_execution.py watches streams that are larger than the object store
-def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(stores: dict[str, Path]) -> None:
-    small = [str(stores["train"]), "--transform=light", "--size=64", "--actors=1", "--micro-batch-size=32"]
+def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(
+    stores: dict[str, Path],
+) -> None:
+    small = [
+        str(stores["train"]),
+        "--transform=light",
+        "--size=64",
+        "--actors=1",
+        "--micro-batch-size=32",
+    ]
     found = last_line(run(f"{ROOT}/benchmarks/memory.py", *small))
-    assert found["micro_batch_bytes"] == 32 * 64 * 64 * 3 and found["spilled_bytes"] == 0
-    assert found["object_store_bytes"] > 0 and found["object_store_bound_bytes"] > 4 * found["micro_batch_bytes"]
-    assert found["private_bytes"] > 100 << 20  # Python and its libraries alone, in half a dozen processes
+    assert (
+        found["micro_batch_bytes"] == 32 * 64 * 64 * 3 and found["spilled_bytes"] == 0
+    )
+    assert (
+        found["object_store_bytes"] > 0
+        and found["object_store_bound_bytes"] > 4 * found["micro_batch_bytes"]
+    )
+    assert (
+        found["private_bytes"] > 100 << 20
+    )  # Python and its libraries alone, in half a dozen processes
     found = last_line(run(f"{ROOT}/benchmarks/resume.py", *small))
-    assert found["resume_ratio"] == pytest.approx(found["resume_end_s"] / found["resume_start_s"])
+    assert found["resume_ratio"] == pytest.approx(
+        found["resume_end_s"] / found["resume_start_s"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,12 +204,20 @@ def test_an_error_is_one_line_on_standard_error(
 ) -> None:
     given = [str(stores["train"]) if a == "STORE" else a for a in arguments]
     done = run("-m", "raypipe.commands.cli", *given, code=1)
-    assert re.match(message, done.stderr.splitlines()[0]) and "Traceback" not in done.stderr
+    assert (
+        re.match(message, done.stderr.splitlines()[0])
+        and "Traceback" not in done.stderr
+    )
     assert done.stdout == ""
 
 
 def test_wrong_usage_ends_with_code_2() -> None:
-    assert "nonsense" in run("-m", "raypipe.commands.cli", "digest", "x.lmdb", "--nonsense", "1", code=2).stderr
+    assert (
+        "nonsense"
+        in run(
+            "-m", "raypipe.commands.cli", "digest", "x.lmdb", "--nonsense", "1", code=2
+        ).stderr
+    )
 
 
 # On a cluster's job server
@@ -150,10 +234,14 @@ def test_a_digits_run_ended_by_ctrl_c_goes_on_as_a_job_to_equal_weights(
     folder = tmp_path / "runs" / "digits"
     environment = {"RAYPIPE_CACHE": str(tmp_path)}
     slowly = ["--train.checkpoint_interval=1"]  # or it might be at its end first
-    with started([f"--storage_path={folder.parent}", *DIGITS, *slowly], ray_folder, environment) as running:
+    with started(
+        [f"--storage_path={folder.parent}", *DIGITS, *slowly], ray_folder, environment
+    ) as running:
         said = ended_by(signal.SIGINT, running, to_group=True)
     stopped = assert_tells_how_to_go_on(said, folder)
-    assert not stopped or ({"images_per_s", "wait_fraction"} <= stopped.keys() and stopped["steps"] < STEPS)
+    assert not stopped or (
+        {"images_per_s", "wait_fraction"} <= stopped.keys() and stopped["steps"] < STEPS
+    )
     with LocalHead(3, environment) as head:
         done = resumed_by_a_job(head, folder)
         submit_a_folder_of_ones_own(head, tmp_path / "mine")
@@ -162,21 +250,40 @@ def test_a_digits_run_ended_by_ctrl_c_goes_on_as_a_job_to_equal_weights(
 
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
-def test_a_killed_trainer_is_in_record_and_status_and_lines_are_json(ray_folder: str, tmp_path: Path) -> None:
+def test_a_killed_trainer_is_in_record_and_status_and_lines_are_json(
+    ray_folder: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "runs" / "digits"
-    command = [f"--storage_path={folder.parent}", *DIGITS, "--log-format=json", "--train.checkpoint_interval=5"]
+    command = [
+        f"--storage_path={folder.parent}",
+        *DIGITS,
+        "--log-format=json",
+        "--train.checkpoint_interval=5",
+    ]
     command += ["--train.num_workers=2", "--train.cpus_per_worker=0.5"]
     environment = {"RAYPIPE_CACHE": str(tmp_path)}
     with started(command, ray_folder, environment, stderr=subprocess.STDOUT) as running:
         assert running.stdout
-        lines = [*itertools.takewhile(lambda line: '"kind": "train"' not in line, running.stdout)]
+        lines = [
+            *itertools.takewhile(
+                lambda line: '"kind": "train"' not in line, running.stdout
+            )
+        ]
         found = {"step": 0}
         while not found["step"]:
             with contextlib.suppress(ConfigError):
                 found = status(str(folder))
-        assert found["state"] == "running" and found["workers"] == 2 and found["to_step"] == STEPS
+        assert (
+            found["state"] == "running"
+            and found["workers"] == 2
+            and found["to_step"] == STEPS
+        )
         children = psutil.Process(running.pid).children(recursive=True)
-        trainers = {child.pid for child in children if "RayTrainWorker" in " ".join(child.cmdline())}
+        trainers = {
+            child.pid
+            for child in children
+            if "RayTrainWorker" in " ".join(child.cmdline())
+        }
         (killed,) = trainers - {found["pid"]}
         os.kill(killed, signal.SIGKILL)
         rest, _ = running.communicate(timeout=300)
@@ -185,17 +292,29 @@ def test_a_killed_trainer_is_in_record_and_status_and_lines_are_json(ray_folder:
     found = status(str(folder))
     assert found["state"] == "ended" and found["step"] == STEPS and found["checkpoint"]
     (fault,) = found["faults"]
-    assert fault.startswith(f"restarting the trainers: trainer 1 died: process {killed} on ")
-    assert any(line.get("message") == fault and line["run"] == "digits" for line in said)
+    assert fault.startswith(
+        f"restarting the trainers: trainer 1 died: process {killed} on "
+    )
+    assert any(
+        line.get("message") == fault and line["run"] == "digits" for line in said
+    )
 
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_a_command_killed_at_random_and_repeated_ends_with_equal_weights(
-    digits_run: dict[str, Any], ray_folder: str, tmp_path: Path, request: pytest.FixtureRequest
+    digits_run: dict[str, Any],
+    ray_folder: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     moments, folder = random.Random(4), tmp_path / "runs" / "digits"
-    command = [f"--storage_path={folder.parent}", *DIGITS, "--resume=auto", "--train.checkpoint_interval=1"]
+    command = [
+        f"--storage_path={folder.parent}",
+        *DIGITS,
+        "--resume=auto",
+        "--train.checkpoint_interval=1",
+    ]
     environment = {"RAYPIPE_CACHE": str(tmp_path)}
 
     def checkpoints() -> set[Path]:
@@ -204,7 +323,9 @@ def test_a_command_killed_at_random_and_repeated_ends_with_equal_weights(
     for number in (0, 1, 2) if is_soak(request.config) else (1,):
         with started(command, ray_folder, environment) as running:
             assert running.stdout
-            for _ in itertools.islice(running.stdout, moments.randrange(1, 12)):  # of about 15
+            for _ in itertools.islice(
+                running.stdout, moments.randrange(1, 12)
+            ):  # of about 15
                 pass
             for _ in range(number * moments.randrange(1, 5)):
                 before = checkpoints()
@@ -213,12 +334,20 @@ def test_a_command_killed_at_random_and_repeated_ends_with_equal_weights(
             time.sleep(moments.uniform(0, 0.3))
             running.kill()
         assert running.returncode == -signal.SIGKILL
-    for said in ("resumed from checkpoint_", "this run has already ended, with checkpoint_0004_0000000_"):
+    for said in (
+        "resumed from checkpoint_",
+        "this run has already ended, with checkpoint_0004_0000000_",
+    ):
         with started(command, ray_folder, environment) as running:
             shown, _ = running.communicate(timeout=200)
         result = json.loads(shown.splitlines()[-1])
-        assert running.returncode == 0 and said in shown and not result["stopped"], shown
-        assert result["steps"] == STEPS and result["val_accuracy"] == digits_run["val_accuracy"]
+        assert running.returncode == 0 and said in shown and not result["stopped"], (
+            shown
+        )
+        assert (
+            result["steps"] == STEPS
+            and result["val_accuracy"] == digits_run["val_accuracy"]
+        )
     assert_equal_weights(folder, Path(digits_run["run_dir"]))
 
 
@@ -234,16 +363,25 @@ def test_two_runs_of_one_second_train_in_turn_and_a_lost_head_is_named(
 
         def start(*settings: str) -> subprocess.Popen[str]:
             environment = {**head.environment, "RAY_ADDRESS": head.gcs_address}
-            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            return subprocess.Popen([*command, *settings], text=True, cwd=ROOT, env=environment, **pipes)
+            pipes: dict[str, Any] = {
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+            }
+            return subprocess.Popen(
+                [*command, *settings], text=True, cwd=ROOT, env=environment, **pipes
+            )
 
         running = [start(f"--name={name}") for name in ("one", "other")]
         said = [each.communicate(timeout=200)[0] for each in running]
         assert [each.returncode for each in running] == [0, 0], said
         waited = [text for text in said if " more (pool.stall_timeout_s) for " in text]
-        assert len(waited) == 1 and re.search("for another run, until .*|for room: 1 trainer and 1 ", waited[0])
+        assert len(waited) == 1 and re.search(
+            "for another run, until .*|for room: 1 trainer and 1 ", waited[0]
+        )
 
-        endless = start("--name=lost", "--plan.epochs=100000", "--train.checkpoint_interval=1")
+        endless = start(
+            "--name=lost", "--plan.epochs=100000", "--train.checkpoint_interval=1"
+        )
         while not list(tmp_path.glob("lost/checkpoint_*/checkpoint.json")):
             assert endless.poll() is None
             time.sleep(0.1)
@@ -251,7 +389,10 @@ def test_two_runs_of_one_second_train_in_turn_and_a_lost_head_is_named(
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         text, _ = endless.communicate(timeout=200)
-    assert endless.returncode == 1 and "error: the head of the Ray cluster no longer answers (" in text
+    assert (
+        endless.returncode == 1
+        and "error: the head of the Ray cluster no longer answers (" in text
+    )
     assert f"continue with: jobs/train.py --resume {tmp_path / 'lost'}" in text
 
 
@@ -263,7 +404,14 @@ def test_a_submitted_run_stopped_and_resumed_ends_with_equal_weights(
 ) -> None:
     runs = tmp_path / "runs"
     with LocalHead(3, {"RAYPIPE_CACHE": str(tmp_path)}) as head:
-        first = ["--working-dir", str(ROOT), "--submission-id", "first", "--no-wait", "--"]
+        first = [
+            "--working-dir",
+            str(ROOT),
+            "--submission-id",
+            "first",
+            "--no-wait",
+            "--",
+        ]
         head.run("job", "submit", *first, *TRAIN, *DIGITS, "--storage_path", str(runs))
         metrics = runs / "digits" / "metrics.jsonl"
         while not metrics.exists() or '"step": 15' not in metrics.read_text():
@@ -271,9 +419,17 @@ def test_a_submitted_run_stopped_and_resumed_ends_with_equal_weights(
             time.sleep(0.5)
         assert "epoch 1/2  step" in head.run("job", "logs", "first").stdout
         assert "was stopped" in head.run("job", "stop", "first").stdout
-        of_rays_own = {"AutoscalingCoordinator", "ActorLocationTracker", "datasets_stats_actor"}
+        of_rays_own = {
+            "AutoscalingCoordinator",
+            "ActorLocationTracker",
+            "datasets_stats_actor",
+        }
         deadline = time.monotonic() + 30  # the cluster hears of their ends one by one
-        while left := {actor["class_name"] for actor in head.live_actors() if actor["name"] not in of_rays_own}:
+        while left := {
+            actor["class_name"]
+            for actor in head.live_actors()
+            if actor["name"] not in of_rays_own
+        }:
             assert time.monotonic() < deadline, left
         done = resumed_by_a_job(head, runs / "digits")
     assert_as_unbroken(done, runs / "digits", digits_run)
@@ -289,11 +445,22 @@ def resumed_by_a_job(head: LocalHead, folder: Path) -> subprocess.CompletedProce
     return head.run("job", "submit", "--working-dir", str(ROOT), "--", *resume)
 
 
-def assert_as_unbroken(done: subprocess.CompletedProcess[str], folder: Path, digits_run: dict[str, Any]) -> None:
+def assert_as_unbroken(
+    done: subprocess.CompletedProcess[str], folder: Path, digits_run: dict[str, Any]
+) -> None:
     lines = done.stdout.splitlines()
-    result = next(json.loads(line) for line in reversed(lines) if line.startswith('{"val_accuracy"'))
-    assert result["val_accuracy"] == digits_run["val_accuracy"] > 0.9 and result["steps"] == STEPS
-    assert f"not resumed from {HALF_WRITTEN}: it was cut off while it was written" in lines
+    result = next(
+        json.loads(line)
+        for line in reversed(lines)
+        if line.startswith('{"val_accuracy"')
+    )
+    assert (
+        result["val_accuracy"] == digits_run["val_accuracy"] > 0.9
+        and result["steps"] == STEPS
+    )
+    assert (
+        f"not resumed from {HALF_WRITTEN}: it was cut off while it was written" in lines
+    )
     assert (folder / HALF_WRITTEN).exists()
     assert_equal_weights(folder, Path(digits_run["run_dir"]))
 
@@ -308,9 +475,20 @@ def submit_a_folder_of_ones_own(head: LocalHead, folder: Path) -> None:
         "import os, raypipe, sys; print(sorted(os.listdir()), raypipe.__file__); sys.exit(int(sys.argv[1]))"
     )
     carried = json.dumps({"py_modules": [str(ROOT / "raypipe")]})
-    program = ["--working-dir", str(folder), "--runtime-env-json", carried, "--", sys.executable, "my_train.py"]
+    program = [
+        "--working-dir",
+        str(folder),
+        "--runtime-env-json",
+        carried,
+        "--",
+        sys.executable,
+        "my_train.py",
+    ]
     done = head.run("job", "submit", *program, "3", check=False)
-    assert "['.rayignore', 'my_train.py', 'part.py']" in done.stdout and "py_modules_files" in done.stdout
+    assert (
+        "['.rayignore', 'my_train.py', 'part.py']" in done.stdout
+        and "py_modules_files" in done.stdout
+    )
     assert done.returncode == 1 and "exit code 3" in done.stdout + done.stderr
 
 

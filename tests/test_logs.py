@@ -32,7 +32,9 @@ def lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_log_line_is_one_object_with_its_place_in_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_line_is_one_object_with_its_place_in_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     configure_logs("json", run="mine", rank=1)
     log_place(split="train", epoch=2, step=7)
     logger.warning("%d samples\nare bad", 3, extra={"values": {"bad": 3}})
@@ -68,7 +70,9 @@ def test_an_exception_is_part_of_its_line(capsys: pytest.CaptureFixture[str]) ->
     assert line["exception"].endswith("ValueError: what happened")
 
 
-def test_progress_is_text_or_an_object_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_text_or_an_object_on_standard_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     progress(logger, "step 3  loss 0.5", loss=0.5)
     configure_logs("json", run="mine")
     log_place(step=9)
@@ -77,10 +81,17 @@ def test_progress_is_text_or_an_object_on_standard_output(capsys: pytest.Capture
     text, line = out.splitlines()
     assert text == "step 3  loss 0.5" and err == ""
     found = json.loads(line)
-    assert (found["message"], found["run"], found["step"], found["loss"]) == (text, "mine", 3, 0.5)
+    assert (found["message"], found["run"], found["step"], found["loss"]) == (
+        text,
+        "mine",
+        3,
+        0.5,
+    )
 
 
-def test_configuring_twice_writes_once_and_text_leaves_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuring_twice_writes_once_and_text_leaves_no_trace(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     configure_logs("json", run="mine")
     configure_logs("json", rank=0)
     logger.info("once")
@@ -121,10 +132,14 @@ def test_lines_that_ray_data_writes_by_a_handler_of_its_own_are_json_too() -> No
         shown = lines(stream.getvalue())
     finally:
         theirs.handlers = before
-    assert [(line["run"], line["logger"], line["message"]) for line in shown] == [("mine", "ray.data", "it ended")]
+    assert [(line["run"], line["logger"], line["message"]) for line in shown] == [
+        ("mine", "ray.data", "it ended")
+    ]
 
 
-def test_a_value_that_json_does_not_know_is_written_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_json_does_not_know_is_written_as_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     configure_logs("json")
     logger.info("here", extra={"values": {"path": logging}})
     (line,) = lines(capsys.readouterr().err)
@@ -166,11 +181,18 @@ def test_names_from_an_archive_do_not_command_the_terminal(
     columns = tar(tmp_path / "a.tar", b"0.jpg", b"0.cls", b"0." + evil)
     with pytest.raises(SystemExit):
         main(
-            ["inspect", tar(tmp_path / "b.tar", evil + b".jpg", evil + b".cls", b"1.jpg"), "--image-column", "jpg"]
+            [
+                "inspect",
+                tar(tmp_path / "b.tar", evil + b".jpg", evil + b".cls", b"1.jpg"),
+                "--image-column",
+                "jpg",
+            ]
         )
     main(["inspect", columns])
     found = capsys.readouterr()
-    assert r"\x1b]0;owned\x07\udcff" in found.out and "\x1b" not in found.out + found.err
+    assert (
+        r"\x1b]0;owned\x07\udcff" in found.out and "\x1b" not in found.out + found.err
+    )
     (tmp_path / os.fsdecode(b"c\x1b[2J\xff")).mkdir()
     with pytest.raises(SystemExit):
         main(["inspect", str(tmp_path / os.fsdecode(b"c\x1b[2J\xff"))])
@@ -182,8 +204,13 @@ def test_a_name_that_is_no_utf_8_breaks_no_table_and_no_picture(
 ) -> None:
     monkeypatch.setattr("raypipe.commands.cli._is_terminal", lambda: True)
     names = [b"\xe9t\xe9\x1b[31m/1.jpg", b"b/2.jpg"]
-    members = [name.replace(b"jpg", suffix) for name in names for suffix in (b"jpg", b"cls")]
-    for store in (tar(tmp_path / "a.tar", *members), str(tmp_path / os.fsdecode(b"folder\xff"))):
+    members = [
+        name.replace(b"jpg", suffix) for name in names for suffix in (b"jpg", b"cls")
+    ]
+    for store in (
+        tar(tmp_path / "a.tar", *members),
+        str(tmp_path / os.fsdecode(b"folder\xff")),
+    ):
         if not Path(store).exists():
             for name in names:
                 file = Path(store, os.fsdecode(name))
@@ -191,7 +218,18 @@ def test_a_name_that_is_no_utf_8_breaks_no_table_and_no_picture(
                 file.write_bytes(picture(1))
         main(["inspect", store])
         assert "\x1b" not in capsys.readouterr().out
-    main(["preview", store, "-o", str(tmp_path / "grid.png"), "--transform.train", "none", "--samples", "2"])
+    main(
+        [
+            "preview",
+            store,
+            "-o",
+            str(tmp_path / "grid.png"),
+            "--transform.train",
+            "none",
+            "--samples",
+            "2",
+        ]
+    )
     assert (tmp_path / "grid.png").stat().st_size > 1000
 
 

@@ -13,10 +13,14 @@ from raypipe.errors import ConfigError
 from raypipe.lookup import DISTRIBUTION, differences, import_name, place_of, versions
 
 ROOT = Path(__file__).parents[1]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())[
+    "project"
+]
 
 
-def test_the_current_folder_is_searched_last_for_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_is_searched_last_for_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     (tmp_path / "lies_here.py").write_text("class Outer:\n    inner = 7\n")
@@ -28,13 +32,18 @@ def test_the_current_folder_is_searched_last_for_modules(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("address", ["json", ":loads", "json:", ""])
 def test_an_address_without_both_parts_says_what_it_must_be(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"augment\.module must be module:name, such as my_package\.training:"):
+    with pytest.raises(
+        ConfigError,
+        match=r"augment\.module must be module:name, such as my_package\.training:",
+    ):
         import_name(address, "augment.module")
 
 
 @pytest.mark.parametrize("address", ["no_such_module:name", "json:no_such_name"])
 def test_what_is_not_there_is_one_error_with_its_setting(address: str) -> None:
-    with pytest.raises(ConfigError, match=f"store.layout '{address}' cannot be imported"):
+    with pytest.raises(
+        ConfigError, match=f"store.layout '{address}' cannot be imported"
+    ):
         import_name(address, "store.layout")
 
 
@@ -46,7 +55,10 @@ def test_what_is_not_there_is_one_error_with_its_setting(address: str) -> None:
             r"NameError: name 'frist' is not defined \(at fails_here\.py:2 in <module>\)",
         ),
         ("def f(x:", r"SyntaxError: .* \(fails_here\.py, line 1\)$"),
-        ("import no_such_module", r"No module named 'no_such_module' \(at fails_here\.py:1 in <module>\)"),
+        (
+            "import no_such_module",
+            r"No module named 'no_such_module' \(at fails_here\.py:1 in <module>\)",
+        ),
     ],
 )
 def test_a_module_that_fails_is_one_error_with_the_line(
@@ -55,7 +67,9 @@ def test_a_module_that_fails_is_one_error_with_the_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "fails_here.py").write_text(code)
-    with pytest.raises(ConfigError, match=rf"train.loss 'fails_here:f' cannot be imported: .*{reason}"):
+    with pytest.raises(
+        ConfigError, match=rf"train.loss 'fails_here:f' cannot be imported: .*{reason}"
+    ):
         import_name("fails_here:f", "train.loss")
 
 
@@ -68,18 +82,27 @@ def test_errors_and_pages_name_extras_that_there_are_and_no_other_project() -> N
     extras = set(PROJECT["optional-dependencies"])
     for path in (ROOT / "raypipe").rglob("*.py"):
         text = path.read_text()
-        assert "pip install 'raypipe" not in text and "pip install raypipe" not in text, path
+        assert (
+            "pip install 'raypipe" not in text and "pip install raypipe" not in text
+        ), path
         assert set(re.findall(r"to_install\('(\w+)'\)", text)) <= extras, path
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "llms.txt"]:
-        asked = re.findall(r"pip install '?([\w.-]+?)(?:\[(\w+)\])?'?[\s`]", path.read_text())
+        asked = re.findall(
+            r"pip install '?([\w.-]+?)(?:\[(\w+)\])?'?[\s`]", path.read_text()
+        )
         assert "raypipe" not in [name for name, _ in asked], path
         assert {extra for name, extra in asked if name == "."} <= extras | {""}, path
 
 
 def test_packages_are_other_ones_by_version_and_not_by_build() -> None:
     here = versions()
-    assert differences(here | {"torch": f"{str(here['torch']).partition('+')[0]}+cu130"}) == ""
-    assert differences(here | {"numpy": "1.0"}) == f"numpy {here['numpy']} instead of 1.0"
+    assert (
+        differences(here | {"torch": f"{str(here['torch']).partition('+')[0]}+cu130"})
+        == ""
+    )
+    assert (
+        differences(here | {"numpy": "1.0"}) == f"numpy {here['numpy']} instead of 1.0"
+    )
 
 
 def test_an_error_without_frames_of_others_has_a_place_all_the_same() -> None:

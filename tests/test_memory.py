@@ -17,7 +17,9 @@ subprocess.run([sys.executable, "-c", held])
 
 def test_the_memory_of_a_process_is_that_of_its_descendants_too() -> None:
     before = private_bytes(os.getpid())
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=-1, stdout=-1, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=-1, stdout=-1, text=True
+    ) as child:
         assert child.stdout and child.stdout.readline() == "held\n"
         alone, all_of_it = private_bytes(child.pid), private_bytes(os.getpid())
         child.communicate("\n")

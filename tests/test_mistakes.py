@@ -50,13 +50,22 @@ MISTAKES = {
     "a setting is misspelt": (["--plan.epoch=3"], "did you mean 'plan.epochs'?"),
     "a section is left out": (["--epochs=3"], "did you mean 'plan.epochs'?"),
     "an unknown choice": (["--plan.shuffle=globl"], "plan.shuffle"),
-    "no whole number": (["--plan.seed=1.5"], "plan.seed must be a whole number of at least 0, got 1.5"),
+    "no whole number": (
+        ["--plan.seed=1.5"],
+        "plan.seed must be a whole number of at least 0, got 1.5",
+    ),
     "a word for a number": (
         ["--plan.mixture={a: x}"],
         "plan.mixture['a'] must be a finite number of at least 0, got 'x'",
     ),
-    "no number": (["--augment.mean=[.nan,1,1]"], "augment.mean[0] must be a finite number, got nan"),
-    "a number out of range": (["--plan.epochs=0"], "plan.epochs must be a whole number of at least 1, got 0"),
+    "no number": (
+        ["--augment.mean=[.nan,1,1]"],
+        "augment.mean[0] must be a finite number, got nan",
+    ),
+    "a number out of range": (
+        ["--plan.epochs=0"],
+        "plan.epochs must be a whole number of at least 1, got 0",
+    ),
     "no file": (["--store.train=nothing.lmdb"], "nothing.lmdb does not exist"),
     "no validation file": (["--store.val=nothing.lmdb"], "nothing.lmdb does not exist"),
     "no such column": (
@@ -68,21 +77,39 @@ MISTAKES = {
         ["--store.train=unnamed.lmdb", "--train.num_classes=3"],
         "outside [0, 3): set train",
     ),
-    "other classes in the validation": (["--store.val=others.lmdb"], "their labels mean different things"),
+    "other classes in the validation": (
+        ["--store.val=others.lmdb"],
+        "their labels mean different things",
+    ),
     "a batch larger than the store": (
         ["--plan.micro_batch_size=500"],
         "fewer than a global batch of 500: lower plan",
     ),
-    "batch sizes that do not divide": (["--plan.global_batch_size=20"], "such as 16 or 24, got 20"),
+    "batch sizes that do not divide": (
+        ["--plan.global_batch_size=20"],
+        "such as 16 or 24, got 20",
+    ),
     "no such preset": (["--transform.train=lihgt"], "did you mean light?"),
-    "no such function": (["--transform.train=my_code:nothing"], "'my_code:nothing' cannot be imported"),
+    "no such function": (
+        ["--transform.train=my_code:nothing"],
+        "'my_code:nothing' cannot be imported",
+    ),
     "a function of an image": (
         ["--transform.train=my_code:of_an_image"],
         "is called with the size, 16, and returns",
     ),
-    "signed": (["--transform.train=my_code:signed"], "int16 of shape (8, 8, 3); it must return uint8"),
-    "no channels": (["--transform.train=my_code:grey"], "uint8 of shape (8, 8); it must return uint8 HWC"),
-    "a size that varies": (["--transform.train=my_code:varies"], "end with a crop or resize to a fixed size"),
+    "signed": (
+        ["--transform.train=my_code:signed"],
+        "int16 of shape (8, 8, 3); it must return uint8",
+    ),
+    "no channels": (
+        ["--transform.train=my_code:grey"],
+        "uint8 of shape (8, 8); it must return uint8 HWC",
+    ),
+    "a size that varies": (
+        ["--transform.train=my_code:varies"],
+        "end with a crop or resize to a fixed size",
+    ),
     "a transform that raises": (
         ["--transform.val=my_code:raises", "--store.val=a.lmdb"],
         "ValueError: no such thing",
@@ -92,7 +119,10 @@ MISTAKES = {
         ["--train.optimizer=adam"],
         "train.optimizer must be module:function or one of ['sgd', ",
     ),
-    "no such loss": (["--train.loss=my_code:nothing"], "train.loss 'my_code:nothing' cannot be imported"),
+    "no such loss": (
+        ["--train.loss=my_code:nothing"],
+        "train.loss 'my_code:nothing' cannot be imported",
+    ),
     "no run to resume": (["--resume=runs/none"], "no run at "),
     "a resume with another batch": (
         ["--resume=runs/old", "--plan.micro_batch_size=4"],
@@ -105,7 +135,11 @@ MISTAKES = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mistakes")
     few = samples(32)
-    for name, classes in (("a.lmdb", CLASSES), ("unnamed.lmdb", None), ("others.lmdb", CLASSES[::-1])):
+    for name, classes in (
+        ("a.lmdb", CLASSES),
+        ("unnamed.lmdb", None),
+        ("others.lmdb", CLASSES[::-1]),
+    ):
         write_atomically(str(folder / name), few, classes)
     write_atomically(str(folder / "a.parquet"), few, CLASSES)
     (folder / "my_code.py").write_text(CODE)
@@ -114,17 +148,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_it_is_told_before_anything_is_started(
-    mistake: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    mistake: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.delitem(sys.modules, "my_code", raising=False)
-    monkeypatch.setattr("raypipe.train.launch.connect", None)  # further than that it must not come
+    monkeypatch.setattr(
+        "raypipe.train.launch.connect", None
+    )  # further than that it must not come
     given, expected = MISTAKES[mistake]
-    settings = ["--store.train=a.lmdb", "--train.model=small", "--plan.micro_batch_size=8", "--transform.size=16"]
+    settings = [
+        "--store.train=a.lmdb",
+        "--train.model=small",
+        "--plan.micro_batch_size=8",
+        "--transform.size=16",
+    ]
     if "--resume=runs/old" in given:
         settings = []
         leave_a_run(folder / "runs" / "old")
-    running = ray.is_initialized()  # the session's cluster, which other tests have started or not
+    running = (
+        ray.is_initialized()
+    )  # the session's cluster, which other tests have started or not
     with pytest.raises(SystemExit) as caught:
         _finish(lambda: train(parse_run([*settings, *given], None)))
     shown = capfd.readouterr().err
@@ -139,7 +185,10 @@ def leave_a_run(run: Path) -> None:
     from raypipe.streaming.opening import spec_of
     from raypipe.train.run_folder import store_config
 
-    parsed = parse_run(["--store.train=a.lmdb", "--train.model=small", "--plan.micro_batch_size=8"], None)
+    parsed = parse_run(
+        ["--store.train=a.lmdb", "--train.model=small", "--plan.micro_batch_size=8"],
+        None,
+    )
     parsed = dataclasses.replace(parsed, name="old")
     store_config(parsed, run.as_uri())
     spec = spec_of(parsed, run.as_uri())
@@ -156,7 +205,9 @@ def spec(folder: Path) -> StreamSpec:
         TransformConfig(train="light", val="center", size=16),
     )
     store = folder / "a.lmdb"
-    return raypipe.open_stream(store, store, plan=plan, transform=transform, pool=PoolConfig(engine="inline"))
+    return raypipe.open_stream(
+        store, store, plan=plan, transform=transform, pool=PoolConfig(engine="inline")
+    )
 
 
 LOOP = "write `for epoch in loader.epochs():`"
@@ -193,11 +244,19 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_use_of_another_library_says_what_to_write(use: str, spec: StreamSpec) -> None:
+def test_a_use_of_another_library_says_what_to_write(
+    use: str, spec: StreamSpec
+) -> None:
     loader = raypipe.loader(spec)
     epoch = next(loader.epochs())
     batch = next(epoch.train)
-    names = {**globals(), "spec": spec, "loader": loader, "epoch": epoch, "batch": batch}
+    names = {
+        **globals(),
+        "spec": spec,
+        "loader": loader,
+        "epoch": epoch,
+        "batch": batch,
+    }
     with pytest.raises((TypeError, AttributeError)) as caught:
         exec(use, names)
     loader.close()
@@ -215,7 +274,9 @@ def test_what_has_answers_is_true_copied_and_pickled_as_ever(spec: StreamSpec) -
     loader.close()
 
 
-def test_debugging_finds_a_kept_batch_on_cpus_too(spec: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugging_finds_a_kept_batch_on_cpus_too(
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = []
     for value, found in (("0", False), ("1", True)):
         monkeypatch.setenv("RAYPIPE_DEBUG", value)

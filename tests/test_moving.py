@@ -19,7 +19,9 @@ from watched import lines, planned
 
 import raypipe
 
-PLAIN, PORTED = (code for code in blocks("python", ROOT / "docs" / "moving.md") if "sys.argv" in code)
+PLAIN, PORTED = (
+    code for code in blocks("python", ROOT / "docs" / "moving.md") if "sys.argv" in code
+)
 EPOCHS, DIES_AT, SEED = 3, 14, 0  # it dies in the second epoch, of 8 steps each
 
 
@@ -29,10 +31,16 @@ def write_store(path: Path, num: int, first: int = 0) -> None:
     images = []
     for index in range(first, first + num):
         noise = np.random.default_rng([SEED, index]).normal(0, 40, (4, 4, 3))
-        pixels = np.clip(cv2.resize(patterns[index % 10] + noise, (32, 32)), 0, 255).astype(np.uint8)
-        images.append({"bytes": cv2.imencode(".png", pixels)[1].tobytes(), "path": f"{index}.png"})
+        pixels = np.clip(
+            cv2.resize(patterns[index % 10] + noise, (32, 32)), 0, 255
+        ).astype(np.uint8)
+        images.append(
+            {"bytes": cv2.imencode(".png", pixels)[1].tobytes(), "path": f"{index}.png"}
+        )
     labels = pa.array([index % 10 for index in range(first, first + num)], pa.int64())
-    pa.parquet.write_table(pa.table({"image": images, "label": labels}), path, row_group_size=200)
+    pa.parquet.write_table(
+        pa.table({"image": images, "label": labels}), path, row_group_size=200
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +61,22 @@ def run_here(code: str, *arguments: object) -> None:
         sys.argv = before
 
 
-def plain_accuracy(images: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> float:
+def plain_accuracy(
+    images: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> float:
     """That of the plain script, whose last epoch is one of a second start."""
     workers = '"num_workers": 2, "persistent_workers": True'
     assert workers in PLAIN
-    for num, expected in ((EPOCHS - 1, list(range(EPOCHS - 1))), (EPOCHS, [EPOCHS - 1])):
-        run_here(PLAIN.replace(workers, '"num_workers": 0'), *images, folder / "plain.pt", num)
+    for num, expected in (
+        (EPOCHS - 1, list(range(EPOCHS - 1))),
+        (EPOCHS, [EPOCHS - 1]),
+    ):
+        run_here(
+            PLAIN.replace(workers, '"num_workers": 0'),
+            *images,
+            folder / "plain.pt",
+            num,
+        )
         found = re.findall(r"epoch (\d+): accuracy ([\d.]+)", capsys.readouterr().out)
         assert [int(epoch) for epoch, _ in found] == expected
     return float(found[-1][1])
@@ -66,7 +84,10 @@ def plain_accuracy(images: list[str], folder: Path, capsys: pytest.CaptureFixtur
 
 def counted(code: str) -> int:
     """Lines that are neither empty nor comments."""
-    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in code.splitlines())
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#")
+        for line in code.splitlines()
+    )
 
 
 def data(code: str) -> str:
@@ -76,8 +97,12 @@ def data(code: str) -> str:
 def test_the_ported_script_is_shorter_as_the_page_says() -> None:
     page = (ROOT / "docs" / "moving.md").read_text()
     assert f"{counted(PORTED)} lines against {counted(PLAIN)}," in page
-    assert f"{counted(data(PORTED))} against {counted(data(PLAIN))} under `# Data`" in page
-    assert counted(PORTED) < counted(PLAIN) and counted(data(PORTED)) < counted(data(PLAIN))
+    assert (
+        f"{counted(data(PORTED))} against {counted(data(PLAIN))} under `# Data`" in page
+    )
+    assert counted(PORTED) < counted(PLAIN) and counted(data(PORTED)) < counted(
+        data(PLAIN)
+    )
 
 
 @pytest.mark.cluster
@@ -85,19 +110,27 @@ def test_the_ported_script_is_shorter_as_the_page_says() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("two_cpus")
 def test_the_ported_script_goes_on_after_sigkill_on_two_workers(
-    images: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    images: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import ray
 
     expected = plain_accuracy(images, tmp_path, capsys)
     watched = f"watched.loader({str(tmp_path)!r}, {DIES_AT}, DRIVER, "
-    code = "import os\nimport watched\nDRIVER = os.getpid()\n" + PORTED.replace("raypipe.loader(", watched)
+    code = "import os\nimport watched\nDRIVER = os.getpid()\n" + PORTED.replace(
+        "raypipe.loader(", watched
+    )
     assert "global_step % 100" in code
     code = code.replace("global_step % 100", "global_step % 3")
     arguments = [*images, str(tmp_path / "runs"), str(EPOCHS)]
 
     (tmp_path / "ported.py").write_text(code)
-    environment = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     killed = subprocess.run(
         [sys.executable, str(tmp_path / "ported.py"), *arguments, "1"],
         env=os.environ | environment,
@@ -110,14 +143,24 @@ def test_the_ported_script_goes_on_after_sigkill_on_two_workers(
     plan = raypipe.PlanConfig(epochs=EPOCHS, micro_batch_size=64, global_batch_size=128)
     plan = raypipe.open_stream(*images, plan=plan).plan
     before = lines(tmp_path, "seen-0")
-    assert before == planned(plan, 0, 1)[: len(before)] and before[-1][:4] == ["train", 1, 5, 1]
-    assert plan.steps_per_epoch == 8 and [step for step, _ in lines(tmp_path, "reported")] == [3, 6, 8, 9, 12]
+    assert before == planned(plan, 0, 1)[: len(before)] and before[-1][:4] == [
+        "train",
+        1,
+        5,
+        1,
+    ]
+    assert plan.steps_per_epoch == 8 and [
+        step for step, _ in lines(tmp_path, "reported")
+    ] == [3, 6, 8, 9, 12]
 
     run_here(code, *arguments, 2)
     after = [lines(tmp_path, f"seen-{rank}") for rank in range(2)]
     _, epoch, step, *_ = after[0][0]
     began_at = 8 * epoch + step
-    assert began_at in (9, 12)  # where Ray Train has not seen the last checkpoint, it was not made
+    assert began_at in (
+        9,
+        12,
+    )  # where Ray Train has not seen the last checkpoint, it was not made
     for rank in range(2):
         assert after[rank] == planned(plan, rank, 2, began_at)
     step, metrics = lines(tmp_path, "reported")[-1]

@@ -92,21 +92,34 @@ EVERY, DIES_AT = 8, 18
 FUNCTIONS = {"train_sharded": "training-loop.md", "train_ray": "integrations.md"}
 
 
-def newcomers_program(folder: Path, num_workers: int, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def newcomers_program(
+    folder: Path, num_workers: int, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
     """Run the README's lines, completed, on 32-px images of five colors and a cluster of two CPUs of its own."""
     (code,) = blocks("python", ROOT / "README.md")
     for there, instead in FILLED_IN.items():
         assert code.count(there) == 1, there
         code = code.replace(there, instead)
-    code, check = code.rstrip().rsplit("\n\n\n", 1)  # that is for the program that calls `fit`
-    (folder / "program.py").write_text(f"{BEFORE}{code}\n{AFTER.replace('CHECK', check)}")
+    code, check = code.rstrip().rsplit(
+        "\n\n\n", 1
+    )  # that is for the program that calls `fit`
+    (folder / "program.py").write_text(
+        f"{BEFORE}{code}\n{AFTER.replace('CHECK', check)}"
+    )
     rng = np.random.default_rng(0)
     for name, num in (("train", 160), ("val", 50)):
-        with open_writer(folder / f"{name}.lmdb", {"image": "binary", "label": "int64"}) as writer:
+        with open_writer(
+            folder / f"{name}.lmdb", {"image": "binary", "label": "int64"}
+        ) as writer:
             for number in range(num):
                 pixels = rng.integers(0, 80, (32, 32, 3), np.uint8)
                 pixels[..., number % 5 % 3] += np.uint8(60 + number % 5 // 3 * 100)
-                writer.append({"image": cv2.imencode(".png", pixels)[1].tobytes(), "label": number % 5})
+                writer.append(
+                    {
+                        "image": cv2.imencode(".png", pixels)[1].tobytes(),
+                        "label": number % 5,
+                    }
+                )
     return subprocess.run(
         [sys.executable, "program.py", str(num_workers), str(folder / "runs")],
         cwd=folder,
@@ -132,10 +145,14 @@ def test_readmes_fifteen_lines_train_validate_and_leave_a_checkpoint(
 
 @pytest.mark.cluster
 @pytest.mark.timeout(200)
-def test_readmes_fifteen_lines_say_that_two_workers_have_no_room(tmp_path: Path) -> None:
+def test_readmes_fifteen_lines_say_that_two_workers_have_no_room(
+    tmp_path: Path,
+) -> None:
     done = newcomers_program(tmp_path, 2, timeout_s=180)
     said = done.stderr.splitlines()
-    assert done.returncode and "2 trainers and 1 transform actor need 3 CPUs" in said[-1], done.stderr
+    assert (
+        done.returncode and "2 trainers and 1 transform actor need 3 CPUs" in said[-1]
+    ), done.stderr
     assert "lower num_workers" in said[-1] and "of ScalingConfig" in said[-1]
     assert len(said) + len(done.stdout.splitlines()) < 20
     assert not (tmp_path / "runs").exists()  # no trainer was started
@@ -147,30 +164,59 @@ def gradients_with_hooks(rank: int, world_size: int, folder: str) -> None:
     (code,) = (code for code in page if "register_comm_hook" in code)
     names: dict[str, Any] = {}
     exec(compile(code, "training-loop.md", "exec"), names)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=world_size
+    )
     try:
         found = {}
-        for kind, options in {"plain": None, "bf16": {}, "power": {"rank": 2, "after_steps": 3}}.items():
+        for kind, options in {
+            "plain": None,
+            "bf16": {},
+            "power": {"rank": 2, "after_steps": 3},
+        }.items():
             torch.manual_seed(0)
-            parallel = DistributedDataParallel(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)))
+            parallel = DistributedDataParallel(
+                nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
+            )
             if options is not None:
                 names["compress_gradients"](parallel, **options)
             generator = torch.Generator().manual_seed(rank)
             for _ in range(5):
                 parallel.zero_grad()
                 with parallel.no_sync():
-                    parallel(torch.randn(16, 64, generator=generator)).square().mean().backward()
-                parallel(torch.randn(16, 64, generator=generator)).square().mean().backward()
-                own = torch.cat([p.grad.flatten() for p in parallel.parameters() if p.grad is not None])
+                    parallel(
+                        torch.randn(16, 64, generator=generator)
+                    ).square().mean().backward()
+                parallel(
+                    torch.randn(16, 64, generator=generator)
+                ).square().mean().backward()
+                own = torch.cat(
+                    [
+                        p.grad.flatten()
+                        for p in parallel.parameters()
+                        if p.grad is not None
+                    ]
+                )
                 found.setdefault(kind, []).append(own)
             each = [torch.empty_like(own) for _ in range(world_size)]
             dist.all_gather(each, own)
-            assert all(torch.equal(own, other) for other in each), "ranks with different gradients"
+            assert all(torch.equal(own, other) for other in each), (
+                "ranks with different gradients"
+            )
         for plain, bf16 in zip(found["plain"], found["bf16"], strict=True):
-            torch.testing.assert_close(bf16, plain, rtol=2**-6, atol=float(plain.abs().max()) * 2**-7)
-            assert torch.equal(bf16, bf16.bfloat16().float()) and not torch.equal(bf16, plain)
-        equal = [torch.allclose(power, plain) for power, plain in zip(found["power"], found["plain"], strict=True)]
-        assert equal[:3] == [True] * 3 and not equal[4]  # then the matrices are of rank 2
+            torch.testing.assert_close(
+                bf16, plain, rtol=2**-6, atol=float(plain.abs().max()) * 2**-7
+            )
+            assert torch.equal(bf16, bf16.bfloat16().float()) and not torch.equal(
+                bf16, plain
+            )
+        equal = [
+            torch.allclose(power, plain)
+            for power, plain in zip(found["power"], found["plain"], strict=True)
+        ]
+        assert (
+            equal[:3] == [True] * 3 and not equal[4]
+        )  # then the matrices are of rank 2
         first = found["power"][4][: 64 * 32].view(32, 64)
         assert torch.linalg.matrix_rank(first, rtol=1e-4) == 2
     finally:
@@ -182,7 +228,9 @@ def test_the_hooks_of_ddp_compress_the_gradient_of_each_step(tmp_path: Path) -> 
 
 
 @pytest.mark.soak  # 20 s for two more processes
-def test_the_hooks_of_ddp_give_two_ranks_the_average_of_their_gradients(tmp_path: Path) -> None:
+def test_the_hooks_of_ddp_give_two_ranks_the_average_of_their_gradients(
+    tmp_path: Path,
+) -> None:
     torch.multiprocessing.spawn(gradients_with_hooks, (2, str(tmp_path)), nprocs=2)
 
 
@@ -201,7 +249,9 @@ def test_training_on_attacked_images_makes_a_model_robust() -> None:
     robust = {}
     for is_robust in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for epoch in raypipe.loader(spec, augment=names["differentiable"]).epochs():
             for batch in epoch.train:
@@ -214,7 +264,9 @@ def test_training_on_attacked_images_makes_a_model_robust() -> None:
             image = attacked(model, batch, 0.1)
             moved = (image - batch.image.detach()).abs().max().item()
             assert moved <= 0.1 / 0.5 + 1e-5, "in the normalized image"
-            right += float(((model(image).argmax(1) == batch.target) * batch.weight).sum())
+            right += float(
+                ((model(image).argmax(1) == batch.target) * batch.weight).sum()
+            )
             total += float(batch.weight.sum())
         robust[is_robust] = right / total
     assert robust[True] > robust[False] + 0.1, robust
@@ -229,9 +281,15 @@ def test_metrics_reach_weights_and_biases_mlflow_and_a_stream_hydra(
     def log(where: str, metrics: dict[str, Any], step: int) -> None:
         logged.append((where, metrics, step))
 
-    wandb = SimpleNamespace(run=None, init=lambda **_: SimpleNamespace(log=partial(log, "wandb")))
-    mlflow = SimpleNamespace(set_experiment=lambda _: None, log_metrics=partial(log, "mlflow"))
-    plain = SimpleNamespace(OmegaConf=SimpleNamespace(to_container=lambda config, resolve: config))
+    wandb = SimpleNamespace(
+        run=None, init=lambda **_: SimpleNamespace(log=partial(log, "wandb"))
+    )
+    mlflow = SimpleNamespace(
+        set_experiment=lambda _: None, log_metrics=partial(log, "mlflow")
+    )
+    plain = SimpleNamespace(
+        OmegaConf=SimpleNamespace(to_container=lambda config, resolve: config)
+    )
     for name, module in {"wandb": wandb, "mlflow": mlflow, "omegaconf": plain}.items():
         monkeypatch.setitem(sys.modules, name, module)
     names: dict[str, Any] = {"Path": Path, "raypipe": raypipe}
@@ -241,16 +299,27 @@ def test_metrics_reach_weights_and_biases_mlflow_and_a_stream_hydra(
         exec(compile(code, "training-loop.md", "exec"), names)
     for rank in range(2):
         for kind in ("wandb", "mlflow"):
-            names[f"log_to_{kind}"](SimpleNamespace(rank=rank, global_step=8), {"accuracy": 0.5})
+            names[f"log_to_{kind}"](
+                SimpleNamespace(rank=rank, global_step=8), {"accuracy": 0.5}
+            )
     assert logged == [("wandb", {"accuracy": 0.5}, 8), ("mlflow", {"accuracy": 0.5}, 8)]
     folder = make_run(tmp_path / "run")
     logged.clear()
     names["send_run"](folder, mlflow.log_metrics)
-    assert {name.partition("_")[0] for _, metrics, _ in logged for name in metrics} == {"train", "val"}
-    assert all(isinstance(value, int | float) for _, metrics, _ in logged for value in metrics.values())
+    assert {name.partition("_")[0] for _, metrics, _ in logged for name in metrics} == {
+        "train",
+        "val",
+    }
+    assert all(
+        isinstance(value, int | float)
+        for _, metrics, _ in logged
+        for value in metrics.values()
+    )
     assert [step for *_, step in logged] == sorted(step for *_, step in logged)
     train, val = digits_stores()
-    spec = names["stream_of"]({"train": train, "val": val, "plan": {"epochs": 3, "micro_batch_size": 16}})
+    spec = names["stream_of"](
+        {"train": train, "val": val, "plan": {"epochs": 3, "micro_batch_size": 16}}
+    )
     assert spec.plan.num_val == 360 and spec.plan.config.epochs == 3
 
 
@@ -272,14 +341,20 @@ def test_two_ranks_killed_in_mid_epoch_go_on_with_the_same_samples(
     watched = f"import watched\n{code}".replace(
         "raypipe.loader(", f"watched.loader({str(tmp_path)!r}, {DIES_AT}, 0, "
     )
-    needed = [code for code in own_loop[:3] if "TorchTrainer(" not in code] if page == own_loop else []
+    needed = (
+        [code for code in own_loop[:3] if "TorchTrainer(" not in code]
+        if page == own_loop
+        else []
+    )
     for code in [own_loop[0], *(needed or page[:1]), watched]:
         exec(compile(code, FUNCTIONS[function], "exec"), names)
     result = (
         names["TorchTrainer"](
             names[function],
             train_loop_config={},
-            scaling_config=names["ScalingConfig"](num_workers=2, resources_per_worker={"CPU": 0.5}),
+            scaling_config=names["ScalingConfig"](
+                num_workers=2, resources_per_worker={"CPU": 0.5}
+            ),
             run_config=names["RunConfig"](
                 name=function,
                 storage_path=str(tmp_path / "runs"),

@@ -38,17 +38,24 @@ def imported(path: Path) -> set[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.append(node.module)
-    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"raypipe"}
+    return (
+        {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"raypipe"}
+    )
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    asked = map(Requirement, itertools.chain(PROJECT["project"]["dependencies"], *EXTRAS.values()))
+    asked = map(
+        Requirement,
+        itertools.chain(PROJECT["project"]["dependencies"], *EXTRAS.values()),
+    )
     declared = {canonicalize_name(requirement.name) for requirement in asked}
     distributions = importlib.metadata.packages_distributions()
     for path in [*(ROOT / "raypipe").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")]:
         for name in imported(path):
             found = {canonicalize_name(each) for each in distributions.get(name, [])}
-            assert found & declared, f"{path} imports {name}, of {found or 'no package'}: not in pyproject.toml"
+            assert found & declared, (
+                f"{path} imports {name}, of {found or 'no package'}: not in pyproject.toml"
+            )
 
 
 def test_uv_and_the_image_have_one_list_of_exact_versions(pins: ModuleType) -> None:
@@ -65,10 +72,18 @@ def test_uv_and_the_image_have_one_list_of_exact_versions(pins: ModuleType) -> N
 def test_every_requirement_has_a_pin_within_its_range() -> None:
     listed = map(Requirement, PROJECT["tool"]["uv"]["constraint-dependencies"])
     exact = {pin.name: str(pin.specifier).removeprefix("==") for pin in listed}
-    groups = [[one for one in group if isinstance(one, str)] for group in PROJECT["dependency-groups"].values()]
+    groups = [
+        [one for one in group if isinstance(one, str)]
+        for group in PROJECT["dependency-groups"].values()
+    ]
     asked = itertools.chain(
-        PROJECT["project"]["dependencies"], PROJECT["build-system"]["requires"], *EXTRAS.values(), *groups
+        PROJECT["project"]["dependencies"],
+        PROJECT["build-system"]["requires"],
+        *EXTRAS.values(),
+        *groups,
     )
     for requirement in map(Requirement, asked):
         version = exact[canonicalize_name(requirement.name)]
-        assert requirement.specifier.contains(version), f"{requirement}: deploy/pins.py has {version}"
+        assert requirement.specifier.contains(version), (
+            f"{requirement}: deploy/pins.py has {version}"
+        )

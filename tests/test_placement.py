@@ -63,7 +63,9 @@ def test_actors_take_cpu_nodes_then_the_gpu_host_and_never_the_head(
     stores: dict[str, Path],
 ) -> None:
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets want short paths
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith("RAY_")
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(stores["train"])],
@@ -75,6 +77,8 @@ def test_actors_take_cpu_nodes_then_the_gpu_host_and_never_the_head(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
+    first, second = (
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')
+    )
     assert first == ["cpu node", "cpu node"]
     assert second == ["cpu node", "cpu node", "gpu host"]

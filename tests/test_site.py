@@ -19,20 +19,48 @@ pytest.importorskip("mkdocs", reason="uv sync --group docs")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr  # a link that leads nowhere, a page outside of the menu
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (
+        done.stdout + done.stderr
+    )  # a link that leads nowhere, a page outside of the menu
     return folder
 
 
 @pytest.mark.pages
 def test_every_page_is_in_the_site(site: Path) -> None:
-    pages = {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"}
-    others = {"index.html", "pages.html", "preview.html", "api.html", "changelog.html", "contributing.html"}
+    pages = {
+        f"{path.stem}.html"
+        for path in (ROOT / "docs").glob("*.md")
+        if path.name != "README.md"
+    }
+    others = {
+        "index.html",
+        "pages.html",
+        "preview.html",
+        "api.html",
+        "changelog.html",
+        "contributing.html",
+    }
     assert {path.name for path in site.glob("*.html")} == pages | others | {"404.html"}
     results = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.md")}
-    assert {path.stem for path in (site / "results").glob("*.html")} == results - {"README"} | {"index"}
-    assert (site / "LICENSE.txt").exists() and (site / "deploy/grafana/raypipe.json").exists()
+    assert {path.stem for path in (site / "results").glob("*.html")} == results - {
+        "README"
+    } | {"index"}
+    assert (site / "LICENSE.txt").exists() and (
+        site / "deploy/grafana/raypipe.json"
+    ).exists()
 
 
 @pytest.mark.pages
@@ -52,15 +80,25 @@ def test_the_site_has_llms_txt_with_links_to_its_pages(site: Path) -> None:
 @pytest.mark.pages
 def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
     for page in site.rglob("*.html"):
-        loaded = re.findall(r"<(?:script|img|iframe|source)[^>]+src=\"?([^\">\s]+)", page.read_text())
-        loaded += re.findall(r"<link[^>]+rel=\"?(?:stylesheet|preconnect|icon)\"?[^>]*>", page.read_text())
-        assert loaded and not [address for address in loaded if "//" in address], page.name
+        loaded = re.findall(
+            r"<(?:script|img|iframe|source)[^>]+src=\"?([^\">\s]+)", page.read_text()
+        )
+        loaded += re.findall(
+            r"<link[^>]+rel=\"?(?:stylesheet|preconnect|icon)\"?[^>]*>",
+            page.read_text(),
+        )
+        assert loaded and not [address for address in loaded if "//" in address], (
+            page.name
+        )
 
 
 @pytest.mark.pages
 def test_the_site_shows_the_picture_of_the_palette(site: Path) -> None:
     text = (site / "concepts.html").read_text()
-    assert "architecture-light.svg#only-light" in text and "architecture-dark.svg#only-dark" in text
+    assert (
+        "architecture-light.svg#only-light" in text
+        and "architecture-dark.svg#only-dark" in text
+    )
     assert "<picture>" not in text
 
 
@@ -75,5 +113,10 @@ def test_the_search_works_from_a_folder(site: Path, tmp_path: Path) -> None:
         f"--user-data-dir={tmp_path}",
         f"{(site / 'index.html').as_uri()}?q=checkpoint",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-    assert "matching documents" in done.stdout and "failures.html?h=checkpoint" in done.stdout, done.stderr
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert (
+        "matching documents" in done.stdout
+        and "failures.html?h=checkpoint" in done.stdout
+    ), done.stderr

@@ -21,7 +21,9 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.records import read_records
 from raypipe.train.launch import check_augment
 
-JOB: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[1] / "jobs" / "tune.py"))
+JOB: dict[str, Any] = runpy.run_path(
+    str(Path(__file__).parents[1] / "jobs" / "tune.py")
+)
 policies, judge, search = JOB["policies"], JOB["judge"], JOB["search"]
 RUN = parse_run([], None)  # of the digits
 
@@ -37,25 +39,42 @@ def test_the_same_seed_gives_the_same_policies_and_more_trials_only_add() -> Non
     found = policies(RUN, 20, ())
     assert found == policies(RUN, 20, ()) and found[:7] == policies(RUN, 7, ())
     other = dataclasses.replace(RUN, plan=dataclasses.replace(RUN.plan, seed=5))
-    assert [policy.augment for policy in found[2:]] != [policy.augment for policy in policies(other, 20, ())[2:]]
+    assert [policy.augment for policy in found[2:]] != [
+        policy.augment for policy in policies(other, 20, ())[2:]
+    ]
 
 
 def test_each_policy_can_be_run_and_keeps_the_normalisation() -> None:
     steps = [{"HorizontalFlip": None}]
     found = policies(RUN, 40, ("heavy", steps))
     for policy in found:
-        assert (policy.augment.mean, policy.augment.std) == (RUN.augment.mean, RUN.augment.std)
+        assert (policy.augment.mean, policy.augment.std) == (
+            RUN.augment.mean,
+            RUN.augment.std,
+        )
         check_augment(policy.augment)
-    assert {json.dumps(policy.transform.train) for policy in found} == {'"small"', '"heavy"', json.dumps(steps)}
-    unflipped = [policy.augment.ops for policy in found if policy.augment.preset == "none"]
-    assert not any(entry["op"] == "RandomHorizontalFlip" for ops in unflipped for entry in ops)
+    assert {json.dumps(policy.transform.train) for policy in found} == {
+        '"small"',
+        '"heavy"',
+        json.dumps(steps),
+    }
+    unflipped = [
+        policy.augment.ops for policy in found if policy.augment.preset == "none"
+    ]
+    assert not any(
+        entry["op"] == "RandomHorizontalFlip" for ops in unflipped for entry in ops
+    )
 
 
 @pytest.mark.parametrize(
     ("first", "second", "better"),
     [
         ([0.98, 0.99, 0.985], [0.97, 0.982, 0.975], True),
-        ([0.71, 0.81, 0.91], [0.70, 0.80, 0.90], True),  # the seeds differ by far more than the policies
+        (
+            [0.71, 0.81, 0.91],
+            [0.70, 0.80, 0.90],
+            True,
+        ),  # the seeds differ by far more than the policies
         ([0.71, 0.81, 0.91], [0.90, 0.70, 0.80], False),
         ([0.99, 0.97, 0.98], [0.97, 0.98, 0.97], False),  # as likely luck
         ([0.97, 0.97, 0.97], [0.98, 0.98, 0.98], False),
@@ -83,10 +102,22 @@ def test_what_is_wrong_is_told_before_anything_starts(tmp_path: Path) -> None:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(240)
-def test_an_interrupted_search_goes_on_to_a_yaml_that_trains(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_an_interrupted_search_goes_on_to_a_yaml_that_trains(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
     folder = tmp_path / "runs" / "mine"
-    small = ["--plan.epochs=4", "--plan.micro_batch_size=6", "--plan.global_batch_size=24", "--transform.size=12"]
-    small += ["--transform.train=small", "--transform.val=resize", "--train.model=small", "--pool.engine=inline"]
+    small = [
+        "--plan.epochs=4",
+        "--plan.micro_batch_size=6",
+        "--plan.global_batch_size=24",
+        "--transform.size=12",
+    ]
+    small += [
+        "--transform.train=small",
+        "--transform.val=resize",
+        "--train.model=small",
+        "--pool.engine=inline",
+    ]
     stored = [
         f"--store.train={stores['train']}",
         f"--store.val={stores['val']}",
@@ -113,12 +144,16 @@ def test_an_interrupted_search_goes_on_to_a_yaml_that_trains(stores: dict[str, P
     result = search(**again)
     assert begun <= {path.name for path in folder.glob("tune/search/Trial*")}
     trials = json.loads((folder / "report.json").read_text())["trials"]
-    assert all(0 < trial["epochs"] <= 2 and 0 <= trial["accuracy"] <= 1 for trial in trials)
+    assert all(
+        0 < trial["epochs"] <= 2 and 0 <= trial["accuracy"] <= 1 for trial in trials
+    )
     for number in range(2):  # each epoch once, whatever was interrupted
         found = read_records((folder / "trials" / f"search-{number}").as_uri())
         epochs = [record["epoch"] for record in found if record["kind"] == "val"]
         assert epochs == list(range(trials[number]["epochs"]))
-    gain = sum(a - b for a, b in zip(result["best"], result["default"], strict=True)) / 2
+    gain = (
+        sum(a - b for a, b in zip(result["best"], result["default"], strict=True)) / 2
+    )
     assert result["gain"] == pytest.approx(gain)
     winner = parse_run([f"--config={folder}/best.yaml"], None)
     expected = policies(again["run"], 2, ())[1 if result["better"] else 0]

@@ -20,12 +20,15 @@ def test_ceilings_have_only_known_rules_and_corpora() -> None:
 def test_each_rule_matches_its_example(name: str) -> None:
     rule = words.RULES[name]
     passage = words.Passage.join(rule.corpora[0], "x.py", [(3, rule.example)])
-    assert [(match.rule, match.line) for match in words.find(passage) if match.rule == name] == [(name, 3)]
+    assert [
+        (match.rule, match.line) for match in words.find(passage) if match.rule == name
+    ] == [(name, 3)]
 
 
 def test_a_match_names_file_line_and_replacement() -> None:
     source = (
-        '"""A module.\n\nIt is\nof 3 channels."""\n\n# mends\n# it\nraise ValueError(f"{1}, expected is a file")\n'
+        '"""A module.\n\nIt is\nof 3 channels."""\n\n# mends\n# it\n'
+        'raise ValueError(f"{1}, expected is a file")\n'
     )
     matches = words.matches(source, "a.py", "code")
     assert sorted((match.line, match.rule, match.corpus) for match in matches) == [
@@ -33,7 +36,10 @@ def test_a_match_names_file_line_and_replacement() -> None:
         (6, "mend", "comments"),
         (8, "expected-is", "messages"),
     ]
-    assert str(next(match for match in matches if match.rule == "mend")) == "a.py:6: mend: …mends it… → fix"
+    assert (
+        str(next(match for match in matches if match.rule == "mend"))
+        == "a.py:6: mend: …mends it… → fix"
+    )
 
 
 def test_code_in_markdown_is_not_prose() -> None:
@@ -42,8 +48,15 @@ def test_code_in_markdown_is_not_prose() -> None:
 
 
 def test_ceilings_are_lowered_and_never_raised() -> None:
-    ceilings = {"mend": {"docs": 3, "comments": 1}, "beside": {"docs": 2}, "alone": {"docs": 1}}
+    ceilings = {
+        "mend": {"docs": 3, "comments": 1},
+        "beside": {"docs": 2},
+        "alone": {"docs": 1},
+    }
     counts = {"mend": {"docs": 1}, "beside": {"docs": 5}}
-    assert words.lowered(counts, ceilings) == {"mend": {"docs": 1}, "beside": {"docs": 2}}
+    assert words.lowered(counts, ceilings) == {
+        "mend": {"docs": 1},
+        "beside": {"docs": 2},
+    }
     match = words.Match("mend", "docs", "a.md", 1, "mend")
     assert len(words.excess([match] * 2, {"mend": {"docs": 1}})) == 3

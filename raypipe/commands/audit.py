@@ -25,7 +25,8 @@ def inspect(run: RunConfig, target: str = "") -> dict[str, Any]:
     from raypipe.streaming.opening import open_train
     from raypipe.transform.targets import check_columns
 
-    store, targets = open_train(run), run.transform.target_columns
+    store = open_train(run)
+    targets = run.transform.target_columns
     check_columns(store, targets)
     return describe(store, targets, run.transform.boxes_format)
 
@@ -45,18 +46,29 @@ def verify(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, A
     from raypipe.streaming.opening import open_train, run_columns
     from raypipe.transform.targets import check_columns
 
-    store, targets = open_train(run), run.transform.target_columns
+    store = open_train(run)
+    targets = run.transform.target_columns
     check_columns(store, targets)
-    columns, form = run_columns(run, store), run.transform.boxes_format
-    summary = inspection.verify(store, output, targets=targets, columns=columns, boxes_format=form)
+    columns = run_columns(run, store)
+    form = run.transform.boxes_format
+    summary = inspection.verify(
+        store, output, targets=targets, columns=columns, boxes_format=form
+    )
     return {"store": store.address, **summary}
 
 
 def print_verified(summary: dict[str, Any]) -> None:
     """Print the result of `verify`: each reason with the first sample that has it, and how to exclude them."""
-    rows = {name: value for name, value in summary.items() if name not in ("store", "reasons")}
+    rows = {
+        name: value
+        for name, value in summary.items()
+        if name not in ("store", "reasons")
+    }
     for reason in summary["reasons"]:
-        others = f" and {reason['samples'] - 1:,} more" if reason["samples"] > 1 else ""
+        if reason["samples"] > 1:
+            others = f" and {reason['samples'] - 1:,} more"
+        else:
+            others = ""
         name = f" ({reason['name']})" if reason["name"] else ""
         rows[f"sample {reason['index']}{others}"] = reason["error"] + name
     if summary["bad_samples"]:
@@ -88,12 +100,19 @@ def digest(
         compare: compare with such a file; exit code 1 if they differ.
     """
     from raypipe.storage.files import check_place
-    from raypipe.streaming.digest import DigestFile, combine, digested, iterate_digests, settings_of
+    from raypipe.streaming.digest import (
+        DigestFile,
+        combine,
+        digested,
+        iterate_digests,
+        settings_of,
+    )
     from raypipe.streaming.digest import compare as compared_with
     from raypipe.streaming.inline import inline_batches
     from raypipe.streaming.opening import spec_of
 
-    spec, workers = spec_of(run), run.train.num_workers or 1
+    spec = spec_of(run)
+    workers = run.train.num_workers or 1
     spec.plan.check_workers(workers)
     total = spec.plan.config.epochs * spec.plan.steps_per_epoch
     to_step = to_step or total
@@ -107,21 +126,28 @@ def digest(
     spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
     cursor = spec.plan.cursor_at(from_step)
     if spec.pool.engine == "inline":
-        most, digests = 0, list(digested(inline_batches(spec, cursor)))
+        most = 0
+        digests = list(digested(inline_batches(spec, cursor)))
     else:
         from raypipe.rayext.allocation import preflight
         from raypipe.rayext.cluster import connect
         from raypipe.streaming.pipeline import splits
 
         # A few actors may share a CPU, so pools can be compared on any machine; a large pool is made smaller.
-        pool = dataclasses.replace(spec.pool, min_actors=min(spec.pool.min_actors, _SHARING))
+        pool = dataclasses.replace(
+            spec.pool, min_actors=min(spec.pool.min_actors, _SHARING)
+        )
         few = max(pool.least_actors, min(pool.max_actors, _SHARING))
         connect(num_cpus=max(num_cpus(), few))
         most, spec = preflight(pool).max_actors, dataclasses.replace(spec, pool=pool)
         iterators = splits(spec, cursor, max_actors=most, world_size=workers)
         digests = list(iterate_digests(spec.plan, cursor, iterators))
-    settings = settings_of(spec, workers=workers, actors=most, from_step=from_step, to_step=to_step)
-    written = DigestFile(output, settings, {one.name: one.digest.hex() for one in digests})
+    settings = settings_of(
+        spec, workers=workers, actors=most, from_step=from_step, to_step=to_step
+    )
+    written = DigestFile(
+        output, settings, {one.name: one.digest.hex() for one in digests}
+    )
     result: dict[str, Any] = {
         "store": spec.stores["train"].address,
         "digest": combine(one.digest for one in digests),
@@ -138,9 +164,21 @@ def digest(
 
 def print_digests(result: dict[str, Any]) -> None:
     """Print digests, or a comparison: both values of each setting that differs, and the verdict."""
-    differ = {"settings": {name: tuple(pair) for name, pair in result.get("settings", {}).items()}}
-    rows = {name: value for name, value in (result | differ).items() if value != {} and name != "store"}
+    differ = {
+        "settings": {
+            name: tuple(pair) for name, pair in result.get("settings", {}).items()
+        }
+    }
+    rows = {
+        name: value
+        for name, value in (result | differ).items()
+        if value != {} and name != "store"
+    }
     table(result.get("store", "comparison"), rows)
     if "equal" in result:
         verdict = "{different} of {compared} micro-batches differ"
-        print(("equal over {compared} micro-batches" if result["equal"] else verdict).format_map(result))
+        print(
+            (
+                "equal over {compared} micro-batches" if result["equal"] else verdict
+            ).format_map(result)
+        )

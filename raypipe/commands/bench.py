@@ -26,7 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.config import AtLeast1, PlanConfig, PoolConfig, Positive, RunConfig, TransformConfig
+from raypipe.config import (
+    AtLeast1,
+    PlanConfig,
+    PoolConfig,
+    Positive,
+    RunConfig,
+    TransformConfig,
+)
 from raypipe.errors import ConfigError
 from raypipe.logs import table
 from raypipe.lookup import num_cpus, versions
@@ -74,15 +81,28 @@ def bench(
     opened = open_train(run)
     actors = run.pool.max_actors or _cpus_here()
     config = run.transform
-    pool = dataclasses.replace(run.pool, engine="ray", min_actors=actors, max_actors=actors)
+    pool = dataclasses.replace(
+        run.pool, engine="ray", min_actors=actors, max_actors=actors
+    )
     micro_batch = min(run.plan.micro_batch_size, len(opened))
     measured = []
     for _ in range(repeats):
         before = ceiling(opened, config, pool, micro_batch, seconds / 2)
-        stream = stream_once(opened, config, pool, micro_batch, seconds, before["images_per_s"])
-        measured.append(compared(before, stream, ceiling(opened, config, pool, micro_batch, seconds / 2)))
+        stream = stream_once(
+            opened, config, pool, micro_batch, seconds, before["images_per_s"]
+        )
+        measured.append(
+            compared(
+                before, stream, ceiling(opened, config, pool, micro_batch, seconds / 2)
+            )
+        )
     figures: dict[str, Any] = summary(measured)
-    figures |= {"store": opened.address, "transform": config.train, "size": config.size, "actors": actors}
+    figures |= {
+        "store": opened.address,
+        "transform": config.train,
+        "size": config.size,
+        "actors": actors,
+    }
     figures |= {"micro_batch": micro_batch, "cpus": num_cpus(), "versions": versions()}
     figures |= costs(figures, pool.cpus_per_actor, core_hour_price, gb_price)
     if images_per_s:
@@ -94,7 +114,10 @@ def bench(
 def print_bench(figures: dict[str, Any]) -> None:
     """Print the result of `bench` in a table and in sentences."""
     rows = figures | {"transform": brief(figures["transform"])}
-    table(rows.pop("store"), {name: value for name, value in rows.items() if name != "versions"})
+    table(
+        rows.pop("store"),
+        {name: value for name, value in rows.items() if name != "versions"},
+    )
     print(verdict(figures, figures["actors"]))
     print(
         f"torch.utils.benchmark: next(loader) takes {figures['torch_ms_per_batch']:.2f} ms for "
@@ -102,23 +125,36 @@ def print_bench(figures: dict[str, Any]) -> None:
         f"{figures['torch_images_per_s'] / figures['stream_images_per_s']:.2f} of the stream's rate."
     )
     if rate := figures.get("wanted_images_per_s"):
-        read, sent = (rate / 1e6 * 8 * figures[f"{way}_gb_per_million"] for way in ("read", "sent"))
+        read, sent = (
+            rate / 1e6 * 8 * figures[f"{way}_gb_per_million"]
+            for way in ("read", "sent")
+        )
         print(
             f"{rate:,.0f} images/s need {figures['cpus_needed']:,} such CPUs, {_HEADROOM:.0%} to spare, which "
             f"read {read:.1f} Gbit/s from the store and send {sent:.1f} Gbit/s of images."
         )
 
 
-def costs(figures: dict[str, Any], cpus_per_actor: float, core_hour_price: float, gb_price: float) -> Figures:
+def costs(
+    figures: dict[str, Any],
+    cpus_per_actor: float,
+    core_hour_price: float,
+    gb_price: float,
+) -> Figures:
     """Costs of a million images: the cores of the actors for as long as the stream takes, GB, and dollars."""
     hours = 1e6 / figures["stream_images_per_s"] / 3600
     million = {
         "core_hours_per_million": figures["actors"] * cpus_per_actor * hours,
         "read_gb_per_million": figures["encoded_bytes_per_image"] / 1000,
-        "sent_gb_per_million": figures["micro_batch_bytes"] / figures["micro_batch"] / 1000,
+        "sent_gb_per_million": figures["micro_batch_bytes"]
+        / figures["micro_batch"]
+        / 1000,
     }
     if core_hour_price or gb_price:
-        dollars = million["core_hours_per_million"] * core_hour_price + million["sent_gb_per_million"] * gb_price
+        dollars = (
+            million["core_hours_per_million"] * core_hour_price
+            + million["sent_gb_per_million"] * gb_price
+        )
         million["dollars_per_million"] = dollars
     return million
 
@@ -134,10 +170,14 @@ def verdict(figures: Figures, actors: int) -> str:
     return text
 
 
-def cpus_needed(figures: dict[str, Any], images_per_s: float, cpus_per_actor: float) -> int:
+def cpus_needed(
+    figures: dict[str, Any], images_per_s: float, cpus_per_actor: float
+) -> int:
     """The CPUs that a rate and some headroom need, of actors as fast as the measured ones."""
     per_actor = figures["stream_images_per_s"] / figures["actors"]
-    return math.ceil(math.ceil(images_per_s * (1 + _HEADROOM) / per_actor) * cpus_per_actor)
+    return math.ceil(
+        math.ceil(images_per_s * (1 + _HEADROOM) / per_actor) * cpus_per_actor
+    )
 
 
 def _cpus_here() -> int:
@@ -158,7 +198,11 @@ def _on_cluster() -> bool:
 
 
 def ceiling(
-    store: Store, transform: TransformConfig, pool: PoolConfig, micro_batch: int, seconds: float
+    store: Store,
+    transform: TransformConfig,
+    pool: PoolConfig,
+    micro_batch: int,
+    seconds: float,
 ) -> Figures:
     """Measure only decode and transform for `seconds`, in as many processes as the pool has actors at most.
 
@@ -178,19 +222,31 @@ def ceiling(
         from raypipe.rayext.placement import placement
 
         connect()
-        task: Any = ray.remote(_alone).options(num_cpus=pool.cpus_per_actor, **placement())
+        task: Any = ray.remote(_alone).options(
+            num_cpus=pool.cpus_per_actor, **placement()
+        )
         costs = ray.get([task.remote(*arguments) for _ in range(processes)])
     else:
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as executor:
+        with ProcessPoolExecutor(
+            processes, multiprocessing.get_context("spawn")
+        ) as executor:
             running = [executor.submit(_alone, *arguments) for _ in range(processes)]
             costs = [future.result() for future in running]
     mean = {name: statistics.fmean(one[name] for one in costs) for name in costs[0]}
     return mean | {"images_per_s": mean["images_per_s"] * processes}
 
 
-def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: int, seconds: float) -> Figures:
+def _alone(
+    store: Store,
+    transform: TransformConfig,
+    threads: int,
+    micro_batch: int,
+    seconds: float,
+) -> Figures:
     """Measure the figures of `ceiling` in one process, with its images in memory and warmed up."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray sets it for torch in an actor of one CPU
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # Ray sets it for torch in an actor of one CPU
     import cv2
 
     from raypipe.transform.batch import MicroBatchTransform
@@ -200,19 +256,25 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
     cv2.setNumThreads(1)  # an actor does so too
     store.read(np.arange(1), ("image",))  # opens it
     began_cpu = time.process_time()
-    encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
+    encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))[
+        "image"
+    ]
     read_cpu_s = time.process_time() - began_cpu
     maker = MicroBatchTransform(Content(transform.train, transform, threads=threads))
     indices = np.arange(min(micro_batch, len(encoded)))
 
     def make(first: int) -> None:
         """Make a micro-batch of the images from number `first` on, beginning again at their end."""
-        keys = np.stack([first + indices, np.zeros_like(indices)], axis=1).astype(np.uint64)
+        keys = np.stack([first + indices, np.zeros_like(indices)], axis=1).astype(
+            np.uint64
+        )
         images = [encoded[(first + i) % len(encoded)] for i in range(len(indices))]
         maker.run(Samples(images, np.zeros(len(indices), np.int64)), indices, keys)
 
     make(0)
-    started, began_cpu, done = time.perf_counter(), time.process_time(), 0
+    started = time.perf_counter()
+    began_cpu = time.process_time()
+    done = 0
     while (elapsed := time.perf_counter() - started) < seconds:
         make(done)
         done += len(indices)
@@ -236,7 +298,12 @@ def _is_420(image: bytes) -> bool:
 
 
 def stream_once(
-    store: Store, transform: TransformConfig, pool: PoolConfig, micro_batch: int, seconds: float, guess: float
+    store: Store,
+    transform: TransformConfig,
+    pool: PoolConfig,
+    micro_batch: int,
+    seconds: float,
+    guess: float,
 ) -> Figures:
     """Run the stream, with a validation after every epoch, through one consumer, for `seconds` and _MIN_BLOCKS.
 
@@ -261,17 +328,23 @@ def stream_once(
     epochs = max(3, round(guess * seconds / len(store)))
     plan = PlanConfig(epochs=epochs, micro_batch_size=micro_batch)
     label = "label" if "label" in store.columns else ""
-    spec = open_stream(store, store, plan=plan, transform=transform, pool=pool, target_column=label)
+    spec = open_stream(
+        store, store, plan=plan, transform=transform, pool=pool, target_column=label
+    )
     started = time.perf_counter()
     connect()
-    blocks, num_bytes = list[tuple[float, int]](), 0
+    blocks = list[tuple[float, int]]()
+    num_bytes = 0
     (iterator,) = splits(spec, spec.plan.start(), max_actors=pool.max_actors)
     for block in (stream := host_blocks(iterator)):
-        arrived, batches = time.perf_counter(), list(block)
+        arrived = time.perf_counter()
+        batches = list(block)
         num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
         blocks.append((arrived, num_images))
         arrays = batches[0].arrays()
-        num_bytes = sum(arrays[name].nbytes for name in arrays if is_image(name) or is_chroma(name))
+        num_bytes = sum(
+            arrays[name].nbytes for name in arrays if is_image(name) or is_chroma(name)
+        )
         encoded = batches[0].fields.get(DATA)
         if isinstance(encoded, Ragged):  # transform.decode='device'
             num_bytes = encoded.values.nbytes + arrays[MAP].nbytes
@@ -279,15 +352,26 @@ def stream_once(
             break
         del block, batches
     stream.close()
-    images_per_s, first_batch_s = steady(blocks), blocks[0][0] - started
-    by_torch = timed_by_torch(store, transform, pool, micro_batch, round(images_per_s * seconds / 2))
+    images_per_s = steady(blocks)
+    first_batch_s = blocks[0][0] - started
+    by_torch = timed_by_torch(
+        store, transform, pool, micro_batch, round(images_per_s * seconds / 2)
+    )
     ray.shutdown()
-    figures = {"images_per_s": images_per_s, "first_batch_s": first_batch_s, "micro_batch_bytes": num_bytes}
+    figures = {
+        "images_per_s": images_per_s,
+        "first_batch_s": first_batch_s,
+        "micro_batch_bytes": num_bytes,
+    }
     return figures | by_torch
 
 
 def timed_by_torch(
-    store: Store, transform: TransformConfig, pool: PoolConfig, micro_batch: int, num_images: int
+    store: Store,
+    transform: TransformConfig,
+    pool: PoolConfig,
+    micro_batch: int,
+    num_images: int,
 ) -> Figures:
     """Measure `next` on the training batches of a loader by torch.utils.benchmark.
 
@@ -311,7 +395,9 @@ def timed_by_torch(
     epochs = math.ceil((warm_up + own_warm_up + calls) / (len(store) // micro_batch))
     label = "label" if "label" in store.columns else ""
     plan = PlanConfig(epochs=epochs, micro_batch_size=micro_batch)
-    spec = open_stream(store, plan=plan, transform=transform, pool=pool, target_column=label)
+    spec = open_stream(
+        store, plan=plan, transform=transform, pool=pool, target_column=label
+    )
     stream = loader(spec, max_actors=pool.max_actors or None, device="cpu")
     batches = (batch for epoch in stream.epochs() for batch in epoch.train)
     for _ in range(warm_up):
@@ -319,7 +405,10 @@ def timed_by_torch(
     taken = Timer("next(batches)", globals={"batches": batches}).timeit(calls)
     batches.close()
     stream.close()
-    return {"torch_ms_per_batch": taken.mean * 1000, "torch_images_per_s": micro_batch / taken.mean}
+    return {
+        "torch_ms_per_batch": taken.mean * 1000,
+        "torch_images_per_s": micro_batch / taken.mean,
+    }
 
 
 def steady(blocks: Sequence[tuple[float, int]]) -> float:
@@ -327,7 +416,9 @@ def steady(blocks: Sequence[tuple[float, int]]) -> float:
     # The first blocks come while actors still start, and a buffer fills: leave out a sixth.
     kept = blocks[max(1, len(blocks) // 6) :]
     if len(blocks) < _MIN_BLOCKS:
-        raise ConfigError(f"the stream brought {len(blocks)} blocks, too few for a rate: raise --seconds")
+        raise ConfigError(
+            f"the stream brought {len(blocks)} blocks, too few for a rate: raise --seconds"
+        )
     arrivals, num_images = np.array(kept).T
     return float(np.polyfit(arrivals - arrivals[0], num_images.cumsum(), 1)[0])
 
@@ -335,12 +426,23 @@ def steady(blocks: Sequence[tuple[float, int]]) -> float:
 def compared(before: Figures, stream: Figures, after: Figures) -> Figures:
     """The figures of one repeat: a stream, and the mean of the ceilings around it."""
     around = {name: (before[name] + after[name]) / 2 for name in before}
-    per_s, limit = stream["images_per_s"], around.pop("images_per_s")
-    figures = {"ceiling_images_per_s": limit, "stream_images_per_s": per_s, "ratio": per_s / limit}
-    return figures | {name: value for name, value in stream.items() if name != "images_per_s"} | around
+    per_s = stream["images_per_s"]
+    limit = around.pop("images_per_s")
+    figures = {
+        "ceiling_images_per_s": limit,
+        "stream_images_per_s": per_s,
+        "ratio": per_s / limit,
+    }
+    return (
+        figures
+        | {name: value for name, value in stream.items() if name != "images_per_s"}
+        | around
+    )
 
 
 def summary(measured: list[Figures]) -> Figures:
     """Medians over the repeats; ratios are medians of each repeat's own ratio."""
-    medians = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    medians = {
+        name: statistics.median(one[name] for one in measured) for name in measured[0]
+    }
     return medians | {"micro_batch_bytes": int(medians["micro_batch_bytes"])}

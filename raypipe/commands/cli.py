@@ -54,18 +54,27 @@ def train(run: RunConfig) -> dict[str, Any]:
         run: With --name NAME --resume auto the same command starts a run and continues it.
     """
     if ":" not in run.train.model:
-        check_model(run.train.model, len(run.augment.mean))  # before the seconds that Ray and torch take to load
+        check_model(
+            run.train.model, len(run.augment.mean)
+        )  # before the seconds that Ray and torch take to load
     configure_logs(run.log_format)
     _check_paths(run)
     phase(logger, "loading Ray and torch")
-    return import_module("raypipe.train.launch").train(run)  # no other command needs the whole program
+    return import_module("raypipe.train.launch").train(
+        run
+    )  # no other command needs the whole program
 
 
 def _check_paths(run: RunConfig) -> None:
     """Raise StoreError if a local store does not exist, before the seconds that Ray and torch take to load."""
-    options = store_options(run.store.image_column, run.store.target_column, run.store.trust_pickles)
+    options = store_options(
+        run.store.image_column, run.store.target_column, run.store.trust_pickles
+    )
     train = run.store.train
-    training = list(train.values()) if isinstance(train, dict) else [train]
+    if isinstance(train, dict):
+        training = list(train.values())
+    else:
+        training = [train]
     for address in filter(None, (*training, run.store.val)):
         if not is_remote(address):
             open_store(address, **options)
@@ -151,18 +160,31 @@ def draw_preview(
     from raypipe.streaming.opening import open_train, spec_of
 
     opened = open_train(run)
-    store = replace(run.store, val="", target_column=run.store.target_column if "label" in opened.columns else "")
+    store = replace(
+        run.store,
+        val="",
+        target_column=run.store.target_column if "label" in opened.columns else "",
+    )
 
     def spec_at(size: int) -> StreamSpec:
-        plan = replace(run.plan, micro_batch_size=size, global_batch_size=size * run.plan.per_step)
+        plan = replace(
+            run.plan, micro_batch_size=size, global_batch_size=size * run.plan.per_step
+        )
         return spec_of(replace(run, plan=plan, store=store))
 
     try:
         spec = spec_at(run.plan.micro_batch_size)
-    except ConfigError:  # a first look at a few samples, fewer than a step; another mistake is met again
+    except (
+        ConfigError
+    ):  # a first look at a few samples, fewer than a step; another mistake is met again
         spec = spec_at(min(run.plan.micro_batch_size, spec_at(1).plan.steps_per_epoch))
     return preview_module.preview(
-        spec, output, augment=run.augment, epochs=show_epochs, samples=samples, indices=indices
+        spec,
+        output,
+        augment=run.augment,
+        epochs=show_epochs,
+        samples=samples,
+        indices=indices,
     )
 
 
@@ -187,7 +209,9 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
         "doctor": doctor.doctor,
     },
 }
-COMMANDS = {name: command for commands in GROUPS.values() for name, command in commands.items()}
+COMMANDS = {
+    name: command for commands in GROUPS.values() for name, command in commands.items()
+}
 # The text of results that are more than a table.
 _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "status": status.print_status,
@@ -213,10 +237,20 @@ def main(args: list[str] | None = None) -> None:
         words = [*words[1:], "--help"] if words[0] == "help" else words
         name = words[0]
         if name not in COMMANDS:
-            fail(f"unknown command {name!r}{meant(name, COMMANDS)}", "`raypipe --help` lists the commands")
+            fail(
+                f"unknown command {name!r}{meant(name, COMMANDS)}",
+                "`raypipe --help` lists the commands",
+            )
         rest = [word for word in words[1:] if word != "--json"]
-        show = None if "--json" in words else _PRINTED.get(name, print_result)
-        _finish(lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], rest)), show, is_run=name == "train")
+        if "--json" in words:
+            show = None
+        else:
+            show = _PRINTED.get(name, print_result)
+        _finish(
+            lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], rest)),
+            show,
+            is_run=name == "train",
+        )
     with printing():
         print(text, end="")
 
@@ -231,11 +265,26 @@ def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
 
 def overview() -> str:
     """The help of `raypipe` itself: its commands in groups."""
-    lines = ["raypipe: image input for PyTorch training on Ray", "", "usage: raypipe COMMAND [--OPTION VALUE …]"]
+    lines = [
+        "raypipe: image input for PyTorch training on Ray",
+        "",
+        "usage: raypipe COMMAND [--OPTION VALUE …]",
+    ]
     for group, commands in GROUPS.items():
-        texts = {name: (command.__doc__ or "").partition("\n")[0] for name, command in commands.items()}
-        lines += ["", f"{group}:", *(f"  {name:16}{text}" for name, text in texts.items())]
-    lines += ["", "Help:", "  help COMMAND, or help settings [PATTERN] for the settings of a run"]
+        texts = {
+            name: (command.__doc__ or "").partition("\n")[0]
+            for name, command in commands.items()
+        }
+        lines += [
+            "",
+            f"{group}:",
+            *(f"  {name:16}{text}" for name, text in texts.items()),
+        ]
+    lines += [
+        "",
+        "Help:",
+        "  help COMMAND, or help settings [PATTERN] for the settings of a run",
+    ]
     return "\n".join([*lines, "", (__doc__ or "").partition("\n\n")[2]])
 
 
@@ -261,7 +310,10 @@ def _finish(
             sys.exit(code)
     except RaypipeError as error:
         text = str(error)
-        code = os.EX_TEMPFAIL if is_run and isinstance(error, NoRoomError) else 1
+        if is_run and isinstance(error, NoRoomError):
+            code = os.EX_TEMPFAIL
+        else:
+            code = 1
         with _ending(code, lambda: _tell(text)):
             _shutdown()
         _tell(text)

@@ -106,11 +106,15 @@ def convert(
             f"got {shards}, {short_side} and {quality}"
         )
     if seekable and (why := kernel.why_no_kernel()):
-        raise ConfigError(f"seekable JPEGs need the compiled extension, which is not used here: {why}")
+        raise ConfigError(
+            f"seekable JPEGs need the compiled extension, which is not used here: {why}"
+        )
     dst = str(dst)
     suffix = Path(split(dst)[1]).suffix
     if suffix not in WRITTEN_SUFFIXES:
-        raise StoreError(f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}")
+        raise StoreError(
+            f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}"
+        )
     if expand(dst) != [dst] or "*" in dst:
         raise StoreError(
             f"{dst}: several files cannot appear at once in a folder with others: name one destination, such as "
@@ -137,19 +141,32 @@ def convert(
         if isinstance(opened, Store):
             store = opened
         else:
-            source = opened if isinstance(opened, Source) else Source(iter(opened))
-            store = open_store(stack.enter_context(kept_samples(source, classes, short_side)))
+            if isinstance(opened, Source):
+                source = opened
+            else:
+                source = Source(iter(opened))
+            store = open_store(
+                stack.enter_context(kept_samples(source, classes, short_side))
+            )
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
         first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
         columns = column_types(_with_later(store, first), store.address, short_side)
-        sized = tuple(name for name in SIZE_COLUMNS if sizes and (short_side or name not in columns))
+        sized = tuple(
+            name
+            for name in SIZE_COLUMNS
+            if sizes and (short_side or name not in columns)
+        )
         columns |= dict.fromkeys(sized, "int64")
         connect()
         # A local destination is on this node, and files to upload are written here first: no other node writes.
-        num_shards = min(len(store), shards or _num_shards(store, count_cpus("the copy", here=True)))
+        num_shards = min(
+            len(store), shards or _num_shards(store, count_cpus("the copy", here=True))
+        )
         partial = stack.enter_context(
-            new_remote(dst, overwrite) if is_remote(dst) else new_path(Path(open_filesystem(dst)[1]), overwrite)
+            new_remote(dst, overwrite)
+            if is_remote(dst)
+            else new_path(Path(open_filesystem(dst)[1]), overwrite)
         )
         files = [partial]
         if num_shards > 1:
@@ -157,16 +174,32 @@ def convert(
             files = [partial / f"{number:05d}{suffix}" for number in range(num_shards)]
         bounds = np.linspace(0, len(store), len(files) + 1).astype(int).tolist()
         calls = [
-            (store, file, *ends, columns, short_side, quality, on_bad_sample, sized, exif, seekable)
+            (
+                store,
+                file,
+                *ends,
+                columns,
+                short_side,
+                quality,
+                on_bad_sample,
+                sized,
+                exif,
+                seekable,
+            )
             for file, ends in zip(files, itertools.pairwise(bounds), strict=True)
         ]
-        counts, skipped = np.zeros(3, np.int64), list[tuple[int, str]]()
-        for *part_counts, part_skipped in run_tasks("the copy", True, write_shard, calls, len(store)):
+        counts = np.zeros(3, np.int64)
+        skipped = list[tuple[int, str]]()
+        for *part_counts, part_skipped in run_tasks(
+            "the copy", True, write_shard, calls, len(store)
+        ):
             counts += part_counts
             skipped += part_skipped
         num_samples, num_without_size, num_bytes = counts.tolist()
         if num_samples == len(skipped):
-            raise StoreError(f"{store.address} has no readable sample; the first: {min(skipped)[1]}")
+            raise StoreError(
+                f"{store.address} has no readable sample; the first: {min(skipped)[1]}"
+            )
         return {
             "samples": num_samples - len(skipped),
             "classes": len(store.classes or ()),
@@ -180,16 +213,24 @@ def _with_later(store: Store, first: Columns) -> Columns:
     """Return the first values of columns, and what decides a type later: a value, or None among integers."""
     columns = dict(first)
     # An LMDB has the types of its columns, and is read whole for any of them.
-    for name in columns.keys() - {"image", "label"} if not isinstance(store, LMDBStore) else ():
+    for name in (
+        columns.keys() - {"image", "label"} if not isinstance(store, LMDBStore) else ()
+    ):
         kinds = set(map(type, first[name]))
-        if kinds == {NoneType} or all(issubclass(kind, int | np.integer | np.bool_) for kind in kinds):
+        if kinds == {NoneType} or all(
+            issubclass(kind, int | np.integer | np.bool_) for kind in kinds
+        ):
             later = (value for part in scan(store, (name,), "") for value in part[name])
-            decisive = (value for value in later if (value is None) != (kinds == {NoneType}))
+            decisive = (
+                value for value in later if (value is None) != (kinds == {NoneType})
+            )
             columns[name] = [*first[name], *itertools.islice(decisive, 1)]
     return columns
 
 
-def _opened(src: Any, image_column: str, target_column: str, trust_pickles: bool) -> Any:
+def _opened(
+    src: Any, image_column: str, target_column: str, trust_pickles: bool
+) -> Any:
     """Return what there is to be copied: a store, a source, samples or a Dataset.
 
     Raises:
@@ -197,7 +238,9 @@ def _opened(src: Any, image_column: str, target_column: str, trust_pickles: bool
     """
     if isinstance(src, str | Path):
         source = open_source(src, Asked(image_column, target_column))
-        return source or open_store(src, **store_options(image_column, target_column, trust_pickles))
+        return source or open_store(
+            src, **store_options(image_column, target_column, trust_pickles)
+        )
     if store_options(image_column, target_column):
         raise ConfigError(
             f"image_column={image_column!r} and target_column={target_column!r} are for an address, not for a "
@@ -207,7 +250,9 @@ def _opened(src: Any, image_column: str, target_column: str, trust_pickles: bool
 
 
 def _is_dataset(src: object) -> bool:
-    return "ray.data" in sys.modules and isinstance(src, sys.modules["ray.data"].Dataset)
+    return "ray.data" in sys.modules and isinstance(
+        src, sys.modules["ray.data"].Dataset
+    )
 
 
 def _num_shards(store: Store, num_cpus: int) -> int:

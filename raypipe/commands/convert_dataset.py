@@ -69,7 +69,12 @@ class Copy:
 
 
 def make_copy(
-    dataset: ray.data.Dataset, dst: str, shards: int, overwrite: bool, sizes: bool, **options: Any
+    dataset: ray.data.Dataset,
+    dst: str,
+    shards: int,
+    overwrite: bool,
+    sizes: bool,
+    **options: Any,
 ) -> dict[str, int]:
     """Copy a Dataset, see `raypipe.convert`.
 
@@ -80,7 +85,11 @@ def make_copy(
     if not first:
         raise StoreError("the Dataset has no samples")
     columns = columns_of(map(encoded, first), "the Dataset", options["short_side"])
-    sized = tuple(name for name in SIZE_COLUMNS if sizes and (options["short_side"] or name not in columns))
+    sized = tuple(
+        name
+        for name in SIZE_COLUMNS
+        if sizes and (options["short_side"] or name not in columns)
+    )
     suffix = Path(split(dst)[1]).suffix
     copy = Copy(dst, suffix, columns | dict.fromkeys(sized, "int64"), sized, **options)
     if is_remote(dst):
@@ -95,7 +104,8 @@ def make_copy(
     count_cpus("the copy", here=True)
     with new_path(Path(open_filesystem(dst)[1]), overwrite) as partial:
         partial.mkdir()
-        counts, names = _Counts(), []
+        counts = _Counts()
+        names = []
         for part in _parts(dataset, _at(copy, partial), shards, first):
             if counts.add(part):
                 names.append(part["shard"][0])
@@ -116,7 +126,9 @@ def _arrange(partial: Path, names: Sequence[str], suffix: str) -> None:
     for number, name in enumerate(names):
         (partial / name).rename(partial / f"{number:05d}{suffix}")
     if len(names) == 1:
-        with tempfile.TemporaryDirectory(dir=partial.parent, prefix=f".{partial.name}.") as folder:
+        with tempfile.TemporaryDirectory(
+            dir=partial.parent, prefix=f".{partial.name}."
+        ) as folder:
             alone = (partial / f"00000{suffix}").rename(Path(folder, partial.name))
             partial.rmdir()
             alone.rename(partial)
@@ -132,8 +144,13 @@ class _Counts:
     def add(self, part: dict[str, Any]) -> bool:
         """Add a part; return whether it has a shard. Raise the error of a task."""
         if part["error"]:
-            where = "" if part["at"] < 0 else f"sample {self._samples + part['at']}: "
-            raise (SampleError if part["is_bad"] else StoreError)(f"the Dataset: {where}{part['error']}")
+            if part["at"] < 0:
+                where = ""
+            else:
+                where = f"sample {self._samples + part['at']}: "
+            raise (SampleError if part["is_bad"] else StoreError)(
+                f"the Dataset: {where}{part['error']}"
+            )
         if part["skipped"] and not self._first_reason:
             at, reason = part["skipped"][0]
             self._first_reason = f"sample {self._samples + at}: {reason}"
@@ -146,7 +163,9 @@ class _Counts:
     def check(self) -> None:
         """Raise StoreError if no sample was written."""
         if self._samples == self._skipped:
-            raise StoreError(f"the Dataset has no readable sample; the first: {self._first_reason}")
+            raise StoreError(
+                f"the Dataset has no readable sample; the first: {self._first_reason}"
+            )
 
     def result(self, copy: Copy) -> dict[str, int]:
         return {
@@ -194,7 +213,9 @@ def _parts(
     options: dict[str, Any] = {}
     if not is_remote(copy.dst):
         own = ray.get_runtime_context().get_node_id()
-        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(own, soft=False)
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            own, soft=False
+        )
         options["scheduling_strategy"] = affinity
     written = made.map_batches(
         partial(_write, copy=copy),
@@ -203,7 +224,10 @@ def _parts(
         zero_copy_batch=True,
         **options,
     )
-    with _in_order(written), Progress(console=Console(stderr=True), transient=True) as bar:
+    with (
+        _in_order(written),
+        Progress(console=Console(stderr=True), transient=True) as bar,
+    ):
         shown = bar.add_task("the copy", total=None)
         try:
             for row in written.iter_rows():
@@ -221,16 +245,29 @@ def _parts(
 
 def _make(row: dict[str, Any], copy: Copy) -> dict[str, Any]:
     """Return a row's record, the size of its image, whether it is measured, and its error."""
-    made: dict[str, Any] = {"record": b"", "bytes": 0, "has_size": False, "error": "", "is_bad": False}
+    made: dict[str, Any] = {
+        "record": b"",
+        "bytes": 0,
+        "has_size": False,
+        "error": "",
+        "is_bad": False,
+    }
     try:
         sample = encoded(row)
         try:
-            size = make_image(sample, copy.short_side, copy.quality, copy.exif, copy.seekable)
+            size = make_image(
+                sample, copy.short_side, copy.quality, copy.exif, copy.seekable
+            )
         except SampleError as error:
             return {**made, "error": str(error), "is_bad": True}
         sample |= {name: size[name] for name in copy.sized}
         record = RecordLayout(copy.columns).pack(plain(sample, copy.columns))
-        return {**made, "record": record, "bytes": len(sample["image"]), "has_size": size != NO_SIZE}
+        return {
+            **made,
+            "record": record,
+            "bytes": len(sample["image"]),
+            "has_size": size != NO_SIZE,
+        }
     except StoreError as error:
         return {**made, "error": str(error)}
 
@@ -250,40 +287,75 @@ def _write(batch: pa.Table, copy: Copy) -> dict[str, list[str]]:
     except _BadRowError as found:
         return {"part": [json.dumps(found.part)]}
     except RaypipeError as error:  # if it were raised, Ray would print its traceback
-        return {"part": [json.dumps({"samples": 0, "error": str(error), "at": -1, "is_bad": False})]}
+        return {
+            "part": [
+                json.dumps(
+                    {"samples": 0, "error": str(error), "at": -1, "is_bad": False}
+                )
+            ]
+        }
 
 
 def _written(batch: pa.Table, copy: Copy) -> dict[str, Any]:
-    part: dict[str, Any] = {"samples": len(batch), "without_size": 0, "bytes": 0, "skipped": [], "shard": []}
+    part: dict[str, Any] = {
+        "samples": len(batch),
+        "without_size": 0,
+        "bytes": 0,
+        "skipped": [],
+        "shard": [],
+    }
     part |= {"error": "", "at": -1, "is_bad": False}
-    layout, names = RecordLayout(copy.columns), tuple(copy.columns)
+    layout = RecordLayout(copy.columns)
+    names = tuple(copy.columns)
     with contextlib.ExitStack() as stack:
         folder = Path(copy.dst)
         if is_remote(copy.dst):
             folder = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(dir=make_cache_folder(), prefix="convert-"))
+                stack.enter_context(
+                    tempfile.TemporaryDirectory(
+                        dir=make_cache_folder(), prefix="convert-"
+                    )
+                )
             )
         file = folder / f"{secrets.token_hex(16)}{copy.suffix}"
         with open_writer(file, copy.columns, copy.classes) as writer:
-            columns = [batch[name].to_pylist() for name in ("error", "is_bad", "has_size", "bytes")]
-            for at, (error, is_bad, has_size, num_bytes) in enumerate(zip(*columns, strict=True)):
+            columns = [
+                batch[name].to_pylist()
+                for name in ("error", "is_bad", "has_size", "bytes")
+            ]
+            for at, (error, is_bad, has_size, num_bytes) in enumerate(
+                zip(*columns, strict=True)
+            ):
                 if error and is_bad and copy.on_bad_sample == "skip":
                     part["skipped"].append((at, error))
                     continue
                 if error:
-                    advice = ". Exclude such samples with --on-bad-sample skip" if is_bad else ""
+                    if is_bad:
+                        advice = ". Exclude such samples with --on-bad-sample skip"
+                    else:
+                        advice = ""
                     raise _BadRowError(
-                        {**part, "samples": 0, "error": f"{error}{advice}", "at": at, "is_bad": is_bad}
+                        {
+                            **part,
+                            "samples": 0,
+                            "error": f"{error}{advice}",
+                            "at": at,
+                            "is_bad": is_bad,
+                        }
                     )
                 record = batch["record"][at].as_buffer()
-                writer.append({**dict.fromkeys(names), **layout.unpack(memoryview(record), names)})
+                writer.append(
+                    {**dict.fromkeys(names), **layout.unpack(memoryview(record), names)}
+                )
                 part["without_size"] += not has_size
                 part["bytes"] += num_bytes
         if len(part["skipped"]) == len(batch):
             file.unlink()
             return part
         if digest_of(file, copy.columns) != writer.fingerprint:
-            raise StoreError(f"{file} does not read back as it was written: check the disk, and try again")
+            raise StoreError(
+                f"{file} does not read back as it was written: check the disk, and try again"
+            )
         if is_remote(copy.dst):
             shard = put_shard(file, copy.dst, 0)
             part["shard"] = [shard.address, shard.num_bytes, shard.digest]

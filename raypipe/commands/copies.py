@@ -54,7 +54,9 @@ def write_shard(
     read = {name: kind for name, kind in columns.items() if name not in sized}
     with open_writer(file, columns, store.classes) as writer:
         for first, samples in _chunks(store, read, start, stop):
-            num_without_size, num_bytes, skipped = 0, 0, []
+            num_without_size = 0
+            num_bytes = 0
+            skipped = []
             for index, sample in enumerate(samples, first):
                 try:
                     size = make_image(sample, short_side, quality, exif, seekable)
@@ -72,7 +74,9 @@ def write_shard(
                 num_bytes += len(sample["image"])
             yield len(samples), num_without_size, num_bytes, skipped
     if digest_of(file, columns) != writer.fingerprint:
-        raise StoreError(f"{file} does not read back as it was written: check the disk, and try again")
+        raise StoreError(
+            f"{file} does not read back as it was written: check the disk, and try again"
+        )
 
 
 def make_image(
@@ -87,7 +91,8 @@ def make_image(
 
 def digest_of(file: Path, columns: dict[str, str]) -> str:
     """The fingerprint of a shard as it reads back."""
-    store, layout = open_store(file), RecordLayout(columns)
+    store = open_store(file)
+    layout = RecordLayout(columns)
     digest = Fingerprint(columns, store.classes)
     for _, samples in _chunks(store, columns, 0, len(store)):
         for sample in samples:
@@ -102,7 +107,10 @@ def _chunks(
     """Yield samples, as writers take them, with the index of the first."""
     for first in range(start, stop, CHUNK):
         rows = store.read(np.arange(first, min(stop, first + CHUNK)), tuple(columns))
-        every = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
+        every = (
+            dict(zip(rows, values, strict=True))
+            for values in zip(*rows.values(), strict=True)
+        )
         yield first, [plain(sample, columns) for sample in every]
 
 
@@ -111,7 +119,9 @@ def _checked(image: bytes | memoryview | None, short_side: int, quality: int) ->
         raise SampleError("it has no bytes")
     if not short_side:
         return bytes(image)
-    return encode_jpeg(resize_short_side(decode(image, min_side=short_side), short_side), quality)
+    return encode_jpeg(
+        resize_short_side(decode(image, min_side=short_side), short_side), quality
+    )
 
 
 def _made_seekable(image: bytes) -> bytes:
@@ -129,7 +139,9 @@ def _made_seekable(image: bytes) -> bytes:
         seekable = kernel.to_seekable(image)
     except ValueError:
         return image
-    return seekable if np.array_equal(decode(seekable), pixels) else image
+    if np.array_equal(decode(seekable), pixels):
+        return seekable
+    return image
 
 
 def size_of(image: bytes, exif: bool = False) -> dict[str, int]:

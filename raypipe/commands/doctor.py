@@ -65,7 +65,8 @@ def examined(name: str) -> dict[str, str]:
         is_well, finding = check()
         status, fix = ("ok", "") if is_well else ("warn", fix)
     except Exception as error:  # a broken installation may raise anything
-        status, finding = "fail", f"{type(error).__name__}: {error}"
+        status = "fail"
+        finding = f"{type(error).__name__}: {error}"
     return {"name": name, "status": status, "found": finding, "fix": fix}
 
 
@@ -73,12 +74,21 @@ def _packages() -> tuple[bool, str]:
     """Install raypipe again, in a new environment."""
     from packaging.requirements import Requirement
 
-    for requirement in map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []):
+    for requirement in map(
+        Requirement, importlib.metadata.requires(DISTRIBUTION) or []
+    ):
         if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
-            version = importlib.metadata.version(requirement.name)  # an error if it is not there
+            version = importlib.metadata.version(
+                requirement.name
+            )  # an error if it is not there
             if not requirement.specifier.contains(version, prereleases=True):
-                raise ImportError(f"{requirement.name} is {version}, not {requirement.specifier}")
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("ray", "torch", "albumentations"))
+                raise ImportError(
+                    f"{requirement.name} is {version}, not {requirement.specifier}"
+                )
+    versions = (
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("ray", "torch", "albumentations")
+    )
     return True, f"Python {platform.python_version()}, {', '.join(versions)}"
 
 
@@ -87,7 +97,10 @@ def _decoding() -> tuple[bool, str]:
     from raypipe.transform.kernel import why_no_kernel
 
     why = why_no_kernel()
-    return not why, f"JPEGs are decoded slower: {why}" if why else "JPEGs by the extension"
+    return (
+        not why,
+        f"JPEGs are decoded slower: {why}" if why else "JPEGs by the extension",
+    )
 
 
 def _torch() -> tuple[bool, str]:
@@ -95,20 +108,29 @@ def _torch() -> tuple[bool, str]:
     import torch
     import torchvision
 
-    torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)  # fails where it was built for another torch
+    torchvision.ops.nms(
+        torch.zeros(1, 4), torch.zeros(1), 0.5
+    )  # fails where it was built for another torch
     if torch.cuda.is_available():
         torch.ones(8, device="cuda").sum().item()
         return True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     if shutil.which("nvidia-smi"):
-        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
-        raise RuntimeError(f"there is an NVIDIA driver, but torch, built for {built}, cannot use it")
+        if torch.version.cuda:
+            built = f"CUDA {torch.version.cuda}"
+        else:
+            built = "CPUs only"
+        raise RuntimeError(
+            f"there is an NVIDIA driver, but torch, built for {built}, cannot use it"
+        )
     return True, "works on the CPU; there is no GPU"
 
 
 def _limits() -> tuple[bool, str]:
     """Before Ray is started: ulimit -n 65536, --shm-size or --ipc=host, RAY_TMPDIR on a larger disk."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0  # macOS has none
+    shared = (
+        shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0
+    )  # macOS has none
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
@@ -120,12 +142,24 @@ def _limits() -> tuple[bool, str]:
 def _ray() -> tuple[bool, str]:
     """Is RAY_ADDRESS, if set, up (ray status), and of this Ray? Else see /tmp/ray/session_latest/logs."""
     address = os.environ.get("RAY_ADDRESS")
-    where = f"the cluster at {address}" if address else "a cluster on this machine"
-    command = [sys.executable, "-P", "-c", _RAY_PROGRAM]  # -P: no modules of the current folder
+    if address:
+        where = f"the cluster at {address}"
+    else:
+        where = "a cluster on this machine"
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        _RAY_PROGRAM,
+    ]  # -P: no modules of the current folder
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_RAY_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_RAY_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{where} has not answered within {_RAY_TIMEOUT_S} s") from None
+        raise RuntimeError(
+            f"{where} has not answered within {_RAY_TIMEOUT_S} s"
+        ) from None
     if done.returncode:
         raise RuntimeError(f"{where}: {(done.stderr.splitlines() or ['no word'])[-1]}")
     return True, f"{where}: {done.stdout.splitlines()[-1]}"

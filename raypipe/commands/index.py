@@ -24,10 +24,16 @@ def index(run: RunConfig, target: str = "") -> dict[str, Any]:
 
     addresses = run.store.train
     if not addresses:
-        raise ConfigError("raypipe index needs the address of tars: raypipe index s3://bucket/shards")
+        raise ConfigError(
+            "raypipe index needs the address of tars: raypipe index s3://bucket/shards"
+        )
     if isinstance(addresses, dict):
-        raise ConfigError("raypipe index takes one store: give the address of each in turn")
-    store = open_store(addresses, **store_options(run.store.image_column, run.store.target_column))
+        raise ConfigError(
+            "raypipe index takes one store: give the address of each in turn"
+        )
+    store = open_store(
+        addresses, **store_options(run.store.image_column, run.store.target_column)
+    )
     if not isinstance(store, TarStore):
         raise ConfigError(f"{addresses} has no tars: only they need an index")
     return {"store": store.address, **store.write_index()}

@@ -75,7 +75,9 @@ def spread(store: Store, most: int) -> np.ndarray:
     """Indices, int64 (n,), of up to `most` samples, evenly spread; at few places where there are groups."""
     groups = store.groups
     if groups is None or not len(store):
-        return np.unique(np.linspace(0, len(store) - 1, min(len(store), most)).astype(np.int64))
+        return np.unique(
+            np.linspace(0, len(store) - 1, min(len(store), most)).astype(np.int64)
+        )
     places = np.linspace(0, len(store) - 1, _NUM_PLACES).astype(np.int64)
     near = places[:, None] + np.arange(most // _NUM_PLACES)
     ends = groups[np.searchsorted(groups, places, side="right")]
@@ -91,39 +93,64 @@ def check_samples(
 ) -> Iterator[CheckedSample]:
     """Read and decode samples of int64 indices (n,) in full, as a run does, targets and columns included."""
     maker = ColumnMaker(of_run) if of_run else None
-    columns = {"image": "image", **({"label": "label"} if "label" in store.columns else {}), **targets}
+    columns = {
+        "image": "image",
+        **({"label": "label"} if "label" in store.columns else {}),
+        **targets,
+    }
     columns |= {f"column {name}": name for name in of_run.stored}
     for few in np.split(indices, range(READ, len(indices), READ)):
         read = {name: read_each(store, few, column) for name, column in columns.items()}
         for position, index in enumerate(few.tolist()):
             sample = {name: values[position] for name, (values, _) in read.items()}
-            reason = next(filter(None, (errors.get(position) for _, errors in read.values())), "")
+            reason = next(
+                filter(None, (errors.get(position) for _, errors in read.values())), ""
+            )
             if "label" in columns and sample["label"] is None:
                 reason = reason or WRONG_LABEL
             height = width = 0
             if not reason:
                 try:
                     if maker:
-                        maker.one({name: sample[f"column {name}"] for name in of_run.stored}, (index, 0))
+                        maker.one(
+                            {name: sample[f"column {name}"] for name in of_run.stored},
+                            (index, 0),
+                        )
                     height, width, _ = decode_any(sample["image"]).shape
-                    decode_targets(sample, {name: name for name in targets}, (height, width), boxes_format)
+                    decode_targets(
+                        sample,
+                        {name: name for name in targets},
+                        (height, width),
+                        boxes_format,
+                    )
                 except SampleError as error:
                     reason = str(error)
             image = bytes(sample["image"] or b"")
-            yield CheckedSample(index, _format(image), len(image), height, width, reason)
+            yield CheckedSample(
+                index, _format(image), len(image), height, width, reason
+            )
 
 
-def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any], dict[int, str]]:
+def read_each(
+    store: Store, indices: np.ndarray, column: str
+) -> tuple[list[Any], dict[int, str]]:
     """Values of one column, None where they cannot be read, and the reasons, by position; all held at a time."""
     try:
         return list(store.read(indices, (column,))[column]), {}
     except MemoryError:  # the machine's state, not the samples' fault
         raise
     except Exception as error:  # whatever a damaged file makes a reader raise
-        reason = str(error) if isinstance(error, RaypipeError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, RaypipeError):
+            reason = str(error)
+        else:
+            reason = f"{type(error).__name__}: {error}"
     if len(indices) == 1:
         return [None], {0: reason}
-    groups = () if store.groups is None else np.unique(np.searchsorted(store.groups, indices, side="right"))
+    groups = (
+        ()
+        if store.groups is None
+        else np.unique(np.searchsorted(store.groups, indices, side="right"))
+    )
     if column == "image" and len(groups) == 1:
         # The images of a group are read together, so one stands for all; each try reads the group again.
         _, errors = read_each(store, indices[:1], column)
@@ -132,7 +159,9 @@ def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any]
     half = len(indices) // 2
     first, first_errors = read_each(store, indices[:half], column)
     second, second_errors = read_each(store, indices[half:], column)
-    return first + second, first_errors | {half + at: reason for at, reason in second_errors.items()}
+    return first + second, first_errors | {
+        half + at: reason for at, reason in second_errors.items()
+    }
 
 
 def task_bounds(store: Store, num_tasks: int) -> np.ndarray:
@@ -169,7 +198,8 @@ def check_range(
         )
     for first in range(start, stop, PART):
         indices = np.arange(first, min(stop, first + PART))
-        num_bytes, bad = 0, []
+        num_bytes = 0
+        bad = []
         for sample in check_samples(store, indices, targets, columns, boxes_format):
             num_bytes += sample.num_bytes
             if sample.error:
@@ -178,7 +208,9 @@ def check_range(
         yield len(indices), num_bytes, bad
 
 
-def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS, boxes_format: str = "") -> dict[str, Any]:
+def describe(
+    store: Store, targets: Mapping[str, str] = NO_TARGETS, boxes_format: str = ""
+) -> dict[str, Any]:
     """Describe a store.
 
     Args:
@@ -196,7 +228,11 @@ def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS, boxes_format
     Raises:
         StoreError: it cannot be opened.
     """
-    samples = list(check_samples(store, spread(store, _NUM_SAMPLED), targets, boxes_format=boxes_format))
+    samples = list(
+        check_samples(
+            store, spread(store, _NUM_SAMPLED), targets, boxes_format=boxes_format
+        )
+    )
     sizes = [sample.num_bytes for sample in samples]
     good = [sample for sample in samples if not sample.error]
     return {
@@ -218,7 +254,9 @@ def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS, boxes_format
 
 
 def _format(image: bytes) -> str:
-    return "npy" if image.startswith(NPY) else image_kind(image) or "unknown"
+    if image.startswith(NPY):
+        return "npy"
+    return image_kind(image) or "unknown"
 
 
 def types_of(store: Store) -> dict[str, str]:
@@ -234,7 +272,9 @@ def types_of(store: Store) -> dict[str, str]:
 
 
 def _range(values: list[int]) -> list[int] | None:
-    return [min(values), int(np.median(values)), max(values)] if values else None
+    if values:
+        return [min(values), int(np.median(values)), max(values)]
+    return None
 
 
 def verify(
@@ -270,12 +310,20 @@ def verify(
     started = time.perf_counter()
     connect()
     here = not is_remote(store.address)
-    bounds = task_bounds(store, count_cpus("the verification", here) * _PER_CPU).tolist()
+    bounds = task_bounds(
+        store, count_cpus("the verification", here) * _PER_CPU
+    ).tolist()
     reader = store.forwards() if isinstance(store, ParquetStore) else store
-    calls = [(reader, *ends, num_samples, targets, columns, boxes_format) for ends in itertools.pairwise(bounds)]
+    calls = [
+        (reader, *ends, num_samples, targets, columns, boxes_format)
+        for ends in itertools.pairwise(bounds)
+    ]
     parts = list(run_tasks("the verification", here, check_range, calls, num_samples))
     seconds = time.perf_counter() - started
-    bad = sorted(itertools.chain(*(of_part for *_, of_part in parts)), key=lambda entry: entry["index"])
+    bad = sorted(
+        itertools.chain(*(of_part for *_, of_part in parts)),
+        key=lambda entry: entry["index"],
+    )
     address = output or (default if bad else None)
     if address:
         write_bad_list(address, store, bad)

@@ -26,7 +26,9 @@ CHUNK = 64
 
 
 @contextlib.contextmanager
-def kept_samples(source: Source, classes: Sequence[str] | None, short_side: int) -> Iterator[Path]:
+def kept_samples(
+    source: Source, classes: Sequence[str] | None, short_side: int
+) -> Iterator[Path]:
     """Context manager: the file of a store in the cache folder that keeps the samples, in their order.
 
     Args:
@@ -42,16 +44,26 @@ def kept_samples(source: Source, classes: Sequence[str] | None, short_side: int)
             Progress(console=Console(stderr=True), transient=True) as bar,
         ):
             shown = bar.add_task("the samples", total=source.num_samples)
-            chunks = iter(lambda: list(pool.map(encoded, itertools.islice(samples, CHUNK))), [])
+            chunks = iter(
+                lambda: list(pool.map(encoded, itertools.islice(samples, CHUNK))), []
+            )
             first = next(chunks, [])
             if not first:
                 raise StoreError("the source has no samples")
             columns = columns_of(first, "the samples", short_side, source.arrays)
-            blank = {name: 0 if kind in ("int64", "float64") else None for name, kind in columns.items()}
+            blank = {
+                name: 0 if kind in ("int64", "float64") else None
+                for name, kind in columns.items()
+            }
             file = folder / "samples.lmdb"
             with open_writer(file, columns, classes or source.classes) as writer:
-                for number, sample in enumerate(itertools.chain(first, itertools.chain.from_iterable(chunks))):
-                    whole = {**blank, **sample} if sample["image"] is None else sample
+                for number, sample in enumerate(
+                    itertools.chain(first, itertools.chain.from_iterable(chunks))
+                ):
+                    if sample["image"] is None:
+                        whole = {**blank, **sample}
+                    else:
+                        whole = sample
                     try:
                         writer.append(plain(whole, columns))
                     except StoreError as error:
@@ -64,7 +76,10 @@ def kept_samples(source: Source, classes: Sequence[str] | None, short_side: int)
 
 
 def columns_of(
-    first: Iterable[ColumnValues], where: str, short_side: int, arrays: Collection[str] = ()
+    first: Iterable[ColumnValues],
+    where: str,
+    short_side: int,
+    arrays: Collection[str] = (),
 ) -> dict[str, str]:
     """Return the columns of samples with their types, by the first samples; see `column_types`.
 
@@ -85,11 +100,19 @@ def encoded(sample: ColumnValues) -> dict[str, Any]:
     import cv2
 
     if not isinstance(sample, Mapping) or "image" not in sample:
-        raise StoreError(f"a sample is a mapping of columns, `image` among them, not {sample!r:.200}")
+        raise StoreError(
+            f"a sample is a mapping of columns, `image` among them, not {sample!r:.200}"
+        )
     image = sample["image"]
     if image is None or isinstance(image, bytes | bytearray | memoryview):
         return {**sample, "image": None if image is None else bytes(image)}
-    if getattr(image, "mode", "L") not in ("L", "RGB", "F", "I", "I;16"):  # Pillow's: a palette, alpha, CMYK
+    if getattr(image, "mode", "L") not in (
+        "L",
+        "RGB",
+        "F",
+        "I",
+        "I;16",
+    ):  # Pillow's: a palette, alpha, CMYK
         image = image.convert("RGB")
     pixels = np.asarray(image)
     if (
@@ -102,6 +125,8 @@ def encoded(sample: ColumnValues) -> dict[str, Any]:
             "(H, W, 1) or (H, W)"
         )
     # OpenCV has blue first.
-    ok, png = cv2.imencode(".png", pixels[..., ::-1] if pixels.shape[2:] == (3,) else pixels)
+    ok, png = cv2.imencode(
+        ".png", pixels[..., ::-1] if pixels.shape[2:] == (3,) else pixels
+    )
     assert ok
     return {**sample, "image": png.tobytes()}

@@ -48,7 +48,8 @@ _GENERAL = [
     ("--json", "print one JSON object, as in a pipe, instead of text"),
     ("-h, --help", "show this help"),
 ]
-_WIDTH, _INDENT = 88, 24  # columns of help, and those before the text of an option
+_WIDTH = 88
+_INDENT = 24  # columns of help, and those before the text of an option
 
 
 class Parser:
@@ -60,47 +61,78 @@ class Parser:
         known: these and the settings of a run, by whole names.
     """
 
-    def __init__(self, name: str, command: Callable[..., Any], doc: str | None = None) -> None:
-        self.prog = f"raypipe {name}" if name else sys.argv[0].rpartition("/")[2]
-        self._about = (doc or inspect.getdoc(command) or "").partition("\n\nArgs:")[0].strip()
-        kinds, about = get_type_hints(command, include_extras=True), _PLACES | described(command)
+    def __init__(
+        self, name: str, command: Callable[..., Any], doc: str | None = None
+    ) -> None:
+        if name:
+            self.prog = f"raypipe {name}"
+        else:
+            self.prog = sys.argv[0].rpartition("/")[2]
+        self._about = (
+            (doc or inspect.getdoc(command) or "").partition("\n\nArgs:")[0].strip()
+        )
+        kinds = get_type_hints(command, include_extras=True)
+        about = _PLACES | described(command)
         self.places: dict[str, Setting] = {}
         self.options: dict[str, Setting] = {}
         for key, parameter in inspect.signature(command).parameters.items():
             if key != "run":
-                own = self.options if parameter.kind is parameter.KEYWORD_ONLY else self.places
+                if parameter.kind is parameter.KEYWORD_ONLY:
+                    own = self.options
+                else:
+                    own = self.places
                 own[key] = Setting(kinds[key], parameter.default, about.get(key, ""))
-        self.takes_run, self._about_run = "run" in kinds, about.get("run", "")
+        self.takes_run = "run" in kinds
+        self._about_run = about.get("run", "")
         self.known = self.options | (settings_of(RunConfig) if self.takes_run else {})
-        required = ((_value(key), s.default is inspect.Parameter.empty) for key, s in self.places.items())
-        places = (value if is_required else f"[{value}]" for value, is_required in required)
+        required = (
+            (_value(key), s.default is inspect.Parameter.empty)
+            for key, s in self.places.items()
+        )
+        places = (
+            value if is_required else f"[{value}]" for value, is_required in required
+        )
         self.usage = " ".join([self.prog, *places, "[--OPTION VALUE …]"])
 
     def read(self, args: Iterable[str]) -> tuple[dict[str, str], list[str]]:
         """Split arguments into the texts of settings, by whole names, and the files of --config."""
         texts: dict[str, str] = {}
         configs: list[str] = []
-        words, places = list(args)[::-1], [*self.places]
+        words = list(args)[::-1]
+        places = [*self.places]
         while words:
             word = words.pop()
             if word in ("-h", "--help"):
                 with printing():
                     print(self.format_help(), end="")
                 sys.exit(0)
-            option, equals, text = re.sub(r"^-o(?==|$)", "--output", word).partition("=")
+            option, equals, text = re.sub(r"^-o(?==|$)", "--output", word).partition(
+                "="
+            )
             if not option.startswith("--"):
                 if not places:
-                    fail(f"unexpected argument {word!r}{self._instead(word)}", self.usage)
+                    fail(
+                        f"unexpected argument {word!r}{self._instead(word)}", self.usage
+                    )
                 texts[places.pop(0)] = word
                 continue
             key = option[2:].replace("-", "_")
-            switch = key if key in self.known else key.removeprefix("no_")
+            if key in self.known:
+                switch = key
+            else:
+                switch = key.removeprefix("no_")
             is_config = self.takes_run and key == "config"
-            is_told = equals or words[-1:] in (["true"], ["false"])  # the help names these values
+            is_told = equals or words[-1:] in (
+                ["true"],
+                ["false"],
+            )  # the help names these values
             if switch in self.known and self.known[switch].kind is bool and not is_told:
                 key, text = switch, str(switch == key).lower()
             elif key not in self.known and not is_config:
-                settings = "`raypipe help settings` lists the settings of a run, " if self.takes_run else ""
+                if self.takes_run:
+                    settings = "`raypipe help settings` lists the settings of a run, "
+                else:
+                    settings = ""
                 fail(self.unknown(key), f"{settings}`{self.prog} --help` the options")
             elif not equals:
                 if not words or words[-1].startswith("--"):
@@ -110,13 +142,19 @@ class Parser:
                 configs.append(text)
             else:
                 texts[key] = text
-        if missing := [key for key in places if self.places[key].default is inspect.Parameter.empty]:
+        if missing := [
+            key for key in places if self.places[key].default is inspect.Parameter.empty
+        ]:
             fail(f"missing: {', '.join(map(_value, missing))}", self.usage)
         return texts, configs
 
     def _instead(self, word: str) -> str:
         """Return the advice about an unexpected word, if it looks like the address of a store."""
-        is_store = "://" in word or word.endswith((".lmdb", ".parquet", ".tar")) or Path(word).exists()
+        is_store = (
+            "://" in word
+            or word.endswith((".lmdb", ".parquet", ".tar"))
+            or Path(word).exists()
+        )
         if "store.train" not in self.known or not is_store:
             return ""
         return f": if it is the training store, write --store.train {word}"
@@ -134,7 +172,11 @@ class Parser:
         parts += [_block("Options", options + [_CONFIG] * self.takes_run + _GENERAL)]
         if self.takes_run:
             text = "Settings of a run are options too, such as --plan.epochs 90. "
-            parts.append(_wrapped(f"{text}`raypipe help settings [PATTERN]` explains them. {self._about_run}"))
+            parts.append(
+                _wrapped(
+                    f"{text}`raypipe help settings [PATTERN]` explains them. {self._about_run}"
+                )
+            )
         return "\n".join(parts)
 
 
@@ -148,7 +190,9 @@ def meant(name: str, known: Iterable[str]) -> str:
         return did_you_mean([repr(means)])
     if end in by_end:
         return did_you_mean([repr(by_end[end])])
-    near = [by_end[close] for close in get_close_matches(end, by_end, 1)] or get_close_matches(name, known, 1)
+    near = [
+        by_end[close] for close in get_close_matches(end, by_end, 1)
+    ] or get_close_matches(name, known, 1)
     return did_you_mean(map(repr, near))
 
 
@@ -162,7 +206,9 @@ def printing(code: int = 1) -> Iterator[None]:
         yield
         print(end="", flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest at its end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python writes the rest at its end
     except OSError as error:
         sys.stderr.write(error_text(f"the output cannot be written: {error}"))
         os._exit(code)  # Python would try again at its end
@@ -178,21 +224,33 @@ def error_text(message: str, tip: str = "") -> str:
     """An error for people, without credentials: its text, and a second line with a tip."""
     text, _, near = message.partition(DID_YOU_MEAN)
     tip = f"did you mean {near}" if near else tip
-    return printable(without_credentials(f"error: {text}" + (f"\n  tip: {tip}" if tip else ""))) + "\n"
+    return (
+        printable(
+            without_credentials(f"error: {text}" + (f"\n  tip: {tip}" if tip else ""))
+        )
+        + "\n"
+    )
 
 
 def settings_text(pattern: str = "") -> str:
     """The settings of a run whose names have a pattern, with type, default and meaning."""
-    settings, wanted = settings_of(RunConfig), pattern.lower().replace("-", "_")
+    settings = settings_of(RunConfig)
+    wanted = pattern.lower().replace("-", "_")
     lines = []
     for key, (kind, default, about) in settings.items():
         if wanted in key:
-            shown = f", default {default!r}" if default not in ("", [], {}) else ""
+            if default not in ("", [], {}):
+                shown = f", default {default!r}"
+            else:
+                shown = ""
             lines.append(f"{key}  ({expected(kind)}{shown})")
-            lines += textwrap.wrap(about, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+            lines += textwrap.wrap(
+                about, _WIDTH, initial_indent="    ", subsequent_indent="    "
+            )
     if not lines:
         fail(
-            f"no setting has {pattern!r} in its name{meant(wanted, settings)}", "`raypipe help settings` lists all"
+            f"no setting has {pattern!r} in its name{meant(wanted, settings)}",
+            "`raypipe help settings` lists all",
         )
     return "".join(f"{line}\n" for line in lines)
 
@@ -207,7 +265,10 @@ def _row(key: str, setting: Setting) -> tuple[str, str]:
     if get_origin(kind) is Literal:
         values = f"{{{','.join(get_args(kind))}}}"
     if default:  # the meaning of 0 and of empty is in the text
-        shown = f"{default:g}" if isinstance(default, float) else default
+        if isinstance(default, float):
+            shown = f"{default:g}"
+        else:
+            shown = default
         about = f"{about} (default: {shown})"
     return f"{'-o, ' if key == 'output' else ''}{option} {values}", about
 
@@ -218,7 +279,9 @@ def _value(key: str) -> str:
 
 def _wrapped(paragraph: str) -> str:
     """Fill the lines of a paragraph; one with indented commands stays as it is."""
-    return (paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, _WIDTH)) + "\n"
+    return (
+        paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, _WIDTH)
+    ) + "\n"
 
 
 def _block(title: str, rows: list[tuple[str, str]]) -> str:

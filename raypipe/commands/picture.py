@@ -12,11 +12,18 @@ import numpy as np
 
 from raypipe.logs import printable
 
-_TILE, _ROW, _GUTTER, _MARGIN = 160, 212, 8, 24  # pixels
-_LETTER, _LINE = 6, 13  # pixels, in the font of Pillow that has equally wide letters, of Latin-1
+_TILE = 160
+_ROW = 212
+_GUTTER = 8
+_MARGIN = 24  # pixels
+_LETTER = 6
+_LINE = 13  # pixels, in the font of Pillow that has equally wide letters, of Latin-1
 # RGBA of labels. Neighbors are far apart in hue: each label is a golden angle from the one before.
-_COLORS = np.array([(*colorsys.hsv_to_rgb(label * 0.618 % 1, 0.9, 1), 0.43) for label in range(256)])
-_COLORS[0], _COLORS[255] = (0, 0, 0, 0), (0, 0, 0, 0.43)  # the background, and ignored pixels
+_COLORS = np.array(
+    [(*colorsys.hsv_to_rgb(label * 0.618 % 1, 0.9, 1), 0.43) for label in range(256)]
+)
+_COLORS[0] = (0, 0, 0, 0)
+_COLORS[255] = (0, 0, 0, 0.43)  # the background, and ignored pixels
 _COLORS = (_COLORS * 255).astype(np.uint8)
 
 
@@ -39,7 +46,9 @@ class Tile:
     targets: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def draw(rows: list[list[Tile]], title: str, headers: list[str], names: list[str]) -> Any:
+def draw(
+    rows: list[list[Tile]], title: str, headers: list[str], names: list[str]
+) -> Any:
     """Draw rows of 1 + n·E tiles into a PIL.Image, under a title and E headers of n names."""
     from PIL import Image, ImageDraw, ImageFont
 
@@ -48,7 +57,9 @@ def draw(rows: list[list[Tile]], title: str, headers: list[str], names: list[str
     inside = num_columns * (_TILE + _GUTTER) - _GUTTER
     heading = wrapped(title, inside, 8)
     above = _MARGIN + _LINE * len(heading) + 44
-    picture = Image.new("RGB", (inside + 2 * _MARGIN, above + len(rows) * _ROW), "white")
+    picture = Image.new(
+        "RGB", (inside + 2 * _MARGIN, above + len(rows) * _ROW), "white"
+    )
     pen = ImageDraw.Draw(picture)
 
     def write(column: int, y: int, lines: list[str]) -> None:
@@ -58,7 +69,11 @@ def draw(rows: list[list[Tile]], title: str, headers: list[str], names: list[str
 
     write(0, _MARGIN, heading)
     for number, header in enumerate(headers):
-        write(1 + number * len(names), above - 36, wrapped(header, max(2, len(names)) * _TILE, 1))
+        write(
+            1 + number * len(names),
+            above - 36,
+            wrapped(header, max(2, len(names)) * _TILE, 1),
+        )
     for column, name in enumerate(["decoded", *names * len(headers)]):
         write(column, above - 18, wrapped(name, _TILE, 1))
     for y, row in zip(range(above, picture.height, _ROW), rows, strict=True):
@@ -67,9 +82,16 @@ def draw(rows: list[list[Tile]], title: str, headers: list[str], names: list[str
             pen.rectangle((x, y, x + _TILE - 1, y + _TILE - 1), "#dcdcdc")
             if tile.image is not None:
                 image = _drawn(tile.image, tile.targets)
-                picture.paste(image, (x + (_TILE - image.width) // 2, y + (_TILE - image.height) // 2))
+                picture.paste(
+                    image,
+                    (x + (_TILE - image.width) // 2, y + (_TILE - image.height) // 2),
+                )
             write(column, y + 8, wrapped(tile.reason, _TILE, 8))
-            write(column, y + _TILE + 4, [line for text in tile.lines for line in wrapped(text, _TILE, 1)][:3])
+            write(
+                column,
+                y + _TILE + 4,
+                [line for text in tile.lines for line in wrapped(text, _TILE, 1)][:3],
+            )
     return picture
 
 
@@ -78,19 +100,30 @@ def _drawn(pixels: np.ndarray, targets: Mapping[str, np.ndarray]) -> Any:
     from PIL import Image, ImageDraw
 
     scale = _TILE / max(pixels.shape[:2])
-    size = (max(1, round(pixels.shape[1] * scale)), max(1, round(pixels.shape[0] * scale)))
+    size = (
+        max(1, round(pixels.shape[1] * scale)),
+        max(1, round(pixels.shape[0] * scale)),
+    )
     # Enlarged pixels stay pixels.
-    image = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX)
+    image = Image.fromarray(pixels).resize(
+        size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX
+    )
     if "mask" in targets:
-        tint = Image.fromarray(_COLORS[targets["mask"]]).resize(size, Image.Resampling.NEAREST)
+        tint = Image.fromarray(_COLORS[targets["mask"]]).resize(
+            size, Image.Resampling.NEAREST
+        )
         image.paste(tint, mask=tint)
     pen = ImageDraw.Draw(image)
     for *corners, label in targets.get("boxes", ()):
         if label >= 0:
-            pen.rectangle([value * scale for value in corners], outline=_color(label), width=2)
+            pen.rectangle(
+                [value * scale for value in corners], outline=_color(label), width=2
+            )
     for x, y, label in targets.get("keypoints", ()):
         if label >= 0:
-            pen.circle(((x + 0.5) * scale, (y + 0.5) * scale), 3, _color(label), "white")
+            pen.circle(
+                ((x + 0.5) * scale, (y + 0.5) * scale), 3, _color(label), "white"
+            )
     return image
 
 

@@ -31,7 +31,15 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import as_rgb, decode_array
 from raypipe.transform.ending import normalization
-from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
+from raypipe.transform.fields import (
+    COLUMN,
+    IMAGE,
+    LABEL,
+    VIEW,
+    MicroBatch,
+    Ragged,
+    in_group,
+)
 from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
 from raypipe.transform.targets import decode_targets
 from raypipe.transform.transform_steps import brief
@@ -48,22 +56,33 @@ class Preview:
     def __init__(self, spec: StreamSpec, augment: AugmentConfig) -> None:
         self._ending = spec.endings.get("train")
         augment = normalization(self._ending, augment) or augment
-        self.plan, self.store, self.augment = spec.plan, spec.stores["train"], augment
-        self._columns, self._wanted, self._targets = spec.columns, spec.wanted, spec.transform.target_columns
+        self.plan = spec.plan
+        self.store = spec.stores["train"]
+        self.augment = augment
+        self._columns = spec.columns
+        self._wanted = spec.wanted
+        self._targets = spec.transform.target_columns
         if target := spec.columns.target:
             check_mixable(augment, target.dtype, target.shape)
         # Any number of bad samples is shown.
         self._config = replace(spec.transform, max_bad_fraction=1)
         spec = replace(spec, transform=self._config)
         self._maker = MicroBatchMaker(spec)
-        self._decoding = Decoding(spec, _CPU) if spec.transform.decode == "device" else None
+        self._decoding = (
+            Decoding(spec, _CPU) if spec.transform.decode == "device" else None
+        )
         views = makes_views(spec.transforms["train"])
         has_target = spec.columns.has_target
-        self._device = DeviceAugment(augment, _CPU, targets=self._targets, views=views, has_label=has_target)
+        self._device = DeviceAugment(
+            augment, _CPU, targets=self._targets, views=views, has_label=has_target
+        )
 
-    def tiles(self, indices: list[int], epochs: list[int]) -> tuple[list[list[Tile]], list[str]]:
+    def tiles(
+        self, indices: list[int], epochs: list[int]
+    ) -> tuple[list[list[Tile]], list[str]]:
         """A row of tiles per sample, and the names of the columns of one epoch."""
-        rows, names = [[self._decoded(index)] for index in indices], [""]
+        rows = [[self._decoded(index)] for index in indices]
+        names = [""]
         for epoch in epochs:
             places = find(self.plan, epoch, indices)
             # Each micro-batch once, and one at a time.
@@ -78,26 +97,50 @@ class Preview:
                         row += self._of_row(batch, images, mixed, moved, position)
             for row, (place, _) in zip(rows, places, strict=True):
                 if place is None:
-                    num_draws = min(_MAX_DRAWS, self.plan.steps_per_epoch * self.plan.global_batch_size)
+                    num_draws = min(
+                        _MAX_DRAWS,
+                        self.plan.steps_per_epoch * self.plan.global_batch_size,
+                    )
                     reason = "not drawn in this epoch"
                     if num_draws == _MAX_DRAWS:
-                        reason = f"not among the first {num_draws:,} draws of this epoch"
+                        reason = (
+                            f"not among the first {num_draws:,} draws of this epoch"
+                        )
                     row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
         return rows, names
 
     @torch.no_grad()
-    def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mix | None, dict[str, np.ndarray]]:
+    def stages(
+        self, batch: MicroBatch
+    ) -> tuple[dict[str, np.ndarray], Mix | None, dict[str, np.ndarray]]:
         """Images (B, H, W, C) of a micro-batch by stage or crop, the other half of its targets if mixed, and masks
         and the like as they are behind the last stage."""
         at, batch = batch.position, batch.in_rgb()
-        strength = self.augment.strength_at(self.plan.progress(self.plan.global_step(at)))
+        strength = self.augment.strength_at(
+            self.plan.progress(self.plan.global_step(at))
+        )
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
         if views := batch.arrays(VIEW):
-            channels_first = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in views.items()}
+            channels_first = {
+                name: torch.from_numpy(view).movedim(-1, -3)
+                for name, view in views.items()
+            }
             augmented = self._device.of_views(channels_first, **drawn)
-            images = {name: self._shown(view) for name, view in augmented.items() if view.ndim == 4}
-            several = {name: view.unbind(1) for name, view in augmented.items() if view.ndim == 5}
-            crops = ((f"{name} {i}", crop) for name, view in several.items() for i, crop in enumerate(view))
+            images = {
+                name: self._shown(view)
+                for name, view in augmented.items()
+                if view.ndim == 4
+            }
+            several = {
+                name: view.unbind(1)
+                for name, view in augmented.items()
+                if view.ndim == 5
+            }
+            crops = (
+                (f"{name} {i}", crop)
+                for name, view in several.items()
+                for i, crop in enumerate(view)
+            )
             return images | {name: self._shown(crop) for name, crop in crops}, None, {}
         (on_cpu,) = on_device([batch], _CPU, self.plan.micro_batch_seed)
         fed = self._device.of_batch(on_cpu, strength)
@@ -105,7 +148,11 @@ class Preview:
         transformed = batch[IMAGE]
         if self._is_normalized:
             transformed = self._shown(on_cpu.image)
-        return {"transformed": transformed, "augmented": self._shown(fed.image)}, fed.mix, moved
+        return (
+            {"transformed": transformed, "augmented": self._shown(fed.image)},
+            fed.mix,
+            moved,
+        )
 
     @property
     def _is_normalized(self) -> bool:
@@ -114,14 +161,29 @@ class Preview:
 
     def _shown(self, image: torch.Tensor) -> np.ndarray:
         """Normalized floats (B, C, H, W) → uint8 (B, H, W, C)."""
-        by = self._ending if self._ending is not None and self._is_normalized else self._device.config
-        mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (by.mean, by.std))
-        return ((image * std + mean).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+        by = (
+            self._ending
+            if self._ending is not None and self._is_normalized
+            else self._device.config
+        )
+        mean, std = (
+            torch.tensor(value).view(1, -1, 1, 1) for value in (by.mean, by.std)
+        )
+        return (
+            ((image * std + mean).clamp(0, 1) * 255)
+            .round()
+            .byte()
+            .permute(0, 2, 3, 1)
+            .numpy()
+        )
 
     def _decoded(self, index: int) -> Tile:
         sample = read_samples(self.store, np.array([index]), self._wanted)[0]
         assert isinstance(sample, EncodedSample)
-        name = "" if LABEL in self._columns.types else self._class(sample.label)
+        if LABEL in self._columns.types:
+            name = ""
+        else:
+            name = self._class(sample.label)
         try:
             if self._config.decode_as == "array":
                 image = as_rgb(decode_array(sample.image))
@@ -129,10 +191,14 @@ class Preview:
                 image = decode(sample.image, exif=self._config.apply_exif)
             height, width = image.shape[:2]
             form = self._config.boxes_format
-            targets: Any = decode_targets(sample.columns, self._targets, (height, width), form)
+            targets: Any = decode_targets(
+                sample.columns, self._targets, (height, width), form
+            )
         except SampleError as error:
             return Tile(None, (name, f"sample {index}"), str(error))
-        return Tile(image, (name, f"sample {index}, {width} x {height}"), targets=targets)
+        return Tile(
+            image, (name, f"sample {index}, {width} x {height}"), targets=targets
+        )
 
     def _of_row(
         self,
@@ -144,14 +210,22 @@ class Preview:
     ) -> list[Tile]:
         """The tiles of a sample in an epoch; the last one has the targets that a module has moved with it."""
         # Copies: a view would keep its whole micro-batch in memory.
-        targets: dict[str, Any] = {name: batch[name][row].copy() for name in self._targets}
-        tiles = [Tile(as_rgb(image[row]).copy(), targets=targets) for image in images.values()]
+        targets: dict[str, Any] = {
+            name: batch[name][row].copy() for name in self._targets
+        }
+        tiles = [
+            Tile(as_rgb(image[row]).copy(), targets=targets)
+            for image in images.values()
+        ]
         tiles[0] = replace(tiles[0], lines=self._place(batch, row))
         if IMAGE in batch.fields:
             label: tuple[str, ...] = ("not mixed", self._class(batch[LABEL][row]))
             if mixed is not None:
-                kind, other = "CutMix" if mixed.is_cutmix else "MixUp", self._class(mixed.target[row].numpy())
-                lam = float(mixed.lam[row] if isinstance(mixed.lam, torch.Tensor) else mixed.lam)
+                kind = "CutMix" if mixed.is_cutmix else "MixUp"
+                other = self._class(mixed.target[row].numpy())
+                lam = float(
+                    mixed.lam[row] if isinstance(mixed.lam, torch.Tensor) else mixed.lam
+                )
                 label = (f"{kind}: {lam:.2f} {label[1]}", f"+ {1 - lam:.2f} {other}")
             last = {name: values[row].copy() for name, values in moved.items()}
             tiles[-1] = replace(tiles[-1], lines=label, targets=last)
@@ -164,7 +238,10 @@ class Preview:
         if batch.index[row] != self.plan.indices(at)[row]:
             lines.append(f"bad: sample {batch.index[row]} stands in")
         columns = in_group(batch.fields, COLUMN)
-        values = {name: rows.unpacked() if isinstance(rows, Ragged) else rows for name, rows in columns.items()}
+        values = {
+            name: rows.unpacked() if isinstance(rows, Ragged) else rows
+            for name, rows in columns.items()
+        }
         texts = [f"{name} {_short(of_rows[row])}" for name, of_rows in values.items()]
         return [*lines, ", ".join(texts)] if texts else lines
 
@@ -177,7 +254,9 @@ class Preview:
         names = self.store.classes or ()
         if label == NO_LABEL:
             return "no label"
-        return names[label] if 0 <= label < len(names) and names[label].isascii() else f"class {label}"
+        if 0 <= label < len(names) and names[label].isascii():
+            return names[label]
+        return f"class {label}"
 
 
 def _short(value: Any) -> str:
@@ -214,11 +293,19 @@ def preview(
     """
     target = Path(output)
     if target.suffix.lower() != ".png" or not target.parent.is_dir():
-        raise ConfigError(f"--output must be a .png file in an existing folder, got {output}")
-    plan, store, augment = spec.plan.config, spec.stores["train"], augment or AugmentConfig()
+        raise ConfigError(
+            f"--output must be a .png file in an existing folder, got {output}"
+        )
+    plan, store, augment = (
+        spec.plan.config,
+        spec.stores["train"],
+        augment or AugmentConfig(),
+    )
     outside = [index for index in indices or () if not 0 <= index < len(store)]
     if outside:
-        raise ConfigError(f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}")
+        raise ConfigError(
+            f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}"
+        )
     shown = Preview(spec, augment)
     indices = indices or _first_of(shown.plan, min(samples, len(store)))
     epochs = min(epochs, plan.epochs)
@@ -227,18 +314,28 @@ def preview(
             f"{len(indices)} samples, stored and in {epochs} epochs, are {num} pictures, not 1 to {_MAX_PICTURES}"
         )
     numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
-    name, size_px = (
-        store.address.rstrip("/").rpartition("/")[2],
-        ", ".join(plan.buckets) or spec.transform.size_text,
-    )
+    name = store.address.rstrip("/").rpartition("/")[2]
+    size_px = ", ".join(plan.buckets) or spec.transform.size_text
     title = f"{name}: {brief(spec.transforms['train'])}, {size_px} px; on the device: {_on_device(augment)}"
-    begins = (shown.plan.global_step(Cursor(epoch, 0, shown.plan.fingerprint)) for epoch in numbers)
+    begins = (
+        shown.plan.global_step(Cursor(epoch, 0, shown.plan.fingerprint))
+        for epoch in numbers
+    )
     strengths = (augment.strength_at(shown.plan.progress(begin)) for begin in begins)
-    headers = [f"epoch {e}, seed {plan.seed}, strength {s:.2f}" for e, s in zip(numbers, strengths, strict=True)]
+    headers = [
+        f"epoch {e}, seed {plan.seed}, strength {s:.2f}"
+        for e, s in zip(numbers, strengths, strict=True)
+    ]
     if spec.transform.strength != 1:
-        shares = (shown.plan.progress(TrainStep(epoch * shown.plan.steps_per_epoch)) for epoch in numbers)
+        shares = (
+            shown.plan.progress(TrainStep(epoch * shown.plan.steps_per_epoch))
+            for epoch in numbers
+        )
         on_cpu = map(spec.transform.strength_at, shares)
-        headers = [f"{header}, CPU {strength:.2f}" for header, strength in zip(headers, on_cpu, strict=True)]
+        headers = [
+            f"{header}, CPU {strength:.2f}"
+            for header, strength in zip(headers, on_cpu, strict=True)
+        ]
     rows, names = shown.tiles(indices, numbers)
     try:
         draw(rows, title, headers, names).save(target, optimize=True)
@@ -247,7 +344,9 @@ def preview(
     return {"output": output, "samples": len(indices), "epochs": epochs}
 
 
-def find(plan: Plan, epoch: int, indices: Sequence[int]) -> list[tuple[MicroBatchId | None, int]]:
+def find(
+    plan: Plan, epoch: int, indices: Sequence[int]
+) -> list[tuple[MicroBatchId | None, int]]:
     """Find the first micro-batch of a training epoch that draws each sample, and the row there; None = none does.
 
     The search covers the first 4 million draws.
@@ -257,7 +356,9 @@ def find(plan: Plan, epoch: int, indices: Sequence[int]) -> list[tuple[MicroBatc
     places = list[tuple[MicroBatchId | None, int]]()
     for index in indices:
         positions = np.flatnonzero(drawn == index)
-        number, row = divmod(int(positions[0]) if len(positions) else 0, plan.config.micro_batch_size)
+        number, row = divmod(
+            int(positions[0]) if len(positions) else 0, plan.config.micro_batch_size
+        )
         at = MicroBatchId("train", epoch, *divmod(number, plan.config.per_step))
         places.append((at if len(positions) else None, row))
     return places
@@ -266,12 +367,22 @@ def find(plan: Plan, epoch: int, indices: Sequence[int]) -> list[tuple[MicroBatc
 def _first_of(plan: Plan, num: int) -> list[int]:
     """The first samples of a run, each once; fewer if an epoch's first draws repeat some."""
     num_draws = min(8 * num, plan.steps_per_epoch * plan.global_batch_size)
-    return list(dict.fromkeys(plan.draw_epoch(0, np.arange(num_draws)).indices.tolist()))[:num]
+    return list(
+        dict.fromkeys(plan.draw_epoch(0, np.arange(num_draws)).indices.tolist())
+    )[:num]
 
 
 def _on_device(augment: AugmentConfig) -> str:
     mixing = {"MixUp": augment.mixup_alpha, "CutMix": augment.cutmix_alpha}
     module = augment.module
-    module = module if isinstance(module, str) else type(module).__name__
+    if isinstance(module, str):
+        module = module
+    else:
+        module = type(module).__name__
     named = [augment.preset, *(entry["op"] for entry in augment.ops), module]
-    return ", ".join(filter(None, [*named, *(f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha)]))
+    return ", ".join(
+        filter(
+            None,
+            [*named, *(f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha)],
+        )
+    )

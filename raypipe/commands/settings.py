@@ -23,11 +23,16 @@ from raypipe.storage.files import read_text
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
 from raypipe.storage.lease import check_owner
 
-_MAX_CONFIG_BYTES = 16 << 20  # the steps of a transform are 1 MiB at most, see `transform_steps`
+_MAX_CONFIG_BYTES = (
+    16 << 20
+)  # the steps of a transform are 1 MiB at most, see `transform_steps`
 
 
 def parse_command(
-    name: str, command: Callable[..., Any], args: list[str] | None = None, doc: str | None = None
+    name: str,
+    command: Callable[..., Any],
+    args: list[str] | None = None,
+    doc: str | None = None,
 ) -> dict[str, Any]:
     """Parse the arguments of a command, by default the program's own; a job has a doc and no name.
 
@@ -43,14 +48,20 @@ def parse_command(
     if parser.takes_run:
         values = _with_base(values, parser)
         run = {"run": build(RunConfig, values)}
-    return {key: values[key] for key in inspect.signature(command).parameters if key in values} | run
+    return {
+        key: values[key]
+        for key in inspect.signature(command).parameters
+        if key in values
+    } | run
 
 
 def _read(parser: Parser, args: list[str]) -> dict[str, Any]:
     """The settings that files and arguments give, by their whole names; an argument beats a file."""
     texts, configs = parser.read(args)
     contents = {file: read_text(file, _MAX_CONFIG_BYTES) for file in configs}
-    kinds = {key: setting.kind for key, setting in (parser.places | parser.known).items()}
+    kinds = {
+        key: setting.kind for key, setting in (parser.places | parser.known).items()
+    }
     try:
         values: dict[str, Any] = {}
         for file, content in contents.items():
@@ -61,7 +72,9 @@ def _read(parser: Parser, args: list[str]) -> dict[str, Any]:
         fail(str(error))
 
 
-def _flat(values: Mapping[str, Any], parser: Parser, prefix: str = "") -> dict[str, Any]:
+def _flat(
+    values: Mapping[str, Any], parser: Parser, prefix: str = ""
+) -> dict[str, Any]:
     """Flatten the sections of a YAML file to whole names; ConfigError if one is unknown."""
     settings: dict[str, Any] = {}
     for name, value in values.items():
@@ -84,26 +97,42 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value]
         for number, (key, _) in enumerate(node.value):
-            if key.value in keys[:number]:  # YAML takes the last one, and a whole section would be lost in silence
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is set twice", problem_mark=key.start_mark)
+            if (
+                key.value in keys[:number]
+            ):  # YAML takes the last one, and a whole section would be lost in silence
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value!r} is set twice", problem_mark=key.start_mark
+                )
         return node
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in known if not tag.endswith((":bool", ":float", ":timestamp"))]
+    first: [
+        (tag, form)
+        for tag, form in known
+        if not tag.endswith((":bool", ":float", ":timestamp"))
+    ]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_FLOAT = re.compile(r"(?i)([-+]?((\d[\d_]*\.[\d_]*|\.\d+)(e[-+]?\d+)?|\d+e[-+]?\d+|\.inf)|\.nan)$")
+_FLOAT = re.compile(
+    r"(?i)([-+]?((\d[\d_]*\.[\d_]*|\.\d+)(e[-+]?\d+)?|\d+e[-+]?\d+|\.inf)|\.nan)$"
+)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?i)(true|false)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(?i)(true|false)$"), list("tTfF")
+)
 
 
 def _loaded(text: str, where: str) -> dict[str, Any]:
     """Load the settings of a YAML file; ConfigError if it has none."""
     try:
         values = yaml.load(text, _Loader) or {}
-    except Exception as error:  # a wrong tag or an endless number raises other types than YAMLError
-        raise ConfigError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
+    except (
+        Exception
+    ) as error:  # a wrong tag or an endless number raises other types than YAMLError
+        raise ConfigError(
+            f"{where} is not YAML: {' '.join(str(error).split())}"
+        ) from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where} holds no settings")
     return values
@@ -122,7 +151,9 @@ def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
     """Lay the user's values over the settings of a run that is resumed, or those of the digits."""
     from raypipe.train.run_folder import folder_to_resume, read_config
 
-    values = {name: setting.default for name, setting in settings_of(RunConfig).items()} | own
+    values = {
+        name: setting.default for name, setting in settings_of(RunConfig).items()
+    } | own
     target = own.get("target", "")
     resume = folder_to_resume(values["resume"], values["storage_path"], values["name"])
     base = ""
@@ -132,17 +163,32 @@ def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
     elif not target and values["store.train"] == "":
         base = (files("raypipe") / "digits.yaml").read_text()
     defaults = _flat(_loaded(base, resume), parser)
-    if not resume and _normalizes(own.get("transform.train")):  # the digits' own numbers would contradict it
-        defaults = {name: value for name, value in defaults.items() if name not in ("augment.mean", "augment.std")}
+    if not resume and _normalizes(
+        own.get("transform.train")
+    ):  # the digits' own numbers would contradict it
+        defaults = {
+            name: value
+            for name, value in defaults.items()
+            if name not in ("augment.mean", "augment.std")
+        }
     values |= defaults | own
-    values |= {"trust_run_code": own.get("trust_run_code", False), "resume": resume or values["resume"]}
+    values |= {
+        "trust_run_code": own.get("trust_run_code", False),
+        "resume": resume or values["resume"],
+    }
     if target:
         values["store.train"] = target
     train = values["store.train"]
     stores = train.values() if isinstance(train, dict) else (train,)
-    addresses = (value for key, value in own.items() if isinstance(value, str) and "." not in key)
+    addresses = (
+        value for key, value in own.items() if isinstance(value, str) and "." not in key
+    )
     _close_here(filter(None, (resume, *stores, values["store.val"], *addresses)))
-    if any(":" in str(value) for key, value in values.items() if key.startswith(("transform.", "augment."))):
+    if any(
+        ":" in str(value)
+        for key, value in values.items()
+        if key.startswith(("transform.", "augment."))
+    ):
         search_here()  # before Ray starts workers, which may look in another folder
     return values
 
@@ -162,6 +208,11 @@ def _close_here(addresses: Iterable[str]) -> None:
     """
     here = Path.cwd()
     for address in addresses:
-        with contextlib.suppress(ConfigError, OSError, ValueError):  # opening it raises the error
-            if not is_remote(address) and Path(open_filesystem(as_uri(address))[1]) in (here, *here.parents):
+        with contextlib.suppress(
+            ConfigError, OSError, ValueError
+        ):  # opening it raises the error
+            if not is_remote(address) and Path(open_filesystem(as_uri(address))[1]) in (
+                here,
+                *here.parents,
+            ):
                 os.environ["PYTHONSAFEPATH"] = "1"

@@ -60,14 +60,24 @@ def status(folder: str) -> dict[str, Any]:
     if not exists(join(run_uri, STATUS)):
         check_run_folder(run_uri, resume=True)
         error = read_error(run_uri)
-        began = f"has failed before it began to train: {error}" if error else "has not begun to train"
-        raise ConfigError(f"{folder} has no {STATUS}: {holder(run_uri) or 'the run'} {began}")
-    held_by, records = holder(run_uri), read_records(run_uri)
+        if error:
+            began = f"has failed before it began to train: {error}"
+        else:
+            began = "has not begun to train"
+        raise ConfigError(
+            f"{folder} has no {STATUS}: {holder(run_uri) or 'the run'} {began}"
+        )
+    held_by = holder(run_uri)
+    records = read_records(run_uri)
     error = read_error(run_uri)
-    died_at = max((record["time"] for record in records if "reason" in record), default=0.0)
+    died_at = max(
+        (record["time"] for record in records if "reason" in record), default=0.0
+    )
     return {
         "run_dir": folder,
-        **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by), died_at, error),
+        **standing(
+            read_json(join(run_uri, STATUS)), time.time(), bool(held_by), died_at, error
+        ),
         "error": error,
         "held_by": held_by,
         "checkpoint": newest_name(run_uri) or None,
@@ -98,10 +108,14 @@ def _speed(run: dict[str, Any]) -> str:
         "wait_fraction": "waiting for data {:.0%}",
         "gpu_utilization": "GPU {:.0%}",
     }
-    return ", ".join(text.format(run[name]) for name, text in parts.items() if name in run)
+    return ", ".join(
+        text.format(run[name]) for name, text in parts.items() if name in run
+    )
 
 
-def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float, error: str = "") -> dict[str, Any]:
+def standing(
+    status: dict[str, Any], now: float, is_held: bool, died_at: float, error: str = ""
+) -> dict[str, Any]:
     """Interpret a run's status.json at a moment of time.time(), by this machine's clock. Pure.
 
     Args:
@@ -114,7 +128,12 @@ def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float, 
         of its periods, so it is stopped, dead, or cut off from the folder; "restarting": its trainers have ended
         and the run has not; "failed": an error ended it; "stopped": it ended before its last step; or "ended".
     """
-    times = {"time": "age_s", "step_at": "step_age_s", "since": "since_s", "begun": "begun_s"}
+    times = {
+        "time": "age_s",
+        "step_at": "step_age_s",
+        "since": "since_s",
+        "begun": "begun_s",
+    }
     ages = {name: max(0.0, now - status[moment]) for moment, name in times.items()}
     every_s = status["every_s"]
     state = "running" if ages["age_s"] <= _LATE * every_s else "silent"
@@ -122,7 +141,11 @@ def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float, 
         state = "restarting" if is_held else _end_of(status, error)
     elif error and not is_held:
         state = "failed"
-    return {"state": state, **{name: status[name] for name in status.keys() - {*times, "every_s"}}, **ages}
+    return {
+        "state": state,
+        **{name: status[name] for name in status.keys() - {*times, "every_s"}},
+        **ages,
+    }
 
 
 def _end_of(status: dict[str, Any], error: str) -> str:

@@ -49,8 +49,15 @@ def run_tasks(
     strategy: Any = "SPREAD"
     if here:
         own = ray.get_runtime_context().get_node_id()
-        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(own, soft=False)
-    options = {"num_cpus": 1, "max_retries": 0, "scheduling_strategy": strategy, "num_returns": "streaming"}
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            own, soft=False
+        )
+    options = {
+        "num_cpus": 1,
+        "max_retries": 0,
+        "scheduling_strategy": strategy,
+        "num_returns": "streaming",
+    }
     task = ray.remote(**options)(_while_wanted)
     pending: list[Any] = []
     # A file tells tasks to stop: ray.cancel of Ray 2.60 aborts this process at times, where a task is being
@@ -63,9 +70,15 @@ def run_tasks(
             shown = bar.add_task(what, total=total)
             for arguments in calls:
                 # Other nodes do not have the file, so a task there works to its end.
-                pending.append(task.remote(Path(wanted.name if here else "/"), function, *arguments))
+                pending.append(
+                    task.remote(
+                        Path(wanted.name if here else "/"), function, *arguments
+                    )
+                )
             while pending:
-                ready: list[Any] = ray.wait(pending, num_returns=1, timeout=10, fetch_local=False)[0]
+                ready: list[Any] = ray.wait(
+                    pending, num_returns=1, timeout=10, fetch_local=False
+                )[0]
                 for stream in ready:
                     try:
                         part = get(next(stream))
@@ -90,23 +103,30 @@ def count_cpus(what: str, here: bool) -> int:
     """
     num_cpus = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes(here))
     if not num_cpus:
-        raise ResourceError(f"{_where(here)} offers Ray no CPUs (num-cpus: 0): run {what} where there are some")
+        raise ResourceError(
+            f"{_where(here)} offers Ray no CPUs (num-cpus: 0): run {what} where there are some"
+        )
     return num_cpus
 
 
-def _while_wanted(wanted: Path, function: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[Any]:
+def _while_wanted(
+    wanted: Path, function: Callable[..., Iterator[Any]], *arguments: Any
+) -> Iterator[Any]:
     """A task: yields what the function yields as long as a file exists, and its error."""
     parts = function(*arguments)
     try:
         while wanted.exists() and (part := next(parts, None)) is not None:
             yield part
-    except RaypipeError as error:  # if it were raised, Ray would print the errors of all other tasks
+    except (
+        RaypipeError
+    ) as error:  # if it were raised, Ray would print the errors of all other tasks
         yield error
 
 
 def _wait_for_cpu(what: str, here: bool) -> None:
     """Raise ResourceError if other jobs keep all CPUs: Ray itself would wait forever, silently."""
-    wait, own_nodes = Wait(_SETTLE_S), {node["NodeID"] for node in _nodes(here)}
+    wait = Wait(_SETTLE_S)
+    own_nodes = {node["NodeID"] for node in _nodes(here)}
     while not any(cpus >= 1 for node, cpus in free_cpus().items() if node in own_nodes):
         wait.turn(
             f"1 CPU for {what}, since other jobs hold all {count_cpus(what, here)} of {_where(here)}. Wait for "

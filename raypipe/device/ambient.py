@@ -36,16 +36,24 @@ class _Setting(NamedTuple):
 
 
 def _attribute(owner: Any, name: str, right: Any) -> _Setting:
-    return _Setting(partial(getattr, owner, name), partial(setattr, owner, name), [right])
+    return _Setting(
+        partial(getattr, owner, name), partial(setattr, owner, name), [right]
+    )
 
 
 _SETTINGS = [
     _Setting(torch.get_default_dtype, torch.set_default_dtype, [torch.float32]),
     *(
-        _Setting(partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind), [False])
+        _Setting(
+            partial(torch.is_autocast_enabled, kind),
+            partial(torch.set_autocast_enabled, kind),
+            [False],
+        )
         for kind in ("cpu", "cuda")
     ),
-    _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, [0]),
+    _Setting(
+        torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, [0]
+    ),
     _Setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, [True]),
 ]
 _ON_CUDA = [
@@ -63,7 +71,9 @@ _FULL = "none", "ieee"  # "none" is what no setting lowers
 @contextlib.contextmanager
 def _full_precision() -> Iterator[None]:
     matmul = allows_tf32 = None
-    with contextlib.suppress(RuntimeError):  # these two refuse to be read where the newer settings were used
+    with contextlib.suppress(
+        RuntimeError
+    ):  # these two refuse to be read where the newer settings were used
         matmul = torch.get_float32_matmul_precision()
         allows_tf32 = cudnn.allow_tf32
     found = [owner.fp32_precision for owner in _OF_CUDA]
@@ -95,7 +105,10 @@ def pinned(device: torch.device) -> Iterator[None]:
                 if value not in right:
                     found.append((write, value))
                     write(right[0])
-            if any(owner.fp32_precision not in _FULL for owner in (_OF_CUDA if on_cuda else _OF_CPU)):
+            if any(
+                owner.fp32_precision not in _FULL
+                for owner in (_OF_CUDA if on_cuda else _OF_CPU)
+            ):
                 stack.enter_context(_full_precision())
             if torch.is_inference_mode_enabled():  # to end it would turn gradients on
                 stack.enter_context(torch.inference_mode(False))

@@ -100,13 +100,22 @@ class Normalize:
     The arithmetic is float32, whatever the `dtype` of the result.
     """
 
-    def __init__(self, config: AugmentConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: AugmentConfig,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         mean = torch.tensor(config.mean, device=device).view(1, -1, 1, 1)
         std = torch.tensor(config.std, device=device).view(1, -1, 1, 1)
         # (x - mean) / std as one multiply and one add
-        self._scale, self._shift, self._dtype = 1 / std, -mean / std, dtype
+        self._scale = 1 / std
+        self._shift = -mean / std
+        self._dtype = dtype
         self._uint8_scale = self._scale / 255
-        self._is_identity = not any(config.mean) and all(number == 1 for number in config.std)
+        self._is_identity = not any(config.mean) and all(
+            number == 1 for number in config.std
+        )
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         if image.ndim == 5:
@@ -120,7 +129,10 @@ class Normalize:
             )
         if image.dtype != torch.uint8:
             image = scaled(image)
-        scale = self._scale if image.is_floating_point() else self._uint8_scale
+        if image.is_floating_point():
+            scale = self._scale
+        else:
+            scale = self._uint8_scale
         return addcmul(self._shift, image, scale, self._dtype)
 
     def cast(self, image: torch.Tensor) -> torch.Tensor:
@@ -160,11 +172,18 @@ class DeviceAugment:
         views: bool = False,
         has_label: bool = True,
     ) -> None:
-        self._mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
+        self._mixing = [
+            name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)
+        ]
         if targets and self._mixing:
-            raise ConfigError(f"augment.{self._mixing[0]} mixes images, not masks and the like: set it to 0")
+            raise ConfigError(
+                f"augment.{self._mixing[0]} mixes images, not masks and the like: set it to 0"
+            )
         self.device = numbered(device)
-        with pinned(self.device), _seeded(0, self.device):  # weights of a user's class may be drawn
+        with (
+            pinned(self.device),
+            _seeded(0, self.device),
+        ):  # weights of a user's class may be drawn
             self.config = config = resolved(config)
         with pinned(self.device):
             self.normalize = Normalize(config, self.device, dtype)
@@ -179,9 +198,13 @@ class DeviceAugment:
             raise _moves(f"the preset {config.preset}")
         self._module: UserModule | None = None
         with pinned(self.device):
-            self._operations = [build_operation(entry, bool(targets), channels) for entry in config.ops]
+            self._operations = [
+                build_operation(entry, bool(targets), channels) for entry in config.ops
+            ]
             if config.module:
-                self._module = UserModule(config.module, self.device, targets, has_label)
+                self._module = UserModule(
+                    config.module, self.device, targets, has_label
+                )
         self._stream: Any = None  # made when the first batch has come from a ring
         self._runs_apart = not config.differentiable and not _has_state(config.module)
         self._targets = (*targets, *([LABEL] if has_label else []))
@@ -196,7 +219,13 @@ class DeviceAugment:
             self._check_views()
 
     def __call__(
-        self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
+        self,
+        image: torch.Tensor,
+        target: torch.Tensor,
+        counts: np.ndarray,
+        *,
+        seed: int,
+        strength: float = 1.0,
     ) -> tuple[torch.Tensor, Mix | None]:
         """Augment one micro-batch of a training segment; validation only calls `normalize`.
 
@@ -214,7 +243,9 @@ class DeviceAugment:
             made = self._mixed(Made(image, {LABEL: target}), counts, seed, strength)
             return made.image, made.mix
 
-    def _mixed(self, made: Made, counts: np.ndarray, seed: int, strength: float) -> Made:
+    def _mixed(
+        self, made: Made, counts: np.ndarray, seed: int, strength: float
+    ) -> Made:
         made = self._augmented(made, counts, seed, strength)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
         height, width = made.image.shape[2:]
@@ -240,13 +271,18 @@ class DeviceAugment:
         with pinned(self.device):
             return self._views(views, seed, strength)
 
-    def _views(self, views: Mapping[str, torch.Tensor], seed: int, strength: float) -> dict[str, torch.Tensor]:
+    def _views(
+        self, views: Mapping[str, torch.Tensor], seed: int, strength: float
+    ) -> dict[str, torch.Tensor]:
         if not (self._fused or self._operations or self._module):
             return {name: self.normalize(view) for name, view in views.items()}
         augmented = {}
         for name, view in views.items():
             crops = [view] if view.ndim == 4 else view.unbind(1)
-            seeds = (int(view_key(name, i, Domain.VIEW_ON_DEVICE, seed)[0]) >> 1 for i in range(len(crops)))
+            seeds = (
+                int(view_key(name, i, Domain.VIEW_ON_DEVICE, seed)[0]) >> 1
+                for i in range(len(crops))
+            )
             counts = np.ones(len(view), bool)
             of_view = [
                 self._augmented(Made(crop, {}), counts, of_crop, strength).image
@@ -267,7 +303,9 @@ class DeviceAugment:
             return self._of_batch(batch, strength)
         if self._stream is None:
             self._stream = new_stream(self.device)
-            self._stream.wait_stream(torch.get_device_module(self.device).current_stream(self.device))
+            self._stream.wait_stream(
+                torch.get_device_module(self.device).current_stream(self.device)
+            )
         with torch.get_device_module(self.device).stream(self._stream):
             batch.copied.wait(self._stream)
             made = self._of_batch(batch, strength)
@@ -283,9 +321,13 @@ class DeviceAugment:
                 return self._batch(batch, strength)
             pixels = scaled(batch.image).requires_grad_(is_recorded)
             made = self._batch(batch.with_fields({IMAGE: pixels}), strength)
-            return made.with_fields({}, pixels=pixels, augment=partial(self._again, batch, strength))
+            return made.with_fields(
+                {}, pixels=pixels, augment=partial(self._again, batch, strength)
+            )
 
-    def _again(self, batch: Batch, strength: float, pixels: torch.Tensor) -> torch.Tensor:
+    def _again(
+        self, batch: Batch, strength: float, pixels: torch.Tensor
+    ) -> torch.Tensor:
         """Make the images of a batch of other pixels, by the same draws."""
         with pinned(self.device):
             return self._batch(batch.with_fields({IMAGE: pixels}), strength).image
@@ -294,25 +336,41 @@ class DeviceAugment:
         named = {f"{VIEW}.{name}": view for name, view in batch.views.items()}
         if batch.position.split != "train":
             images = named or {IMAGE: batch.image}
-            return batch.with_fields({name: self.normalize(image) for name, image in images.items()})
+            return batch.with_fields(
+                {name: self.normalize(image) for name, image in images.items()}
+            )
         if named:
             self._check_views()
             views = self._views(batch.views, batch.seed, strength)
-            return batch.with_fields({f"{VIEW}.{name}": view for name, view in views.items()})
-        targets = {name: batch.fields[name] for name in self._targets if name in batch.fields}
-        made = self._mixed(Made(batch.image, targets), batch.index >= 0, batch.seed, strength)
+            return batch.with_fields(
+                {f"{VIEW}.{name}": view for name, view in views.items()}
+            )
+        targets = {
+            name: batch.fields[name] for name in self._targets if name in batch.fields
+        }
+        made = self._mixed(
+            Made(batch.image, targets), batch.index >= 0, batch.seed, strength
+        )
         return batch.with_fields({**made.targets, IMAGE: made.image}, mix=made.mix)
 
     def _check_views(self) -> None:
         if self.mixes:
-            name = f"augment.{self._mixing[0]}" if self._mixing else "augment.module"
+            if self._mixing:
+                name = f"augment.{self._mixing[0]}"
+            else:
+                name = "augment.module"
             raise ConfigError(f"{name} mixes images, and no views: set it to 0")
         if self.config.differentiable:
-            raise ConfigError("augment.differentiable is for images, and not for views: leave it out")
+            raise ConfigError(
+                "augment.differentiable is for images, and not for views: leave it out"
+            )
 
-    def _augmented(self, made: Made, counts: np.ndarray, seed: int, strength: float) -> Made:
+    def _augmented(
+        self, made: Made, counts: np.ndarray, seed: int, strength: float
+    ) -> Made:
         """Augment and normalize, without mixing by the configuration."""
-        image, module = made.image, self._module
+        image = made.image
+        module = self._module
         if image.dtype != torch.uint8 and (self._fused or self._operations or module):
             image = scaled(image)
         if self._fused:
@@ -320,18 +378,26 @@ class DeviceAugment:
             rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
             params = draw(self._fused, rng, rows, height, width, strength)
             packed = torch.from_numpy(pack(self._fused, params, height, width))
-            image = apply(self._fused, image, packed.to(image.device, non_blocking=True))
+            image = apply(
+                self._fused, image, packed.to(image.device, non_blocking=True)
+            )
         if not (self._operations or module):
             return Made(self.normalize(image), made.targets)
         if not image.is_floating_point():
             image = scaled(image)
-        with all_seeded(seed) if module else contextlib.nullcontext(), _seeded(seed, self.device):
+        with (
+            all_seeded(seed) if module else contextlib.nullcontext(),
+            _seeded(seed, self.device),
+        ):
             for operation in self._operations:
                 image = operation(image, strength)
             made = Made(image, made.targets)
             if module:
                 made = module(made, counts, seed, strength)
-        image = self.normalize.cast(made.image) if self.normalizes else self.normalize(made.image)
+        if self.normalizes:
+            image = self.normalize.cast(made.image)
+        else:
+            image = self.normalize(made.image)
         return Made(image, made.targets, made.mix)
 
 
@@ -348,14 +414,24 @@ def _new_tensors(before: Batch, after: Batch) -> Iterator[torch.Tensor]:
         if isinstance(value, torch.Tensor) and value is not before.fields[name]:
             yield value
     if after.mix is not None:
-        yield from (part for part in (after.mix.target, after.mix.lam) if isinstance(part, torch.Tensor))
+        yield from (
+            part
+            for part in (after.mix.target, after.mix.lam)
+            if isinstance(part, torch.Tensor)
+        )
 
 
 def settings_of_device(config: AugmentConfig) -> dict[str, Any]:
     """Return the settings by their whole names, as plain values, for the record of a run; a module as text."""
-    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    values = {
+        each.name: getattr(config, each.name) for each in dataclasses.fields(config)
+    }
     module = values["module"]
-    values["module"] = module if isinstance(module, str) else " ".join(repr(module).split())[:_SHOWN_CHARACTERS]
+    values["module"] = (
+        module
+        if isinstance(module, str)
+        else " ".join(repr(module).split())[:_SHOWN_CHARACTERS]
+    )
     return {f"augment.{name}": value for name, value in values.items()}
 
 
@@ -386,7 +462,9 @@ def _operations() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for module in (kornia.augmentation.auto, kornia.augmentation):
         for name, value in vars(module).items():
-            if inspect.isclass(value) and issubclass(value, AugmentationBase2D | PolicyAugmentBase):
+            if inspect.isclass(value) and issubclass(
+                value, AugmentationBase2D | PolicyAugmentBase
+            ):
                 found[name] = value
     return found
 
@@ -399,7 +477,9 @@ def _applied(module: Any, image: torch.Tensor) -> torch.Tensor:
     return module(image, params=module.forward_parameters(image.shape))
 
 
-def build_operation(entry: dict[str, Any], targets: bool = False, channels: int = 3) -> Operation:
+def build_operation(
+    entry: dict[str, Any], targets: bool = False, channels: int = 3
+) -> Operation:
     """Build one configured operation on images with this many channels; raises ConfigError as
     `DeviceAugment`."""
     from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
@@ -414,15 +494,26 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
             f"(mixing has its own settings: augment.mixup_alpha and augment.cutmix_alpha){near}"
         )
     # A policy has geometric operations among its own.
-    if targets and (not issubclass(operation, IntensityAugmentationBase2D) or op == "RandomErasing"):
+    if targets and (
+        not issubclass(operation, IntensityAugmentationBase2D) or op == "RandomErasing"
+    ):
         raise _moves(op)
     # Operations of color are among a policy's, and one of them lets any channels pass.
-    if channels != 3 and (issubclass(operation, PolicyAugmentBase) or op == "RandomGrayscale"):
-        raise ConfigError(f"augment.ops: {op} needs red, green and blue, and augment.mean has {channels} channels")
-    parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
+    if channels != 3 and (
+        issubclass(operation, PolicyAugmentBase) or op == "RandomGrayscale"
+    ):
+        raise ConfigError(
+            f"augment.ops: {op} needs red, green and blue, and augment.mean has {channels} channels"
+        )
+    parameters = {
+        key: tuple(v) if isinstance(v, list) else v
+        for key, v in entry.items()
+        if key != "op"
+    }
     try:
         module: Any = operation(**parameters)  # type: ignore[arg-type]
-        whole, module.p = float(getattr(module, "p", 1.0)), 1.0
+        whole = float(getattr(module, "p", 1.0))
+        module.p = 1.0
         # Applying it shows whether its parameters and these channels are valid. A crop, or a wide blur, may need
         # larger images, for which others would take seconds.
         with torch.random.fork_rng([]):
@@ -432,20 +523,35 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
                 result = _applied(module, torch.full((2, channels, 1024, 1024), 0.5))
         module.p = whole
     except Exception as error:
-        of = "" if channels == 3 else f" on {channels} channels, of which augment.mean is"
-        raise ConfigError(f"augment.ops: {entry}{of}: {type(error).__name__}: {error}") from error
-    if not isinstance(result, torch.Tensor) or result.ndim != 4 or result.shape[:2] != (2, channels):
+        if channels == 3:
+            of = ""
+        else:
+            of = f" on {channels} channels, of which augment.mean is"
+        raise ConfigError(
+            f"augment.ops: {entry}{of}: {type(error).__name__}: {error}"
+        ) from error
+    if (
+        not isinstance(result, torch.Tensor)
+        or result.ndim != 4
+        or result.shape[:2] != (2, channels)
+    ):
         raise ConfigError(f"augment.ops: {entry} does not make images of images")
-    is_policy, is_scaled = isinstance(module, PolicyAugmentBase), op not in CHANGES_SIZE
+    is_policy = isinstance(module, PolicyAugmentBase)
+    is_scaled = op not in CHANGES_SIZE
 
     def apply(image: torch.Tensor, strength: float) -> torch.Tensor:
         """The strength is the share of rows that a policy is applied to, and scales the probability of others."""
-        chosen = torch.rand(len(image)) < strength if is_policy else None
+        if is_policy:
+            chosen = torch.rand(len(image)) < strength
+        else:
+            chosen = None
         if is_scaled and not is_policy:
             module.p = whole * strength
         result = _applied(module, image)
         if chosen is None or strength >= 1:
             return result
-        return torch.where(chosen.view(-1, 1, 1, 1).to(image.device, non_blocking=True), result, image)
+        return torch.where(
+            chosen.view(-1, 1, 1, 1).to(image.device, non_blocking=True), result, image
+        )
 
     return apply

@@ -82,10 +82,13 @@ class DeviceDecoder:
     """
 
     def __init__(self, device: torch.device | str, exif: bool = False) -> None:
-        self.device, self._exif = numbered(device), exif
+        self.device = numbered(device)
+        self._exif = exif
         self._backend: Any = torch.get_device_module(self.device)
         self._stream = new_stream(self.device)
-        self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "raypipe-decode")
+        self._threads = ThreadPoolExecutor(
+            min(_MOST_THREADS, os.cpu_count() or 1), "raypipe-decode"
+        )
         self.library = ""
         if self.device.type == "cuda":
             with self._backend.stream(self._stream):
@@ -101,47 +104,88 @@ class DeviceDecoder:
             RuntimeError: the device itself fails (out of memory, a lost context); never for what a sample holds.
         """
         offsets = data.offsets.tolist()
-        images = {row: data.values[offsets[row] : offsets[row + 1]] for row in np.flatnonzero(wanted).tolist()}
+        images = {
+            row: data.values[offsets[row] : offsets[row + 1]]
+            for row in np.flatnonzero(wanted).tolist()
+        }
         boxes = {row: box_of_map(maps[row]) for row in images}
-        by_host = [row for row, image in images.items() if not self._is_for_device(image.tobytes())]
-        running = {row: self._threads.submit(self._by_host, images[row], maps[row]) for row in by_host}
+        by_host = [
+            row
+            for row, image in images.items()
+            if not self._is_for_device(image.tobytes())
+        ]
+        running = {
+            row: self._threads.submit(self._by_host, images[row], maps[row])
+            for row in by_host
+        }
         failed: dict[int, str] = {}
         axes = [axis_columns(maps.shape[1], axis) for axis in (0, 1)]
         height, width = (int(maps[0, columns.stop - 1]) for columns in axes)
         with pinned(self.device), torch.no_grad(), self._backend.stream(self._stream):
             began = mark(self.device)
-            out = torch.zeros((len(maps), height, width, 3), dtype=torch.uint8, device=self.device)
-            pixels = {row: math.prod(sides_of_map(maps[row])) for row in images if row not in running}
+            out = torch.zeros(
+                (len(maps), height, width, 3), dtype=torch.uint8, device=self.device
+            )
+            pixels = {
+                row: math.prod(sides_of_map(maps[row]))
+                for row in images
+                if row not in running
+            }
             for rows in _groups(pixels, _DECODED_PIXELS):
-                found = self._by_device([images[row] for row in rows], [boxes[row] for row in rows])
-                again = [row for row, image in zip(rows, found, strict=True) if image is None]
-                running |= {row: self._threads.submit(self._by_host, images[row], maps[row]) for row in again}
-                made = {row: image for row, image in zip(rows, found, strict=True) if image is not None}
+                found = self._by_device(
+                    [images[row] for row in rows], [boxes[row] for row in rows]
+                )
+                again = [
+                    row for row, image in zip(rows, found, strict=True) if image is None
+                ]
+                running |= {
+                    row: self._threads.submit(self._by_host, images[row], maps[row])
+                    for row in again
+                }
+                made = {
+                    row: image
+                    for row, image in zip(rows, found, strict=True)
+                    if image is not None
+                }
                 self._place(made, maps, out)
             made = {}
             for row, future in running.items():
                 try:
-                    made[row] = torch.from_numpy(future.result()).permute(2, 0, 1).to(self.device)
+                    made[row] = (
+                        torch.from_numpy(future.result())
+                        .permute(2, 0, 1)
+                        .to(self.device)
+                    )
                 except SampleError as error:
                     failed[row] = str(error)
             self._place(made, maps, out)
             ended = mark(self.device)
             ready = new_event(self.device)
             ready.record(self._stream)
-        return Decoded(out.permute(0, 3, 1, 2), failed, len(running), ready, began, ended)
+        return Decoded(
+            out.permute(0, 3, 1, 2), failed, len(running), ready, began, ended
+        )
 
     def _is_for_device(self, image: bytes) -> bool:
-        return bool(self.library) and is_for_nvjpeg(image) and not (self._exif and jpeg_orientation(image) > 1)
+        return (
+            bool(self.library)
+            and is_for_nvjpeg(image)
+            and not (self._exif and jpeg_orientation(image) > 1)
+        )
 
     def _by_host(self, image: np.ndarray, of_map: np.ndarray) -> np.ndarray:
         """The box of an image, uint8 (h, w, 3)."""
         pixels = decode(image.data, exif=self._exif)
         if pixels.shape[:2] != (sides := sides_of_map(of_map)):
-            raise SampleError(f"its header says {sides} (height, width), and it has {pixels.shape[:2]}")
+            raise SampleError(
+                f"its header says {sides} (height, width), and it has {pixels.shape[:2]}"
+            )
         top, left, bottom, right = box_of_map(of_map)
         return pixels[top:bottom, left:right]
 
-    def _by_device(self, images: list[np.ndarray], boxes: list[Box]) -> list[torch.Tensor | None]:
+    def _by_device(
+        self, images: list[np.ndarray], boxes: list[Box]
+    ) -> list[torch.Tensor | None]:
         """The boxes of images; None where the device refuses one, which costs 2 log2(n) more calls."""
         if self.device.type == "cuda":
             # nvJPEG writes without waiting for the stream that its output was allocated under, so kernels that
@@ -153,39 +197,61 @@ class DeviceDecoder:
                 image is not None and image.shape[1:] == _shape(box)
                 for image, box in zip(found, boxes, strict=True)
             ]
-            return [image if fit else None for image, fit in zip(found, fits, strict=True)]
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the device's own; both are RuntimeErrors
+            return [
+                image if fit else None for image, fit in zip(found, fits, strict=True)
+            ]
+        except (
+            torch.OutOfMemoryError,
+            torch.AcceleratorError,
+        ):  # the device's own; both are RuntimeErrors
             raise
-        except RuntimeError:  # it names no culprit, and gives nothing back of the others
+        except (
+            RuntimeError
+        ):  # it names no culprit, and gives nothing back of the others
             pass
         # Work that the call has begun may still write to memory that it has given back.
         self._backend.synchronize(self.device)
         if len(images) == 1:
             return [None]
         half = len(images) // 2
-        return [*self._by_device(images[:half], boxes[:half]), *self._by_device(images[half:], boxes[half:])]
+        return [
+            *self._by_device(images[:half], boxes[:half]),
+            *self._by_device(images[half:], boxes[half:]),
+        ]
 
-    def _place(self, images: dict[int, torch.Tensor], maps: np.ndarray, out: torch.Tensor) -> None:
+    def _place(
+        self, images: dict[int, torch.Tensor], maps: np.ndarray, out: torch.Tensor
+    ) -> None:
         """Resize boxes of images, uint8 (3, h, w), into rows of uint8 (B, H, W, 3)."""
-        most = _RESIZED_PIXELS if self.device.type == "cuda" else 0  # CPUs compute each by itself, without padding
-        for rows in _groups({row: image[0].numel() for row, image in images.items()}, most, are_padded=True):
+        most = (
+            _RESIZED_PIXELS if self.device.type == "cuda" else 0
+        )  # CPUs compute each by itself, without padding
+        for rows in _groups(
+            {row: image[0].numel() for row, image in images.items()},
+            most,
+            are_padded=True,
+        ):
             resized = resize([images[row] for row in rows], maps[rows])
             out[to_device(np.array(rows), self.device)] = resized
 
 
-def _groups(pixels: Mapping[int, int], most: int, are_padded: bool = False) -> Iterator[list[int]]:
+def _groups(
+    pixels: Mapping[int, int], most: int, are_padded: bool = False
+) -> Iterator[list[int]]:
     """Rows by their pixels, in groups of at most so many, or of one.
 
     Args:
         are_padded: each counts as the largest, which has at most twice the pixels of the smallest.
     """
-    group, total = list[int](), 0
+    group = list[int]()
+    total = 0
     for row in sorted(pixels, key=pixels.__getitem__):
         num = pixels[row]
         total = (len(group) + 1) * num if are_padded else total + num
         if group and (total > most or (are_padded and num > 2 * pixels[group[0]])):
             yield group
-            group, total = [], num
+            group = []
+            total = num
         group.append(row)
     if group:
         yield group
@@ -201,25 +267,38 @@ def _by_nvimagecodec(device: torch.device) -> BoxDecoder:
     decoder = codec.Decoder(device_id=device.index)
     params = codec.DecodeParams(apply_exif_orientation=False)
 
-    def decode_boxes(images: list[torch.Tensor], boxes: list[Box]) -> list[torch.Tensor | None]:
+    def decode_boxes(
+        images: list[torch.Tensor], boxes: list[Box]
+    ) -> list[torch.Tensor | None]:
         whole = [codec.CodeStream(image.numpy().tobytes()) for image in images]
         streams = [
-            each.get_sub_code_stream(region=codec.Region(*box)) for each, box in zip(whole, boxes, strict=True)
+            each.get_sub_code_stream(region=codec.Region(*box))
+            for each, box in zip(whole, boxes, strict=True)
         ]
         stream = torch.cuda.current_stream(device).cuda_stream
         made = decoder.decode(streams, params=params, cuda_stream=stream)
-        return [None if image is None else torch.from_dlpack(image).permute(2, 0, 1) for image in made]
+        return [
+            None if image is None else torch.from_dlpack(image).permute(2, 0, 1)
+            for image in made
+        ]
 
     return decode_boxes
 
 
 def _by_torchvision(device: torch.device) -> BoxDecoder:
-    importlib.import_module("torchvision.io")  # it loads the operator; its own function says that it is deprecated
+    importlib.import_module(
+        "torchvision.io"
+    )  # it loads the operator; its own function says that it is deprecated
     operator = torch.ops.image.decode_jpegs_cuda
 
-    def decode_boxes(images: list[torch.Tensor], boxes: list[Box]) -> list[torch.Tensor | None]:
+    def decode_boxes(
+        images: list[torch.Tensor], boxes: list[Box]
+    ) -> list[torch.Tensor | None]:
         whole = operator(images, _RGB, device)
-        return [image[:, box[0] : box[2], box[1] : box[3]] for image, box in zip(whole, boxes, strict=True)]
+        return [
+            image[:, box[0] : box[2], box[1] : box[3]]
+            for image, box in zip(whole, boxes, strict=True)
+        ]
 
     return decode_boxes
 
@@ -246,9 +325,12 @@ def find_decoder(device: torch.device) -> tuple[str, BoxDecoder]:
             (found,) = decode_boxes([probe], [(4, 8, 20, 32)])
             assert found is not None, "it decodes no JPEG"
             apart = np.abs(
-                found.permute(1, 2, 0).cpu().numpy().astype(int) - decode(probe.numpy().data)[4:20, 8:32]
+                found.permute(1, 2, 0).cpu().numpy().astype(int)
+                - decode(probe.numpy().data)[4:20, 8:32]
             )
-            assert apart.mean() < _PROBE_LEVELS, f"its pixels are {apart.mean():.1f} levels from libjpeg's"
+            assert apart.mean() < _PROBE_LEVELS, (
+                f"its pixels are {apart.mean():.1f} levels from libjpeg's"
+            )
         except Exception as error:  # missing, too old, built for another CUDA, …
             reasons.append(f"{name}: {error}")
             continue

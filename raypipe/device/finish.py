@@ -46,10 +46,12 @@ class Finish:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._endings, self._device = dict(endings), numbered(device)
+        self._endings = dict(endings)
+        self._device = numbered(device)
         self._has_augment = augment is not None
         self._dtypes = {
-            split: dtype or getattr(torch, ending.dtype, torch.float32) for split, ending in endings.items()
+            split: dtype or getattr(torch, ending.dtype, torch.float32)
+            for split, ending in endings.items()
         }
         self.dtype = self._dtypes.get("train", dtype or torch.float32)
         self.config = normalization(endings.get("train"), augment)
@@ -57,7 +59,9 @@ class Finish:
         with pinned(self._device):
             for split, ending in endings.items():
                 if config := normalization(ending, augment, split):
-                    self._normalize[split] = Normalize(config, self._device, self._dtypes[split])
+                    self._normalize[split] = Normalize(
+                        config, self._device, self._dtypes[split]
+                    )
 
     def does(self, split: Split) -> bool:
         """Return whether a split's batches are finished here, and not by the augmentation."""
@@ -66,12 +70,18 @@ class Finish:
     def __call__(self, batch: Batch) -> Batch:
         """Finish the images of a batch of a split that has an ending."""
         split = batch.position.split
-        ending, images = self._endings[split], {name: x for name, x in batch.fields.items() if is_image(name)}
+        ending = self._endings[split]
+        images = {name: x for name, x in batch.fields.items() if is_image(name)}
         with pinned(self._device):
-            finished = {name: self._finished(image, ending, split) for name, image in images.items()}
+            finished = {
+                name: self._finished(image, ending, split)
+                for name, image in images.items()
+            }
         return batch.with_fields(finished)
 
-    def _finished(self, image: torch.Tensor, ending: Ending, split: Split) -> torch.Tensor:
+    def _finished(
+        self, image: torch.Tensor, ending: Ending, split: Split
+    ) -> torch.Tensor:
         normalize = self._normalize.get(split)
         if not image.is_floating_point():
             assert normalize is not None, "the library makes floats"
@@ -83,7 +93,11 @@ class Finish:
 
     def described(self) -> Iterator[str]:
         """Lines that say what is done, and where."""
-        texts = {split: _line(ending, split) for split, ending in self._endings.items() if ending.is_own}
+        texts = {
+            split: _line(ending, split)
+            for split, ending in self._endings.items()
+            if ending.is_own
+        }
         endings = [*self._endings.values()]
         if len(texts) == 2 and endings[0] == endings[1]:
             yield _line(endings[0], "train and val")

@@ -25,15 +25,22 @@ import torch
 from torch.nn import functional
 
 # ITU-R BT.601, as in Kornia; the other two rows of YIQ are those of the FCC's NTSC.
-_RED, _GREEN, _BLUE = 0.299, 0.587, 0.114
+_RED = 0.299
+_GREEN = 0.587
+_BLUE = 0.114
 GRAY = np.array([_RED, _GREEN, _BLUE])
 _YIQ = np.array([GRAY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 _RGB = np.linalg.inv(_YIQ)
 
 # Columns of the packed array. Distances are in pixels from the middle of the image.
-_FLIP, _SAMPLE, _COLOR = 0, slice(1, 7), slice(7, 16)
-_MEAN, _BLUR, _ERASE = slice(16, 19), slice(19, 24), slice(24, 28)
-_BLEND, _MEAN_GRAY = slice(7, 9), 9  # replace the matrix if there is no hue
+_FLIP = 0
+_SAMPLE = slice(1, 7)
+_COLOR = slice(7, 16)
+_MEAN = slice(16, 19)
+_BLUR = slice(19, 24)
+_ERASE = slice(24, 28)
+_BLEND = slice(7, 9)
+_MEAN_GRAY = 9  # replace the matrix if there is no hue
 COLUMNS = 28
 
 Range = tuple[float, float]
@@ -109,7 +116,12 @@ class FusedParams:
 
 
 def draw(
-    fused: Fused, rng: np.random.Generator, rows: int, height: int, width: int, strength: float = 1.0
+    fused: Fused,
+    rng: np.random.Generator,
+    rows: int,
+    height: int,
+    width: int,
+    strength: float = 1.0,
 ) -> FusedParams:
     """Draw what a micro-batch does.
 
@@ -124,14 +136,28 @@ def draw(
     def among(low: float, high: float) -> np.ndarray:
         return low + (high - low) * next(numbers)
 
-    chances = (fused.flip, fused.affine, fused.jitter, fused.gray, fused.blur, fused.erase)
-    flip, affine, jitter, gray, blur, erase = shares[:6] < strength * np.array(chances)[:, None]
-    across, along = (share * side for share, side in zip(fused.translate, (width, height), strict=True))
+    chances = (
+        fused.flip,
+        fused.affine,
+        fused.jitter,
+        fused.gray,
+        fused.blur,
+        fused.erase,
+    )
+    flip, affine, jitter, gray, blur, erase = (
+        shares[:6] < strength * np.array(chances)[:, None]
+    )
+    across, along = (
+        share * side
+        for share, side in zip(fused.translate, (width, height), strict=True)
+    )
     degrees = np.where(affine, among(-fused.degrees, fused.degrees), 0.0)
     x, y = (np.where(affine, among(-most, most), 0.0) for most in (across, along))
     scale = np.where(affine, among(*fused.scale), 1.0)
     ranges = (fused.brightness, fused.contrast, fused.saturation)
-    brightness, contrast, saturation = (np.where(jitter, among(*of_factor), 1.0) for of_factor in ranges)
+    brightness, contrast, saturation = (
+        np.where(jitter, among(*of_factor), 1.0) for of_factor in ranges
+    )
     hue = np.where(jitter, among(*fused.hue), 0.0)
     sigma = np.where(blur, among(*fused.sigma), 0.0)
     area = height * width * among(*fused.area)
@@ -140,8 +166,23 @@ def draw(
     box_width = np.clip(np.rint(np.sqrt(area / ratio)), 1, width)
     top = np.floor(next(numbers) * (height - box_height + 1))
     left = np.floor(next(numbers) * (width - box_width + 1))
-    box = np.where(erase, [top, top + box_height, left, left + box_width], 0.0).T.astype(np.int64)
-    return FusedParams(flip, degrees, x, y, scale, brightness, contrast, saturation, hue, gray, sigma, box)
+    box = np.where(
+        erase, [top, top + box_height, left, left + box_width], 0.0
+    ).T.astype(np.int64)
+    return FusedParams(
+        flip,
+        degrees,
+        x,
+        y,
+        scale,
+        brightness,
+        contrast,
+        saturation,
+        hue,
+        gray,
+        sigma,
+        box,
+    )
 
 
 def pack(fused: Fused, params: FusedParams, height: int, width: int) -> np.ndarray:
@@ -151,7 +192,9 @@ def pack(fused: Fused, params: FusedParams, height: int, width: int) -> np.ndarr
     if fused.affine:
         packed[:, _SAMPLE] = _maps(params, height, width)
     if fused.blur:
-        weights = np.exp(-0.5 * (np.arange(-2, 3) / np.maximum(params.sigma, 1e-6)[:, None]) ** 2)
+        weights = np.exp(
+            -0.5 * (np.arange(-2, 3) / np.maximum(params.sigma, 1e-6)[:, None]) ** 2
+        )
         packed[:, _BLUR] = weights / weights.sum(1, keepdims=True)
     if fused.changes_color:
         # What contrast adds is a gray, which neither saturation nor hue changes.
@@ -169,21 +212,35 @@ def pack(fused: Fused, params: FusedParams, height: int, width: int) -> np.ndarr
 def _maps(params: FusedParams, height: int, width: int) -> np.ndarray:
     """From a pixel of the result to the one that it shows: shift, turn and scale undone, then the flip; (B, 6)."""
     turn = np.deg2rad(params.degrees)
-    cos, sin = np.cos(turn) / params.scale, np.sin(turn) / params.scale
+    cos = np.cos(turn) / params.scale
+    sin = np.sin(turn) / params.scale
     undo = np.array([[cos, -sin], [sin, cos]])  # (2, 2, B)
-    undo = np.concatenate([undo, -(undo * np.array([params.x, params.y])).sum(1, keepdims=True)], 1)
+    undo = np.concatenate(
+        [undo, -(undo * np.array([params.x, params.y])).sum(1, keepdims=True)], 1
+    )
     undo[0] *= np.where(params.flip, -1, 1)
-    maps = np.moveaxis(undo, 2, 0) * (2 / np.array([width, height]))[:, None]  # for `_sampled`
+    maps = (
+        np.moveaxis(undo, 2, 0) * (2 / np.array([width, height]))[:, None]
+    )  # for `_sampled`
     return maps.reshape(len(maps), 6)
 
 
 def _colors(params: FusedParams) -> np.ndarray:
     """The matrix of each row, from [0, 255] to [0, 1], column by column; (B, 9)."""
-    to_gray, turn = np.broadcast_to(GRAY, (3, 3)), -2 * np.pi * params.hue  # from red to yellow, as in HSV
-    zeros, ones, cos, sin = np.zeros_like(turn), np.ones_like(turn), np.cos(turn), np.sin(turn)
+    to_gray = np.broadcast_to(GRAY, (3, 3))
+    turn = -2 * np.pi * params.hue  # from red to yellow, as in HSV
+    zeros = np.zeros_like(turn)
+    ones = np.ones_like(turn)
+    cos = np.cos(turn)
+    sin = np.sin(turn)
     about_gray = np.array([[ones, zeros, zeros], [zeros, cos, -sin], [zeros, sin, cos]])
     saturation = params.saturation[:, None, None]
-    color = _RGB @ np.moveaxis(about_gray, 2, 0) @ _YIQ @ (saturation * np.eye(3) + (1 - saturation) * to_gray)
+    color = (
+        _RGB
+        @ np.moveaxis(about_gray, 2, 0)
+        @ _YIQ
+        @ (saturation * np.eye(3) + (1 - saturation) * to_gray)
+    )
     color = np.where(params.gray[:, None, None], to_gray, color)
     color = color * (params.brightness * params.contrast / 255)[:, None, None]
     return np.swapaxes(color, 1, 2).reshape(-1, 9)
@@ -192,7 +249,10 @@ def _colors(params: FusedParams) -> np.ndarray:
 def _blends(params: FusedParams) -> np.ndarray:
     """The shares of a row's color and of its gray, from [0, 255] to [0, 1]; (B, 2)."""
     saturation = np.where(params.gray, 0.0, params.saturation)
-    return np.stack([saturation, 1 - saturation], 1) * (params.brightness * params.contrast / 255)[:, None]
+    return (
+        np.stack([saturation, 1 - saturation], 1)
+        * (params.brightness * params.contrast / 255)[:, None]
+    )
 
 
 def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -211,22 +271,35 @@ def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tens
     if fused.affine:
         image = _sampled(image, packed[:, _SAMPLE].unflatten(1, (2, 3)))
     elif fused.flip:
-        image = torch.where(packed[:, _FLIP].view(-1, 1, 1, 1) > 0, image.flip(3), image)
+        image = torch.where(
+            packed[:, _FLIP].view(-1, 1, 1, 1) > 0, image.flip(3), image
+        )
     if fused.blur:
         image = _blurred(image.float(), packed[:, _BLUR])
     if fused.changes_color:
-        return _erased((_turned if fused.turns_hue else _blended)(image, packed), packed)
-    return image * (1 / 255) if in_255 and image.is_floating_point() else image
+        return _erased(
+            (_turned if fused.turns_hue else _blended)(image, packed), packed
+        )
+    if in_255 and image.is_floating_point():
+        return image * (1 / 255)
+    return image
 
 
 def _sampled(image: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
     """Sample each row through its affine map of places about the middle, float32 (B, 2, 3); outside pixels are
     0."""
     _, _, height, width = image.shape
-    x, y = (torch.arange((1 - n) / 2, n / 2, device=image.device, dtype=torch.float32) for n in (width, height))
+    x, y = (
+        torch.arange((1 - n) / 2, n / 2, device=image.device, dtype=torch.float32)
+        for n in (width, height)
+    )
     across = x[:, None] * maps[:, None, None, :, 0]
-    along = torch.addcmul(maps[:, None, None, :, 2], y[:, None, None], maps[:, None, None, :, 1])
-    return functional.grid_sample(image.float(), across + along, padding_mode="zeros", align_corners=False)
+    along = torch.addcmul(
+        maps[:, None, None, :, 2], y[:, None, None], maps[:, None, None, :, 1]
+    )
+    return functional.grid_sample(
+        image.float(), across + along, padding_mode="zeros", align_corners=False
+    )
 
 
 def _blurred(image: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -253,20 +326,35 @@ def _turned(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 def _blended(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """Apply the color map without hue: shares of the image, of its gray, and of the mean gray."""
-    gray = (image[:, 0:1] * _RED).add_(image[:, 1:2], alpha=_GREEN).add_(image[:, 2:3], alpha=_BLUE)
+    gray = (
+        (image[:, 0:1] * _RED)
+        .add_(image[:, 1:2], alpha=_GREEN)
+        .add_(image[:, 2:3], alpha=_BLUE)
+    )
     offset = gray.mean((2, 3), keepdim=True) * packed[:, _MEAN_GRAY].view(-1, 1, 1, 1)
     of_color, of_gray = packed[:, _BLEND, None, None, None].unbind(1)
     return addcmul(torch.addcmul(offset, gray, of_gray), image, of_color)
 
 
 def addcmul(
-    offset: torch.Tensor, image: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype = torch.float32
+    offset: torch.Tensor,
+    image: torch.Tensor,
+    factor: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """offset + image · factor of images, in one kernel: (B, C, H, W), channels_last, computed in float32."""
-    if torch.is_grad_enabled() and image.requires_grad:  # torch takes no gradient through `out`
-        return torch.addcmul(offset, image, factor).to(dtype).contiguous(memory_format=torch.channels_last)
+    if (
+        torch.is_grad_enabled() and image.requires_grad
+    ):  # torch takes no gradient through `out`
+        return (
+            torch.addcmul(offset, image, factor)
+            .to(dtype)
+            .contiguous(memory_format=torch.channels_last)
+        )
     shape = torch.broadcast_shapes(offset.shape, image.shape, factor.shape)
-    out = torch.empty(shape, dtype=dtype, device=image.device, memory_format=torch.channels_last)
+    out = torch.empty(
+        shape, dtype=dtype, device=image.device, memory_format=torch.channels_last
+    )
     return torch.addcmul(offset, image, factor, out=out)
 
 
@@ -276,6 +364,7 @@ def _erased(out: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     places = torch.arange(max(height, width), device=out.device)
     box = packed[:, _ERASE].unflatten(1, (2, 2, 1))
     inside = (places >= box[:, :, 0]) & (places < box[:, :, 1])
-    rows, columns = inside[:, 0, :height], inside[:, 1, :width]
+    rows = inside[:, 0, :height]
+    columns = inside[:, 1, :width]
     kept = (~(rows[:, None, :, None] & columns[:, None, None, :])).float()
     return out.clamp_(kept.new_zeros(()), kept)

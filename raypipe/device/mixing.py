@@ -50,7 +50,9 @@ def check_mixable(config: AugmentConfig, dtype: str, shape: tuple[int, ...]) -> 
         shape: shape of one sample's target, if it is not a class.
     """
     mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
-    if mixing and not (dtype.startswith("float") or (shape and dtype in ("bool", "uint8"))):
+    if mixing and not (
+        dtype.startswith("float") or (shape and dtype in ("bool", "uint8"))
+    ):
         raise ConfigError(
             f"augment.{mixing[0]} mixes targets, and two that are {dtype} {shape} have no mixture: set it to 0, "
             "or declare another dtype of the target's column, float32, or uint8 for vectors of 0 and 1"
@@ -58,7 +60,11 @@ def check_mixable(config: AugmentConfig, dtype: str, shape: tuple[int, ...]) -> 
 
 
 def draw_mix(
-    config: AugmentConfig, rng: np.random.Generator, height: int, width: int, strength: float = 1.0
+    config: AugmentConfig,
+    rng: np.random.Generator,
+    height: int,
+    width: int,
+    strength: float = 1.0,
 ) -> MixPlan | None:
     """Draw whether and how a micro-batch is mixed; None = not at all.
 
@@ -79,13 +85,25 @@ def draw_mix(
     if not cut:
         return lam, None
     half = math.sqrt(1 - lam) / 2
-    center_y, center_x = y * height, x * width
-    top, bottom = (int(np.clip(round(center_y + s * half * height), 0, height)) for s in (-1, 1))
-    left, right = (int(np.clip(round(center_x + s * half * width), 0, width)) for s in (-1, 1))
-    return 1 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right)
+    center_y = y * height
+    center_x = x * width
+    top, bottom = (
+        int(np.clip(round(center_y + s * half * height), 0, height)) for s in (-1, 1)
+    )
+    left, right = (
+        int(np.clip(round(center_x + s * half * width), 0, width)) for s in (-1, 1)
+    )
+    return 1 - (bottom - top) * (right - left) / (height * width), (
+        top,
+        bottom,
+        left,
+        right,
+    )
 
 
-def mix(image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, plan: MixPlan) -> tuple[torch.Tensor, Mix]:
+def mix(
+    image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, plan: MixPlan
+) -> tuple[torch.Tensor, Mix]:
     """Mix a micro-batch as drawn; returns the images and the other half of the targets. Waits for no device.
 
     Args:
@@ -94,14 +112,19 @@ def mix(image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, plan: Mix
         counts: bool (B,), on the host: the rows that may mix.
         plan: from `draw_mix`.
     """
-    partners, rows = np.arange(len(counts)), np.flatnonzero(counts)
-    partners[rows] = np.roll(rows, -1)  # a row without weight, or the only one with weight, is its own partner
+    partners = np.arange(len(counts))
+    rows = np.flatnonzero(counts)
+    partners[rows] = np.roll(
+        rows, -1
+    )  # a row without weight, or the only one with weight, is its own partner
     partner = torch.from_numpy(partners).to(image.device, non_blocking=True)
     lam, box = plan
     if box is None:
         # A row that is its own partner stays as it is, bit by bit: lerp of x with x adds λ·0. The rows that are
         # selected have lost the order of channels_last, which the result keeps.
-        has_gradient = torch.is_grad_enabled() and image.requires_grad  # torch takes none through `out`
+        has_gradient = (
+            torch.is_grad_enabled() and image.requires_grad
+        )  # torch takes none through `out`
         out = None if has_gradient else torch.empty_like(image)
         image = torch.lerp(image.index_select(0, partner), image, lam, out=out)
     else:
@@ -111,7 +134,9 @@ def mix(image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, plan: Mix
     return image, Mix(target.index_select(0, partner), lam, box is not None)
 
 
-def soft_targets(target: torch.Tensor, mix: Mix | None, num_classes: int, smoothing: float = 0.0) -> torch.Tensor:
+def soft_targets(
+    target: torch.Tensor, mix: Mix | None, num_classes: int, smoothing: float = 0.0
+) -> torch.Tensor:
     """Targets as probabilities, float32 (B, num_classes), for losses that take them so.
 
     Args:
@@ -121,10 +146,14 @@ def soft_targets(target: torch.Tensor, mix: Mix | None, num_classes: int, smooth
     """
     if target.dtype != torch.int64 or target.ndim != 1:
         soft = target if target.is_floating_point() else target.float()
-        return soft if mix is None else torch.lerp(mix.target.to(soft.dtype), soft, _share(mix, soft))
+        if mix is None:
+            return soft
+        return torch.lerp(mix.target.to(soft.dtype), soft, _share(mix, soft))
     soft = one_hot(target, num_classes).float()
     if mix is not None:
-        soft = torch.lerp(one_hot(mix.target, num_classes).float(), soft, _share(mix, soft))
+        soft = torch.lerp(
+            one_hot(mix.target, num_classes).float(), soft, _share(mix, soft)
+        )
     return soft * (1 - smoothing) + smoothing / num_classes
 
 
@@ -156,9 +185,15 @@ def mixed_losses(
 
 
 def mixed_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, mix: Mix | None = None, label_smoothing: float = 0.0
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    mix: Mix | None = None,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Cross-entropy per row, (B,), against the soft target of each; without the matrix of them."""
     return mixed_losses(
-        partial(cross_entropy, reduction="none", label_smoothing=label_smoothing), logits, target, mix
+        partial(cross_entropy, reduction="none", label_smoothing=label_smoothing),
+        logits,
+        target,
+        mix,
     )

@@ -23,7 +23,12 @@ from raypipe.transform.fields import LABEL
 _MIXES_LABELS = ("RandomMixUpV2", "RandomCutMixV2", "PatchMix")
 # They warp images without a matrix, so Kornia leaves boxes and keypoints behind. The first moves masks.
 _WARPS = ("RandomElasticTransform", "RandomThinPlateSpline", "RandomFisheye")
-_KEY_OF = {"mask": "mask", "boxes": "bbox_xyxy", "keypoints": "keypoints", LABEL: "class"}
+_KEY_OF = {
+    "mask": "mask",
+    "boxes": "bbox_xyxy",
+    "keypoints": "keypoints",
+    LABEL: "class",
+}
 _SETTING_OF = {"mask": "transform.mask_column", "boxes": "transform.boxes_column"}
 _SETTING_OF |= {"keypoints": "transform.keypoints_column", LABEL: "store.target_column"}
 _TARGET_OF = {
@@ -48,7 +53,9 @@ def mixes_labels(module: Any) -> bool:
     return kornia_class(module, *_MIXES_LABELS)
 
 
-def check_steps(module: Any, steps: Collection[Any], targets: Collection[str], has_label: bool) -> None:
+def check_steps(
+    module: Any, steps: Collection[Any], targets: Collection[str], has_label: bool
+) -> None:
     """Raise ConfigError if a module would leave a target behind, or needs one that the stream has not.
 
     Args:
@@ -82,9 +89,13 @@ def _check_images(module: nn.Module) -> None:
 
 def _check_mix(step: Any, targets: Collection[str]) -> None:
     if targets:
-        raise ConfigError(f"augment.module: {_name(step)} mixes images, not masks and the like: leave it out")
+        raise ConfigError(
+            f"augment.module: {_name(step)} mixes images, not masks and the like: leave it out"
+        )
     if getattr(getattr(step, "_param_generator", None), "num_mix", 1) != 1:
-        raise ConfigError(f"augment.module: {_name(step)} mixes more than two targets: set num_mix=1")
+        raise ConfigError(
+            f"augment.module: {_name(step)} mixes more than two targets: set num_mix=1"
+        )
 
 
 def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
@@ -95,13 +106,14 @@ def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
             f"augment.module: {_name(each)} changes targets, which Kornia's containers refuse: put it behind, as "
             f"nn.Sequential(K.AugmentationSequential(…), K.{_name(each)}(…))"
         )
-    keys = (
-        [*targets]
-        if step.data_keys is None
-        else [_TARGET_OF[k.name] for k in step.data_keys if k.name in _TARGET_OF]
-    )
+    if step.data_keys is None:
+        keys = [*targets]
+    else:
+        keys = [_TARGET_OF[k.name] for k in step.data_keys if k.name in _TARGET_OF]
     if step.data_keys is not None and len(set(keys)) < len(step.data_keys) - 1:
-        raise ConfigError(f"augment.module: data_keys {[k.name for k in step.data_keys]} name a target twice")
+        raise ConfigError(
+            f"augment.module: data_keys {[k.name for k in step.data_keys]} name a target twice"
+        )
     for name in keys:
         if name not in targets and not (name == LABEL and has_label):
             raise ConfigError(
@@ -121,9 +133,12 @@ def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
 
 def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> None:
     """Check an operation that gets the image and these targets."""
-    name, moved = _name(operation), [key for key in keys if key != LABEL]
+    name = _name(operation)
+    moved = [key for key in keys if key != LABEL]
     if kornia_class(operation, *_WARPS):
-        moved = [key for key in moved if key != "mask" or name != "RandomElasticTransform"]
+        moved = [
+            key for key in moved if key != "mask" or name != "RandomElasticTransform"
+        ]
         for key in moved:
             raise ConfigError(
                 f"augment.module: Kornia's {name} moves no {key}: leave it out, or warp in transform.train"
@@ -131,7 +146,9 @@ def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> 
     elif kornia_class(operation, "RandomMosaic"):
         for key in ("mask", "keypoints"):
             if key in moved:
-                raise ConfigError(f"augment.module: Kornia's RandomMosaic moves boxes, and no {key}: leave it out")
+                raise ConfigError(
+                    f"augment.module: Kornia's RandomMosaic moves boxes, and no {key}: leave it out"
+                )
         if has_label and "boxes" not in moved:
             raise ConfigError(
                 "augment.module: RandomMosaic makes an image of several, which have several targets: it needs "
@@ -139,7 +156,9 @@ def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> 
                 "(target_column=None)"
             )
     elif kornia_class(operation, "RandomJigsaw") and moved:
-        raise ConfigError(f"augment.module: Kornia's RandomJigsaw moves no {moved[0]}: leave it out")
+        raise ConfigError(
+            f"augment.module: Kornia's RandomJigsaw moves no {moved[0]}: leave it out"
+        )
     elif kornia_class(operation, "RandomTransplantation") and "mask" not in moved:
         raise ConfigError(
             "augment.module: RandomTransplantation needs a mask: set transform.mask_column, and put it into "
@@ -156,7 +175,8 @@ def _check_alone(step: nn.Module, targets: Collection[str], has_label: bool) -> 
                 f"K.{_name(each)}(…))"
             )
         if targets and _moves(each):
-            keys, first = ["input", *(_KEY_OF[name] for name in targets)], next(iter(targets))
+            keys = ["input", *(_KEY_OF[name] for name in targets)]
+            first = next(iter(targets))
             raise ConfigError(
                 f"augment.module: {_name(each)} moves or erases pixels, and leaves {first!r} behind: put it into "
                 f"K.AugmentationSequential(…, data_keys={keys})"
@@ -173,7 +193,10 @@ def _operations(module: nn.Module) -> Iterator[Any]:
 
 def _moves(operation: Any) -> bool:
     """Return whether an operation of Kornia's moves or erases pixels."""
-    is_intensity = kornia_class(operation, "IntensityAugmentationBase2D") and _name(operation) != "RandomErasing"
+    is_intensity = (
+        kornia_class(operation, "IntensityAugmentationBase2D")
+        and _name(operation) != "RandomErasing"
+    )
     return not is_intensity
 
 

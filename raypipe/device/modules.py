@@ -26,7 +26,13 @@ from torch import nn
 from raypipe.config import AugmentConfig
 from raypipe.device.mixing import Mix
 from raypipe.device.module_checks import check_steps, kornia_class, mixes_labels
-from raypipe.device.targets import from_boxes, kept_boxes, kept_keypoints, mosaic_labels, to_boxes
+from raypipe.device.targets import (
+    from_boxes,
+    kept_boxes,
+    kept_keypoints,
+    mosaic_labels,
+    to_boxes,
+)
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name, place_of
 from raypipe.transform.fields import LABEL
@@ -60,7 +66,9 @@ class Made:
 
 def shape_of(result: object) -> tuple[int, ...] | str:
     """Return the shape of a tensor, or the type of anything else that a user's code returned."""
-    return tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+    if isinstance(result, torch.Tensor):
+        return tuple(result.shape)
+    return type(result).__name__
 
 
 def built(module: Any) -> Any:
@@ -100,7 +108,11 @@ def resolved(config: AugmentConfig) -> AugmentConfig:
         return replace(config, module=module)
     mean, std = ends_with
     own = (config.mean, config.std)
-    if own not in ((mean, std), (PLAIN.mean, PLAIN.std), (AugmentConfig.mean, AugmentConfig.std)):
+    if own not in (
+        (mean, std),
+        (PLAIN.mean, PLAIN.std),
+        (AugmentConfig.mean, AugmentConfig.std),
+    ):
         raise ConfigError(
             f"augment.module {_named(config.module)!r} ends with Normalize({list(mean)}, {list(std)}), and "
             "augment.mean and augment.std are others: leave one of the two out"
@@ -111,7 +123,9 @@ def resolved(config: AugmentConfig) -> AugmentConfig:
 def normalization_of(module: Any) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """Return mean and std of the `Normalize`, Kornia's or torchvision's, at a module's end; None = it has none."""
     last = module
-    while isinstance(last, nn.Sequential) or isinstance(getattr(last, "transforms", None), list):
+    while isinstance(last, nn.Sequential) or isinstance(
+        getattr(last, "transforms", None), list
+    ):
         children = list(getattr(last, "transforms", None) or last)
         if not children:
             return None
@@ -121,7 +135,10 @@ def normalization_of(module: Any) -> tuple[tuple[float, ...], tuple[float, ...]]
     values = getattr(last, "flags", None) or vars(last) | dict(last.named_buffers())
     if getattr(last, "p", 1.0) != 1.0 or not {"mean", "std"} <= values.keys():
         return None
-    mean, std = (torch.as_tensor(values[name], dtype=torch.float64).flatten().tolist() for name in ("mean", "std"))
+    mean, std = (
+        torch.as_tensor(values[name], dtype=torch.float64).flatten().tolist()
+        for name in ("mean", "std")
+    )
     channels = max(len(mean), len(std), 1)
     channels = 3 if channels == 1 else channels  # one number is that of all channels
     whole = (tuple((numbers * channels)[:channels]) for numbers in (mean, std))
@@ -140,20 +157,47 @@ class UserModule:
         ConfigError: a step would leave a target behind, or cannot be used, see `module_checks`.
     """
 
-    def __init__(self, module: Any, device: torch.device, targets: Collection[str], has_label: bool) -> None:
-        self._module, self._name = module, _named(module)
-        self._steps = [*module] if type(module) is nn.Sequential else [module]
+    def __init__(
+        self,
+        module: Any,
+        device: torch.device,
+        targets: Collection[str],
+        has_label: bool,
+    ) -> None:
+        self._module = module
+        self._name = _named(module)
+        if type(module) is nn.Sequential:
+            self._steps = [*module]
+        else:
+            self._steps = [module]
         check_steps(module, self._steps, targets, has_label)
         self.mixes = any(map(mixes_labels, self._steps))
         self.normalizes = normalization_of(module) is not None
-        self._takes_strength = "strength" in inspect.signature(_call_of(module)).parameters
-        self._scaled = {} if self._takes_strength else _probabilities(module)
-        modules = list(module.modules()) if isinstance(module, nn.Module) else []
-        self._generators = [value for each in modules for value in vars(each).values() if _is_generator(value)]
-        self._has_told = not any(True for each in modules for _ in each.buffers(recurse=False))
+        self._takes_strength = (
+            "strength" in inspect.signature(_call_of(module)).parameters
+        )
+        if self._takes_strength:
+            self._scaled = {}
+        else:
+            self._scaled = _probabilities(module)
+        if isinstance(module, nn.Module):
+            modules = list(module.modules())
+        else:
+            modules = []
+        self._generators = [
+            value
+            for each in modules
+            for value in vars(each).values()
+            if _is_generator(value)
+        ]
+        self._has_told = not any(
+            True for each in modules for _ in each.buffers(recurse=False)
+        )
         _move(modules, device)
 
-    def __call__(self, made: Made, counts: np.ndarray, seed: int, strength: float) -> Made:
+    def __call__(
+        self, made: Made, counts: np.ndarray, seed: int, strength: float
+    ) -> Made:
         """Apply the module, random by torch's generators as they are now, and by others as of the seed.
 
         Args:
@@ -169,20 +213,31 @@ class UserModule:
             self._check_buffers(before)
         return made
 
-    def _applied(self, step: Any, made: Made, counts: np.ndarray, strength: float) -> Made:
+    def _applied(
+        self, step: Any, made: Made, counts: np.ndarray, strength: float
+    ) -> Made:
         try:
             if mixes_labels(step):
                 return _mixed(step, made, counts)
             if kornia_class(step, "AugmentationSequential"):
                 return _moved(step, made)
-            result = step(made.image, strength=strength) if self._takes_strength else step(made.image)
+            if self._takes_strength:
+                result = step(made.image, strength=strength)
+            else:
+                result = step(made.image)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            if not type(step).__module__.startswith("kornia."):  # its traceback is the user's own code
+            if not type(step).__module__.startswith(
+                "kornia."
+            ):  # its traceback is the user's own code
                 raise
             raise ConfigError(self._failed(step, made, error)) from error
-        if not isinstance(result, torch.Tensor) or result.ndim != 4 or len(result) != len(made.image):
+        if (
+            not isinstance(result, torch.Tensor)
+            or result.ndim != 4
+            or len(result) != len(made.image)
+        ):
             raise ConfigError(
                 f"augment.module={self._name} returned {shape_of(result)} for images of "
                 f"{tuple(made.image.shape)}: it must return floats (B, 3, h, w) in [0, 1]"
@@ -211,12 +266,19 @@ class UserModule:
                 setattr(module, name, whole)
 
     def _versions(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
+        return {
+            name: (id(buffer), buffer._version)
+            for name, buffer in self._module.named_buffers()
+        }
 
     def _check_buffers(self, before: dict[str, tuple[int, int]]) -> None:
         """Refuse a module that remembers: its images would depend on what this rank had before."""
         self._has_told = True
-        changed = [name for name, version in self._versions().items() if before.get(name) != version]
+        changed = [
+            name
+            for name, version in self._versions().items()
+            if before.get(name) != version
+        ]
         if changed:
             raise ConfigError(
                 f"augment.module={self._name} changes its own buffer {changed[0]!r}, so its images would depend "
@@ -234,7 +296,8 @@ def all_seeded(seed: int) -> Iterator[None]:
 
 def _moved(step: Any, made: Made) -> Made:
     """Apply an `AugmentationSequential` to the image and the targets that its keys name."""
-    image, targets = made.image, dict(made.targets)
+    image = made.image
+    targets = dict(made.targets)
     given: dict[str, Any] = {"image": image}
     if "mask" in targets:
         given["mask"] = targets["mask"][:, None]
@@ -249,16 +312,28 @@ def _moved(step: Any, made: Made) -> Made:
             given["class"] = targets[LABEL]
         keys = [_GIVEN[key.name] for key in step.data_keys]
         returned = step(*(given[key] for key in keys))
-        results = dict(zip(keys, returned if isinstance(returned, list | tuple) else [returned], strict=True))
+        results = dict(
+            zip(
+                keys,
+                returned if isinstance(returned, list | tuple) else [returned],
+                strict=True,
+            )
+        )
     image = results["image"]
     height, width = image.shape[-2:]
     if "mask" in results:
-        targets["mask"] = results["mask"].reshape(len(image), *results["mask"].shape[-2:])
+        targets["mask"] = results["mask"].reshape(
+            len(image), *results["mask"].shape[-2:]
+        )
     if "bbox_xyxy" in results:
         labels = mosaic_labels(step, targets["boxes"][..., 4])
-        targets["boxes"] = kept_boxes(from_boxes(results["bbox_xyxy"]), labels, height, width)
+        targets["boxes"] = kept_boxes(
+            from_boxes(results["bbox_xyxy"]), labels, height, width
+        )
     if "keypoints" in results:
-        targets["keypoints"] = kept_keypoints(results["keypoints"], targets["keypoints"][..., 2], height, width)
+        targets["keypoints"] = kept_keypoints(
+            results["keypoints"], targets["keypoints"][..., 2], height, width
+        )
     return replace(made, image=image, targets=targets)
 
 
@@ -277,17 +352,25 @@ def _mixed(step: Any, made: Made, counts: np.ndarray) -> Made:
     """Apply Kornia's MixUp, CutMix or PatchMix; the shares of the targets are read from what it has drawn."""
     before = made.image
     image = step(before, data_keys=["input"])
-    params, rows = step._params, len(before)
+    params = step._params
+    rows = len(before)
     if kornia_class(step, "RandomMixUpV2"):
-        partners, others = params["mixup_pairs"], params["mixup_lambdas"]
+        partners = params["mixup_pairs"]
+        others = params["mixup_lambdas"]
     elif kornia_class(step, "PatchMix"):
         partners = params["mix_pairs"]
-        others = torch.full((rows,), step.patch_size**2 / (before.shape[2] * before.shape[3]))
+        others = torch.full(
+            (rows,), step.patch_size**2 / (before.shape[2] * before.shape[3])
+        )
     else:
-        partners, corners = params["mix_pairs"][0], params["crop_src"][0]
-        sides = corners[:, 2] - corners[:, 0] + 1  # pixels; an empty box ends before it begins
+        partners = params["mix_pairs"][0]
+        corners = params["crop_src"][0]
+        sides = (
+            corners[:, 2] - corners[:, 0] + 1
+        )  # pixels; an empty box ends before it begins
         others = sides.prod(1) / (before.shape[2] * before.shape[3])
-    own, selected = torch.arange(rows), params["batch_prob"] > 0.5
+    own = torch.arange(rows)
+    selected = params["batch_prob"] > 0.5
     counted = torch.from_numpy(counts)
     partners = torch.where(selected, partners, own)
     alone = ~(counted & counted[partners])
@@ -299,7 +382,9 @@ def _mixed(step: Any, made: Made, counts: np.ndarray) -> Made:
     target = made.targets[LABEL]
     lam = torch.where(partners == own, 1.0, 1 - others.float())
     is_cutmix = not kornia_class(step, "RandomMixUpV2")
-    mix = Mix(target.index_select(0, _sent(partners, target)), _sent(lam, target), is_cutmix)
+    mix = Mix(
+        target.index_select(0, _sent(partners, target)), _sent(lam, target), is_cutmix
+    )
     return replace(made, image=image, mix=mix)
 
 
@@ -310,7 +395,9 @@ def _sent(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _move(modules: list[nn.Module], device: torch.device) -> None:
     """Move weights and buffers, but not Kornia's samplers, which go with its modules otherwise."""
     for module in modules:
-        if not type(module).__module__.startswith("kornia.augmentation"):  # they hold parameters to draw with
+        if not type(module).__module__.startswith(
+            "kornia.augmentation"
+        ):  # they hold parameters to draw with
             nn.Module._apply(module, lambda tensor: tensor.to(device), recurse=False)
 
 
@@ -322,7 +409,9 @@ def _probabilities(module: Any) -> dict[tuple[nn.Module, str], float]:
             continue
         if mixes_labels(each):
             found[each, "p_batch"] = float(getattr(each, "p_batch"))  # noqa: B009  a module has any attributes
-        elif kornia_class(each, "AugmentationBase2D") or kornia_class(each, "MixAugmentationBaseV2"):
+        elif kornia_class(each, "AugmentationBase2D") or kornia_class(
+            each, "MixAugmentationBaseV2"
+        ):
             found[each, "p"] = float(getattr(each, "p"))  # noqa: B009
     return found
 

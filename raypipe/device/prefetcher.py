@@ -135,10 +135,17 @@ class Batch(Unlike, instead=_INSTEAD):
             return self
 
         def moved(value: Any) -> Any:
-            return value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor):
+                return value.to(device, non_blocking=non_blocking)
+            return value
 
         fields = {name: moved(value) for name, value in self.fields.items()}
-        mix = replace(self.mix, target=moved(self.mix.target), lam=moved(self.mix.lam)) if self.mix else None
+        if self.mix:
+            mix = replace(
+                self.mix, target=moved(self.mix.target), lam=moved(self.mix.lam)
+            )
+        else:
+            mix = None
         return replace(self, fields=fields, weight=moved(self.weight), mix=mix)
 
 
@@ -185,7 +192,9 @@ def on_device(
 
     def made(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         weight, *others = tensors
-        batch = _batch(host, seed_of, weight, _whole(dict(zip(host.arrays(), others, strict=True))))
+        batch = _batch(
+            host, seed_of, weight, _whole(dict(zip(host.arrays(), others, strict=True)))
+        )
         if decode is None:
             return batch
         image = images.popleft()
@@ -195,12 +204,18 @@ def on_device(
     def of_ring(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         with pinned(through.device):
             batch = made(host, tensors)
-        is_made_here = decode is not None or any(map(is_chroma, host.arrays()))  # on the current stream
-        return batch if is_made_here else replace(batch, copied=through.copied)
+        is_made_here = decode is not None or any(
+            map(is_chroma, host.arrays())
+        )  # on the current stream
+        if is_made_here:
+            return batch
+        return replace(batch, copied=through.copied)
 
     def of_host(host: MicroBatch) -> Batch:
         with pinned(through.device):
-            return made(host, [view(array).to(through.device) for array in arrays(host)])
+            return made(
+                host, [view(array).to(through.device) for array in arrays(host)]
+            )
 
     source = decoded() if decode else batches
     through = Ring(source, arrays, device, depth, keep, on_copied, _without_arrays)
@@ -220,7 +235,8 @@ _ELSEWHERE = np.empty(0, np.uint8)
 def _without_arrays(host: MicroBatch) -> MicroBatch:
     """Copy the parts of a micro-batch that the host still needs, without views of its block."""
     on_host: dict[str, Any] = {
-        name: values.copied() if isinstance(values, Ragged) else _ELSEWHERE for name, values in host.fields.items()
+        name: values.copied() if isinstance(values, Ragged) else _ELSEWHERE
+        for name, values in host.fields.items()
     }
     on_host[LABEL] = host[LABEL].copy()
     return replace(host, index=host.index.copy(), weight=_ELSEWHERE, fields=on_host)
@@ -245,10 +261,25 @@ def _batch(
     for name, values in host.fields.items():
         if isinstance(values, Ragged):
             unpacked = values.unpacked()
-            fields[name] = [view(array) for array in unpacked] if values.kind == "ragged" else unpacked
+            fields[name] = (
+                [view(array) for array in unpacked]
+                if values.kind == "ragged"
+                else unpacked
+            )
         elif is_image(name):
-            fields[name] = tensors[name].movedim(-1, -3)  # NHWC in memory is channels_last as it stands
+            fields[name] = tensors[name].movedim(
+                -1, -3
+            )  # NHWC in memory is channels_last as it stands
         elif name in tensors:
             fields[name] = tensors[name]
-    same = {name: getattr(host, name) for name in ("position", "index", "num_bad", "read_s", "work_s", "outage_s")}
-    return Batch(seed=seed_of(host.position), fields=fields, weight=weight, target_host=host[LABEL], **same)
+    same = {
+        name: getattr(host, name)
+        for name in ("position", "index", "num_bad", "read_s", "work_s", "outage_s")
+    }
+    return Batch(
+        seed=seed_of(host.position),
+        fields=fields,
+        weight=weight,
+        target_host=host[LABEL],
+        **same,
+    )

@@ -34,7 +34,8 @@ from raypipe.transform.encoded_map import (
 )
 from raypipe.transform.geometry_steps import CUBIC
 
-_WEIGHT, _BETWEEN = 1 << 11, 1 << 3
+_WEIGHT = 1 << 11
+_BETWEEN = 1 << 3
 
 
 def resize(images: Sequence[torch.Tensor], maps: np.ndarray) -> torch.Tensor:
@@ -47,27 +48,46 @@ def resize(images: Sequence[torch.Tensor], maps: np.ndarray) -> torch.Tensor:
     Returns:
         uint8 (n, H, W, 3).
     """
-    device, num = images[0].device, len(images)
-    axes = np.stack([maps[:, axis_columns(maps.shape[1], axis)] for axis in (0, 1)]).astype(np.int64)
-    lengths, scale = axes[:, :, LENGTH], 1
+    device = images[0].device
+    num = len(images)
+    axes = np.stack(
+        [maps[:, axis_columns(maps.shape[1], axis)] for axis in (0, 1)]
+    ).astype(np.int64)
+    lengths = axes[:, :, LENGTH]
+    scale = 1
     height, width = lengths.max(axis=1).tolist()
     fill = to_device(maps[0, FILL].astype(np.uint8), device).view(3, 1)
-    spans = torch.zeros((num, height, 3, width), dtype=torch.uint8, device=device) + fill
+    spans = (
+        torch.zeros((num, height, 3, width), dtype=torch.uint8, device=device) + fill
+    )
     starts = axes[:, :, START]
     firsts = np.maximum(0, -starts)
-    counts = np.maximum(0, np.minimum(axes[:, :, SIDE], starts + lengths) - np.maximum(0, starts))
+    counts = np.maximum(
+        0, np.minimum(axes[:, :, SIDE], starts + lengths) - np.maximum(0, starts)
+    )
     for number, image in enumerate(images):
-        upright = image.transpose(1, 2) if maps[number, TURNED] else image
-        (top, left), (rows, columns) = firsts[:, number].tolist(), counts[:, number].tolist()
-        spans[number, top : top + rows, :, left : left + columns] = upright[:, :rows, :columns].transpose(0, 1)
-    pixels = spans.float() - fill  # beyond the edges is nothing then, also behind a resize
+        if maps[number, TURNED]:
+            upright = image.transpose(1, 2)
+        else:
+            upright = image
+        (top, left) = firsts[:, number].tolist()
+        (rows, columns) = counts[:, number].tolist()
+        spans[number, top : top + rows, :, left : left + columns] = upright[
+            :, :rows, :columns
+        ].transpose(0, 1)
+    pixels = (
+        spans.float() - fill
+    )  # beyond the edges is nothing then, also behind a resize
     for place in range(RESIZES, axes.shape[2], NUM_RESIZE):
         of_resize = axes[:, :, place : place + NUM_RESIZE]
         by_row = _weights(of_resize[0], lengths[0], pixels.shape[1], device)
         pixels = _product(by_row, pixels.flatten(2), scale).unflatten(2, (3, -1))
         by_column = _weights(of_resize[1], lengths[1], pixels.shape[3], device)
-        pixels = _product(pixels.flatten(1, 2), by_column.mT, _BETWEEN).unflatten(1, (-1, 3))
-        lengths, scale = of_resize[:, :, KEPT], _BETWEEN
+        pixels = _product(pixels.flatten(1, 2), by_column.mT, _BETWEEN).unflatten(
+            1, (-1, 3)
+        )
+        lengths = of_resize[:, :, KEPT]
+        scale = _BETWEEN
     pixels = pixels.div_(_BETWEEN).add_(0.5).floor_() + fill
     return pixels.clamp_(0, 255).to(torch.uint8).transpose(2, 3).contiguous()
 
@@ -77,7 +97,9 @@ def _product(a: torch.Tensor, b: torch.Tensor, scale: int) -> torch.Tensor:
     return torch.bmm(a, b).mul_(_BETWEEN / (_WEIGHT * scale)).add_(0.5).floor_()
 
 
-def _weights(of_resize: np.ndarray, lengths: np.ndarray, num: int, device: torch.device) -> torch.Tensor:
+def _weights(
+    of_resize: np.ndarray, lengths: np.ndarray, num: int, device: torch.device
+) -> torch.Tensor:
     """The weights of `num` pixels before a resize in each pixel behind it, float32 (n, kept, num), whole numbers.
 
     Args:
@@ -86,8 +108,12 @@ def _weights(of_resize: np.ndarray, lengths: np.ndarray, num: int, device: torch
     """
     is_cubic = int(of_resize[0, FILTER]) == CUBIC
     radius = 2 if is_cubic else 1
-    num_taps = 2 * math.ceil(radius * max(1.0, (lengths / of_resize[:, RESIZED]).max())) + 2
-    columns = np.column_stack([lengths, of_resize[:, [RESIZED, AT, STEP]]])[:, :, None, None]
+    num_taps = (
+        2 * math.ceil(radius * max(1.0, (lengths / of_resize[:, RESIZED]).max())) + 2
+    )
+    columns = np.column_stack([lengths, of_resize[:, [RESIZED, AT, STEP]]])[
+        :, :, None, None
+    ]
     length, resized, at, step = to_device(columns, device).double().unbind(1)
     kept = torch.arange(int(of_resize[:, KEPT].max()), device=device)[:, None]
     place = at + step * kept
@@ -95,19 +121,25 @@ def _weights(of_resize: np.ndarray, lengths: np.ndarray, num: int, device: torch
     place = torch.where(is_inside, place, 0)
     # In halves of a pixel, times `resized`: whole numbers, so that every device has the same.
     middle = (2 * place + 1) * length
-    first = torch.floor(middle / (2 * resized) - radius * torch.clamp_min(length / resized, 1)).clamp_min_(
-        -num_taps
-    )
+    first = torch.floor(
+        middle / (2 * resized) - radius * torch.clamp_min(length / resized, 1)
+    ).clamp_min_(-num_taps)
     taps = first + torch.arange(num_taps, device=device)
     wide = 2 * torch.maximum(length, resized)
-    weights = (_cubic if is_cubic else _triangle)(((2 * taps + 1) * resized - middle).abs_(), wide)
+    weights = (_cubic if is_cubic else _triangle)(
+        ((2 * taps + 1) * resized - middle).abs_(), wide
+    )
     weights = torch.where((taps >= 0) & (taps < length), weights, 0)
     sums = weights.cumsum(2)
-    sums = torch.round(sums * _WEIGHT / sums[:, :, -1:])  # so that the weights add up to 1
+    sums = torch.round(
+        sums * _WEIGHT / sums[:, :, -1:]
+    )  # so that the weights add up to 1
     weights = torch.diff(sums, dim=2, prepend=torch.zeros_like(sums[:, :, :1]))
     weights = torch.where(is_inside, weights, 0).float()
     wider = torch.zeros((*weights.shape[:2], num + 2 * num_taps), device=device)
-    return wider.scatter_(2, taps.long() + num_taps, weights)[:, :, num_taps : num_taps + num]
+    return wider.scatter_(2, taps.long() + num_taps, weights)[
+        :, :, num_taps : num_taps + num
+    ]
 
 
 def _triangle(distance: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
@@ -124,4 +156,6 @@ def _cubic(distance: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """An array on a device, without waiting for it."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor

@@ -61,12 +61,16 @@ def numbered(device: torch.device | str) -> torch.device:
 
 
 def new_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device) if device.type == "cuda" else torch.cpu.Stream()
+    if device.type == "cuda":
+        return torch.cuda.Stream(device)
+    return torch.cpu.Stream()
 
 
 def new_event(device: torch.device) -> Any:
     # Blocking, or a thread that waits for it would burn a core while the host is ahead of the device.
-    return torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.cpu.Event()
+    if device.type == "cuda":
+        return torch.cuda.Event(blocking=True)
+    return torch.cpu.Event()
 
 
 def hand_over(ready: Any, tensors: Iterable[torch.Tensor], device: torch.device) -> Any:
@@ -103,7 +107,9 @@ def uses_ring(device: torch.device) -> bool:
 def view(array: np.ndarray) -> torch.Tensor:
     """An array as a tensor of the same memory. Nothing may write to it: shared memory is read-only."""
     _have_torch_warn()
-    return _view_quietly(array) if torch.is_warn_always_enabled() else torch.from_numpy(array)
+    if torch.is_warn_always_enabled():
+        return _view_quietly(array)
+    return torch.from_numpy(array)
 
 
 @cache
@@ -114,7 +120,9 @@ def _have_torch_warn() -> None:
 
 def _view_quietly(array: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        warnings.filterwarnings(
+            "ignore", message="The given NumPy array is not writable"
+        )
         return torch.from_numpy(array)
 
 
@@ -159,10 +167,16 @@ class Ring(Generic[Item]):
         staged: Callable[[Item], Item] = lambda item: item,
     ) -> None:
         if depth < 1:
-            raise ConfigError(f"depth is {depth}: the ring needs at least 1 slot besides the one in use")
+            raise ConfigError(
+                f"depth is {depth}: the ring needs at least 1 slot besides the one in use"
+            )
         self.device = numbered(device)
-        self._items, self._arrays_of, self._on_copied, self._staged = items, arrays_of, on_copied, staged
-        self._depth, self._keep = depth, keep
+        self._items = items
+        self._arrays_of = arrays_of
+        self._on_copied = on_copied
+        self._staged = staged
+        self._depth = depth
+        self._keep = keep
         self.copied: Any = None
 
     def __iter__(self) -> Generator[tuple[Item, tuple[torch.Tensor, ...]], None, None]:
@@ -171,11 +185,16 @@ class Ring(Generic[Item]):
         backend: Any = torch.get_device_module(self.device)
         filled: SimpleQueue[Any] = SimpleQueue()  # (item, slot), or an error, or None
         free: deque[_Slot] = deque()
-        room, stopped = threading.Semaphore(self._depth), threading.Event()
+        room = threading.Semaphore(self._depth)
+        stopped = threading.Event()
         arguments = (source, filled, free, room, stopped)
-        thread = threading.Thread(target=self._fill, args=arguments, daemon=True, name="raypipe-ring")
+        thread = threading.Thread(
+            target=self._fill, args=arguments, daemon=True, name="raypipe-ring"
+        )
         del source, arguments  # used only by the thread
-        used: deque[tuple[_Slot, Any]] = deque()  # items still valid, and the stream that each was handed to
+        used: deque[tuple[_Slot, Any]] = (
+            deque()
+        )  # items still valid, and the stream that each was handed to
         thread.start()
         try:
             while (entry := filled.get()) is not None:
@@ -186,7 +205,10 @@ class Ring(Generic[Item]):
                 self.copied = slot.copied
                 used.append((slot, hand_over(slot.copied, [slot.memory], self.device)))
                 yield item, slot.tensors
-                del item, entry  # the last one's host memory is not held while this waits for the next
+                del (
+                    item,
+                    entry,
+                )  # the last one's host memory is not held while this waits for the next
                 if len(used) > self._keep:
                     slot, stream = used.popleft()
                     # The work on it may have gone on under the stream that is current now.
@@ -247,24 +269,38 @@ class _Slot:
         self._stream = _copy_stream(device)
         self.copied = new_event(device)
         self._consumed = new_event(device), new_event(device)
-        self._host, self.memory = (torch.empty(0, dtype=torch.uint8, device=side) for side in ("cpu", device))
+        self._host, self.memory = (
+            torch.empty(0, dtype=torch.uint8, device=side) for side in ("cpu", device)
+        )
         self.tensors: tuple[torch.Tensor, ...] = ()
 
     def fill(self, arrays: Sequence[np.ndarray], on_copied: OnCopied | None) -> None:
         """Start the transfer. Called by the thread."""
-        starts = [0, *accumulate(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays)]
-        num_bytes, self.tensors = starts.pop(), ()
+        starts = [
+            0,
+            *accumulate(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays),
+        ]
+        num_bytes = starts.pop()
+        self.tensors = ()
         self.copied.synchronize()  # the host side has been read
         if num_bytes > len(self.memory):
-            self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._host = torch.empty(
+                num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+            )
             # Memory that was freed may still be read by what its stream was given before. Taken under the copy
             # stream, it is memory of that stream, and the transfers into it come after.
             with self._backend.stream(self._stream):
                 del self.memory
-                self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self.tensors = tuple(_part(self.memory, *place) for place in zip(starts, arrays, strict=True))
+                self.memory = torch.empty(
+                    num_bytes, dtype=torch.uint8, device=self._device
+                )
+        self.tensors = tuple(
+            _part(self.memory, *place) for place in zip(starts, arrays, strict=True)
+        )
         for place in zip(starts, arrays, strict=True):
-            np.copyto(_part(self._host, *place).numpy(), place[1])  # torch would warn of read-only arrays
+            np.copyto(
+                _part(self._host, *place).numpy(), place[1]
+            )  # torch would warn of read-only arrays
         with self._backend.stream(self._stream):
             for event in self._consumed:
                 event.wait(self._stream)
@@ -286,7 +322,8 @@ class _Slot:
         for event in self._consumed:
             hand_over(event, [self.memory], self._device)
         self.memory.fill_(255)  # -1 in signed integers, and NaN in floats
-        self.memory, self.tensors = torch.empty(0, dtype=torch.uint8, device=self._device), ()
+        self.memory = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self.tensors = ()
 
 
 def _part(memory: torch.Tensor, start: int, like: np.ndarray) -> torch.Tensor:

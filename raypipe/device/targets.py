@@ -16,7 +16,9 @@ import torch
 from raypipe.transform.targets import NO_BOX, OUTSIDE
 
 _MIDDLE = 0.5  # where the first pixel has it
-_LEAST = 1 - 1e-3  # pixels of a box's width and height; Kornia's maps are computed in float32
+_LEAST = (
+    1 - 1e-3
+)  # pixels of a box's width and height; Kornia's maps are computed in float32
 
 
 def to_boxes(boxes: torch.Tensor) -> Any:
@@ -34,9 +36,12 @@ def from_boxes(boxes: Any) -> torch.Tensor:
     return torch.cat([corners.amin(-2), corners.amax(-2)], -1) + _MIDDLE
 
 
-def kept_boxes(corners: torch.Tensor, labels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def kept_boxes(
+    corners: torch.Tensor, labels: torch.Tensor, height: int, width: int
+) -> torch.Tensor:
     """Cut boxes (B, N, 4) with labels (B, N) at the edges of an image, and drop those of which nothing is left."""
-    x, y = corners[..., 0::2].clamp(0, width), corners[..., 1::2].clamp(0, height)
+    x = corners[..., 0::2].clamp(0, width)
+    y = corners[..., 1::2].clamp(0, height)
     sides = torch.stack([x[..., 1] - x[..., 0], y[..., 1] - y[..., 0]], -1)
     is_kept = (labels > NO_BOX) & (sides >= _LEAST).all(-1)
     cut = torch.stack([x[..., 0], y[..., 0], x[..., 1], y[..., 1], labels], -1)
@@ -47,7 +52,9 @@ def kept_boxes(corners: torch.Tensor, labels: torch.Tensor, height: int, width: 
     return cut.gather(1, order[..., None].expand_as(cut))
 
 
-def kept_keypoints(points: torch.Tensor, labels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def kept_keypoints(
+    points: torch.Tensor, labels: torch.Tensor, height: int, width: int
+) -> torch.Tensor:
     """Mark keypoints (B, N, 2) with labels (B, N) that are outside of an image; rows without one stay zeros."""
     own = torch.where(labels <= OUTSIDE, OUTSIDE - labels, labels)
     x, y = points.unbind(-1)
@@ -74,8 +81,14 @@ def mosaic_labels(container: Any, labels: torch.Tensor) -> torch.Tensor:
             continue
         permutation = param.data["permutation"].to(labels.device, non_blocking=True)
         is_made = is_made.to(labels.device, non_blocking=True)[:, None]
-        tiles = [torch.empty_like(labels).index_copy(0, permutation[:, 0], labels[tile]) for tile in permutation.T]
+        tiles = [
+            torch.empty_like(labels).index_copy(0, permutation[:, 0], labels[tile])
+            for tile in permutation.T
+        ]
         none = torch.full_like(labels, NO_BOX)
-        tiles = [torch.where(is_made, tile, none if n else labels) for n, tile in enumerate(tiles)]
+        tiles = [
+            torch.where(is_made, tile, none if n else labels)
+            for n, tile in enumerate(tiles)
+        ]
         labels = torch.cat(tiles, 1)
     return labels

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from raypipe.transform.wire import BLUE_OF_CB, GREEN_OF_CB, GREEN_OF_CR, ONE_BITS, RED_OF_CR
+from raypipe.transform.wire import (
+    BLUE_OF_CB,
+    GREEN_OF_CB,
+    GREEN_OF_CR,
+    ONE_BITS,
+    RED_OF_CR,
+)
 
 
 def rgb(luma: torch.Tensor, chroma: torch.Tensor) -> torch.Tensor:
@@ -18,9 +24,14 @@ def rgb(luma: torch.Tensor, chroma: torch.Tensor) -> torch.Tensor:
     green = (GREEN_OF_CB * cb).add_(cr, alpha=GREEN_OF_CR)
     above = torch.stack((RED_OF_CR * cr, green, BLUE_OF_CB * cb), -1)
     above = above.add_(1 << (ONE_BITS - 1)).bitwise_right_shift_(ONE_BITS).short()
-    above = above.view(*others, rows, 1, columns, 1, 3).expand(*others, rows, 2, columns, 2, 3)
+    above = above.view(*others, rows, 1, columns, 1, 3).expand(
+        *others, rows, 2, columns, 2, 3
+    )
     if height % 2 or width % 2:
-        sums = luma + above.reshape(*others, 2 * rows, 2 * columns, 3)[..., :height, :width, :]
+        sums = (
+            luma
+            + above.reshape(*others, 2 * rows, 2 * columns, 3)[..., :height, :width, :]
+        )
     else:
         sums = luma.view(*others, rows, 2, columns, 2, 1) + above
     return sums.clamp_(0, 255).byte().view(*others, height, width, 3)

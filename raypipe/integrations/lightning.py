@@ -43,9 +43,12 @@ class StreamDataModule(pl.LightningDataModule):
     def __init__(self, loader: Loader, format: Format = "dict") -> None:
         super().__init__()
         check_format(loader, format)
-        self._loader, self._format = loader, format
+        self._loader = loader
+        self._format = format
         shared = _LightningEpochs(self, loader)
-        self._train, self._val = (_LightningLoader(shared, split, format) for split in ("train", "val"))
+        self._train, self._val = (
+            _LightningLoader(shared, split, format) for split in ("train", "val")
+        )
         self._saved_in_step = 0  # batches of a step, where the checkpoint was made
 
     @staticmethod
@@ -80,10 +83,14 @@ class StreamDataModule(pl.LightningDataModule):
         return self._val if len(self._val) else []
 
     def state_dict(self) -> dict[str, Any]:
-        return self._loader.state_dict() | {"accumulation_steps": self._loader.accumulation_steps}
+        return self._loader.state_dict() | {
+            "accumulation_steps": self._loader.accumulation_steps
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved_in_step = state_dict.get("accumulation_steps", self._loader.accumulation_steps)
+        self._saved_in_step = state_dict.get(
+            "accumulation_steps", self._loader.accumulation_steps
+        )
         if self.trainer is None or self.trainer.state.fn == "fit":
             self._loader.load_state_dict(state_dict)
 
@@ -92,8 +99,10 @@ class StreamDataModule(pl.LightningDataModule):
         return self.trainer
 
     def _check_flags(self, trainer: Any) -> None:
-        loader, config = self._loader, self._loader.plan.config
-        steps, unlimited = loader.plan.steps_per_epoch * config.epochs, trainer.max_steps == -1
+        loader = self._loader
+        config = self._loader.plan.config
+        steps = loader.plan.steps_per_epoch * config.epochs
+        unlimited = trainer.max_steps == -1
         max_epochs = trainer.max_epochs
         if max_epochs is not None and max_epochs > config.epochs:
             raise ConfigError(
@@ -105,7 +114,11 @@ class StreamDataModule(pl.LightningDataModule):
                 "has no more (plan.epochs)"
             )
         self._check_accumulation(trainer)
-        if self._format == "batch" and trainer.precision in ("16-true", "bf16-true", "64-true"):
+        if self._format == "batch" and trainer.precision in (
+            "16-true",
+            "bf16-true",
+            "64-true",
+        ):
             raise ConfigError(
                 f"precision={trainer.precision!r} converts what batches hold, and a Batch cannot be changed: give "
                 'StreamDataModule "dict" or a function as format, or use mixed precision'
@@ -143,11 +156,22 @@ class _LightningEpochs(SharedEpochs):
             self._module._check_accumulation(trainer)
             loop: Any = trainer.fit_loop
             # Nothing is counted of a batch before it has come.
-            step = loop.epoch_loop.batch_progress.current.ready // self.loader.accumulation_steps
+            step = (
+                loop.epoch_loop.batch_progress.current.ready
+                // self.loader.accumulation_steps
+            )
             # The same samples in each epoch.
-            epoch = 0 if getattr(trainer, "overfit_batches", 0) else loop.epoch_progress.current.processed
+            if getattr(trainer, "overfit_batches", 0):
+                epoch = 0
+            else:
+                epoch = loop.epoch_progress.current.processed
             self.go_to(epoch, step)
-        if split == "val" and trainer is not None and self._epoch and _has_trained(trainer.fit_loop):
+        if (
+            split == "val"
+            and trainer is not None
+            and self._epoch
+            and _has_trained(trainer.fit_loop)
+        ):
             self._epoch.train.leave()  # Lightning does not tell its iterator
         return super().next(split)
 
@@ -167,13 +191,18 @@ class _WholeSteps(pl.Callback):
     def __init__(self, module: StreamDataModule) -> None:
         self._module = module
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
         loop = checkpoint.get("loops", {}).get("fit_loop", {})
-        batches, epochs = loop.get("epoch_loop.batch_progress"), loop.get("epoch_progress")
-        saved, needed = self._module._saved_in_step, self._module._loader.accumulation_steps
+        batches = loop.get("epoch_loop.batch_progress")
+        epochs = loop.get("epoch_progress")
+        saved = self._module._saved_in_step
+        needed = self._module._loader.accumulation_steps
         if not batches or not saved:
             return
-        total, current = batches["total"], batches["current"]
+        total = batches["total"]
+        current = batches["current"]
         done = _num_done(current)
         is_over = batches["is_last_batch"] and done == current["ready"]
         if is_over and saved == needed:
@@ -182,7 +211,9 @@ class _WholeSteps(pl.Callback):
             to = done // saved * needed
         begun = 0 if is_over else done % saved
         if epochs["current"]["started"] < epochs["current"]["ready"]:
-            begun, to, is_over = 0, 0, False  # the batches are those of the epoch before
+            begun = 0
+            to = 0
+            is_over = False  # the batches are those of the epoch before
         if begun:
             _logger.warning(
                 "the checkpoint was made after %d of the %d batches of an optimizer step, without gradients: "
@@ -204,5 +235,9 @@ def _shift(counts: dict[str, int], by: int) -> None:
 
 def _num_done(counts: Mapping[str, int]) -> int:
     """Batches that are trained; in a callback at a batch's end, that batch is not yet completed."""
-    ready, started, processed = (counts[name] for name in ("ready", "started", "processed"))
-    return processed if ready == started == processed else counts["completed"]
+    ready, started, processed = (
+        counts[name] for name in ("ready", "started", "processed")
+    )
+    if ready == started == processed:
+        return processed
+    return counts["completed"]

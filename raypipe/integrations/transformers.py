@@ -57,7 +57,9 @@ class StreamTrainer(transformers.Trainer):
             the model's.
     """
 
-    def __init__(self, *args: Any, loader: Loader, format: Format = image_inputs, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, loader: Loader, format: Format = image_inputs, **kwargs: Any
+    ) -> None:
         arguments = kwargs.get("args") or (args[1] if len(args) > 1 else None)
         if arguments is None:
             raise ConfigError("StreamTrainer needs args, the TrainingArguments")
@@ -73,12 +75,20 @@ class StreamTrainer(transformers.Trainer):
             "num_train_epochs": (config.epochs, "plan.epochs"),
             "per_device_train_batch_size": (size, "plan.micro_batch_size"),
             "per_device_eval_batch_size": (size, "plan.micro_batch_size"),
-            "gradient_accumulation_steps": (loader.accumulation_steps, "plan.global_batch_size"),
+            "gradient_accumulation_steps": (
+                loader.accumulation_steps,
+                "plan.global_batch_size",
+            ),
         }
-        defaults = {field.name: field.default for field in fields(transformers.TrainingArguments)}
+        defaults = {
+            field.name: field.default
+            for field in fields(transformers.TrainingArguments)
+        }
         for name, (needed, setting) in of_plan.items():
             if (value := getattr(arguments, name)) not in (needed, defaults[name]):
-                raise ConfigError(f"{name} must be {needed}, got {value}: leave it out, since {setting} sets it")
+                raise ConfigError(
+                    f"{name} must be {needed}, got {value}: leave it out, since {setting} sets it"
+                )
             setattr(arguments, name, needed)
         ahead = loader.accumulation_steps - 1
         if loader.device.type == "cuda" and loader.keep_batches < ahead:
@@ -86,22 +96,29 @@ class StreamTrainer(transformers.Trainer):
                 f"a Trainer fetches all {ahead + 1} batches of a step before it uses the first: keep them valid "
                 f"with raypipe.loader(…, keep_batches={ahead})"
             )
-        arguments.ignore_data_skip = True  # the Trainer would fetch the batches of finished steps again
+        # the Trainer would fetch the batches of finished steps again
+        arguments.ignore_data_skip = True
         self._loader = loader
         self._stream_train, self._stream_val = plain_loaders(loader, format)
         self._is_of_stream = True  # the data that it evaluates
         super().__init__(*args, **{"eval_dataset": self._stream_val} | kwargs)
         # It comes first, so that all other callbacks see the epoch that is logged.
-        self.callback_handler.callbacks.insert(0, _EpochOfRun(loader.plan.steps_per_epoch))
+        self.callback_handler.callbacks.insert(
+            0, _EpochOfRun(loader.plan.steps_per_epoch)
+        )
 
     def get_train_dataloader(self) -> Any:
         return self._stream_train
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return self._validation_of(eval_dataset) or super().get_eval_dataloader(eval_dataset)
+        return self._validation_of(eval_dataset) or super().get_eval_dataloader(
+            eval_dataset
+        )
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        return self._validation_of(test_dataset) or super().get_test_dataloader(test_dataset)
+        return self._validation_of(test_dataset) or super().get_test_dataloader(
+            test_dataset
+        )
 
     def _validation_of(self, dataset: Any) -> Any:
         """The stream's validation, if it is that; None = a dataset of the user's."""
@@ -110,25 +127,42 @@ class StreamTrainer(transformers.Trainer):
         )
         return self._stream_val if self._is_of_stream else None
 
-    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Call `transformers.Trainer.prediction_step`, and scale the loss to its share of the whole validation."""
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and "labels" in inputs and self._is_of_stream:
-            plan, counted = self._loader.plan, int((inputs["labels"] != NOT_COUNTED).sum())
+            plan = self._loader.plan
+            counted = int((inputs["labels"] != NOT_COUNTED).sum())
             share = counted * plan.val_steps * plan.config.per_step / plan.num_val
-            loss = loss * share if counted else loss.new_zeros(())  # the mean over zero rows is NaN
+            loss = (
+                loss * share if counted else loss.new_zeros(())
+            )  # the mean over zero rows is NaN
         return loss, logits, labels
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Call `transformers.Trainer.train`, after moving the loader to the checkpoint's position."""
         newest = resume_from_checkpoint is True
-        last = get_last_checkpoint(self.args.output_dir) if newest else resume_from_checkpoint or None
+        if newest:
+            last = get_last_checkpoint(self.args.output_dir)
+        else:
+            last = resume_from_checkpoint or None
         if last:
             state = json.loads(Path(str(last), "trainer_state.json").read_text())
-            self._loader.load_state_dict(asdict(self._loader.plan.cursor_at(state["global_step"])))
+            self._loader.load_state_dict(
+                asdict(self._loader.plan.cursor_at(state["global_step"]))
+            )
         return super().train(last, *args, **kwargs)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, *args: Any, **kwargs: Any
+    ) -> None:
         self._loaded_from = resume_from_checkpoint
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
@@ -142,9 +176,16 @@ class StreamTrainer(transformers.Trainer):
         A Trainer saves with `save_pretrained`, which renames weights to the names of the Hub's checkpoints. It
         loads with `load_state_dict`, which does not rename them back, and skips those weights (5.23, 5.24).
         """
-        missing, unexpected = load_result.missing_keys, load_result.unexpected_keys
-        if (missing or unexpected) and isinstance(self.model, transformers.PreTrainedModel):
-            dtypes = [value.dtype for value in self.model.parameters() if value.is_floating_point()]
+        missing = load_result.missing_keys
+        unexpected = load_result.unexpected_keys
+        if (missing or unexpected) and isinstance(
+            self.model, transformers.PreTrainedModel
+        ):
+            dtypes = [
+                value.dtype
+                for value in self.model.parameters()
+                if value.is_floating_point()
+            ]
             model_class: Any = type(self.model)
             translated, report = model_class.from_pretrained(
                 self._loaded_from,
@@ -153,14 +194,35 @@ class StreamTrainer(transformers.Trainer):
                 ignore_mismatched_sizes=True,  # the user may have replaced parts of the model
                 output_loading_info=True,
             )
-            new = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
-            values = {name: value for name, value in translated.state_dict().items() if name not in new}
-            self.model.load_state_dict({name: values[name] for name in missing if name in values}, strict=False)
+            new = {
+                *report["missing_keys"],
+                *(name for name, *_ in report["mismatched_keys"]),
+            }
+            values = {
+                name: value
+                for name, value in translated.state_dict().items()
+                if name not in new
+            }
+            self.model.load_state_dict(
+                {name: values[name] for name in missing if name in values}, strict=False
+            )
             missing = [name for name in missing if name not in values]
-            unexpected = [name for name in unexpected if name in report["unexpected_keys"]]
+            unexpected = [
+                name for name in unexpected if name in report["unexpected_keys"]
+            ]
         wrong = [
-            *([f"lacks {len(missing)} weights of the model ({_some(missing)})"] if missing else []),
-            *([f"has {len(unexpected)} weights that the model lacks ({_some(unexpected)})"] if unexpected else []),
+            *(
+                [f"lacks {len(missing)} weights of the model ({_some(missing)})"]
+                if missing
+                else []
+            ),
+            *(
+                [
+                    f"has {len(unexpected)} weights that the model lacks ({_some(unexpected)})"
+                ]
+                if unexpected
+                else []
+            ),
         ]
         if wrong:
             raise ConfigError(

@@ -45,22 +45,70 @@ class Metric(NamedTuple):
         return "counter" if self.name.endswith("_total") else "gauge"
 
 
-_RUN, _SPLIT, _RANK = ("run",), ("run", "split"), ("run", "rank")
+_RUN = ("run",)
+_SPLIT = ("run", "split")
+_RANK = ("run", "rank")
 _RANK_SPLIT = (*_RANK, "split")
 _STORAGE = (*_RUN, "role", "operation")
 _ALL = (
-    Metric("raypipe_trainer_images_total", _RANK_SPLIT, "Images that a rank was given, without padding."),
-    Metric("raypipe_trainer_wait_seconds_total", _RANK_SPLIT, "Waiting for data, without the first batch."),
-    Metric("raypipe_trainer_transfer_seconds_total", _RANK_SPLIT, "Copies to the device, beside other work."),
-    Metric("raypipe_trainer_decode_seconds_total", _RANK_SPLIT, "Decoding on the device, while other work runs."),
-    Metric("raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."),
-    Metric("raypipe_trainer_compute_seconds_total", _RANK_SPLIT, "Forward, backward and optimizer."),
-    Metric("raypipe_trainer_checkpoint_seconds_total", _RANK_SPLIT, "Waiting for checkpoints."),
-    Metric("raypipe_trainer_micro_batches_total", _RANK_SPLIT, "Micro-batches that a rank asked for."),
-    Metric("raypipe_trainer_drained_total", _RANK_SPLIT, "Those before which the GPU had finished its work."),
-    Metric("raypipe_trainer_gpu_utilization", _RANK, "Share of the time for which the GPU executes kernels."),
-    Metric("raypipe_trainer_steps_total", _RANK, "Training steps that a rank has done since its start."),
-    Metric("raypipe_trainer_first_batch_seconds", _RANK, "From the start of a loader to its first batch."),
+    Metric(
+        "raypipe_trainer_images_total",
+        _RANK_SPLIT,
+        "Images that a rank was given, without padding.",
+    ),
+    Metric(
+        "raypipe_trainer_wait_seconds_total",
+        _RANK_SPLIT,
+        "Waiting for data, without the first batch.",
+    ),
+    Metric(
+        "raypipe_trainer_transfer_seconds_total",
+        _RANK_SPLIT,
+        "Copies to the device, beside other work.",
+    ),
+    Metric(
+        "raypipe_trainer_decode_seconds_total",
+        _RANK_SPLIT,
+        "Decoding on the device, while other work runs.",
+    ),
+    Metric(
+        "raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."
+    ),
+    Metric(
+        "raypipe_trainer_compute_seconds_total",
+        _RANK_SPLIT,
+        "Forward, backward and optimizer.",
+    ),
+    Metric(
+        "raypipe_trainer_checkpoint_seconds_total",
+        _RANK_SPLIT,
+        "Waiting for checkpoints.",
+    ),
+    Metric(
+        "raypipe_trainer_micro_batches_total",
+        _RANK_SPLIT,
+        "Micro-batches that a rank asked for.",
+    ),
+    Metric(
+        "raypipe_trainer_drained_total",
+        _RANK_SPLIT,
+        "Those before which the GPU had finished its work.",
+    ),
+    Metric(
+        "raypipe_trainer_gpu_utilization",
+        _RANK,
+        "Share of the time for which the GPU executes kernels.",
+    ),
+    Metric(
+        "raypipe_trainer_steps_total",
+        _RANK,
+        "Training steps that a rank has done since its start.",
+    ),
+    Metric(
+        "raypipe_trainer_first_batch_seconds",
+        _RANK,
+        "From the start of a loader to its first batch.",
+    ),
     Metric(
         "raypipe_trainer_last_batch_timestamp_seconds",
         _RANK,
@@ -71,31 +119,109 @@ _ALL = (
         _RUN,
         "When the last checkpoint was written, or the run began.",
     ),
-    Metric("raypipe_trainer_restarts_total", (*_RUN, "reason"), "How often all trainers were started again."),
-    Metric("raypipe_trainer_room_wait_seconds", _RUN, "How long trainers have found no free resources."),
-    Metric("raypipe_run_info", (*_RUN, "version", "plan", "workers"), "1; what the run is, by its labels."),
+    Metric(
+        "raypipe_trainer_restarts_total",
+        (*_RUN, "reason"),
+        "How often all trainers were started again.",
+    ),
+    Metric(
+        "raypipe_trainer_room_wait_seconds",
+        _RUN,
+        "How long trainers have found no free resources.",
+    ),
+    Metric(
+        "raypipe_run_info",
+        (*_RUN, "version", "plan", "workers"),
+        "1; what the run is, by its labels.",
+    ),
     Metric("raypipe_trainer_step", _RUN, "Training steps done, through all epochs."),
     Metric("raypipe_trainer_epoch", _RUN, "The epoch that the run is in, from 0."),
-    Metric("raypipe_trainer_augment_strength", _RUN, "Strength of the augmentation, in [0, 1]."),
-    Metric("raypipe_trainer_loss", _RUN, "Mean loss over all ranks, between lines of progress."),
+    Metric(
+        "raypipe_trainer_augment_strength",
+        _RUN,
+        "Strength of the augmentation, in [0, 1].",
+    ),
+    Metric(
+        "raypipe_trainer_loss",
+        _RUN,
+        "Mean loss over all ranks, between lines of progress.",
+    ),
     Metric("raypipe_trainer_learning_rate", _RUN, "Learning rate."),
     Metric("raypipe_validation_loss", _RUN, "Loss of the last validation."),
-    Metric("raypipe_validation_accuracy", _RUN, "Accuracy of the last validation, in [0, 1]."),
+    Metric(
+        "raypipe_validation_accuracy",
+        _RUN,
+        "Accuracy of the last validation, in [0, 1].",
+    ),
     Metric("raypipe_stream_blocks_total", _RUN, "Blocks that the pool has finished."),
-    Metric("raypipe_stream_in_flight", _RUN, "Blocks in work, or finished and not yet taken."),
-    Metric("raypipe_stream_waiting", _RUN, "Finished blocks that no rank has taken yet."),
-    Metric("raypipe_stream_actors", (*_RUN, "state"), "Transform actors: running, restarting, pending."),
-    Metric("raypipe_stream_faults_total", (*_RUN, "kind"), "Faults that were recovered from."),
-    Metric("raypipe_actor_micro_batches_total", _SPLIT, "Micro-batches that actors have made, repeats included."),
-    Metric("raypipe_actor_read_seconds_total", _SPLIT, "Reading the store, in actors or in readers."),
-    Metric("raypipe_actor_work_seconds_total", _SPLIT, "Actors' time for reading, decoding, transforming."),
-    Metric("raypipe_storage_requests_total", _STORAGE, "What was asked of object storage, repeats not counted."),
-    Metric("raypipe_storage_seconds_total", _STORAGE, "Time for it, the waiting in outages included."),
-    Metric("raypipe_storage_bytes_total", _STORAGE, "Bytes read and written, without whole files uploaded."),
-    Metric("raypipe_storage_retries_total", _STORAGE, "Repeats after failures that pass, beside pyarrow's own."),
-    Metric("raypipe_storage_errors_total", _STORAGE, "Requests that have failed in the end."),
-    Metric("raypipe_bad_samples_total", _SPLIT, "Samples that could not be decoded or transformed."),
-    Metric("raypipe_substituted_samples_total", _SPLIT, "Bad samples that were replaced by others."),
+    Metric(
+        "raypipe_stream_in_flight",
+        _RUN,
+        "Blocks in work, or finished and not yet taken.",
+    ),
+    Metric(
+        "raypipe_stream_waiting", _RUN, "Finished blocks that no rank has taken yet."
+    ),
+    Metric(
+        "raypipe_stream_actors",
+        (*_RUN, "state"),
+        "Transform actors: running, restarting, pending.",
+    ),
+    Metric(
+        "raypipe_stream_faults_total",
+        (*_RUN, "kind"),
+        "Faults that were recovered from.",
+    ),
+    Metric(
+        "raypipe_actor_micro_batches_total",
+        _SPLIT,
+        "Micro-batches that actors have made, repeats included.",
+    ),
+    Metric(
+        "raypipe_actor_read_seconds_total",
+        _SPLIT,
+        "Reading the store, in actors or in readers.",
+    ),
+    Metric(
+        "raypipe_actor_work_seconds_total",
+        _SPLIT,
+        "Actors' time for reading, decoding, transforming.",
+    ),
+    Metric(
+        "raypipe_storage_requests_total",
+        _STORAGE,
+        "What was asked of object storage, repeats not counted.",
+    ),
+    Metric(
+        "raypipe_storage_seconds_total",
+        _STORAGE,
+        "Time for it, the waiting in outages included.",
+    ),
+    Metric(
+        "raypipe_storage_bytes_total",
+        _STORAGE,
+        "Bytes read and written, without whole files uploaded.",
+    ),
+    Metric(
+        "raypipe_storage_retries_total",
+        _STORAGE,
+        "Repeats after failures that pass, beside pyarrow's own.",
+    ),
+    Metric(
+        "raypipe_storage_errors_total",
+        _STORAGE,
+        "Requests that have failed in the end.",
+    ),
+    Metric(
+        "raypipe_bad_samples_total",
+        _SPLIT,
+        "Samples that could not be decoded or transformed.",
+    ),
+    Metric(
+        "raypipe_substituted_samples_total",
+        _SPLIT,
+        "Bad samples that were replaced by others.",
+    ),
 )
 METRICS = {metric.name: metric for metric in _ALL}
 """By name. A label has few values: runs, ranks, splits, and what this module names."""
@@ -124,7 +250,9 @@ class Recorder:
         """Count up; by nothing, if there is nothing to count."""
         for name, amount in amounts.items():
             if amount > 0:
-                _instrument(f"raypipe_{name}").inc(amount, self._tags(f"raypipe_{name}", labels))
+                _instrument(f"raypipe_{name}").inc(
+                    amount, self._tags(f"raypipe_{name}", labels)
+                )
 
     def reach(self, totals: Mapping[str, float], **labels: str) -> None:
         """Count up to running totals of the caller's, which start at 0."""
@@ -137,13 +265,17 @@ class Recorder:
     def add_storage(self, role: str) -> None:
         """Count what this process has asked of object storage since it was last counted."""
         for operation, amounts in take_counts().items():
-            named = {f"storage_{name}_total": amount for name, amount in amounts.items()}
+            named = {
+                f"storage_{name}_total": amount for name, amount in amounts.items()
+            }
             self.add(named, role=role, operation=operation)
 
     def set(self, values: Mapping[str, float], **labels: str) -> None:
         """Set gauges."""
         for name, value in values.items():
-            _instrument(f"raypipe_{name}").set(value, self._tags(f"raypipe_{name}", labels))
+            _instrument(f"raypipe_{name}").set(
+                value, self._tags(f"raypipe_{name}", labels)
+            )
 
 
 class TrainerMetrics(Recorder):
@@ -157,7 +289,11 @@ class TrainerMetrics(Recorder):
     """
 
     def __init__(
-        self, run: str, rank: int, sample: Callable[[], float | None] = lambda: None, **info: str
+        self,
+        run: str,
+        rank: int,
+        sample: Callable[[], float | None] = lambda: None,
+        **info: str,
     ) -> None:
         super().__init__(run, rank=str(rank), **info)
         self._sample = sample
@@ -173,7 +309,10 @@ class TrainerMetrics(Recorder):
         ended = threading.Event()
         self._end = weakref.finalize(self, ended.set)
         threading.Thread(
-            target=_keep, args=(weakref.ref(self), ended), name="raypipe-metrics", daemon=True
+            target=_keep,
+            args=(weakref.ref(self), ended),
+            name="raypipe-metrics",
+            daemon=True,
         ).start()
 
     def end(self) -> None:
@@ -194,14 +333,21 @@ class TrainerMetrics(Recorder):
     def learnt(self, **values: float) -> None:
         """Show these gauges of the run from now on, on rank 0: trainer_loss, validation_accuracy, …"""
         if self._rank == 0:
-            self._gauges = self._gauges | values  # a new dict: the thread may be reading the old one
+            self._gauges = (
+                self._gauges | values
+            )  # a new dict: the thread may be reading the old one
 
     def checkpointed(self) -> None:
         """A checkpoint has just been written, or the run begins to make some."""
         self.learnt(trainer_last_checkpoint_timestamp_seconds=time.time())
 
     def record(
-        self, times: Mapping[Split, StageTimes], *, first_batch_s: float, steps: int, **of_run: float
+        self,
+        times: Mapping[Split, StageTimes],
+        *,
+        first_batch_s: float,
+        steps: int,
+        **of_run: float,
     ) -> None:
         """Record where this rank stands, which has just got a micro-batch.
 
@@ -214,9 +360,13 @@ class TrainerMetrics(Recorder):
         self._recorded_at = time.monotonic()
         self.add_storage("trainer")
         for split, of in times.items():
-            seconds = {f"trainer_{stage}_seconds_total": getattr(of, f"{stage}_s") for stage in STAGES}
+            seconds = {
+                f"trainer_{stage}_seconds_total": getattr(of, f"{stage}_s")
+                for stage in STAGES
+            }
             counts = {
-                f"trainer_{name}_total": getattr(of, name) for name in ("images", "micro_batches", "drained")
+                f"trainer_{name}_total": getattr(of, name)
+                for name in ("images", "micro_batches", "drained")
             }
             self.reach(seconds | counts, split=split)
         self.reach({"trainer_steps_total": steps})
@@ -239,7 +389,9 @@ def _keep(metrics: weakref.ref[TrainerMetrics], ended: threading.Event) -> None:
 class StreamMetrics(Recorder):
     """Metrics of one execution of a stream."""
 
-    def show(self, finished: int, in_flight: int = 0, waiting: int = 0, actors: Any = None) -> None:
+    def show(
+        self, finished: int, in_flight: int = 0, waiting: int = 0, actors: Any = None
+    ) -> None:
         """Show where it stands.
 
         Args:

@@ -29,7 +29,9 @@ from raypipe.storage.patient import upload
 
 logger = logging.getLogger(__name__)
 
-METRICS, SAMPLES, STATUS = "metrics.jsonl", "samples.jsonl", "status.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+STATUS = "status.json"
 START = "start"
 _HAPPENED = (START, "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
@@ -59,7 +61,9 @@ def parse(content: bytes) -> list[dict[str, Any]]:
             record = json.loads(line)
         except ValueError:
             record = None
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
+        if not isinstance(record, dict) or not isinstance(
+            record.get("step"), int | float
+        ):
             continue
         if record.get("kind") == START:
             kept = [earlier for earlier in kept if _stands(earlier, record)]
@@ -88,15 +92,27 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
     try:
         content = read_whole(join(run_uri, METRICS)) or b""
         step = max((record["step"] for record in parse(content)), default=0)
-        fault = {"kind": "fault", "step": step, "text": text, "reason": reason, "time": time.time()}
+        fault = {
+            "kind": "fault",
+            "step": step,
+            "text": text,
+            "reason": reason,
+            "time": time.time(),
+        }
         line = json.dumps(fault).encode() + b"\n"
         filesystem, path = open_filesystem(join(run_uri, METRICS))
         if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
             _append_whole(Path(path), line)
         else:
-            write_synced(filesystem, path, content + b"\n" * (content[-1:] not in (b"", b"\n")) + line)
+            write_synced(
+                filesystem,
+                path,
+                content + b"\n" * (content[-1:] not in (b"", b"\n")) + line,
+            )
     except (RaypipeError, pa.ArrowException, OSError) as error:
-        logger.warning("a fault cannot be written to %s of %s: %s", METRICS, run_uri, error)
+        logger.warning(
+            "a fault cannot be written to %s of %s: %s", METRICS, run_uri, error
+        )
 
 
 def _append_whole(path: Path, lines: bytes) -> None:
@@ -133,27 +149,50 @@ class RunLog:
         validates: bool = False,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        self._filesystem, self._remote = open_filesystem(run) if isinstance(run, str) else run
+        self._filesystem, self._remote = (
+            open_filesystem(run) if isinstance(run, str) else run
+        )
         self._name = run if isinstance(run, str) else self._remote
         self._local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
-        self._folder = Path(self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-"))
-        self._one_by_one, self._warned = threading.Lock(), False
+        self._folder = Path(
+            self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-")
+        )
+        self._one_by_one = threading.Lock()
+        self._warned = False
         with self._best_effort("the folder"):
             self._folder.mkdir(parents=True, exist_ok=True)
         if not self._local:
             for name in (METRICS, SAMPLES):
                 where = f"{self._remote}/{name}"
-                with explained(ConfigError, f"{where} cannot be read"), contextlib.suppress(FileNotFoundError):
-                    (self._folder / name).write_bytes(open_input(self._filesystem, where).read())
-        start = {"kind": START, "step": global_step, "workers": workers, "validates": validates}
+                with (
+                    explained(ConfigError, f"{where} cannot be read"),
+                    contextlib.suppress(FileNotFoundError),
+                ):
+                    (self._folder / name).write_bytes(
+                        open_input(self._filesystem, where).read()
+                    )
+        start = {
+            "kind": START,
+            "step": global_step,
+            "workers": workers,
+            "validates": validates,
+        }
         start |= {"settings": settings} if settings else {}
         self._append(METRICS, [start])
         if (self._folder / SAMPLES).exists():
             self._append(SAMPLES, [start])
 
-    def write_samples(self, rows: list[tuple[MicroBatchId, list[int]]], step: int) -> None:
+    def write_samples(
+        self, rows: list[tuple[MicroBatchId, list[int]]], step: int
+    ) -> None:
         """Record which samples the micro-batches of a step had; `step` is the global step."""
-        self._append(SAMPLES, [{"micro_batch": str(at), "step": step, "indices": indices} for at, indices in rows])
+        self._append(
+            SAMPLES,
+            [
+                {"micro_batch": str(at), "step": step, "indices": indices}
+                for at, indices in rows
+            ],
+        )
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Record values at a global step; `kind` is one of those above."""
@@ -163,7 +202,9 @@ class RunLog:
         """Make what was written so far visible at the run's address."""
         if self._local:
             return
-        with self._best_effort(f"the record, which is left in {self._folder}," if last else "the record"):
+        with self._best_effort(
+            f"the record, which is left in {self._folder}," if last else "the record"
+        ):
             # The next one brings all that this one does not; the last one waits for storage.
             with contextlib.nullcontext() if last else impatient():
                 upload(str(self._folder), self._filesystem, self._remote)
@@ -176,7 +217,10 @@ class RunLog:
     def _append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Append records to a file."""
         with self._one_by_one, self._best_effort(name):
-            _append_whole(self._folder / name, "".join(json.dumps(record) + "\n" for record in records).encode())
+            _append_whole(
+                self._folder / name,
+                "".join(json.dumps(record) + "\n" for record in records).encode(),
+            )
 
     @contextlib.contextmanager
     def _best_effort(self, what: str) -> Iterator[None]:

@@ -73,10 +73,22 @@ class StageTimes:
     decode_s: float = 0.0
 
     def __add__(self, other: StageTimes) -> StageTimes:
-        return replace(self, **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        return replace(
+            self,
+            **{
+                f.name: getattr(self, f.name) + getattr(other, f.name)
+                for f in fields(self)
+            },
+        )
 
     def __sub__(self, other: StageTimes) -> StageTimes:
-        return replace(self, **{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+        return replace(
+            self,
+            **{
+                f.name: getattr(self, f.name) - getattr(other, f.name)
+                for f in fields(self)
+            },
+        )
 
     @property
     def step_s(self) -> float:
@@ -91,7 +103,9 @@ class StageTimes:
     @property
     def drained_fraction(self) -> float:
         """Share of the micro-batches for which the device had finished its work when they were asked for."""
-        return self.drained / self.micro_batches if self.micro_batches else 0.0
+        if self.micro_batches:
+            return self.drained / self.micro_batches
+        return 0.0
 
 
 class StageClock:
@@ -184,16 +198,31 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
     """
     if not times.images or not times.step_s:
         return ["Nothing was measured yet."]
-    name, world_size, actors = situation.name, situation.world_size, situation.actors
+    name = situation.name
+    world_size = situation.world_size
+    actors = situation.actors
     busy_s = times.augment_s + times.compute_s
-    needed = times.work_s / busy_s * _HEADROOM if busy_s else math.nan  # actors for each rank
-    stages = ("wait", "augment", "compute", *(["checkpoint"] if times.checkpoint_s else []))
+    needed = (
+        times.work_s / busy_s * _HEADROOM if busy_s else math.nan
+    )  # actors for each rank
+    stages = (
+        "wait",
+        "augment",
+        "compute",
+        *(["checkpoint"] if times.checkpoint_s else []),
+    )
     shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in stages}
     parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
-    checkpoints, images = shares.get("checkpoint", 0.0), times.images * world_size
+    checkpoints = shares.get("checkpoint", 0.0)
+    images = times.images * world_size
     used = situation.gpu_utilization
-    busy = "" if used is None else f"; it executes kernels for {used:.0%} of it"
-    sentences = [f"{images / times.step_s:,.0f} images/s; the time of a {name} is {parts}{busy}."]
+    if used is None:
+        busy = ""
+    else:
+        busy = f"; it executes kernels for {used:.0%} of it"
+    sentences = [
+        f"{images / times.step_s:,.0f} images/s; the time of a {name} is {parts}{busy}."
+    ]
     if times.step_s < _SETTLED_S:
         sentences.append(
             f"After its first batch the run took {times.step_s:.0f} s, too short to say what limits it."
@@ -203,7 +232,9 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
         remedy = "choose a faster storage_path, or make them less often (train.checkpoint_interval)"
         if not situation.is_run:
             remedy = "write them to faster storage, or call loader.report less often"
-        sentences.append(f"Checkpoints hold up the run for {checkpoints:.0%} of its time: {remedy}.")
+        sentences.append(
+            f"Checkpoints hold up the run for {checkpoints:.0%} of its time: {remedy}."
+        )
     if times.wait_fraction > _WAIT_IS_NOTHING:
         sentences.append(_about_input(times, needed * world_size, situation))
     elif times.drained_fraction > _DRAINED_IS_BEHIND:
@@ -220,11 +251,20 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
     else:
         sentences.append("The model limits the run: the stream keeps up.")
     if math.isfinite(needed):
-        share = f"{needed:.1f} per {name}" if world_size > 1 else f"for this {name}"
+        if world_size > 1:
+            share = f"{needed:.1f} per {name}"
+        else:
+            share = f"for this {name}"
         enough = max(1, math.ceil(needed * world_size))
-        spare = " (the pool may shrink)" if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING else ""
+        if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING:
+            spare = " (the pool may shrink)"
+        else:
+            spare = ""
         what = "CPU actor" if enough == 1 else "CPU actors"
-        pool = f"the pool has up to {actors}{spare}" if actors else "there are none (pool.engine=inline)"
+        if actors:
+            pool = f"the pool has up to {actors}{spare}"
+        else:
+            pool = "there are none (pool.engine=inline)"
         sentences.append(f"{enough} {what} would be enough, {share}; {pool}.")
     return sentences
 
@@ -248,8 +288,14 @@ def _about_gaps(times: StageTimes, situation: Situation, used: float) -> str:
 
 def _fewer_launches(times: StageTimes, situation: Situation) -> str:
     name = situation.name
-    lighter = "choose a lighter augment.preset, " if times.augment_s > times.compute_s else ""
-    compiled = "train.compile=true" if situation.is_run else "torch.compile"
+    if times.augment_s > times.compute_s:
+        lighter = "choose a lighter augment.preset, "
+    else:
+        lighter = ""
+    if situation.is_run:
+        compiled = "train.compile=true"
+    else:
+        compiled = "torch.compile"
     return (
         f"Let nothing in the loop wait for the {name} (loss.item(), print of a tensor); then {lighter}give each "
         f"launch more to do (a larger plan.micro_batch_size), or launch less ({compiled}, or a step captured as a "
@@ -259,8 +305,11 @@ def _fewer_launches(times: StageTimes, situation: Situation) -> str:
 
 def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
     """A rank waits for micro-batches; `needed` is the number of actors that would be enough."""
-    name, actors, readers = situation.name, situation.actors, situation.readers
-    reading = 0.0  # the share of the time for which each reader reads; 0 = the actors read
+    name = situation.name
+    actors = situation.actors
+    readers = situation.readers
+    # the share of the time for which each reader reads; 0 = the actors read
+    reading = 0.0
     if readers:
         reading = times.read_s * situation.world_size / times.step_s / readers
     source_s = times.read_s if readers else times.work_s
@@ -268,19 +317,22 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
     if source_s and times.outage_s > _OUTAGES_LIMIT * source_s:
         what = f"Outages of object storage limit the run, with {times.outage_s / source_s:.0%} of the reading time"
         if not readers:
-            what = (
-                f"Outages of object storage limit the run, with {times.outage_s / source_s:.0%} of an actor's time"
-            )
+            share = times.outage_s / source_s
+            what = f"Outages of object storage limit the run, with {share:.0%} of an actor's time"
         advice = "look at its status and its limits of requests, or keep the store on the nodes (RAYPIPE_CACHE)"
     elif times.transfer_s > busy_s:
         what = "The copy to the device limits the run"
-        advice = "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
+        advice = (
+            "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
+        )
     elif times.decode_s > busy_s:
         what = f"Decoding on the {name} limits the run"
         advice = "convert the store with --short-side, or set transform.decode=cpu in a new run"
     elif not actors:
         what = f"The {name} makes its micro-batches itself, which limits the run"
-        advice = "set pool.engine=ray, so that actors make them, or raise pool.max_actors"
+        advice = (
+            "set pool.engine=ray, so that actors make them, or raise pool.max_actors"
+        )
     elif reading > _READS_ALWAYS:
         what = f"Reading the store limits the run: its reader reads for {min(1.0, reading):.0%} of the time"
         advice = "convert the store to LMDB, which the actors read, or keep it on a local disk"

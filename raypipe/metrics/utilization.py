@@ -47,8 +47,10 @@ class Utilization:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._is_known = device, device.type == "cuda"
-        self._lock, self._samples = threading.Lock(), Samples()
+        self._device = device
+        self._is_known = device.type == "cuda"
+        self._lock = threading.Lock()
+        self._samples = Samples()
         self.latest: float | None = None
 
     def sample(self) -> float | None:
@@ -57,9 +59,16 @@ class Utilization:
             return None
         try:
             share = min(100, max(0, torch.cuda.utilization(self._device))) / 100
-        except Exception as error:  # no package, no permission, or a device that does not count
+        except (
+            Exception
+        ) as error:  # no package, no permission, or a device that does not count
             self._is_known = False
-            _logger.debug("the utilization of %s is not known: %s: %s", self._device, type(error).__name__, error)
+            _logger.debug(
+                "the utilization of %s is not known: %s: %s",
+                self._device,
+                type(error).__name__,
+                error,
+            )
             return None
         with self._lock:
             self._samples += Samples(share, 1)

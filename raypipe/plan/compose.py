@@ -19,14 +19,21 @@ import numpy as np
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.mixture import Bucketed, Mixture, Quotas, as_shares, mix_buckets
-from raypipe.plan.order import Domain, Shuffle, ShuffleKind, default_window_groups, derive_keys
+from raypipe.plan.order import (
+    Domain,
+    Shuffle,
+    ShuffleKind,
+    default_window_groups,
+    derive_keys,
+)
 from raypipe.plan.samplers import Permuted, Repeated, Sampler, Weighted, as_integers
 from raypipe.plan.selection import Selection
 from raypipe.section import shown
 
 # Versions of orders and keys: an old cursor must not continue under a new order. Plain plans with seeds of 32 bits
 # are still those of the first version.
-_VERSION, _PLAIN_VERSION = 2, 1
+_VERSION = 2
+_PLAIN_VERSION = 1
 StoreSampler = Permuted | Weighted
 """What draws the samples of one source, or of one bucket of it."""
 
@@ -56,7 +63,9 @@ class Source:
     def in_bucket(self, bucket: int) -> tuple[np.ndarray, Selection]:
         """The numbers, int64, of the samples of a bucket, and these samples."""
         numbers = np.flatnonzero(self.buckets == bucket)
-        return numbers, Selection(self.selection.indices(numbers), self.selection.num_samples, includes=True)
+        return numbers, Selection(
+            self.selection.indices(numbers), self.selection.num_samples, includes=True
+        )
 
 
 @dataclass(frozen=True)
@@ -83,20 +92,28 @@ def compose_one(config: PlanConfig, source: Source) -> Training:
         ConfigError: a setting does not go with the store, or an epoch has less than one step.
     """
     if config.mixture:
-        names = dict.fromkeys(name for weights in config.mixture_by_epoch.values() for name in weights)
+        names = dict.fromkeys(
+            name for weights in config.mixture_by_epoch.values() for name in weights
+        )
         raise ConfigError(
             f"plan.mixture has weights of {', '.join(names)}, and store.train is a single store: name several "
             "there, as {NAME: ADDRESS, …}"
         )
-    num, unit, per_step = source.selection.size, config.micro_batch_size, _draws_per_step(config)
+    num = source.selection.size
+    unit = config.micro_batch_size
+    per_step = _draws_per_step(config)
     if num < (config.samples_per_step if config.is_plain else 1):
         excluded = source.selection.num_left_out
-        beside = f" beside the {excluded} that are left out" if excluded else ""
+        if excluded:
+            beside = f" beside the {excluded} that are left out"
+        else:
+            beside = ""
         raise ConfigError(
             f"{source.address} has {num} samples{beside}, fewer than a global batch of "
             f"{config.samples_per_step}: lower plan.global_batch_size and plan.micro_batch_size"
         )
-    size, is_weighted = num, source.weights is not None
+    size = num
+    is_weighted = source.weights is not None
     if source.buckets is not None and not is_weighted:
         counts = np.bincount(source.buckets, minlength=len(config.buckets))
         size = int((counts // unit).sum()) * unit
@@ -105,49 +122,77 @@ def compose_one(config: PlanConfig, source: Source) -> Training:
                 f"none of plan.buckets has the samples of a micro-batch, {unit}, of the {num} of "
                 f"{source.address}: lower plan.micro_batch_size, or name fewer buckets"
             )
-    wanted = config.epoch_samples if isinstance(config.epoch_samples, int) else 0
+    if isinstance(config.epoch_samples, int):
+        wanted = config.epoch_samples
+    else:
+        wanted = 0
     steps = _steps(config, wanted or size * config.aug_repeats, source.address)
     # An epoch of the store's own length is a pass, cut off after the last whole step.
-    per_epoch, per_lap = steps * per_step, 0 if wanted else steps * per_step
+    per_epoch = steps * per_step
+    per_lap = 0 if wanted else steps * per_step
     if config.buckets:
         samplers = _samplers(config, source, config.seed)
         num_places = per_epoch // unit if is_weighted else 0
         shuffles = _shuffle(config, source)[0] == "global"
-        sampler: Sampler = Bucketed(samplers, unit, config.seed, num_places, shuffles, per_lap)
+        sampler: Sampler = Bucketed(
+            samplers, unit, config.seed, num_places, shuffles, per_lap
+        )
     else:
-        (sampler,) = samplers = _samplers(config, source, config.seed, per_epoch, per_lap)
+        (sampler,) = samplers = _samplers(
+            config, source, config.seed, per_epoch, per_lap
+        )
     content = _content(config, source, () if config.is_plain else samplers)
     if not config.is_plain:
         content.append(per_epoch if wanted else 0)
     return Training(_repeated(config, sampler), steps, (samplers,), content)
 
 
-def compose_mixture(config: PlanConfig, sources: Mapping[str, Source], offsets: np.ndarray) -> Training:
+def compose_mixture(
+    config: PlanConfig, sources: Mapping[str, Source], offsets: np.ndarray
+) -> Training:
     """Compose the training draws of several named sources; for `offsets` and errors see `Plan.of`."""
-    samplers, content = list[tuple[StoreSampler, ...]](), list[Any]()
+    samplers = list[tuple[StoreSampler, ...]]()
+    content = list[Any]()
     for number, (name, source) in enumerate(sources.items()):
         if not source.selection.size:
-            raise ConfigError(f"{source.address} has no samples: leave {name!r} out of store.train")
+            raise ConfigError(
+                f"{source.address} has no samples: leave {name!r} out of store.train"
+            )
         seed = int(derive_keys(1, config.seed, Domain.SOURCE, number)[0])
         samplers.append(_samplers(config, source, seed, offset=int(offsets[number])))
         content.append(_content(config, source, samplers[-1]))
     sizes = [source.selection.size for source in sources.values()]
-    by_epoch, wanted = _shares(config, list(sources), sizes), config.epoch_samples
+    by_epoch = _shares(config, list(sources), sizes)
+    wanted = config.epoch_samples
     if isinstance(wanted, str) or not wanted:
-        wanted = (max if wanted == "longest" else min)(_ends(config, list(sources), sizes)) * config.aug_repeats
-    steps = _steps(config, wanted, " + ".join(source.address for source in sources.values()))
+        wanted = (max if wanted == "longest" else min)(
+            _ends(config, list(sources), sizes)
+        ) * config.aug_repeats
+    steps = _steps(
+        config, wanted, " + ".join(source.address for source in sources.values())
+    )
     shares = {epoch * steps: of_epoch for epoch, of_epoch in by_epoch.items()}
-    unit, per_step = config.micro_batch_size, _draws_per_step(config)
+    unit = config.micro_batch_size
+    per_step = _draws_per_step(config)
     if config.buckets:
         mixture = mix_buckets(samplers, shares, per_step // unit, unit, config.seed)
     else:
-        mixture = Mixture([sampler for (sampler,) in samplers], Quotas(shares, per_step, config.seed), config.seed)
+        mixture = Mixture(
+            [sampler for (sampler,) in samplers],
+            Quotas(shares, per_step, config.seed),
+            config.seed,
+        )
     content.append([list(shares.items()), steps])
     return Training(_repeated(config, mixture), steps, tuple(samplers), content)
 
 
 def _samplers(
-    config: PlanConfig, source: Source, seed: int, size: int = 0, per_lap: int = 0, offset: int = 0
+    config: PlanConfig,
+    source: Source,
+    seed: int,
+    size: int = 0,
+    per_lap: int = 0,
+    offset: int = 0,
 ) -> tuple[StoreSampler, ...]:
     """Return the samplers of a source: one for each bucket, or a single one.
 
@@ -161,7 +206,10 @@ def _samplers(
         ConfigError: buckets would be read in groups, or windows without.
     """
     kind, groups = _shuffle(config, source)
-    weights = None if source.weights is None else as_integers(source.weights)
+    if source.weights is None:
+        weights = None
+    else:
+        weights = as_integers(source.weights)
     numbers: Any = slice(None)
     parts = [(numbers, source.selection, seed)]
     if config.buckets:
@@ -171,21 +219,32 @@ def _samplers(
                 f"{source.address} group by group: set plan.shuffle=global"
             )
         seeds = [
-            int(derive_keys(1, seed, Domain.BUCKET_ORDER, bucket)[0]) for bucket in range(len(config.buckets))
+            int(derive_keys(1, seed, Domain.BUCKET_ORDER, bucket)[0])
+            for bucket in range(len(config.buckets))
         ]
-        parts = [(*source.in_bucket(bucket), of_bucket) for bucket, of_bucket in enumerate(seeds)]
+        parts = [
+            (*source.in_bucket(bucket), of_bucket)
+            for bucket, of_bucket in enumerate(seeds)
+        ]
     samplers = list[StoreSampler]()
     for numbers, selection, key in parts:
         shuffle = Shuffle(kind, selection.size, key, groups, config.window_groups)
         if weights is None:
             samplers.append(Permuted(shuffle, selection, offset, per_lap))
         else:
-            classes = None if source.classes is None else source.classes[numbers]
-            samplers.append(Weighted(weights[numbers], shuffle, selection, size, classes, offset))
+            if source.classes is None:
+                classes = None
+            else:
+                classes = source.classes[numbers]
+            samplers.append(
+                Weighted(weights[numbers], shuffle, selection, size, classes, offset)
+            )
     return tuple(samplers)
 
 
-def _shuffle(config: PlanConfig, source: Source) -> tuple[ShuffleKind, np.ndarray | None]:
+def _shuffle(
+    config: PlanConfig, source: Source
+) -> tuple[ShuffleKind, np.ndarray | None]:
     """Return the kind of shuffle of a source and, for windows, its groups' offsets in samples."""
     kind = config.shuffle
     if kind == "auto":
@@ -193,11 +252,15 @@ def _shuffle(config: PlanConfig, source: Source) -> tuple[ShuffleKind, np.ndarra
     if kind != "window":
         return kind, None
     if source.groups is None:
-        raise ConfigError(f"{source.address} is not read in groups: use plan.shuffle=global")
+        raise ConfigError(
+            f"{source.address} is not read in groups: use plan.shuffle=global"
+        )
     return kind, source.selection.numbers(source.groups)
 
 
-def _content(config: PlanConfig, source: Source, samplers: Sequence[StoreSampler]) -> list[Any]:
+def _content(
+    config: PlanConfig, source: Source, samplers: Sequence[StoreSampler]
+) -> list[Any]:
     """Return the parts of a fingerprint: settings, source and samplers (none in a plain plan)."""
     kind, groups = _shuffle(config, source)
     content: list[Any] = [
@@ -250,7 +313,9 @@ def _repeated(config: PlanConfig, inner: Sampler) -> Sampler:
     return Repeated(inner, config.aug_repeats, config.micro_batch_size)
 
 
-def _shares(config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def _shares(
+    config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
     """From epoch → share of each source; in proportion to their sizes where no weights are given."""
     if not config.mixture:
         return {0: as_shares(sizes)}
@@ -265,9 +330,15 @@ def _shares(config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]) ->
     return shares
 
 
-def _ends(config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]) -> list[int]:
+def _ends(
+    config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]
+) -> list[int]:
     """After how many draws each source has ended by its weight in epoch 0; without those of weight 0."""
     if not config.mixture:
         return [sum(sizes)]
     weights = [Fraction(config.mixture_by_epoch[0][name]) for name in sources]
-    return [int(size * sum(weights) / weight) for size, weight in zip(sizes, weights, strict=True) if weight]
+    return [
+        int(size * sum(weights) / weight)
+        for size, weight in zip(sizes, weights, strict=True)
+        if weight
+    ]

@@ -87,27 +87,49 @@ class Quotas:
         seed: the keys' seed.
     """
 
-    def __init__(self, shares: Mapping[int, Sequence[int]], batch_size: int, seed: int) -> None:
-        self.batch_size, self._eras = batch_size, list[_Era]()
+    def __init__(
+        self, shares: Mapping[int, Sequence[int]], batch_size: int, seed: int
+    ) -> None:
+        self.batch_size = batch_size
+        self._eras = list[_Era]()
         for first, of_parts in shares.items():
-            before = self.before(first) if self._eras else [0] * len(of_parts)
-            whole, fractions = zip(*(divmod(batch_size * share, ONE) for share in of_parts), strict=True)
+            if self._eras:
+                before = self.before(first)
+            else:
+                before = [0] * len(of_parts)
+            whole, fractions = zip(
+                *(divmod(batch_size * share, ONE) for share in of_parts), strict=True
+            )
             start = int(derive_keys(1, seed, Domain.QUOTAS, first)[0]) % ONE
-            self._eras.append(_Era(first, before, list(whole), list(accumulate(fractions, initial=0)), start))
+            self._eras.append(
+                _Era(
+                    first,
+                    before,
+                    list(whole),
+                    list(accumulate(fractions, initial=0)),
+                    start,
+                )
+            )
 
     def counts(self, batch: int) -> list[int]:
         """Places of each part in a batch."""
         era = self._era(batch)
         mark = (_STEP * (batch - era.first) + era.start) % ONE
         marks = [-((mark - end) // ONE) for end in era.ends]  # below each end
-        return [whole + b - a for whole, a, b in zip(era.whole, marks, marks[1:], strict=False)]
+        return [
+            whole + b - a
+            for whole, a, b in zip(era.whole, marks, marks[1:], strict=False)
+        ]
 
     def before(self, batch: int) -> list[int]:
         """Places of each part in all batches before one."""
         era = self._era(batch)
         num = batch - era.first
         round_trips = floor_sum(num, ONE, _STEP, era.start)
-        marks = [round_trips - floor_sum(num, ONE, _STEP, era.start - end) for end in era.ends]
+        marks = [
+            round_trips - floor_sum(num, ONE, _STEP, era.start - end)
+            for end in era.ends
+        ]
         parts = zip(era.before, era.whole, marks, marks[1:], strict=False)
         return [before + num * whole + b - a for before, whole, a, b in parts]
 
@@ -143,8 +165,12 @@ class Bucketed(Lapped):
         shuffles: bool = True,
         per_lap: int = 0,
     ) -> None:
-        self._buckets, self.unit, self._seed, self._shuffles = list(buckets), unit, seed, shuffles
-        self._counts, self._quotas = [bucket.selection.size // unit for bucket in buckets], None
+        self._buckets = list(buckets)
+        self.unit = unit
+        self._seed = seed
+        self._shuffles = shuffles
+        self._counts = [bucket.selection.size // unit for bucket in buckets]
+        self._quotas = None
         if num_places:
             shares = as_shares([bucket.weight for bucket in buckets])
             self._quotas = Quotas({0: shares}, num_places, seed)
@@ -156,8 +182,15 @@ class Bucketed(Lapped):
         """See `Lapped.draw_lap`."""
         places, rows = np.divmod(positions, self.unit)
         if self._shuffles:
-            places = permute(places, self.num_places, derive_keys(NUM_ROUNDS, self._seed, Domain.BUCKET, lap))
-        counts = self._quotas.counts(lap) if self._quotas else self._counts
+            places = permute(
+                places,
+                self.num_places,
+                derive_keys(NUM_ROUNDS, self._seed, Domain.BUCKET, lap),
+            )
+        if self._quotas:
+            counts = self._quotas.counts(lap)
+        else:
+            counts = self._counts
         ends = np.cumsum(counts)
         numbers = np.searchsorted(ends, places, side="right")
         inside = (places - (ends - counts)[numbers]) * self.unit + rows
@@ -183,24 +216,37 @@ class Mixture(Sampler):
     """
 
     def __init__(
-        self, parts: Sequence[Sampler], quotas: Quotas, seed: int, unit: int = 1, are_buckets: bool = False
+        self,
+        parts: Sequence[Sampler],
+        quotas: Quotas,
+        seed: int,
+        unit: int = 1,
+        are_buckets: bool = False,
     ) -> None:
-        self._parts, self._quotas, self._seed = list(parts), quotas, seed
-        self._unit, self._are_buckets = unit, are_buckets
+        self._parts = list(parts)
+        self._quotas = quotas
+        self._seed = seed
+        self._unit = unit
+        self._are_buckets = are_buckets
 
     def draw(self, positions: np.ndarray) -> Draws:
         """See `Sampler.draw`."""
         places, rows = np.divmod(positions, self._unit)
         parts, numbers = self._parts_at(places)
         inside = numbers * self._unit + rows
-        draws = draw_parts(parts, lambda part, where: self._parts[part].draw(inside[where]))
-        return draws._replace(buckets=parts) if self._are_buckets else draws
+        draws = draw_parts(
+            parts, lambda part, where: self._parts[part].draw(inside[where])
+        )
+        if self._are_buckets:
+            return draws._replace(buckets=parts)
+        return draws
 
     def _parts_at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The parts of int64 places (n,), counted through the run, and their numbers among the part's places."""
         size = self._quotas.batch_size
         batches, inside_batch = np.divmod(places, size)
-        parts, numbers = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
+        parts = np.empty(len(places), np.int64)
+        numbers = np.empty(len(places), np.int64)
         for batch in np.unique(batches).tolist():
             inside = batches == batch
             keys = derive_keys(NUM_ROUNDS, self._seed, Domain.MIXTURE, batch)
@@ -212,7 +258,9 @@ class Mixture(Sampler):
             of_place = np.searchsorted(ends, seats, side="right")
             begins = np.append(0, ends[:-1])
             parts[inside] = of_place
-            numbers[inside] = (np.array(self._quotas.before(batch)) - begins)[of_place] + seats
+            numbers[inside] = (np.array(self._quotas.before(batch)) - begins)[
+                of_place
+            ] + seats
         return parts, numbers
 
 
@@ -240,13 +288,24 @@ def mix_buckets(
     # From batch → of each bucket → share of each store in all draws.
     tables: dict[int, list[list[Fraction]]] = {}
     for batch, of_stores in shares.items():
-        per_weight = [Fraction(share, total) for share, total in zip(of_stores, totals, strict=True)]
+        per_weight = [
+            Fraction(share, total)
+            for share, total in zip(of_stores, totals, strict=True)
+        ]
         tables[batch] = [
-            [weight * store.weight for weight, store in zip(per_weight, stores, strict=True)]
+            [
+                weight * store.weight
+                for weight, store in zip(per_weight, stores, strict=True)
+            ]
             for stores in by_bucket
         ]
     quotas = Quotas(
-        {batch: as_shares([sum(row) for row in table]) for batch, table in tables.items()}, batch_size, seed
+        {
+            batch: as_shares([sum(row) for row in table])
+            for batch, table in tables.items()
+        },
+        batch_size,
+        seed,
     )
     before = {batch: quotas.before(batch) for batch in shares}
     parts = list[Sampler]()
@@ -254,7 +313,9 @@ def mix_buckets(
         inner = {}  # from a place of the bucket on, by its number in the run
         for batch, table in tables.items():
             # A bucket of no share has no places from here on.
-            inner[before[batch][bucket]] = as_shares(table[bucket] if any(table[bucket]) else [1] * len(stores))
+            inner[before[batch][bucket]] = as_shares(
+                table[bucket] if any(table[bucket]) else [1] * len(stores)
+            )
         key = int(derive_keys(1, seed, Domain.BUCKET_MIXTURE, bucket)[0])
         parts.append(Mixture(stores, Quotas(inner, unit, key), key))
     return Mixture(parts, quotas, seed, unit, are_buckets=True)

@@ -34,7 +34,8 @@ class Domain(IntEnum):
 
     def __new__(cls, value: int, num_parts: int | None = None) -> Domain:
         member = int.__new__(cls, value)
-        member._value_, member.num_parts = value, num_parts
+        member._value_ = value
+        member.num_parts = num_parts
         return member
 
     ORDER = 1, 1  # pass
@@ -69,7 +70,9 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 def derive_keys(num: int, seed: int, domain: Domain, *parts: int) -> np.ndarray:
     """Hash a seed, a use and its parts into `num` uint64 keys, shape (num,). They are hashed, never added."""
-    return np.random.SeedSequence(key_words(seed, domain, *parts)).generate_state(num, np.uint64)
+    return np.random.SeedSequence(key_words(seed, domain, *parts)).generate_state(
+        num, np.uint64
+    )
 
 
 def key_words(seed: int, domain: Domain, *parts: int) -> list[int]:
@@ -85,7 +88,11 @@ def key_words(seed: int, domain: Domain, *parts: int) -> list[int]:
     if max(values) < 1 << 32:
         return values
     assert max(values) < 1 << 64
-    return [0, 0, *(word for value in values for word in (value & 0xFFFFFFFF, value >> 32))]
+    return [
+        0,
+        0,
+        *(word for value in values for word in (value & 0xFFFFFFFF, value >> 32)),
+    ]
 
 
 def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
@@ -110,8 +117,11 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     while pending.size:
         x = out[pending]
         halves = [x >> right_bits, x & masks[1]]
-        for i in range(NUM_ROUNDS):  # even ones change the left half by the right one, odd ones the right half
-            own, other = i % 2, 1 - i % 2
+        for i in range(
+            NUM_ROUNDS
+        ):  # even ones change the left half by the right one, odd ones the right half
+            own = i % 2
+            other = 1 - i % 2
             halves[own] = halves[own] ^ (mix64(halves[other] ^ keys[i]) & masks[own])
         x = (halves[0] << right_bits) | halves[1]
         out[pending] = x
@@ -148,11 +158,22 @@ class Shuffle:
     """
 
     def __init__(
-        self, kind: ShuffleKind, size: int, seed: int, groups: np.ndarray | None = None, window_groups: int = 0
+        self,
+        kind: ShuffleKind,
+        size: int,
+        seed: int,
+        groups: np.ndarray | None = None,
+        window_groups: int = 0,
     ) -> None:
-        self.kind, self.size, self.seed, self.groups = kind, size, seed, groups
-        self.window_groups = window_groups or (0 if groups is None else default_window_groups(groups))
-        self._given, self._pass = window_groups, (-1, np.empty(0, np.int64), np.empty(0, np.int64))
+        self.kind = kind
+        self.size = size
+        self.seed = seed
+        self.groups = groups
+        self.window_groups = window_groups or (
+            0 if groups is None else default_window_groups(groups)
+        )
+        self._given = window_groups
+        self._pass = (-1, np.empty(0, np.int64), np.empty(0, np.int64))
 
     def of(self, size: int, groups: np.ndarray | None) -> Shuffle:
         """Return this shuffle with a different size and groups."""
@@ -169,7 +190,9 @@ class Shuffle:
         windows = np.searchsorted(starts, positions, side="right") - 1
         rows = np.empty(len(positions), np.int64)
         for window in np.unique(windows).tolist():
-            inside, start, end = windows == window, int(starts[window]), int(starts[window + 1])
+            inside = windows == window
+            start = int(starts[window])
+            end = int(starts[window + 1])
             keys = derive_keys(NUM_ROUNDS, self.seed, Domain.WINDOW, lap, window)
             rows[inside] = start + permute(positions[inside] - start, end - start, keys)
         place = np.searchsorted(offsets, rows, side="right") - 1
@@ -178,11 +201,19 @@ class Shuffle:
     def layout(self, lap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Offsets of the groups (G + 1,); their order in a pass (G,), and their offsets by position (G + 1,)."""
         assert self.groups is not None, "windows are of groups"
-        kept = self._pass  # read once, since threads share a plan, and may be in different passes
+        kept = (
+            self._pass
+        )  # read once, since threads share a plan, and may be in different passes
         if kept[0] != lap:
             num_groups = len(self.groups) - 1
-            order = permute(np.arange(num_groups), num_groups, _order_keys(self.seed, lap))
-            kept = self._pass = lap, order, np.append(0, np.cumsum(np.diff(self.groups)[order]))
+            order = permute(
+                np.arange(num_groups), num_groups, _order_keys(self.seed, lap)
+            )
+            kept = self._pass = (
+                lap,
+                order,
+                np.append(0, np.cumsum(np.diff(self.groups)[order])),
+            )
         return self.groups, *kept[1:]
 
     def __getstate__(self) -> dict[str, object]:

@@ -58,9 +58,19 @@ class Cursor:
     def from_dict(fields: Any) -> Cursor:
         """From the fields by name. Raises CursorError if they are not a cursor's."""
         try:
-            return Cursor(int(fields["epoch"]), int(fields["step"]), str(fields["fingerprint"]))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise CursorError(f"not a cursor: {str(fields)[:200]!r} ({error})") from None
+            return Cursor(
+                int(fields["epoch"]), int(fields["step"]), str(fields["fingerprint"])
+            )
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+        ) as error:
+            raise CursorError(
+                f"not a cursor: {str(fields)[:200]!r} ({error})"
+            ) from None
 
     @staticmethod
     def from_json(text: str) -> Cursor:

@@ -101,14 +101,19 @@ class Permuted(Lapped):
         per_lap: see `Lapped`; 0 = all.
     """
 
-    def __init__(self, shuffle: Shuffle, selection: Selection, offset: int = 0, per_lap: int = 0) -> None:
-        self.shuffle, self.selection, self._offset = shuffle, selection, offset
+    def __init__(
+        self, shuffle: Shuffle, selection: Selection, offset: int = 0, per_lap: int = 0
+    ) -> None:
+        self.shuffle = shuffle
+        self.selection = selection
+        self._offset = offset
         self.size = self.weight = shuffle.size
         self.per_lap = per_lap or self.size
 
     def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
         """See `Lapped.draw_lap`."""
-        indices, zeros = self._indices(self.shuffle.numbers(lap, positions)), np.zeros(len(positions), np.int64)
+        indices = self._indices(self.shuffle.numbers(lap, positions))
+        zeros = np.zeros(len(positions), np.int64)
         return Draws(indices, zeros + lap, zeros, zeros)
 
     def sample_of(self, key: int) -> int:
@@ -157,11 +162,15 @@ class Weighted(Lapped):
         classes: np.ndarray | None = None,
         offset: int = 0,
     ) -> None:
-        self.shuffle, self.selection, self._offset = shuffle, selection, offset
+        self.shuffle = shuffle
+        self.selection = selection
+        self._offset = offset
         self.size = self.per_lap = size or selection.size
         self._arranged: np.ndarray | None = None
         if shuffle.kind == "global":
-            arranged = np.argsort(weights if classes is None else classes, kind="stable")
+            arranged = np.argsort(
+                weights if classes is None else classes, kind="stable"
+            )
             self._arranged = arranged.astype(np.min_scalar_type(len(weights)))
             weights = weights[arranged]
         self.cumulative = np.append(0, np.cumsum(weights))
@@ -170,11 +179,19 @@ class Weighted(Lapped):
 
     def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
         """See `Lapped.draw_lap`."""
-        draws, start, zeros = self._shuffle_of(lap).numbers(lap, positions), self._start(lap), 0 * positions
+        draws = self._shuffle_of(lap).numbers(lap, positions)
+        start = self._start(lap)
+        zeros = 0 * positions
         # In Python's integers: products of two such numbers have more than 64 bits.
-        points = np.array([(draw * self.weight + start) // self.size for draw in draws.tolist()], np.int64)
+        points = np.array(
+            [(draw * self.weight + start) // self.size for draw in draws.tolist()],
+            np.int64,
+        )
         rows = np.searchsorted(self.cumulative, points, side="right") - 1
-        numbers = rows if self._arranged is None else self._arranged[rows].astype(np.int64)
+        if self._arranged is None:
+            numbers = rows
+        else:
+            numbers = self._arranged[rows].astype(np.int64)
         indices = self.selection.indices(numbers) + self._offset
         return Draws(indices, zeros + lap, draws - self._first_draws(lap, rows), zeros)
 
@@ -197,20 +214,36 @@ class Weighted(Lapped):
 
     def _first_draws(self, lap: int, rows: np.ndarray) -> np.ndarray:
         """The first draw of a pass, int64 (n,), of the sample in each row of the table, or of a later one."""
-        start, before = self._start(lap), self.cumulative[rows].tolist()
-        return np.array([max(0, -(-(weight * self.size - start) // self.weight)) for weight in before], np.int64)
+        start = self._start(lap)
+        before = self.cumulative[rows].tolist()
+        return np.array(
+            [
+                max(0, -(-(weight * self.size - start) // self.weight))
+                for weight in before
+            ],
+            np.int64,
+        )
 
     def _start(self, lap: int) -> int:
         """Where the first draw of a pass falls, in [0, Σ)."""
-        return int(derive_keys(1, self.shuffle.seed, Domain.WEIGHTED, lap)[0]) * self.weight >> 64
+        return (
+            int(derive_keys(1, self.shuffle.seed, Domain.WEIGHTED, lap)[0])
+            * self.weight
+            >> 64
+        )
 
     def _shuffle_of(self, lap: int) -> Shuffle:
         """The order of a pass's draw numbers; the groups begin at different draws from pass to pass."""
         if self.shuffle.groups is None:
             return self.shuffle.of(self.size, None)
-        kept = self._lap_shuffle  # read once, since threads share a plan, and may be in different passes
+        kept = (
+            self._lap_shuffle
+        )  # read once, since threads share a plan, and may be in different passes
         if kept is None or kept[0] != lap:
-            kept = self._lap_shuffle = lap, self.shuffle.of(self.size, self._first_draws(lap, self.shuffle.groups))
+            kept = self._lap_shuffle = (
+                lap,
+                self.shuffle.of(self.size, self._first_draws(lap, self.shuffle.groups)),
+            )
         return kept[1]
 
     def __getstate__(self) -> dict[str, object]:
@@ -229,7 +262,9 @@ class Repeated(Sampler):
     """
 
     def __init__(self, inner: Sampler, times: int, stride: int) -> None:
-        self._inner, self._times, self._stride = inner, times, stride
+        self._inner = inner
+        self._times = times
+        self._stride = stride
 
     def draw(self, positions: np.ndarray) -> Draws:
         """See `Sampler.draw`."""
@@ -252,7 +287,8 @@ class Sequential(Sampler):
     """
 
     def __init__(self, buckets: Sequence[Selection], unit: int) -> None:
-        self.buckets, self._unit = list(buckets), unit
+        self.buckets = list(buckets)
+        self._unit = unit
         self.counts = [-(-bucket.size // unit) for bucket in buckets]
         self._ends = np.cumsum(self.counts)
         self.size = int(self._ends[-1]) * unit
@@ -261,12 +297,16 @@ class Sequential(Sampler):
         """See `Sampler.draw`; padding has the index PADDING, and at the end the bucket of the last sample."""
         places = np.minimum(positions, self.size - 1) // self._unit
         numbers = np.searchsorted(self._ends, places, side="right")
-        rows, zeros = positions - (self._ends - self.counts)[numbers] * self._unit, 0 * positions
+        rows = positions - (self._ends - self.counts)[numbers] * self._unit
+        zeros = 0 * positions
 
         def draw(number: int, where: np.ndarray) -> Draws:
-            bucket, inside = self.buckets[number], rows[where]
+            bucket = self.buckets[number]
+            inside = rows[where]
             indices = bucket.indices(np.minimum(inside, bucket.size - 1))
-            return Draws(np.where(inside < bucket.size, indices, PADDING), *[zeros[where]] * 3)
+            return Draws(
+                np.where(inside < bucket.size, indices, PADDING), *[zeros[where]] * 3
+            )
 
         return draw_parts(numbers, draw)._replace(buckets=numbers)
 
@@ -278,8 +318,15 @@ def as_integers(weights: np.ndarray) -> np.ndarray:
         ValueError: one is negative or not finite, or all are 0.
     """
     wanted = np.asarray(weights, np.float64)
-    if wanted.ndim != 1 or not np.isfinite(wanted).all() or (wanted < 0).any() or not wanted.any():
-        raise ValueError("weights are finite numbers of at least 0, one for each sample, and not all 0")
+    if (
+        wanted.ndim != 1
+        or not np.isfinite(wanted).all()
+        or (wanted < 0).any()
+        or not wanted.any()
+    ):
+        raise ValueError(
+            "weights are finite numbers of at least 0, one for each sample, and not all 0"
+        )
     with np.errstate(over="ignore"):
         total = float(wanted.sum())
     if total == np.inf:  # nothing is lost: these become integers of 61 bits
@@ -288,4 +335,6 @@ def as_integers(weights: np.ndarray) -> np.ndarray:
     if (wanted == np.rint(wanted)).all() and total < 2.0**_MAX_TOTAL_BITS:
         return wanted.astype(np.int64)
     # By a power of 2, so that no weight is rounded but where its last bits are dropped.
-    return np.rint(np.ldexp(wanted, _MAX_TOTAL_BITS - 1 - int(np.ceil(np.log2(total))))).astype(np.int64)
+    return np.rint(
+        np.ldexp(wanted, _MAX_TOTAL_BITS - 1 - int(np.ceil(np.log2(total))))
+    ).astype(np.int64)

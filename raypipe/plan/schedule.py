@@ -80,7 +80,11 @@ class Plan:
     single: Segment | None = None
 
     @staticmethod
-    def of(config: PlanConfig, train: Source | Mapping[str, Source], val: Source | None = None) -> Plan:
+    def of(
+        config: PlanConfig,
+        train: Source | Mapping[str, Source],
+        val: Source | None = None,
+    ) -> Plan:
         """The plan of a run over a training store and, optionally, a validation store.
 
         Args:
@@ -94,16 +98,21 @@ class Plan:
         names = tuple[str, ...]()
         selection: Selection | JoinedSelection
         if isinstance(train, Source):
-            training, selection = compose_one(config, train), train.selection
+            training = compose_one(config, train)
+            selection = train.selection
         else:
             parts = [source.selection for source in train.values()]
-            names, offsets = tuple(train), np.append(0, np.cumsum([part.num_samples for part in parts]))
-            training, selection = compose_mixture(config, train, offsets), JoinedSelection(parts, offsets)
+            names = tuple(train)
+            offsets = np.append(0, np.cumsum([part.num_samples for part in parts]))
+            training = compose_mixture(config, train, offsets)
+            selection = JoinedSelection(parts, offsets)
         validation = None
         if val is not None and config.val_interval and val.selection.size:
             buckets = [val.selection]
             if config.val_buckets:
-                buckets = [val.in_bucket(bucket)[1] for bucket in range(len(config.buckets))]
+                buckets = [
+                    val.in_bucket(bucket)[1] for bucket in range(len(config.buckets))
+                ]
             validation = Sequential(buckets, config.micro_batch_size)
         return Plan(
             config,
@@ -112,7 +121,9 @@ class Plan:
             training.steps,
             val.selection.size if val and validation else 0,
             validation.size if validation else 0,
-            hashlib.blake2b(json.dumps(training.content).encode(), digest_size=8).hexdigest(),
+            hashlib.blake2b(
+                json.dumps(training.content).encode(), digest_size=8
+            ).hexdigest(),
             {"train": selection, "val": val.selection if val else Selection([], 0)},
             names,
         )
@@ -120,7 +131,10 @@ class Plan:
     def bound_to(self, also: Any) -> Plan:
         """This plan, whose fingerprint has something else, as JSON has it, that determines the stream."""
         content = json.dumps([self.fingerprint, also])
-        return replace(self, fingerprint=hashlib.blake2b(content.encode(), digest_size=8).hexdigest())
+        return replace(
+            self,
+            fingerprint=hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
+        )
 
     def until(self, step: int) -> Plan:
         """This plan, cut off before a training step, counted through all epochs.
@@ -170,7 +184,9 @@ class Plan:
     def has_val(self, epoch: int) -> bool:
         """True if a validation follows training epoch e."""
         every = self.config.val_interval
-        return self.val_steps > 0 and ((epoch + 1) % every == 0 or epoch + 1 == self.config.epochs)
+        return self.val_steps > 0 and (
+            (epoch + 1) % every == 0 or epoch + 1 == self.config.epochs
+        )
 
     def start(self) -> Cursor:
         """The cursor of a run that has not begun."""
@@ -195,7 +211,10 @@ class Plan:
                 "global_batch_size, shuffle or another setting of the order differs. Restore it, or start "
                 "a new run"
             )
-        if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):
+        if not (
+            0 <= cursor.epoch <= self.config.epochs
+            and 0 <= cursor.step <= self.steps_per_epoch
+        ):
             raise CursorError(
                 f"the checkpoint is at epoch {cursor.epoch}, step {cursor.step}; this run has "
                 f"{self.config.epochs} epochs of {self.steps_per_epoch} steps"
@@ -206,9 +225,15 @@ class Plan:
         if world_size < 1 or self.config.per_step % world_size:
             step = max(1, world_size) * self.config.micro_batch_size
             fewer = self.global_batch_size // step
-            sizes = " or ".join(str(number * step) for number in (fewer, fewer + 1) if number)
+            sizes = " or ".join(
+                str(number * step) for number in (fewer, fewer + 1) if number
+            )
             per_step = self.config.per_step
-            divisors = ", ".join(str(number) for number in range(1, per_step + 1) if per_step % number == 0)
+            divisors = ", ".join(
+                str(number)
+                for number in range(1, per_step + 1)
+                if per_step % number == 0
+            )
             raise ConfigError(
                 f"{world_size} workers cannot share the {per_step} micro-batches of a step "
                 f"evenly: use {divisors} workers, or plan.global_batch_size={sizes}"
@@ -220,10 +245,15 @@ class Plan:
         if self.single:
             yield self.single
             return
-        last_step = self.config.epochs * self.steps_per_epoch if self.end_step is None else self.end_step
+        if self.end_step is None:
+            last_step = self.config.epochs * self.steps_per_epoch
+        else:
+            last_step = self.end_step
         for epoch in range(cursor.epoch, self.config.epochs):
             first = cursor.step if epoch == cursor.epoch else 0
-            num_steps = min(self.steps_per_epoch, last_step - epoch * self.steps_per_epoch)
+            num_steps = min(
+                self.steps_per_epoch, last_step - epoch * self.steps_per_epoch
+            )
             if num_steps <= 0:
                 return
             if first < num_steps:
@@ -237,12 +267,16 @@ class Plan:
         for segment in self.segments(cursor):
             numbers = range(segment.first_step * per_step, segment.num_steps * per_step)
             for number in numbers[first:]:
-                yield MicroBatchId(segment.split, segment.epoch, *divmod(number, per_step))
+                yield MicroBatchId(
+                    segment.split, segment.epoch, *divmod(number, per_step)
+                )
             first = max(0, first - len(numbers))
 
     def num_micro_batches(self, cursor: Cursor) -> int:
         """Count the micro-batches from a cursor on."""
-        steps = sum(segment.num_steps - segment.first_step for segment in self.segments(cursor))
+        steps = sum(
+            segment.num_steps - segment.first_step for segment in self.segments(cursor)
+        )
         return steps * self.config.per_step
 
     def indices(self, at: MicroBatchId) -> np.ndarray:
@@ -261,17 +295,25 @@ class Plan:
         return Draws(*(column.reshape(positions.shape) for column in draws))
 
     def _first_position(self, at: MicroBatchId) -> int:
-        return (self.step_of_split(at) * self.config.per_step + at.micro) * self.config.micro_batch_size
+        return (
+            self.step_of_split(at) * self.config.per_step + at.micro
+        ) * self.config.micro_batch_size
 
     def _sampler(self, split: Split) -> Sampler:
-        sampler = self.validation if split == "val" else self.training and self.training.sampler
+        sampler = (
+            self.validation
+            if split == "val"
+            else self.training and self.training.sampler
+        )
         assert sampler, "this plan has a schedule alone, or no validation"
         return sampler
 
     def draw_epoch(self, epoch: int, positions: np.ndarray) -> Draws:
         """The draws at int64 positions (n,) of a training epoch."""
         assert self.training, "a plan without draws has a schedule alone"
-        return self.training.sampler.draw(epoch * self.steps_per_epoch * self.global_batch_size + positions)
+        return self.training.sampler.draw(
+            epoch * self.steps_per_epoch * self.global_batch_size + positions
+        )
 
     def bucket_of(self, at: MicroBatchId) -> Sides | None:
         """Height and width of the bucket that a micro-batch is of; None where its split has none."""
@@ -280,7 +322,11 @@ class Plan:
 
     def _bucket(self, at: MicroBatchId) -> int:
         """Return the micro-batch's bucket: that of its first draw, since all of its samples share one."""
-        return int(self._sampler(at.split).draw(np.array([self._first_position(at)])).buckets[0])
+        return int(
+            self._sampler(at.split)
+            .draw(np.array([self._first_position(at)]))
+            .buckets[0]
+        )
 
     def without_draws(self) -> Plan:
         """Return this plan's schedule without its lists of samples, which can be large."""
@@ -290,7 +336,11 @@ class Plan:
         """The number of the source of each sample of int64 indices (n,) of a mixture: int64 (n,), -1 = padding."""
         selection = self.kept["train"]
         assert isinstance(selection, JoinedSelection), "a mixture has sources"
-        return np.where(indices < 0, PADDING, np.searchsorted(selection.offsets[1:-1], indices, side="right"))
+        return np.where(
+            indices < 0,
+            PADDING,
+            np.searchsorted(selection.offsets[1:-1], indices, side="right"),
+        )
 
     def sample_keys(self, split: Split, draws: Draws) -> np.ndarray:
         """The keys of the samples' CPU transforms: uint64 (B, 2), a function of (seed, split, lap, index, repeat).
@@ -303,7 +353,11 @@ class Plan:
             keys[draws.laps == lap] = _sample_domain(self.config.seed, split, lap)
         # The repeat is hashed by one bijection for each word, both of which leave 0 as it is.
         repeats = mix64(draws.repeats.astype(np.uint64))
-        return mix64(keys ^ draws.indices.astype(np.uint64)[:, None] ^ np.stack([repeats, mix64(repeats)], axis=1))
+        return mix64(
+            keys
+            ^ draws.indices.astype(np.uint64)[:, None]
+            ^ np.stack([repeats, mix64(repeats)], axis=1)
+        )
 
     def substitute_keys(self, split: Split, bad: Draws, index: int) -> np.ndarray:
         """The keys, uint64 (1, 2), of a sample that replaces the one of a draw; its own draws have others."""
@@ -319,8 +373,15 @@ class Plan:
     def substitute(self, at: MicroBatchId, index: int, attempt: int) -> int:
         """The sample that replaces a bad one: a function of (seed, e, index, attempt), of its source or bucket."""
         assert self.training, "a plan without draws has a schedule alone"
-        key = int(derive_keys(1, self.config.seed, Domain.SUBSTITUTE, at.epoch, index, attempt)[0])
-        source = int(self.source_of(np.array([index]))[0]) if self.sources else 0
+        key = int(
+            derive_keys(
+                1, self.config.seed, Domain.SUBSTITUTE, at.epoch, index, attempt
+            )[0]
+        )
+        if self.sources:
+            source = int(self.source_of(np.array([index]))[0])
+        else:
+            source = 0
         bucket = self._bucket(at) if self.config.buckets else 0
         return self.training.store_samplers[source][bucket].sample_of(key)
 

@@ -27,27 +27,43 @@ class Selection:
         num_samples: all of the store.
     """
 
-    def __init__(self, listed: np.ndarray | Sequence[int], num_samples: int, *, includes: bool = False) -> None:
-        self.includes, self.num_samples = includes, num_samples
+    def __init__(
+        self,
+        listed: np.ndarray | Sequence[int],
+        num_samples: int,
+        *,
+        includes: bool = False,
+    ) -> None:
+        self.includes = includes
+        self.num_samples = num_samples
         # Many are included, as a rule, and sorting them would take most of the time that a plan takes.
         indices = np.asarray(listed, np.int64)
         self.listed = _compact(indices if includes else np.unique(indices))
-        self.size = len(self.listed) if includes else num_samples - len(self.listed)
+        if includes:
+            self.size = len(self.listed)
+        else:
+            self.size = num_samples - len(self.listed)
         self.num_left_out = num_samples - self.size
         if not includes:  # number of samples to draw from before each excluded one
-            self._before = (self.listed - np.arange(len(self.listed))).astype(self.listed.dtype)
+            self._before = (self.listed - np.arange(len(self.listed))).astype(
+                self.listed.dtype
+            )
 
     @staticmethod
     def where(keep: np.ndarray) -> Selection:
         """The samples for which bool (N,) is true, held as the shorter of the two lists."""
         includes = 2 * int(np.count_nonzero(keep)) < len(keep)
-        return Selection(np.flatnonzero(keep if includes else ~keep), len(keep), includes=includes)
+        return Selection(
+            np.flatnonzero(keep if includes else ~keep), len(keep), includes=includes
+        )
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         """The indices, int64, of the samples with these numbers."""
         if self.includes:
             return self.listed[numbers].astype(np.int64)
-        return numbers + np.searchsorted(self._before, _like(self.listed, numbers), side="right")
+        return numbers + np.searchsorted(
+            self._before, _like(self.listed, numbers), side="right"
+        )
 
     def numbers(self, indices: np.ndarray) -> np.ndarray:
         """Return the number of samples to draw from before each index, int64."""
@@ -74,9 +90,13 @@ class JoinedSelection:
     """
 
     def __init__(self, parts: Sequence[Selection], offsets: np.ndarray) -> None:
-        self.parts, self.offsets = list(parts), offsets
-        self._bounds = np.append(0, np.cumsum([part.size for part in parts])).astype(np.int64)
-        self.size, self.num_samples = int(self._bounds[-1]), int(offsets[-1])
+        self.parts = list(parts)
+        self.offsets = offsets
+        self._bounds = np.append(0, np.cumsum([part.size for part in parts])).astype(
+            np.int64
+        )
+        self.size = int(self._bounds[-1])
+        self.num_samples = int(offsets[-1])
         self.num_left_out = self.num_samples - self.size
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
@@ -92,9 +112,13 @@ class JoinedSelection:
 
 def _compact(indices: np.ndarray) -> np.ndarray:
     """Ascending indices as the smallest unsigned integers that hold the largest of them, and one more."""
-    return indices.astype(np.min_scalar_type(int(indices[-1]) + 1 if len(indices) else 0))
+    return indices.astype(
+        np.min_scalar_type(int(indices[-1]) + 1 if len(indices) else 0)
+    )
 
 
 def _like(listed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Searched values in the type of the list, which would be copied whole otherwise."""
-    return np.minimum(wanted.astype(np.uint64), np.iinfo(listed.dtype).max).astype(listed.dtype)
+    return np.minimum(wanted.astype(np.uint64), np.iinfo(listed.dtype).max).astype(
+        listed.dtype
+    )

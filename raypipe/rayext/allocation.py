@@ -44,14 +44,17 @@ class Resources:
 
 def cluster_resources() -> Resources:
     """Return the resources of the connected cluster, including nodes that its autoscaler may add, if known."""
-    total, free = ray.cluster_resources(), ray.available_resources()
+    total = ray.cluster_resources()
+    free = ray.available_resources()
     limit = autoscaler_limits()
 
     def of(name: str) -> tuple[float, float]:
-        most, used = max(total.get(name, 0.0), limit.get(name, 0.0)), total.get(name, 0.0) - free.get(name, 0.0)
+        most = max(total.get(name, 0.0), limit.get(name, 0.0))
+        used = total.get(name, 0.0) - free.get(name, 0.0)
         return most, most - used
 
-    (cpus, free_cpus), (gpus, free_gpus) = of("CPU"), of("GPU")
+    (cpus, free_cpus) = of("CPU")
+    (gpus, free_gpus) = of("GPU")
     return Resources(cpus, gpus, free_cpus, free_gpus)
 
 
@@ -80,7 +83,9 @@ class Allocation:
     idle_gpus: int = 0
 
 
-def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_step: int) -> Allocation:
+def allocate(
+    offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_step: int
+) -> Allocation:
     """Divide a cluster between trainers and transform actors. Pure.
 
     Args:
@@ -91,36 +96,67 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
         ResourceError: a resource is missing; the message names it, and the setting to change.
         ConfigError: W does not divide M, or train.min_workers exceeds W.
     """
-    workers, needed_workers, gpu = _trainers(offer, train, per_step) if train else (0, 0, False)
+    workers, needed_workers, gpu = (
+        _trainers(offer, train, per_step) if train else (0, 0, False)
+    )
     pool_cpus = pool.least_actors * pool.cpus_per_actor
     per_worker = train.cpus_per_worker if train else 0.0
     if workers and not per_worker:
         # On a machine with few CPUs, trainers share the CPUs that the smallest pool leaves.
-        share = math.floor(max(0.0, (offer.cpus - pool_cpus) / needed_workers) * 100 + 1e-9) / 100
+        share = (
+            math.floor(max(0.0, (offer.cpus - pool_cpus) / needed_workers) * 100 + 1e-9)
+            / 100
+        )
         per_worker = min(1.0, share) if share >= _LEAST_SHARE else 1.0
     needed = needed_workers * per_worker + pool_cpus
     if needed > offer.cpus:
-        settings = f"{_num_setting(train)}, train.cpus_per_worker" if train else ""
+        if train:
+            settings = f"{_num_setting(train)}, train.cpus_per_worker"
+        else:
+            settings = ""
         raise _too_few_cpus(offer.cpus, needed_workers, per_worker, pool, settings)
     for num, needs, free, total, kind in (
-        (needed, _needs(needed_workers, per_worker, pool), offer.free_cpus, offer.cpus, "CPU"),
-        (needed_workers * gpu, f"the trainers need {needed_workers} GPUs", offer.free_gpus, offer.gpus, "GPU"),
+        (
+            needed,
+            _needs(needed_workers, per_worker, pool),
+            offer.free_cpus,
+            offer.cpus,
+            "CPU",
+        ),
+        (
+            needed_workers * gpu,
+            f"the trainers need {needed_workers} GPUs",
+            offer.free_gpus,
+            offer.gpus,
+            "GPU",
+        ),
     ):
         if num > free:
             raise HeldError(
                 f"{needs}; other jobs, or other streams of this one, hold all but {max(0.0, free):g} of the "
                 f"cluster's {total:g} {kind}s. Wait for them, stop them (`ray job list`), or add {kind} nodes"
             )
-    spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
-    max_actors = min(spare, pool.max_actors) if pool.max_actors else spare
+    spare = max(
+        pool.least_actors,
+        int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9),
+    )
+    if pool.max_actors:
+        max_actors = min(spare, pool.max_actors)
+    else:
+        max_actors = spare
     if pool.engine == "inline":
         max_actors = 0
     min_workers = needed_workers if needed_workers < workers else 0
-    idle_gpus = max(0, int(offer.free_gpus) - workers) if gpu and not (train and train.num_workers) else 0
+    if gpu and not (train and train.num_workers):
+        idle_gpus = max(0, int(offer.free_gpus) - workers)
+    else:
+        idle_gpus = 0
     return Allocation(workers, gpu, per_worker, max_actors, min_workers, idle_gpus)
 
 
-def _trainers(offer: Resources, train: TrainConfig, per_step: int) -> tuple[int, int, bool]:
+def _trainers(
+    offer: Resources, train: TrainConfig, per_step: int
+) -> tuple[int, int, bool]:
     """Return W, the fewest workers that a run may start with, and whether each has a GPU."""
     gpu = train.use_gpu is True or (train.use_gpu == "auto" and offer.gpus >= 1)
     most = largest_divisor(per_step, max(1, int(offer.gpus)))
@@ -132,7 +168,10 @@ def _trainers(offer: Resources, train: TrainConfig, per_step: int) -> tuple[int,
             "set train.num_workers"
         )
     if gpu and offer.gpus < needed_workers:
-        fewer = f"set {_num_setting(train)}={most}, or " if offer.gpus >= 1 else ""
+        if offer.gpus >= 1:
+            fewer = f"set {_num_setting(train)}={most}, or "
+        else:
+            fewer = ""
         raise ResourceError(
             f"{needed_workers} trainers need {needed_workers} GPUs, but the cluster has {offer.gpus:g}: "
             f"{fewer}set train.use_gpu=false to train on CPUs, or add GPU nodes"
@@ -147,7 +186,9 @@ def _trainers(offer: Resources, train: TrainConfig, per_step: int) -> tuple[int,
 
 def _num_setting(train: TrainConfig) -> str:
     """Return the setting of the fewest trainers that a run needs."""
-    return "train.min_workers" if train.min_workers else "train.num_workers"
+    if train.min_workers:
+        return "train.min_workers"
+    return "train.num_workers"
 
 
 def largest_divisor(number: int, limit: int) -> int:
@@ -176,7 +217,10 @@ def preflight(
 
 def _needs(workers: int, per_worker: float, pool: PoolConfig) -> str:
     """Describe how many CPUs trainers and transform actors need."""
-    parts = [(workers, per_worker, "trainer"), (pool.least_actors, pool.cpus_per_actor, "transform actor")]
+    parts = [
+        (workers, per_worker, "trainer"),
+        (pool.least_actors, pool.cpus_per_actor, "transform actor"),
+    ]
     parts = [part for part in parts if part[0]]
     who = " and ".join(f"{num} {name}{'s' * (num > 1)}" for num, _, name in parts)
     terms = " + ".join(f"{num} x {cpus:g}" for num, cpus, _ in parts)
@@ -184,11 +228,16 @@ def _needs(workers: int, per_worker: float, pool: PoolConfig) -> str:
     return f"{who} {verb} {sum(num * cpus for num, cpus, _ in parts):g} CPUs ({terms})"
 
 
-def _too_few_cpus(cpus: float, workers: int, per_worker: float, pool: PoolConfig, settings: str) -> ResourceError:
+def _too_few_cpus(
+    cpus: float, workers: int, per_worker: float, pool: PoolConfig, settings: str
+) -> ResourceError:
     """Return the error with the settings to lower; `settings` are the trainers' settings, if any."""
     names = [settings] if settings else []
     names += ["pool.min_actors", "pool.cpus_per_actor"] if pool.least_actors else []
-    inline = "set pool.engine=inline, " if settings and pool.least_actors else ""
+    if settings and pool.least_actors:
+        inline = "set pool.engine=inline, "
+    else:
+        inline = ""
     return ResourceError(
         f"{_needs(workers, per_worker, pool)}; the cluster has or can scale to {cpus:g}: lower "
         f"{', '.join(names)}, {inline}or add CPU nodes"
@@ -196,7 +245,12 @@ def _too_few_cpus(cpus: float, workers: int, per_worker: float, pool: PoolConfig
 
 
 def check_own(
-    cpus: float, workers: int, per_worker: float, pool: PoolConfig, gpus: float = 0.0, gpus_per_worker: float = 0.0
+    cpus: float,
+    workers: int,
+    per_worker: float,
+    pool: PoolConfig,
+    gpus: float = 0.0,
+    gpus_per_worker: float = 0.0,
 ) -> None:
     """Raise ResourceError if a custom loop's trainers, or the pool next to them, would wait for resources forever.
 

@@ -91,26 +91,45 @@ def connect(
         )
     take_console()
     # This also removes Ray's prefix "(Actor pid=…)" from the lines of workers.
-    ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log_format == "json" else None
+    if log_format == "json":
+        ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING")
+    else:
+        ray_log = None
     job = ray.job_config.JobConfig()
     job._py_driver_sys_path = _SearchPath()
-    options: dict[str, Any] = {"logging_level": logging.WARNING, "logging_config": ray_log, "job_config": job}
+    options: dict[str, Any] = {
+        "logging_level": logging.WARNING,
+        "logging_config": ray_log,
+        "job_config": job,
+    }
     if address:
         wait_for_head(address, wait or Wait(_ANSWER_S))
-        closed = {name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ}
+        closed = {
+            name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ
+        }
         try:
             with _whole_start():
-                ray.init(address=address, runtime_env={"env_vars": _WORKER_ENV | closed}, **options)
+                ray.init(
+                    address=address,
+                    runtime_env={"env_vars": _WORKER_ENV | closed},
+                    **options,
+                )
         except (RuntimeError, OSError, ray.exceptions.RayError) as error:
-            raise ResourceError(f"cannot connect to the Ray cluster at {address}: {error}") from error
+            raise ResourceError(
+                f"cannot connect to the Ray cluster at {address}: {error}"
+            ) from error
         return
     if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
         # Under `uv run`, Ray would rebuild the project's environment for its workers, which can share this one.
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     # Ray warns that authentication is on, which is irrelevant to a private cluster on one machine.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    logging.getLogger(
+        "ray._private.authentication.authentication_token_setup"
+    ).setLevel(logging.ERROR)
     _keep_token_private()
-    environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {})
+    environment = _LOCAL_ENV | (
+        {"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {}
+    )
     with _inherited(environment), _small_head(), _spared_signals(), _whole_start():
         try:
             ray.init(
@@ -120,7 +139,9 @@ def connect(
                 include_dashboard=False,
                 **options,
             )
-        except Exception as error:  # Ray raises nothing more special where its processes are too slow
+        except (
+            Exception
+        ) as error:  # Ray raises nothing more special where its processes are too slow
             raise ResourceError(
                 "Ray did not start on this machine: its CPUs or memory may be in use, or TMPDIR may be too long "
                 f"or not ASCII: {error}"
@@ -164,7 +185,9 @@ class _SearchPath(list[str]):
 
     def extend(self, folders: Iterable[str]) -> None:
         known = {os.path.realpath(folder) for folder in sys.path}
-        super().extend(folder for folder in folders if os.path.realpath(folder) in known)
+        super().extend(
+            folder for folder in folders if os.path.realpath(folder) in known
+        )
 
 
 @contextlib.contextmanager
@@ -174,7 +197,9 @@ def _inherited(environment: dict[str, str]) -> Iterator[None]:
     The variables are removed afterwards, since this process may later connect to a cluster that must not have
     them.
     """
-    added = {name: value for name, value in environment.items() if name not in os.environ}
+    added = {
+        name: value for name, value in environment.items() if name not in os.environ
+    }
     os.environ.update(added)
     try:
         yield
@@ -198,7 +223,10 @@ def _small_head() -> Iterator[None]:
         self._ray_params.dashboard_agent_listen_port = 0
         return start_raylet(self, *args, **kwargs)
 
-    replaced = {name: lambda self, *_, **__: None for name in ("start_api_server", "start_monitor")}
+    replaced = {
+        name: lambda self, *_, **__: None
+        for name in ("start_api_server", "start_monitor")
+    }
     replaced["start_raylet"] = start_with_any_port
     saved = {name: getattr(node_type, name) for name in replaced}
     try:
@@ -235,13 +263,17 @@ def _whole_start() -> Iterator[None]:
 
     After an interrupted start of Ray's core, the next one, as by a notebook's cell, would end the process.
     """
-    held, default = list[bool](), signal.default_int_handler
+    held = list[bool]()
+    default = signal.default_int_handler
 
     def hold(*_: Any) -> None:
         held.append(True)
         signal.signal(signal.SIGINT, default)
 
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != default:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) != default
+    ):
         yield
         return
     signal.signal(signal.SIGINT, hold)

@@ -53,20 +53,29 @@ def take_console() -> None:
     dispatcher = ray_logging.global_worker_stdstream_dispatcher
     for number, (name, handler) in enumerate(dispatcher.handlers):
         if getattr(handler, "func", None) is _rays_print:  # Ray is connected already
-            dispatcher.handlers[number] = (name, functools.partial(_print, *handler.args, **handler.keywords))
+            dispatcher.handlers[number] = (
+                name,
+                functools.partial(_print, *handler.args, **handler.keywords),
+            )
 
 
 def quiet_broadcasts() -> None:
     """Silence Ray Train's warnings about large broadcasts between its workers, in this process."""
-    logging.getLogger("ray.train.v2._internal.execution.collective_impl").setLevel(logging.ERROR)
+    logging.getLogger("ray.train.v2._internal.execution.collective_impl").setLevel(
+        logging.ERROR
+    )
 
 
 def quiet_trainer() -> None:
     """Silence Ray Train's logs of checkpoints and metrics in a trainer, which would break up the progress."""
     for name in ("ray.train", *logging.Logger.manager.loggerDict):
-        if name.startswith("ray.train") or "/ray/train/" in name:  # some loggers are named after their files
+        if (
+            name.startswith("ray.train") or "/ray/train/" in name
+        ):  # some loggers are named after their files
             # The traceback of the error that ends a train function is kept with the error, see `train.launch`.
-            logging.getLogger(name).setLevel(logging.CRITICAL if "util" in name else logging.WARNING)
+            logging.getLogger(name).setLevel(
+                logging.CRITICAL if "util" in name else logging.WARNING
+            )
 
 
 _worker: Any = worker
@@ -78,7 +87,8 @@ def _print(data: dict[str, Any], *args: Any, **options: Any) -> None:
 
     If this process logs JSON, all lines are printed as JSON: a user's print, a crash of Python, a message of Ray.
     """
-    kept, lines = [], data["lines"]
+    kept = []
+    lines = data["lines"]
     if is_json() and data.get("pid") == "autoscaler":
         lines = _worker.filter_autoscaler_events(lines)
     for line in lines:

@@ -40,7 +40,10 @@ _GONE_S = 30.0  # longest wait for the trainers of a controller that has died
 
 def introduce() -> None:
     """Publish the process of the calling controller, for `process_of`."""
-    publish(_key(ray.get_runtime_context().get_actor_id() or ""), this_process("Ray Train's controller"))
+    publish(
+        _key(ray.get_runtime_context().get_actor_id() or ""),
+        this_process("Ray Train's controller"),
+    )
 
 
 def process_of(controller: Any) -> Process | None:
@@ -68,7 +71,8 @@ def wait_for_trainers() -> bool:
 
     Two groups of trainers must not write to one folder.
     """
-    job, deadline = ray.JobID.from_hex(ray.get_runtime_context().get_job_id()), time.monotonic() + _GONE_S
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    deadline = time.monotonic() + _GONE_S
     while time.monotonic() < deadline:
         alive = state.actors(job_id=job, actor_state_name="ALIVE").values()
         if not any("RayTrainWorker" in actor["ActorClassName"] for actor in alive):
@@ -106,7 +110,10 @@ class DriverWatch:
         give_up: Callable[[str], None],
         record: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._controller, self._timeout_s, self._give_up, self._record = controller, timeout_s, give_up, record
+        self._controller = controller
+        self._timeout_s = timeout_s
+        self._give_up = give_up
+        self._record = record
         self._process: Process | None = None
         self._stopped_turns = 0
         self._answered_at = time.monotonic()
@@ -119,7 +126,9 @@ class DriverWatch:
         head = ray.get_runtime_context().gcs_address
         # A question to a silent head may take longer than it should, so a second thread asks.
         for run, args in ((self._ask, (head,)), (self._run, ())):
-            threading.Thread(target=run, args=args, name="raypipe-driver-watch", daemon=True).start()
+            threading.Thread(
+                target=run, args=args, name="raypipe-driver-watch", daemon=True
+            ).start()
 
     def is_head_silent(self) -> bool:
         """Return whether the head has not answered lately; calls to Ray may then never return."""
@@ -135,9 +144,11 @@ class DriverWatch:
             try:
                 client = client or getattr(_raylet, "GcsClient")(address=head)  # noqa: B009  without a type
                 client.internal_kv_get(b"raypipe", None, timeout=_ASK_S)
-                self._answered_at, self._is_gone = time.monotonic(), False
+                self._answered_at = time.monotonic()
+                self._is_gone = False
             except Exception:
-                client, self._is_gone = None, _refuses(head)
+                client = None
+                self._is_gone = _refuses(head)
                 logger.debug("the head does not answer", exc_info=True)
 
     def _run(self) -> None:
@@ -150,7 +161,10 @@ class DriverWatch:
     def turn(self, now: float) -> None:
         """Look at the head's last answer and at the controller's process."""
         silent_s = now - self._answered_at
-        timeout_s = min(self._timeout_s, _GONE_SHARE * _RAY_ENDS_S) if self._is_gone else self._timeout_s
+        if self._is_gone:
+            timeout_s = min(self._timeout_s, _GONE_SHARE * _RAY_ENDS_S)
+        else:
+            timeout_s = self._timeout_s
         if silent_s < _FIRST_TOLD_S:
             self._due_s = _FIRST_TOLD_S
             self._look_at_controller()
@@ -159,8 +173,14 @@ class DriverWatch:
             self._give_up(self._silence(silent_s))
         elif silent_s >= self._due_s:
             self._due_s = 2 * silent_s
-            limit = "Ray's limit" if self._is_gone else "pool.stall_timeout_s"
-            progress(logger, f"{self._silence(silent_s)}; the run ends in {timeout_s - silent_s:.0f} s ({limit})")
+            if self._is_gone:
+                limit = "Ray's limit"
+            else:
+                limit = "pool.stall_timeout_s"
+            progress(
+                logger,
+                f"{self._silence(silent_s)}; the run ends in {timeout_s - silent_s:.0f} s ({limit})",
+            )
 
     def _silence(self, silent_s: float) -> str:
         if self._is_gone:
@@ -172,9 +192,15 @@ class DriverWatch:
         process = self._process
         if process is None or process.node != ray.get_runtime_context().get_node_id():
             return
-        self._stopped_turns = self._stopped_turns + 1 if is_stopped(process) else 0
-        if self._stopped_turns >= _STOPPED_TURNS and end_stopped([(process.pid, process.started)]):
-            self._process, self._stopped_turns = None, 0
+        if is_stopped(process):
+            self._stopped_turns = self._stopped_turns + 1
+        else:
+            self._stopped_turns = 0
+        if self._stopped_turns >= _STOPPED_TURNS and end_stopped(
+            [(process.pid, process.started)]
+        ):
+            self._process = None
+            self._stopped_turns = 0
             self._record(
                 f"killed a stopped process (SIGSTOP) that watched the trainers: {process.role} ({process})"
             )

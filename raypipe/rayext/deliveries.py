@@ -20,7 +20,9 @@ from raypipe.rayext.placement import nodes
 # A rank fetches the block that it waits for, and one ahead.
 _FETCHED = 2
 _ANSWER_MS = 500
-_SMALL = 100 * 1024  # bytes; Ray keeps smaller objects in the memory of the process that asked for them
+_SMALL = (
+    100 * 1024
+)  # bytes; Ray keeps smaller objects in the memory of the process that asked for them
 
 
 class Deliveries:
@@ -33,16 +35,25 @@ class Deliveries:
     """
 
     def __init__(self, queue: Any) -> None:
-        self._finished: dict[bytes, str] = {}  # block in the queue → the actor that made it
-        self._fetched: dict[int, deque[tuple[Any, str]]] = {}  # rank → the last blocks that it took
+        self._finished: dict[
+            bytes, str
+        ] = {}  # block in the queue → the actor that made it
+        self._fetched: dict[
+            int, deque[tuple[Any, str]]
+        ] = {}  # rank → the last blocks that it took
         queue.append = self._noting(queue.append, self._appended)
         queue.pop = self._noting(queue.pop, self._popped)
 
     @staticmethod
-    def _noting(method: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
+    def _noting(
+        method: Callable[..., Any], note: Callable[[Any], None]
+    ) -> Callable[..., Any]:
         def noted(*args: Any, **options: Any) -> Any:
             result = method(*args, **options)
-            bundle = result if result is not None else next(iter(args), None)
+            if result is not None:
+                bundle = result
+            else:
+                bundle = next(iter(args), None)
             if hasattr(bundle, "block_refs"):
                 note(bundle)
             return result
@@ -54,14 +65,18 @@ class Deliveries:
             self._finished[block.binary()] = block.task_id().actor_id().hex()
 
     def _popped(self, bundle: Any) -> None:
-        last = self._fetched.setdefault(bundle.output_split_idx or 0, deque(maxlen=_FETCHED))
+        last = self._fetched.setdefault(
+            bundle.output_split_idx or 0, deque(maxlen=_FETCHED)
+        )
         for block in bundle.block_refs:
             if maker := self._finished.pop(block.binary(), ""):
                 last.append((block, maker))
 
     def makers(self) -> set[str]:
         """Return the ids of the actors whose finished blocks may not have reached their ranks yet."""
-        fetched = (maker for last in list(self._fetched.values()) for _, maker in list(last))
+        fetched = (
+            maker for last in list(self._fetched.values()) for _, maker in list(last)
+        )
         return {*list(self._finished.values()), *fetched}
 
     def drop(self) -> None:
@@ -70,7 +85,9 @@ class Deliveries:
 
     def lost(self) -> list[str]:
         """Return a description of each block that a rank has taken and whose data are on no living node."""
-        blocks = [block for last in list(self._fetched.values()) for block, _ in list(last)]
+        blocks = [
+            block for last in list(self._fetched.values()) for block, _ in list(last)
+        ]
         found: dict[Any, dict[str, Any]] = {}
         with contextlib.suppress(ray.exceptions.RayError):
             found = get_object_locations(blocks, _ANSWER_MS)
@@ -78,7 +95,14 @@ class Deliveries:
         lost = []
         for reference, place in found.items():
             is_small = (place.get("object_size") or 0) < _SMALL
-            if not (is_small or place.get("did_spill") or alive.intersection(place["node_ids"])):
-                where = ", ".join(node[:8] for node in place["node_ids"]) or "a node that is gone"
+            if not (
+                is_small
+                or place.get("did_spill")
+                or alive.intersection(place["node_ids"])
+            ):
+                where = (
+                    ", ".join(node[:8] for node in place["node_ids"])
+                    or "a node that is gone"
+                )
                 lost.append(f"object {reference.hex()[:16]} was on {where}")
         return lost

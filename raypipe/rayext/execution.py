@@ -20,7 +20,9 @@ from typing import Any
 
 import ray
 from ray.data import DataContext, ExecutionResources
-from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
+from ray.data._internal.execution.backpressure_policy.backpressure_policy import (
+    BackpressurePolicy,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.config import PoolConfig
@@ -90,7 +92,8 @@ def context_of(settings: Settings, actors: int) -> DataContext:
         actors: number of actors that the pool starts with.
     """
     install(StreamAutoscaler)
-    context, users = DataContext(), DataContext.get_current()
+    context = DataContext()
+    users = DataContext.get_current()
     for name in _USERS:
         if hasattr(users, name):  # not every release has each
             setattr(context, name, getattr(users, name))
@@ -104,13 +107,17 @@ def context_of(settings: Settings, actors: int) -> DataContext:
     # seconds let a block of the reader pass the limit.
     context.execution_no_progress_timeout_s = -1
     context.output_backpressure_guard_release_interval_s = 1e9
-    context.memory_usage_poll_interval_s = None  # each poll walks all pages, including shared ones: 3% of a core
+    # each poll walks all pages, including shared ones: 3% of a core
+    context.memory_usage_poll_interval_s = None
     context.op_resource_reservation_enabled = False
     context.set_config("backpressure_policies.enabled", [InFlightPolicy])
     context.set_config(KEY, settings)
     # Each turn takes from the reader at most the blocks that it has buffered.
     limit = settings.limit(actors)
-    context._max_num_blocks_in_streaming_gen_buffer = max(2, limit // 4) if settings.reads else limit
+    if settings.reads:
+        context._max_num_blocks_in_streaming_gen_buffer = max(2, limit // 4)
+    else:
+        context._max_num_blocks_in_streaming_gen_buffer = limit
     return context
 
 
@@ -130,12 +137,18 @@ class _Flow:
 
     def waiting(self) -> int:
         """Return the number of blocks that the pool has finished and no rank has taken."""
-        left = self._last.metrics.block_outputs_taken - self._last_state.output_queue.num_blocks
+        left = (
+            self._last.metrics.block_outputs_taken
+            - self._last_state.output_queue.num_blocks
+        )
         return self.finished - left
 
     def queued(self) -> int:
         """Return the number of blocks that the reader has yielded and no actor has received."""
-        return self.reader.metrics.num_task_outputs_generated - self.pool.metrics.num_tasks_submitted
+        return (
+            self.reader.metrics.num_task_outputs_generated
+            - self.pool.metrics.num_tasks_submitted
+        )
 
     def description(self, actors: Any, ranks: int, num_waiting: int) -> str:
         """Describe the state of the blocks and of the pool's actors.
@@ -144,9 +157,13 @@ class _Flow:
             ranks: number of ranks.
             num_waiting: ranks that say that they have waited for a second or more.
         """
-        active, queued, waiting = self.pool.num_active_tasks(), self.queued(), self.waiting()
+        active = self.pool.num_active_tasks()
+        queued = self.queued()
+        waiting = self.waiting()
         if num_waiting and (lost := self.deliveries.lost()):
-            state = f"{actors.running} transform actors run, {actors.restarting} restart"
+            state = (
+                f"{actors.running} transform actors run, {actors.restarting} restart"
+            )
             return f"a finished block is lost with its node, and is made again ({lost[0]}; {state})"
         if not actors.running:
             return f"no transform actor runs ({actors.pending} have not started, {actors.restarting} restart)"
@@ -189,17 +206,26 @@ class InFlightPolicy(BackpressurePolicy):
         if op is self._flow.reader:
             # Only one read task runs at a time: rows of a later task would fill the queue before earlier rows.
             return op.num_active_tasks() == 0
-        return op is not self._flow.pool or op.num_active_tasks() + self._flow.waiting() < self._limit()
+        return (
+            op is not self._flow.pool
+            or op.num_active_tasks() + self._flow.waiting() < self._limit()
+        )
 
     def max_task_output_bytes_to_read(self, op: Any) -> int | None:
         """Return the bytes of the rows that the queue before the pool has room for, by their mean size."""
         if op is not self._flow.reader:
             return None
         self._pause()
-        room, yielded = self._limit() - self._flow.queued(), op.metrics.num_task_outputs_generated
-        if room > 0 and not self._settings.reads:  # places are tiny, and Ray misjudges their size
+        room = self._limit() - self._flow.queued()
+        yielded = op.metrics.num_task_outputs_generated
+        if (
+            room > 0 and not self._settings.reads
+        ):  # places are tiny, and Ray misjudges their size
             return None
-        mean_bytes = op.metrics.bytes_task_outputs_generated / yielded if yielded else 1
+        if yielded:
+            mean_bytes = op.metrics.bytes_task_outputs_generated / yielded
+        else:
+            mean_bytes = 1
         return math.floor(max(0, room) * mean_bytes)
 
     def _pause(self) -> None:
@@ -219,27 +245,38 @@ class StreamAutoscaler:
 
     def __init__(self, topology: Any, settings: Settings) -> None:
         configure_logs(settings.log_format, run=settings.run)
-        self._flow, self._shown_at = _Flow(topology), 0.0
+        self._flow = _Flow(topology)
+        self._shown_at = 0.0
         # The reader runs on this process's node, since Ray waits forever for a plain task on a node that has
         # become silent, even after it has declared the node dead. The affinity is soft: Ray starts no task on a
         # node that is about to go, so a task with a hard affinity would fail, and Ray would not retry it.
         node = ray.get_runtime_context().get_node_id()
-        self._flow.reader._ray_remote_args["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
-        self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor, time.monotonic())
-        self._metrics, self._ranks = StreamMetrics(settings.run), settings.ranks
-        self._supervisor, self._name = settings.supervisor, f"execution {uuid.uuid4().hex}"
+        self._flow.reader._ray_remote_args["scheduling_strategy"] = (
+            NodeAffinitySchedulingStrategy(node, soft=True)
+        )
+        self._keeper = PoolKeeper(
+            self._flow.pool, settings.pool, settings.supervisor, time.monotonic()
+        )
+        self._metrics = StreamMetrics(settings.run)
+        self._ranks = settings.ranks
+        self._supervisor = settings.supervisor
+        self._name = f"execution {uuid.uuid4().hex}"
         # A process that is not a Ray worker belongs to a user, who may stop it with Ctrl-Z.
         self._process = this_process("coordinator") if in_worker() else None
-        self._left, self._left_at = 0, time.monotonic() + _START_S
+        self._left = 0
+        self._left_at = time.monotonic() + _START_S
         self._said: Any = None  # the Supervisor's answer to the last report
         self._num_waiting = 0  # ranks that wait, as they say, whether or not a finished block is there for them
 
     def try_trigger_scaling(self) -> None:
         """Do the work of a turn: size the pool, record metrics, report to the supervisor."""
-        now, flow = time.monotonic(), self._flow
+        now = time.monotonic()
+        flow = self._flow
         self._hear()
         waiting = flow.waiting()
-        ranks_waiting = max(flow.waiting_of(self._ranks), min(1.0, self._num_waiting / self._ranks))
+        ranks_waiting = max(
+            flow.waiting_of(self._ranks), min(1.0, self._num_waiting / self._ranks)
+        )
         self._keeper.keep(
             now,
             finished=flow.finished,
@@ -251,12 +288,20 @@ class StreamAutoscaler:
         if now - self._shown_at >= _METRICS_PERIOD_S:
             self._shown_at = now
             info = flow.pool.get_actor_info()
-            self._metrics.show(flow.finished, flow.pool.num_active_tasks() + waiting, waiting, info)
+            self._metrics.show(
+                flow.finished, flow.pool.num_active_tasks() + waiting, waiting, info
+            )
             if flow.finished - waiting != self._left:
-                self._left, self._left_at = flow.finished - waiting, now
-            at = flow.description(info, self._ranks, self._num_waiting) if flow.finished else ""
+                self._left = flow.finished - waiting
+                self._left_at = now
+            if flow.finished:
+                at = flow.description(info, self._ranks, self._num_waiting)
+            else:
+                at = ""
             ready = 1.0 - flow.waiting_of(self._ranks)
-            said = self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at, ready)
+            said = self._supervisor.moves.remote(
+                self._name, now - self._left_at, self._process, at, ready
+            )
             self._said = self._said or said
 
     def _hear(self) -> None:

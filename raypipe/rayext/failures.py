@@ -16,29 +16,42 @@ from raypipe.errors import OutageError, RaypipeError, ResourceError
 # Ray Data's note about retries at the end of a transform actor's error.
 _ADDED = re.compile(r"\nFailed to .* attempts \(total backoff .*", re.DOTALL)
 
-_MAX_CHARS = 400  # some errors of torch have a page, and those of Ray contain their traceback
+# some errors of torch have a page, and those of Ray contain their traceback
+_MAX_CHARS = 400
 
 # Ray Train's errors for a lost worker, which no rank raises itself.
 _LOST = ("WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError")
 # A rank whose peer has died gets a plain RuntimeError from Gloo, which names its source file, or from a socket.
-_OF_PEERS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_OF_PEERS = (
+    "gloo/",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+)
 
 
 def _wrapped(error: BaseException) -> list[BaseException]:
     """Return the errors that Ray has wrapped: a task's error, or those of Ray Train's workers or controller."""
-    causes = (getattr(error, name, None) for name in ("cause", "controller_failure", "health_check_failure"))
+    causes = (
+        getattr(error, name, None)
+        for name in ("cause", "controller_failure", "health_check_failure")
+    )
     workers = getattr(error, "worker_failures", {}).values()
     return [cause for cause in (*causes, *workers) if isinstance(cause, BaseException)]
 
 
 def _beneath(error: BaseException) -> Iterator[BaseException]:
     """Yield an error, then the errors that it wraps, and their causes and contexts, each once."""
-    pending, visited = [error], set[int]()
+    pending = [error]
+    visited = set[int]()
     for failure in pending:
         if id(failure) not in visited:
             visited.add(id(failure))
             yield failure
-            pending += [*_wrapped(failure), *filter(None, (failure.__cause__, failure.__context__))]
+            pending += [
+                *_wrapped(failure),
+                *filter(None, (failure.__cause__, failure.__context__)),
+            ]
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -46,7 +59,10 @@ def cause_of(error: BaseException) -> BaseException:
     for failure in _beneath(error):
         # A task's error is an instance of Ray's class and of its cause's class.
         if isinstance(failure, RaypipeError) and not _wrapped(failure):
-            failure.args = tuple(_ADDED.sub("", arg) if isinstance(arg, str) else arg for arg in failure.args)
+            failure.args = tuple(
+                _ADDED.sub("", arg) if isinstance(arg, str) else arg
+                for arg in failure.args
+            )
             return failure
     return error
 
@@ -57,7 +73,9 @@ def explanation(error: BaseException) -> str:
 
     causes = [cause for cause in _beneath(error) if not _wrapped(cause)] or [error]
     own = [cause for cause in causes if not _is_of_train(cause)]
-    dead = [cause for cause in own if isinstance(cause, RayError)]  # these caused the other failures
+    dead = [
+        cause for cause in own if isinstance(cause, RayError)
+    ]  # these caused the other failures
     cause = [*(cause for cause in own if not _is_death(cause)), *dead, *own, *causes][0]
     text = " ".join(_ADDED.sub("", str(cause)).split())
     return f"{type(cause).__name__}: {text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + ' …'}"
@@ -89,13 +107,17 @@ def is_final(failures: Iterable[BaseException]) -> bool:
     rank explains the broken connections of the others.
     """
     failures = list(failures)
-    return own_error(failures) is not None or not (_has_lost(failures) or all(map(_is_death, failures)))
+    return own_error(failures) is not None or not (
+        _has_lost(failures) or all(map(_is_death, failures))
+    )
 
 
 def own_error(failures: Iterable[BaseException]) -> RaypipeError | None:
     """Return raypipe's own final error among simultaneous failures, see `is_final`; None without one."""
     failures = list(failures)
-    own = [cause for cause in map(cause_of, failures) if isinstance(cause, RaypipeError)]
+    own = [
+        cause for cause in map(cause_of, failures) if isinstance(cause, RaypipeError)
+    ]
     final = (cause for cause in own if not isinstance(cause, OutageError))
     return None if _has_lost(failures) else next(final, None)
 
@@ -125,7 +147,9 @@ def _is_death(error: BaseException) -> bool:
     if isinstance(error, OSError):
         # Errors of object storage have no errno. Those of a disk have one, and would come again.
         return isinstance(error, ConnectionError | TimeoutError) or error.errno is None
-    if isinstance(error, RayError | torch.distributed.DistError | torch.AcceleratorError) or _is_of_train(error):
+    if isinstance(
+        error, RayError | torch.distributed.DistError | torch.AcceleratorError
+    ) or _is_of_train(error):
         return not isinstance(error, OutOfDiskError)
     if type(error) is RuntimeError and any(word in str(error) for word in _OF_PEERS):
         return True

@@ -45,11 +45,14 @@ class _Begun:
     """
 
     def __init__(self, coordinator: Any, split: int) -> None:
-        self._coordinator, self._begun = coordinator, [coordinator.start_epoch.remote(split)]
+        self._coordinator = coordinator
+        self._begun = [coordinator.start_epoch.remote(split)]
         self.start_epoch = SimpleNamespace(remote=self._epoch)
 
     def _epoch(self, split: int) -> Any:
-        return self._begun.pop() if self._begun else self._coordinator.start_epoch.remote(split)
+        if self._begun:
+            return self._begun.pop()
+        return self._coordinator.start_epoch.remote(split)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # during unpickling, before `_coordinator` is set
@@ -98,7 +101,8 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
         RaypipeError: the error that an actor raised, without Ray's wrappers.
     """
     failure: BaseException | None = None
-    before, threads = set(threading.enumerate()), list[threading.Thread]()
+    before = set(threading.enumerate())
+    threads = list[threading.Thread]()
     batch_iterators = _record_batch_iterators(iterator)
     try:
         with ours():
@@ -115,9 +119,15 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
             if row is None:
                 break
             if not threads:
-                threads = [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
+                threads = [
+                    t
+                    for t in threading.enumerate()
+                    if t.name == _RAY_DATA_THREAD and t not in before
+                ]
             yield row
-            del row  # otherwise its block would stay in memory until the next row arrives
+            del (
+                row
+            )  # otherwise its block would stay in memory until the next row arrives
     except Exception as error:
         failure = cause_of(error)
     finally:
@@ -126,7 +136,9 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
         del iterator
         for batch_iterator in batch_iterators:
             # Ray Data stops its prefetcher's thread only at the end; after an early exit it would wait forever.
-            getattr(getattr(batch_iterator, "_prefetcher", None), "stop", lambda: None)()
+            getattr(
+                getattr(batch_iterator, "_prefetcher", None), "stop", lambda: None
+            )()
         batch_iterators.clear()
         # An execution is a reference cycle. Until it is collected, its released actors may keep their CPUs, and an
         # idle cluster looks busy to the next run.

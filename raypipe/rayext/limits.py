@@ -50,11 +50,15 @@ def limits_of(config: dict[str, Any]) -> dict[str, float]:
     head = config["head_node_type"]
     groups = config["available_node_types"]
     most: dict[str, float] = {}
-    for name in {name for group in groups.values() for name in group.get("resources", {})}:
+    for name in {
+        name for group in groups.values() for name in group.get("resources", {})
+    }:
         left = int(config.get("max_workers", 0))
         total = float(groups[head].get("resources", {}).get(name, 0))
         # The nodes with the most of the resource come first, up to the cluster's max_workers.
-        for group in sorted(groups.values(), key=lambda group: -group.get("resources", {}).get(name, 0)):
+        for group in sorted(
+            groups.values(), key=lambda group: -group.get("resources", {}).get(name, 0)
+        ):
             if group is not groups[head] or group.get("max_workers"):
                 num = min(left, int(group.get("max_workers", left)))
                 total += num * group.get("resources", {}).get(name, 0)
@@ -88,7 +92,11 @@ def _configuration() -> dict[str, Any]:
     path = variable("RAYPIPE_AUTOSCALING_CONFIG")
     if not path:
         node_id = ray.get_runtime_context().get_node_id()
-        heads = [node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]]
+        heads = [
+            node["NodeID"]
+            for node in ray.nodes()
+            if "node:__internal_head__" in node["Resources"]
+        ]
         if node_id not in heads:
             return {}
         path = str(Path(_OF_RAY_UP).expanduser())
@@ -105,11 +113,15 @@ def _of_kubernetes() -> dict[str, Any]:
     from ray.autoscaler._private.kuberay import autoscaling_config, node_provider
 
     try:
-        client = node_provider.KubernetesHttpApiClient(namespace=_NAMESPACE_FILE.read_text().strip())
+        client = node_provider.KubernetesHttpApiClient(
+            namespace=_NAMESPACE_FILE.read_text().strip()
+        )
         cluster = client.get(f"rayclusters/{name}")
         if not cluster["spec"].get("enableInTreeAutoscaling"):
             return {}
-        config: dict[str, Any] = autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster)
+        config: dict[str, Any] = (
+            autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster)
+        )
         limits_of(config)  # raises if the configuration lacks a field
         return config
     except Exception as error:  # the Kubernetes client raises many types, and a run works without the limits

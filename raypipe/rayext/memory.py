@@ -57,7 +57,9 @@ class Memory:
         while self._changed.wait():
             self._changed.clear()
             try:
-                internal_kv._internal_kv_put(self._key, self._newest, overwrite=True, namespace=_NAMESPACE)
+                internal_kv._internal_kv_put(
+                    self._key, self._newest, overwrite=True, namespace=_NAMESPACE
+                )
             except Exception:
                 logger.debug("the memory of an actor cannot be written", exc_info=True)
 
@@ -70,7 +72,9 @@ def forget(actor: Any) -> None:
 def publish(key: str, value: Any) -> None:
     """Publish a value for other processes of the cluster."""
     with contextlib.suppress(Exception):  # the value helps, and nothing depends on it
-        internal_kv._internal_kv_put(key.encode(), pickle.dumps(value), overwrite=True, namespace=_NAMESPACE)
+        internal_kv._internal_kv_put(
+            key.encode(), pickle.dumps(value), overwrite=True, namespace=_NAMESPACE
+        )
 
 
 def published(key: str) -> Any:

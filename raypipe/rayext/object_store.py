@@ -16,9 +16,18 @@ def spilled_bytes() -> int:
     """
     if not ray.is_initialized():
         return 0
-    with contextlib.suppress(Exception):  # a name that a release of Ray lacks, or a node that does not answer
-        from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+    with contextlib.suppress(
+        Exception
+    ):  # a name that a release of Ray lacks, or a node that does not answer
+        from ray._private.internal_api import (
+            get_memory_info_reply,
+            get_state_from_address,
+        )
 
         state = get_state_from_address(ray.get_runtime_context().gcs_address)
-        return int(get_memory_info_reply(state, timeout_seconds=_ANSWER_S).store_stats.spilled_bytes_total)
+        return int(
+            get_memory_info_reply(
+                state, timeout_seconds=_ANSWER_S
+            ).store_stats.spilled_bytes_total
+        )
     return 0

@@ -64,19 +64,40 @@ def install(make_autoscaler: Callable[[Any, Any], Any]) -> None:
     if _installed:
         return
     _installed = True
-    executor, operators, stats = streaming_executor, actor_pool_map_operator, _StatsManager
-    _replace(executor, "create_actor_autoscaler", _by_topology, lambda *_: _NO_AUTOSCALER)
+    executor = streaming_executor
+    operators = actor_pool_map_operator
+    stats = _StatsManager
+    _replace(
+        executor, "create_actor_autoscaler", _by_topology, lambda *_: _NO_AUTOSCALER
+    )
     _replace(executor, "create_cluster_autoscaler", _by_topology, make_autoscaler)
     for name in ("execute", "shutdown"):
         _replace(executor.StreamingExecutor, name, _as_ours)
-    for name in ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"):
+    for name in (
+        "register_dataset_to_stats_actor",
+        "update_execution_metrics",
+        "update_iteration_metrics",
+    ):
         _replace(stats, name, _unless_local, nothing)
-    _replace(stats, "gen_dataset_id_from_stats_actor", _unless_local, lambda: uuid.uuid4().hex)
-    _replace(operators, "get_or_create_actor_location_tracker", _unless_local, lambda: _NO_TRACKER)
+    _replace(
+        stats,
+        "gen_dataset_id_from_stats_actor",
+        _unless_local,
+        lambda: uuid.uuid4().hex,
+    )
+    _replace(
+        operators,
+        "get_or_create_actor_location_tracker",
+        _unless_local,
+        lambda: _NO_TRACKER,
+    )
     _replace(operators, "get_actor_locations", _unless_lost)
     for name in ("ray.data._internal.progress", streaming_executor.__name__):
         logging.getLogger(name).addFilter(_hide_progress)
-    for name in ("ray.data.exceptions", "ray.data._internal.execution.streaming_executor_state"):
+    for name in (
+        "ray.data.exceptions",
+        "ray.data._internal.execution.streaming_executor_state",
+    ):
         logging.getLogger(name).addFilter(_hide_errors)
 
 
@@ -109,7 +130,9 @@ def _by_topology(function: Function, make: Callable[[Any, Any], Any]) -> Functio
     @functools.wraps(function)
     def chosen(topology: Any, *args: Any, **options: Any) -> Any:
         settings = next(iter(topology)).data_context.get_config(KEY)
-        return make(topology, settings) if settings else function(topology, *args, **options)
+        if settings:
+            return make(topology, settings)
+        return function(topology, *args, **options)
 
     return chosen
 

@@ -14,7 +14,8 @@ import ray
 from raypipe.rayext.limits import has_labelled_type
 
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to each node
-LABEL, VALUE = "raypipe", "transform"
+LABEL = "raypipe"
+VALUE = "transform"
 """The label of nodes for transforms, which the YAML of a cluster sets; see docs/clusters.md."""
 
 
@@ -35,9 +36,13 @@ def placement() -> dict[str, Any]:
     label is unknown, the autoscaler may add any node for an actor.
     """
     alive = nodes()
-    is_label_used = any(is_labelled(node) or node["Resources"].get("GPU") for node in alive)
+    is_label_used = any(
+        is_labelled(node) or node["Resources"].get("GPU") for node in alive
+    )
     others = [node["NodeID"] for node in alive if not is_labelled(node)]
-    fallback: list[dict[str, Any]] = [{"label_selector": {_NODE_ID: f"in({','.join(others)})"}}] if others else []
+    fallback: list[dict[str, Any]] = (
+        [{"label_selector": {_NODE_ID: f"in({','.join(others)})"}}] if others else []
+    )
     if not (is_label_used or has_labelled_type(LABEL, VALUE)):
         fallback = [{"label_selector": {}}]
     return {"label_selector": {LABEL: VALUE}, "fallback_strategy": fallback or None}

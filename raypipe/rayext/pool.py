@@ -61,13 +61,23 @@ class PoolSizer:
     """Decides on a pool's size within its bounds and pace; callers pass the time."""
 
     def __init__(self, rules: PoolConfig, now: float) -> None:
-        self._rules, self._observed_at = rules, now
+        self._rules = rules
+        self._observed_at = now
         # Sums over two windows of time: seconds, and seconds x waiting, active and running. Time in which no rank
         # takes a block does not show what ranks need: it joins the calm window at the next block, up to a limit.
-        self._growth, self._calm, self._unmoved = np.zeros(4), np.zeros(4), np.zeros(4)
+        self._growth = np.zeros(4)
+        self._calm = np.zeros(4)
+        self._unmoved = np.zeros(4)
 
     def observe(
-        self, now: float, *, waiting: float, active: int, running: int, pending: int, moved: bool = True
+        self,
+        now: float,
+        *,
+        waiting: float,
+        active: int,
+        running: int,
+        pending: int,
+        moved: bool = True,
     ) -> Decision | None:
         """Record an observation, which counts for the time since the last one; return a new size, or None.
 
@@ -77,10 +87,17 @@ class PoolSizer:
             moved: whether a rank has taken a block since the last observation.
         """
         sums = (now - self._observed_at) * np.array([1, waiting, active, running])
-        self._observed_at, self._growth, self._unmoved = now, self._growth + sums, self._unmoved + sums
-        rules, size = self._rules, running + pending
+        self._observed_at, self._growth, self._unmoved = (
+            now,
+            self._growth + sums,
+            self._unmoved + sums,
+        )
+        rules = self._rules
+        size = running + pending
         if moved:
-            self._calm += self._unmoved * min(1.0, rules.grow_after_s / max(self._unmoved[0], 1e-9))
+            self._calm += self._unmoved * min(
+                1.0, rules.grow_after_s / max(self._unmoved[0], 1e-9)
+            )
             self._unmoved = np.zeros(4)
         if self._growth[0] >= rules.grow_after_s:
             seconds, waited, worked, ran = self._growth.tolist()
@@ -121,16 +138,21 @@ class PoolKeeper:
     """
 
     def __init__(self, op: Any, rules: PoolConfig, supervisor: Any, now: float) -> None:
-        self._op, self._rules, self._supervisor = op, rules, supervisor
+        self._op = op
+        self._rules = rules
+        self._supervisor = supervisor
         (self._pool,) = op.get_autoscaling_actor_pools()
         self._cpus: float = self._pool.per_actor_resource_usage().cpu or 0.0
         self._sizer: PoolSizer | None = None  # made at the first block
         self._target: int | None = None
         # Times of the last watch, of the last finished block, and when an actor last ran or none waited for CPUs.
         self._watched_at = self._moved_at = self._queued_at = now
-        self._finished, self._has_reported = 0, False
+        self._finished = 0
+        self._has_reported = False
         self._taken = 0  # blocks that ranks have taken
-        self._room_at: dict[Any, float] = {}  # actor that died with blocks → time to make room for it
+        self._room_at: dict[
+            Any, float
+        ] = {}  # actor that died with blocks → time to make room for it
         self._room_made = set[Any]()  # actors for which room was made
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
         self._given = 0.0  # CPUs left to other streams
@@ -145,7 +167,9 @@ class PoolKeeper:
         elif more > 0:
             size = self._pool.current_size()
             now = size if self._most is None else min(self._most, size)
-            self._most = max(self._rules.min_actors, now - math.ceil(more / self._cpus - 1e-9))
+            self._most = max(
+                self._rules.min_actors, now - math.ceil(more / self._cpus - 1e-9)
+            )
         elif more < 0 and self._most is not None:
             self._most += int(-more / self._cpus + 1e-9)
 
@@ -171,7 +195,9 @@ class PoolKeeper:
         Raises:
             RaypipeError: the stream has stalled.
         """
-        self._size(now, finished, ranks_waiting, moved=finished - waiting != self._taken)
+        self._size(
+            now, finished, ranks_waiting, moved=finished - waiting != self._taken
+        )
         self._taken = finished - waiting
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
@@ -180,7 +206,9 @@ class PoolKeeper:
             self._report_no_actors(now)
             self._end_stall(now, finished, waiting, ranks_waiting)
 
-    def _size(self, now: float, finished: int, ranks_waiting: float, moved: bool = True) -> None:
+    def _size(
+        self, now: float, finished: int, ranks_waiting: float, moved: bool = True
+    ) -> None:
         pool = self._pool
         if (missing := pool.min_size() - pool.current_size()) > 0:
             self._grow(missing, "the pool is below its minimum")
@@ -191,7 +219,8 @@ class PoolKeeper:
             return
         if self._sizer is None:
             self._sizer = PoolSizer(self._rules, now)
-        running, pending = pool.num_running_actors() - len(self._leaving), pool.num_pending_actors()
+        running = pool.num_running_actors() - len(self._leaving)
+        pending = pool.num_pending_actors()
         decision = self._sizer.observe(
             now,
             waiting=ranks_waiting,
@@ -204,11 +233,20 @@ class PoolKeeper:
         restarting = any(state.is_restarting for state in pool._running_actors.values())
         if decision is not None and decision.size > size and restarting:
             decision = None  # new actors would take the CPUs of those that must make their blocks again
-        if decision is not None and self._most is not None and decision.size > self._most:
-            decision = replace(decision, size=self._most) if size < self._most else None
+        if (
+            decision is not None
+            and self._most is not None
+            and decision.size > self._most
+        ):
+            if size < self._most:
+                decision = replace(decision, size=self._most)
+            else:
+                decision = None
         if decision is not None:
             self._target = decision.size
-            self._supervisor.scaled.remote(f"{size} → {decision.size} transform actors: {decision.reason}")
+            self._supervisor.scaled.remote(
+                f"{size} → {decision.size} transform actors: {decision.reason}"
+            )
             if decision.size > size:
                 self._grow(decision.size - size, decision.reason)
         if self._target is not None and self._target < size:
@@ -231,49 +269,85 @@ class PoolKeeper:
         on_node = Counter(state.actor_location for _, state in states)
         labelled = {node["NodeID"] for node in nodes() if is_labelled(node)}
         idle = [
-            (state.actor_location in labelled, on_node[state.actor_location], state.actor_location, actor)
+            (
+                state.actor_location in labelled,
+                on_node[state.actor_location],
+                state.actor_location,
+                actor,
+            )
             for actor, state in states
-            if not (state.num_tasks_in_flight or state.is_restarting or actor in self._leaving)
+            if not (
+                state.num_tasks_in_flight
+                or state.is_restarting
+                or actor in self._leaving
+            )
         ]
         num_running = sum(1 for _, state in states if not state.is_restarting)
-        for *_, actor in sorted(idle, key=lambda place: place[:3])[: max(0, min(surplus, num_running - 1))]:
+        for *_, actor in sorted(idle, key=lambda place: place[:3])[
+            : max(0, min(surplus, num_running - 1))
+        ]:
             self._pool._release_running_actor(actor)
 
     def _release_lost(self, most: int, keep: Collection[Any] = ()) -> int:
         """Release dead actors without blocks, whose restart would be useless; return their number."""
         states = self._pool._running_actors.items()
-        lost = [actor for actor, state in states if state.is_restarting and not state.num_tasks_in_flight]
+        lost = [
+            actor
+            for actor, state in states
+            if state.is_restarting and not state.num_tasks_in_flight
+        ]
         lost = [actor for actor in lost if actor not in keep][:most]
         for actor in lost:
             self._pool._release_running_actor(actor)
         return len(lost)
 
-    def _make_room(self, now: float, makers: Callable[[], set[str]] = set, fetches: bool = False) -> None:
+    def _make_room(
+        self, now: float, makers: Callable[[], set[str]] = set, fetches: bool = False
+    ) -> None:
         states = self._pool._running_actors
-        waiting = {actor: s for actor, s in states.items() if s.is_restarting and s.num_tasks_in_flight}
+        waiting = {
+            actor: s
+            for actor, s in states.items()
+            if s.is_restarting and s.num_tasks_in_flight
+        }
         # If a rank waits for a block that was lost with its node, the same actor must make it again. Ray Data has
         # counted the block as finished, so it sees an actor without work.
-        restarting = {actor: s for actor, s in states.items() if s.is_restarting} if fetches else {}
+        if fetches:
+            restarting = {actor: s for actor, s in states.items() if s.is_restarting}
+        else:
+            restarting = {}
         if restarting.keys() - waiting.keys():
             owing = makers()
-            waiting |= {actor: s for actor, s in restarting.items() if _id_of(actor) in owing}
+            waiting |= {
+                actor: s for actor, s in restarting.items() if _id_of(actor) in owing
+            }
         new = waiting.keys() - self._room_at.keys()
         alive = {node["NodeID"] for node in nodes()} if new else set()
         for actor in new:
-            self._room_at[actor] = now + (_PATIENCE_S if waiting[actor].actor_location in alive else 0.0)
-        self._room_at = {actor: time_s for actor, time_s in self._room_at.items() if actor in waiting}
+            self._room_at[actor] = now + (
+                _PATIENCE_S if waiting[actor].actor_location in alive else 0.0
+            )
+        self._room_at = {
+            actor: time_s for actor, time_s in self._room_at.items() if actor in waiting
+        }
         self._room_made &= waiting.keys()
         late = [actor for actor, time_s in self._room_at.items() if now >= time_s]
         # Actors with room that no request waits for have their CPUs, and are starting.
         if self._room_made.intersection(late) and self._cpus not in _pending_cpus():
             late = [actor for actor in late if actor not in self._room_made]
-        idle = [actor for actor, s in states.items() if not (s.is_restarting or s.num_tasks_in_flight)]
+        idle = [
+            actor
+            for actor, s in states.items()
+            if not (s.is_restarting or s.num_tasks_in_flight)
+        ]
         if not (late and idle):
             return
         late = late[int(_free_cpus() / self._cpus) :][: len(idle)]
         if not late:
             return
-        self._release_lost(len(states), keep=waiting.keys())  # otherwise these may take the CPUs
+        self._release_lost(
+            len(states), keep=waiting.keys()
+        )  # otherwise these may take the CPUs
         for actor in idle[: len(late)]:
             self._pool._release_running_actor(actor)
         self._room_at |= dict.fromkeys(late, now + _PATIENCE_S)
@@ -292,7 +366,11 @@ class PoolKeeper:
         Args:
             going: node id → end, see `limits.draining`.
         """
-        running = {actor: s for actor, s in self._pool._running_actors.items() if not s.is_restarting}
+        running = {
+            actor: s
+            for actor, s in self._pool._running_actors.items()
+            if not s.is_restarting
+        }
         on_node = defaultdict[str, list[Any]](list)
         for actor, state in running.items():
             if state.actor_location in going:
@@ -301,7 +379,10 @@ class PoolKeeper:
             if new := [actor for actor in actors if actor not in self._leaving]:
                 self._leaving |= set(new)
                 self._grow(len(new), "their node is about to go")
-                left = f" in {going[node] / 1000 - time.time():.0f} s" if going[node] else ""
+                if going[node]:
+                    left = f" in {going[node] / 1000 - time.time():.0f} s"
+                else:
+                    left = ""
                 self._supervisor.note.remote(
                     f"node {node[:8]} is about to go{left}: its {len(new)} transform actors get no more blocks, "
                     "and the pool starts as many on other nodes",
@@ -309,7 +390,11 @@ class PoolKeeper:
                 )
         self._leaving &= running.keys()
         if running.keys() - self._leaving:
-            for actor in [actor for actor in self._leaving if not running[actor].num_tasks_in_flight]:
+            for actor in [
+                actor
+                for actor in self._leaving
+                if not running[actor].num_tasks_in_flight
+            ]:
                 self._leaving.remove(actor)
                 self._pool._release_running_actor(actor)
 
@@ -317,8 +402,11 @@ class PoolKeeper:
         info = self._op.get_actor_info()
         waiting = info.pending + info.restarting
         if info.running:
-            self._queued_at, self._has_reported = now, False
-        elif not waiting or self._cpus not in _pending_cpus():  # the actors are starting
+            self._queued_at = now
+            self._has_reported = False
+        elif (
+            not waiting or self._cpus not in _pending_cpus()
+        ):  # the actors are starting
             self._queued_at = now
         elif not self._has_reported and now - self._queued_at > _QUEUE_S:
             self._has_reported = True
@@ -329,10 +417,15 @@ class PoolKeeper:
                 "no_room",
             )
 
-    def _end_stall(self, now: float, finished: int, waiting: int, ranks_waiting: float) -> None:
+    def _end_stall(
+        self, now: float, finished: int, waiting: int, ranks_waiting: float
+    ) -> None:
         timeout_s = self._rules.stall_timeout_s
-        if finished != self._finished or not ranks_waiting:  # trainers may pause for as long as they like
-            self._finished, self._moved_at = finished, now
+        if (
+            finished != self._finished or not ranks_waiting
+        ):  # trainers may pause for as long as they like
+            self._finished = finished
+            self._moved_at = now
         elif now - self._moved_at > timeout_s:
             stalled = f"the stream has stalled: no micro-batch was finished for {timeout_s:g} s"
             if waiting and not self._op.num_active_tasks() and ranks_waiting < 1:

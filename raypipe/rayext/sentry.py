@@ -32,13 +32,19 @@ class Sentry:
         waited_s: returns the seconds for which the rank has waited for a batch; 0 = it does not wait.
     """
 
-    def __init__(self, supervisor: Any, rank: int, waited_s: Callable[[], float]) -> None:
-        self._supervisor, self._rank, self._waited_s = supervisor, rank, waited_s
+    def __init__(
+        self, supervisor: Any, rank: int, waited_s: Callable[[], float]
+    ) -> None:
+        self._supervisor = supervisor
+        self._rank = rank
+        self._waited_s = waited_s
         self._process: Process | None = None  # where the Supervisor has answered from
         self._asked: Any = None
         self._asked_at = 0.0
         self._left = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="raypipe-sentry", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="raypipe-sentry", daemon=True
+        )
 
     def start(self) -> None:
         """Start to watch."""
@@ -60,7 +66,8 @@ class Sentry:
     def turn(self, now: float) -> None:
         """Ask the Supervisor for an answer, or take it; check the process of one that gives none."""
         if self._asked is None:
-            self._asked, self._asked_at = self._supervisor.hears.remote(self._rank, self._waited_s()), now
+            self._asked = self._supervisor.hears.remote(self._rank, self._waited_s())
+            self._asked_at = now
         if ray.wait([self._asked], timeout=_PERIOD_S)[0]:
             asked, self._asked = self._asked, None
             self._process = ray.get(asked)
@@ -68,7 +75,9 @@ class Sentry:
             self._check(self._process)
 
     def _check(self, process: Process) -> None:
-        if process.node != ray.get_runtime_context().get_node_id():  # rank 0 is on its node
+        if (
+            process.node != ray.get_runtime_context().get_node_id()
+        ):  # rank 0 is on its node
             return
         if end_stopped([(process.pid, process.started)]):
             self._process = self._asked = None

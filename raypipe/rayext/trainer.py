@@ -14,10 +14,21 @@ from typing import Any
 
 import ray
 from ray.train.v2._internal.callbacks import datasets, placement_group_callback
-from ray.train.v2._internal.execution import failure_handling, scaling_policy, train_fn_utils
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution import (
+    failure_handling,
+    scaling_policy,
+    train_fn_utils,
+)
+from ray.train.v2._internal.execution.callback import (
+    ControllerCallback,
+    WorkerGroupCallback,
+)
 from ray.train.v2.api import config as ray_config
-from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+from ray.train.v2.api.exceptions import (
+    ControllerError,
+    TrainingFailedError,
+    WorkerGroupError,
+)
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from raypipe.errors import NoRoomError, ResourceError
@@ -35,15 +46,24 @@ logger = logging.getLogger(__name__)
 # Two loggers of Ray Train's controller are silenced: on a busy machine, the first warns about retried requests,
 # with a traceback, and the second about each trainer that has died. The policies below log what a run waits for.
 # A filter, since Ray Train resets the levels of its loggers when a run begins.
-for _name in ("execution.scaling_policy.autoscaling_coordinator_client", "callbacks.backend_setup"):
-    logging.getLogger(f"ray.train.v2._internal.{_name}").addFilter(lambda record: record.levelno >= logging.ERROR)
+for _name in (
+    "execution.scaling_policy.autoscaling_coordinator_client",
+    "callbacks.backend_setup",
+):
+    logging.getLogger(f"ray.train.v2._internal.{_name}").addFilter(
+        lambda record: record.levelno >= logging.ERROR
+    )
 
 if is_local():
     # In the controller of each run of Ray Train, a user's included, this callback starts an actor that frees the
     # trainers' resources when the driver has died. A local cluster dies with its driver, and lacks the dashboard
     # that the actor asks: `fit` would wait 12 s for the actor's end, and log a traceback.
     for _name in ("after_controller_start", "after_worker_group_start"):
-        setattr(placement_group_callback.PlacementGroupCleanerCallback, _name, lambda *_: None)
+        setattr(
+            placement_group_callback.PlacementGroupCleanerCallback,
+            _name,
+            lambda *_: None,
+        )
 
 # Trainers with resources start at once, so a longer wait is logged. It must be below the timeout in cluster.py,
 # after which Ray Train tries again.
@@ -68,33 +88,52 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
         run: the run's name, for the metric of the wait; empty = none.
     """
 
-    def __init__(self, scaling_config: ray_config.ScalingConfig, timeout_s: float, run: str = "") -> None:
+    def __init__(
+        self, scaling_config: ray_config.ScalingConfig, timeout_s: float, run: str = ""
+    ) -> None:
         super().__init__(scaling_config)
-        self._timeout_s, self._run = timeout_s, run
+        self._timeout_s = timeout_s
+        self._run = run
         self._since: float | None = None
         self._has_logged = False
 
-    def make_decision_for_non_running_worker_group(self) -> scaling_policy.ScalingDecision:
+    def make_decision_for_non_running_worker_group(
+        self,
+    ) -> scaling_policy.ScalingDecision:
         self._since = self._since or time.monotonic()
         waited_s = time.monotonic() - self._since
         if self._run:
             Recorder(self._run).set({"trainer_room_wait_seconds": waited_s})
         if waited_s > self._timeout_s:
-            raise NoRoomError(self._waiting(f"have had no room for {self._timeout_s:g} s"))
+            raise NoRoomError(
+                self._waiting(f"have had no room for {self._timeout_s:g} s")
+            )
         if waited_s > _LOG_AFTER_S and not self._has_logged:
             self._has_logged = True
-            logger.warning(self._waiting(f"have no room; the run ends in {self._timeout_s - waited_s:.0f} s"))
+            logger.warning(
+                self._waiting(
+                    f"have no room; the run ends in {self._timeout_s - waited_s:.0f} s"
+                )
+            )
         return super().make_decision_for_non_running_worker_group()  # type: ignore[safe-super]
 
-    def make_decision_for_running_worker_group(self, *args: Any, **options: Any) -> scaling_policy.ScalingDecision:
-        self._since, self._has_logged = None, False
+    def make_decision_for_running_worker_group(
+        self, *args: Any, **options: Any
+    ) -> scaling_policy.ScalingDecision:
+        self._since = None
+        self._has_logged = False
         return super().make_decision_for_running_worker_group(*args, **options)  # type: ignore[safe-super]
 
     def _waiting(self, state: str) -> str:
         """Return the message about waiting trainers: their needs, their state, and a remedy."""
         config: Any = self.scaling_config
-        workers = config.min_workers if config.elasticity_enabled else config.num_workers
-        share = " and ".join(f"{n:g} {kind}" for kind, n in worker_resources(config).items() if n)
+        if config.elasticity_enabled:
+            workers = config.min_workers
+        else:
+            workers = config.num_workers
+        share = " and ".join(
+            f"{n:g} {kind}" for kind, n in worker_resources(config).items() if n
+        )
         return (
             f"{workers} trainers of {share} each {state} (pool.stall_timeout_s). Add nodes, or stop other jobs "
             "(`ray job list`)"
@@ -109,26 +148,37 @@ class DivisorScalingPolicy(BoundedScalingPolicy, scaling_policy.ElasticScalingPo
     """Ray Train's elastic policy, limited to numbers of workers that divide the M micro-batches of a step."""
 
     def __init__(
-        self, scaling_config: ray_config.ScalingConfig, timeout_s: float, per_step: int, run: str = ""
+        self,
+        scaling_config: ray_config.ScalingConfig,
+        timeout_s: float,
+        per_step: int,
+        run: str = "",
     ) -> None:
         super().__init__(scaling_config, timeout_s, run)
         self._per_step = per_step
 
     def _count_possible_workers(self, reserved_resources: Any) -> int:
-        return largest_divisor(self._per_step, super()._count_possible_workers(reserved_resources))
+        return largest_divisor(
+            self._per_step, super()._count_possible_workers(reserved_resources)
+        )
 
 
 def _reason(error: TrainingFailedError) -> str:
     """Return the reason of a restart as a label: preempted, died, no_start."""
     failures = [error, *getattr(error, "worker_failures", {}).values()]
     # Ray 2.56 to 2.59 have no PreemptionError.
-    if any(type(e).__name__ == "PreemptionError" or getattr(e, "preempted", False) for e in failures):
+    if any(
+        type(e).__name__ == "PreemptionError" or getattr(e, "preempted", False)
+        for e in failures
+    ):
         return "preempted"
     return "died" if isinstance(error, WorkerGroupError) else "no_start"
 
 
 # Ray's message about a dead actor: its process, its node, and the reason.
-_DEAD_ACTOR = re.compile(r"\w+: The actor died .* pid: (\d+) .* ip: (\S+) The actor is dead because (?:its )?(.*)")
+_DEAD_ACTOR = re.compile(
+    r"\w+: The actor died .* pid: (\d+) .* ip: (\S+) The actor is dead because (?:its )?(.*)"
+)
 
 
 def who_died(error: BaseException) -> str:
@@ -141,7 +191,9 @@ def who_died(error: BaseException) -> str:
     if lost:
         cause = _DEAD_ACTOR.sub(r"process \1 on \2, \3", explanation(lost[min(lost)]))
         return f"{_trainers(sorted(lost))} died: {cause}"
-    return f"{_trainers(sorted(failures))} failed: {explanation(error)}" if failures else explanation(error)
+    if failures:
+        return f"{_trainers(sorted(failures))} failed: {explanation(error)}"
+    return explanation(error)
 
 
 def _trainers(ranks: list[int]) -> str:
@@ -159,15 +211,23 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
 
     def __init__(self, failure_config: Any, run: str, run_uri: str = "") -> None:
         super().__init__(failure_config)
-        self._run, self._run_uri = run, run_uri
+        self._run = run
+        self._run_uri = run_uri
 
-    def make_decision(self, training_failed_error: TrainingFailedError) -> failure_handling.FailureDecision:
+    def make_decision(
+        self, training_failed_error: TrainingFailedError
+    ) -> failure_handling.FailureDecision:
         error = training_failed_error
-        if isinstance(error, WorkerGroupError) and is_final(error.worker_failures.values()):
+        if isinstance(error, WorkerGroupError) and is_final(
+            error.worker_failures.values()
+        ):
             return failure_handling.FailureDecision.RAISE
         decision = super().make_decision(error)
-        if decision != failure_handling.FailureDecision.RAISE:  # otherwise the error is logged when the run ends
-            text, reason = f"restarting the trainers: {who_died(error)}", _reason(error)
+        if (
+            decision != failure_handling.FailureDecision.RAISE
+        ):  # otherwise the error is logged when the run ends
+            text = f"restarting the trainers: {who_died(error)}"
+            reason = _reason(error)
             logger.warning("%s", text, extra={"values": {"fault": reason}})
             Recorder(self._run).add({"trainer_restarts_total": 1}, reason=reason)
             if self._run_uri:
@@ -207,7 +267,12 @@ class FinalErrors(ControllerCallback, WorkerGroupCallback):
         self._notice = worker_group_status.get_preemption_info() or self._notice
         # Ray recognizes a preempted node only by the deadline of its notice. A node that goes earlier, or a
         # trainer that first reports its lost peer, would count against `max_failures`.
-        if failures and self._notice and not is_final(failures) and not worker_group_status.has_preempted_worker():
+        if (
+            failures
+            and self._notice
+            and not is_final(failures)
+            and not worker_group_status.has_preempted_worker()
+        ):
             from ray.train.v2.api.exceptions import PreemptionError
 
             raise PreemptionError(self._notice)
@@ -217,7 +282,8 @@ class _Logs(ControllerCallback):
     """Callback that sets the log format in Ray Train's controller."""
 
     def __init__(self, log_format: LogFormat, run: str) -> None:
-        self._log_format, self._run = log_format, run
+        self._log_format = log_format
+        self._run = run
 
     def after_controller_start(self, train_run_context: Any) -> None:
         configure_logs(self._log_format, run=self._run)
@@ -248,8 +314,12 @@ class RunTrainer(TorchTrainer):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self._per_step, self._timeout_s, self._take_signals = per_step, timeout_s, take_signals
-        self._run_uri, self._log_format, self._run = run_uri, log_format, self.run_config.name or ""
+        self._per_step = per_step
+        self._timeout_s = timeout_s
+        self._take_signals = take_signals
+        self._run_uri = run_uri
+        self._log_format = log_format
+        self._run = self.run_config.name or ""
         self._give_up = give_up
         self._controller: Any = None
         self._watch: DriverWatch | None = None
@@ -261,7 +331,9 @@ class RunTrainer(TorchTrainer):
         for deaths in itertools.count(1):
             try:
                 return self._fit()
-            except ray.exceptions.RayActorError as error:  # Ray Train raises its own errors for trainers
+            except (
+                ray.exceptions.RayActorError
+            ) as error:  # Ray Train raises its own errors for trainers
                 if 0 <= most < deaths or is_head_lost() or not wait_for_trainers():
                     raise
                 cause = _DEAD_ACTOR.sub(r"process \1 on \2, \3", explanation(error))
@@ -295,18 +367,26 @@ class RunTrainer(TorchTrainer):
             if config.elasticity_enabled
             else FixedPolicy(config, self._timeout_s, self._run)
         )
-        options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config, self._run, self._run_uri)
+        options["failure_policy"] = OnlyDeathsPolicy(
+            self.run_config.failure_config, self._run, self._run_uri
+        )
         return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:
         # The removed callback would start an actor, to distribute Ray Train's datasets, which a run does not have.
         defaults = super()._create_default_callbacks()
-        callbacks = [callback for callback in defaults if not isinstance(callback, datasets.DatasetsCallback)]
+        callbacks = [
+            callback
+            for callback in defaults
+            if not isinstance(callback, datasets.DatasetsCallback)
+        ]
         return [*callbacks, _Logs(self._log_format, self._run)]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         self._controller = controller
-        self._watch = DriverWatch(controller, self._timeout_s, self._give_up, self._record)
+        self._watch = DriverWatch(
+            controller, self._timeout_s, self._give_up, self._record
+        )
         self._watch.start()
         self._take_signals()
 

@@ -29,7 +29,9 @@ def noticed() -> Any:
     try:
         return context.get_train_context().preemption_context.preemption_info
     except (AttributeError, RuntimeError) as error:
-        raise LookupError("Ray Train has no preemption notices for this process") from error
+        raise LookupError(
+            "Ray Train has no preemption notices for this process"
+        ) from error
 
 
 class Notice:
@@ -55,8 +57,11 @@ class Notice:
         self._due_at = self._notified_at = 0.0  # time.time(), like Ray's deadline
         self._room_s = math.inf  # time for steps before the last checkpoint
         self._step_s = self._checkpoint_s = 0.0  # recent maximum
-        self._begun_at, self._asked_at = time.monotonic(), 0.0  # start of the step, and of the current checkpoint
-        self._steps, self._steps_between, self._agreed_at = 0, 1, time.monotonic()
+        self._begun_at = time.monotonic()
+        self._asked_at = 0.0  # start of the step, and of the current checkpoint
+        self._steps = 0
+        self._steps_between = 1
+        self._agreed_at = time.monotonic()
 
     def begin_step(self) -> None:
         """Start a step; all ranks must call it.
@@ -87,16 +92,27 @@ class Notice:
             return False
         if info is None:
             return False
-        now, self._step_s = time.time(), max(time.monotonic() - self._begun_at, 0.8 * self._step_s)
+        now, self._step_s = (
+            time.time(),
+            max(time.monotonic() - self._begun_at, 0.8 * self._step_s),
+        )
         if new := sorted(set(info.preempted_node_ids) - self._known):
             self._known.update(new)
             ranks = ", ".join(map(str, info.preempted_ranks))
             nodes = ", ".join(node[:8] for node in new)
-            self._tell(f"the node of trainers {ranks} is about to go ({nodes}): making a checkpoint")
-            self._due_at, self._notified_at = 0.0, now
-        ends_at = info.deadline_ms / 1000 if info.deadline_ms else self._notified_at + _UNKNOWN_S
+            self._tell(
+                f"the node of trainers {ranks} is about to go ({nodes}): making a checkpoint"
+            )
+            self._due_at = 0.0
+            self._notified_at = now
+        if info.deadline_ms:
+            ends_at = info.deadline_ms / 1000
+        else:
+            ends_at = self._notified_at + _UNKNOWN_S
         turn_s = self._step_s + self._checkpoint_s
-        self._room_s = ends_at - now - _SPARE_S - 1.5 * turn_s  # a step may take longer than those before
+        self._room_s = (
+            ends_at - now - _SPARE_S - 1.5 * turn_s
+        )  # a step may take longer than those before
         self.is_last = self._room_s <= 0
         # A checkpoint that is still being written when the last one is due would only delay it.
         is_due = at_end or (now >= self._due_at and self._room_s > self._checkpoint_s)
@@ -125,7 +141,8 @@ class Notice:
             return False
         now = time.monotonic()
         between = max(1, int(self._steps * _AGREE_S / max(now - self._agreed_at, 1e-6)))
-        self._steps, self._agreed_at = 0, now
+        self._steps = 0
+        self._agreed_at = now
         due: bool
         asked = rank == 0 and self.is_due(at_end)
         due, self.is_last, self._steps_between = broadcast_from_rank_zero(
@@ -139,9 +156,14 @@ def _leave() -> None:
     import ray.train
     from ray.exceptions import RayActorError
 
-    with contextlib.suppress(Exception):  # a rank that has already ended reports nothing more
-        ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED, _COMMIT_S)
+    with contextlib.suppress(
+        Exception
+    ):  # a rank that has already ended reports nothing more
+        ray.train.get_all_reported_checkpoints(
+            ray.train.CheckpointConsistencyMode.COMMITTED, _COMMIT_S
+        )
     # Only an error of this type counts as a preemption in Ray Train.
     raise RayActorError(
-        error_msg="the node of a trainer is about to go, and the last checkpoint has been made", preempted=True
+        error_msg="the node of a trainer is about to go, and the last checkpoint has been made",
+        preempted=True,
     )

@@ -21,7 +21,8 @@ from raypipe.rayext.watch import Process, is_stopped, this_process
 
 logger = logging.getLogger(__name__)
 
-_FIRST_LINE_S, _LINE_EVERY_S = 1.0, 30.0
+_FIRST_LINE_S = 1.0
+_LINE_EVERY_S = 30.0
 _CONNECT_S = 3.0  # timeout of a connection to a port
 _LOST_S = 5.0  # a living head answers at once
 
@@ -47,7 +48,9 @@ class Wait:
         tell: Callable[[str], object] = lambda thing: None,
     ) -> None:
         self._tell = tell
-        self._timeout_s, self._check, self._setting = timeout_s, check, f" ({setting})" if setting else ""
+        self._timeout_s = timeout_s
+        self._check = check
+        self._setting = f" ({setting})" if setting else ""
         self._begun = time.monotonic()
         self._line_at = self._begun + _FIRST_LINE_S - _LINE_EVERY_S
 
@@ -57,10 +60,14 @@ class Wait:
         now = time.monotonic()
         left_s = self._begun + self._timeout_s - now
         if left_s <= 0:
-            raise NoRoomError(f"waited {self._timeout_s:g} s{self._setting} for {thing}")
+            raise NoRoomError(
+                f"waited {self._timeout_s:g} s{self._setting} for {thing}"
+            )
         if now - self._line_at >= _LINE_EVERY_S:
             self._line_at = now
-            progress(logger, f"waiting up to {left_s:.0f} s more{self._setting} for {thing}")
+            progress(
+                logger, f"waiting up to {left_s:.0f} s more{self._setting} for {thing}"
+            )
             self._tell(thing)
         time.sleep(min(pause_s, left_s))
 
@@ -73,20 +80,28 @@ def wait_for_head(address: str, wait: Wait) -> None:
     Raises:
         ResourceError: the head does not answer in time.
     """
-    answered, ended, reason = threading.Event(), threading.Event(), ["no answer"]
+    answered = threading.Event()
+    ended = threading.Event()
+    reason = ["no answer"]
 
-    def ask() -> None:  # in a thread, since signals interrupt the main thread only in Python code
+    def ask() -> (
+        None
+    ):  # in a thread, since signals interrupt the main thread only in Python code
         while not ended.wait(0 if reason[0] == "no answer" else 1):
             try:
                 head = services.canonicalize_bootstrap_address(address)
                 if head is not None:  # None for an address that cannot be tested
                     host, _, port = head.rpartition(":")
-                    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+                    socket.create_connection(
+                        (host.strip("[]"), int(port)), _CONNECT_S
+                    ).close()
                     reason[0] = "it accepts connections, but does not answer"
                     client: Any = _raylet
                     client.GcsClient(address=head).internal_kv_get(b"raypipe", None)
                 return answered.set()
-            except Exception as error:  # host names, sockets and Ray raise different types
+            except (
+                Exception
+            ) as error:  # host names, sockets and Ray raise different types
                 reason[0] = str(error) or type(error).__name__
 
     threading.Thread(target=ask, daemon=True, name="raypipe-head").start()
@@ -117,7 +132,9 @@ class _Starting:
     """
 
     def __init__(self, run: str, driver: Process) -> None:
-        self._run, self._driver, self._thing = run, driver, ""
+        self._run = run
+        self._driver = driver
+        self._thing = ""
 
     def tell(self, thing: str) -> None:
         """The run waits for a thing."""
@@ -126,7 +143,9 @@ class _Starting:
     def state(self) -> str:
         """Return who holds up the other runs, and why."""
         why = f", which waits for {self._thing}" if self._thing else ""
-        if self._driver.node == ray.get_runtime_context().get_node_id() and is_stopped(self._driver):
+        if self._driver.node == ray.get_runtime_context().get_node_id() and is_stopped(
+            self._driver
+        ):
             why = ", which is stopped (SIGSTOP): continue or end it"
         return f"run {self._run} ({self._driver}){why}"
 
@@ -141,19 +160,34 @@ def only_start(wait: Wait, run: str = "") -> Iterator[Any]:
     Args:
         run: name of this run, for others.
     """
-    own = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    options = {"num_cpus": 0, "name": _STARTING, "namespace": "raypipe", "scheduling_strategy": own}
+    own = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=True
+    )
+    options = {
+        "num_cpus": 0,
+        "name": _STARTING,
+        "namespace": "raypipe",
+        "scheduling_strategy": own,
+    }
     while True:
         try:
-            actor: Any = ray.remote(_Starting).options(**options).remote(run, this_process("driver"))
+            actor: Any = (
+                ray.remote(_Starting)
+                .options(**options)
+                .remote(run, this_process("driver"))
+            )
             break
         except ValueError:  # the name is taken
-            wait.turn(f"another run, until its trainers and its pool have started{_holder()}")
+            wait.turn(
+                f"another run, until its trainers and its pool have started{_holder()}"
+            )
     try:
         yield actor
     finally:
         # In a thread, since without a head the call may never return.
-        killing = threading.Thread(target=_kill, args=(actor,), daemon=True, name="raypipe-kill")
+        killing = threading.Thread(
+            target=_kill, args=(actor,), daemon=True, name="raypipe-kill"
+        )
         killing.start()
         killing.join(_LOST_S)
 

@@ -61,7 +61,9 @@ def this_process(role: str) -> Process:
 
 def here() -> NodeAffinitySchedulingStrategy:
     """Return the strategy for the caller's node; if `soft`, Ray 2.60 would place every second actor elsewhere."""
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
 
 
 def in_worker() -> bool:
@@ -92,7 +94,11 @@ def end_stopped(processes: list[tuple[int, str]]) -> list[int]:
     """
 
     def stopped() -> list[int]:
-        return [pid for pid, started in processes if started and _stat(pid) == ("T", started)]
+        return [
+            pid
+            for pid, started in processes
+            if started and _stat(pid) == ("T", started)
+        ]
 
     suspects = stopped()
     if suspects:
@@ -112,10 +118,19 @@ class Watch:
         work_of: key of a process → description of its work; "" = unknown.
     """
 
-    def __init__(self, note: Callable[[str, str], None], work_of: Callable[[str], str] = lambda key: "") -> None:
-        self._note, self._work_of = note, work_of
-        self._processes: dict[str, Process] = {}  # actor, task, rank or execution → its process
-        self._still: dict[str, float] = {}  # execution → time since which no rank has taken a block from it
+    def __init__(
+        self,
+        note: Callable[[str, str], None],
+        work_of: Callable[[str], str] = lambda key: "",
+    ) -> None:
+        self._note = note
+        self._work_of = work_of
+        self._processes: dict[
+            str, Process
+        ] = {}  # actor, task, rank or execution → its process
+        self._still: dict[
+            str, float
+        ] = {}  # execution → time since which no rank has taken a block from it
         self._look_after = _STILL_S
         self._looks: dict[str, Any] = {}  # node → its task
 
@@ -144,7 +159,9 @@ class Watch:
         self._processes.pop(key, None)
         self._still.pop(key, None)
 
-    def moves(self, execution: str, still_s: float, process: Process | None = None) -> bool:
+    def moves(
+        self, execution: str, still_s: float, process: Process | None = None
+    ) -> bool:
         """Record for how long no rank has taken a block from an execution; missing calls count as a stall.
 
         Args:
@@ -176,13 +193,23 @@ class Watch:
         self._answer()
 
     def _on(self, node: str) -> dict[str, Process]:
-        return {key: process for key, process in list(self._processes.items()) if process.node == node}
+        return {
+            key: process
+            for key, process in list(self._processes.items())
+            if process.node == node
+        }
 
     def _look(self) -> None:
-        for node in {process.node for process in list(self._processes.values())} - self._looks.keys():
-            known = [(process.pid, process.started) for process in self._on(node).values()]
+        for node in {
+            process.node for process in list(self._processes.values())
+        } - self._looks.keys():
+            known = [
+                (process.pid, process.started) for process in self._on(node).values()
+            ]
             on_node = NodeAffinitySchedulingStrategy(node, soft=False)
-            task = ray.remote(end_stopped).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
+            task = ray.remote(end_stopped).options(
+                num_cpus=0, max_retries=0, scheduling_strategy=on_node
+            )
             self._looks[node] = task.remote(known)
 
     def _answer(self) -> None:

@@ -41,7 +41,9 @@ def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
         return filesystem.open_input_file(checked_path)
 
 
-def read_by(filesystem: pyarrow.fs.FileSystem, path: str, read: Callable[[pa.NativeFile], T]) -> T:
+def read_by(
+    filesystem: pyarrow.fs.FileSystem, path: str, read: Callable[[pa.NativeFile], T]
+) -> T:
     """Return `read(file)`. For a remote file, `read` runs in pyarrow's threads, and may be called again."""
     if isinstance(filesystem, PatientFileSystem):
         return filesystem.call("read", path, lambda inner: read_by(inner, path, read))
@@ -70,9 +72,14 @@ def read_json(address: str | Path) -> Any:
 
 def read_text(address: str | Path, max_bytes: int) -> str:
     """Return the text of a file; raise ConfigError if it cannot be read, is larger, or is not UTF-8."""
-    with explained(ConfigError, f"{address} cannot be read"), open_input(*open_filesystem(address)) as file:
+    with (
+        explained(ConfigError, f"{address} cannot be read"),
+        open_input(*open_filesystem(address)) as file,
+    ):
         if file.size() > max_bytes:
-            raise ConfigError(f"{address} cannot be read: it has more than {max_bytes:,} bytes")
+            raise ConfigError(
+                f"{address} cannot be read: it has more than {max_bytes:,} bytes"
+            )
         content = file.read()
     try:
         return content.decode()
@@ -97,7 +104,9 @@ def write_bytes(address: str | Path, content: bytes) -> None:
         if is_remote(address):  # an object only appears when it is complete
             write_synced(filesystem, path, content)
             return
-        partial = Path(path).with_name(f".{Path(path).name}.partial-{secrets.token_hex(4)}")
+        partial = Path(path).with_name(
+            f".{Path(path).name}.partial-{secrets.token_hex(4)}"
+        )
         try:
             write_synced(filesystem, str(partial), content)
             partial.replace(path)
@@ -106,7 +115,9 @@ def write_bytes(address: str | Path, content: bytes) -> None:
             partial.unlink(missing_ok=True)
 
 
-def write_synced(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes | memoryview) -> None:
+def write_synced(
+    filesystem: pyarrow.fs.FileSystem, path: str, content: bytes | memoryview
+) -> None:
     """Write a new file and wait until its content is on the disk, not only in memory."""
     if isinstance(filesystem, PatientFileSystem):
         filesystem.write(path, content)
@@ -137,7 +148,9 @@ def check_place(address: str | Path) -> None:
         return
     folder = Path(path).parent
     if not folder.is_dir() or Path(path).is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{address} cannot be written: it must be a file in an existing, writable folder")
+        raise ConfigError(
+            f"{address} cannot be written: it must be a file in an existing, writable folder"
+        )
 
 
 @dataclass(frozen=True)
@@ -192,8 +205,13 @@ def opened(address: str) -> Iterator[tuple[pa.NativeFile, RemoteFile]]:
         except FileNotFoundError:
             raise StoreError(f"{address} or its bucket does not exist") from None
         with file:
-            metadata = {name.lower(): value.decode() for name, value in (file.metadata() or {}).items()}
-            version = metadata.get("etag") or str(filesystem.get_file_info(path).mtime_ns)
+            metadata = {
+                name.lower(): value.decode()
+                for name, value in (file.metadata() or {}).items()
+            }
+            version = metadata.get("etag") or str(
+                filesystem.get_file_info(path).mtime_ns
+            )
             yield file, RemoteFile(address, file.size(), version.strip('"'))
 
 

@@ -57,7 +57,15 @@ _CREDENTIALS = {
     "az": "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
 }
 # Prefixes of the variables that configure a file system; when one changes, a new file system is made.
-_ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "RAYPIPE_STORAGE_", "FSSPEC_", "HADOOP_", "KERBEROS_")
+_ENVIRONMENT = (
+    "AWS_",
+    "AZURE_STORAGE_",
+    "GOOGLE_",
+    "RAYPIPE_STORAGE_",
+    "FSSPEC_",
+    "HADOOP_",
+    "KERBEROS_",
+)
 # Part of the path of Ray's copies of working directories.
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
 
@@ -69,12 +77,16 @@ def is_remote(address: str | Path) -> bool:
 
 def as_uri(address: str) -> str:
     """Return a local path or URI as a URI that means the same in every process."""
-    return address if "://" in address else Path(address).expanduser().resolve().as_uri()
+    if "://" in address:
+        return address
+    return Path(address).expanduser().resolve().as_uri()
 
 
 def join(address: str, *names: str) -> str:
     """Return the address of a name below the folder at an address."""
-    return "/".join((address.rstrip("/"), *(map(quote, names) if "://" in address else names)))
+    return "/".join(
+        (address.rstrip("/"), *(map(quote, names) if "://" in address else names))
+    )
 
 
 def split(address: str) -> tuple[str, str]:
@@ -117,11 +129,18 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     elif kind == scheme and scheme not in _KINDS:
         path = _fsspec_class(scheme, uri)._strip_protocol(unquote(uri))
     else:
-        bucket = host.partition("@")[0] if scheme.startswith("abfs") else host.rpartition("@")[2]
+        if scheme.startswith("abfs"):
+            bucket = host.partition("@")[0]
+        else:
+            bucket = host.rpartition("@")[2]
         if not bucket:
             raise ConfigError(f"{uri} names no bucket")
         path = f"{bucket}/{unquote(path)}"
-    settings = frozenset((name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
+    settings = frozenset(
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(_ENVIRONMENT)
+    )
     try:
         filesystem = _filesystem(kind, host, settings, os.getpid())
     except pa.ArrowInvalid as error:
@@ -130,7 +149,9 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid: int) -> PatientFileSystem:
+def _filesystem(
+    kind: str, host: str, settings: frozenset[tuple[str, str]], pid: int
+) -> PatientFileSystem:
     """Make or reuse this process's file system; `pid` keeps a forked child from using its parent's."""
     patience_s()  # raises early for a wrong setting
     return PatientFileSystem(kind, host, _make)
@@ -139,7 +160,9 @@ def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid:
 def _make(kind: str, host: str) -> pyarrow.fs.FileSystem:
     if kind == "gs":
         anonymous = host.startswith("anonymous@")
-        return pyarrow.fs.GcsFileSystem(anonymous=anonymous, retry_time_limit=_GOOGLE_RETRY)
+        return pyarrow.fs.GcsFileSystem(
+            anonymous=anonymous, retry_time_limit=_GOOGLE_RETRY
+        )
     if kind in _HADOOP:
         return _hadoop(kind, host)
     if kind not in _KINDS.values():
@@ -159,26 +182,35 @@ def _s3(host: str) -> pyarrow.fs.FileSystem:
     endpoint = environment("AWS_ENDPOINT_URL_S3") or environment("AWS_ENDPOINT_URL")
     if endpoint:
         if "@" in endpoint:
-            raise ConfigError(f"AWS_ENDPOINT_URL must not contain a login: set {_CREDENTIALS['s3']}")
+            raise ConfigError(
+                f"AWS_ENDPOINT_URL must not contain a login: set {_CREDENTIALS['s3']}"
+            )
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
         options |= {"endpoint_override": parts.netloc, "scheme": parts.scheme}
     if not options["region"]:
         # A private server has no regions; for AWS, a request finds the bucket's region.
         bucket = host.rpartition("@")[2]
-        options["region"] = "us-east-1" if endpoint else pyarrow.fs.resolve_s3_region(bucket)
+        options["region"] = (
+            "us-east-1" if endpoint else pyarrow.fs.resolve_s3_region(bucket)
+        )
     return pyarrow.fs.S3FileSystem(**options)
 
 
 def _azure(host: str) -> pyarrow.fs.FileSystem:
     container, at, server = host.partition("@")
-    account = server.partition(".")[0] if at else os.environ.get("AZURE_STORAGE_ACCOUNT")
+    account = (
+        server.partition(".")[0] if at else os.environ.get("AZURE_STORAGE_ACCOUNT")
+    )
     if not account:
         raise ConfigError(
             f"az://{container}: set AZURE_STORAGE_ACCOUNT; addresses are az://container/path, or "
             "abfs://container@account.dfs.core.windows.net/path"
         )
-    key, token = os.environ.get("AZURE_STORAGE_KEY"), os.environ.get("AZURE_STORAGE_SAS_TOKEN")
-    return pyarrow.fs.AzureFileSystem(account, account_key=key or None, sas_token=(not key and token) or None)
+    key = os.environ.get("AZURE_STORAGE_KEY")
+    token = os.environ.get("AZURE_STORAGE_SAS_TOKEN")
+    return pyarrow.fs.AzureFileSystem(
+        account, account_key=key or None, sas_token=(not key and token) or None
+    )
 
 
 def _hadoop(scheme: str, host: str) -> pyarrow.fs.FileSystem:
@@ -186,9 +218,13 @@ def _hadoop(scheme: str, host: str) -> pyarrow.fs.FileSystem:
     host = f"{scheme}://{name}" if scheme == "viewfs" else name
     ticket = os.environ.get("KERBEROS_TICKET_CACHE_PATH")
     try:
-        return pyarrow.fs.HadoopFileSystem(host or "default", int(port or 0), kerb_ticket=ticket)
+        return pyarrow.fs.HadoopFileSystem(
+            host or "default", int(port or 0), kerb_ticket=ticket
+        )
     except OSError as error:
-        reason = str(error).partition("\n")[0]  # more than a hundred lines follow, of places that it looked in
+        reason = str(error).partition("\n")[
+            0
+        ]  # more than a hundred lines follow, of places that it looked in
         if "Unable to load" not in reason:
             raise
         raise ConfigError(
@@ -208,7 +244,9 @@ def _fsspec_class(scheme: str, uri: str) -> Any:
         raise ConfigError(f"{uri}: {error} (on every node)") from None
     except ValueError:
         known = "a local path, file://, s3://, gs://, az://, abfs://, hdfs://"
-        raise ConfigError(f"unsupported scheme in {uri}; use {known}, or one that fsspec knows") from None
+        raise ConfigError(
+            f"unsupported scheme in {uri}; use {known}, or one that fsspec knows"
+        ) from None
 
 
 def _fsspec(scheme: str, host: str) -> pyarrow.fs.FileSystem:
@@ -241,13 +279,18 @@ def check_bucket(address: str) -> None:
             filesystem, path = open_filesystem(address)
             bucket = path.partition("/")[0] or "/"
             if filesystem.get_file_info(bucket).type == pyarrow.fs.FileType.NotFound:
-                raise ConfigError(f"{address} cannot be used: bucket {bucket} does not exist: create it first")
+                raise ConfigError(
+                    f"{address} cannot be used: bucket {bucket} does not exist: create it first"
+                )
 
 
 def check_lasting(address: str, setting: str) -> None:
     """Raise ConfigError for a path in Ray's copy of a job's working directory, which Ray removes with the job."""
     filesystem, path = open_filesystem(address)
-    if isinstance(filesystem, pyarrow.fs.LocalFileSystem) and _RAYS_COPIES in f"{path}/":
+    if (
+        isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+        and _RAYS_COPIES in f"{path}/"
+    ):
         raise ConfigError(
             f"{setting} leads to {path}, Ray's temporary copy of the job's working directory, which Ray removes "
             f"with the job: set {setting} to an absolute path that all nodes share, or a bucket (s3://bucket/runs)"

@@ -53,7 +53,9 @@ def check_owner(run: str, trusted: bool) -> None:
         return
     for folder, _, files in os.walk(root):
         for path in (Path(folder), *(Path(folder, name) for name in files)):
-            owners = {path.lstat().st_uid} | ({path.stat().st_uid} if path.exists() else set())
+            owners = {path.lstat().st_uid} | (
+                {path.stat().st_uid} if path.exists() else set()
+            )
             for owner in owners - {os.getuid(), 0}:  # root could run code here anyway
                 raise ConfigError(
                     f"{path} belongs to user {owner}, not to you, and a resume runs the code that "
@@ -88,8 +90,11 @@ def leased(run_uri: str) -> Iterator[str]:
 
     Raises RunExistsError, which names the process, if another process has the folder.
     """
-    claim, ended = _Claim(run_uri), threading.Event()
-    renewing = threading.Thread(target=claim.renew_until, args=(ended,), daemon=True, name="raypipe-lease")
+    claim = _Claim(run_uri)
+    ended = threading.Event()
+    renewing = threading.Thread(
+        target=claim.renew_until, args=(ended,), daemon=True, name="raypipe-lease"
+    )
     try:
         with explained(ConfigError, f"{run_uri} cannot be written to"):
             claim.win()
@@ -114,7 +119,11 @@ def holder(run_uri: str) -> str:
         for _, claim, renewed in _Claim(run_uri)._rivals():
             is_local = claim["machine"] == _machine() != ""
             is_silent = (now - renewed).total_seconds() > _EXPIRES_S
-            if _started(claim["pid"]) == claim["started"] if is_local else not is_silent:
+            if (
+                _started(claim["pid"]) == claim["started"]
+                if is_local
+                else not is_silent
+            ):
                 return str(claim["who"])
     return ""
 
@@ -124,7 +133,8 @@ class _Claim:
 
     def __init__(self, run_uri: str) -> None:
         self.token = secrets.token_hex(8)
-        self._run_uri, self._since = run_uri, time.time()
+        self._run_uri = run_uri
+        self._since = time.time()
         self._filesystem, self._folder = open_filesystem(join(run_uri, _FOLDER))
         self._path = f"{self._folder}/{self.token}.json"
 
@@ -132,7 +142,8 @@ class _Claim:
         """Wait until this is the only claim on the folder, or raise RunExistsError."""
         self._filesystem.create_dir(self._folder, recursive=True)
         self._write()
-        begun, renewals = time.monotonic(), dict[str, Any]()
+        begun = time.monotonic()
+        renewals = dict[str, Any]()
         while rivals := self._rivals():
             waited_s = time.monotonic() - begun
             for path, claim, renewed in rivals:
@@ -142,14 +153,18 @@ class _Claim:
                         "the run's folder is held by %s; waiting up to a minute to see if it is alive",
                         claim["who"],
                     )
-                is_silent = not is_local and renewals.setdefault(path, renewed) == renewed
+                is_silent = (
+                    not is_local and renewals.setdefault(path, renewed) == renewed
+                )
                 is_dead = is_local and _started(claim["pid"]) != claim["started"]
                 if waited_s > _EXPIRES_S if is_silent else is_dead:
                     with contextlib.suppress(pa.ArrowException, OSError):
                         self._filesystem.delete_file(path)
                 # If several start at the same time, the first keeps its claim and waits for the others to
                 # withdraw.
-                elif not is_silent and (claim["since"] < self._since or waited_s > _RACE_S):
+                elif not is_silent and (
+                    claim["since"] < self._since or waited_s > _RACE_S
+                ):
                     raise RunExistsError(
                         f"{self._run_uri} is in use by {claim['who']}: wait for that run, end it with "
                         "`raypipe stop`, or choose another --name"
@@ -160,7 +175,9 @@ class _Claim:
     def _rivals(self) -> list[tuple[str, dict[str, Any], datetime.datetime]]:
         """Return the other processes' claims: path, content, and time of the last renewal."""
         rivals = []
-        for info in self._filesystem.get_file_info(pyarrow.fs.FileSelector(self._folder)):
+        for info in self._filesystem.get_file_info(
+            pyarrow.fs.FileSelector(self._folder)
+        ):
             if info.extension == "json" and info.path != self._path:
                 with contextlib.suppress(FileNotFoundError):  # withdrawn at this moment
                     rivals.append((info.path, self._read(info.path), info.mtime))
@@ -178,7 +195,8 @@ class _Claim:
             return unknown
 
     def _write(self) -> None:
-        pid, since = os.getpid(), datetime.datetime.fromtimestamp(self._since, datetime.UTC)
+        pid = os.getpid()
+        since = datetime.datetime.fromtimestamp(self._since, datetime.UTC)
         who = f"process {pid} on {socket.gethostname()}, since {since:%Y-%m-%d %H:%M:%S} UTC"
         process = {"machine": _machine(), "pid": pid, "started": _started(pid)}
         content = json.dumps({"who": who, "since": self._since, **process})

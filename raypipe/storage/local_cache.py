@@ -36,7 +36,13 @@ from raypipe.environment import variable
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, hash_of, look_up, opened
 from raypipe.storage.filesystem import is_remote
-from raypipe.storage.local_file import OpenFile, boot_id, cache_folder, locked, make_cache_folder
+from raypipe.storage.local_file import (
+    OpenFile,
+    boot_id,
+    cache_folder,
+    locked,
+    make_cache_folder,
+)
 from raypipe.storage.parts import Part
 from raypipe.storage.patience import Threads, progress
 from raypipe.storage.unpack import unpacked
@@ -59,7 +65,9 @@ _UNTOUCHED_NS = 0
 _NUM_LOCKS = 64
 _PART_SUFFIX = ".part"
 _IN_USE = 1 << 63  # later than any time
-_LONGEST_FETCH_NS = 3600 * 10**9  # after that a hidden part is one of a process that was killed
+_LONGEST_FETCH_NS = (
+    3600 * 10**9
+)  # after that a hidden part is one of a process that was killed
 # Share of the limit that is freed at once for parts, since finding the oldest ones looks at every file.
 _FREED_SHARE = 0.05
 # An unpacked object is given room in steps.
@@ -83,13 +91,17 @@ def shared_cache() -> LocalCache:
     """Return this process's view of the node's cache, as configured by the environment."""
     text = variable("RAYPIPE_CACHE_BYTES") or "0"
     if not text.isdecimal():
-        raise ConfigError(f"RAYPIPE_CACHE_BYTES must be a whole number of bytes, got {text!r}")
+        raise ConfigError(
+            f"RAYPIPE_CACHE_BYTES must be a whole number of bytes, got {text!r}"
+        )
     key = (cache_folder() / "shards", int(text))
     if key not in _caches:
         try:
             make_cache_folder("shards")
         except OSError as error:
-            raise StoreError(f"the cache cannot be used: {error}; set RAYPIPE_CACHE to another folder") from error
+            raise StoreError(
+                f"the cache cannot be used: {error}; set RAYPIPE_CACHE to another folder"
+            ) from error
         _caches.setdefault(key, LocalCache(*key))  # another thread may have been faster
     return _caches[key]
 
@@ -103,8 +115,11 @@ class LocalCache:
     """
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
-        self._folder, self._limit_bytes = folder, limit_bytes
-        self._open: OrderedDict[Entry, tuple[Any, int]] = OrderedDict()  # opened shard, and its file's inode
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._open: OrderedDict[Entry, tuple[Any, int]] = (
+            OrderedDict()
+        )  # opened shard, and its file's inode
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -146,7 +161,13 @@ class LocalCache:
         """Close the shards that have been evicted, to free their disk space."""
         with self._mutex:
             entries = list(self._open.items())
-        self.close([file for file, (_, inode) in entries if _inode(self._place_of(file)) != inode])
+        self.close(
+            [
+                file
+                for file, (_, inode) in entries
+                if _inode(self._place_of(file)) != inode
+            ]
+        )
 
     def _place_of(self, file: Entry) -> Path:
         if isinstance(file, Part):
@@ -160,12 +181,16 @@ class LocalCache:
 
     def _kept(self, file: Entry, entry: tuple[T, int]) -> T:
         with self._mutex:
-            entry = self._open.setdefault(file, entry)  # another thread may have been faster
+            entry = self._open.setdefault(
+                file, entry
+            )  # another thread may have been faster
             self._open.move_to_end(file)
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
         with contextlib.suppress(OSError):  # a user may have emptied the cache
-            os.utime(self._place_of(file) if isinstance(file, Part) else self.folder_of(file))
+            os.utime(
+                self._place_of(file) if isinstance(file, Part) else self.folder_of(file)
+            )
         return entry[0]
 
     def _opened(self, file: Entry, opener: Callable[[Path], T]) -> tuple[T, int] | None:
@@ -223,7 +248,9 @@ class LocalCache:
             old.unlink(missing_ok=True)
         num_bytes = room = 0
         with partial.open("xb") as target:
-            for piece in unpacked(_pieces(file.file), file.address, file.file.num_bytes):
+            for piece in unpacked(
+                _pieces(file.file), file.address, file.file.num_bytes
+            ):
                 if num_bytes + len(piece) > room:
                     self._make_room(file, _STEP_BYTES, room)
                     room += _STEP_BYTES
@@ -235,7 +262,13 @@ class LocalCache:
             os.fsync(target.fileno())
         partial.replace(folder / "data")
 
-    def _make_room(self, file: Entry, num_bytes: int, num_made: int = 0, reserved: Path | None = None) -> None:
+    def _make_room(
+        self,
+        file: Entry,
+        num_bytes: int,
+        num_made: int = 0,
+        reserved: Path | None = None,
+    ) -> None:
         """Evict shards and parts, least recently used first, until more bytes of this one fit.
 
         Parts that are being fetched stay, so that a limit of a few parts may be exceeded by these.
@@ -278,26 +311,40 @@ class LocalCache:
             record.write_text(str(used + num_made + num_bytes))
 
     def _limit(self, used: int) -> int:
-        return self._limit_bytes or int(_DISK_SHARE * (shutil.disk_usage(self._folder).free + used))
+        return self._limit_bytes or int(
+            _DISK_SHARE * (shutil.disk_usage(self._folder).free + used)
+        )
 
     def _files(self, wanted: Entry) -> list[tuple[int, int, Path]]:
         """Return last use, size and path of what may be evicted for an entry."""
-        own = None if isinstance(wanted, Part) else self.folder_of(wanted)
+        if isinstance(wanted, Part):
+            own = None
+        else:
+            own = self.folder_of(wanted)
         found: list[tuple[int, int, Path]] = []
         for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another process is done with it
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another process is done with it
                 status = path.stat()
                 if _PART_SUFFIX in path.name:
                     last_ns = status.st_mtime_ns
-                    if path.name.startswith(".") and time.time_ns() - last_ns < _LONGEST_FETCH_NS:
+                    if (
+                        path.name.startswith(".")
+                        and time.time_ns() - last_ns < _LONGEST_FETCH_NS
+                    ):
                         last_ns = _IN_USE
-                    elif boot_id() not in path.name:  # it may have lost bytes when the machine stopped
+                    elif (
+                        boot_id() not in path.name
+                    ):  # it may have lost bytes when the machine stopped
                         last_ns = 0
                     found.append((last_ns, status.st_size, path))
                 elif path != own and stat.S_ISDIR(status.st_mode):
                     for content in (path / "data", *path.glob("partial-*")):
                         with contextlib.suppress(FileNotFoundError):
-                            found.append((status.st_mtime_ns, content.stat().st_size, content))
+                            found.append(
+                                (status.st_mtime_ns, content.stat().st_size, content)
+                            )
         return found
 
 
@@ -362,12 +409,16 @@ def _download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
         for first in range(start, wanted.num_bytes, window):
             starts = range(first, min(first + window, wanted.num_bytes), PART_BYTES)
             sizes = [min(PART_BYTES, wanted.num_bytes - offset) for offset in starts]
-            for num_bytes, data in zip(sizes, pool.map(source.read_at, sizes, starts), strict=True):
+            for num_bytes, data in zip(
+                sizes, pool.map(source.read_at, sizes, starts), strict=True
+            ):
                 if len(data) != num_bytes:
                     raise OSError("the object became shorter during the download")
                 yield data
                 progress()
-    wanted.check_same(look_up(wanted.address))  # never mix byte ranges of two versions of an object
+    wanted.check_same(
+        look_up(wanted.address)
+    )  # never mix byte ranges of two versions of an object
 
 
 def _inode(path: Path) -> int:

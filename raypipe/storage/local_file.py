@@ -48,7 +48,9 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o777) 
     """
     with contextlib.suppress(FileNotFoundError):  # flags may allow creating the file
         # Checked before opening, since some devices act when they are opened.
-        check_regular((os.stat if not flags & os.O_NOFOLLOW else os.lstat)(path).st_mode)
+        check_regular(
+            (os.stat if not flags & os.O_NOFOLLOW else os.lstat)(path).st_mode
+        )
     # O_NONBLOCK: a pipe that has replaced the file since then does not block.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
     try:
@@ -64,7 +66,9 @@ class OpenFile:
 
     def __init__(self, path: str | Path) -> None:
         self.descriptor = open_regular(path)
-        self.path = Path(f"/dev/fd/{self.descriptor}")  # stays valid if the cache removes the original path
+        self.path = Path(
+            f"/dev/fd/{self.descriptor}"
+        )  # stays valid if the cache removes the original path
         weakref.finalize(self, os.close, self.descriptor)
 
     def pread(self, num_bytes: int, start: int) -> bytes:
@@ -87,7 +91,9 @@ def open_lock(path: Path) -> int:
     try:
         return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        raise StoreError(f"{path.parent} cannot be written to: {path.name}: {error}") from error
+        raise StoreError(
+            f"{path.parent} cannot be written to: {path.name}: {error}"
+        ) from error
 
 
 def try_lock(descriptor: int) -> bool:
@@ -114,7 +120,9 @@ def locked(path: Path) -> Iterator[None]:
 
 def cache_folder() -> Path:
     """Return RAYPIPE_CACHE, or raypipe's folder in the user's cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raypipe"
+    default = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raypipe"
+    )
     return Path(variable("RAYPIPE_CACHE") or default)
 
 
@@ -127,17 +135,26 @@ def make_cache_folder(name: str = "") -> Path:
     """
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
-    if {cache.stat().st_uid, cache.lstat().st_uid} - {os.getuid(), 0}:  # another owner could replace it
+    if {cache.stat().st_uid, cache.lstat().st_uid} - {
+        os.getuid(),
+        0,
+    }:  # another owner could replace it
         raise PermissionError(f"{cache} belongs to another user")
     folder = cache / name
     if name:
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise PermissionError(f"{folder} belongs to another user, or is a link: remove it")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # its files may be somebody else's by now
+            raise PermissionError(
+                f"{folder} belongs to another user, or is a link: remove it"
+            )
+        if status.st_mode & (
+            stat.S_IWGRP | stat.S_IWOTH
+        ):  # its files may be somebody else's by now
             mode = stat.S_IMODE(status.st_mode)
-            raise PermissionError(f"{folder} can be written to by other users (mode {mode:o}): remove it")
+            raise PermissionError(
+                f"{folder} can be written to by other users (mode {mode:o}): remove it"
+            )
     return folder
 
 

@@ -55,7 +55,9 @@ class Part:
         Raises:
             StoreError: the object has changed since the store was opened, or cannot be read.
         """
-        pieces: list[tuple[int, int, int]] = []  # place in the file, start in the object, size
+        pieces: list[
+            tuple[int, int, int]
+        ] = []  # place in the file, start in the object, size
         place = 0
         for start, end in self.ranges:
             for first in range(start, end, _PIECE_BYTES):
@@ -71,12 +73,16 @@ class Part:
                     place, start, size = piece
                     data = source.read_at(size, start)
                     if len(data) != size:
-                        raise StoreError(f"{self.address} has become shorter than {start + size} bytes")
+                        raise StoreError(
+                            f"{self.address} has become shorter than {start + size} bytes"
+                        )
                     os.pwrite(descriptor, data, place)
                     progress()
 
                 in_threads(copy, pieces)
-            self.file.check_same(look_up(self.address))  # never mix byte ranges of two versions of an object
+            self.file.check_same(
+                look_up(self.address)
+            )  # never mix byte ranges of two versions of an object
         finally:
             os.close(descriptor)
 
@@ -96,4 +102,6 @@ class PartReader:
         if number < 0:
             return b""
         place = self._places[number] + start - self._starts[number]
-        return self._file.pread(max(0, min(num_bytes, self._places[number + 1] - place)), place)
+        return self._file.pread(
+            max(0, min(num_bytes, self._places[number + 1] - place)), place
+        )

@@ -40,8 +40,10 @@ NUM_REQUESTS = 16
 
 _PATIENCE_S = 300.0
 _DENIED_SHARE = 0.2  # fraction of the patience for denied credentials
-_FIRST_S, _LONGEST_S = 0.25, 5.0  # pause before the second attempt, and the longest pause
-_LOG_AFTER_S, _LOG_EVERY_S = 3.0, 30.0
+_FIRST_S = 0.25
+_LONGEST_S = 5.0  # pause before the second attempt, and the longest pause
+_LOG_AFTER_S = 3.0
+_LOG_EVERY_S = 30.0
 _TICK_S = 0.5  # interval at which a wait calls `progress`, so that it is not counted as a slow sample
 
 # Parts of the messages of pyarrow and the SDKs below it for transient errors.
@@ -60,12 +62,22 @@ _DENIED = re.compile(
 _HIDDEN = "Failed to flush response stream"
 # Parts of an error's text → what to do about it.
 _ADVICE = {
-    ("NO_SUCH_BUCKET", "not found. To create buckets"): "create the bucket, or correct the address",
+    (
+        "NO_SUCH_BUCKET",
+        "not found. To create buckets",
+    ): "create the bucket, or correct the address",
     ("NETWORK_CONNECTION",): "check the network, and AWS_ENDPOINT_URL if it is set",
-    ("HTTP status 503", "SLOW_DOWN"): "the server is down, or limits the request rate: use fewer nodes",
-    ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "ExpiredToken", "HTTP status 403"): (
-        "check the credentials, which every node needs"
-    ),
+    (
+        "HTTP status 503",
+        "SLOW_DOWN",
+    ): "the server is down, or limits the request rate: use fewer nodes",
+    (
+        "ACCESS_DENIED",
+        "INVALID_ACCESS_KEY_ID",
+        "SIGNATURE_DOES_NOT_MATCH",
+        "ExpiredToken",
+        "HTTP status 403",
+    ): ("check the credentials, which every node needs"),
     ("OAuth2", "DefaultAzureCredential"): (
         "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS or AZURE_STORAGE_KEY"
     ),
@@ -79,7 +91,9 @@ _impatient: ContextVar[bool] = ContextVar("impatient", default=False)
 _given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)
 
 
-_counts: dict[tuple[str, str], float] = defaultdict(float)  # (operation, name of the count) → count
+_counts: dict[tuple[str, str], float] = defaultdict(
+    float
+)  # (operation, name of the count) → count
 _counts_lock = threading.Lock()
 
 
@@ -122,7 +136,10 @@ class _OutageClock:
 
     def seconds(self) -> float:
         with self._lock:
-            running_s = time.monotonic() - self._since if self._num_waits else 0.0
+            if self._num_waits:
+                running_s = time.monotonic() - self._since
+            else:
+                running_s = 0.0
             return self._ended_s + running_s
 
 
@@ -154,7 +171,9 @@ def patience_s() -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ConfigError(f"RAYPIPE_STORAGE_PATIENCE_S must be a number of seconds, got {text!r}")
+        raise ConfigError(
+            f"RAYPIPE_STORAGE_PATIENCE_S must be a number of seconds, got {text!r}"
+        )
     return seconds
 
 
@@ -185,7 +204,14 @@ def be_patient() -> None:
 def one_line(error: BaseException) -> str:
     """Return the reason of a file system's error on one line, with a remedy if one is known."""
     reason = " ".join(str(error).split())
-    advice = next((advice for parts, advice in _ADVICE.items() if any(part in reason for part in parts)), "")
+    advice = next(
+        (
+            advice
+            for parts, advice in _ADVICE.items()
+            if any(part in reason for part in parts)
+        ),
+        "",
+    )
     return f"{reason}; {advice}" if advice else reason
 
 
@@ -197,7 +223,11 @@ class Patience:
         self._logged_at: float | None = None
 
     def call(
-        self, operation: str, address: str, do: Callable[[], T], renew: Callable[[], object] | None = None
+        self,
+        operation: str,
+        address: str,
+        do: Callable[[], T],
+        renew: Callable[[], object] | None = None,
     ) -> T:
         """Call `do` until it succeeds, and return its result.
 
@@ -212,7 +242,8 @@ class Patience:
             OutageError: `do` failed with transient errors for `patience_s`.
             OSError, ArrowException: `do` failed with any other error.
         """
-        begun, waiting = time.monotonic(), None
+        begun = time.monotonic()
+        waiting = None
         try:
             while True:
                 try:
@@ -222,7 +253,11 @@ class Patience:
                         answer = _in_thread(do, waiting.tick if waiting else progress)
                 except (OSError, pa.ArrowException) as error:
                     is_denied = renew is not None and bool(_DENIED.search(str(error)))
-                    if _impatient.get() or _lost.is_set() or not (is_denied or _is_transient(error)):
+                    if (
+                        _impatient.get()
+                        or _lost.is_set()
+                        or not (is_denied or _is_transient(error))
+                    ):
                         raise
                     if waiting is None:
                         waiting = _Wait(self, operation, address)
@@ -247,7 +282,10 @@ class Patience:
         """Log a line if it is time for one."""
         now = time.monotonic()
         with self._lock:
-            if now - waiting.since < _LOG_AFTER_S or now - (self._logged_at or -_LOG_EVERY_S) < _LOG_EVERY_S:
+            if (
+                now - waiting.since < _LOG_AFTER_S
+                or now - (self._logged_at or -_LOG_EVERY_S) < _LOG_EVERY_S
+            ):
                 return
             self._logged_at = now
         left = max(0.0, waiting.deadline - now)
@@ -260,22 +298,33 @@ class Patience:
         with self._lock:
             is_logged, self._logged_at = self._logged_at is not None, None
         if is_logged:
-            logger.warning("%s answers again, after %.0f s", waiting.address, time.monotonic() - waiting.since)
+            logger.warning(
+                "%s answers again, after %.0f s",
+                waiting.address,
+                time.monotonic() - waiting.since,
+            )
 
 
 class _Wait:
     """A failed operation that is being retried."""
 
     def __init__(self, patience: Patience, operation: str, address: str) -> None:
-        self._patience, self.operation, self.address = patience, operation, address
-        self.since, self._denied_at, self._attempts = time.monotonic(), 0.0, 0
-        self.deadline, self.reason = 0.0, ""
+        self._patience = patience
+        self.operation = operation
+        self.address = address
+        self.since = time.monotonic()
+        self._denied_at = 0.0
+        self._attempts = 0
+        self.deadline = 0.0
+        self.reason = ""
 
     def after(self, error: BaseException, is_denied: bool) -> None:
         """Sleep until the next attempt; raise if there is none."""
-        now, limit = time.monotonic(), patience_s() * (_DENIED_SHARE if is_denied else 1)
+        now = time.monotonic()
+        limit = patience_s() * (_DENIED_SHARE if is_denied else 1)
         self._denied_at = (self._denied_at or now) if is_denied else 0.0
-        self.deadline, self.reason = (self._denied_at or self.since) + limit, one_line(error)
+        self.deadline = (self._denied_at or self.since) + limit
+        self.reason = one_line(error)
         if now >= self.deadline and is_denied:
             raise OSError(
                 f"{self.reason}; denied for {limit:g} s, with credentials read again each time"
@@ -318,7 +367,9 @@ class Threads(ThreadPoolExecutor):
         super().__exit__(kind, *rest)
 
 
-def in_threads(do: Callable[[S], T], items: Iterable[S], num: int = NUM_REQUESTS) -> list[T]:
+def in_threads(
+    do: Callable[[S], T], items: Iterable[S], num: int = NUM_REQUESTS
+) -> list[T]:
     """Return `do(item)` for each item, in order, from several threads."""
     work = list(items)
     if len(work) < 2:
@@ -348,5 +399,7 @@ def _in_thread(do: Callable[[], T], tick: Callable[[], None]) -> T:
     while not wait([outcome], _TICK_S).done:
         tick()
         if _lost.is_set() and time.monotonic() - begun > _LOST_S:
-            raise TimeoutError(f"no answer within {_LOST_S:g} s, and the process is about to end")
+            raise TimeoutError(
+                f"no answer within {_LOST_S:g} s, and the process is about to end"
+            )
     return outcome.result()

@@ -47,7 +47,9 @@ class PatientFileSystem(pyarrow.fs.PyFileSystem):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_by
 
-    def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
+    def call(
+        self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]
+    ) -> T:
         """Return `do(pyarrow's file system)`; `do` may be called several times."""
         return self.handler.call(operation, path, do)
 
@@ -73,13 +75,18 @@ def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
         return
 
     def copy(target_path: str) -> None:
-        with root.open("rb") as source, filesystem.open_output_stream(target_path, compression=None) as target:
+        with (
+            root.open("rb") as source,
+            filesystem.open_output_stream(target_path, compression=None) as target,
+        ):
             shutil.copyfileobj(source, target, _CHUNK_BYTES)
 
     _whole(filesystem, path, copy)
 
 
-def _whole(inner: pyarrow.fs.FileSystem, path: str, write: Callable[[str], None]) -> None:
+def _whole(
+    inner: pyarrow.fs.FileSystem, path: str, write: Callable[[str], None]
+) -> None:
     """Write a file that appears only when it is complete, as objects do: elsewhere under another name first."""
     if not isinstance(inner, pyarrow.fs.HadoopFileSystem | pyarrow.fs.PyFileSystem):
         write(path)
@@ -87,7 +94,9 @@ def _whole(inner: pyarrow.fs.FileSystem, path: str, write: Callable[[str], None]
     part = f"{path}.{uuid.uuid4().hex}.part"
     inner.create_dir(path.rpartition("/")[0] or "/", recursive=True)
     write(part)
-    if inner.get_file_info(path).type == pyarrow.fs.FileType.File:  # not every server replaces a file by a move
+    if (
+        inner.get_file_info(path).type == pyarrow.fs.FileType.File
+    ):  # not every server replaces a file by a move
         inner.delete_file(path)
     inner.move(part, path)
 
@@ -109,7 +118,10 @@ class RangeInput(io.RawIOBase):
 
     def read(self, num_bytes: int | None = -1) -> bytes:
         left = max(0, self._size - self._position)
-        data = self.read_at(left if num_bytes is None or num_bytes < 0 else min(num_bytes, left), self._position)
+        data = self.read_at(
+            left if num_bytes is None or num_bytes < 0 else min(num_bytes, left),
+            self._position,
+        )
         self._position += len(data)
         return data
 
@@ -119,7 +131,12 @@ class RangeInput(io.RawIOBase):
         return len(content)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = (
+            offset
+            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[
+                whence
+            ]
+        )
         return self._position
 
     def tell(self) -> int:
@@ -136,12 +153,18 @@ class PatientInput(RangeInput):
     """An object, open for reading; threads may call `read_at` concurrently."""
 
     def __init__(self, handler: _Handler, path: str) -> None:
-        self._handler, self._path = handler, path
-        self._opened: tuple[Any, Any] = (None, None)  # the file system that opened the file, and the file
+        self._handler = handler
+        self._path = path
+        self._opened: tuple[Any, Any] = (
+            None,
+            None,
+        )  # the file system that opened the file, and the file
         super().__init__(self._call("open", lambda file: file.size()))
 
     def _call(self, operation: str, do: Callable[[pa.NativeFile], T]) -> T:
-        return self._handler.call(operation, self._path, lambda inner: do(self._native(inner)))
+        return self._handler.call(
+            operation, self._path, lambda inner: do(self._native(inner))
+        )
 
     def _native(self, inner: pyarrow.fs.FileSystem) -> pa.NativeFile:
         opened_by, file = self._opened
@@ -173,7 +196,8 @@ class _Output(io.BytesIO):
 
     def __init__(self, handler: _Handler, path: str) -> None:
         super().__init__()
-        self._handler, self._path = handler, path
+        self._handler = handler
+        self._path = path
 
     def close(self) -> None:
         try:
@@ -187,7 +211,10 @@ def _waiting(operation: str, name: str, *keywords: str) -> Any:
     """Return a method that calls pyarrow's method `name`; `keywords` are names of its last arguments."""
 
     def method(self: _Handler, first: Any, *others: Any) -> Any:
-        path = first[0] if isinstance(first, list) else getattr(first, "base_dir", first)
+        if isinstance(first, list):
+            path = first[0]
+        else:
+            path = getattr(first, "base_dir", first)
         arguments = others[: len(others) - len(keywords)]
         options = dict(zip(keywords, others[len(arguments) :], strict=True))
         attempts = itertools.count()
@@ -210,10 +237,15 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     """The handler that pyarrow calls; see `PatientFileSystem`."""
 
     def __init__(self, scheme: str, host: str, make: Make) -> None:
-        self._scheme, self._make = scheme, lambda: make(scheme, host)
-        self._renew = None if host.startswith("anonymous@") else self._forget
+        self._scheme = scheme
+        self._make = lambda: make(scheme, host)
+        if host.startswith("anonymous@"):
+            self._renew = None
+        else:
+            self._renew = self._forget
         self._inner: pyarrow.fs.FileSystem | None = None
-        self._patience, self._lock = Patience(), threading.Lock()
+        self._patience = Patience()
+        self._lock = threading.Lock()
 
     def inner(self) -> pyarrow.fs.FileSystem:
         with self._lock:
@@ -223,8 +255,12 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def _forget(self) -> None:
         self._inner = None
 
-    def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
-        return self._patience.call(operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew)
+    def call(
+        self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]
+    ) -> T:
+        return self._patience.call(
+            operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Handler) and self.inner().equals(other.inner())
@@ -255,7 +291,9 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def write(self, path: str, content: bytes | memoryview) -> None:
         def write(inner: pyarrow.fs.FileSystem) -> None:
             def to(target: str) -> None:
-                with inner.open_output_stream(target, compression=None) as stream:  # .gz would be compressed
+                with inner.open_output_stream(
+                    target, compression=None
+                ) as stream:  # .gz would be compressed
                     stream.write(content)
 
             _whole(inner, path, to)

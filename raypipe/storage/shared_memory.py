@@ -46,10 +46,14 @@ class Arena:
     """
 
     def __init__(self, descriptor: int, num_cells: int, entry: Path) -> None:
-        self._descriptor, self._folder, self._lock = descriptor, entry.parent, threading.Lock()
+        self._descriptor = descriptor
+        self._folder = entry.parent
+        self._lock = threading.Lock()
         memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._view = memoryview(memory)
-        self._counts = np.frombuffer(memory, np.int64, 2)  # bytes that are used and granted, from the start on
+        self._counts = np.frombuffer(
+            memory, np.int64, 2
+        )  # bytes that are used and granted, from the start on
         self._places = np.frombuffer(memory, np.int64, num_cells, _HEADER_BYTES)
         weakref.finalize(self, _close, descriptor, entry, os.getpid())
 
@@ -66,20 +70,30 @@ class Arena:
                 found.append(None)
                 continue
             size = int.from_bytes(self._view[place : place + _SIZE_BYTES], "little")
-            found.append(self._view[place + _SIZE_BYTES : place + _SIZE_BYTES + size].toreadonly())
+            found.append(
+                self._view[
+                    place + _SIZE_BYTES : place + _SIZE_BYTES + size
+                ].toreadonly()
+            )
         return found
 
-    def write(self, cells: np.ndarray, values: Sequence[Sequence[bytes | memoryview]]) -> bool:
+    def write(
+        self, cells: np.ndarray, values: Sequence[Sequence[bytes | memoryview]]
+    ) -> bool:
         """Write values, each in parts, into cells that are empty; return whether there was room for all."""
         is_empty = (self._places[cells] == 0).tolist()
-        for cell, parts, is_wanted in zip(cells.tolist(), values, is_empty, strict=True):
+        for cell, parts, is_wanted in zip(
+            cells.tolist(), values, is_empty, strict=True
+        ):
             if not is_wanted:
                 continue
             size = sum(map(len, parts))
             place = self._reserve(_SIZE_BYTES + size)
             if place is None:
                 return False
-            self._view[place : place + _SIZE_BYTES] = size.to_bytes(_SIZE_BYTES, "little")
+            self._view[place : place + _SIZE_BYTES] = size.to_bytes(
+                _SIZE_BYTES, "little"
+            )
             start = place + _SIZE_BYTES
             for part in parts:
                 self._view[start : start + len(part)] = part
@@ -91,7 +105,9 @@ class Arena:
     def _reserve(self, size: int) -> int | None:
         size += -size % 8
         with self._lock:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # freed by the kernel if this process is killed
+            fcntl.flock(
+                self._descriptor, fcntl.LOCK_EX
+            )  # freed by the kernel if this process is killed
             try:
                 place, granted = self._counts.tolist()
                 if place + size > granted:
@@ -119,17 +135,36 @@ def open_arena(key: str, num_cells: int) -> Arena:
         if arena := _arenas.get(key):
             return arena
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("store.in_memory needs Linux, whose memory processes can share: leave it out")
+            raise ConfigError(
+                "store.in_memory needs Linux, whose memory processes can share: leave it out"
+            )
         try:
             folder = make_cache_folder("memory")
         except OSError as error:
-            raise ConfigError(f"store.in_memory: {error}; set RAYPIPE_CACHE to another folder") from error
+            raise ConfigError(
+                f"store.in_memory: {error}; set RAYPIPE_CACHE to another folder"
+            ) from error
         with locked(folder / ".lock"):
             others = _others(folder)
-            descriptor = next((opened for path in others if (opened := _opened(path, key)) is not None), None)
+            descriptor = next(
+                (
+                    opened
+                    for path in others
+                    if (opened := _opened(path, key)) is not None
+                ),
+                None,
+            )
             if descriptor is None:
                 descriptor = _made(key, num_cells, _total(others))
-            entry = folder / ".".join((boot_id(), key, str(os.getpid()), _start_of(os.getpid()), str(descriptor)))
+            entry = folder / ".".join(
+                (
+                    boot_id(),
+                    key,
+                    str(os.getpid()),
+                    _start_of(os.getpid()),
+                    str(descriptor),
+                )
+            )
             entry.touch()
             arena = _arenas[key] = Arena(descriptor, num_cells, entry)
         return arena
@@ -166,7 +201,9 @@ def _opened(entry: Path, key: str) -> int | None:
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # it ended, or lives in another container
         return None
-    if not str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(f"/memfd:{_name_of(key)}"):
+    if not str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(
+        f"/memfd:{_name_of(key)}"
+    ):
         os.close(descriptor)
         return None
     return descriptor
@@ -178,7 +215,8 @@ def _name_of(key: str) -> str:
 
 def _made(key: str, num_cells: int, taken: int) -> int:
     """Return a descriptor of a new arena; `taken` are the bytes that others are granted."""
-    least, room = _HEADER_BYTES + 8 * num_cells, _limit_bytes(taken) - taken
+    least = _HEADER_BYTES + 8 * num_cells
+    room = _limit_bytes(taken) - taken
     if room <= least:
         raise ConfigError(
             f"store.in_memory: there is room for {max(0, room):,} bytes, and the table of {num_cells:,} values "
@@ -217,13 +255,24 @@ def _limit_bytes(taken: int) -> int:
     text = variable("RAYPIPE_MEMORY_BYTES")
     if text:
         if not text.isdecimal():
-            raise ConfigError(f"RAYPIPE_MEMORY_BYTES must be a whole number of bytes, got {text!r}")
+            raise ConfigError(
+                f"RAYPIPE_MEMORY_BYTES must be a whole number of bytes, got {text!r}"
+            )
         return int(text)
     free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free = [1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))]
-    with contextlib.suppress(OSError, ValueError):  # a container's limit; it may be "max"
+        free = [
+            1024
+            * next(
+                int(line.split()[1])
+                for line in lines
+                if line.startswith("MemAvailable:")
+            )
+        ]
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # a container's limit; it may be "max"
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
         free.append(limit - int((group / "memory.current").read_text()))

@@ -70,14 +70,20 @@ def unpacked(pieces: Iterator[bytes], name: str, num_bytes: int) -> Iterator[byt
                 )
             yield piece
     except (zlib.error, OSError, EOFError, lzma.LZMAError) as error:
-        raise StoreError(f"{name} cannot be unpacked: {error}; copy it again") from error
+        raise StoreError(
+            f"{name} cannot be unpacked: {error}; copy it again"
+        ) from error
 
 
 def _content(pieces: Iterator[bytes], name: str) -> Iterator[bytes]:
     data = next(pieces, b"")
-    make = next((kind for magic, kind in _KINDS.items() if data.startswith(magic)), None)
+    make = next(
+        (kind for magic, kind in _KINDS.items() if data.startswith(magic)), None
+    )
     if make is None:
-        raise StoreError(f"{name} is not gzip, bzip2 or xz, as its name says: copy it again, or name it *.tar")
+        raise StoreError(
+            f"{name} is not gzip, bzip2 or xz, as its name says: copy it again, or name it *.tar"
+        )
     stream = make()
     while True:
         while not stream.eof:

@@ -18,7 +18,13 @@ from urllib.parse import unquote, urlsplit
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.mistakes import did_you_mean
-from raypipe.stores.base import Columns, MemoryStore, Store, check_columns, check_indices
+from raypipe.stores.base import (
+    Columns,
+    MemoryStore,
+    Store,
+    check_columns,
+    check_indices,
+)
 
 if TYPE_CHECKING:
     from raypipe.stores.writers import LMDBWriter as LMDBWriter
@@ -106,17 +112,23 @@ def open_store(address: str | Path, **options: Any) -> Store:
     known = list(signature(make).parameters)
     if "trust_pickles" not in known:  # no other kind has pickles
         options.pop("trust_pickles", None)
-    if "target_column" not in known and options.get("target_column") == "":  # nothing to be left out
+    if (
+        "target_column" not in known and options.get("target_column") == ""
+    ):  # nothing to be left out
         del options["target_column"]
     for option, value in options.items():
         if option not in known:
             instead = _INSTEAD.get(option, "")
-            raise ConfigError(f"{option}={value!r}: {address} is {kind}, which has no option {option!r}{instead}")
+            raise ConfigError(
+                f"{option}={value!r}: {address} is {kind}, which has no option {option!r}{instead}"
+            )
     return make(text, **options)
 
 
 def store_options(
-    image_column: str = "image", target_column: str = "label", trust_pickles: bool = False
+    image_column: str = "image",
+    target_column: str = "label",
+    trust_pickles: bool = False,
 ) -> dict[str, Any]:
     """Return the options for `open_store` that are not the default: some kinds of store lack them.
 
@@ -139,7 +151,9 @@ def store_options(
 def _near(missing: Path) -> str:
     """Return the end of an error about a missing file: similar names in its folder."""
     with contextlib.suppress(OSError):
-        if close := get_close_matches(missing.name, [path.name for path in missing.parent.iterdir()]):
+        if close := get_close_matches(
+            missing.name, [path.name for path in missing.parent.iterdir()]
+        ):
             return did_you_mean(str(missing.parent / name) for name in close)
     return ""
 
@@ -169,7 +183,9 @@ def _kind_of(address: str) -> str:
     if not is_remote(address) and _has_lmdb_magic(address):
         return "lmdb"
     if ".tar." in name:
-        raise StoreError(f"{address}: of compressed tars, raypipe reads .tar.gz, .tar.bz2 and .tar.xz")
+        raise StoreError(
+            f"{address}: of compressed tars, raypipe reads .tar.gz, .tar.bz2 and .tar.xz"
+        )
     raise StoreError(f"{address} is not a store; {_LAYOUTS}")
 
 
@@ -219,7 +235,9 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
 
     suffixes = {Path(name).suffix[1:] for name in names}
     if {"lmdb", "parquet"} <= suffixes:
-        raise StoreError(f"{address} has both *.lmdb and *.parquet files; give the address of one kind")
+        raise StoreError(
+            f"{address} has both *.lmdb and *.parquet files; give the address of one kind"
+        )
     if "lmdb" in suffixes or "data.mdb" in names:
         return "lmdb"
     if "parquet" in suffixes:
@@ -230,7 +248,9 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
         return "lmdb"
     if any(not name.startswith("_") for name in folders):
         return "folder"
-    if "tar" in suffixes or any(name.lower().endswith(_COMPRESSED_TARS) for name in names):
+    if "tar" in suffixes or any(
+        name.lower().endswith(_COMPRESSED_TARS) for name in names
+    ):
         return "tar"
     if folders or any(suffix_of(name) in IMAGE_SUFFIXES for name in names):
         return "folder"

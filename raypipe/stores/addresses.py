@@ -26,18 +26,31 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, read_json, write_json
-from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem, split
+from raypipe.storage.filesystem import (
+    explained,
+    is_remote,
+    join,
+    open_filesystem,
+    split,
+)
 
 MANIFEST = "_raypipe.json"
 VERSION = 1
 
 PART_OF = re.compile(r"(?P<split>.+)-(?P<number>\d{5,})-of-(?P<num>\d{5,})(?![^.\-])")
 """train-00000-of-00002.parquet, train-00000-of-00002-0123456789abcdef.parquet, train-00000-of-01024"""
-_SPLIT = re.compile(r"(train|training|test|testing|val|valid|validation|eval|dev)(?![a-z])", re.IGNORECASE)
+_SPLIT = re.compile(
+    r"(train|training|test|testing|val|valid|validation|eval|dev)(?![a-z])",
+    re.IGNORECASE,
+)
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_UPLOADED = re.compile(r"\d{5}-[0-9a-f]{8}\.\w+")  # name of a shard that a conversion uploaded
+_UPLOADED = re.compile(
+    r"\d{5}-[0-9a-f]{8}\.\w+"
+)  # name of a shard that a conversion uploaded
 _MAX_SHARDS = 100_000
-_SYSTEM_NAMES = frozenset({"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"})
+_SYSTEM_NAMES = frozenset(
+    {"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"}
+)
 
 
 def expand(address: str) -> list[str]:
@@ -46,15 +59,23 @@ def expand(address: str) -> list[str]:
     for span in _RANGE.finditer(address):
         num_shards *= max(0, int(span[2]) - int(span[1]) + 1)
     if not 0 < num_shards <= _MAX_SHARDS:
-        raise StoreError(f"{address} stands for {num_shards:,} shards; a store has from 1 to {_MAX_SHARDS:,}")
+        raise StoreError(
+            f"{address} stands for {num_shards:,} shards; a store has from 1 to {_MAX_SHARDS:,}"
+        )
     addresses = [address]
     while (match := _RANGE.search(addresses[0])) is not None:
         numbers = range(int(match[1]), int(match[2]) + 1)
-        addresses = [_RANGE.sub(f"{n:0{len(match[1])}}", name, count=1) for name in addresses for n in numbers]
+        addresses = [
+            _RANGE.sub(f"{n:0{len(match[1])}}", name, count=1)
+            for name in addresses
+            for n in numbers
+        ]
     return addresses
 
 
-def list_files(address: str, is_one: Callable[[str], bool], what: str) -> list[RemoteFile]:
+def list_files(
+    address: str, is_one: Callable[[str], bool], what: str
+) -> list[RemoteFile]:
     """Return the files of a local address, or the objects of a remote one, from a listing or a manifest.
 
     Args:
@@ -72,7 +93,8 @@ def list_files(address: str, is_one: Callable[[str], bool], what: str) -> list[R
     if "*" in pattern:
         files = [name for name in names_at(folder) or () if fnmatchcase(name, pattern)]
     else:
-        folder, names = address, names_at(address)
+        folder = address
+        names = names_at(address)
         if names is None:
             return [RemoteFile(address)]
         if MANIFEST in names:
@@ -106,7 +128,9 @@ def names_at(address: str) -> set[str] | None:
         kind = filesystem.get_file_info(place).type
         if kind == pyarrow.fs.FileType.NotFound:
             raise StoreError(f"{address} or its bucket does not exist")
-        return None if kind == pyarrow.fs.FileType.File else names_in(filesystem, place)
+        if kind == pyarrow.fs.FileType.File:
+            return None
+        return names_in(filesystem, place)
 
 
 def is_left_out(name: str) -> bool:
@@ -122,7 +146,11 @@ def folders_at(address: str) -> set[str]:
         else:
             filesystem, path = open_filesystem(address)
             infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
-            names = {info.base_name for info in infos if info.type == pyarrow.fs.FileType.Directory}
+            names = {
+                info.base_name
+                for info in infos
+                if info.type == pyarrow.fs.FileType.Directory
+            }
         return {name for name in names if not is_left_out(name)}
 
 
@@ -131,12 +159,18 @@ def folders_matching(address: str) -> list[str]:
     folder, pattern = split(address)
     if "*" not in pattern:
         return []
-    return [join(folder, name) for name in sorted(folders_at(folder or ".")) if fnmatchcase(name, pattern)]
+    return [
+        join(folder, name)
+        for name in sorted(folders_at(folder or "."))
+        if fnmatchcase(name, pattern)
+    ]
 
 
 def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
     """Return the names of the files in a folder of a file system: the visible ones, and the manifest."""
-    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+    infos = filesystem.get_file_info(
+        pyarrow.fs.FileSelector(path, allow_not_found=True)
+    )
     names = {info.base_name for info in infos if info.type == pyarrow.fs.FileType.File}
     return {name for name in names if name == MANIFEST or name[0] not in "._"}
 
@@ -150,9 +184,14 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
         elif match := _SPLIT.match(name):
             splits.setdefault(match[0].lower(), []).append(name)
     if len(splits) > 1:
-        listed = ", ".join(f"{split} ({len(files)})" for split, files in sorted(splits.items()))
+        listed = ", ".join(
+            f"{split} ({len(files)})" for split, files in sorted(splits.items())
+        )
         split, files = max(splits.items())
-        example = files[0] if len(files) == 1 else f"{split}*{PurePosixPath(files[0]).suffix}, in quotes"
+        if len(files) == 1:
+            example = files[0]
+        else:
+            example = f"{split}*{PurePosixPath(files[0]).suffix}, in quotes"
         raise StoreError(
             f"{address} has files of several splits: {listed}. A store is one split: choose it, such as "
             f"{address.rstrip('/')}/{example}"
@@ -170,11 +209,20 @@ def _of_manifest(where: str) -> list[RemoteFile]:
     try:
         content = read_json(where)
         if content["version"] != VERSION:
-            raise StoreError(f"{where} has version {content['version']}; this raypipe reads version {VERSION}")
-        shards = [content["shards"][0], *content["shards"][1:]]  # at least one, or LookupError
+            raise StoreError(
+                f"{where} has version {content['version']}; this raypipe reads version {VERSION}"
+            )
+        shards = [
+            content["shards"][0],
+            *content["shards"][1:],
+        ]  # at least one, or LookupError
         folder, _ = split(where)
         return [
-            RemoteFile(join(folder, str(shard["name"])), int(shard["num_bytes"]), digest=str(shard["digest"]))
+            RemoteFile(
+                join(folder, str(shard["name"])),
+                int(shard["num_bytes"]),
+                digest=str(shard["digest"]),
+            )
             for shard in shards
         ]
     except ConfigError as error:
@@ -188,6 +236,11 @@ def _of_manifest(where: str) -> list[RemoteFile]:
 def write_manifest(address: str, shards: Iterable[RemoteFile]) -> None:
     """Write a folder's manifest, replacing an old one."""
     entries = [
-        {"name": split(shard.address)[1], "num_bytes": shard.num_bytes, "digest": shard.digest} for shard in shards
+        {
+            "name": split(shard.address)[1],
+            "num_bytes": shard.num_bytes,
+            "digest": shard.digest,
+        }
+        for shard in shards
     ]
     write_json(join(address, MANIFEST), {"version": VERSION, "shards": entries})

@@ -21,7 +21,9 @@ from raypipe.errors import StoreError
 from raypipe.stores.base import MAX_SAMPLE_BYTES, by_part, stored_names
 from raypipe.stores.numbers import labels_of
 
-_LIST_SCALARS = pa.ListScalar | pa.LargeListScalar | pa.ListViewScalar | pa.LargeListViewScalar
+_LIST_SCALARS = (
+    pa.ListScalar | pa.LargeListScalar | pa.ListViewScalar | pa.LargeListViewScalar
+)
 
 
 class StoredColumn(NamedTuple):
@@ -53,13 +55,27 @@ class TableColumns:
         StoreError: schemas differ, or lack the image or the label column.
     """
 
-    def __init__(self, schemas: Sequence[tuple[str, pa.Schema]], image_column: str, target_column: str) -> None:
+    def __init__(
+        self,
+        schemas: Sequence[tuple[str, pa.Schema]],
+        image_column: str,
+        target_column: str,
+    ) -> None:
         first_path, first = schemas[0]
         self.classes = class_names(first, target_column)
         for path, schema in schemas[1:]:
-            if not schema.equals(first) or class_names(schema, target_column) != self.classes:
-                lines = [set(each.remove_metadata().to_string().split("\n")) for each in (schema, first)]
-                differing = ", ".join(sorted(lines[0] ^ lines[1])) or "the order of columns, or class names"
+            if (
+                not schema.equals(first)
+                or class_names(schema, target_column) != self.classes
+            ):
+                lines = [
+                    set(each.remove_metadata().to_string().split("\n"))
+                    for each in (schema, first)
+                ]
+                differing = (
+                    ", ".join(sorted(lines[0] ^ lines[1]))
+                    or "the order of columns, or class names"
+                )
                 raise StoreError(
                     f"{path} and {first_path} differ in schema or classes ({differing:.300}): a store needs one "
                     "schema"
@@ -75,7 +91,9 @@ class TableColumns:
                     self.leaves[f"{name}.path"] = "path"
                     self.fields[f"{name}.path"] = field
         self.columns = tuple(self.fields)
-        self.label_is_class = "label" not in self.fields or pa.types.is_integer(self.fields["label"].type)
+        self.label_is_class = "label" not in self.fields or pa.types.is_integer(
+            self.fields["label"].type
+        )
         self._needs_labels = bool(target_column)
 
     def stored_path(self, name: str) -> str:
@@ -86,12 +104,17 @@ class TableColumns:
         """Return a file's column as one to take rows from."""
         if leaf := self.leaves.get(name):
             column = pc.struct_field(column, leaf)
-        return StoredColumn(self._taker(name, column, path), column.get_total_buffer_size())
+        return StoredColumn(
+            self._taker(name, column, path), column.get_total_buffer_size()
+        )
 
     def element_type(self, name: str) -> str | None:
         """Return the type of a column's numbers, or of those in its lists, "int64", "float64" or "bool", by the
         schema; None if it has others."""
-        kind = self.fields[name].type if name in self.fields and name not in self.leaves else pa.null()
+        if name in self.fields and name not in self.leaves:
+            kind = self.fields[name].type
+        else:
+            kind = pa.null()
         while _is_list(kind):
             kind = kind.value_type
         if pa.types.is_boolean(kind):
@@ -100,7 +123,9 @@ class TableColumns:
             return "int64"
         return "float64" if pa.types.is_floating(kind) else None
 
-    def _taker(self, name: str, column: pa.ChunkedArray, path: str) -> Callable[[np.ndarray], Any]:
+    def _taker(
+        self, name: str, column: pa.ChunkedArray, path: str
+    ) -> Callable[[np.ndarray], Any]:
         """Return a function that takes rows of a column.
 
         It returns numbers, and arrays of one shape, as an array; other values, and numbers with nulls among them,
@@ -110,12 +135,16 @@ class TableColumns:
             return _chunked_taker(column)
         if self.leaves.get(name) == "bytes":
             take = _chunked_taker(column)
-            return lambda rows: [None if view is None else bytes(view) for view in take(rows)]
+            return lambda rows: [
+                None if view is None else bytes(view) for view in take(rows)
+            ]
         array_of = _array_of(column.type)
         if not _is_number(column.type) and array_of is None:
             return lambda rows: [_python_value(column[row]) for row in rows.tolist()]
         if isinstance(column.type, pa.BaseExtensionType):
-            column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+            column = pa.chunked_array(
+                [chunk.storage for chunk in column.chunks], column.type.storage_type
+            )
         shape = () if array_of is None else array_of[1]
         numbers = _in_place(column, shape)
         if numbers is not None:
@@ -123,7 +152,12 @@ class TableColumns:
         return partial(self._numbers, name, column, shape, path)
 
     def _numbers(
-        self, name: str, column: pa.ChunkedArray, shape: tuple[int, ...], path: str, rows: np.ndarray
+        self,
+        name: str,
+        column: pa.ChunkedArray,
+        shape: tuple[int, ...],
+        path: str,
+        rows: np.ndarray,
     ) -> np.ndarray | list[Any]:
         """Return rows of a column of numbers, or of arrays of numbers."""
         column = column.take(pa.array(rows))
@@ -137,26 +171,41 @@ class TableColumns:
         values = _flat(column.combine_chunks())
         if values is None:
             return _with_none(column)
-        return np.asarray(values.to_numpy(zero_copy_only=False).reshape(len(rows), *shape))
+        return np.asarray(
+            values.to_numpy(zero_copy_only=False).reshape(len(rows), *shape)
+        )
 
     def join(self, name: str, parts: list[Any], places: np.ndarray) -> Any:
         """Join the parts and restore the requested order: value i is value places[i] of the joined parts."""
-        kind = pa.null() if name in self.leaves else self.fields[name].type
+        if name in self.leaves:
+            kind = pa.null()
+        else:
+            kind = self.fields[name].type
         array_of = _array_of(kind)
-        if (not _is_number(kind) and array_of is None) or any(isinstance(part, list) for part in parts):
+        if (not _is_number(kind) and array_of is None) or any(
+            isinstance(part, list) for part in parts
+        ):
             values = list(itertools.chain.from_iterable(parts))
             return [values[place] for place in places.tolist()]
         value_type, shape = array_of or (kind, ())
         nothing = np.empty((0, *shape), value_type.to_pandas_dtype())
         joined = np.concatenate(parts)[places] if parts else nothing
-        return labels_of(joined) if name == "label" and pa.types.is_integer(kind) else joined
+        if name == "label" and pa.types.is_integer(kind):
+            return labels_of(joined)
+        return joined
 
 
-def _columns_of(path: str, schema: pa.Schema, image_column: str, target_column: str) -> dict[str, pa.Field]:
+def _columns_of(
+    path: str, schema: pa.Schema, image_column: str, target_column: str
+) -> dict[str, pa.Field]:
     """Return name in the store → field in the file, image and label first; raise StoreError for wrong types."""
     if twice := sorted({name for name in schema.names if schema.names.count(name) > 1}):
-        raise StoreError(f"{path} has several columns called {twice[0]!r}: write it with one name for each")
-    stored = stored_names(path, schema.names, {"image": image_column, "label": target_column or "label"})
+        raise StoreError(
+            f"{path} has several columns called {twice[0]!r}: write it with one name for each"
+        )
+    stored = stored_names(
+        path, schema.names, {"image": image_column, "label": target_column or "label"}
+    )
     columns = {name: schema.field(place) for name, place in stored.items()}
     image = columns["image"].type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
@@ -188,20 +237,30 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 def _is_file(kind: pa.DataType) -> bool:
     """Return whether a type is Hugging Face's of an encoded file, struct{bytes, path}."""
-    if not pa.types.is_struct(kind) or {field.name for field in kind} != {"bytes", "path"}:
+    if not pa.types.is_struct(kind) or {field.name for field in kind} != {
+        "bytes",
+        "path",
+    }:
         return False
     return _is_bytes(kind.field("bytes").type)
 
 
 def _is_list(kind: pa.DataType) -> bool:
     views = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind) or views
+    return (
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+        or views
+    )
 
 
 def class_names(schema: pa.Schema, target_column: str) -> tuple[str, ...] | None:
     """Return the names in the label's Hugging Face ClassLabel; None without one. Older files omit its `_type`."""
     try:
-        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][target_column]
+        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"][
+            "features"
+        ][target_column]
         if feature.get("_type", "ClassLabel") != "ClassLabel":
             return None
         return tuple(str(name) for name in feature["names"])
@@ -225,7 +284,9 @@ def _array_of(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]] | None:
     shape: tuple[int, ...] = ()
     if isinstance(kind, pa.FixedShapeTensorType):
         order = kind.permutation
-        if order is not None and list(order) != sorted(order):  # rare: the axes are stored in another order
+        if order is not None and list(order) != sorted(
+            order
+        ):  # rare: the axes are stored in another order
             return None
         kind, shape = kind.value_type, tuple(kind.shape)
     while pa.types.is_fixed_size_list(kind):
@@ -234,7 +295,9 @@ def _array_of(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]] | None:
     return (kind, shape) if shape and known else None
 
 
-def _chunked_taker(column: pa.ChunkedArray) -> Callable[[np.ndarray], list[memoryview | None]]:
+def _chunked_taker(
+    column: pa.ChunkedArray,
+) -> Callable[[np.ndarray], list[memoryview | None]]:
     """Return a function that takes rows of a column of images."""
     takers = list(map(image_taker, column.chunks))
     if len(takers) == 1:
@@ -254,16 +317,25 @@ def _chunked_taker(column: pa.ChunkedArray) -> Callable[[np.ndarray], list[memor
 
 def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | None]]:
     """Return a function that takes images of an array of bytes, as views; None for nulls."""
-    if pa.types.is_dictionary(images.type):  # decoded, it might take far more memory than the file
+    if pa.types.is_dictionary(
+        images.type
+    ):  # decoded, it might take far more memory than the file
         return _dictionary_taker(images)
-    if pa.types.is_binary_view(images.type) or pa.types.is_fixed_size_binary(images.type):
+    if pa.types.is_binary_view(images.type) or pa.types.is_fixed_size_binary(
+        images.type
+    ):
         images = images.cast(pa.large_binary())
     _, offset_buffer, contents = images.buffers()
     content = memoryview(contents or b"").cast("B").toreadonly()
     dtype = np.dtype(np.int64 if pa.types.is_large_binary(images.type) else np.int32)
     # An array without rows may have no buffers.
-    offsets = np.frombuffer(offset_buffer or bytes(dtype.itemsize), dtype)[images.offset :]
-    is_null = np.asarray(images.is_null()) if images.null_count else None
+    offsets = np.frombuffer(offset_buffer or bytes(dtype.itemsize), dtype)[
+        images.offset :
+    ]
+    if images.null_count:
+        is_null = np.asarray(images.is_null())
+    else:
+        is_null = None
 
     def take(rows: np.ndarray) -> list[memoryview | None]:
         bounds = zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)
@@ -276,7 +348,9 @@ def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | No
     return take
 
 
-def _dictionary_taker(images: pa.DictionaryArray) -> Callable[[np.ndarray], list[memoryview | None]]:
+def _dictionary_taker(
+    images: pa.DictionaryArray,
+) -> Callable[[np.ndarray], list[memoryview | None]]:
     is_null = np.asarray(images.indices.is_null())
     places = images.indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     take_value = image_taker(images.dictionary)
@@ -284,7 +358,9 @@ def _dictionary_taker(images: pa.DictionaryArray) -> Callable[[np.ndarray], list
     def take(rows: np.ndarray) -> list[memoryview | None]:
         views: list[memoryview | None] = [None] * len(rows)
         positions = np.flatnonzero(~is_null[rows])
-        for position, view in zip(positions.tolist(), take_value(places[rows[positions]]), strict=True):
+        for position, view in zip(
+            positions.tolist(), take_value(places[rows[positions]]), strict=True
+        ):
             views[position] = view
         return views
 
@@ -310,7 +386,10 @@ def _with_none(column: pa.ChunkedArray) -> list[Any]:
     """Return a column's values, None for those that are or contain a null."""
     if not _is_number(column.type):
         values = column.to_pylist()
-        return [None if value is None or _holds_none(value) else np.asarray(value) for value in values]
+        return [
+            None if value is None or _holds_none(value) else np.asarray(value)
+            for value in values
+        ]
     dtype = column.type.to_pandas_dtype()
     return [None if value is None else dtype(value) for value in column.to_pylist()]
 
@@ -321,7 +400,10 @@ def _holds_none(value: Any) -> bool:
 
 def _python_value(scalar: pa.Scalar) -> Any:
     """Return the value; None for text that is not UTF-8, as in a damaged record, and for a list over 512 MiB."""
-    if isinstance(scalar, _LIST_SCALARS) and _num_bytes_of(scalar.values) > MAX_SAMPLE_BYTES:
+    if (
+        isinstance(scalar, _LIST_SCALARS)
+        and _num_bytes_of(scalar.values) > MAX_SAMPLE_BYTES
+    ):
         return None
     try:
         return scalar.as_py()
@@ -334,7 +416,14 @@ def _num_bytes_of(values: pa.Array | None) -> int:
     if values is None:
         return 0
     if pa.types.is_nested(values.type):
-        return sum(map(_num_bytes_of, values.flatten() if pa.types.is_struct(values.type) else [values.flatten()]))
+        return sum(
+            map(
+                _num_bytes_of,
+                values.flatten()
+                if pa.types.is_struct(values.type)
+                else [values.flatten()],
+            )
+        )
     if pa.types.is_dictionary(values.type):
         return len(values) * values.dictionary.nbytes
     return values.nbytes

@@ -85,7 +85,9 @@ class Store(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
         """Read samples by index, in the requested order, including duplicates.
 
         Args:
@@ -125,7 +127,10 @@ class FileStore(ABC, Generic[C]):
     _has_lock: ClassVar[bool] = False
 
     def __init__(self, address: str | Path, *options: Any) -> None:
-        self.address = str(address) if "://" in str(address) else str(Path(address).absolute())
+        if "://" in str(address):
+            self.address = str(address)
+        else:
+            self.address = str(Path(address).absolute())
         self._options = options
         self._opened: C | None = None
         self._pid = 0
@@ -136,7 +141,10 @@ class FileStore(ABC, Generic[C]):
         self._identity = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        identity = self._identity if self._opened is None else _identity_of(self._opened)
+        if self._opened is None:
+            identity = self._identity
+        else:
+            identity = _identity_of(self._opened)
         state = {"_listing": self._listing, "_identity": identity}
         return type(self), (self.address, *self._options), state
 
@@ -155,7 +163,8 @@ class FileStore(ABC, Generic[C]):
                     f"{self.address} has other contents on this machine ({socket.gethostname()}), or by now, than "
                     "where it was opened first: give all nodes the same files, and leave them as they are"
                 )
-            self._opened, self._pid = opened, os.getpid()
+            self._opened = opened
+            self._pid = os.getpid()
         return self._opened
 
     @property
@@ -187,7 +196,9 @@ class FileStore(ABC, Generic[C]):
     def __len__(self) -> int:
         return len(self._contents)
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
         """Read samples, see `Store.read`."""
         wanted = check_indices(indices, len(self), self.address)
         check_columns(columns, self.columns, self.address)
@@ -238,7 +249,9 @@ def part_of(bounds: np.ndarray, index: int) -> tuple[int, int]:
     return number, index - int(bounds[number])
 
 
-def by_part(indices: np.ndarray, bounds: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+def by_part(
+    indices: np.ndarray, bounds: np.ndarray
+) -> Iterator[tuple[int, np.ndarray]]:
     """Yield each part that has requested samples, see `part_of`, and their positions, by ascending index."""
     order = np.argsort(indices, kind="stable")
     ends = np.searchsorted(indices[order], bounds)
@@ -253,7 +266,9 @@ def join_fingerprints(parts: Sequence[str]) -> str:
     return hashlib.blake2b("".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def check_indices(indices: Sequence[int] | np.ndarray, num_samples: int, address: str) -> np.ndarray:
+def check_indices(
+    indices: Sequence[int] | np.ndarray, num_samples: int, address: str
+) -> np.ndarray:
     """Return the indices as int64 of shape (n,).
 
     Raises:
@@ -263,14 +278,24 @@ def check_indices(indices: Sequence[int] | np.ndarray, num_samples: int, address
     if wanted.size == 0:
         return np.empty(0, np.int64)
     if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
-        raise IndexError(f"indices must be integers of shape (n,), not {wanted.dtype} of {wanted.shape}")
+        raise IndexError(
+            f"indices must be integers of shape (n,), not {wanted.dtype} of {wanted.shape}"
+        )
     outside = wanted[(wanted < 0) | (wanted >= num_samples)]
     if outside.size:
-        raise IndexError(f"index {outside[0]} is outside [0, {num_samples}) of {address}")
+        raise IndexError(
+            f"index {outside[0]} is outside [0, {num_samples}) of {address}"
+        )
     return wanted.astype(np.int64, copy=False)
 
 
-def missing(where: object, name: str, present: Collection[str], setting: str = "", what: str = "column") -> str:
+def missing(
+    where: object,
+    name: str,
+    present: Collection[str],
+    setting: str = "",
+    what: str = "column",
+) -> str:
     """Return the message about a missing column, with the setting that names it and the columns that exist.
 
     Args:
@@ -283,7 +308,9 @@ def missing(where: object, name: str, present: Collection[str], setting: str = "
     return f"{where} has no {what} {name!r}{named}{choices(name, present, f'its {what}s are'):.1500}"
 
 
-def stored_names(where: object, present: Collection[str], renamed: Mapping[str, str]) -> dict[str, str]:
+def stored_names(
+    where: object, present: Collection[str], renamed: Mapping[str, str]
+) -> dict[str, str]:
     """Return name in the store → name in its files, `image` and `label` first.
 
     Args:
@@ -300,7 +327,9 @@ def stored_names(where: object, present: Collection[str], renamed: Mapping[str, 
             stored[name] = place
         elif name == "image" or place != "label":
             raise StoreError(missing(where, place, present, RENAMED[name]))
-    others = (name for name in present if name not in renamed and name not in renamed.values())
+    others = (
+        name for name in present if name not in renamed and name not in renamed.values()
+    )
     return stored | {name: name for name in others}
 
 
@@ -309,7 +338,9 @@ def hash_of_facts(facts: object) -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
-def check_columns(wanted: Iterable[str], present: Collection[str], address: str) -> None:
+def check_columns(
+    wanted: Iterable[str], present: Collection[str], address: str
+) -> None:
     """Raise StoreError if the store lacks a wanted column."""
     for name in wanted:
         if name not in present:
@@ -337,37 +368,54 @@ class MemoryStore:
         group_size: int | None = None,
     ) -> None:
         self._columns: dict[str, Any] = {
-            "image": [bytes(image) if isinstance(image, memoryview) else image for image in images]
+            "image": [
+                bytes(image) if isinstance(image, memoryview) else image
+                for image in images
+            ]
         }
         self.label_is_class = True
         if labels is not None:
             numbers = exactly(labels)
-            self.label_is_class = (numbers.ndim == 1 and numbers.dtype.kind in "iub") or not numbers.size
-            self._columns["label"] = exactly(numbers, np.int64) if self.label_is_class else numbers
+            self.label_is_class = (
+                numbers.ndim == 1 and numbers.dtype.kind in "iub"
+            ) or not numbers.size
+            self._columns["label"] = (
+                exactly(numbers, np.int64) if self.label_is_class else numbers
+            )
         for name, values in (columns or {}).items():
-            self._columns[name] = exactly(values) if _are_numbers(values) else list(values)
+            self._columns[name] = (
+                exactly(values) if _are_numbers(values) else list(values)
+            )
         for name, values in self._columns.items():
             if len(values) != len(self):
-                raise ValueError(f"column {name!r} has {len(values)} values for {len(self)} images")
+                raise ValueError(
+                    f"column {name!r} has {len(values)} values for {len(self)} images"
+                )
         self.columns = tuple(self._columns)
         self.classes = None if classes is None else tuple(classes)
         self.groups: np.ndarray | None = None
         if group_size is not None:
             if group_size < 1:
                 raise ValueError(f"group_size must be at least 1, not {group_size}")
-            self.groups = np.append(np.arange(0, len(self), group_size, dtype=np.int64), len(self))
+            self.groups = np.append(
+                np.arange(0, len(self), group_size, dtype=np.int64), len(self)
+            )
         self.fingerprint = self._hash(group_size)
         self.address = f"memory:{self.fingerprint[:8]}"
 
     def __len__(self) -> int:
         return len(self._columns["image"])
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
         """Read samples, see `Store.read`."""
         wanted = check_indices(indices, len(self), self.address)
         check_columns(columns, self.columns, self.address)
         return {
-            name: values[wanted] if isinstance(values, np.ndarray) else [values[i] for i in wanted.tolist()]
+            name: values[wanted]
+            if isinstance(values, np.ndarray)
+            else [values[i] for i in wanted.tolist()]
             for name, values in ((name, self._columns[name]) for name in columns)
         }
 
@@ -375,17 +423,24 @@ class MemoryStore:
         """Do nothing: the store has no files."""
 
     def _hash(self, group_size: int | None) -> str:
-        digest = hashlib.blake2b(repr((self.classes, group_size)).encode(), digest_size=16)
+        digest = hashlib.blake2b(
+            repr((self.classes, group_size)).encode(), digest_size=16
+        )
         for name, values in self._columns.items():
             digest.update(repr((name, len(values))).encode())
             if isinstance(values, np.ndarray) and values.dtype.kind != "O":
                 digest.update(str(values.dtype).encode() + values.tobytes())
                 continue
             for value in values:
-                if isinstance(value, np.ndarray) and value.dtype.kind != "O":  # its repr shows it in part
+                if (
+                    isinstance(value, np.ndarray) and value.dtype.kind != "O"
+                ):  # its repr shows it in part
                     content = f"{value.dtype}{value.shape}".encode() + value.tobytes()
                 else:
-                    content = value if isinstance(value, bytes) else repr(value).encode()
+                    if isinstance(value, bytes):
+                        content = value
+                    else:
+                        content = repr(value).encode()
                 digest.update(f"{type(value).__name__}:{len(content)}:".encode())
                 digest.update(content)
         return digest.hexdigest()
@@ -394,4 +449,6 @@ class MemoryStore:
 def _are_numbers(values: Sequence[Any] | np.ndarray) -> bool:
     if isinstance(values, np.ndarray):
         return values.dtype.kind in "biuf"
-    return len(values) > 0 and all(isinstance(value, int | float | np.number) for value in values)
+    return len(values) > 0 and all(
+        isinstance(value, int | float | np.number) for value in values
+    )

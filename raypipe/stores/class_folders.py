@@ -32,13 +32,27 @@ from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES
 
 logger = logging.getLogger(__name__)
 
-FOLDER, FILE = "folder", "file"
+FOLDER = "folder"
+FILE = "file"
 BY_FOLDER = "folder"
 """The value of target_column that takes the folders for classes whatever else is in them."""
 
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
-_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "eval", "dev"})
-_HIDDEN, _BESIDE = "hidden or of the system", "outside the class folders"
+_SPLITS = frozenset(
+    {
+        "train",
+        "training",
+        "val",
+        "valid",
+        "validation",
+        "test",
+        "testing",
+        "eval",
+        "dev",
+    }
+)
+_HIDDEN = "hidden or of the system"
+_BESIDE = "outside the class folders"
 _NUM_NAMED = 3
 
 LeftOut = Counter[str]
@@ -104,7 +118,9 @@ class _Files:
     images: list[Sample] = field(default_factory=list)
     arrays: list[Sample] = field(default_factory=list)
     left_out: LeftOut = field(default_factory=Counter)
-    with_images: list[str] = field(default_factory=list)  # other files that belong to images
+    with_images: list[str] = field(
+        default_factory=list
+    )  # other files that belong to images
 
     @property
     def samples(self) -> list[Sample]:
@@ -122,7 +138,9 @@ def find_classes(trees: Sequence[Tree], where: str) -> Layout:
         StoreError: the folders are splits; or an entry with an image's name is not a file.
     """
     flat, names, outside = _top(trees, "")
-    by_class = {name: [_files(tree, name, where) for tree in trees] for name in sorted(names)}
+    by_class = {
+        name: [_files(tree, name, where) for tree in trees] for name in sorted(names)
+    }
     root = ""
     for folder in _folders_around(trees, by_class):
         outside += Counter(f"{name}/" for name in names if join(root, name) != folder)
@@ -130,9 +148,14 @@ def find_classes(trees: Sequence[Tree], where: str) -> Layout:
         _, names, beside = _top(trees, root)
         outside += beside
     if root:
-        by_class = {name: [_files(tree, join(root, name), where) for tree in trees] for name in sorted(names)}
+        by_class = {
+            name: [_files(tree, join(root, name), where) for tree in trees]
+            for name in sorted(names)
+        }
     holding = [name for name, of_trees in by_class.items() if _holds(of_trees)]
-    are_below = len(holding) == 1 and _are_below(join(root, holding[0]), by_class[holding[0]])
+    are_below = len(holding) == 1 and _are_below(
+        join(root, holding[0]), by_class[holding[0]]
+    )
     refuse_splits(where, by_class, holding[0] if are_below else "")
     every = [files for of_class in by_class.values() for files in of_class]
     has_images = any(files.images for files in every)
@@ -141,14 +164,28 @@ def find_classes(trees: Sequence[Tree], where: str) -> Layout:
         left_out[ARRAY_SUFFIX] += num_arrays
     samples = [
         [
-            sorted(files[number].images if has_images else files[number].arrays, key=lambda sample: sample[0])
+            sorted(
+                files[number].images if has_images else files[number].arrays,
+                key=lambda sample: sample[0],
+            )
             for files in by_class.values()
         ]
         for number in range(len(trees))
     ]
-    has_tars = any(suffix_of(entry.name) == ".tar" for tree in trees for entry in tree.entries(""))
+    has_tars = any(
+        suffix_of(entry.name) == ".tar" for tree in trees for entry in tree.entries("")
+    )
     of_images = sorted(path for files in every for path in files.with_images)
-    return Layout(root, tuple(by_class), samples, left_out, of_images, has_images, sorted(flat), has_tars)
+    return Layout(
+        root,
+        tuple(by_class),
+        samples,
+        left_out,
+        of_images,
+        has_images,
+        sorted(flat),
+        has_tars,
+    )
 
 
 def join(folder: str, name: str) -> str:
@@ -159,7 +196,12 @@ def join(folder: str, name: str) -> str:
 def tell_left_out(where: str, num_samples: int, left_out: LeftOut) -> None:
     """Say in one line what a store leaves out."""
     if left_out:
-        logger.warning("%s: %s samples; left out: %s", where, f"{num_samples:,}", words_of(left_out))
+        logger.warning(
+            "%s: %s samples; left out: %s",
+            where,
+            f"{num_samples:,}",
+            words_of(left_out),
+        )
 
 
 def words_of(left_out: LeftOut) -> str:
@@ -171,8 +213,12 @@ def words_of(left_out: LeftOut) -> str:
 
 def _top(trees: Sequence[Tree], root: str) -> tuple[list[Sample], set[str], LeftOut]:
     """Return the images in a folder itself, the names of its folders, and what else is in it."""
-    flat, names, beside = list[Sample](), set[str](), LeftOut()
-    for name, kind, value in itertools.chain.from_iterable(tree.entries(root) for tree in trees):
+    flat = list[Sample]()
+    names = set[str]()
+    beside = LeftOut()
+    for name, kind, value in itertools.chain.from_iterable(
+        tree.entries(root) for tree in trees
+    ):
         if is_left_out(name):
             beside[_HIDDEN] += 1
         elif kind == FOLDER:
@@ -186,14 +232,17 @@ def _top(trees: Sequence[Tree], root: str) -> tuple[list[Sample], set[str], Left
 
 def _files(tree: Tree, top: str, where: str) -> _Files:
     """Return the files of a folder and of all folders below it, unordered."""
-    found, visited = _Files(), set[Hashable]()
+    found = _Files()
+    visited = set[Hashable]()
     folders = [top]
     for folder in folders:  # the loop appends to the list
         identity = tree.identity(folder)
         if identity in visited:
             continue
         visited.add(identity)
-        within, images, others = list[str](), list[str](), list[str]()
+        within = list[str]()
+        images = list[str]()
+        others = list[str]()
         for name, kind, value in tree.entries(folder):
             if is_left_out(name):
                 found.left_out[_HIDDEN] += 1
@@ -220,7 +269,9 @@ def _files(tree: Tree, top: str, where: str) -> _Files:
     return found
 
 
-def _count_others(found: _Files, folder: str, images: list[str], others: list[str]) -> None:
+def _count_others(
+    found: _Files, folder: str, images: list[str], others: list[str]
+) -> None:
     """Note files that are neither images nor arrays, and which of them belong to an image: `a.txt` to `a.jpg`, and
     `a.jpg.json` too."""
     stems = {*images, *(PurePosixPath(name).stem for name in images)}
@@ -231,7 +282,9 @@ def _count_others(found: _Files, folder: str, images: list[str], others: list[st
             found.with_images.append(f"{folder}/{name}")
 
 
-def _folders_around(trees: Sequence[Tree], by_class: dict[str, list[_Files]]) -> Iterator[str]:
+def _folders_around(
+    trees: Sequence[Tree], by_class: dict[str, list[_Files]]
+) -> Iterator[str]:
     """Yield the paths of the folders, each in the one before, that all samples are below, none of them directly.
 
     An empty folder next to one is a class without samples, so the other is a class too.
@@ -258,12 +311,18 @@ def _holds(of_trees: list[_Files]) -> bool:
 
 def _is_empty(trees: Sequence[Tree], folder: str) -> bool:
     """Return whether a folder has no visible entry in any tree."""
-    return all(is_left_out(entry.name) for tree in trees for entry in tree.entries(folder))
+    return all(
+        is_left_out(entry.name) for tree in trees for entry in tree.entries(folder)
+    )
 
 
 def _are_below(folder: str, of_trees: list[_Files]) -> bool:
     """Return whether all samples of a folder are in folders below it."""
-    return all("/" in path[len(folder) + 1 :] for files in of_trees for path, _ in files.samples)
+    return all(
+        "/" in path[len(folder) + 1 :]
+        for files in of_trees
+        for path, _ in files.samples
+    )
 
 
 def refuse_splits(where: str, classes: Collection[str], only_one: str = "") -> None:
@@ -272,7 +331,12 @@ def refuse_splits(where: str, classes: Collection[str], only_one: str = "") -> N
     Args:
         only_one: the only folder with samples, if all of them are in folders below it.
     """
-    several = "train" in classes and not {"val", "valid", "validation", "test"}.isdisjoint(classes)
+    several = "train" in classes and not {
+        "val",
+        "valid",
+        "validation",
+        "test",
+    }.isdisjoint(classes)
     if several or (only_one.lower() in _SPLITS and len(classes) > 1):
         raise StoreError(
             f"{where} has the folders {', '.join(classes):.300}, which are splits, not classes: choose one, such "
@@ -284,7 +348,10 @@ def refuse_files_of_images(where: str, of_images: Sequence[str]) -> None:
     """Raise StoreError if other files belong to images by their names, since they may be the labels."""
     if not of_images:
         return
-    more = f" and {len(of_images) - _NUM_NAMED:,} more" if len(of_images) > _NUM_NAMED else ""
+    if len(of_images) > _NUM_NAMED:
+        more = f" and {len(of_images) - _NUM_NAMED:,} more"
+    else:
+        more = ""
     suffixes = ", ".join(sorted({suffix_of(path)[1:] for path in of_images}))
     raise StoreError(
         f"{where}: {', '.join(of_images[:_NUM_NAMED]):.300}{more} belong to images by their names, so the labels "

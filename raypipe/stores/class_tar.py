@@ -52,7 +52,9 @@ class Indexed(NamedTuple):
     facts: str
 
 
-def find_files(name: str, members: Sequence[tuple[str, Member]], tree: Tree) -> dict[str, Any] | None:
+def find_files(
+    name: str, members: Sequence[tuple[str, Member]], tree: Tree
+) -> dict[str, Any] | None:
     """Find the samples of a tar of class folders; None if no folder has images or arrays.
 
     Args:
@@ -69,17 +71,24 @@ def find_files(name: str, members: Sequence[tuple[str, Member]], tree: Tree) -> 
     if not any(map(any, layout.samples)):
         return None
     last = dict(members)
-    files = {path: node.value for path, node in last.items() if isinstance(node, File) and _may_count(path)}
+    files = {
+        path: node.value
+        for path, node in last.items()
+        if isinstance(node, File) and _may_count(path)
+    }
     links = {path: node.target for path, node in last.items() if isinstance(node, Link)}
     images = [path for path in files if suffix_of(path) in IMAGE_SUFFIXES]
     samples = images or [path for path in files if suffix_of(path) == ARRAY_SUFFIX]
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(samples, key=lambda path: path.split("/")):
         _, num_bytes, mtime = files[path]
-        digest.update(f"{path}\0{num_bytes}\0{mtime}\n".encode(errors="surrogateescape"))
+        digest.update(
+            f"{path}\0{num_bytes}\0{mtime}\n".encode(errors="surrogateescape")
+        )
     for path, target in sorted(links.items()):
         digest.update(f"{path}\0->{target}\n".encode(errors="surrogateescape"))
-    places, others = list[int](), dict[str, list[str]]()
+    places = list[int]()
+    others = dict[str, list[str]]()
     for number, node in enumerate(last.values()):
         places += node.value[:2] if isinstance(node, File) else (-1, -1)
         if not isinstance(node, File):
@@ -105,7 +114,9 @@ def _described(node: Link | Special | None) -> list[str]:
     return ["special", node.kind] if isinstance(node, Special) else []
 
 
-def index_files(names: Sequence[str], scans: Sequence[dict[str, Any]], refuse_others: bool) -> Indexed:
+def index_files(
+    names: Sequence[str], scans: Sequence[dict[str, Any]], refuse_others: bool
+) -> Indexed:
     """Return the samples of several tars, each in the order of a folder; names are for errors.
 
     Args:
@@ -115,16 +126,26 @@ def index_files(names: Sequence[str], scans: Sequence[dict[str, Any]], refuse_ot
         StoreError: see `find_classes`.
     """
     each: list[About] = [scan["about"] for scan in scans]
-    if len({(about["root"], about["has_images"]) for about in each}) > 1:  # together they are something else
+    if (
+        len({(about["root"], about["has_images"]) for about in each}) > 1
+    ):  # together they are something else
         each = _about(find_classes(list(map(_tree_of, scans)), names[0]))
     if refuse_others:
-        refuse_files_of_images(names[0], sorted(path for about in each for path in about["of_images"]))
+        refuse_files_of_images(
+            names[0], sorted(path for about in each for path in about["of_images"])
+        )
     classes = tuple(sorted({name for about in each for name in about["classes"]}))
     refuse_splits(names[0], classes)
     number_of = {name: number for number, name in enumerate(classes)}
-    labels = [np.repeat([number_of[name] for name in about["classes"]], about["nums"]) for about in each]
+    labels = [
+        np.repeat([number_of[name] for name in about["classes"]], about["nums"])
+        for about in each
+    ]
     places = [np.array(about["places"], np.int64).reshape(-1, 2) for about in each]
-    columns = {"image": np.concatenate(places), "label": np.concatenate(labels).astype(np.int64)}
+    columns = {
+        "image": np.concatenate(places),
+        "label": np.concatenate(labels).astype(np.int64),
+    }
     left_out = sum((LeftOut(about["left_out"]) for about in each), LeftOut())
     are_plain = [about["is_plain"] for about in each]
     is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
@@ -137,9 +158,15 @@ def _about(layout: Layout) -> list[About]:
     every: list[About] = []
     for by_class in layout.samples:
         paths = [path for files in by_class for path, _ in files]
-        about: About = {"root": layout.root, "classes": layout.classes, "has_images": layout.has_images}
+        about: About = {
+            "root": layout.root,
+            "classes": layout.classes,
+            "has_images": layout.has_images,
+        }
         about |= {"nums": list(map(len, by_class)), "left_out": {}, "of_images": []}
-        about["places"] = [number for files in by_class for _, place in files for number in place[:2]]
+        about["places"] = [
+            number for files in by_class for _, place in files for number in place[:2]
+        ]
         about["is_plain"] = paths == sorted(paths, key=lambda path: path.split("/"))
         every.append(about)
     every[0] |= {"left_out": layout.left_out, "of_images": layout.of_images}
@@ -149,12 +176,18 @@ def _about(layout: Layout) -> list[About]:
 def _tree_of(scan: dict[str, Any]) -> MemoryTree:
     """Return the tree that `find_files` was given."""
     tree = MemoryTree(missing=(-1, -1))
-    others, places = scan["others"], scan["places"]
+    others = scan["others"]
+    places = scan["places"]
     for number, path in enumerate(scan["files"]):
         node: Member = File((places[2 * number], places[2 * number + 1]))
         if (other := others.get(str(number))) is not None:
             kind, text = other or ("", "")
-            node = Link(text) if kind == "link" else Special(text) if kind == "special" else None
+            if kind == "link":
+                node = Link(text)
+            elif kind == "special":
+                node = Special(text)
+            else:
+                node = None
         tree.add(path, node)
     return tree
 
@@ -163,7 +196,8 @@ def have_class_folders(names: Sequence[str], scans: Sequence[dict[str, Any]]) ->
     """Return whether tars have class folders; raise StoreError if only some of them have."""
     of_folders = ["files" in scan for scan in scans]
     if any(of_folders) and not all(of_folders):
-        folders, other = names[of_folders.index(True)], names[of_folders.index(False)]
+        folders = names[of_folders.index(True)]
+        other = names[of_folders.index(False)]
         raise StoreError(
             f"{other} is a tar of WebDataset, but {folders} has class folders: all tars of a store must have one "
             "layout"

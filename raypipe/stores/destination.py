@@ -24,8 +24,20 @@ import pyarrow.fs
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, digest_of_file
-from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
-from raypipe.storage.local_file import cache_folder, locked, make_cache_folder, open_lock, try_lock
+from raypipe.storage.filesystem import (
+    check_bucket,
+    explained,
+    join,
+    open_filesystem,
+    split,
+)
+from raypipe.storage.local_file import (
+    cache_folder,
+    locked,
+    make_cache_folder,
+    open_lock,
+    try_lock,
+)
 from raypipe.storage.patient import upload
 from raypipe.stores.addresses import MANIFEST, names_in, write_manifest
 from raypipe.stores.writers import open_writer
@@ -42,7 +54,9 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
     if not dst.parent.is_dir():
         raise StoreError(f"{dst.parent} is not a folder: make it first")
     lock = dst.parent / f".{dst.name}.lock"
-    partial, old = (dst.parent / f".{dst.name}.{kind}{dst.suffix}" for kind in ("partial", "old"))
+    partial, old = (
+        dst.parent / f".{dst.name}.{kind}{dst.suffix}" for kind in ("partial", "old")
+    )
     with contextlib.ExitStack() as stack:
         descriptor = open_lock(lock)
         stack.callback(os.close, descriptor)
@@ -50,14 +64,22 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
         if not try_lock(descriptor) or not os.fstat(descriptor).st_nlink:
             raise StoreError(f"another process is writing {dst} at the moment")
         stack.callback(lock.unlink, missing_ok=True)
-        if old.exists() and not dst.exists():  # a process was killed between the renames below
+        if (
+            old.exists() and not dst.exists()
+        ):  # a process was killed between the renames below
             old.rename(dst)
         if dst.exists():
-            _check_replaceable(dst, overwrite, [path.name for path in dst.iterdir()] if dst.is_dir() else [])
+            _check_replaceable(
+                dst,
+                overwrite,
+                [path.name for path in dst.iterdir()] if dst.is_dir() else [],
+            )
         _remove(partial, old)
         stack.callback(_remove, partial)
         yield partial
-        if dst.is_dir() or (dst.exists() and partial.is_dir()):  # a rename cannot replace a folder
+        if dst.is_dir() or (
+            dst.exists() and partial.is_dir()
+        ):  # a rename cannot replace a folder
             dst.rename(old)
         partial.replace(dst)
         _remove(old)
@@ -66,10 +88,14 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
 def _check_replaceable(dst: Path | str, overwrite: bool, names: Iterable[str]) -> None:
     """Raise StoreError if what is at a destination must be kept, by the names of the files in its folder."""
     if not overwrite:
-        raise StoreError(f"{dst} exists: choose another destination, or overwrite it with --overwrite")
+        raise StoreError(
+            f"{dst} exists: choose another destination, or overwrite it with --overwrite"
+        )
     for name in names:
         if name != MANIFEST and Path(name).suffix != Path(dst).suffix:
-            raise StoreError(f"{dst} has {name}, which belongs to no store: it is not overwritten. Move it first")
+            raise StoreError(
+                f"{dst} has {name}, which belongs to no store: it is not overwritten. Move it first"
+            )
 
 
 def _remove(*paths: Path) -> None:
@@ -81,12 +107,18 @@ def _remove(*paths: Path) -> None:
 
 
 def write_atomically(
-    dst: str, samples: Iterable[dict[str, Any]], classes: tuple[str, ...] | None, overwrite: bool = False
+    dst: str,
+    samples: Iterable[dict[str, Any]],
+    classes: tuple[str, ...] | None,
+    overwrite: bool = False,
 ) -> None:
     """Write a small store from samples in memory (`image` bytes, `label` int), in this process."""
     path = Path(dst)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with new_path(path, overwrite) as partial, open_writer(partial, classes=classes) as writer:
+    with (
+        new_path(path, overwrite) as partial,
+        open_writer(partial, classes=classes) as writer,
+    ):
         for sample in samples:
             writer.append(sample)
 
@@ -110,7 +142,11 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
         path = Path(folder, f"store{Path(split(dst)[1]).suffix}")
         yield path
         with explained(StoreError, f"{dst} cannot be written"):
-            _upload(sorted(path.iterdir()) if path.is_dir() else [path], dst, objects_at(dst, overwrite))
+            _upload(
+                sorted(path.iterdir()) if path.is_dir() else [path],
+                dst,
+                objects_at(dst, overwrite),
+            )
 
 
 def objects_at(dst: str, overwrite: bool) -> set[str]:
@@ -122,7 +158,9 @@ def objects_at(dst: str, overwrite: bool) -> set[str]:
         else:
             objects = _paths_in(filesystem, path)
     if objects:
-        _check_replaceable(dst, overwrite, (object_path.rpartition("/")[2] for object_path in objects))
+        _check_replaceable(
+            dst, overwrite, (object_path.rpartition("/")[2] for object_path in objects)
+        )
     return objects
 
 
@@ -146,7 +184,10 @@ def finished(dst: str, old: set[str]) -> Iterator[list[RemoteFile]]:
         with contextlib.suppress(OSError):  # the error matters more than what is left
             _remove_objects(filesystem, _paths_in(filesystem, path) - old)
         raise
-    kept = {f"{path}/{name}" for name in (MANIFEST, *(split(shard.address)[1] for shard in shards))}
+    kept = {
+        f"{path}/{name}"
+        for name in (MANIFEST, *(split(shard.address)[1] for shard in shards))
+    }
     _remove_objects(filesystem, (old | _paths_in(filesystem, path)) - kept)
 
 
@@ -157,7 +198,9 @@ def _paths_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
 def put_shard(file: Path, dst: str, number: int) -> RemoteFile:
     """Upload a shard under a new, random name; return what the manifest says of it."""
     name = f"{number:05d}-{secrets.token_hex(4)}{file.suffix}"
-    shard = RemoteFile(join(dst, name), file.stat().st_size, digest=digest_of_file(file))
+    shard = RemoteFile(
+        join(dst, name), file.stat().st_size, digest=digest_of_file(file)
+    )
     _copy(file, shard)
     return shard
 
@@ -167,7 +210,9 @@ def _copy(file: Path, shard: RemoteFile) -> None:
     upload(str(file), filesystem, path)
     num_bytes = filesystem.get_file_info(path).size
     if num_bytes != shard.num_bytes:
-        raise OSError(f"{shard.address} has {num_bytes} bytes after {shard.num_bytes} were written")
+        raise OSError(
+            f"{shard.address} has {num_bytes} bytes after {shard.num_bytes} were written"
+        )
 
 
 def _remove_objects(filesystem: pyarrow.fs.FileSystem, paths: Iterable[str]) -> None:
@@ -196,11 +241,17 @@ def digits_stores(folder: Path | None = None) -> tuple[str, str]:
         folder: parent folder of the stores; None = the cache folder.
     """
     folder = (folder or cache_folder()) / "digits-v1"
-    train, val = folder / "train.lmdb", folder / "val.lmdb"
+    train = folder / "train.lmdb"
+    val = folder / "val.lmdb"
     if not (train.exists() and val.exists()):
-        with explained(StoreError, f"{folder} cannot be written to (RAYPIPE_CACHE may name another folder)"):
+        with explained(
+            StoreError,
+            f"{folder} cannot be written to (RAYPIPE_CACHE may name another folder)",
+        ):
             folder.mkdir(parents=True, exist_ok=True)
-            with locked(folder / ".lock"):  # the processes of torchrun all come here first
+            with locked(
+                folder / ".lock"
+            ):  # the processes of torchrun all come here first
                 if not (train.exists() and val.exists()):
                     _write_digits(train, val)
     return str(train), str(val)
@@ -210,7 +261,9 @@ def _write_digits(train: Path, val: Path) -> None:
     import cv2
 
     with (files("raypipe") / "digits.npz").open("rb") as file, np.load(file) as digits:
-        pixels = np.round(digits["levels"] * (255 / 16)).astype(np.uint8)  # scanned with 17 gray levels
+        pixels = np.round(digits["levels"] * (255 / 16)).astype(
+            np.uint8
+        )  # scanned with 17 gray levels
         labels = digits["labels"].tolist()
     samples = [
         {"image": cv2.imencode(".png", image)[1].tobytes(), "label": label}

@@ -37,7 +37,9 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def _quotient(left: Any, right: Any) -> Any:
-    no_value = pc.if_else(pc.equal(right, pa.scalar(0)), pa.scalar(None, pa.float64()), right)
+    no_value = pc.if_else(
+        pc.equal(right, pa.scalar(0)), pa.scalar(None, pa.float64()), right
+    )
     return pc.divide(pc.multiply(left, pa.scalar(1.0)), no_value)
 
 
@@ -51,7 +53,9 @@ _ALLOWED = "comparisons, and, or, not, in, + - * /, names of columns, numbers, t
 _NESTED = "nested too deeply"
 
 
-def matching(store: Store, expression: str, setting: str = "store.filter") -> np.ndarray:
+def matching(
+    store: Store, expression: str, setting: str = "store.filter"
+) -> np.ndarray:
     """Return whether an expression is true, for each sample: bool (N,).
 
     Args:
@@ -62,7 +66,9 @@ def matching(store: Store, expression: str, setting: str = "store.filter") -> np
             type.
     """
     compiled, names = parse(expression, setting)
-    parts, types, text = list[np.ndarray](), dict[str, pa.DataType](), f"{setting} {shown(expression)}"
+    parts = list[np.ndarray]()
+    types = dict[str, pa.DataType]()
+    text = f"{setting} {shown(expression)}"
     for columns in scan(store, names, setting):
         try:
             arrays = {name: _array(values) for name, values in columns.items()}
@@ -75,19 +81,27 @@ def matching(store: Store, expression: str, setting: str = "store.filter") -> np
         except RecursionError:
             raise ConfigError(f"{text}: {_NESTED}") from None
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"{text} cannot be evaluated on {store.address}: {error}") from None
+            raise ConfigError(
+                f"{text} cannot be evaluated on {store.address}: {error}"
+            ) from None
     keep = np.concatenate(parts) if parts else np.empty(0, bool)
     if not keep.any():
-        raise ConfigError(f"{text} is true for none of the {len(store)} samples of {store.address}")
+        raise ConfigError(
+            f"{text} is true for none of the {len(store)} samples of {store.address}"
+        )
     return keep
 
 
 def _array(values: Any) -> pa.Array:
     """Return the values of a column; numbers as int64 or float64, or as uint64 if int64 is too small."""
     array = pa.array(values)
-    if pa.types.is_integer(array.type) and (array.type != pa.uint64() or (pc.max(array).as_py() or 0) < 1 << 63):
+    if pa.types.is_integer(array.type) and (
+        array.type != pa.uint64() or (pc.max(array).as_py() or 0) < 1 << 63
+    ):
         return array.cast(pa.int64())
-    return array.cast(pa.float64()) if pa.types.is_floating(array.type) else array
+    if pa.types.is_floating(array.type):
+        return array.cast(pa.float64())
+    return array
 
 
 def _type_of(store: Store, name: str, setting: str) -> pa.DataType:
@@ -104,7 +118,11 @@ def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
     """
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
-        names = tuple(dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)))
+        names = tuple(
+            dict.fromkeys(
+                node.id for node in ast.walk(tree) if isinstance(node, ast.Name)
+            )
+        )
         if not names:
             raise ConfigError("it names no column")
         return _compiled(tree), names
@@ -112,7 +130,9 @@ def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
         reason = error.msg if isinstance(error, SyntaxError) else error
         if isinstance(error, RecursionError | MemoryError):
             reason = _NESTED
-        raise ConfigError(f"{setting} {shown(expression)}: {reason}; it may contain {_ALLOWED}") from None
+        raise ConfigError(
+            f"{setting} {shown(expression)}: {reason}; it may contain {_ALLOWED}"
+        ) from None
 
 
 def _compiled(node: ast.expr) -> Compiled:
@@ -123,7 +143,10 @@ def _compiled(node: ast.expr) -> Compiled:
             constant = pa.scalar(_constant(node))
             return lambda columns: constant
         case ast.BoolOp(op=op, values=values):
-            join = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
+            if isinstance(op, ast.And):
+                join = pc.and_kleene
+            else:
+                join = pc.or_kleene
             return _joined(join, list(map(_compiled, values)))
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return _applied(pc.invert, operand)
@@ -148,7 +171,9 @@ def _joined(join: Callable[[Any, Any], Any], parts: list[Compiled]) -> Compiled:
 
 def _constant(node: ast.expr) -> bool | int | float | str | None:
     match node:
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+        case ast.UnaryOp(
+            op=ast.USub(), operand=ast.Constant(value=int() | float() as number)
+        ):
             value: Any = -number
         case ast.Constant(value=None | int() | float() | str() as value):
             pass
@@ -163,26 +188,48 @@ def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Compiled:
     if type(op) in _COMPARISONS:
         if isinstance(left, ast.Constant) and left.value is None:
             left, right = right, left
-        if isinstance(right, ast.Constant) and right.value is None and isinstance(op, ast.Eq | ast.NotEq):
+        if (
+            isinstance(right, ast.Constant)
+            and right.value is None
+            and isinstance(op, ast.Eq | ast.NotEq)
+        ):
             return _applied(pc.is_null if isinstance(op, ast.Eq) else pc.is_valid, left)
         return _applied(_COMPARISONS[type(op)], left, right)
-    if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple | ast.Set):
+    if isinstance(op, ast.In | ast.NotIn) and isinstance(
+        right, ast.List | ast.Tuple | ast.Set
+    ):
         is_in = _is_in([_constant(value) for value in right.elts])
-        return _applied(is_in if isinstance(op, ast.In) else lambda operand: pc.invert(is_in(operand)), left)
+        return _applied(
+            is_in
+            if isinstance(op, ast.In)
+            else lambda operand: pc.invert(is_in(operand)),
+            left,
+        )
     text = shown(ast.unparse(ast.Compare(left, [op], [right])))
     raise ConfigError(f"{text} is not allowed: `in` takes a list")
 
 
 def _is_in(values: list[Any]) -> Callable[[Any], Any]:
     """Return a function that tests for equality with any of the values, like a chain of comparisons."""
-    kinds = {"number" if type(value) in (int, float) else type(value) for value in values if value is not None}
+    kinds = {
+        "number" if type(value) in (int, float) else type(value)
+        for value in values
+        if value is not None
+    }
     if len(kinds) > 1:
-        raise ConfigError("the list of `in` must have one type: numbers, strings or booleans, and None")
+        raise ConfigError(
+            "the list of `in` must have one type: numbers, strings or booleans, and None"
+        )
 
     def is_in(left: Any) -> Any:
         is_null = pc.is_null(left)
-        comparisons = (is_null if value is None else pc.equal(left, pa.scalar(value)) for value in values)
-        return reduce(pc.or_kleene, comparisons, pc.and_kleene(is_null, pa.scalar(False)))
+        comparisons = (
+            is_null if value is None else pc.equal(left, pa.scalar(value))
+            for value in values
+        )
+        return reduce(
+            pc.or_kleene, comparisons, pc.and_kleene(is_null, pa.scalar(False))
+        )
 
     return is_in
 

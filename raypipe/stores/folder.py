@@ -73,10 +73,14 @@ class FolderStore(FileStore["_Images"]):
     def _open(self) -> _Images:
         if not is_remote(self.address):
             return _Images(self.address, *self._samples(_Disk(self.address)))
-        self._listing = self._listing or _packed(*self._samples(_list_objects(self.address)))
+        self._listing = self._listing or _packed(
+            *self._samples(_list_objects(self.address))
+        )
         return _Images(self.address, *_unpacked(self._listing))
 
-    def _samples(self, tree: Tree) -> tuple[tuple[str, ...] | None, list[int], list[_File]]:
+    def _samples(
+        self, tree: Tree
+    ) -> tuple[tuple[str, ...] | None, list[int], list[_File]]:
         """Return class names, the number of samples of each, and the samples in order."""
         (target_column,) = self._options
         try:
@@ -91,7 +95,9 @@ class FolderStore(FileStore["_Images"]):
             return None, [len(layout.flat)], layout.flat
         if not samples:
             raise StoreError(_nothing(self.address, layout))
-        if not self._identity:  # other processes were sent the store by one that said so
+        if (
+            not self._identity
+        ):  # other processes were sent the store by one that said so
             tell_left_out(self.address, len(samples), layout.left_out)
         return layout.classes, list(map(len, by_class)), samples
 
@@ -104,8 +110,14 @@ def _nothing(address: str, layout: Layout) -> str:
             f"class into a folder of its own, such as {address}/cat/{layout.flat[0][0]}, or set "
             "store.target_column to '' to read them without labels"
         )
-    found = f"; it has {words_of(layout.left_out)}" if layout.left_out else ""
-    tars = f". A store in its tars is {address}/*.tar, in quotes" if layout.has_tars else ""
+    if layout.left_out:
+        found = f"; it has {words_of(layout.left_out)}"
+    else:
+        found = ""
+    if layout.has_tars:
+        tars = f". A store in its tars is {address}/*.tar, in quotes"
+    else:
+        tars = ""
     return (
         f"{address} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
         f"arrays ({ARRAY_SUFFIX}): the layout is root/class/image.jpg{found}{tars}"
@@ -118,10 +130,17 @@ class _Images:
     groups = None
 
     def __init__(
-        self, root: str, classes: tuple[str, ...] | None, num: Sequence[int], files: Sequence[_File]
+        self,
+        root: str,
+        classes: tuple[str, ...] | None,
+        num: Sequence[int],
+        files: Sequence[_File],
     ) -> None:
-        self._root, self.classes = root, classes
-        self.columns: tuple[str, ...] = ("image",) if classes is None else ("image", "label")
+        self._root = root
+        self.classes = classes
+        self.columns: tuple[str, ...] = (
+            ("image",) if classes is None else ("image", "label")
+        )
         self._labels = np.repeat(np.arange(len(num)), num)
         self._paths = [path for path, _ in files]
         self._sizes = np.array([num_bytes for _, num_bytes in files], np.int64)
@@ -138,13 +157,19 @@ class _Images:
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(repr(self.classes).encode(), digest_size=16)
         for path, num_bytes in zip(self._paths, self._sizes.tolist(), strict=True):
-            size = num_bytes if is_remote(self._root) else _size_of(f"{self._root}/{path}")
+            if is_remote(self._root):
+                size = num_bytes
+            else:
+                size = _size_of(f"{self._root}/{path}")
             digest.update(f"{path}\0{size}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         return {
-            name: self._labels[indices] if name == "label" else self._images(indices.tolist()) for name in columns
+            name: self._labels[indices]
+            if name == "label"
+            else self._images(indices.tolist())
+            for name in columns
         }
 
     def sample_name(self, index: int) -> str:
@@ -154,13 +179,20 @@ class _Images:
     def _images(self, indices: list[int]) -> list[bytes | None]:
         """Return the contents of files."""
         if not is_remote(self._root):
-            return [_bytes_of(f"{self._root}/{self._paths[index]}") for index in indices]
+            return [
+                _bytes_of(f"{self._root}/{self._paths[index]}") for index in indices
+            ]
         with explained(StoreError, f"{self._root} cannot be read"):
             filesystem, root = open_filesystem(self._root)
-            return in_threads(lambda index: self._object(filesystem, root, index), indices)
+            return in_threads(
+                lambda index: self._object(filesystem, root, index), indices
+            )
 
-    def _object(self, filesystem: pyarrow.fs.FileSystem, root: str, index: int) -> bytes | None:
-        path, num_bytes = self._paths[index], int(self._sizes[index])
+    def _object(
+        self, filesystem: pyarrow.fs.FileSystem, root: str, index: int
+    ) -> bytes | None:
+        path = self._paths[index]
+        num_bytes = int(self._sizes[index])
         if num_bytes > MAX_SAMPLE_BYTES:
             return None
         try:
@@ -200,7 +232,9 @@ def _kind(entry: os.DirEntry[str]) -> str:
         # The listing has the kind, which saves a system call for each of a million files.
         if entry.is_file():
             return FILE
-        return FOLDER if entry.is_dir() else kind_of(entry.stat().st_mode)
+        if entry.is_dir():
+            return FOLDER
+        return kind_of(entry.stat().st_mode)
     except OSError:  # a broken link is a sample that cannot be read
         return FILE
 
@@ -217,7 +251,9 @@ def _bytes_of(path: str) -> bytes | None:
     try:
         with io.BufferedReader(io.FileIO(path, opener=open_regular)) as file:
             num_bytes = os.fstat(file.fileno()).st_size
-            return file.read(num_bytes) if num_bytes <= MAX_SAMPLE_BYTES else None
+            if num_bytes <= MAX_SAMPLE_BYTES:
+                return file.read(num_bytes)
+            return None
     except OSError:
         return None
 
@@ -230,19 +266,26 @@ def _list_objects(address: str) -> MemoryTree:
     tree = MemoryTree(missing=0)
     with explained(StoreError, f"{address} cannot be listed"):
         filesystem, root = open_filesystem(address)
-        top, folders = root, [root]
+        top = root
+        folders = [root]
         while len(folders) == 1:  # a folder around the classes, such as train/
             (top,) = folders
             infos = filesystem.get_file_info(pyarrow.fs.FileSelector(top))
             _add(tree, root, infos)
-            is_folder = (info for info in infos if info.type == pyarrow.fs.FileType.Directory)
-            folders = [info.path for info in is_folder if not is_left_out(info.base_name)]
+            is_folder = (
+                info for info in infos if info.type == pyarrow.fs.FileType.Directory
+            )
+            folders = [
+                info.path for info in is_folder if not is_left_out(info.base_name)
+            ]
         for infos in in_threads(lambda folder: _objects(filesystem, folder), folders):
             _add(tree, root, infos)
     return tree
 
 
-def _objects(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[pyarrow.fs.FileInfo]:
+def _objects(
+    filesystem: pyarrow.fs.FileSystem, folder: str
+) -> list[pyarrow.fs.FileInfo]:
     infos = filesystem.get_file_info(pyarrow.fs.FileSelector(folder, recursive=True))
     progress()
     return infos
@@ -251,19 +294,25 @@ def _objects(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[pyarrow.fs.
 def _add(tree: MemoryTree, root: str, infos: Sequence[pyarrow.fs.FileInfo]) -> None:
     for info in infos:
         is_file = info.type == pyarrow.fs.FileType.File
-        tree.add(info.path.removeprefix(f"{root}/"), File(info.size) if is_file else None)
+        tree.add(
+            info.path.removeprefix(f"{root}/"), File(info.size) if is_file else None
+        )
 
 
 _Packed = tuple[tuple[str, ...] | None, list[int], bytes, bytes]
 """Class names, the number of samples of each, and their paths and sizes, compressed for sending."""
 
 
-def _packed(classes: tuple[str, ...] | None, num: list[int], files: list[_File]) -> _Packed:
-    paths, sizes = "\0".join(path for path, _ in files), np.array([size for _, size in files], "<i8")
+def _packed(
+    classes: tuple[str, ...] | None, num: list[int], files: list[_File]
+) -> _Packed:
+    paths = "\0".join(path for path, _ in files)
+    sizes = np.array([size for _, size in files], "<i8")
     return classes, num, zlib.compress(paths.encode()), zlib.compress(sizes.tobytes())
 
 
 def _unpacked(packed: _Packed) -> tuple[tuple[str, ...] | None, list[int], list[_File]]:
     classes, num, paths, sizes = packed
-    names, numbers = zlib.decompress(paths).decode().split("\0"), np.frombuffer(zlib.decompress(sizes), "<i8")
+    names = zlib.decompress(paths).decode().split("\0")
+    numbers = np.frombuffer(zlib.decompress(sizes), "<i8")
     return classes, num, list(zip(names, numbers.tolist(), strict=True))

@@ -18,7 +18,11 @@ from raypipe.stores.base import Columns, Store, check_columns, check_indices
 logger = logging.getLogger(__name__)
 
 # First byte of a value.
-_NONE, _BYTES, _TEXT, _NUMBERS, _PLAIN = b"0", b"b", b"t", b"n", b"j"
+_NONE = b"0"
+_BYTES = b"b"
+_TEXT = b"t"
+_NUMBERS = b"n"
+_PLAIN = b"j"
 _MOST_HEAD_BYTES = 255
 _PLAIN_TYPES = (bool, int, float)
 _Parts = Sequence[bytes | memoryview]
@@ -48,7 +52,9 @@ class InMemoryStore:
         return _received, (self.inner,)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "inner":  # copy and pickle ask before there is one
+        if (
+            name.startswith("__") or name == "inner"
+        ):  # copy and pickle ask before there is one
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -61,7 +67,9 @@ class InMemoryStore:
         _kept_arenas.pop(self._key, None)
         self.inner.close()
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
         """Read samples, see `Store.read`; images are views of the shared memory."""
         wanted = check_indices(indices, len(self), self.inner.address)
         check_columns(columns, self.inner.columns, self.inner.address)
@@ -80,14 +88,22 @@ class InMemoryStore:
                 self._unfit |= unfit
                 return self.read(wanted, columns)
             # Images come last, since a sample without room for one of its values is read again.
-            for name, encoded in sorted(fresh.items(), key=lambda item: item[0] == "image"):
-                values = [value for value in encoded if value is not None]  # all of them
+            for name, encoded in sorted(
+                fresh.items(), key=lambda item: item[0] == "image"
+            ):
+                values = [
+                    value for value in encoded if value is not None
+                ]  # all of them
                 self._keep(arena, self._cells(name, wanted[missing]), values)
-                for position, value in zip(np.flatnonzero(missing).tolist(), values, strict=True):
+                for position, value in zip(
+                    np.flatnonzero(missing).tolist(), values, strict=True
+                ):
                     stored[name][position] = memoryview(b"".join(value))
         found = {name: _decoded(stored[name]) for name in kept}
         if len(kept) < len(columns):
-            found |= self.inner.read(wanted, tuple(name for name in columns if name in self._unfit))
+            found |= self.inner.read(
+                wanted, tuple(name for name in columns if name in self._unfit)
+            )
         return {name: found[name] for name in columns}
 
     def _keep(self, arena: Arena, cells: np.ndarray, values: Sequence[_Parts]) -> None:
@@ -111,7 +127,8 @@ class InMemoryStore:
         arena = open_arena(self._key, len(self.inner.columns) * len(self))
         if self._is_received:
             _kept_arenas[self._key] = arena
-        self._arena, self._pid = arena, os.getpid()
+        self._arena = arena
+        self._pid = os.getpid()
         return arena
 
 
@@ -140,7 +157,9 @@ def _encoded(value: Any) -> _Parts | None:
         if len(head) > _MOST_HEAD_BYTES:
             return None
         return _NUMBERS, bytes([len(head)]), head, value.tobytes()
-    return (_PLAIN, json.dumps(value).encode()) if type(value) in _PLAIN_TYPES else None
+    if type(value) in _PLAIN_TYPES:
+        return (_PLAIN, json.dumps(value).encode())
+    return None
 
 
 def _decoded(stored: Sequence[memoryview | None]) -> Any:
@@ -152,9 +171,14 @@ def _decoded(stored: Sequence[memoryview | None]) -> Any:
         if len(heads) == 1:
             dtype, shape = _type_of(heads.pop())
             start = 2 + contents[0][1]
-            numbers = np.frombuffer(bytearray(b"".join(value[start:] for value in contents)), dtype)
+            numbers = np.frombuffer(
+                bytearray(b"".join(value[start:] for value in contents)), dtype
+            )
             return numbers.reshape(len(contents), *shape)
-    return [_value_of(bytes(kind), value) for kind, value in zip(kinds, contents, strict=True)]
+    return [
+        _value_of(bytes(kind), value)
+        for kind, value in zip(kinds, contents, strict=True)
+    ]
 
 
 def _value_of(kind: bytes, value: memoryview) -> Any:

@@ -39,20 +39,28 @@ class JoinedStore:
     def __init__(self, parts: Mapping[str, Store]) -> None:
         assert parts, "a joined store has parts"
         self.parts = dict(parts)
-        self.offsets = np.append(0, np.cumsum([len(store) for store in parts.values()])).astype(np.int64)
+        self.offsets = np.append(
+            0, np.cumsum([len(store) for store in parts.values()])
+        ).astype(np.int64)
         self.address = " + ".join(store.address for store in parts.values())
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the columns that all stores have."""
         first, *others = self.parts.values()
-        return tuple(name for name in first.columns if all(name in store.columns for store in others))
+        return tuple(
+            name
+            for name in first.columns
+            if all(name in store.columns for store in others)
+        )
 
     @property
     def classes(self) -> tuple[str, ...] | None:
         """Class names; None if stores differ in them or have none."""
         first, *others = self.parts.values()
-        return first.classes if all(store.classes == first.classes for store in others) else None
+        if all(store.classes == first.classes for store in others):
+            return first.classes
+        return None
 
     @property
     def label_is_class(self) -> bool:
@@ -64,7 +72,12 @@ class JoinedStore:
         if all(store.groups is None for store in stores):
             return None
         starts = [
-            offset + (np.arange(0, len(store), _GROUP) if store.groups is None else store.groups[:-1])
+            offset
+            + (
+                np.arange(0, len(store), _GROUP)
+                if store.groups is None
+                else store.groups[:-1]
+            )
             for offset, store in zip(self.offsets[:-1], stores, strict=True)
         ]
         return np.append(np.concatenate(starts), self.offsets[-1]).astype(np.int64)
@@ -76,7 +89,9 @@ class JoinedStore:
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
         """Read samples, see `Store.read`, with one read of each store."""
         wanted = check_indices(indices, len(self), self.address)
         for store in self.parts.values():
@@ -86,19 +101,25 @@ class JoinedStore:
         values_of: dict[str, list[Any]] = {name: [] for name in columns}
         for number, positions in by_part(wanted, self.offsets):
             places.append(positions)
-            store_values = stores[number].read(wanted[positions] - self.offsets[number], columns)
+            store_values = stores[number].read(
+                wanted[positions] - self.offsets[number], columns
+            )
             for name in columns:
                 values_of[name].append(store_values[name])
         if not values_of or len(places) == 1:
             return stores[0].read(wanted, columns)
         back = np.argsort(np.concatenate(places))
-        return {name: _put_back(name, values, back) for name, values in values_of.items()}
+        return {
+            name: _put_back(name, values, back) for name, values in values_of.items()
+        }
 
     def sample_name(self, index: int) -> str:
         """Return the name of a sample's source, its index there, and the store's name for it."""
         number, store_index = part_of(self.offsets, index)
         name, store = list(self.parts.items())[number]
-        return " ".join(filter(None, (name, str(store_index), name_of(store, store_index))))
+        return " ".join(
+            filter(None, (name, str(store_index), name_of(store, store_index)))
+        )
 
     def close(self) -> None:
         for store in self.parts.values():
@@ -113,11 +134,20 @@ def _put_back(name: str, values: list[Any], back: np.ndarray) -> Any:
             common = np.result_type(*values)
             return np.concatenate([exactly(part, common) for part in values])[back]
         except InexactError as error:
-            raise StoreError(f"column {name!r} as {common} has {error}: give it one type in all stores") from None
+            raise StoreError(
+                f"column {name!r} as {common} has {error}: give it one type in all stores"
+            ) from None
     if all(arrays):
         shapes = sorted({part.shape[1:] for part in values})
-        raise StoreError(f"column {name!r} must have arrays of one shape in all stores, got {shapes}")
-    if any(arrays) and any(not array and None not in part for part, array in zip(values, arrays, strict=True)):
-        raise StoreError(f"column {name!r} has numbers in one store and other values in another")
+        raise StoreError(
+            f"column {name!r} must have arrays of one shape in all stores, got {shapes}"
+        )
+    if any(arrays) and any(
+        not array and None not in part
+        for part, array in zip(values, arrays, strict=True)
+    ):
+        raise StoreError(
+            f"column {name!r} has numbers in one store and other values in another"
+        )
     joined = [value for part in values for value in part]
     return [joined[place] for place in back.tolist()]

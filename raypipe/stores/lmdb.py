@@ -31,8 +31,20 @@ from raypipe.stores.addresses import (
     list_files,
     names_at,
 )
-from raypipe.stores.base import Columns, FileStore, by_part, join_fingerprints, part_of, stored_names
-from raypipe.stores.lmdb_foreign import CLASS_OF_LSUN, DATA_FILE, ForeignShards, open_foreign
+from raypipe.stores.base import (
+    Columns,
+    FileStore,
+    by_part,
+    join_fingerprints,
+    part_of,
+    stored_names,
+)
+from raypipe.stores.lmdb_foreign import (
+    CLASS_OF_LSUN,
+    DATA_FILE,
+    ForeignShards,
+    open_foreign,
+)
 from raypipe.stores.lmdb_listing import Options
 from raypipe.stores.lmdb_pages import LMDBFile
 from raypipe.stores.record import KEY, METADATA_KEY, Metadata, RecordLayout, array_type
@@ -56,14 +68,22 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
         trust_pickles: open values that are pickles, see `raypipe.stores.lmdb_values`.
     """
 
-    def __init__(self, address: str | Path, target_column: str = "label", trust_pickles: bool = False) -> None:
+    def __init__(
+        self,
+        address: str | Path,
+        target_column: str = "label",
+        trust_pickles: bool = False,
+    ) -> None:
         super().__init__(address, target_column, trust_pickles)
 
     def _open(self) -> _Shards | ForeignShards:
         shards = self._listing
         if shards is None:
             files = find_lmdbs(self.address)
-            shards = in_threads(_look_up, files) if is_remote(self.address) else list(map(_open_local, files))
+            if is_remote(self.address):
+                shards = in_threads(_look_up, files)
+            else:
+                shards = list(map(_open_local, files))
             if is_remote(self.address):
                 self._listing = shards
         own = [shard for shard in shards if isinstance(shard, _Shard)]
@@ -71,7 +91,9 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
         if not own:
             return open_foreign(shards, Options(target_column, trust_pickles))
         if len(own) < len(shards):
-            other = next(shard.address for shard in shards if isinstance(shard, RemoteFile))
+            other = next(
+                shard.address for shard in shards if isinstance(shard, RemoteFile)
+            )
             raise StoreError(
                 f"{other} is LMDB from another program, and {own[0].path} is raypipe's: a store has one kind, so "
                 "put them into two folders"
@@ -86,7 +108,10 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
     def close(self) -> None:
         super().close()
         if self._listing:
-            files: list[Any] = [shard.file if isinstance(shard, _Shard) else shard for shard in self._listing]
+            files: list[Any] = [
+                shard.file if isinstance(shard, _Shard) else shard
+                for shard in self._listing
+            ]
             shared_cache().close(files)
 
 
@@ -102,13 +127,30 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
     names = names_at(address) if is_one else None
     if names is not None and DATA_FILE in names:
         return [RemoteFile(join(address, DATA_FILE))]
-    if names is None or MANIFEST in names or any(name.endswith(".lmdb") for name in names):
+    if (
+        names is None
+        or MANIFEST in names
+        or any(name.endswith(".lmdb") for name in names)
+    ):
         files = list_files(address, lambda name: name.endswith(".lmdb"), "*.lmdb")
-        is_folder = {file for file in files if not is_remote(file.address) and Path(file.address).is_dir()}
-        return [RemoteFile(join(file.address, DATA_FILE)) if file in is_folder else file for file in files]
-    folders = sorted(name for name in folders_at(address) if DATA_FILE in (names_at(join(address, name)) or ()))
+        is_folder = {
+            file
+            for file in files
+            if not is_remote(file.address) and Path(file.address).is_dir()
+        }
+        return [
+            RemoteFile(join(file.address, DATA_FILE)) if file in is_folder else file
+            for file in files
+        ]
+    folders = sorted(
+        name
+        for name in folders_at(address)
+        if DATA_FILE in (names_at(join(address, name)) or ())
+    )
     check_one_split(address, folders)
-    splits = {match["split"] for name in folders if (match := CLASS_OF_LSUN.fullmatch(name))}
+    splits = {
+        match["split"] for name in folders if (match := CLASS_OF_LSUN.fullmatch(name))
+    }
     if len(splits) > 1:
         one = max(splits)
         raise StoreError(
@@ -116,7 +158,9 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
             f"it, such as {address.rstrip('/')}/*_{one}_lmdb, in quotes"
         )
     if not folders:
-        raise StoreError(f"{address} has no *.lmdb files, and no folder in it has {DATA_FILE}")
+        raise StoreError(
+            f"{address} has no *.lmdb files, and no folder in it has {DATA_FILE}"
+        )
     return [RemoteFile(join(address, name, DATA_FILE)) for name in folders]
 
 
@@ -137,7 +181,9 @@ class _Shard:
 
     def open(self) -> LMDBFile:
         """Return the file, from the node's cache if remote; raise StoreError if it has changed since."""
-        return self.file if isinstance(self.file, LMDBFile) else shared_cache().get(self.file, self._open_cached)
+        if isinstance(self.file, LMDBFile):
+            return self.file
+        return shared_cache().get(self.file, self._open_cached)
 
     def _open_cached(self, path: Path) -> LMDBFile:
         try:
@@ -145,7 +191,9 @@ class _Shard:
         except StoreError as error:
             raise StoreError(f"{self.path}, in the cache: {error}") from error
         if shard is None or shard.metadata.fingerprint != self.metadata.fingerprint:
-            raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
+            raise StoreError(
+                f"{self.path} has changed since the store was opened: start a new run"
+            )
         return shard.open()
 
 
@@ -155,11 +203,19 @@ class _Shards:
     groups = None
 
     def __init__(self, shards: Sequence[_Shard], target_column: str = "label") -> None:
-        self._shards, first = shards, shards[0].metadata
-        self._types, self.classes = first.types, first.classes
-        self._stored = stored_names(shards[0].path, first.types, {"label": target_column})
-        self.columns = tuple(sorted(self._stored, key=lambda name: {"image": 0, "label": 1}.get(name, 2)))
-        self.column_types = {name: first.types[place] for name, place in self._stored.items()}
+        self._shards = shards
+        first = shards[0].metadata
+        self._types = first.types
+        self.classes = first.classes
+        self._stored = stored_names(
+            shards[0].path, first.types, {"label": target_column}
+        )
+        self.columns = tuple(
+            sorted(self._stored, key=lambda name: {"image": 0, "label": 1}.get(name, 2))
+        )
+        self.column_types = {
+            name: first.types[place] for name, place in self._stored.items()
+        }
         label = first.types.get(target_column, "int64")
         self.label_is_class = label == "int64"
         if label in ("string", "binary"):
@@ -171,14 +227,21 @@ class _Shards:
         if target_column != "label":
             self.classes = None  # the class names belong to `label`
         for shard in shards:
-            if (shard.metadata.types, shard.metadata.classes) != (self._types, first.classes):
+            if (shard.metadata.types, shard.metadata.classes) != (
+                self._types,
+                first.classes,
+            ):
                 raise StoreError(
                     f"{shard.path} and {shards[0].path} differ in columns or classes; "
                     "all shards of one store must have the same"
                 )
         self._layouts = [RecordLayout(shard.metadata.types) for shard in shards]
-        self._offsets = np.cumsum([0] + [shard.metadata.count for shard in shards], dtype=np.int64)
-        self.fingerprint = join_fingerprints([shard.metadata.fingerprint for shard in shards])
+        self._offsets = np.cumsum(
+            [0] + [shard.metadata.count for shard in shards], dtype=np.int64
+        )
+        self.fingerprint = join_fingerprints(
+            [shard.metadata.fingerprint for shard in shards]
+        )
         if target_column != "label":  # other labels make other contents
             self.fingerprint = join_fingerprints([self.fingerprint, target_column])
 
@@ -190,24 +253,38 @@ class _Shards:
         values: dict[str, Any] = {}
         for name in stored:
             is_number = self._types[name] in ("int64", "float64")
-            values[name] = np.empty(len(indices), self._types[name]) if is_number else [None] * len(indices)
+            values[name] = (
+                np.empty(len(indices), self._types[name])
+                if is_number
+                else [None] * len(indices)
+            )
         for number, positions in by_part(indices, self._offsets):
-            shard, layout = self._shards[number], self._layouts[number]
+            shard = self._shards[number]
+            layout = self._layouts[number]
             keys = indices[positions] - self._offsets[number]
             file = shard.open()
             fixed, variable, done = file.records(keys, layout.native(stored))
             if done.any():
                 for name, column in layout.columns(fixed, variable, stored).items():
                     _put(values, name, positions, column)
-            for position, key in zip(positions[~done].tolist(), keys[~done].tolist(), strict=True):
+            for position, key in zip(
+                positions[~done].tolist(), keys[~done].tolist(), strict=True
+            ):
                 row = self._row(shard, file, key, layout, stored)
                 for name in stored:
                     values[name] = _with(values[name], position, row.get(name))
-        return {name: _column(values[self._stored[name]], self._types[self._stored[name]]) for name in columns}
+        return {
+            name: _column(values[self._stored[name]], self._types[self._stored[name]])
+            for name in columns
+        }
 
     @staticmethod
     def _row(
-        shard: _Shard, file: LMDBFile, key: int, layout: RecordLayout, stored: Collection[str]
+        shard: _Shard,
+        file: LMDBFile,
+        key: int,
+        layout: RecordLayout,
+        stored: Collection[str],
     ) -> dict[str, Any]:
         """Return the columns of one record; none if it is missing or damaged."""
         try:
@@ -215,7 +292,9 @@ class _Shards:
         except StoreError:
             return {}  # only this record's place in the file is damaged, so it is one bad sample
         except OSError as error:
-            raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
+            raise StoreError(
+                f"{shard.path} cannot be read at key {key}: {error}"
+            ) from error
         return {} if record is None else layout.unpack(record, stored)
 
     def sample_name(self, index: int) -> str:
@@ -223,7 +302,12 @@ class _Shards:
         return f"{self._shards[number].path}, key {within}"
 
 
-def _put(values: dict[str, Any], name: str, positions: np.ndarray, column: np.ndarray | list[Any]) -> None:
+def _put(
+    values: dict[str, Any],
+    name: str,
+    positions: np.ndarray,
+    column: np.ndarray | list[Any],
+) -> None:
     """Write the values of some samples into a column."""
     if isinstance(column, np.ndarray) and isinstance(values[name], np.ndarray):
         values[name][positions] = column
@@ -234,7 +318,9 @@ def _put(values: dict[str, Any], name: str, positions: np.ndarray, column: np.nd
         values[name][position] = value
 
 
-def _with(values: np.ndarray | list[Any], position: int, value: Any) -> np.ndarray | list[Any]:
+def _with(
+    values: np.ndarray | list[Any], position: int, value: Any
+) -> np.ndarray | list[Any]:
     """Return a column with one value set; None as the value turns an array into a list."""
     if value is None and isinstance(values, np.ndarray):
         values = values.tolist()
@@ -267,7 +353,9 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard 
         raise StoreError(
             f"{path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or convert it again"
         )
-    metadata = Metadata.from_json(bytes(record), f"{path} has a bad {METADATA_KEY.decode()} record")
+    metadata = Metadata.from_json(
+        bytes(record), f"{path} has a bad {METADATA_KEY.decode()} record"
+    )
     if file.num_entries != metadata.count + 1:
         raise StoreError(
             f"{path} has {file.num_entries - 1} samples, but was written with {metadata.count}; convert it again"
@@ -281,5 +369,6 @@ def _open_local(listed: RemoteFile) -> _Shard | RemoteFile:
 
 def _look_up(listed: RemoteFile) -> _Shard | RemoteFile:
     with opened(listed.address) as (source, current):
-        shard, file = _open_file(listed.address, source), listed.checked(current)
+        shard = _open_file(listed.address, source)
+        file = listed.checked(current)
         return file if shard is None else replace(shard, file=file)

@@ -18,8 +18,22 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
-from raypipe.stores.base import Columns, as_text, by_part, hash_of_facts, join_fingerprints, missing, part_of
-from raypipe.stores.lmdb_listing import SLOT_BITS, Listing, Options, entry_at, listing_of
+from raypipe.stores.base import (
+    Columns,
+    as_text,
+    by_part,
+    hash_of_facts,
+    join_fingerprints,
+    missing,
+    part_of,
+)
+from raypipe.stores.lmdb_listing import (
+    SLOT_BITS,
+    Listing,
+    Options,
+    entry_at,
+    listing_of,
+)
 from raypipe.stores.lmdb_pages import LMDBFile
 
 DATA_FILE = "data.mdb"
@@ -46,7 +60,9 @@ class _Shard:
     listing: Listing
 
     def open(self) -> LMDBFile:
-        return self.file if isinstance(self.file, LMDBFile) else shared_cache().get(self.file, LMDBFile)
+        if isinstance(self.file, LMDBFile):
+            return self.file
+        return shared_cache().get(self.file, LMDBFile)
 
 
 def open_foreign(files: Sequence[RemoteFile], options: Options) -> ForeignShards:
@@ -55,7 +71,9 @@ def open_foreign(files: Sequence[RemoteFile], options: Options) -> ForeignShards
     Raises:
         StoreError: a file is damaged, its layout is unknown, or the files do not belong together.
     """
-    return ForeignShards([_open(file, options) for file in files], options.target_column)
+    return ForeignShards(
+        [_open(file, options) for file in files], options.target_column
+    )
 
 
 def _open(listed: RemoteFile, options: Options) -> _Shard:
@@ -64,10 +82,14 @@ def _open(listed: RemoteFile, options: Options) -> _Shard:
     if options.target_column.endswith(_LIST_SUFFIXES) or not options.target_column:
         list_file = options.target_column
         if list_file and not is_remote(list_file):
-            list_file = str(Path(where).parent / list_file)  # an absolute path stays as it is
+            list_file = str(
+                Path(where).parent / list_file
+            )  # an absolute path stays as it is
     else:
         list_file = _list_beside(where)
-    options = replace(options, list_file="" if options.target_column == "folder" else list_file)
+    options = replace(
+        options, list_file="" if options.target_column == "folder" else list_file
+    )
     if is_remote(address):
         file: LMDBFile = shared_cache().get(listed, LMDBFile)
         return _Shard(where, listed, listing_of(file, where, astuple(listed), options))
@@ -89,8 +111,13 @@ def _list_beside(where: str) -> str:
     if is_remote(where):
         return ""
     path = Path(where)
-    beside = path.with_suffix(".txt") if path.suffix in (".lmdb", ".mdb") else path.with_name(f"{path.name}.txt")
-    return next((str(each) for each in (path / _LIST_INSIDE, beside) if each.is_file()), "")
+    if path.suffix in (".lmdb", ".mdb"):
+        beside = path.with_suffix(".txt")
+    else:
+        beside = path.with_name(f"{path.name}.txt")
+    return next(
+        (str(each) for each in (path / _LIST_INSIDE, beside) if each.is_file()), ""
+    )
 
 
 class ForeignShards:
@@ -111,7 +138,10 @@ class ForeignShards:
                 )
         self._offsets = np.cumsum([0, *(len(shard.listing.places) for shard in shards)])
         self.classes, self._labels = _labels_of(shards)
-        label_type = "int64" if self._labels[0] is not None else first.label_type
+        if self._labels[0] is not None:
+            label_type = "int64"
+        else:
+            label_type = first.label_type
         self._is_scene_text = first.layout == "scene-text"
         has_text = self._is_scene_text or label_type == "string"
         self._label_type = "" if label_type == "string" else label_type
@@ -125,9 +155,13 @@ class ForeignShards:
         kinds = {"image": "binary", "label": self._label_type}
         self.column_types = {name: kinds.get(name, "string") for name in self.columns}
         if target_column not in ("", "label") and "label" not in self.columns:
-            raise StoreError(missing(shards[0].path, target_column, self.columns, "target_column"))
+            raise StoreError(
+                missing(shards[0].path, target_column, self.columns, "target_column")
+            )
         facts = [hash_of_facts(self.classes)] if self.classes else []
-        self.fingerprint = join_fingerprints([*(shard.listing.fingerprint for shard in shards), *facts])
+        self.fingerprint = join_fingerprints(
+            [*(shard.listing.fingerprint for shard in shards), *facts]
+        )
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
@@ -150,19 +184,29 @@ class ForeignShards:
         return values
 
     def _read_into(
-        self, values: dict[str, Any], shard: _Shard, positions: np.ndarray, rows: np.ndarray, stored: set[str]
+        self,
+        values: dict[str, Any],
+        shard: _Shard,
+        positions: np.ndarray,
+        rows: np.ndarray,
+        stored: set[str],
     ) -> None:
-        file, value = shard.open(), shard.listing.value
-        for position, place in zip(positions.tolist(), shard.listing.places[rows].tolist(), strict=True):
+        file = shard.open()
+        value = shard.listing.value
+        for position, place in zip(
+            positions.tolist(), shard.listing.places[rows].tolist(), strict=True
+        ):
             try:
                 if stored == {"key"}:
-                    key, content = file.key(place >> SLOT_BITS, place & ((1 << SLOT_BITS) - 1)), memoryview(b"")
+                    key = file.key(place >> SLOT_BITS, place & ((1 << SLOT_BITS) - 1))
+                    content = memoryview(b"")
                 else:
                     key, content = entry_at(file, place)
                 found: dict[str, Any] = {"image": content, "key": as_text(key)}
                 if value is not None and stored - {"key"}:
                     found["image"], label = value.read(content)
-                    found["label"], found["text"] = label, label if isinstance(label, str) else None
+                    found["label"] = label
+                    found["text"] = label if isinstance(label, str) else None
                 if self._is_scene_text and "text" in stored:
                     text = file.get(b"label-" + key.removeprefix(b"image-"))
                     found["text"] = None if text is None else as_text(bytes(text))
@@ -176,29 +220,49 @@ class ForeignShards:
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._offsets, index)
         place = int(self._shards[number].listing.places[within])
-        key = self._shards[number].open().key(place >> SLOT_BITS, place & ((1 << SLOT_BITS) - 1))
-        return f"{self._shards[number].path}, key {key.decode(errors='backslashreplace')}"
+        key = (
+            self._shards[number]
+            .open()
+            .key(place >> SLOT_BITS, place & ((1 << SLOT_BITS) - 1))
+        )
+        return (
+            f"{self._shards[number].path}, key {key.decode(errors='backslashreplace')}"
+        )
 
 
-def _labels_of(shards: Sequence[_Shard]) -> tuple[tuple[str, ...] | None, list[np.ndarray | None]]:
+def _labels_of(
+    shards: Sequence[_Shard],
+) -> tuple[tuple[str, ...] | None, list[np.ndarray | None]]:
     """Return class names, and each shard's labels that are known without reading values."""
     listings = [shard.listing for shard in shards]
     if all(listing.classes is not None for listing in listings):
-        classes = tuple(sorted({name for listing in listings for name in listing.classes or ()}))
+        classes = tuple(
+            sorted({name for listing in listings for name in listing.classes or ()})
+        )
         if all(listing.classes == classes for listing in listings):
             return classes, [listing.labels for listing in listings]
         rank = {name: number for number, name in enumerate(classes)}
-        ranks = [np.array([rank[name] for name in listing.classes or ()], np.int64) for listing in listings]
+        ranks = [
+            np.array([rank[name] for name in listing.classes or ()], np.int64)
+            for listing in listings
+        ]
         return classes, [
             None if listing.labels is None else own[listing.labels]
             for own, listing in zip(ranks, listings, strict=True)
         ]
     if len(shards) > 1 and not any(listing.label_type for listing in listings):
-        names = [CLASS_OF_LSUN.fullmatch(PurePosixPath(shard.path).name) for shard in shards]
+        names = [
+            CLASS_OF_LSUN.fullmatch(PurePosixPath(shard.path).name) for shard in shards
+        ]
         found = [name["name"] for name in names if name is not None]
-        if len(found) == len(set(found)) == len(shards) and listings[0].layout == "image":
+        if (
+            len(found) == len(set(found)) == len(shards)
+            and listings[0].layout == "image"
+        ):
             sizes = [len(listing.places) for listing in listings]
-            return tuple(found), [np.full(size, number) for number, size in enumerate(sizes)]
+            return tuple(found), [
+                np.full(size, number) for number, size in enumerate(sizes)
+            ]
     return None, [listing.labels for listing in listings]
 
 
@@ -212,7 +276,13 @@ def _as_array(labels: list[Any], kind: str) -> Any:
         array = np.array(labels, None if kind == "array" else kind)
         if array.dtype.kind in "biuf":
             return array
-    except (ValueError, OverflowError):  # a missing one, one over 64 bits, or lists of several lengths
+    except (
+        ValueError,
+        OverflowError,
+    ):  # a missing one, one over 64 bits, or lists of several lengths
         if kind == "int64":
-            labels = [label if label is not None and -(1 << 63) <= label < 1 << 63 else None for label in labels]
+            labels = [
+                label if label is not None and -(1 << 63) <= label < 1 << 63 else None
+                for label in labels
+            ]
     return labels

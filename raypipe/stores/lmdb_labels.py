@@ -37,7 +37,8 @@ class KeyTable:
 
     def add(self, leaf: Leaf, slots: np.ndarray) -> None:
         """Add entries of a page."""
-        starts, sizes = leaf.key_starts[slots], leaf.key_bytes[slots]
+        starts = leaf.key_starts[slots]
+        sizes = leaf.key_bytes[slots]
         before = np.cumsum(sizes) - sizes
         places = np.repeat(starts - before, sizes) + np.arange(int(sizes.sum()))
         self._parts.append(np.frombuffer(leaf.page, np.uint8)[places])
@@ -51,8 +52,13 @@ class KeyTable:
         if self._joined is None:
             content = np.concatenate([np.empty(0, np.uint8), *self._parts])
             key_bytes = np.concatenate([np.empty(0, np.int32), *self._key_bytes])
-            self._joined = content, key_bytes, np.concatenate([[0], np.cumsum(key_bytes, dtype=np.int64)])
-            self._parts, self._key_bytes = [], []
+            self._joined = (
+                content,
+                key_bytes,
+                np.concatenate([[0], np.cumsum(key_bytes, dtype=np.int64)]),
+            )
+            self._parts = []
+            self._key_bytes = []
         return self._joined
 
     @property
@@ -66,18 +72,25 @@ class KeyTable:
 
     def keys(self) -> list[bytes]:
         content, _, starts = self._arrays()
-        whole, bounds = content.tobytes(), starts.tolist()
+        whole = content.tobytes()
+        bounds = starts.tolist()
         return [whole[start:stop] for start, stop in pairwise(bounds)]
 
     def spread(self, most: int) -> list[int]:
         """Return some rows, from everywhere."""
-        return np.unique(np.linspace(0, len(self) - 1, most).astype(int)).tolist() if len(self) else []
+        if len(self):
+            return np.unique(np.linspace(0, len(self) - 1, most).astype(int)).tolist()
+        return []
 
     def hash(self) -> bytes:
         """Return a hash of all keys and of the lengths of all values."""
         content, key_bytes, _ = self._arrays()
         digest = hashlib.blake2b(digest_size=16)
-        for part in (content, key_bytes, np.concatenate([np.empty(0, np.uint32), *self._lengths])):
+        for part in (
+            content,
+            key_bytes,
+            np.concatenate([np.empty(0, np.uint32), *self._lengths]),
+        ):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part.tobytes())
         return digest.digest()
@@ -85,7 +98,10 @@ class KeyTable:
     def numbers(self) -> np.ndarray | None:
         """Return the keys as decimal numbers; None if one of them is not, or they are too long."""
         content, key_bytes, _ = self._arrays()
-        if not ((content >= ord("0")) & (content <= ord("9"))).all() or key_bytes.max(initial=0) > 18:
+        if (
+            not ((content >= ord("0")) & (content <= ord("9"))).all()
+            or key_bytes.max(initial=0) > 18
+        ):
             return None
         return self._padded().astype(np.int64)
 
@@ -96,7 +112,8 @@ class KeyTable:
         if any(key[-1:] == b"\0" for key in keys):  # numpy ignores zeros at the end
             by_key = {key: row for row, key in enumerate(self.keys())}
             return np.array([by_key.get(key, -1) for key in keys], np.int64)
-        known, wanted = self._padded(), np.array(keys)
+        known = self._padded()
+        wanted = np.array(keys)
         rows = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
         return np.where(known[rows] == wanted, rows, -1)
 
@@ -119,11 +136,19 @@ def labels_of_folders(where: str, table: KeyTable, must_have: bool) -> Labels:
     numbers = np.empty(0, np.int64)
     if any(b"/" in table.key(row) for row in table.spread(16)):
         keys = table.keys()
-        ids = [folders.setdefault(key.rpartition(b"/")[0], len(folders)) for key in keys]
+        ids = [
+            folders.setdefault(key.rpartition(b"/")[0], len(folders)) for key in keys
+        ]
         numbers = np.array(ids, np.int64)
-    paths = [PurePosixPath(folder.decode(errors="surrogateescape")).parts for folder in folders]
+    paths = [
+        PurePosixPath(folder.decode(errors="surrogateescape")).parts
+        for folder in folders
+    ]
     depth = 0
-    while all(len(path) > depth + 1 for path in paths) and len({path[depth] for path in paths}) == 1:
+    while (
+        all(len(path) > depth + 1 for path in paths)
+        and len({path[depth] for path in paths}) == 1
+    ):
         depth += 1
     names = [path[depth] if len(path) > depth else "" for path in paths]
     classes = tuple(sorted(set(names)))
@@ -173,5 +198,7 @@ def labels_of_list(where: str, address: str, table: KeyTable) -> Labels:
 
 def _pair(line: str) -> tuple[bytes, str]:
     separator = next((each for each in "\t," if each in line), None)
-    key, _, label = line.rpartition(separator) if separator else line.strip().rpartition(" ")
+    key, _, label = (
+        line.rpartition(separator) if separator else line.strip().rpartition(" ")
+    )
     return key.strip().encode(), label.strip()

@@ -36,7 +36,12 @@ from raypipe.errors import StoreError
 from raypipe.storage.local_file import locked, make_cache_folder
 from raypipe.storage.patience import progress
 from raypipe.stores.base import hash_of_facts
-from raypipe.stores.lmdb_labels import KeyTable, Labels, labels_of_folders, labels_of_list
+from raypipe.stores.lmdb_labels import (
+    KeyTable,
+    Labels,
+    labels_of_folders,
+    labels_of_list,
+)
 from raypipe.stores.lmdb_pages import Leaf, LMDBFile
 from raypipe.stores.lmdb_values import ValueLayout, find_layout, keys_in, kind_of
 
@@ -45,13 +50,23 @@ logger = logging.getLogger(__name__)
 SLOT_BITS = 16  # a page of at most 32 KiB has fewer entries
 
 # Entries about the others, as folder2lmdb, scene-text tools, StyleGAN2 and BasicSR write them.
-_ABOUT_ALL = (b"__keys__", b"__len__", b"__meta__", b"length", b"meta_info.txt", b"num-samples", b"__raypipe__")
-_FIRST_PICTURE, _FIRST_TEXT = b"image-000000001", b"label-000000001"
+_ABOUT_ALL = (
+    b"__keys__",
+    b"__len__",
+    b"__meta__",
+    b"length",
+    b"meta_info.txt",
+    b"num-samples",
+    b"__raypipe__",
+)
+_FIRST_PICTURE = b"image-000000001"
+_FIRST_TEXT = b"label-000000001"
 _NUM_TRIED = 16  # values that decide the layout
 _NUM_HASHED = 64  # values in the fingerprint
 _LARGE = 1_000_000  # entries: listing them takes a second
 _PROGRESS = 1000  # pages
-_SMALL = 20_000  # entries: listing them takes a hundredth of a second, so it is not kept
+# entries: listing them takes a hundredth of a second, so it is not kept
+_SMALL = 20_000
 _TYPES = {int: "int64", bool: "int64", float: "float64", list: "array", str: "string"}
 
 _UNTRUSTED = (
@@ -98,7 +113,9 @@ class Listing:
     fingerprint: str
 
 
-def listing_of(file: LMDBFile, where: str, version: Sequence[Any], options: Options) -> Listing:
+def listing_of(
+    file: LMDBFile, where: str, version: Sequence[Any], options: Options
+) -> Listing:
     """Return a file's listing: from the node's cache, or made now.
 
     Args:
@@ -166,7 +183,8 @@ def _read(path: Path) -> Listing:
         if num_head > num_bytes:
             raise ValueError("it is cut")
         facts = json.loads(file.read(num_head))
-        count, columns = facts["num_samples"], 1 + facts["has_labels"]
+        count = facts["num_samples"]
+        columns = 1 + facts["has_labels"]
         if num_bytes != 8 + num_head + 8 * count * columns:
             raise ValueError("it is cut")
         mapped = np.empty((columns, 0), np.int64)
@@ -188,13 +206,19 @@ def _read(path: Path) -> Listing:
 
 def _list(file: LMDBFile, where: str, options: Options) -> Listing:
     if file.num_entries >= _LARGE:
-        logger.info("listing the %s keys of %s, once per node", f"{file.num_entries:,}", where)
+        logger.info(
+            "listing the %s keys of %s, once per node", f"{file.num_entries:,}", where
+        )
     is_text = file.get(_FIRST_PICTURE) is not None and (
         file.get(_FIRST_TEXT) is not None or file.get(b"num-samples") is not None
     )
-    places, table = _walk(file, _scene_text_bounds(file) if is_text else _sample_bounds())
+    places, table = _walk(
+        file, _scene_text_bounds(file) if is_text else _sample_bounds()
+    )
     if not len(places):
-        raise StoreError(f"{where} has no samples: {file.num_entries} keys, and none of them is a sample's")
+        raise StoreError(
+            f"{where} has no samples: {file.num_entries} keys, and none of them is a sample's"
+        )
     digest = hashlib.blake2b(table.hash(), digest_size=16)
     found = list(_some(file, places, _NUM_TRIED))
     layout = "scene-text" if is_text else _layout_of(where, found)
@@ -210,8 +234,14 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
     else:
         value, label_type = _value_layout(where, layout, found, options.target_column)
         listed = file.get(b"__keys__")
-        keys = None if listed is None else keys_in(listed, layout == "pickle")
-        order = _numeric_order(table) if keys is None else _listed_order(where, table, keys)
+        if listed is None:
+            keys = None
+        else:
+            keys = keys_in(listed, layout == "pickle")
+        if keys is None:
+            order = _numeric_order(table)
+        else:
+            order = _listed_order(where, table, keys)
     digest.update(repr((layout, value, label_type, labels.classes)).encode())
     numbers = labels.numbers
     if numbers is not None:
@@ -221,7 +251,9 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
         places, numbers = places[order], None if numbers is None else numbers[order]
     for _, content in _some(file, places, _NUM_HASHED):
         digest.update(content)
-    return Listing(layout, places, numbers, value, label_type, labels.classes, digest.hexdigest())
+    return Listing(
+        layout, places, numbers, value, label_type, labels.classes, digest.hexdigest()
+    )
 
 
 def _sample_bounds() -> list[bytes]:
@@ -231,7 +263,10 @@ def _sample_bounds() -> list[bytes]:
 
 def _scene_text_bounds(file: LMDBFile) -> list[bytes]:
     number = bytes(file.get(b"num-samples") or b"")
-    last = b"image-%09d\0" % int(number) if number.isdigit() and len(number) < 10 else b"image."
+    if number.isdigit() and len(number) < 10:
+        last = b"image-%09d\0" % int(number)
+    else:
+        last = b"image."
     return [b"image-", last]
 
 
@@ -242,7 +277,8 @@ def _walk(file: LMDBFile, bounds: Sequence[bytes]) -> tuple[np.ndarray, KeyTable
         bounds: ascending; samples have keys from the first to below the second, from the third to below the
             fourth, and so on.
     """
-    places, table = [], KeyTable()
+    places = []
+    table = KeyTable()
     for number, leaf in enumerate(file.leaves()):
         if number % _PROGRESS == 0:
             progress()
@@ -255,14 +291,17 @@ def _walk(file: LMDBFile, bounds: Sequence[bytes]) -> tuple[np.ndarray, KeyTable
 def _slots(leaf: Leaf, bounds: Sequence[bytes]) -> np.ndarray:
     """Return the entries of a page that are samples."""
     num = len(leaf.lengths)
-    first, last = bisect_left(bounds, leaf.key(0) + b"\0"), bisect_left(bounds, leaf.key(num - 1) + b"\0")
+    first = bisect_left(bounds, leaf.key(0) + b"\0")
+    last = bisect_left(bounds, leaf.key(num - 1) + b"\0")
     if first == last:  # no bound is within the page
         return np.arange(num if first % 2 else 0)
     ranks = [bisect_left(bounds, leaf.key(slot) + b"\0") for slot in range(num)]
     return np.flatnonzero(np.array(ranks) % 2)
 
 
-def _some(file: LMDBFile, places: np.ndarray, most: int) -> Iterator[tuple[bytes, memoryview]]:
+def _some(
+    file: LMDBFile, places: np.ndarray, most: int
+) -> Iterator[tuple[bytes, memoryview]]:
     """Yield entries from everywhere in the file, except damaged ones."""
     for index in np.unique(np.linspace(0, len(places) - 1, most).astype(int)).tolist():
         with contextlib.suppress(StoreError):
@@ -280,7 +319,10 @@ def _layout_of(where: str, found: Sequence[tuple[bytes, memoryview]]) -> str:
     kind, num = kinds.most_common(1)[0] if kinds else ("", 0)
     if kind and 4 * num >= 3 * len(found):
         return kind
-    shown = "; ".join(f"{key[:40]!r}: {bytes(value[:16])!r}" for key, value in found[:2]) or "unreadable"
+    shown = (
+        "; ".join(f"{key[:40]!r}: {bytes(value[:16])!r}" for key, value in found[:2])
+        or "unreadable"
+    )
     raise StoreError(
         f"{where} is LMDB of an unknown layout ({shown}): its values are neither encoded images nor (image, "
         "label) by pickle, msgpack or pyarrow, nor Caffe's Datum. Read it with the library lmdb, and give the "
@@ -302,7 +344,9 @@ def _value_layout(
         except ValueError as error:
             reason = f"at key {key[:40]!r}: {error}"
     if layout is None:
-        raise StoreError(f"{where} has values of the kind {kind} that cannot be read: {reason}")
+        raise StoreError(
+            f"{where} has values of the kind {kind} that cannot be read: {reason}"
+        )
     return layout, _type_of(labels)
 
 
@@ -316,7 +360,9 @@ def _type_of(labels: Sequence[Any]) -> str:
 
 def _numeric_order(table: KeyTable) -> np.ndarray | None:
     """Return the order of keys "0", "1", … "10" by number; None if they are others, or in this order."""
-    if len(set(table.key_bytes.tolist())) < 2 or not all(table.key(row).isdigit() for row in table.spread(16)):
+    if len(set(table.key_bytes.tolist())) < 2 or not all(
+        table.key(row).isdigit() for row in table.spread(16)
+    ):
         return None
     numbers = table.numbers()
     if numbers is None:
@@ -325,20 +371,31 @@ def _numeric_order(table: KeyTable) -> np.ndarray | None:
     return None if (order == np.arange(len(order))).all() else order
 
 
-def _listed_order(where: str, table: KeyTable, keys: Sequence[bytes]) -> np.ndarray | None:
+def _listed_order(
+    where: str, table: KeyTable, keys: Sequence[bytes]
+) -> np.ndarray | None:
     """Return the row of each key of `__keys__`; None if they are in the order of the file."""
     order = table.rows(keys)
     if (order < 0).any():
         missing = keys[int(np.flatnonzero(order < 0)[0])]
-        raise StoreError(f"{where} has no key {missing[:64]!r}, which its __keys__ names: copy it again")
+        raise StoreError(
+            f"{where} has no key {missing[:64]!r}, which its __keys__ names: copy it again"
+        )
     if len(order) < len(table):
-        logger.warning("%s: __keys__ leaves out %s of %s samples", where, len(table) - len(order), len(table))
+        logger.warning(
+            "%s: __keys__ leaves out %s of %s samples",
+            where,
+            len(table) - len(order),
+            len(table),
+        )
     elif (order == np.arange(len(order))).all():
         return None
     return order
 
 
-def _labels_of_keys(where: str, layout: str, table: KeyTable, options: Options) -> Labels:
+def _labels_of_keys(
+    where: str, layout: str, table: KeyTable, options: Options
+) -> Labels:
     """Return the labels of samples whose values are images: from a list, or from the folders in the keys."""
     if options.list_file:
         return labels_of_list(where, options.list_file, table)

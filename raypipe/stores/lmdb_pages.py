@@ -48,19 +48,29 @@ _NO_PAGE = (1 << 64) - 1  # root of an empty tree
 _NUM_METAS = 2
 
 # Page flags, exactly one per page in a file, and node flags.
-_BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
+_BRANCH = 1
+_LEAF = 2
+_OVERFLOW = 4
+_META = 8
 _LONG_VALUE = 1
 
-_HEADER = struct.Struct("<QHHHH")  # page number, unused, flags, bounds of the free space
+_HEADER = struct.Struct(
+    "<QHHHH"
+)  # page number, unused, flags, bounds of the free space
 _OVERFLOW_HEADER = struct.Struct("<QHHI")  # page number, unused, flags, number of pages
 # Magic, version, page size; the main tree's flags, depth, entries and root; last page, transaction number.
 _META_BODY = struct.Struct("<II16xI48xHH24xQQQQ")
-_NODE = struct.Struct("<IHH")  # value length, flags, key length; in a branch: page number of 48 bits, key length
+_NODE = struct.Struct(
+    "<IHH"
+)  # value length, flags, key length; in a branch: page number of 48 bits, key length
 _POINTER = struct.Struct("<H")
 _PAGE_NUMBER = struct.Struct("<Q")
-_HEADER_BYTES, _NODE_BYTES, _POINTER_BYTES = _HEADER.size, _NODE.size, _POINTER.size  # both headers have one size
+_HEADER_BYTES = _HEADER.size
+_NODE_BYTES = _NODE.size
+_POINTER_BYTES = _POINTER.size  # both headers have one size
 
-_MIN_PAGE_BYTES, _MAX_PAGE_BYTES = 512, 32_768  # liblmdb's limits
+_MIN_PAGE_BYTES = 512
+_MAX_PAGE_BYTES = 32_768  # liblmdb's limits
 _MAX_DEPTH = 32  # liblmdb's limit, far above any tree that fits on a disk
 
 # A parsed branch page takes about 20 KB. A page of 4 KiB has about 200 children, so a tree of two branch levels,
@@ -126,14 +136,21 @@ class LMDBFile:
         except OSError as error:
             raise StoreError(f"{path} cannot be opened as LMDB: {error}") from error
         except _DamageError as error:
-            raise StoreError(f"{path} cannot be opened as LMDB: {error}; copy or convert it again") from None
+            raise StoreError(
+                f"{path} cannot be opened as LMDB: {error}; copy or convert it again"
+            ) from None
         # Threads may insert concurrently: each lookup returns a complete entry or none.
         self._branches: dict[int, tuple[list[bytes], list[int]]] = {}
         self._reader: Any = None
-        kernel = native.module() if self._file is not None and self._depth else None
+        if self._file is not None and self._depth:
+            kernel = native.module()
+        else:
+            kernel = None
         if kernel is not None:
             tree = self._page_bytes, self._root, self._depth, self._last_page
-            with contextlib.suppress(ValueError):  # an impossible tree: `get` raises an error that explains it
+            with contextlib.suppress(
+                ValueError
+            ):  # an impossible tree: `get` raises an error that explains it
                 self._reader = kernel.lmdb_open(self._file, self.num_bytes, *tree)
             self._read_many = kernel.lmdb_read
 
@@ -147,11 +164,15 @@ class LMDBFile:
                 keys, children = self._branches.get(number) or self._branch(number)
                 number = children[bisect_right(keys, key)]
             page, num_nodes = self._page(number, _LEAF)
-            slot = bisect_left(range(num_nodes), key, key=lambda slot: _node(page, slot)[1])
+            slot = bisect_left(
+                range(num_nodes), key, key=lambda slot: _node(page, slot)[1]
+            )
             start, node_key = _node(page, min(slot, num_nodes - 1))
             return self._value(page, start) if node_key == key else None
 
-    def records(self, keys: np.ndarray, layout: Layout) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
+    def records(
+        self, keys: np.ndarray, layout: Layout
+    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
         """Read many of raypipe's own records in one call with the compiled reader, which skips damaged ones.
 
         Args:
@@ -164,32 +185,43 @@ class LMDBFile:
         """
         if self._reader is None:
             return b"", [], np.zeros(len(keys), bool)
-        fixed, columns, done = self._read_many(self._reader, np.ascontiguousarray(keys, np.int64), *layout)
+        fixed, columns, done = self._read_many(
+            self._reader, np.ascontiguousarray(keys, np.int64), *layout
+        )
         return fixed, columns, np.frombuffer(done, bool)
 
     def leaves(self) -> Iterator[Leaf]:
         """Yield all leaf pages in the order of their keys, with the place of every value checked."""
         with self._explained(""):
-            num_entries, last = 0, None
+            num_entries = 0
+            last = None
             for number in self._leaf_numbers(self._root, self._depth):
                 leaf = self._leaf(number)
                 first = leaf.key(0)
-                if last is not None and first <= last:  # also ends a walk that comes to a page twice
-                    raise _DamageError(f"key {first[:64]!r} of page {number} comes after {last[:64]!r}")
+                if (
+                    last is not None and first <= last
+                ):  # also ends a walk that comes to a page twice
+                    raise _DamageError(
+                        f"key {first[:64]!r} of page {number} comes after {last[:64]!r}"
+                    )
                 last = leaf.key(len(leaf.lengths) - 1)
                 num_entries += len(leaf.lengths)
                 if num_entries > self.num_entries:
                     break
                 yield leaf
             if num_entries != self.num_entries:
-                raise _DamageError(f"{num_entries} keys are there, and {self.num_entries} are declared")
+                raise _DamageError(
+                    f"{num_entries} keys are there, and {self.num_entries} are declared"
+                )
 
     def entry(self, number: int, slot: int) -> tuple[bytes, memoryview]:
         """Return the key and the value at a place in a leaf page."""
         with self._explained(f" at entry {slot} of page {number}"):
             page, num_nodes = self._page(number, _LEAF)
             if slot >= num_nodes:
-                raise _DamageError(f"page {number} has {num_nodes} entries, and had more")
+                raise _DamageError(
+                    f"page {number} has {num_nodes} entries, and had more"
+                )
             start, key = _node(page, slot)
             return key, self._value(page, start)
 
@@ -198,7 +230,9 @@ class LMDBFile:
         with self._explained(f" at entry {slot} of page {number}"):
             page, num_nodes = self._page(number, _LEAF)
             if slot >= num_nodes:
-                raise _DamageError(f"page {number} has {num_nodes} entries, and had more")
+                raise _DamageError(
+                    f"page {number} has {num_nodes} entries, and had more"
+                )
             return _node(page, slot)[1]
 
     def _leaf_numbers(self, number: int, depth: int) -> Iterator[int]:
@@ -213,24 +247,38 @@ class LMDBFile:
         data = np.frombuffer(page, np.uint8)
         starts = np.frombuffer(page, "<u2", num_nodes, _HEADER_BYTES).astype(np.int64)
         if starts.max() + _NODE_BYTES > len(page):
-            raise _DamageError(f"a node at byte {starts.max()} of page {number} of {len(page)} bytes")
+            raise _DamageError(
+                f"a node at byte {starts.max()} of page {number} of {len(page)} bytes"
+            )
         nodes = data[starts[:, None] + np.arange(_NODE_BYTES)]
         lengths = nodes[:, :4].view("<u4")[:, 0].astype(np.int64)
         flags, key_bytes = nodes[:, 4:].view("<u2").astype(np.int64).T
         key_starts = starts + _NODE_BYTES
         is_long = flags == _LONG_VALUE
         if (flags & ~_LONG_VALUE).any():
-            raise _DamageError(f"page {number} has entries with flags: nested databases, or damage")
+            raise _DamageError(
+                f"page {number} has entries with flags: nested databases, or damage"
+            )
         stops = key_starts + key_bytes + np.where(is_long, _PAGE_NUMBER.size, lengths)
         if stops.max() > len(page):
-            raise _DamageError(f"an entry up to byte {stops.max()} of page {number} of {len(page)} bytes")
+            raise _DamageError(
+                f"an entry up to byte {stops.max()} of page {number} of {len(page)} bytes"
+            )
         if is_long.any():
             places = (key_starts + key_bytes)[is_long]
-            numbers = data[places[:, None] + np.arange(_PAGE_NUMBER.size)].view("<u8")[:, 0]
+            numbers = data[places[:, None] + np.arange(_PAGE_NUMBER.size)].view("<u8")[
+                :, 0
+            ]
             beyond = (numbers < _NUM_METAS) | (numbers > self._last_page)
-            ends = numbers.astype(np.int64) * self._page_bytes + _HEADER_BYTES + lengths[is_long]
+            ends = (
+                numbers.astype(np.int64) * self._page_bytes
+                + _HEADER_BYTES
+                + lengths[is_long]
+            )
             if beyond.any() or ends.max() > self.num_bytes:
-                raise _DamageError(f"page {number} has values up to byte {ends.max()} of {self.num_bytes}")
+                raise _DamageError(
+                    f"page {number} has values up to byte {ends.max()} of {self.num_bytes}"
+                )
         return Leaf(number, page, key_starts, key_bytes, lengths)
 
     @contextmanager
@@ -238,7 +286,9 @@ class LMDBFile:
         try:
             yield
         except _DamageError as error:
-            raise StoreError(f"{self.path} is damaged{where}: {error}; copy or convert it again") from None
+            raise StoreError(
+                f"{self.path} is damaged{where}: {error}; copy or convert it again"
+            ) from None
 
     def _read_metas(self) -> None:
         """Set the attributes of the file and its main database from the newer of the two meta pages."""
@@ -247,15 +297,23 @@ class LMDBFile:
         # Both must be intact: falling back to the older page would silently show an earlier state.
         second = self._meta(1, self._page_bytes)
         if second[-1] != self._page_bytes:
-            raise _DamageError(f"its pages have {self._page_bytes} or {second[-1]} bytes")
-        _, flags, self._depth, self.num_entries, self._root, self._last_page, _ = max(first, second)
+            raise _DamageError(
+                f"its pages have {self._page_bytes} or {second[-1]} bytes"
+            )
+        _, flags, self._depth, self.num_entries, self._root, self._last_page, _ = max(
+            first, second
+        )
         if flags:
-            raise _DamageError(f"its database has the flags {flags:#x}: duplicate, reversed or integer keys")
+            raise _DamageError(
+                f"its database has the flags {flags:#x}: duplicate, reversed or integer keys"
+            )
         empty = self._root == _NO_PAGE and not self._depth and not self.num_entries
         if not empty and not 1 <= self._depth <= _MAX_DEPTH:
             raise _DamageError(f"its tree has depth {self._depth}")
         if self.num_entries * (_NODE_BYTES + _POINTER_BYTES) > self.num_bytes:
-            raise _DamageError(f"it declares {self.num_entries} entries in {self.num_bytes} bytes")
+            raise _DamageError(
+                f"it declares {self.num_entries} entries in {self.num_bytes} bytes"
+            )
         self.declared_bytes = (self._last_page + 1) * self._page_bytes
 
     def _meta(self, number: int, start: int) -> tuple[int, ...]:
@@ -264,12 +322,20 @@ class LMDBFile:
         if len(page) < _HEADER_BYTES + _META_BODY.size:
             raise _DamageError(f"it ends within meta page {number}")
         page_number, _, flags, *_ = _HEADER.unpack_from(page)
-        magic, version, page_bytes, *tree, last_page, transaction = _META_BODY.unpack_from(page, _HEADER_BYTES)
+        magic, version, page_bytes, *tree, last_page, transaction = (
+            _META_BODY.unpack_from(page, _HEADER_BYTES)
+        )
         if magic != _MAGIC or page_number != number or flags != _META:
-            raise _DamageError(f"page {number} is not a meta page of 64-bit little-endian LMDB")
+            raise _DamageError(
+                f"page {number} is not a meta page of 64-bit little-endian LMDB"
+            )
         if version != _VERSION:
-            raise _DamageError(f"its data version is {version}; this raypipe reads version {_VERSION}")
-        if not _MIN_PAGE_BYTES <= page_bytes <= _MAX_PAGE_BYTES or page_bytes & (page_bytes - 1):
+            raise _DamageError(
+                f"its data version is {version}; this raypipe reads version {_VERSION}"
+            )
+        if not _MIN_PAGE_BYTES <= page_bytes <= _MAX_PAGE_BYTES or page_bytes & (
+            page_bytes - 1
+        ):
             raise _DamageError(f"its pages have {page_bytes} bytes")
         return transaction, *tree, last_page, page_bytes
 
@@ -279,17 +345,25 @@ class LMDBFile:
         start += _NODE_BYTES + key_bytes
         if flags == _LONG_VALUE:
             if start + _PAGE_NUMBER.size > len(page):
-                raise _DamageError(f"a page number at byte {start} of a page of {len(page)}")
+                raise _DamageError(
+                    f"a page number at byte {start} of a page of {len(page)}"
+                )
             return self._long_value(_PAGE_NUMBER.unpack_from(page, start)[0], num_bytes)
         if flags:
-            raise _DamageError(f"its flags are {flags:#x}: a nested database, or damage")
+            raise _DamageError(
+                f"its flags are {flags:#x}: a nested database, or damage"
+            )
         if start + num_bytes > len(page):
-            raise _DamageError(f"a value of {num_bytes} bytes at byte {start} of a page of {len(page)}")
+            raise _DamageError(
+                f"a value of {num_bytes} bytes at byte {start} of a page of {len(page)}"
+            )
         return memoryview(page)[start : start + num_bytes]
 
     def _long_value(self, number: int, num_bytes: int) -> memoryview:
         if num_bytes > MAX_SAMPLE_BYTES:
-            raise _DamageError(f"a value of {num_bytes} bytes; the limit is {MAX_SAMPLE_BYTES}")
+            raise _DamageError(
+                f"a value of {num_bytes} bytes; the limit is {MAX_SAMPLE_BYTES}"
+            )
         size = _HEADER_BYTES + num_bytes
         data = self._read(number, size)
         page_number, _, flags, num_pages = _OVERFLOW_HEADER.unpack_from(data)
@@ -298,8 +372,13 @@ class LMDBFile:
                 f"page {number} has the number {page_number} and flags {flags:#x}, but must be a long value"
             )
         # It may have more pages than it needs, since replacing a value with a shorter one keeps the pages.
-        if num_pages * self._page_bytes < size or number + num_pages > self._last_page + 1:
-            raise _DamageError(f"a value of {num_bytes} bytes in {num_pages} pages from page {number}")
+        if (
+            num_pages * self._page_bytes < size
+            or number + num_pages > self._last_page + 1
+        ):
+            raise _DamageError(
+                f"a value of {num_bytes} bytes in {num_pages} pages from page {number}"
+            )
         return memoryview(data)[_HEADER_BYTES:]
 
     def _branch(self, number: int) -> tuple[list[bytes], list[int]]:
@@ -312,7 +391,10 @@ class LMDBFile:
         if len(self._branches) >= _MAX_CACHED_BRANCHES:
             self._branches.clear()
         # A child's page number has 48 bits, the bits of a value's length and flags in a leaf.
-        children = [low | high << 32 for low, high, _ in (_NODE.unpack_from(page, start) for start, _ in nodes)]
+        children = [
+            low | high << 32
+            for low, high, _ in (_NODE.unpack_from(page, start) for start, _ in nodes)
+        ]
         self._branches[number] = branch = keys, children
         return branch
 
@@ -325,7 +407,9 @@ class LMDBFile:
                 f"page {number} has the number {page_number} and flags {flags:#x}, but must have flags {kind:#x}"
             )
         if not _HEADER_BYTES <= lower <= upper <= self._page_bytes:
-            raise _DamageError(f"page {number} has its free space from byte {lower} to {upper}")
+            raise _DamageError(
+                f"page {number} has its free space from byte {lower} to {upper}"
+            )
         if lower < _HEADER_BYTES + _POINTER_BYTES:
             raise _DamageError(f"page {number} is empty")
         return page, (lower - _HEADER_BYTES) // _POINTER_BYTES
@@ -333,11 +417,18 @@ class LMDBFile:
     def _read(self, number: int, num_bytes: int) -> bytes:
         """Return bytes from the start of a page, maybe across pages; never beyond the file's end at opening."""
         start = number * self._page_bytes
-        if not _NUM_METAS <= number <= self._last_page or start + num_bytes > self.num_bytes:
-            raise _DamageError(f"page {number}, {num_bytes} bytes, in a file of {self.num_bytes}")
+        if (
+            not _NUM_METAS <= number <= self._last_page
+            or start + num_bytes > self.num_bytes
+        ):
+            raise _DamageError(
+                f"page {number}, {num_bytes} bytes, in a file of {self.num_bytes}"
+            )
         data = self._pread(num_bytes, start)
         if len(data) < num_bytes:
-            raise _DamageError(f"the file has become shorter than {start + num_bytes} bytes")
+            raise _DamageError(
+                f"the file has become shorter than {start + num_bytes} bytes"
+            )
         return data
 
 
@@ -349,7 +440,9 @@ def _node(page: bytes, slot: int) -> tuple[int, bytes]:
         raise _DamageError(f"a node at byte {start} of a page of {len(page)}")
     _, _, key_bytes = _NODE.unpack_from(page, start)
     if key_start + key_bytes > len(page):
-        raise _DamageError(f"a key of {key_bytes} bytes at byte {key_start} of a page of {len(page)}")
+        raise _DamageError(
+            f"a key of {key_bytes} bytes at byte {key_start} of a page of {len(page)}"
+        )
     return start, page[key_start : key_start + key_bytes]
 
 

@@ -24,13 +24,33 @@ import pyarrow as pa
 
 from raypipe.stores.numbers import NPY
 
-_MAGICS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", NPY)
-_PICKLE_PROTOCOLS = [bytes([protocol]) for protocol in range(2, 6)]  # the second byte; Python 2's have protocol 2
+_MAGICS = (
+    b"\xff\xd8\xff",
+    b"\x89PNG\r\n\x1a\n",
+    b"GIF8",
+    b"BM",
+    b"II*\0",
+    b"MM\0*",
+    NPY,
+)
+_PICKLE_PROTOCOLS = [
+    bytes([protocol]) for protocol in range(2, 6)
+]  # the second byte; Python 2's have protocol 2
 # First bytes of msgpack: small dicts, small arrays, bytes, arrays and dicts.
 _MSGPACK_STARTS = frozenset((*range(0x81, 0xA0), 0xC4, 0xC5, 0xC6, *range(0xDC, 0xE0)))
 _DATUM_STARTS = b"\x08\x22"  # the fields `channels` and `data`
 # Names in dicts, in the order of preference.
-_LABELS = ("label", "labels", "target", "targets", "cls", "class", "y", "text", "caption")
+_LABELS = (
+    "label",
+    "labels",
+    "target",
+    "targets",
+    "cls",
+    "class",
+    "y",
+    "text",
+    "caption",
+)
 
 Part = int | str
 """Place of a part in a value: position in a tuple, or name in a dict; -1 = the value is the part."""
@@ -52,7 +72,9 @@ def kind_of(value: bytes | bytearray | memoryview) -> str:
     return ""
 
 
-def _opens(read: Callable[[memoryview], Any], value: bytes | bytearray | memoryview) -> bool:
+def _opens(
+    read: Callable[[memoryview], Any], value: bytes | bytearray | memoryview
+) -> bool:
     try:
         read(memoryview(value))
     except ValueError:
@@ -79,7 +101,9 @@ def _from_pickle(value: memoryview) -> Any:
     except ValueError:
         raise
     except Exception as error:  # damage makes it raise anything
-        raise ValueError(f"it cannot be unpickled: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"it cannot be unpickled: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _from_msgpack(value: memoryview) -> Any:
@@ -88,7 +112,9 @@ def _from_msgpack(value: memoryview) -> Any:
     try:
         return msgpack.unpackb(value, raw=True, strict_map_key=False)
     except Exception as error:
-        raise ValueError(f"it is not msgpack: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"it is not msgpack: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _from_pyarrow(value: memoryview) -> Any:
@@ -99,7 +125,10 @@ def _from_pyarrow(value: memoryview) -> Any:
     if len(value) < 64:
         raise ValueError("it is too short for pyarrow.serialize")
     counts = np.frombuffer(value[:16], "<i4")
-    start = 8 if counts[2] > 0 and bytes(value[16:20]) != b"\xff\xff\xff\xff" else 16
+    if counts[2] > 0 and bytes(value[16:20]) != b"\xff\xff\xff\xff":
+        start = 8
+    else:
+        start = 16
     buffer = pa.py_buffer(value)
     source = pa.BufferReader(buffer[start:])
     try:
@@ -115,8 +144,16 @@ def _from_pyarrow(value: memoryview) -> Any:
             tensors.seek(-(-tensors.tell() // 64) * 64)
             arrays.append(pa.ipc.read_tensor(tensors).to_numpy())
         (plain,) = _plain(batch.column(0), arrays)
-    except (pa.ArrowException, LookupError, TypeError, OSError, RecursionError) as error:
-        raise ValueError(f"it is not of pyarrow.serialize: {type(error).__name__}: {error}") from None
+    except (
+        pa.ArrowException,
+        LookupError,
+        TypeError,
+        OSError,
+        RecursionError,
+    ) as error:
+        raise ValueError(
+            f"it is not of pyarrow.serialize: {type(error).__name__}: {error}"
+        ) from None
     return plain
 
 
@@ -129,15 +166,22 @@ def _plain(array: pa.Array, arrays: Sequence[np.ndarray], tag: str = "") -> list
     if pa.types.is_union(kind):
         _, types, offsets = array.buffers()[:3]
         names = [kind.field(number).name for number in range(kind.num_fields)]
-        parts = [_plain(array.field(number), arrays, name) for number, name in enumerate(names)]
+        parts = [
+            _plain(array.field(number), arrays, name)
+            for number, name in enumerate(names)
+        ]
         # Before version 0.12 fields have no tags, and the codes that the schema declares are others.
-        codes = kind.type_codes if any(names) else range(kind.num_fields)
+        if any(names):
+            codes = kind.type_codes
+        else:
+            codes = range(kind.num_fields)
         by_code = dict(zip(codes, parts, strict=True))
         ids = np.frombuffer(types, np.int8)[array.offset :][: len(array)].tolist()
         places = np.frombuffer(offsets, np.int32)[array.offset :][: len(array)].tolist()
         return [by_code[code][place] for code, place in zip(ids, places, strict=True)]
     if pa.types.is_list(kind):
-        items, bounds = _plain(array.values, arrays), array.offsets.to_pylist()
+        items = _plain(array.values, arrays)
+        bounds = array.offsets.to_pylist()
         if pa.types.is_struct(kind.value_type):
             return [
                 {row["keys"]: row["vals"] for row in items[start:stop] if "keys" in row}
@@ -146,12 +190,22 @@ def _plain(array: pa.Array, arrays: Sequence[np.ndarray], tag: str = "") -> list
         return [items[start:stop] for start, stop in pairwise(bounds)]
     if pa.types.is_struct(kind):
         columns = {kind.field(number).name: number for number in range(kind.num_fields)}
-        fields = {name: _plain(array.field(number), arrays) for name, number in columns.items()}
-        if len(fields) == 1 and "keys" not in fields:  # before version 0.12: a list or a tuple in a struct
+        fields = {
+            name: _plain(array.field(number), arrays)
+            for name, number in columns.items()
+        }
+        if (
+            len(fields) == 1 and "keys" not in fields
+        ):  # before version 0.12: a list or a tuple in a struct
             return next(iter(fields.values()))
-        return [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]
+        return [
+            dict(zip(fields, row, strict=True))
+            for row in zip(*fields.values(), strict=True)
+        ]
     values = array.to_pylist()
-    return [arrays[place] for place in values] if tag in _NDARRAY_TAGS and arrays else values
+    if tag in _NDARRAY_TAGS and arrays:
+        return [arrays[place] for place in values]
+    return values
 
 
 def _from_datum(value: memoryview) -> Any:
@@ -160,19 +214,29 @@ def _from_datum(value: memoryview) -> Any:
     place = 0
     while place < len(value):
         tag, place = _varint(value, place)
-        number, wire = tag >> 3, tag & 7
+        number = tag >> 3
+        wire = tag & 7
         if number == 6:
-            raise ValueError("it is a Datum of floats: write images with encoded or 8-bit pixels")
-        if number not in (1, 2, 3, 4, 5, 7) or wire != (2 if number == 4 else 0) or number in fields:
+            raise ValueError(
+                "it is a Datum of floats: write images with encoded or 8-bit pixels"
+            )
+        if (
+            number not in (1, 2, 3, 4, 5, 7)
+            or wire != (2 if number == 4 else 0)
+            or number in fields
+        ):
             raise ValueError(f"it is not a Datum: field {number} of wire type {wire}")
         fields[number], place = _varint(value, place)
         if number == 4:
             num_bytes = fields[4]
             if num_bytes > len(value) - place:
-                raise ValueError(f"it declares {num_bytes} bytes of pixels, and has {len(value) - place}")
+                raise ValueError(
+                    f"it declares {num_bytes} bytes of pixels, and has {len(value) - place}"
+                )
             fields[4] = value[place : place + num_bytes]
             place += num_bytes
-    data, label = fields.get(4), fields.get(5, 0)
+    data = fields.get(4)
+    label = fields.get(5, 0)
     if data is None:
         raise ValueError("it is a Datum without data")
     label -= (label >> 63) << 64  # a negative one is stored in 64 bits
@@ -218,7 +282,9 @@ def keys_in(value: memoryview, may_unpickle: bool) -> list[bytes] | None:
             keys = READERS[kind](value)
     except (KeyError, ValueError, RecursionError):
         return None
-    if not isinstance(keys, list | tuple) or not all(isinstance(key, bytes | str | int) for key in keys):
+    if not isinstance(keys, list | tuple) or not all(
+        isinstance(key, bytes | str | int) for key in keys
+    ):
         return None
     return [key if isinstance(key, bytes) else str(key).encode() for key in keys]
 
@@ -243,7 +309,10 @@ class ValueLayout:
     def read(self, value: memoryview) -> tuple[bytes | memoryview | None, Any]:
         """Return the encoded image, None if it is missing, and the label; raise ValueError for damage."""
         parts = READERS[self.kind](value)
-        label = None if self.label is None else plain_label(_part(parts, self.label))
+        if self.label is None:
+            label = None
+        else:
+            label = plain_label(_part(parts, self.label))
         return encoded(_part(parts, self.image)), label
 
 
@@ -257,12 +326,16 @@ def find_layout(kind: str, value: memoryview, target: str) -> ValueLayout:
     names = _names_of(parts)
     images = [name for name in names if _is_image(_part(parts, name))]
     if not images:
-        shown = ", ".join(f"{name}: {type(_part(parts, name)).__name__}" for name in names)
+        shown = ", ".join(
+            f"{name}: {type(_part(parts, name)).__name__}" for name in names
+        )
         raise ValueError(f"it has no image ({shown:.200})")
     image = images[0]
     if isinstance(image, str):
         wanted = _LABELS if target == "label" else (target,)
-        return ValueLayout(kind, image, next((name for name in wanted if name in names), None))
+        return ValueLayout(
+            kind, image, next((name for name in wanted if name in names), None)
+        )
     others = [name for name in names if name not in images]
     return ValueLayout(kind, image, others[0] if others else None)
 
@@ -270,7 +343,9 @@ def find_layout(kind: str, value: memoryview, target: str) -> ValueLayout:
 def _names_of(parts: Any) -> list[Part]:
     if isinstance(parts, Mapping) and b"nd" not in parts:
         return [_text(name) for name in parts]
-    return list(range(len(parts))) if isinstance(parts, list | tuple) else [-1]
+    if isinstance(parts, list | tuple):
+        return list(range(len(parts)))
+    return [-1]
 
 
 def _part(parts: Any, name: Part) -> Any:
@@ -283,7 +358,10 @@ def _part(parts: Any, name: Part) -> Any:
     else:
         if not isinstance(parts, Mapping):
             raise ValueError(f"it is a {type(parts).__name__}, not a dict")
-        part = parts[name] if name in parts else parts.get(name.encode())
+        if name in parts:
+            part = parts[name]
+        else:
+            part = parts.get(name.encode())
     if isinstance(part, Mapping) and b"nd" in part:
         return _array_of(part)
     return part
@@ -295,8 +373,13 @@ def _array_of(fields: Mapping[Any, Any]) -> np.ndarray:
         dtype = np.dtype(_text(fields.get(b"type", b"")))
     except TypeError as error:
         raise ValueError(f"it has an array of an unknown type: {error}") from None
-    shape, data = fields.get(b"shape") or [], fields.get(b"data")
-    if dtype.kind not in "biuf" or not isinstance(data, bytes) or not isinstance(shape, list | tuple):
+    shape = fields.get(b"shape") or []
+    data = fields.get(b"data")
+    if (
+        dtype.kind not in "biuf"
+        or not isinstance(data, bytes)
+        or not isinstance(shape, list | tuple)
+    ):
         raise ValueError(f"it has an array of {dtype}")
     array = np.frombuffer(data, dtype)
     return array.reshape([int(side) for side in shape] if fields.get(b"nd") else [])
@@ -304,8 +387,13 @@ def _array_of(fields: Mapping[Any, Any]) -> np.ndarray:
 
 def _is_image(part: Any) -> bool:
     if isinstance(part, np.ndarray):
-        return part.dtype == np.uint8 and (part.ndim in (2, 3) or kind_of(part.tobytes()) == "image")
-    return isinstance(part, bytes | bytearray | memoryview) and kind_of(memoryview(part)) == "image"
+        return part.dtype == np.uint8 and (
+            part.ndim in (2, 3) or kind_of(part.tobytes()) == "image"
+        )
+    return (
+        isinstance(part, bytes | bytearray | memoryview)
+        and kind_of(memoryview(part)) == "image"
+    )
 
 
 def encoded(part: Any) -> bytes | memoryview | None:
@@ -318,7 +406,10 @@ def encoded(part: Any) -> bytes | memoryview | None:
         raise ValueError(f"its image is a {type(part).__name__}")
     if part.ndim == 1:
         return part.tobytes()
-    if not (part.ndim == 2 or (part.ndim == 3 and part.shape[2] in (1, 3))) or not part.size:
+    if (
+        not (part.ndim == 2 or (part.ndim == 3 and part.shape[2] in (1, 3)))
+        or not part.size
+    ):
         raise ValueError(f"its image has the shape {part.shape}")
     import cv2
 
@@ -340,4 +431,6 @@ def plain_label(part: Any) -> Any:
 
 
 def _text(name: Any) -> str:
-    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    if isinstance(name, bytes):
+        return name.decode(errors="replace")
+    return str(name)

@@ -45,7 +45,9 @@ class MemoryTree:
         folder = self._root
         for end, parent in enumerate(parents, 1):
             inner = folder.get(parent)
-            if isinstance(inner, Link):  # entries behind a link to a folder are in that folder
+            if isinstance(
+                inner, Link
+            ):  # entries behind a link to a folder are in that folder
                 inner = self._node("/".join(parents[:end]))
             if not isinstance(inner, dict):
                 inner = folder[parent] = {}
@@ -63,7 +65,10 @@ class MemoryTree:
     def entries(self, folder: str) -> Iterable[Entry]:
         node = self._node(folder)
         for name, child in node.items() if isinstance(node, dict) else ():
-            target = self._node(join(folder, name)) if isinstance(child, Link) else child
+            if isinstance(child, Link):
+                target = self._node(join(folder, name))
+            else:
+                target = child
             if isinstance(target, dict):
                 yield Entry(name, FOLDER)
             elif isinstance(target, Special):
@@ -76,7 +81,9 @@ class MemoryTree:
 
     def _node(self, path: str) -> Any:
         """Return the folder, file or special entry at a path, links followed; None for nothing."""
-        pending, around, num_links = path.split("/")[::-1], [self._root], 0
+        pending = path.split("/")[::-1]
+        around = [self._root]
+        num_links = 0
         while pending:
             part = pending.pop()
             if part in ("", "."):
@@ -87,10 +94,17 @@ class MemoryTree:
                 around.pop()
                 continue
             folder = around[-1]
-            node = folder.get(part) if isinstance(folder, dict) else None
+            if isinstance(folder, dict):
+                node = folder.get(part)
+            else:
+                node = None
             if isinstance(node, Link):
                 num_links += 1
-                if num_links > _MAX_LINKS or not node.target or node.target.startswith("/"):
+                if (
+                    num_links > _MAX_LINKS
+                    or not node.target
+                    or node.target.startswith("/")
+                ):
                     return None
                 pending += node.target.split("/")[::-1]
             elif node is None:

@@ -39,12 +39,16 @@ def exactly(values: Any, dtype: npt.DTypeLike | None = None) -> np.ndarray:
             if isinstance(value, int | np.integer) and int(float(value)) != int(value):
                 raise InexactError(f"the number {value}, and float64 cannot hold it")
     if dtype is None or array.dtype == dtype or not array.size:
-        return array if dtype is None else array.astype(dtype, copy=False)
+        if dtype is None:
+            return array
+        return array.astype(dtype, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(dtype)
         changed = _changed(array, cast)
     if changed.any():
-        raise InexactError(f"the number {array[changed].flat[0]}, and {cast.dtype} cannot hold it")
+        raise InexactError(
+            f"the number {array[changed].flat[0]}, and {cast.dtype} cannot hold it"
+        )
     return cast
 
 
@@ -53,7 +57,9 @@ def _changed(array: np.ndarray, cast: np.ndarray) -> np.ndarray:
     if array.dtype.kind == "f":
         if cast.dtype.kind == "f":
             return np.isfinite(array) & ~np.isfinite(cast)
-        return np.ones(array.shape, bool)  # casting floats to integers is never exact enough
+        return np.ones(
+            array.shape, bool
+        )  # casting floats to integers is never exact enough
     if cast.dtype.kind != "f" or array.dtype.kind == "b":
         return np.asarray(cast != array)
     wide = cast.astype(np.float64)
@@ -63,9 +69,14 @@ def _changed(array: np.ndarray, cast: np.ndarray) -> np.ndarray:
 
 def labels_of(values: Any) -> Any:
     """Return integer labels as int64 (n,), or as a list with None for missing labels and those beyond int64."""
-    if isinstance(values, np.ndarray) and (values.dtype != np.uint64 or values.max(initial=0) < 1 << 63):
+    if isinstance(values, np.ndarray) and (
+        values.dtype != np.uint64 or values.max(initial=0) < 1 << 63
+    ):
         return values.astype(np.int64, copy=False)
-    labels = [None if value is None or not -(1 << 63) <= value < 1 << 63 else int(value) for value in values]
+    labels = [
+        None if value is None or not -(1 << 63) <= value < 1 << 63 else int(value)
+        for value in values
+    ]
     return labels if None in labels else np.array(labels, np.int64)
 
 
@@ -88,18 +99,31 @@ def npy_header(data: bytes) -> NpyHeader:
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
-        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        readers = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }
         if version not in readers:
-            raise SampleError(f"a .npy of version {version}, for arrays with named fields")
-        shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
+            raise SampleError(
+                f"a .npy of version {version}, for arrays with named fields"
+            )
+        shape, fortran, dtype = readers[version](
+            file, max_header_size=_MAX_HEADER_BYTES
+        )
     except SampleError:
         raise
     except Exception as error:  # the header is a Python expression, so damage raises MemoryError and other types
-        raise SampleError(f"damaged .npy: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
+        raise SampleError(
+            f"damaged .npy: {' '.join(str(error).split())[:200] or type(error).__name__}"
+        ) from None
     if dtype.hasobject or dtype.kind not in "biuf" or not 0 < dtype.itemsize <= 8:
-        what = "objects, which need a pickle" if dtype.hasobject else f"{dtype!s:.200}"
+        if dtype.hasobject:
+            what = "objects, which need a pickle"
+        else:
+            what = f"{dtype!s:.200}"
         raise SampleError(f"a .npy of {what}: store integers or floats of 8 to 64 bits")
-    value_bytes, num_bytes = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
+    value_bytes = len(data) - file.tell()
+    num_bytes = math.prod(shape) * dtype.itemsize
     if value_bytes != num_bytes or not all(0 <= side <= sys.maxsize for side in shape):
         damage = "truncated" if value_bytes < num_bytes else "damaged"
         raise SampleError(
@@ -111,9 +135,14 @@ def npy_header(data: bytes) -> NpyHeader:
 def read_npy(data: bytes, header: NpyHeader | None = None) -> np.ndarray:
     """Return the array of a .npy, writable, C-contiguous, in native byte order; raises like `npy_header`."""
     shape, fortran, dtype, begin = header or npy_header(data)
-    values = np.frombuffer(data, dtype, offset=begin) if begin < len(data) else np.empty(0, dtype)
+    if begin < len(data):
+        values = np.frombuffer(data, dtype, offset=begin)
+    else:
+        values = np.empty(0, dtype)
     try:
         values = values.reshape(shape, order="F" if fortran else "C")
-    except ValueError as error:  # too many axes, or two overlong axes next to an axis of 0
+    except (
+        ValueError
+    ) as error:  # too many axes, or two overlong axes next to an axis of 0
         raise SampleError(f"damaged .npy: {error}") from None
     return np.array(values, dtype.newbyteorder("="), order="C")

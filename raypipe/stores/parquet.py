@@ -25,7 +25,9 @@ from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import StoredColumn, TableColumns
 from raypipe.stores.base import Columns, FileStore, by_part, part_of
 
-DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
+DEFAULT_CACHE_BYTES = (
+    1 << 30
+)  # more than a hundred groups of the 8 MiB that ParquetWriter makes
 # 1 / fraction of cache_bytes that views of images may keep in memory after their row groups have left the cache. A
 # window of 10 groups of 8 MiB needs a third of it.
 _VIEWED = 4
@@ -37,7 +39,8 @@ MAX_GROUP_BYTES = 1 << 29
 """Largest unpacked size, by the footer, of the requested columns of one row group. Images hardly compress, so
 columns may also unpack to _GROWTH times their stored size, up to _MAX_IMAGE_BYTES."""
 
-_GROWTH, _MAX_IMAGE_BYTES = 3, 4 << 30
+_GROWTH = 3
+_MAX_IMAGE_BYTES = 4 << 30
 _VALUE_BYTES = 8  # least unpacked size of a value: equal values may take almost nothing in the file
 
 
@@ -94,15 +97,22 @@ class _Group(NamedTuple):
 class _Groups(TableColumns):
     """The row groups that have rows, as one sequence; the last used row groups stay decoded."""
 
-    def __init__(self, address: str, image_column: str, target_column: str, cache_bytes: int) -> None:
+    def __init__(
+        self, address: str, image_column: str, target_column: str, cache_bytes: int
+    ) -> None:
         files = list_files(address, lambda name: name.endswith(".parquet"), "*.parquet")
         with explained(StoreError, f"{address} cannot be opened"):
             self._filesystem, _ = open_filesystem(address)
             paths = [open_filesystem(file.address)[1] for file in files]
         footers = in_threads(lambda path: _read_footer(self._filesystem, path), paths)
-        parsed = [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]
+        parsed = [
+            _parse_footer(path, footer)
+            for path, footer in zip(paths, footers, strict=True)
+        ]
         schemas = [schema for _, schema, _ in parsed]
-        super().__init__(list(zip(paths, schemas, strict=True)), image_column, target_column)
+        super().__init__(
+            list(zip(paths, schemas, strict=True)), image_column, target_column
+        )
         self._groups = [
             _Group(path, metadata, number, size)
             for path, (metadata, _, sizes) in zip(paths, parsed, strict=True)
@@ -112,11 +122,16 @@ class _Groups(TableColumns):
         digest = hashlib.blake2b(digest_size=16)
         for footer in footers:
             digest.update(len(footer).to_bytes(8, "little") + footer)
-        if (image_column, target_column or "label") != ("image", "label"):  # other columns make other contents
+        if (image_column, target_column or "label") != (
+            "image",
+            "label",
+        ):  # other columns make other contents
             digest.update(repr((image_column, target_column)).encode())
         self.fingerprint = digest.hexdigest()
         self._check_bytes(address, image_column)
-        self.groups = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
+        self.groups = np.cumsum(
+            [0, *(group.num_rows for group in self._groups)], dtype=np.int64
+        )
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, str], StoredColumn] = OrderedDict()
         self._lock = threading.Lock()
@@ -129,8 +144,16 @@ class _Groups(TableColumns):
         for group in self._groups:
             row_group = group.metadata.row_group(group.number)
             columns = map(row_group.column, range(row_group.num_columns))
-            statistics = next(column.statistics for column in columns if column.path_in_schema == path_in_schema)
-            if statistics is None or not statistics.has_null_count or statistics.null_count < group.num_rows:
+            statistics = next(
+                column.statistics
+                for column in columns
+                if column.path_in_schema == path_in_schema
+            )
+            if (
+                statistics is None
+                or not statistics.has_null_count
+                or statistics.null_count < group.num_rows
+            ):
                 return
         raise StoreError(
             f"{address}, column {image_column!r} names its images by path, without their bytes, as to_parquet of "
@@ -145,14 +168,19 @@ class _Groups(TableColumns):
         parts: dict[str, list[Any]] = {name: [] for name in columns}
         num_viewed = 0
         for number, positions in by_part(indices, self.groups):
-            group, rows = self._columns(number, columns), indices[positions] - self.groups[number]
+            group = self._columns(number, columns)
+            rows = indices[positions] - self.groups[number]
             for name in columns:
                 parts[name].append(group[name].take(rows))
             if "image" in columns:
                 num_viewed += group["image"].num_bytes
-                if num_viewed > self._cache_bytes // _VIEWED:  # a single view keeps its whole group in memory
+                if (
+                    num_viewed > self._cache_bytes // _VIEWED
+                ):  # a single view keeps its whole group in memory
                     images = parts["image"]
-                    images[-1] = [None if image is None else bytes(image) for image in images[-1]]
+                    images[-1] = [
+                        None if image is None else bytes(image) for image in images[-1]
+                    ]
         places = np.argsort(np.argsort(indices, kind="stable"))
         return {name: self.join(name, parts[name], places) for name in columns}
 
@@ -173,7 +201,11 @@ class _Groups(TableColumns):
             columns = {name: self._cache[number, name] for name in names}
             for name in names:
                 self._cache.move_to_end((number, name))
-            while missing and len(self._cache) > len(columns) and self.num_bytes() > self._cache_bytes:
+            while (
+                missing
+                and len(self._cache) > len(columns)
+                and self.num_bytes() > self._cache_bytes
+            ):
                 self._cache.popitem(last=False)
             return columns
 
@@ -189,26 +221,36 @@ class _Groups(TableColumns):
         def read(file: pa.NativeFile) -> pa.Table:
             # Pages that have a checksum are compared with it; pyarrow's default leaves damage unnoticed.
             reader = pq.ParquetFile(
-                file, metadata=group.metadata, pre_buffer=True, page_checksum_verification=True
+                file,
+                metadata=group.metadata,
+                pre_buffer=True,
+                page_checksum_verification=True,
             )
             # One thread, since a reader inside an actor only has that actor's CPUs.
-            return reader.read_row_group(group.number, columns=leaves, use_threads=False)
+            return reader.read_row_group(
+                group.number, columns=leaves, use_threads=False
+            )
 
         try:
             table = read_by(self._filesystem, group.path, read)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise StoreError(f"{group}: cannot be read: {one_line(error)}; copy or convert it again") from error
+            raise StoreError(
+                f"{group}: cannot be read: {one_line(error)}; copy or convert it again"
+            ) from error
         if table.num_rows != group.num_rows:
             raise StoreError(
                 f"{group}: has {table.num_rows} rows, but declares {group.num_rows}; copy or convert it again"
             )
-        return {name: self.opened(name, table[stored[name]], group.path) for name in names}
+        return {
+            name: self.opened(name, table[stored[name]], group.path) for name in names
+        }
 
 
 def _check_size(group: _Group, leaves: list[str]) -> None:
     """Raise StoreError if, by the footer, columns of a row group unpack to more than the limits."""
     row_group = group.metadata.row_group(group.number)
-    unpacked, stored = _VALUE_BYTES * row_group.num_rows * len(leaves), 0
+    unpacked = _VALUE_BYTES * row_group.num_rows * len(leaves)
+    stored = 0
     if row_group.total_byte_size + unpacked <= MAX_GROUP_BYTES:
         return
     starts = tuple(f"{leaf}." for leaf in leaves)
@@ -233,23 +275,35 @@ def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
             tail = file.read_at(_TAIL_BYTES, max(0, num_bytes - _TAIL_BYTES))
             start = num_bytes - _TAIL_BYTES - int.from_bytes(tail[:4], "little")
             if tail[4:] != _MAGIC or start < len(_MAGIC):
-                raise StoreError(f"{path} is truncated or not Parquet: no footer at its end; copy it again")
+                raise StoreError(
+                    f"{path} is truncated or not Parquet: no footer at its end; copy it again"
+                )
             return file.read_at(num_bytes - _TAIL_BYTES - start, start)
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def _parse_footer(path: str, footer: bytes) -> tuple[pq.FileMetaData, pa.Schema, list[int]]:
+def _parse_footer(
+    path: str, footer: bytes
+) -> tuple[pq.FileMetaData, pa.Schema, list[int]]:
     """Return a footer's metadata of the file, its schema, and the rows of each row group."""
     # A footer between two magics is itself a Parquet file, without data.
     file = _MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC
     try:
         parsed = pq.read_metadata(pa.BufferReader(file))
-        sizes = [parsed.row_group(number).num_rows for number in range(parsed.num_row_groups)]
+        sizes = [
+            parsed.row_group(number).num_rows for number in range(parsed.num_row_groups)
+        ]
         if min(sizes, default=0) < 0 or sum(sizes) != parsed.num_rows:
             raise ValueError(
                 f"{parsed.num_rows} rows, in row groups of {sum(sizes)}, the smallest of {min(sizes, default=0)}"
             )
         return parsed, parsed.schema.to_arrow_schema(), sizes
-    except (pa.ArrowException, OSError, ValueError) as error:  # includes UnicodeDecodeError for a column's name
-        raise StoreError(f"{path} has a broken footer: {error}; copy or convert it again") from error
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+    ) as error:  # includes UnicodeDecodeError for a column's name
+        raise StoreError(
+            f"{path} has a broken footer: {error}; copy or convert it again"
+        ) from error

@@ -35,7 +35,9 @@ from raypipe.stores.base import RENAMED, Store, as_text, missing
 from raypipe.stores.numbers import exactly
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
-_ARRAY = re.compile(r"(bool|u?int(?:8|16|32|64)|float(?:16|32|64))\[([0-9]{1,9}(?:,[0-9]{1,9})*)\]")
+_ARRAY = re.compile(
+    r"(bool|u?int(?:8|16|32|64)|float(?:16|32|64))\[([0-9]{1,9}(?:,[0-9]{1,9})*)\]"
+)
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
 
 ColumnValues = Mapping[str, Any]
@@ -48,7 +50,15 @@ METADATA_KEY = b"__raypipe__"
 VERSION = 1
 
 # Exceptions from parsing damage: a count of 1e999 raises OverflowError, a thousand brackets RecursionError.
-_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, StoreError)
+_DAMAGE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    StoreError,
+)
 
 _FIXED_CODES = {"int64": "q", "float64": "d"}
 _LENGTH = struct.Struct("<I")
@@ -66,9 +76,13 @@ def check_column_types(types: Mapping[str, str]) -> None:
             known = f"{', '.join(COLUMN_TYPES)}, and arrays such as float32[512]"
             raise StoreError(f"column {name!r} has type {kind!r}; types are: {known}")
     if types.get("image", "binary") != "binary":
-        raise StoreError(f"column 'image' has type {types['image']!r}; it must be binary")
+        raise StoreError(
+            f"column 'image' has type {types['image']!r}; it must be binary"
+        )
     if types.get("label") in ("binary", "string"):
-        raise StoreError(f"column 'label' has type {types['label']!r}; it must be int64, float64 or an array")
+        raise StoreError(
+            f"column 'label' has type {types['label']!r}; it must be int64, float64 or an array"
+        )
 
 
 def array_type(kind: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
@@ -85,24 +99,40 @@ class RecordLayout:
     def __init__(self, types: Mapping[str, str]) -> None:
         check_column_types(types)
         self.types = dict(types)
-        self._fixed_names = [name for name, kind in types.items() if kind in _FIXED_CODES]
-        self._variable_names = [name for name, kind in types.items() if kind not in _FIXED_CODES]
-        self._arrays = {name: array for name, kind in types.items() if (array := array_type(kind)) is not None}
-        self._fixed = struct.Struct("<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names))
+        self._fixed_names = [
+            name for name, kind in types.items() if kind in _FIXED_CODES
+        ]
+        self._variable_names = [
+            name for name, kind in types.items() if kind not in _FIXED_CODES
+        ]
+        self._arrays = {
+            name: array
+            for name, kind in types.items()
+            if (array := array_type(kind)) is not None
+        }
+        self._fixed = struct.Struct(
+            "<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names)
+        )
 
     def pack(self, sample: ColumnValues) -> bytes:
         """Return the record of a sample; raise StoreError if its columns or their types were not declared so."""
         if sample.keys() != self.types.keys():
-            raise StoreError(f"a sample has the columns {sorted(sample)}, but {sorted(self.types)} were declared")
+            raise StoreError(
+                f"a sample has the columns {sorted(sample)}, but {sorted(self.types)} were declared"
+            )
         try:
             numbers = [sample[name] for name in self._fixed_names]
             parts = [self._fixed.pack(*numbers)]
             for name, number in zip(self._fixed_names, numbers, strict=True):
-                if self.types[name] == "float64" and isinstance(number, int | np.integer):
+                if self.types[name] == "float64" and isinstance(
+                    number, int | np.integer
+                ):
                     exactly(np.asarray(number), np.float64)
         except (struct.error, ValueError, OverflowError) as error:
             values = {name: sample[name] for name in self._fixed_names}
-            raise StoreError(f"a sample's numbers do not fit their columns: {values}: {error}") from error
+            raise StoreError(
+                f"a sample's numbers do not fit their columns: {values}: {error}"
+            ) from error
         for name in self._variable_names:
             value = sample[name]
             if value is None:
@@ -110,36 +140,59 @@ class RecordLayout:
                 continue
             if (array := self._arrays.get(name)) is not None:
                 value = _array_bytes(name, value, *array)
-            if not isinstance(value, str if self.types[name] == "string" else bytes | bytearray | memoryview):
-                raise StoreError(f"column {name!r} is {self.types[name]}, not {type(value).__name__}")
+            if not isinstance(
+                value,
+                str if self.types[name] == "string" else bytes | bytearray | memoryview,
+            ):
+                raise StoreError(
+                    f"column {name!r} is {self.types[name]}, not {type(value).__name__}"
+                )
             try:
-                encoded = value.encode() if isinstance(value, str) else bytes(value)
+                if isinstance(value, str):
+                    encoded = value.encode()
+                else:
+                    encoded = bytes(value)
             except UnicodeEncodeError as error:
-                raise StoreError(f"column {name!r} has text that is not Unicode: {error}") from None
+                raise StoreError(
+                    f"column {name!r} has text that is not Unicode: {error}"
+                ) from None
             if len(encoded) >= _NONE:
-                raise StoreError(f"column {name!r} holds {len(encoded)} bytes; the limit is {_NONE - 1}")
+                raise StoreError(
+                    f"column {name!r} holds {len(encoded)} bytes; the limit is {_NONE - 1}"
+                )
             parts += (_LENGTH.pack(len(encoded)), encoded)
         return b"".join(parts)
 
     def native(self, wanted: Collection[str]) -> tuple[int, bytes]:
         """Return the number of fixed columns, and a byte for each variable one: 1 if it is requested, else 0."""
-        return len(self._fixed_names), bytes(name in wanted for name in self._variable_names)
+        return len(self._fixed_names), bytes(
+            name in wanted for name in self._variable_names
+        )
 
     def columns(
-        self, fixed: bytes, variable: Sequence[Sequence[bytes | None]], wanted: Collection[str]
+        self,
+        fixed: bytes,
+        variable: Sequence[Sequence[bytes | None]],
+        wanted: Collection[str],
     ) -> dict[str, np.ndarray | list[Any]]:
         """Return the requested columns of n records from the output of the compiled reader."""
         num_fixed = len(self._fixed_names)
-        numbers = np.frombuffer(fixed, "<i8").reshape(-1, num_fixed) if num_fixed else None
+        if num_fixed:
+            numbers = np.frombuffer(fixed, "<i8").reshape(-1, num_fixed)
+        else:
+            numbers = None
         columns: dict[str, np.ndarray | list[Any]] = {}
         for number, name in enumerate(self._fixed_names):
             if name in wanted and numbers is not None:
-                columns[name] = np.ascontiguousarray(numbers[:, number]).view(self.types[name])
+                columns[name] = np.ascontiguousarray(numbers[:, number]).view(
+                    self.types[name]
+                )
         names = (name for name in self._variable_names if name in wanted)
         for name, contents in zip(names, variable, strict=True):
             is_plain = self.types[name] == "binary"
             columns[name] = [
-                content if is_plain or content is None else self._value(name, content) for content in contents
+                content if is_plain or content is None else self._value(name, content)
+                for content in contents
             ]
         return columns
 
@@ -152,7 +205,9 @@ class RecordLayout:
         if len(value) < self._fixed.size:
             return {}
         numbers = zip(self._fixed_names, self._fixed.unpack_from(value), strict=True)
-        row: dict[str, Any] = {name: number for name, number in numbers if name in wanted}
+        row: dict[str, Any] = {
+            name: number for name, number in numbers if name in wanted
+        }
         start = self._fixed.size
         for name in self._variable_names:
             if start + _LENGTH.size > len(value):
@@ -172,29 +227,43 @@ class RecordLayout:
 
     def _value(self, name: str, content: bytes) -> Any:
         if name not in self._arrays:
-            return content if self.types[name] == "binary" else as_text(content)
+            if self.types[name] == "binary":
+                return content
+            return as_text(content)
         dtype, shape = self._arrays[name]
         if len(content) != dtype.itemsize * math.prod(shape):
             return None
         return np.frombuffer(content, dtype).reshape(shape)
 
 
-def _array_bytes(name: str, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+def _array_bytes(
+    name: str, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> bytes:
     try:
         array = exactly(value)
         if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
-            raise StoreError(f"column {name!r} must be {dtype} {shape}, got {array.dtype} {array.shape}")
+            raise StoreError(
+                f"column {name!r} must be {dtype} {shape}, got {array.dtype} {array.shape}"
+            )
         return exactly(array, dtype).tobytes()
     except ValueError as error:
-        raise StoreError(f"column {name!r} must be {dtype} {shape}, got {error}") from None
+        raise StoreError(
+            f"column {name!r} must be {dtype} {shape}, got {error}"
+        ) from None
 
 
 class Fingerprint:
     """Hash of a store's contents: its columns, its classes, and every record in order."""
 
-    def __init__(self, types: Mapping[str, str], classes: Collection[str] | None) -> None:
+    def __init__(
+        self, types: Mapping[str, str], classes: Collection[str] | None
+    ) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
-        self.add(json.dumps([list(types.items()), None if classes is None else list(classes)]).encode())
+        self.add(
+            json.dumps(
+                [list(types.items()), None if classes is None else list(classes)]
+            ).encode()
+        )
 
     def add(self, record: bytes) -> None:
         # The length is hashed first, so that bytes moved from one record to the next change the hash.
@@ -219,7 +288,12 @@ class Metadata:
 
     def to_json(self) -> bytes:
         columns = [{"name": name, "type": kind} for name, kind in self.types.items()]
-        note = {"count": self.count, "columns": columns, "classes": self.classes, "fingerprint": self.fingerprint}
+        note = {
+            "count": self.count,
+            "columns": columns,
+            "classes": self.classes,
+            "fingerprint": self.fingerprint,
+        }
         return json.dumps({"version": VERSION, **note}).encode()
 
     @staticmethod
@@ -228,12 +302,20 @@ class Metadata:
         try:
             content = json.loads(text)
             if content["version"] != VERSION:
-                raise StoreError(f"version {content['version']}; this raypipe reads version {VERSION}")
+                raise StoreError(
+                    f"version {content['version']}; this raypipe reads version {VERSION}"
+                )
             count = int(content["count"])
-            types = {str(column["name"]): str(column["type"]) for column in content["columns"]}
+            types = {
+                str(column["name"]): str(column["type"])
+                for column in content["columns"]
+            }
             check_column_types(types)
             classes = content["classes"]
-            names = None if classes is None else _one_of_equals(tuple(map(str, classes)))
+            if classes is None:
+                names = None
+            else:
+                names = _one_of_equals(tuple(map(str, classes)))
             return Metadata(count, types, names, str(content["fingerprint"]))
         except _DAMAGE as error:
             raise StoreError(f"{where}: {error!s:.500}") from error
@@ -248,7 +330,9 @@ def _one_of_equals(classes: tuple[str, ...]) -> tuple[str, ...]:
 # Columns of other sources
 
 
-def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int = 0) -> dict[str, str]:
+def column_types(
+    first: Mapping[str, Iterable[Any]], where: str, short_side: int = 0
+) -> dict[str, str]:
     """Return the columns of a source with the types of the writers, by its first samples.
 
     Args:
@@ -261,9 +345,16 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
     types: dict[str, str] = {}
     for name, values in first.items():
         if name == "label":
-            with contextlib.suppress(ValueError):  # vectors are an array, also where they are lists
+            with contextlib.suppress(
+                ValueError
+            ):  # vectors are an array, also where they are lists
                 values = exactly(values)
-        if isinstance(values, np.ndarray) and values.ndim > 1 and values.dtype.kind in "biuf" and values.size:
+        if (
+            isinstance(values, np.ndarray)
+            and values.ndim > 1
+            and values.dtype.kind in "biuf"
+            and values.size
+        ):
             types[name] = f"{values.dtype.name}[{','.join(map(str, values.shape[1:]))}]"
             continue
         value = next((value for value in values if value is not None), None)
@@ -275,7 +366,10 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
         if name == "image" or isinstance(value, bytes):
             types[name] = "binary"
         elif isinstance(value, _INTEGERS):
-            no_integer = (number is None or isinstance(number, float | np.floating) for number in values)
+            no_integer = (
+                number is None or isinstance(number, float | np.floating)
+                for number in values
+            )
             types[name] = "float64" if any(no_integer) else "int64"
         elif isinstance(value, float | np.floating):
             types[name] = "float64"
@@ -285,7 +379,8 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
                 "images that --short-side makes: leave it out"
             )
         elif value is None or isinstance(value, str) or _is_json(value):
-            types[name] = "string"  # lists become JSON, without loss, since writers have no type for them
+            # lists become JSON, without loss, since writers have no type for them
+            types[name] = "string"
         else:
             raise StoreError(
                 f"{where}: column {name!r} has values of type {type(value).__name__}; raypipe copies int, float, "
@@ -301,7 +396,9 @@ def plain(sample: ColumnValues, types: Mapping[str, str]) -> dict[str, Any]:
         kind = types.get(name, "")
         if array_type(kind) is not None:
             continue
-        if value is None and kind == "float64" and name != "label":  # nobody would notice a label of NaN
+        if (
+            value is None and kind == "float64" and name != "label"
+        ):  # nobody would notice a label of NaN
             plain[name] = math.nan
         if isinstance(value, bool | np.bool_):
             plain[name] = int(value)
@@ -309,7 +406,9 @@ def plain(sample: ColumnValues, types: Mapping[str, str]) -> dict[str, Any]:
             try:
                 plain[name] = _as_json(value)
             except _NO_JSON as error:
-                raise StoreError(f"column {name!r} has a value that cannot be copied as JSON: {error}") from None
+                raise StoreError(
+                    f"column {name!r} has a value that cannot be copied as JSON: {error}"
+                ) from None
     return plain
 
 
@@ -342,12 +441,17 @@ def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray
         return np.empty(0, np.int64)
     try:
         content = read_json(address)
-        fingerprint, bad = content["fingerprint"], [entry["index"] for entry in content["bad"]]
+        fingerprint = content["fingerprint"]
+        bad = [entry["index"] for entry in content["bad"]]
         if fingerprint != store.fingerprint:
-            raise ValueError(f"it was made for {content.get('store')} with fingerprint {fingerprint}")
+            raise ValueError(
+                f"it was made for {content.get('store')} with fingerprint {fingerprint}"
+            )
         for index in bad:
             if type(index) is not int or not 0 <= index < len(store):
-                raise ValueError(f"it names sample {index!r}, outside the samples 0 to {len(store) - 1}")
+                raise ValueError(
+                    f"it names sample {index!r}, outside the samples 0 to {len(store) - 1}"
+                )
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
@@ -365,7 +469,13 @@ def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray
     return excluded
 
 
-def write_bad_list(address: str | Path, store: Store, bad: list[dict[str, Any]]) -> None:
+def write_bad_list(
+    address: str | Path, store: Store, bad: list[dict[str, Any]]
+) -> None:
     """Write the list of a store's bad samples atomically, replacing an old one; `bad` has the entries."""
-    about = {"store": store.address, "fingerprint": store.fingerprint, "num_samples": len(store)}
+    about = {
+        "store": store.address,
+        "fingerprint": store.fingerprint,
+        "num_samples": len(store),
+    }
     write_json(address, {**about, "bad": bad})

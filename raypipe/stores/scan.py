@@ -27,7 +27,10 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
     for name in columns:
         if name == "image" or name not in store.columns:
             others = [other for other in store.columns if other != "image"]
-            add = "; `raypipe convert` adds it" if name in SIZE_COLUMNS else ""
+            if name in SIZE_COLUMNS:
+                add = "; `raypipe convert` adds it"
+            else:
+                add = ""
             raise ConfigError(f"{missing(store.address, name, others, setting)}{add}")
     for first in range(0, len(store), _CHUNK):
         yield store.read(np.arange(first, min(len(store), first + _CHUNK)), columns)
@@ -38,9 +41,17 @@ def numbers_of(store: Store, column: str, setting: str) -> np.ndarray:
     parts = []
     for part in scan(store, (column,), setting):
         values = part[column]
-        if isinstance(values, list) and all(isinstance(value, int | float | np.number | None) for value in values):
+        if isinstance(values, list) and all(
+            isinstance(value, int | float | np.number | None) for value in values
+        ):
             values = np.array([np.nan if value is None else value for value in values])
-        if not (isinstance(values, np.ndarray) and values.dtype.kind in "iufb" and values.ndim == 1):
-            raise ConfigError(f"{setting} must name a column of numbers, got {column!r} of {store.address}")
+        if not (
+            isinstance(values, np.ndarray)
+            and values.dtype.kind in "iufb"
+            and values.ndim == 1
+        ):
+            raise ConfigError(
+                f"{setting} must name a column of numbers, got {column!r} of {store.address}"
+            )
         parts.append(values)
     return np.concatenate(parts) if parts else np.empty(0)

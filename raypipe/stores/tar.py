@@ -40,7 +40,9 @@ logger = logging.getLogger(__name__)
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 # A scan takes about 80 us per member: at most a few seconds for a local tar below this size.
 _SMALL_BYTES = 64 << 20
-_SMALL_REMOTE_BYTES = 32 << 20  # a remote tar below this size is fetched whole, within a second
+_SMALL_REMOTE_BYTES = (
+    32 << 20
+)  # a remote tar below this size is fetched whole, within a second
 _SCAN_FILE = "tar-8.json"  # name in the cache, with the version of its layout
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
@@ -114,7 +116,9 @@ class TarStore(FileStore[TarSamples]):
         if groups is None:
             groups = is_remote(self.address) or any(is_whole)
         opened = TarSamples(archives, scans, target_column, groups)
-        if not self._identity:  # other processes were sent the store by one that said so
+        if (
+            not self._identity
+        ):  # other processes were sent the store by one that said so
             tell_left_out(self.address, len(opened), opened.left_out)
             if any(is_whole):
                 tell_compressed(self.address, archives)
@@ -125,20 +129,37 @@ class TarStore(FileStore[TarSamples]):
         options = self._options[:2]
         indexes = Indexes(options, self._run_folder)
         if not is_remote(self.address):
-            return in_threads(lambda archive: self._scanned(archive, indexes), archives, _NUM_FETCHES)
+            return in_threads(
+                lambda archive: self._scanned(archive, indexes), archives, _NUM_FETCHES
+            )
         kept = in_threads(lambda archive: self._kept(archive, indexes), archives)
-        missing = [archive for archive, scan in zip(archives, kept, strict=True) if scan is None]
-        if missing and any(version_of(archive.file)[0] > GROUP_BYTES for archive in missing):
+        missing = [
+            archive
+            for archive, scan in zip(archives, kept, strict=True)
+            if scan is None
+        ]
+        if missing and any(
+            version_of(archive.file)[0] > GROUP_BYTES for archive in missing
+        ):
             num_bytes = sum(version_of(archive.file)[0] for archive in missing)
             logger.info(
                 "%s: scanning %d tars of %.1f GB, which have no index: `raypipe index` keeps one next to them",
                 *(self.address, len(missing), num_bytes / 1e9),
             )
-        scanned = iter(in_threads(lambda archive: self._scanned(archive, indexes), missing, _NUM_FETCHES))
+        scanned = iter(
+            in_threads(
+                lambda archive: self._scanned(archive, indexes), missing, _NUM_FETCHES
+            )
+        )
         scans = [next(scanned) if scan is None else scan for scan in kept]
         if not self._identity:  # this process opened the store first
             numbers = range(len(archives))
-            in_threads(lambda n: indexes.keep_in_run(archives[n].name, archives[n].file, scans[n]), numbers)
+            in_threads(
+                lambda n: indexes.keep_in_run(
+                    archives[n].name, archives[n].file, scans[n]
+                ),
+                numbers,
+            )
         return scans
 
     def _kept(self, archive: Archive, indexes: Indexes) -> Scan | None:
@@ -160,7 +181,9 @@ class TarStore(FileStore[TarSamples]):
         path = _kept_path(archive, options)
         if path is None:
             return _scan(archive, *options)
-        with locked(path.with_suffix(".lock")):  # one process scans, and the others wait
+        with locked(
+            path.with_suffix(".lock")
+        ):  # one process scans, and the others wait
             if scan := read_kept(path):
                 return scan
             scan = indexes.find(archive.name, archive.file) or _scan(archive, *options)
@@ -187,7 +210,12 @@ class TarStore(FileStore[TarSamples]):
         written = in_threads(write, range(len(archives)))
         folders = sorted({address.rpartition("/")[0] for address in written})
         num_bytes = sum(version_of(archive.file)[0] for archive in archives)
-        return {"tars": len(archives), "bytes": num_bytes, "samples": len(self), "indexes": folders}
+        return {
+            "tars": len(archives),
+            "bytes": num_bytes,
+            "samples": len(self),
+            "indexes": folders,
+        }
 
 
 def list_tars(address: str) -> list[RemoteFile]:
@@ -203,12 +231,18 @@ def list_tars(address: str) -> list[RemoteFile]:
     except StoreError:
         if is_any[0]:
             raise
-        return list_files(address, lambda name: name.lower().endswith(COMPRESSED), "*.tar")
+        return list_files(
+            address, lambda name: name.lower().endswith(COMPRESSED), "*.tar"
+        )
 
 
 def tell_compressed(address: str, archives: Sequence[Archive]) -> None:
     """Say in one line what compressed tars cost."""
-    sizes = [version_of(archive.file)[0] for archive in archives if isinstance(archive.file, Unpacked)]
+    sizes = [
+        version_of(archive.file)[0]
+        for archive in archives
+        if isinstance(archive.file, Unpacked)
+    ]
     logger.warning(
         "%s: %d compressed tars of %.1f GB cannot be entered: each is unpacked whole into the node's cache before "
         "its first sample is read, and again once it was evicted. Unpack them to *.tar, or `raypipe convert` them",
@@ -225,11 +259,18 @@ def _find(listed: RemoteFile) -> Archive:
     try:
         file = OpenFile(Path(address))
     except OSError as error:
-        raise StoreError(f"{address} cannot be read as tar: {error}; check the path") from error
+        raise StoreError(
+            f"{address} cannot be read as tar: {error}; check the path"
+        ) from error
     if not is_compressed:
         return Archive(address, file)
     status = os.fstat(file.descriptor)
-    return Archive(address, Unpacked(RemoteFile(address, status.st_size, f"{status.st_mtime_ns}-{status.st_ino}")))
+    return Archive(
+        address,
+        Unpacked(
+            RemoteFile(address, status.st_size, f"{status.st_mtime_ns}-{status.st_ino}")
+        ),
+    )
 
 
 def _kept_path(archive: Archive, options: Sequence[Any]) -> Path | None:

@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.files import RemoteFile, open_input, read_json, write_bytes, write_json
+from raypipe.storage.files import (
+    RemoteFile,
+    open_input,
+    read_json,
+    write_bytes,
+    write_json,
+)
 from raypipe.storage.filesystem import is_remote, join, open_filesystem, split
 from raypipe.storage.local_cache import Unpacked
 from raypipe.storage.local_file import OpenFile
@@ -57,7 +63,8 @@ class Indexes:
     """
 
     def __init__(self, options: Sequence[Any], run_folder: str = "") -> None:
-        self._options, self._run_folder = list(options), run_folder
+        self._options = list(options)
+        self._run_folder = run_folder
         self._names: dict[str, set[str]] = {}
 
     def find(self, name: str, file: File) -> Scan | None:
@@ -68,7 +75,10 @@ class Indexes:
                 try:
                     return _read(address, file)
                 except _OutdatedError as error:
-                    logger.warning("%s: %s; the tar is scanned. `raypipe index` renews the index", *error.args)
+                    logger.warning(
+                        "%s: %s; the tar is scanned. `raypipe index` renews the index",
+                        *error.args,
+                    )
         return None
 
     def keep_beside(self, name: str, file: File, scan: Scan) -> str:
@@ -80,13 +90,17 @@ class Indexes:
     def keep_in_run(self, name: str, file: File, scan: Scan) -> None:
         """Write the index of a tar into the folder of the run, unless it has one there or next to it."""
         places = map(split, self._addresses(name))
-        if self._run_folder and not any(own in self._names_in(folder) for folder, own in places):
+        if self._run_folder and not any(
+            own in self._names_in(folder) for folder, own in places
+        ):
             with contextlib.suppress(ConfigError, OSError):  # it only saves time
                 _write(self._addresses(name)[-1], name, file, scan)
 
     def _addresses(self, name: str) -> list[str]:
         folder, own = split(name)
-        there = join(folder, INDEX_FOLDER, f"{own}.{hash_of_facts(self._options)[:8]}{_SUFFIX}")
+        there = join(
+            folder, INDEX_FOLDER, f"{own}.{hash_of_facts(self._options)[:8]}{_SUFFIX}"
+        )
         if not self._run_folder:
             return [there]
         facts = hash_of_facts((name, self._options))
@@ -108,7 +122,12 @@ class _OutdatedError(Exception):
 
 def _write(address: str, name: str, file: File, scan: Scan) -> None:
     num_bytes, version = version_of(file)
-    content = {"tar": split(name)[1], "num_bytes": num_bytes, "object": version, "scan": scan}
+    content = {
+        "tar": split(name)[1],
+        "num_bytes": num_bytes,
+        "object": version,
+        "scan": scan,
+    }
     packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
     packed = packer.compress(json.dumps(content).encode()) + packer.flush()
     if not is_remote(address):
@@ -125,7 +144,9 @@ def _read(address: str, file: File) -> Scan:
         unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
         text = unpacker.decompress(packed, _MAX_BYTES)
         if not unpacker.eof:
-            raise ValueError(f"it is truncated, or unpacks to more than {_MAX_BYTES:,} bytes")
+            raise ValueError(
+                f"it is truncated, or unpacks to more than {_MAX_BYTES:,} bytes"
+            )
         content = json.loads(text)
         num_bytes, version = version_of(file)
         if (content["num_bytes"], content["object"]) != (num_bytes, version):
@@ -135,8 +156,18 @@ def _read(address: str, file: File) -> Scan:
         return content["scan"]
     except FileNotFoundError:
         raise _OutdatedError(address, "it was removed meanwhile") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error, OSError) as error:
-        raise _OutdatedError(address, f"{type(error).__name__}: {error!s:.200}") from error
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        zlib.error,
+        OSError,
+    ) as error:
+        raise _OutdatedError(
+            address, f"{type(error).__name__}: {error!s:.200}"
+        ) from error
 
 
 def _check(scan: Any, num_bytes: int) -> None:
@@ -147,48 +178,81 @@ def _check(scan: Any, num_bytes: int) -> None:
     for start, parts in scan["sparse"].items():
         stored = [number for part in parts for number in part]
         _require(start.isdecimal() and all(len(part) == 2 for part in parts), "sparse")
-        _require(_are_counts(stored) and int(start) + sum(stored[1::2]) <= num_bytes, "sparse")
+        _require(
+            _are_counts(stored) and int(start) + sum(stored[1::2]) <= num_bytes,
+            "sparse",
+        )
     if "files" in scan:
-        about, files = scan["about"], scan["files"]
+        about = scan["about"]
+        files = scan["files"]
         _require(all(isinstance(path, str) for path in files), "files")
         _check_places(scan["places"], len(files), num_bytes, scan["sparse"])
         _check_counts(about["left_out"])
-        _require(_are_counts(about["nums"]) and len(about["nums"]) == len(about["classes"]), "classes")
+        _require(
+            _are_counts(about["nums"]) and len(about["nums"]) == len(about["classes"]),
+            "classes",
+        )
         _check_places(about["places"], sum(about["nums"]), num_bytes, scan["sparse"])
         names = [*about["classes"], *about["of_images"], about["root"]]
         _require(all(isinstance(name, str) for name in names), "names")
-        _require(all(isinstance(about[name], bool) for name in ("has_images", "is_plain")), "flags")
-        others = list(scan["others"].items())
-        _require(all(key.isdecimal() and int(key) < len(files) for key, _ in others), "others")
         _require(
-            all(len(other) in (0, 2) and all(isinstance(t, str) for t in other) for _, other in others), "others"
+            all(isinstance(about[name], bool) for name in ("has_images", "is_plain")),
+            "flags",
+        )
+        others = list(scan["others"].items())
+        _require(
+            all(key.isdecimal() and int(key) < len(files) for key, _ in others),
+            "others",
+        )
+        _require(
+            all(
+                len(other) in (0, 2) and all(isinstance(t, str) for t in other)
+                for _, other in others
+            ),
+            "others",
         )
         return
-    num, labels = scan["num"], scan["labels"]
+    num = scan["num"]
+    labels = scan["labels"]
     _require(_are_counts([num]) and isinstance(scan["first_key"], str), "num")
-    _require(labels is None or (isinstance(labels, list) and len(labels) == num), "labels")
+    _require(
+        labels is None or (isinstance(labels, list) and len(labels) == num), "labels"
+    )
     _require("" in scan["places"], "places")
     for places in scan["places"].values():
         _check_places(places, num, num_bytes, scan["sparse"])
 
 
-def _check_places(places: Any, num: int, num_bytes: int, sparse: Mapping[str, Any]) -> None:
+def _check_places(
+    places: Any, num: int, num_bytes: int, sparse: Mapping[str, Any]
+) -> None:
     _require(isinstance(places, list) and len(places) == 2 * num, "places")
     _require(all(type(number) is int for number in places), "places")
     for start, size in zip(places[::2], places[1::2], strict=True):
         is_missing = (start, size) == (-1, -1)
         # The sizes of sparse members count their holes.
         _require(
-            is_missing or (start >= 0 <= size and (str(start) in sparse or start + size <= num_bytes)), "places"
+            is_missing
+            or (
+                start >= 0 <= size
+                and (str(start) in sparse or start + size <= num_bytes)
+            ),
+            "places",
         )
 
 
 def _check_counts(counts: Any) -> None:
-    _require(all(isinstance(name, str) for name in counts) and _are_counts(list(counts.values())), "left_out")
+    _require(
+        all(isinstance(name, str) for name in counts)
+        and _are_counts(list(counts.values())),
+        "left_out",
+    )
 
 
 def _are_counts(numbers: Any) -> bool:
-    return isinstance(numbers, list) and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+    return isinstance(numbers, list) and all(
+        type(number) is int and 0 <= number < 1 << 62 for number in numbers
+    )
 
 
 def _require(is_right: bool, what: str) -> None:

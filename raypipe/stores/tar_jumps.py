@@ -38,7 +38,9 @@ class Jumps(RangeInput):
         if start >= end:
             return b""
         first = start // _BLOCK_BYTES
-        content = b"".join(self._block(number) for number in range(first, -(-end // _BLOCK_BYTES)))
+        content = b"".join(
+            self._block(number) for number in range(first, -(-end // _BLOCK_BYTES))
+        )
         begin = start - first * _BLOCK_BYTES
         return content[begin : begin + end - start]
 
@@ -48,5 +50,7 @@ class Jumps(RangeInput):
             num_read = len(self._blocks)
             if num_read >= _NUM_TRIED and self._furthest < num_read * _LEAST_STRIDE:
                 raise UnfitError
-            self._blocks[number] = self._source.read_at(_BLOCK_BYTES, number * _BLOCK_BYTES)
+            self._blocks[number] = self._source.read_at(
+                _BLOCK_BYTES, number * _BLOCK_BYTES
+            )
         return self._blocks[number]

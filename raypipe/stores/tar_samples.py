@@ -14,7 +14,14 @@ from raypipe.storage.local_cache import Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.parts import Part, PartReader
 from raypipe.storage.patience import in_threads
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, as_text, by_part, join_fingerprints, part_of
+from raypipe.stores.base import (
+    MAX_SAMPLE_BYTES,
+    Columns,
+    as_text,
+    by_part,
+    join_fingerprints,
+    part_of,
+)
 from raypipe.stores.class_folders import LeftOut
 from raypipe.stores.class_tar import have_class_folders, index_files
 from raypipe.stores.tar_index import File
@@ -41,15 +48,22 @@ class TarSamples:
     classes: tuple[str, ...] | None = None
 
     def __init__(
-        self, archives: Sequence[Archive], scans: Sequence[Scan], target_column: str, in_groups: bool
+        self,
+        archives: Sequence[Archive],
+        scans: Sequence[Scan],
+        target_column: str,
+        in_groups: bool,
     ) -> None:
         self._archives = archives
         self._sparse = [scan["sparse"] for scan in scans]
-        names, digests = [archive.name for archive in archives], [scan["digest"] for scan in scans]
+        names = [archive.name for archive in archives]
+        digests = [scan["digest"] for scan in scans]
         self.left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
         if have_class_folders(names, scans):
             indexed = index_files(names, scans, target_column == "label")
-            self._index, self.classes, nums = indexed.columns, indexed.classes, indexed.nums
+            self._index = indexed.columns
+            self.classes = indexed.classes
+            nums = indexed.nums
             self.left_out += indexed.left_out
             digests += [indexed.facts] if indexed.facts else []
         else:
@@ -60,11 +74,18 @@ class TarSamples:
         self.columns = tuple(self._index)
         self.fingerprint = join_fingerprints(digests)
         labels = self._index.get("label")
-        self.label_is_class = labels is None or (labels.dtype == np.int64 and labels.ndim == 1)
+        self.label_is_class = labels is None or (
+            labels.dtype == np.int64 and labels.ndim == 1
+        )
         self.groups = self._groups_of(bounds) if in_groups else None
         # Samples from self._bounds[i] on are read from one file or part, of tar self._numbers[i].
-        is_remote_tar = any(isinstance(archive.file, RemoteFile) for archive in archives)
-        self._bounds = bounds if self.groups is None or not is_remote_tar else self.groups
+        is_remote_tar = any(
+            isinstance(archive.file, RemoteFile) for archive in archives
+        )
+        if self.groups is None or not is_remote_tar:
+            self._bounds = bounds
+        else:
+            self._bounds = self.groups
         self._numbers = np.searchsorted(bounds, self._bounds[:-1], "right") - 1
         self._parts: dict[tuple[int, tuple[str, ...]], Part] = {}
         self._last_placed: tuple[str, ...] = ("image",)
@@ -79,9 +100,14 @@ class TarSamples:
             if name != "label":
                 sizes += np.clip(places[:, 1], 0, MAX_SAMPLE_BYTES)
         starts = [np.empty(0, np.int64)]
-        for archive, first, last in zip(self._archives, bounds[:-1], bounds[1:], strict=True):
+        for archive, first, last in zip(
+            self._archives, bounds[:-1], bounds[1:], strict=True
+        ):
             before = np.cumsum(sizes[first:last]) - sizes[first:last]
-            of_group = before // GROUP_BYTES if not isinstance(archive.file, Unpacked) else np.zeros_like(before)
+            if not isinstance(archive.file, Unpacked):
+                of_group = before // GROUP_BYTES
+            else:
+                of_group = np.zeros_like(before)
             starts.append(first + np.flatnonzero(np.diff(of_group, prepend=-1)))
         return np.append(np.concatenate(starts), bounds[-1]).astype(np.int64)
 
@@ -94,11 +120,20 @@ class TarSamples:
             readers = self._readers([number for number, _ in parts], placed)
             for (number, positions), reader in zip(parts, readers, strict=True):
                 for name in placed:
-                    self._read(name, indices[positions], positions, number, reader, contents[name])
+                    self._read(
+                        name,
+                        indices[positions],
+                        positions,
+                        number,
+                        reader,
+                        contents[name],
+                    )
         if "label" in columns:
             contents["label"] = self._index["label"][indices]
         return {
-            name: list(map(as_text, contents[name])) if name in TEXT_SUFFIXES else contents[name]
+            name: list(map(as_text, contents[name]))
+            if name in TEXT_SUFFIXES
+            else contents[name]
             for name in columns
         }
 
@@ -112,25 +147,42 @@ class TarSamples:
         contents: list[bytes | None],
     ) -> None:
         shard = int(self._numbers[number])
-        name, sparse = self._archives[shard].name, self._sparse[shard]
+        name = self._archives[shard].name
+        sparse = self._sparse[shard]
         wanted: list[list[int]] = self._index[column][indices].tolist()
-        for position, (start, num_bytes) in zip(positions.tolist(), wanted, strict=True):
+        for position, (start, num_bytes) in zip(
+            positions.tolist(), wanted, strict=True
+        ):
             contents[position] = _content(reader, name, start, num_bytes, sparse)
 
-    def _readers(self, numbers: Sequence[int], placed: tuple[str, ...]) -> list[OpenFile | PartReader]:
+    def _readers(
+        self, numbers: Sequence[int], placed: tuple[str, ...]
+    ) -> list[OpenFile | PartReader]:
         """Return an open file or part for each run of samples; missing ones are fetched, several at a time."""
         readers = [self._reader_at_hand(number, placed) for number in numbers]
-        missing = [number for number, reader in zip(numbers, readers, strict=True) if reader is None]
-        fetched = iter(in_threads(lambda number: self._fetched(number, placed), missing))
+        missing = [
+            number
+            for number, reader in zip(numbers, readers, strict=True)
+            if reader is None
+        ]
+        fetched = iter(
+            in_threads(lambda number: self._fetched(number, placed), missing)
+        )
         return [reader or next(fetched) for reader in readers]
 
-    def _reader_at_hand(self, number: int, placed: tuple[str, ...]) -> OpenFile | PartReader | None:
+    def _reader_at_hand(
+        self, number: int, placed: tuple[str, ...]
+    ) -> OpenFile | PartReader | None:
         file = self._archives[self._numbers[number]].file
         if isinstance(file, OpenFile):
             return file
         cache = shared_cache()
         whole = cache.find(file, OpenFile)
-        if whole is not None or self._bounds is not self.groups or isinstance(file, Unpacked):
+        if (
+            whole is not None
+            or self._bounds is not self.groups
+            or isinstance(file, Unpacked)
+        ):
             return whole
         part = self._part_of(number, placed)
         return cache.find(part, lambda path: PartReader(path, part))
@@ -148,14 +200,22 @@ class TarSamples:
         if known := self._parts.get((number, placed)):
             return known
         shard = int(self._numbers[number])
-        file, sparse = self._archives[shard].file, self._sparse[shard]
+        file = self._archives[shard].file
+        sparse = self._sparse[shard]
         assert isinstance(file, RemoteFile), "others have no parts"
         first, last = self._bounds[number : number + 2]
         places = np.concatenate([self._index[name][first:last] for name in placed])
-        places = places[(places[:, 0] >= 0) & (places[:, 1] >= 0) & (places[:, 1] <= MAX_SAMPLE_BYTES)]
+        places = places[
+            (places[:, 0] >= 0)
+            & (places[:, 1] >= 0)
+            & (places[:, 1] <= MAX_SAMPLE_BYTES)
+        ]
         ranges: list[list[int]] = []
         for start, size in sorted(places.tolist()):
-            stored = sum(length for _, length in sparse[str(start)]) if str(start) in sparse else size
+            if str(start) in sparse:
+                stored = sum(length for _, length in sparse[str(start)])
+            else:
+                stored = size
             begin = max(0, start - tarfile.BLOCKSIZE)  # the header has the name
             end = min(start + stored, file.num_bytes)
             if ranges and begin <= ranges[-1][1] + _GAP_BYTES:
@@ -164,7 +224,9 @@ class TarSamples:
                 ranges.append([begin, end])
         if len(self._parts) >= _MOST_PARTS:
             self._parts.clear()
-        part = self._parts[number, placed] = Part(file, tuple((begin, end) for begin, end in ranges))
+        part = self._parts[number, placed] = Part(
+            file, tuple((begin, end) for begin, end in ranges)
+        )
         return part
 
     def sample_name(self, index: int) -> str:
@@ -173,7 +235,10 @@ class TarSamples:
         start = int(self._index["image"][index][0]) - tarfile.BLOCKSIZE
         if start < 0:  # there is no image
             return archive.name
-        placed = self._last_placed if "image" in self._last_placed else ("image",)
+        if "image" in self._last_placed:
+            placed = self._last_placed
+        else:
+            placed = ("image",)
         (reader,) = self._readers([number], placed)
         # A name beyond 100 characters, or in an extended header, is cut off here.
         header = reader.pread(tarfile.BLOCKSIZE, start)
@@ -181,19 +246,33 @@ class TarSamples:
 
 
 def _content(
-    file: OpenFile | PartReader, name: str, start: int, num_bytes: int, sparse: Mapping[str, list[list[int]]]
+    file: OpenFile | PartReader,
+    name: str,
+    start: int,
+    num_bytes: int,
+    sparse: Mapping[str, list[list[int]]],
 ) -> bytes | None:
     """Return the bytes of a member; None for no member, or for more than 512 MiB."""
     if not 0 <= num_bytes <= MAX_SAMPLE_BYTES:
         return None
     parts = sparse.get(str(start)) if sparse else None
-    content = file.pread(num_bytes, start) if parts is None else _with_holes(file, start, num_bytes, parts)
+    if parts is None:
+        content = file.pread(num_bytes, start)
+    else:
+        content = _with_holes(file, start, num_bytes, parts)
     if len(content) < num_bytes:
-        raise StoreError(f"{name} has become shorter than {start + num_bytes} bytes; copy it again")
+        raise StoreError(
+            f"{name} has become shorter than {start + num_bytes} bytes; copy it again"
+        )
     return content
 
 
-def _with_holes(file: OpenFile | PartReader, start: int, num_bytes: int, parts: Sequence[Sequence[int]]) -> bytes:
+def _with_holes(
+    file: OpenFile | PartReader,
+    start: int,
+    num_bytes: int,
+    parts: Sequence[Sequence[int]],
+) -> bytes:
     """Return the bytes of a sparse member, whose parts are stored one after the other; fewer if one is cut off."""
     content = bytearray(num_bytes)
     for offset, length in parts:

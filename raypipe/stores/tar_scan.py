@@ -25,10 +25,16 @@ _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # longer than the longest file name
 
 MISSING: Place = (-1, -1, 0.0)
 """The place of a link that leads to no member."""
-_KINDS = {tarfile.FIFOTYPE: "a FIFO", tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device"}
+_KINDS = {
+    tarfile.FIFOTYPE: "a FIFO",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+}
 
 
-def scan_tar(content: io.RawIOBase, read: Read, name: str, image_column: str, target_column: str) -> Scan:
+def scan_tar(
+    content: io.RawIOBase, read: Read, name: str, image_column: str, target_column: str
+) -> Scan:
     """Return a tar's samples, and where their bytes are.
 
     Args:
@@ -77,18 +83,26 @@ def _parts_of(member: tarfile.TarInfo) -> list[list[int]]:
         if not length:  # tarfile gives unused entries of the header too
             continue
         if length < 0 or offset < end:
-            raise tarfile.ReadError(f"a sparse member of wrong parts at byte {member.offset}")
+            raise tarfile.ReadError(
+                f"a sparse member of wrong parts at byte {member.offset}"
+            )
         end = offset + length
         parts.append([offset, length])
     if end > member.size:
-        raise tarfile.ReadError(f"a sparse member of more than {member.size} bytes at byte {member.offset}")
+        raise tarfile.ReadError(
+            f"a sparse member of more than {member.size} bytes at byte {member.offset}"
+        )
     return parts
 
 
-def _scan(content: io.RawIOBase, read: Read, name: str, image_column: str, target_column: str) -> Scan:
+def _scan(
+    content: io.RawIOBase, read: Read, name: str, image_column: str, target_column: str
+) -> Scan:
     """Read all headers of a tar, and its labels."""
     members: list[tuple[str, Member]] = []
-    tree, sparse, left_out = MemoryTree(MISSING), dict[str, list[list[int]]](), LeftOut()
+    tree = MemoryTree(MISSING)
+    sparse = dict[str, list[list[int]]]()
+    left_out = LeftOut()
     with (
         _HeaderReader(content) as file,
         tarfile.open(fileobj=file, mode="r:") as tar,
@@ -96,8 +110,12 @@ def _scan(content: io.RawIOBase, read: Read, name: str, image_column: str, targe
         start = -1
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
-            if member.size < 0 or tar.offset <= start:  # tarfile would loop forever (CVE-2025-8194)
-                raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
+            if (
+                member.size < 0 or tar.offset <= start
+            ):  # tarfile would loop forever (CVE-2025-8194)
+                raise tarfile.ReadError(
+                    f"a member of {member.size} bytes at byte {member.offset}"
+                )
             start = tar.offset
             member_path = PurePosixPath(member.name)
             if member_path.is_absolute() or ".." in member_path.parts:
@@ -114,9 +132,15 @@ def _scan(content: io.RawIOBase, read: Read, name: str, image_column: str, targe
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
+            raise tarfile.ReadError(
+                f"no valid member and no end mark at byte {tar.offset}"
+            )
         scan = _layout_of(name, members, tree, read, image_column, target_column)
-    return {**scan, "left_out": left_out + LeftOut(scan.get("left_out")), "sparse": sparse}
+    return {
+        **scan,
+        "left_out": left_out + LeftOut(scan.get("left_out")),
+        "sparse": sparse,
+    }
 
 
 def _layout_of(
@@ -130,19 +154,35 @@ def _layout_of(
     """Return a tar's samples, by the layout that all of its members fit."""
     entries = [(path, _place_of(path, node, tree)) for path, node in members]
     arguments = name, entries, read, image_column, target_column
-    scan = find_samples(*arguments) if target_column != BY_FOLDER else None
-    if scan is None and image_column == "image" and target_column in ("label", BY_FOLDER, ""):
+    if target_column != BY_FOLDER:
+        scan = find_samples(*arguments)
+    else:
+        scan = None
+    if (
+        scan is None
+        and image_column == "image"
+        and target_column in ("label", BY_FOLDER, "")
+    ):
         scan = find_files(name, members, tree)
     if scan is None and not target_column:
         scan = find_samples(*arguments, needs_labels=False)
     if scan is not None and "files" not in scan:
-        placeless = (node for (_, node), (_, place) in zip(members, entries, strict=True) if place is None)
+        placeless = (
+            node
+            for (_, node), (_, place) in zip(members, entries, strict=True)
+            if place is None
+        )
         scan["left_out"] += LeftOut(
-            node.kind if isinstance(node, Special) else "links to no member" for node in placeless if node
+            node.kind if isinstance(node, Special) else "links to no member"
+            for node in placeless
+            if node
         )
     if scan is None:
         suffixes = sorted({suffix_of(path) for path, place in entries if place} - {""})
-        has = f"; its members are {', '.join(suffixes):.200}" if suffixes else ""
+        if suffixes:
+            has = f"; its members are {', '.join(suffixes):.200}"
+        else:
+            has = ""
         raise StoreError(
             f"{name} has no labels: the layout is class/image.jpg, or WebDataset's pairs key.jpg and key.cls (or "
             f"key.json), or an image and a text for each key{has}. If one of them has the labels, set "
@@ -154,7 +194,9 @@ def _layout_of(
 def _place_of(path: str, node: Member, tree: MemoryTree) -> Place | None:
     """Return the place of a member's bytes, a link's included; None if it has none."""
     file = tree.find(path) if isinstance(node, Link) else node
-    return file.value if isinstance(file, File) and file.value != MISSING else None
+    if isinstance(file, File) and file.value != MISSING:
+        return file.value
+    return None
 
 
 class _HeaderReader(io.BufferedReader):
@@ -166,7 +208,9 @@ class _HeaderReader(io.BufferedReader):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"an extended header of {size} bytes at byte {self.tell()}")
+            raise tarfile.ReadError(
+                f"an extended header of {size} bytes at byte {self.tell()}"
+            )
         content = super().read(size)
         if size > tarfile.BLOCKSIZE and _ENDLESS_NUMBER.search(content):
             raise tarfile.ReadError(

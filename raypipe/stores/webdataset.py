@@ -63,7 +63,9 @@ def _label(key: str, members: Mapping[str, Place], column: str, read: Read) -> A
         if _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES:
             label = int(text)
         if not _is_number(label):
-            raise ValueError(f"the label {key}.{suffix} must be an integer of 64 bits, got {text!r}")
+            raise ValueError(
+                f"the label {key}.{suffix} must be an integer of 64 bits, got {text!r}"
+            )
     else:
         label = content[column]
         if isinstance(label, list) and label and all(map(_is_number, label)):
@@ -138,7 +140,8 @@ def find_samples(
     Raises:
         StoreError: samples lack labels or a requested column, or have a member twice.
     """
-    problem, is_needed = "", bool(target_column)
+    problem = ""
+    is_needed = bool(target_column)
     target_column = target_column or "label"
     samples: list[tuple[str, dict[str, Place]]] = []
     for key, group in itertools.groupby(_parts(entries), key=lambda part: part[0]):
@@ -160,11 +163,22 @@ def find_samples(
     if not is_needed and None in labels:
         labels = [None] * len(samples)
     labelled = any(label is not None for label in labels)
-    for column, usual, is_there in ((image_column, "image", any(images)), (target_column, "label", labelled)):
+    for column, usual, is_there in (
+        (image_column, "image", any(images)),
+        (target_column, "label", labelled),
+    ):
         if samples and column != usual and not is_there:
             _, members = samples[0]
-            raise StoreError(missing(name, column, [*members, *_json_of(members, read)], RENAMED[usual]))
-    texts = {not TEXT_SUFFIXES.isdisjoint(members) for (_, members), i in zip(samples, images, strict=True) if i}
+            raise StoreError(
+                missing(
+                    name, column, [*members, *_json_of(members, read)], RENAMED[usual]
+                )
+            )
+    texts = {
+        not TEXT_SUFFIXES.isdisjoint(members)
+        for (_, members), i in zip(samples, images, strict=True)
+        if i
+    }
     if not labelled and texts != {True} and (needs_labels or not any(images)):
         return None
     if labelled and None in labels and not problem:
@@ -178,12 +192,21 @@ def find_samples(
     places: dict[str, list[int]] = {suffix: [] for suffix in ("", *suffixes)}
     left_out: Counter[str] = Counter(_uncounted(entries))
     for (key, members), image, label in zip(samples, images, labels, strict=True):
-        used = {image, *suffixes, *(_used_for_label(members, target_column) if labelled else ())}
+        used = {
+            image,
+            *suffixes,
+            *(_used_for_label(members, target_column) if labelled else ()),
+        }
         left_out.update(f".{suffix}" for suffix in members if suffix not in used)
         for suffix, flat_places in places.items():
             flat_places += members.get(suffix or image or "", (-1, -1))[:2]
-        parts = [f"\0{suffix}\0{num_bytes}\0{mtime}" for suffix, (_, num_bytes, mtime) in members.items()]
-        digest.update(f"{key}\0{label}{''.join(parts)}\n".encode(errors="surrogateescape"))
+        parts = [
+            f"\0{suffix}\0{num_bytes}\0{mtime}"
+            for suffix, (_, num_bytes, mtime) in members.items()
+        ]
+        digest.update(
+            f"{key}\0{label}{''.join(parts)}\n".encode(errors="surrogateescape")
+        )
     return {
         "num": len(samples),
         "labels": labels if labelled else None,
@@ -210,7 +233,9 @@ def _uncounted(entries: Sequence[tuple[str, Place | None]]) -> Iterator[str]:
             yield "without a key and a suffix"
 
 
-def _parts(entries: Sequence[tuple[str, Place | None]]) -> Iterator[tuple[str, str, Place]]:
+def _parts(
+    entries: Sequence[tuple[str, Place | None]],
+) -> Iterator[tuple[str, str, Place]]:
     """Yield key, suffix and place of each member that counts."""
     for name, place in entries:
         part = _part_of(name)
@@ -236,7 +261,9 @@ def _image_of(members: Mapping[str, Place], suffix: str) -> str | None:
     if suffix != "image":
         return suffix if suffix in members else None
     # `jpg` takes precedence over `depth.png`.
-    images = [suffix for suffix in members if suffix.rpartition(".")[2] in _SIMPLE_IMAGES]
+    images = [
+        suffix for suffix in members if suffix.rpartition(".")[2] in _SIMPLE_IMAGES
+    ]
     return min(images, key=lambda suffix: "." in suffix, default=None)
 
 
@@ -247,7 +274,9 @@ def _bad(name: str, problem: str, target_column: str) -> StoreError:
     )
 
 
-def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> tuple[dict[str, np.ndarray], LeftOut]:
+def index_samples(
+    names: Sequence[str], scans: Sequence[Scan]
+) -> tuple[dict[str, np.ndarray], LeftOut]:
     """Return the columns of several tars, image and label first, and what only some of the tars have; names are
     for errors.
 
@@ -258,18 +287,30 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> tuple[dict[str
     if any(labelled) and not all(labelled):
         number = labelled.index(False)
         first = scans[number]["first_key"]
-        raise StoreError(f"{names[number]}: sample {first!r} has no label, but samples of other shards have one")
+        raise StoreError(
+            f"{names[number]}: sample {first!r} has no label, but samples of other shards have one"
+        )
     columns = {
-        suffix or "image": np.concatenate([np.array(scan["places"][suffix], np.int64) for scan in scans])
+        suffix or "image": np.concatenate(
+            [np.array(scan["places"][suffix], np.int64) for scan in scans]
+        )
         for suffix in scans[0]["places"]
         if all(suffix in scan["places"] for scan in scans)
     }
     left_out = LeftOut()
     for scan in scans:
         left_out.update(
-            {f".{suffix}": scan["num"] for suffix in scan["places"] if (suffix or "image") not in columns}
+            {
+                f".{suffix}": scan["num"]
+                for suffix in scan["places"]
+                if (suffix or "image") not in columns
+            }
         )
     places = {name: flat.reshape(-1, 2) for name, flat in columns.items()}
     if not labelled[0]:
         return places, left_out
-    return {"image": places.pop("image"), "label": _labels_of(names[0], scans), **places}, left_out
+    return {
+        "image": places.pop("image"),
+        "label": _labels_of(names[0], scans),
+        **places,
+    }, left_out

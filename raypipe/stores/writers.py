@@ -115,7 +115,8 @@ class FileWriter(ABC):
         if self._batch:
             self._write(self._batch)
         self._count += len(self._batch)
-        self._batch, self._num_bytes = [], 0
+        self._batch = []
+        self._num_bytes = 0
 
     @abstractmethod
     def _open(self) -> None:
@@ -142,13 +143,26 @@ class LMDBWriter(FileWriter):
     def _open(self) -> None:
         # No lock, since this writer has just made the file and nobody else can have it open. No sync before the
         # end, since the file is useless until then.
-        self._env = lmdb.open(str(self._path), subdir=False, lock=False, sync=False, map_size=_FIRST_MAP_BYTES)
+        self._env = lmdb.open(
+            str(self._path),
+            subdir=False,
+            lock=False,
+            sync=False,
+            map_size=_FIRST_MAP_BYTES,
+        )
 
     def _write(self, batch: Sequence[tuple[ColumnValues, bytes]]) -> None:
-        self._put([(KEY.pack(number), record) for number, (_, record) in enumerate(batch, self._count)])
+        self._put(
+            [
+                (KEY.pack(number), record)
+                for number, (_, record) in enumerate(batch, self._count)
+            ]
+        )
 
     def _finish(self) -> None:
-        metadata = Metadata(self._count, self._layout.types, self._classes, self.fingerprint)
+        metadata = Metadata(
+            self._count, self._layout.types, self._classes, self.fingerprint
+        )
         self._put([(METADATA_KEY, metadata.to_json())])
         # LMDB may count a page at the end that it never wrote, and readers would consider the file truncated.
         required_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
@@ -196,17 +210,23 @@ class ParquetWriter(FileWriter):
             raise ValueError(f"row_group_size must be at least 1, not {row_group_size}")
         self._row_group_size = row_group_size
         types = self._layout.types
-        self._schema = pa.schema([(name, _arrow_type(kind)) for name, kind in types.items()])
+        self._schema = pa.schema(
+            [(name, _arrow_type(kind)) for name, kind in types.items()]
+        )
         if classes is not None and types.get("label") == "int64":
             features: dict[str, Any] = {
-                name: {"dtype": kind, "_type": "Value"} for name, kind in types.items() if array_type(kind) is None
+                name: {"dtype": kind, "_type": "Value"}
+                for name, kind in types.items()
+                if array_type(kind) is None
             }
             features["label"] = {"names": list(classes), "_type": "ClassLabel"}
             about = json.dumps({"info": {"features": features}})
             self._schema = self._schema.with_metadata({"huggingface": about})
 
     def _is_full(self) -> bool:
-        return len(self._batch) == self._row_group_size if self._row_group_size else super()._is_full()
+        if self._row_group_size:
+            return len(self._batch) == self._row_group_size
+        return super()._is_full()
 
     def _open(self) -> None:
         # Images, mostly JPEGs, do not compress, and their statistics would repeat whole images.
@@ -215,13 +235,19 @@ class ParquetWriter(FileWriter):
         self._writer = pq.ParquetWriter(
             self._file,
             self._schema,
-            compression={name: "none" if name == "image" else "zstd" for name in self._schema.names},
+            compression={
+                name: "none" if name == "image" else "zstd"
+                for name in self._schema.names
+            },
             use_dictionary=small,
             write_statistics=small,
         )
 
     def _write(self, batch: Sequence[tuple[ColumnValues, bytes]]) -> None:
-        columns = {name: [_listed(sample[name]) for sample, _ in batch] for name in self._schema.names}
+        columns = {
+            name: [_listed(sample[name]) for sample, _ in batch]
+            for name in self._schema.names
+        }
         self._writer.write_table(pa.table(columns, schema=self._schema))
 
     def _finish(self) -> None:
@@ -261,5 +287,7 @@ def open_writer(path: str | Path, *args: Any, **options: Any) -> FileWriter:
     """Return the writer, not yet entered, for a new file `.lmdb` or `.parquet`; the writer takes the arguments."""
     suffix = Path(path).suffix
     if suffix not in _WRITERS:
-        raise StoreError(f"{path} cannot be written: the suffix must be one of {', '.join(_WRITERS)}")
+        raise StoreError(
+            f"{path} cannot be written: the suffix must be one of {', '.join(_WRITERS)}"
+        )
     return _WRITERS[suffix](path, *args, **options)

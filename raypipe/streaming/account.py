@@ -15,7 +15,14 @@ from raypipe.config import AugmentConfig
 from raypipe.logs import STAGES
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.records import Folder
-from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose, has_drained, mark
+from raypipe.metrics.timing import (
+    Situation,
+    StageClock,
+    StageTimes,
+    diagnose,
+    has_drained,
+    mark,
+)
 from raypipe.metrics.utilization import Samples, Utilization
 from raypipe.plan.places import Cursor, Split, TrainStep
 from raypipe.rayext.object_store import spilled_bytes
@@ -51,16 +58,27 @@ class Account:
         augment: AugmentConfig | None,
         folder: Folder | None,
     ) -> None:
-        self.clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
-        self.first_batch_s, self.num_bad = 0.0, 0
-        info = {"version": __version__, "plan": spec.plan.fingerprint, "workers": str(world_size)}
+        self.clocks: dict[Split, StageClock] = {
+            "train": StageClock(),
+            "val": StageClock(),
+        }
+        self.first_batch_s = 0.0
+        self.num_bad = 0
+        info = {
+            "version": __version__,
+            "plan": spec.plan.fingerprint,
+            "workers": str(world_size),
+        }
         self._utilization = Utilization(device)
         self._in_training = Samples()  # those taken while it trained
         self.exported = TrainerMetrics(spec.run, rank, self._utilization.sample, **info)
         self.chronicle = Chronicle(world_size, rank, folder)
         self.actors = self.readers = 0
         self.is_run = False
-        self._plan, self._device, self._world_size, self._augment = spec.plan, device, world_size, augment
+        self._plan = spec.plan
+        self._device = device
+        self._world_size = world_size
+        self._augment = augment
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
         self.begin_interval()
@@ -68,7 +86,8 @@ class Account:
     def begin(self, cursor: Cursor) -> None:
         """Begin the stream at a place, possibly again."""
         self._start_step = self._plan.global_step(cursor)
-        self._created, self.first_batch_s = time.perf_counter(), 0.0
+        self._created = time.perf_counter()
+        self.first_batch_s = 0.0
         self.exported.begin()
 
     def times(self, split: Split) -> StageTimes:
@@ -130,7 +149,9 @@ class Account:
 
     def strength(self, done: TrainStep) -> float:
         """The strength of the augmentation after so many training steps."""
-        return self._augment.strength_at(self._plan.progress(done)) if self._augment else 0.0
+        if self._augment:
+            return self._augment.strength_at(self._plan.progress(done))
+        return 0.0
 
     def export(self, cursor: Cursor) -> None:
         """Export where the rank stands, after the step of a cursor."""
@@ -146,7 +167,8 @@ class Account:
 
     def begin_interval(self) -> None:
         """An interval of the training begins."""
-        self._before, self._since = self.times("train"), time.perf_counter()
+        self._before = self.times("train")
+        self._since = time.perf_counter()
         self._samples_before = self._utilization.samples
 
     @property
@@ -154,7 +176,9 @@ class Account:
         """Seconds since an interval of the training began."""
         return time.perf_counter() - self._since
 
-    def interval(self, cursor: Cursor, shows: bool = False, **learnt: float) -> dict[str, float]:
+    def interval(
+        self, cursor: Cursor, shows: bool = False, **learnt: float
+    ) -> dict[str, float]:
         """Record the training up to a cursor, since the last call or the epoch's begin.
 
         Args:
@@ -164,12 +188,18 @@ class Account:
         Returns:
             Its images, on all ranks; its seconds, `train_s`; and those that rank 0 waited for data, `wait_s`.
         """
-        times, seconds, plan = self.times("train") - self._before, self.interval_age_s, self._plan
+        times = self.times("train") - self._before
+        seconds = self.interval_age_s
+        plan = self._plan
         samples = self._utilization.samples - self._samples_before
         self._in_training += samples
         self.begin_interval()
-        images, wait = times.images * self._world_size, min(1.0, times.wait_s / seconds)
-        used = self._utilization.latest if samples.mean is None else samples.mean
+        images = times.images * self._world_size
+        wait = min(1.0, times.wait_s / seconds)
+        if samples.mean is None:
+            used = self._utilization.latest
+        else:
+            used = samples.mean
         of_gpu = {} if used is None else {"gpu_utilization": used}
         last = TrainStep(plan.global_step(cursor) - 1)
         line = (
@@ -185,7 +215,11 @@ class Account:
             images_per_s=images / seconds,
             wait_fraction=wait,
             **of_gpu,
-            **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
+            **{
+                f"{stage}_s": getattr(times, f"{stage}_s")
+                for stage in STAGES
+                if stage != "wait"
+            },
             **({"strength": self.strength(last)} if self._augment else {}),
             num_bad=self.num_bad,
         )
@@ -193,7 +227,8 @@ class Account:
 
     def diagnose(self, epoch: int) -> None:
         """Record at the end of an epoch where this rank's time went, and tell it at the end of the last."""
-        times, used = self.times("train"), self._in_training.mean
+        times = self.times("train")
+        used = self._in_training.mean
         ready = self.chronicle.ready()
         # Asked of all nodes, so only where it may say why finished blocks come late.
         spilled = spilled_bytes() if ready else 0
@@ -214,7 +249,9 @@ class Account:
         )
         is_last = epoch + 1 == self._plan.config.epochs
         of_gpu = {} if used is None else {"gpu_utilization": used}
-        self.chronicle.record("diagnosis", text if is_last else "", **asdict(times), **of_gpu, text=text)
+        self.chronicle.record(
+            "diagnosis", text if is_last else "", **asdict(times), **of_gpu, text=text
+        )
 
     def tell_notice(self, text: str) -> None:
         """A node of the trainers is about to go."""

@@ -41,10 +41,18 @@ def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]]) -> 
         with impatient():
             filesystem, folder = open_filesystem(folder_uri)
             filesystem.create_dir(folder, recursive=True)
-            write_text(join(folder_uri, f"{at}.jsonl"), "".join(line + "\n" for line in lines))
-    except Exception as error:  # a full disk, an unreachable object store, or anything else
+            write_text(
+                join(folder_uri, f"{at}.jsonl"), "".join(line + "\n" for line in lines)
+            )
+    except (
+        Exception
+    ) as error:  # a full disk, an unreachable object store, or anything else
         _without_records.add(folder_uri)
-        logger.warning("bad samples cannot be recorded in %s, but in this log: %s", folder_uri, error)
+        logger.warning(
+            "bad samples cannot be recorded in %s, but in this log: %s",
+            folder_uri,
+            error,
+        )
 
 
 @dataclass
@@ -71,7 +79,11 @@ class BadSampleBudget:
         self.num_seen += num_seen
         if bad and self.num_bad > max(self.grace, self.max_fraction * self.num_seen):
             title = title_of(bad[-1]["store"], bad[-1]["index"], bad[-1]["name"])
-            kind = TransformError if bad[-1].get("fault") == TransformError.fault else SampleError
+            kind = (
+                TransformError
+                if bad[-1].get("fault") == TransformError.fault
+                else SampleError
+            )
             raise BadSamplesError(
                 f"{self.num_bad} of {self.num_seen} samples are bad, more than"
                 f" transform.max_bad_fraction={self.max_fraction:g} allows (the first {self.grace} are free);"

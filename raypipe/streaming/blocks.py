@@ -20,13 +20,16 @@ Block = list[MicroBatchId]
 
 # Limits of a block: seconds of an actor's work, and bytes. Ray spends about 30 ms of CPU time on a block,
 # little compared with half a second, which is also the longest wait for a block.
-MAX_SECONDS, MAX_BYTES = 0.5, 256 << 20
+MAX_SECONDS = 0.5
+MAX_BYTES = 256 << 20
 # Where few CPUs make few blocks, smaller ones: images of 224 px from short side 256 then take 6 % less CPU time.
 _BYTES_PER_CPU = 32 << 20
 
 # Micro-batches per rank of the first ReadTask, and of the longest, since a lost reader starts again.
 # Each has twice those of the one before.
-_FIRST_TASK, _LONGEST_TASK, _MAX_TASKS = 16, 1024, 256
+_FIRST_TASK = 16
+_LONGEST_TASK = 1024
+_MAX_TASKS = 256
 # Blocks of a rank in one task, at least: those of the first tasks are small, so that the first batch is not late.
 _BLOCKS_OF_TASK = 8
 
@@ -41,14 +44,17 @@ def tasks(total: int, ranks: int) -> list[tuple[int, int]]:
     longest = max(_LONGEST_TASK, -(-total // _MAX_TASKS))
     longest = -(-longest // ranks) * ranks
     task_ranges: list[tuple[int, int]] = []
-    first, size = 0, _FIRST_TASK * ranks
+    first = 0
+    size = _FIRST_TASK * ranks
     while first < total or not task_ranges:
         task_ranges.append((first, min(size, total - first)))
         first, size = first + size, min(2 * size, longest)
     return task_ranges
 
 
-def cut(places: Iterable[MicroBatchId], ranks: int, sizes: Mapping[Split, int]) -> Iterator[Block]:
+def cut(
+    places: Iterable[MicroBatchId], ranks: int, sizes: Mapping[Split, int]
+) -> Iterator[Block]:
     """Cut the micro-batches of a task into blocks.
 
     Args:
@@ -78,7 +84,13 @@ def fitting(seconds: Iterable[float], num_bytes: Iterable[int], max_bytes: int) 
         seconds, num_bytes: what some finished micro-batches took.
         max_bytes: most bytes of a block.
     """
-    times, sizes = list(seconds), list(num_bytes)
+    times = list(seconds)
+    sizes = list(num_bytes)
     if not times:
         return 1
-    return max(1, int(min(MAX_SECONDS / max(median(times), 1e-6), max_bytes / max(1, max(sizes)))))
+    return max(
+        1,
+        int(
+            min(MAX_SECONDS / max(median(times), 1e-6), max_bytes / max(1, max(sizes)))
+        ),
+    )

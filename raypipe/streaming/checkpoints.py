@@ -26,7 +26,14 @@ import pyarrow.fs
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.places import CURSOR_FILE, Cursor
 from raypipe.storage.files import read_by, sync_folder, write_synced
-from raypipe.storage.filesystem import as_uri, exists, explained, join, open_filesystem, split
+from raypipe.storage.filesystem import (
+    as_uri,
+    exists,
+    explained,
+    join,
+    open_filesystem,
+    split,
+)
 from raypipe.storage.patience import impatient
 
 if TYPE_CHECKING:
@@ -123,7 +130,10 @@ def write_checkpoint(
     name = f"checkpoint_{cursor.epoch:04d}_{cursor.step:07d}_{secrets.token_hex(4)}"
     filesystem, path = open_filesystem(run_uri)
     folder = f"{path}/{name}"
-    with explained(ConfigError, f"checkpoint {name} of {run_uri} cannot be written (mend that, and --resume)"):
+    with explained(
+        ConfigError,
+        f"checkpoint {name} of {run_uri} cannot be written (mend that, and --resume)",
+    ):
         try:
             filesystem.create_dir(folder, recursive=True)
             write_files((filesystem, folder), cursor, state, metrics, described)
@@ -132,8 +142,13 @@ def write_checkpoint(
             with contextlib.suppress(pa.ArrowException, OSError), impatient():
                 filesystem.delete_dir(folder)
             raise
-    with contextlib.suppress(pa.ArrowException, OSError), impatient():  # tried again at the next one
-        for other in _names(run_uri):  # one of a later place, passed over by a resume, stays
+    with (
+        contextlib.suppress(pa.ArrowException, OSError),
+        impatient(),
+    ):  # tried again at the next one
+        for other in _names(
+            run_uri
+        ):  # one of a later place, passed over by a resume, stays
             if _place(other) <= _place(name) and other not in (name, before):
                 filesystem.delete_dir(f"{path}/{other}")
     return name
@@ -149,7 +164,10 @@ def write_files(
     """Write a checkpoint's files into its folder, by its file system and path; see `write_checkpoint`."""
     filesystem, path = folder
     contents = {STATE_FILE: state, CURSOR_FILE: cursor.to_json().encode()}
-    files = {file: {"bytes": len(content), "blake2b": _hash(content)} for file, content in contents.items()}
+    files = {
+        file: {"bytes": len(content), "blake2b": _hash(content)}
+        for file, content in contents.items()
+    }
     manifest = {"files": files, "metrics": metrics, "input": described or {}}
     contents[_MANIFEST] = json.dumps(manifest).encode()
     for file, content in contents.items():
@@ -161,7 +179,9 @@ def _hash(content: bytes | memoryview) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def find_start(address: str, check: Callable[[Cursor], None], with_state: bool = False) -> Checkpoint:
+def find_start(
+    address: str, check: Callable[[Cursor], None], with_state: bool = False
+) -> Checkpoint:
     """The checkpoint at an address or, at a run's, its newest, for another run to start from; see `find_newest`.
 
     Raises:
@@ -169,12 +189,17 @@ def find_start(address: str, check: Callable[[Cursor], None], with_state: bool =
     """
     newest, _ = find_newest(as_uri(address), check, with_state)
     if newest is None:
-        raise ConfigError(f"start_from: no raypipe checkpoint at {address}, or in that folder")
+        raise ConfigError(
+            f"start_from: no raypipe checkpoint at {address}, or in that folder"
+        )
     return newest._replace(metrics={})
 
 
 def find_newest(
-    run_uri: str, check: Callable[[Cursor], None], with_state: bool = False, start_from: str = ""
+    run_uri: str,
+    check: Callable[[Cursor], None],
+    with_state: bool = False,
+    start_from: str = "",
 ) -> tuple[Checkpoint | None, dict[str, str]]:
     """Look for the newest checkpoint of a run that is whole. Changes nothing.
 
@@ -207,7 +232,10 @@ def find_newest(
             folder = open_filesystem(join(run_uri, name))
             checkpoint = _look(folder)._replace(address=join(run_uri, name))
             check(checkpoint.cursor)
-            state = _content(folder, STATE_FILE, checkpoint.digest) if with_state else b""
+            if with_state:
+                state = _content(folder, STATE_FILE, checkpoint.digest)
+            else:
+                state = b""
             return checkpoint._replace(state=state), passed_over
         except CursorError as error:
             foreign, passed_over[name] = foreign or error, str(error)
@@ -220,7 +248,9 @@ def find_newest(
         raise ConfigError(
             f"no checkpoint of {run_uri} can be read ({reasons}): put one back from a copy, or start a new run"
         )
-    return find_start(start_from, check, with_state) if start_from else None, passed_over
+    return find_start(
+        start_from, check, with_state
+    ) if start_from else None, passed_over
 
 
 def has_checkpoints(run_uri: str) -> bool:
@@ -230,14 +260,20 @@ def has_checkpoints(run_uri: str) -> bool:
 
 def newest_name(run_uri: str) -> str:
     """The newest checkpoint that was written to its end, whose files are not looked at; empty = there is none."""
-    return next((name for name in _names(run_uri) if exists(join(run_uri, name, _MANIFEST))), "")
+    return next(
+        (name for name in _names(run_uri) if exists(join(run_uri, name, _MANIFEST))), ""
+    )
 
 
 def _names(run_uri: str, kind: re.Pattern[str] = _FOLDER) -> list[str]:
     """Names of the checkpoints' folders, the newest first."""
     filesystem, path = open_filesystem(run_uri)
-    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
-    names = [info.base_name for info in infos if info.type == pyarrow.fs.FileType.Directory]
+    infos = filesystem.get_file_info(
+        pyarrow.fs.FileSelector(path, allow_not_found=True)
+    )
+    names = [
+        info.base_name for info in infos if info.type == pyarrow.fs.FileType.Directory
+    ]
     return sorted(filter(kind.fullmatch, names), key=_place, reverse=True)
 
 
@@ -255,15 +291,26 @@ def _look(folder: Folder) -> Checkpoint:
         raise _DamageError(_CUT_OFF) from None
     try:
         manifest = json.loads(content)
-        files, metrics, described = manifest["files"], dict(manifest["metrics"]), dict(manifest.get("input", {}))
-        expected = {file: (files[file]["bytes"], files[file]["blake2b"]) for file in (STATE_FILE, CURSOR_FILE)}
+        files = manifest["files"]
+        metrics = dict(manifest["metrics"])
+        described = dict(manifest.get("input", {}))
+        expected = {
+            file: (files[file]["bytes"], files[file]["blake2b"])
+            for file in (STATE_FILE, CURSOR_FILE)
+        }
     except (KeyError, TypeError, ValueError):
-        raise _DamageError(f"its {_MANIFEST} is {'damaged' if content else 'empty'}") from None
+        raise _DamageError(
+            f"its {_MANIFEST} is {'damaged' if content else 'empty'}"
+        ) from None
     for file, (num_bytes, _) in expected.items():
         if (size := _read(folder, file, pa.NativeFile.size)) != num_bytes:
             raise _DamageError(f"its {file} has {size} bytes instead of {num_bytes}")
     try:
-        cursor = Cursor.from_json(_content(folder, CURSOR_FILE, expected[CURSOR_FILE][1]).decode(errors="replace"))
+        cursor = Cursor.from_json(
+            _content(folder, CURSOR_FILE, expected[CURSOR_FILE][1]).decode(
+                errors="replace"
+            )
+        )
     except CursorError as error:
         raise _DamageError(str(error)) from error
     return Checkpoint("", cursor, metrics, expected[STATE_FILE][1], described)
@@ -272,11 +319,15 @@ def _look(folder: Folder) -> Checkpoint:
 def _content(folder: Folder, name: str, digest: str) -> bytes:
     content = _read(folder, name)
     if _hash(content) != digest:
-        raise _DamageError(f"the content of its {name} has changed since it was written")
+        raise _DamageError(
+            f"the content of its {name} has changed since it was written"
+        )
     return content
 
 
-def _read(folder: Folder, name: str, read: Callable[[pa.NativeFile], Any] = pa.NativeFile.read) -> Any:
+def _read(
+    folder: Folder, name: str, read: Callable[[pa.NativeFile], Any] = pa.NativeFile.read
+) -> Any:
     """Apply `read` to a file; raises _DamageError where it is missing, ConfigError where it cannot be read."""
     filesystem, path = folder
     with explained(ConfigError, f"{path}/{name} cannot be read"):

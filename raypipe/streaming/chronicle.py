@@ -37,7 +37,8 @@ _FIRST_TOLD_S = 10.0
 _LOOK_S = 1.0
 _ANSWER_S = 5.0
 # Between two files of where the loop stands: in object storage each is a request that is paid for.
-_STATUS_S, _STATUS_REMOTE_S = 5.0, 30.0
+_STATUS_S = 5.0
+_STATUS_REMOTE_S = 30.0
 _STOP_REMOTE_S = 3.0  # between two looks for a request to stop, for the same reason
 # There, of the last record of the training.
 _SHOWN = ("epoch", "images_per_s", "wait_fraction", "gpu_utilization", "loss")
@@ -56,7 +57,10 @@ class _Wait(NamedTuple):
 
     def told(self, now: float) -> str:
         """Write a line about it."""
-        doing = f"waiting for {self.thing}" if self.thing else "training has asked for nothing"
+        if self.thing:
+            doing = f"waiting for {self.thing}"
+        else:
+            doing = "training has asked for nothing"
         return f"{doing} for {now - self.since:.0f} s: {self.whom()}"
 
 
@@ -75,12 +79,19 @@ class Chronicle:
     """
 
     def __init__(self, world_size: int, rank: int, folder: Folder | None) -> None:
-        self._world_size, self._is_first = world_size, rank == 0
+        self._world_size = world_size
+        self._is_first = rank == 0
         self._folder = folder if rank == 0 else None
         self.log: RunLog | None = None
-        self._is_local = folder is not None and isinstance(folder[0], pyarrow.fs.LocalFileSystem)
-        self._status_every_s = _STATUS_S if self._is_local else _STATUS_REMOTE_S
-        self._step, self._step_at = 0, time.time()
+        self._is_local = folder is not None and isinstance(
+            folder[0], pyarrow.fs.LocalFileSystem
+        )
+        if self._is_local:
+            self._status_every_s = _STATUS_S
+        else:
+            self._status_every_s = _STATUS_REMOTE_S
+        self._step = 0
+        self._step_at = time.time()
         self._wait: _Wait | None = None
         self._shown: dict[str, Any] = {}
         self._looks: tuple[threading.Thread, threading.Event] | None = None
@@ -88,9 +99,12 @@ class Chronicle:
         self._due_s = self._status_at = self._stop_looked_at = 0.0
         self.stop_requested: Callable[[], bool] = lambda: False
         self.stops = False
-        self._supervisor, self._num_events = None, 0
+        self._supervisor = None
+        self._num_events = 0
 
-    def begin(self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any) -> None:
+    def begin(
+        self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any
+    ) -> None:
         """Start or restart the record at `step`; the stream's events are recorded from its beginning.
 
         Args:
@@ -101,13 +115,16 @@ class Chronicle:
         if self._folder:
             of_run = settings()
             self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
-            self.log = RunLog(self._folder, self.step, self._world_size, validates, of_run)
+            self.log = RunLog(
+                self._folder, self.step, self._world_size, validates, of_run
+            )
         self.follow(supervisor)
 
     def follow(self, supervisor: Any) -> None:
         """Record the events of a stream, which may have started again."""
         if self.log:
-            self._supervisor, self._num_events = supervisor, 0
+            self._supervisor = supervisor
+            self._num_events = 0
             self._begin_looking()
 
     @property
@@ -117,7 +134,8 @@ class Chronicle:
 
     @step.setter
     def step(self, step: int) -> None:
-        self._step, self._step_at = step, time.time()
+        self._step = step
+        self._step_at = time.time()
 
     def record(self, kind: str, line: str = "", **values: Any) -> None:
         """Record values at `step`, and print a line of progress unless it is empty."""
@@ -130,24 +148,35 @@ class Chronicle:
                 progress(logger, line, step=self.step, kind=kind, **values)
 
     @contextlib.contextmanager
-    def waiting(self, thing: str, whom: Callable[[], str], is_batch: bool = False) -> Iterator[None]:
+    def waiting(
+        self, thing: str, whom: Callable[[], str], is_batch: bool = False
+    ) -> Iterator[None]:
         """Context manager: the loop waits for a thing. A line now and then names it and the cause."""
         self._begin_looking()
         self._wait = _Wait(thing, whom, time.time(), is_batch)
         try:
             yield
         finally:
-            self._wait = _Wait("", lambda: "the loop computes, or waits for other ranks", time.time())
+            self._wait = _Wait(
+                "", lambda: "the loop computes, or waits for other ranks", time.time()
+            )
 
     def waited_s(self) -> float:
         """Return for how long the loop has waited for a batch; 0 = it does not."""
         wait = self._wait
-        return time.time() - wait.since if wait and wait.is_batch else 0.0
+        if wait and wait.is_batch:
+            return time.time() - wait.since
+        return 0.0
 
     def _begin_looking(self) -> None:
         if self._is_first and self._looks is None:
             left = threading.Event()
-            thread = threading.Thread(target=self._look_until, args=(left,), name="raypipe-waiting", daemon=True)
+            thread = threading.Thread(
+                target=self._look_until,
+                args=(left,),
+                name="raypipe-waiting",
+                daemon=True,
+            )
             self._looks = thread, left
             thread.start()
 
@@ -162,16 +191,22 @@ class Chronicle:
 
     def _look_for_stop(self, now: float) -> None:
         """Look for a request to stop, if due; storage that fails is asked again."""
-        if not self.stops and (self._is_local or now - self._stop_looked_at >= _STOP_REMOTE_S):
+        if not self.stops and (
+            self._is_local or now - self._stop_looked_at >= _STOP_REMOTE_S
+        ):
             self._stop_looked_at = now
-            with contextlib.suppress(pa.ArrowException, OSError, RaypipeError), impatient():
+            with (
+                contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
+                impatient(),
+            ):
                 self.stops = self.stop_requested()
 
     def _look(self, now: float) -> None:
         """Tell of a long wait, and write where the loop stands, if due."""
         wait = self._wait
         if wait is not self._told:
-            self._told, self._due_s = wait, _FIRST_TOLD_S
+            self._told = wait
+            self._due_s = _FIRST_TOLD_S
         # What a loop does between two batches is its own affair, unless it is recorded as a run.
         if wait and (wait.thing or self.log) and now - wait.since >= self._due_s:
             self._due_s = 2 * (now - wait.since)
@@ -180,7 +215,9 @@ class Chronicle:
             self._status_at = now
             self._write_status(now, wait)
 
-    def _write_status(self, now: float, wait: _Wait | None, ended: bool = False) -> None:
+    def _write_status(
+        self, now: float, wait: _Wait | None, ended: bool = False
+    ) -> None:
         """Say where the loop stands, for `commands.status`; what cannot be written is seen by its age."""
         assert self._folder
         status = {
@@ -197,7 +234,8 @@ class Chronicle:
             "since": wait.since if wait else now,
         }
         filesystem, folder = self._folder
-        path, text = f"{folder}/{STATUS}", json.dumps(status)
+        path = f"{folder}/{STATUS}"
+        text = json.dumps(status)
         with contextlib.suppress(pa.ArrowException, OSError, RaypipeError), impatient():
             if self._is_local:
                 write_text(path, text)
@@ -227,14 +265,18 @@ class Chronicle:
         """Record and print what has happened to the stream since the last call."""
         for kind, text in events_of(self._supervisor, self._num_events, timeout_s):
             self._num_events += 1
-            self.record(kind, f"{'pool' if kind == 'scale' else kind}: {text}", text=text)
+            self.record(
+                kind, f"{'pool' if kind == 'scale' else kind}: {text}", text=text
+            )
 
     def unfollow(self) -> None:
         """Record the last events, and that the loop has been left; there are no more."""
         if self._looks:
             thread, left = self._looks
             left.set()
-            if thread is not threading.current_thread():  # the loop may have dropped the loader
+            if (
+                thread is not threading.current_thread()
+            ):  # the loop may have dropped the loader
                 thread.join(_ANSWER_S)
             self._looks = None
         self._tell_events(_ANSWER_S)

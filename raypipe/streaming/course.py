@@ -18,10 +18,14 @@ class Course:
         rank, world_size: the rank gets the micro-batches m of each step with m mod W = its number.
     """
 
-    def __init__(self, segments: Iterable[Segment], per_step: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self, segments: Iterable[Segment], per_step: int, rank: int, world_size: int
+    ) -> None:
         self._later: Iterator[Segment] = iter(segments)
         self._known = deque[Segment]()
-        self._per_rank, self._rank, self._world_size = per_step // world_size, rank, world_size
+        self._per_rank = per_step // world_size
+        self._rank = rank
+        self._world_size = world_size
         self._num_taken = 0  # micro-batches of the first segment
 
     def take(self) -> None:
@@ -39,7 +43,12 @@ class Course:
             return None
         step, turn = divmod(self._num_taken, self._per_rank)
         at = segments[0]
-        return MicroBatchId(at.split, at.epoch, at.first_step + step, self._rank + turn * self._world_size)
+        return MicroBatchId(
+            at.split,
+            at.epoch,
+            at.first_step + step,
+            self._rank + turn * self._world_size,
+        )
 
     @property
     def is_at_start(self) -> bool:
@@ -67,7 +76,9 @@ class Course:
     def _segments(self) -> deque[Segment]:
         """The segments that are known, with the next one if there is any."""
         if not self._known:
-            self._known.extend(segment for segment in [next(self._later, None)] if segment)
+            self._known.extend(
+                segment for segment in [next(self._later, None)] if segment
+            )
         return self._known
 
     def _each(self) -> Iterator[Segment]:

@@ -80,12 +80,16 @@ def dataset(
     check_pickles(spec)
     connect()
     supervisor = start_supervisor(spec.run, spec.log_format, watches=False)
-    source = MicroBatchSource(plan, plan.start(), spec.readers(), supervisor, spec.wanted, run=spec.run)
+    source = MicroBatchSource(
+        plan, plan.start(), spec.readers(), supervisor, spec.wanted, run=spec.run
+    )
     context = ray.data.DataContext.get_current().copy()
     context.execution_options.preserve_order = True
     pool = spec.pool
     with ray.data.DataContext.current(context):
-        places = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=0)
+        places = ray.data.read_datasource(
+            source, override_num_blocks=source.num_tasks, num_cpus=0
+        )
         return single_rows(places).map_batches(
             SampleWorker,
             fn_constructor_args=(spec, supervisor, channels_first),
@@ -104,19 +108,27 @@ def _part_of(plan: Plan, epoch: int | None, split: Split, first_step: int) -> Pl
     """Return a plan whose schedule is one segment, or the training of all epochs."""
     steps = plan.steps_per_epoch if split == "train" else plan.val_steps
     if split not in ("train", "val"):
-        raise ConfigError(f"raypipe.dataset: split must be 'train' or 'val', got {split!r}")
+        raise ConfigError(
+            f"raypipe.dataset: split must be 'train' or 'val', got {split!r}"
+        )
     if not steps:
-        raise ConfigError("raypipe.dataset: this stream has no validation: give open_stream a second store")
+        raise ConfigError(
+            "raypipe.dataset: this stream has no validation: give open_stream a second store"
+        )
     if epoch is None:
         if split == "val" or first_step:
-            raise ConfigError("raypipe.dataset: a validation, or a first step, needs the number of an epoch")
+            raise ConfigError(
+                "raypipe.dataset: a validation, or a first step, needs the number of an epoch"
+            )
         return replace(plan, validation=None, num_val=0, num_val_rows=0)
     if not 0 <= check("raypipe.dataset: epoch", epoch, int) < plan.config.epochs:
         raise ConfigError(
             f"raypipe.dataset: epoch is {epoch}, and the plan has {plan.config.epochs} (plan.epochs)"
         )
     if not 0 <= check("raypipe.dataset: first_step", first_step, int) < steps:
-        raise ConfigError(f"raypipe.dataset: first_step is {first_step}, and the epoch has {steps} steps")
+        raise ConfigError(
+            f"raypipe.dataset: first_step is {first_step}, and the epoch has {steps} steps"
+        )
     return plan.only(Segment(split, epoch, first_step, steps))
 
 
@@ -124,7 +136,9 @@ def _check_names(spec: StreamSpec) -> None:
     """Raise ConfigError for a column that has the name of another entry."""
     others = {*_PLACE, LABEL, "image", *spec.transform.target_columns}
     if clash := others & spec.columns.types.keys():
-        raise ConfigError(f"raypipe.dataset: column {min(clash)!r} has the name of an entry: rename it")
+        raise ConfigError(
+            f"raypipe.dataset: column {min(clash)!r} has the name of an entry: rename it"
+        )
 
 
 class SampleWorker:
@@ -137,7 +151,8 @@ class SampleWorker:
     """
 
     def __init__(self, spec: StreamSpec, supervisor: Any, channels_first: bool) -> None:
-        self._worker, self._channels_first = TransformWorker(spec, supervisor), channels_first
+        self._worker = TransformWorker(spec, supervisor)
+        self._channels_first = channels_first
 
     def __call__(self, table: pa.Table) -> dict[str, Any]:
         """Return a micro-batch, by column."""
@@ -151,7 +166,9 @@ def samples_of(batch: MicroBatch, channels_first: bool = False) -> dict[str, Any
     columns: dict[str, Any] = {}
     for name, values in batch.fields.items():
         group, _, rest = name.partition(".")
-        columns[rest if group in (COLUMN, VIEW) else name] = _column(name, values, channels_first)
+        columns[rest if group in (COLUMN, VIEW) else name] = _column(
+            name, values, channels_first
+        )
     columns |= {"index": batch.index, "weight": batch.weight}
     for name in ("epoch", "step", "micro"):
         columns[name] = np.full(len(batch.index), getattr(place, name), np.int64)
@@ -160,7 +177,11 @@ def samples_of(batch: MicroBatch, channels_first: bool = False) -> dict[str, Any
 
 def _column(name: str, values: np.ndarray | Ragged, channels_first: bool) -> Any:
     if isinstance(values, np.ndarray):
-        return np.ascontiguousarray(np.moveaxis(values, -1, -3)) if channels_first and is_image(name) else values
-    if values.kind == "json":  # rows of one column may have values of any kind: they stay text
+        if channels_first and is_image(name):
+            return np.ascontiguousarray(np.moveaxis(values, -1, -3))
+        return values
+    if (
+        values.kind == "json"
+    ):  # rows of one column may have values of any kind: they stay text
         return Ragged("text", values.values, values.offsets).unpacked()
     return values.unpacked()

@@ -38,9 +38,15 @@ class Decoding:
         decoder: the device's.
     """
 
-    def __init__(self, spec: StreamSpec, device: torch.device, on_decoded: OnDecoded | None = None) -> None:
+    def __init__(
+        self,
+        spec: StreamSpec,
+        device: torch.device,
+        on_decoded: OnDecoded | None = None,
+    ) -> None:
         self.decoder = DeviceDecoder(device, spec.transform.apply_exif)
-        self._spec, self._on_decoded = spec, on_decoded
+        self._spec = spec
+        self._on_decoded = on_decoded
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
 
     def __call__(self, batch: MicroBatch) -> tuple[MicroBatch, Decoded]:
@@ -52,7 +58,8 @@ class Decoding:
         Raises:
             SampleError, BadSamplesError: a sample cannot be decoded, and the settings do not allow it.
         """
-        bad, outcome = dict[int, str](), None
+        bad = dict[int, str]()
+        outcome = None
         while True:
             data = batch.fields[DATA]
             assert isinstance(data, Ragged)
@@ -61,14 +68,30 @@ class Decoding:
                 self._on_decoded(batch.position.split, decoded.began, decoded.ended)
             if not decoded.failed:
                 break
-            bad |= {int(batch.index[row]): reason for row, reason in decoded.failed.items()}
+            bad |= {
+                int(batch.index[row]): reason for row, reason in decoded.failed.items()
+            }
             outcome = self._made_again(batch.position, bad)
-            batch = replace(outcome.batch, read_s=batch.read_s, work_s=batch.work_s, outage_s=batch.outage_s)
-        if outcome:  # its record replaces the actor's, and has that one's bad samples, too
+            batch = replace(
+                outcome.batch,
+                read_s=batch.read_s,
+                work_s=batch.work_s,
+                outage_s=batch.outage_s,
+            )
+        if (
+            outcome
+        ):  # its record replaces the actor's, and has that one's bad samples, too
             record_bad(self._spec.quarantine, batch.position, outcome.bad)
-        found_here = [record for record in outcome.bad if record["index"] in bad] if outcome else []
+        if outcome:
+            found_here = [record for record in outcome.bad if record["index"] in bad]
+        else:
+            found_here = []
         self._budget.spend(found_here, len(batch.index))
-        others = {name: values for name, values in batch.fields.items() if name not in (DATA, MAP)}
+        others = {
+            name: values
+            for name, values in batch.fields.items()
+            if name not in (DATA, MAP)
+        }
         return replace(batch, fields=others), decoded
 
     def to_pixels(self, batch: MicroBatch) -> MicroBatch:

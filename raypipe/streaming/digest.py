@@ -30,7 +30,16 @@ from raypipe.rayext.failures import get
 from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches
 from raypipe.transform.encoded_map import DATA, MAP
-from raypipe.transform.fields import CHROMA, COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
+from raypipe.transform.fields import (
+    CHROMA,
+    COLUMN,
+    IMAGE,
+    LABEL,
+    VIEW,
+    MicroBatch,
+    Ragged,
+    in_group,
+)
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -49,7 +58,8 @@ _WITHOUT_NAMES = (IMAGE, LABEL, "mask", "boxes", "keypoints")
 def batch_digest(batch: MicroBatch) -> bytes:
     """16 bytes over place, index, weight, and all fields of one micro-batch."""
     fields = batch.arrays()
-    image, label = fields.get(IMAGE, _NO_IMAGE), fields[LABEL]
+    image = fields.get(IMAGE, _NO_IMAGE)
+    label = fields[LABEL]
     digest = hashlib.blake2b(f"{batch.position} {image.shape}".encode(), digest_size=16)
     arrays: list[Any] = [batch.index, label, batch.weight, image]
     if image.dtype != np.uint8:
@@ -64,9 +74,13 @@ def batch_digest(batch: MicroBatch) -> bytes:
         if "." not in name and name not in _WITHOUT_NAMES:
             digest.update(f"{name}\0{array.dtype}\0{array.shape}".encode())
             arrays.append(array)
-    encoded = [(name, batch.fields[name]) for name in (DATA, MAP) if name in batch.fields]
+    encoded = [
+        (name, batch.fields[name]) for name in (DATA, MAP) if name in batch.fields
+    ]
     for name, column in [*encoded, *sorted(in_group(batch.fields, COLUMN).items())]:
-        kind, values, offsets = column if isinstance(column, Ragged) else ("array", column, None)
+        kind, values, offsets = (
+            column if isinstance(column, Ragged) else ("array", column, None)
+        )
         digest.update(f"{name}\0{kind}\0{values.dtype}\0{values.shape}".encode())
         arrays += [array for array in (values, offsets) if array is not None]
     for array in arrays:
@@ -101,7 +115,9 @@ class MicroBatchDigest:
 def digested(batches: Iterable[MicroBatch]) -> Iterator[MicroBatchDigest]:
     """The digest of each micro-batch."""
     for batch in batches:
-        yield MicroBatchDigest(str(batch.position), batch_digest(batch), int((batch.weight > 0).sum()))
+        yield MicroBatchDigest(
+            str(batch.position), batch_digest(batch), int((batch.weight > 0).sum())
+        )
 
 
 def _consume(iterator: DataIterator) -> Iterator[list[MicroBatchDigest]]:
@@ -110,7 +126,9 @@ def _consume(iterator: DataIterator) -> Iterator[list[MicroBatchDigest]]:
         yield chunk
 
 
-def iterate_digests(plan: Plan, cursor: Cursor, iterators: Sequence[DataIterator]) -> Iterator[MicroBatchDigest]:
+def iterate_digests(
+    plan: Plan, cursor: Cursor, iterators: Sequence[DataIterator]
+) -> Iterator[MicroBatchDigest]:
     """Consume a stream with one process per rank; yield digests in the order of the plan.
 
     To end it at a step, end its plan there (`Plan.until`): all ranks, and the execution, then end together. It
@@ -128,17 +146,25 @@ def iterate_digests(plan: Plan, cursor: Cursor, iterators: Sequence[DataIterator
 
     consume: Any = ray.remote(num_cpus=0)(_consume).options(num_returns="streaming")
     # All ranks begin together.
-    ranks = [chain.from_iterable(map(get, consume.remote(iterator))) for iterator in iterators]
+    ranks = [
+        chain.from_iterable(map(get, consume.remote(iterator)))
+        for iterator in iterators
+    ]
     for at in plan.micro_batches(cursor):
         rank = at.micro % len(ranks)
         digest = next(ranks[rank], None)
         if digest is None or digest.name != str(at):
-            got = "ended" if digest is None else f"brought {digest.name}"
+            if digest is None:
+                got = "ended"
+            else:
+                got = f"brought {digest.name}"
             raise RaypipeError(f"rank {rank} expected {at}, the stream {got}")
         yield digest
     for rank, left in enumerate(ranks):
         if (digest := next(left, None)) is not None:
-            raise RaypipeError(f"rank {rank} expected the end, the stream brought {digest.name}")
+            raise RaypipeError(
+                f"rank {rank} expected the end, the stream brought {digest.name}"
+            )
 
 
 @dataclass(frozen=True)
@@ -154,7 +180,8 @@ class DigestFile:
         """Read the digests of a file; raise ConfigError if it does not exist."""
         content = read_json(address)
         try:
-            settings, micro_batches = dict(content["settings"]), dict(content["micro_batches"])
+            settings = dict(content["settings"])
+            micro_batches = dict(content["micro_batches"])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{address} holds no digests ({type(error).__name__}: {error}): make it by "
@@ -164,7 +191,10 @@ class DigestFile:
 
     def write(self) -> None:
         """Raises ConfigError if it cannot be written."""
-        write_json(self.address, {"settings": self.settings, "micro_batches": self.micro_batches})
+        write_json(
+            self.address,
+            {"settings": self.settings, "micro_batches": self.micro_batches},
+        )
 
 
 def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
@@ -183,9 +213,15 @@ def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
             f"nothing to compare: {expected.address} and this stream cover different steps (see "
             "--from-step, --to-step)"
         )
-    different = [name for name in both if found.micro_batches[name] != expected.micro_batches[name]]
+    different = [
+        name
+        for name in both
+        if found.micro_batches[name] != expected.micro_batches[name]
+    ]
     names = dict.fromkeys([*expected.settings, *found.settings])
-    values = {name: [expected.settings.get(name), found.settings.get(name)] for name in names}
+    values = {
+        name: [expected.settings.get(name), found.settings.get(name)] for name in names
+    }
     return {
         "equal": not different,
         "compared": len(both),
@@ -195,7 +231,9 @@ def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
     }
 
 
-def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, to_step: int) -> dict[str, Any]:
+def settings_of(
+    spec: StreamSpec, *, workers: int, actors: int, from_step: int, to_step: int
+) -> dict[str, Any]:
     """A stream's settings, as names and plain values; its range in training steps through all epochs."""
     val = spec.stores.get("val")
     settings = {
@@ -205,10 +243,19 @@ def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, 
         "val.fingerprint": val and val.fingerprint,
         "left_out": spec.plan.kept["train"].num_left_out,
         "val.left_out": spec.plan.kept["val"].num_left_out,
-        **{f"plan.{name}": value for name, value in dataclasses.asdict(spec.plan.config).items()},
-        **{f"transform.{name}": value for name, value in dataclasses.asdict(spec.transform).items()},
+        **{
+            f"plan.{name}": value
+            for name, value in dataclasses.asdict(spec.plan.config).items()
+        },
+        **{
+            f"transform.{name}": value
+            for name, value in dataclasses.asdict(spec.transform).items()
+        },
         **{f"column.{name}": kind for name, kind in spec.columns.described().items()},
-        **{f"ending.{split}": ending.described for split, ending in spec.endings.items()},
+        **{
+            f"ending.{split}": ending.described
+            for split, ending in spec.endings.items()
+        },
         "workers": workers,
         "actors": actors,
         "from_step": from_step,

@@ -45,12 +45,18 @@ class Pass(Iterator[Batch]):
     """
 
     def __init__(self, segment: Segment | None, source: _Source, turn: int) -> None:
-        self.segment, self.turn = segment, turn
+        self.segment = segment
+        self.turn = turn
         self.begun = False
         self._source = source
         self._num_taken = self._num_loops = 0
         self._was_left = False
-        self._len = (segment.num_steps - segment.first_step) * source.accumulation_steps if segment else 0
+        if segment:
+            self._len = (
+                segment.num_steps - segment.first_step
+            ) * source.accumulation_steps
+        else:
+            self._len = 0
 
     def __len__(self) -> int:
         """Micro-batches in all, those that were taken included."""

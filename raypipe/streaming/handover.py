@@ -113,17 +113,26 @@ def loader(
     check("raypipe.loader: augment", augment, AugmentConfig | Callable | None)
     if augment is not None and not isinstance(augment, AugmentConfig):
         ending = spec.endings.get("train")
-        augment = replace(AugmentConfig() if ending and ending.normalizes else PLAIN, module=augment)
+        augment = replace(
+            AugmentConfig() if ending and ending.normalizes else PLAIN, module=augment
+        )
     own_dir: str = check("raypipe.loader: run_dir", run_dir, str)  # a Path becomes text
     start_address: str = check("raypipe.loader: start_from", start_from, str)
-    for name, least, number in (("prefetch_factor", 1, prefetch_factor), ("keep_batches", 0, keep_batches)):
+    for name, least, number in (
+        ("prefetch_factor", 1, prefetch_factor),
+        ("keep_batches", 0, keep_batches),
+    ):
         check(f"raypipe.loader: {name}", number, Annotated[int, Limits(least, MAX_INT)])
-    rank, world_size, in_train = 0, 1, _in_train_worker()
+    rank = 0
+    world_size = 1
+    in_train = _in_train_worker()
     if in_train:
         context = ray.train.get_context()
-        rank, world_size = context.get_world_rank(), context.get_world_size()
+        rank = context.get_world_rank()
+        world_size = context.get_world_size()
     elif torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rank = torch.distributed.get_rank()
+        world_size = torch.distributed.get_world_size()
         if world_size > 1 and spec.pool.engine != "inline":
             raise ConfigError(
                 f"{world_size} processes outside of Ray Train do not share a stream that Ray makes: start them by "
@@ -135,7 +144,9 @@ def loader(
             "torch.distributed.init_process_group() before raypipe.loader, for the share of its rank"
         )
     spec.plan.check_workers(world_size)
-    device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
+    device = torch.device(
+        device or (ray.train.torch.get_device() if in_train else "cpu")
+    )
 
     most = max_actors  # once it is known, it stays: a stream that starts again gets the CPUs that it had
 
@@ -143,14 +154,24 @@ def loader(
 
     def open_at(start: Cursor, only: Segment | None = None) -> Feed:
         nonlocal most, again
-        part = replace(spec, plan=spec.plan.only(only)) if only else spec
+        if only:
+            part = replace(spec, plan=spec.plan.only(only))
+        else:
+            part = spec
         if spec.pool.engine == "inline":
             maker = MicroBatchMaker(part)
             batches = inline_batches(part, start, rank, world_size, maker)
             return Feed(batches, draws_globally=maker.draws_globally)
         give_back = _ask_for_room(spec.pool) if rank == 0 else lambda: None
         iterators, supervisor, most = _handed_round(
-            part, start, most, rank, world_size, in_train, apart=device.type == "cuda", again=again
+            part,
+            start,
+            most,
+            rank,
+            world_size,
+            in_train,
+            apart=device.type == "cuda",
+            again=again,
         )
         again = True
 
@@ -165,7 +186,9 @@ def loader(
             stop=functools.partial(stop_execution, supervisor),
             end=end,
             start_images=_START_IMAGES * most,
-            moves=functools.partial(_moved, supervisor, rank, world_size) if world_size > 1 else None,
+            moves=functools.partial(_moved, supervisor, rank, world_size)
+            if world_size > 1
+            else None,
         )
 
     first = latest_of_train()
@@ -182,7 +205,11 @@ def loader(
         dtype=dtype,
         prefetch_factor=prefetch_factor,
         keep_batches=keep_batches,
-        folder=open_filesystem(as_uri(own_dir)) if own_dir else _folder_of_train() if in_train else None,
+        folder=open_filesystem(as_uri(own_dir))
+        if own_dir
+        else _folder_of_train()
+        if in_train
+        else None,
         start_from=first,
     )
 
@@ -193,7 +220,8 @@ def _moved(supervisor: Any, rank: int, world_size: int, move: Move) -> bool:
     It waits for them no longer than `_AGREE_S`, and then reads on, as one that computes for so long does later.
     """
     supervisor.moves_to.remote(rank, world_size, move)
-    deadline, answer = time.monotonic() + _AGREE_S, "wait"
+    deadline = time.monotonic() + _AGREE_S
+    answer = "wait"
     while move.leaves and answer == "wait":
         time.sleep(0.05)
         answer = ray.get(supervisor.answer.remote(rank, time.monotonic() > deadline))
@@ -212,7 +240,9 @@ def _broadcast(handed: Any, rank: int, place: str, timeout_s: float) -> Any:
     quiet_broadcasts()  # it warns of more than 1,000 bytes; these are about 6,000, once
     if not place:
         return broadcast_from_rank_zero(handed)
-    waiting = ThreadPoolExecutor(1, "raypipe-handover").submit(broadcast_from_rank_zero, handed)
+    waiting = ThreadPoolExecutor(1, "raypipe-handover").submit(
+        broadcast_from_rank_zero, handed
+    )
     try:
         return waiting.result(timeout_s)
     except TimeoutError:
@@ -244,16 +274,21 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     """
     from raypipe.rayext.allocation import check_own, cluster_resources, worker_resources
 
-    config: Any = scaling_config  # an attribute of Ray Train's version 2 that its type lacks
+    # an attribute of Ray Train's version 2 that its type lacks
+    config: Any = scaling_config
     workers = config.num_workers
     if isinstance(workers, int):
-        spec.plan.check_workers(workers or 1)  # 0 = the train function runs in this process
+        spec.plan.check_workers(
+            workers or 1
+        )  # 0 = the train function runs in this process
     else:
         workers = min(workers)  # elastic
     if not ray.is_initialized():
         ray.init()
     take_console()
-    pool, per_worker, offer = spec.pool, worker_resources(config), cluster_resources()
+    pool = spec.pool
+    per_worker = worker_resources(config)
+    offer = cluster_resources()
     cpus = per_worker.get("CPU", 0.0)
     check_own(offer.cpus, workers, cpus, pool, offer.gpus, per_worker.get("GPU", 0.0))
     _make_room(workers * cpus + pool.least_actors * pool.cpus_per_actor)
@@ -281,12 +316,17 @@ def _handed_round(
         place = f"step {only.first_step} of the validation of epoch {only.epoch}"
     if rank == 0:
         connect()  # a loader outside of Ray Train may be the first here to need Ray
-        if in_train and max_actors is None and in_worker():  # a driver may also call its train function
+        if (
+            in_train and max_actors is None and in_worker()
+        ):  # a driver may also call its train function
             own = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
             check_own(cluster_resources().cpus, world_size, own, spec.pool)
         if world_size == 1:
             _make_room(spec.pool.least_actors * spec.pool.cpus_per_actor)
-        most = preflight(spec.pool).max_actors if max_actors is None else max_actors
+        if max_actors is None:
+            most = preflight(spec.pool).max_actors
+        else:
+            most = max_actors
         supervisor = start_supervisor(spec.run, spec.log_format)
         iterators = splits(
             spec,
@@ -298,7 +338,9 @@ def _handed_round(
         )
         handed = spec.plan.fingerprint, place, (iterators, supervisor, most)
     if in_train and world_size > 1:
-        handed = _broadcast(handed, rank, place if again else "", spec.pool.stall_timeout_s)
+        handed = _broadcast(
+            handed, rank, place if again else "", spec.pool.stall_timeout_s
+        )
     assert handed is not None
     plan, of_first, stream = handed
     if plan != spec.plan.fingerprint:
@@ -313,7 +355,11 @@ def _handed_round(
         )
     if in_train and in_worker():
         stream[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
-        if rank == 0 and (controller := own_controller()) and (process := process_of(controller)):
+        if (
+            rank == 0
+            and (controller := own_controller())
+            and (process := process_of(controller))
+        ):
             stream[1].joined.remote("controller", process)
     return stream
 
@@ -365,7 +411,9 @@ def _ask_for_room(pool: PoolConfig) -> Callable[[], None]:
 
 
 def _in_train_worker() -> bool:
-    if "ray.train" not in sys.modules:  # a train function's process has it; others need not wait 2 s for it
+    if (
+        "ray.train" not in sys.modules
+    ):  # a train function's process has it; others need not wait 2 s for it
         return False
     import ray.train.torch
 

@@ -20,7 +20,11 @@ from raypipe.transform.fields import MicroBatch
 
 
 def inline_batches(
-    spec: StreamSpec, cursor: Cursor, rank: int = 0, world_size: int = 1, maker: MicroBatchMaker | None = None
+    spec: StreamSpec,
+    cursor: Cursor,
+    rank: int = 0,
+    world_size: int = 1,
+    maker: MicroBatchMaker | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield a rank's micro-batches from a cursor on, made by pool.max_actors threads.
 
@@ -31,17 +35,25 @@ def inline_batches(
         maker: the stream's maker; None = a new one.
     """
     maker = maker or MicroBatchMaker(spec)
-    places = (at for at in spec.plan.micro_batches(cursor) if at.micro % world_size == rank)
+    places = (
+        at for at in spec.plan.micro_batches(cursor) if at.micro % world_size == rank
+    )
     if maker.draws_globally or not spec.pool.max_actors:
         return (maker.batch(at) for at in places)
     return _by_threads(spec, maker, places)
 
 
-def _by_threads(spec: StreamSpec, maker: MicroBatchMaker, places: Iterator[MicroBatchId]) -> Iterator[MicroBatch]:
+def _by_threads(
+    spec: StreamSpec, maker: MicroBatchMaker, places: Iterator[MicroBatchId]
+) -> Iterator[MicroBatch]:
     """Micro-batches in order, made ahead."""
-    makers = SimpleQueue[MicroBatchMaker]()  # those at rest: one serves a thread at a time
+    makers = SimpleQueue[
+        MicroBatchMaker
+    ]()  # those at rest: one serves a thread at a time
     makers.put(maker)
-    for _ in range(spec.pool.max_actors - 1):  # each with its own copy of the user's code, as actors have
+    for _ in range(
+        spec.pool.max_actors - 1
+    ):  # each with its own copy of the user's code, as actors have
         makers.put(MicroBatchMaker(replace(spec, transforms=copied(spec.transforms))))
 
     def batch(at: MicroBatchId) -> MicroBatch:
@@ -53,7 +65,9 @@ def _by_threads(spec: StreamSpec, maker: MicroBatchMaker, places: Iterator[Micro
 
     pool = ThreadPoolExecutor(spec.pool.max_actors, "raypipe-inline")
     try:
-        ahead = deque(pool.submit(batch, at) for at in islice(places, 2 * spec.pool.max_actors))
+        ahead = deque(
+            pool.submit(batch, at) for at in islice(places, 2 * spec.pool.max_actors)
+        )
         while ahead:
             yield ahead.popleft().result()
             ahead.extend(pool.submit(batch, at) for at in islice(places, 1))

@@ -66,8 +66,12 @@ def read_lmdb(
     Raises:
         StoreError, ConfigError: the store or a column is wrong.
     """
-    source = LMDBDatasource(path, columns=columns, target_column=target_column, trust_pickles=trust_pickles)
-    return ray.data.read_datasource(source, override_num_blocks=override_num_blocks, **read_options)
+    source = LMDBDatasource(
+        path, columns=columns, target_column=target_column, trust_pickles=trust_pickles
+    )
+    return ray.data.read_datasource(
+        source, override_num_blocks=override_num_blocks, **read_options
+    )
 
 
 class LMDBDatasource(Datasource):
@@ -82,10 +86,14 @@ class LMDBDatasource(Datasource):
         trust_pickles: bool = False,
     ) -> None:
         super().__init__()
-        options = store_options(target_column=target_column, trust_pickles=trust_pickles)
+        options = store_options(
+            target_column=target_column, trust_pickles=trust_pickles
+        )
         store = path if isinstance(path, LMDBStore) else open_store(path, **options)
         if not isinstance(store, LMDBStore):
-            raise ConfigError(f"{path} is not LMDB: see ray.data.read_parquet, read_webdataset and read_images")
+            raise ConfigError(
+                f"{path} is not LMDB: see ray.data.read_parquet, read_webdataset and read_images"
+            )
         self._store = store
         self._columns = tuple(self._store.columns if columns is None else columns)
         known = (*self._store.columns, *MADE_COLUMNS)
@@ -93,7 +101,9 @@ class LMDBDatasource(Datasource):
             if name not in known:
                 raise ConfigError(missing(self._store.address, name, known))
         if "class_name" in self._columns and not self._store.classes:
-            raise ConfigError(f"{self._store.address} has no class names: leave class_name out of the columns")
+            raise ConfigError(
+                f"{self._store.address} has no class names: leave class_name out of the columns"
+            )
         self._row_bytes = _mean_bytes(self._store, self._columns)
 
     def get_name(self) -> str:
@@ -103,7 +113,10 @@ class LMDBDatasource(Datasource):
         return len(self._store) * self._row_bytes
 
     def get_read_tasks(
-        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+        self,
+        parallelism: int,
+        per_task_row_limit: int | None = None,
+        data_context: Any = None,
     ) -> list[ReadTask]:
         num = max(1, min(parallelism, len(self._store)))
         bounds = np.linspace(0, len(self._store), num + 1).astype(np.int64).tolist()
@@ -111,7 +124,9 @@ class LMDBDatasource(Datasource):
         schema = self._table(np.arange(min(1, len(self._store)))).schema
         return [
             ReadTask(
-                functools.partial(_blocks, self._table, start, stop, rows, per_task_row_limit),
+                functools.partial(
+                    _blocks, self._table, start, stop, rows, per_task_row_limit
+                ),
                 BlockMetadata(
                     num_rows=stop - start,
                     size_bytes=(stop - start) * self._row_bytes,
@@ -124,7 +139,9 @@ class LMDBDatasource(Datasource):
         ]
 
     def _table(self, indices: np.ndarray) -> pa.Table:
-        stored = dict.fromkeys(name for name in self._columns if name in self._store.columns)
+        stored = dict.fromkeys(
+            name for name in self._columns if name in self._store.columns
+        )
         made = [name for name in self._columns if name not in stored]
         needed = dict(stored)
         if not set(made).isdisjoint(SIZE_COLUMNS):
@@ -135,20 +152,33 @@ class LMDBDatasource(Datasource):
         if "index" in made:
             values["index"] = indices
         if "name" in made:
-            values["name"] = pa.array([name_of(self._store, index) for index in indices.tolist()], pa.string())
+            values["name"] = pa.array(
+                [name_of(self._store, index) for index in indices.tolist()], pa.string()
+            )
         if "class_name" in made:
             names = self._store.classes or ()
-            known = (label if label is not None and 0 <= label < len(names) else None for label in values["label"])
-            values["class_name"] = pa.array([None if each is None else names[each] for each in known], pa.string())
+            known = (
+                label if label is not None and 0 <= label < len(names) else None
+                for label in values["label"]
+            )
+            values["class_name"] = pa.array(
+                [None if each is None else names[each] for each in known], pa.string()
+            )
         for name in made:
             if name in SIZE_COLUMNS:
                 sizes = [_size_of(image) for image in values["image"]]
-                values[name] = np.array([size[SIZE_COLUMNS.index(name)] for size in sizes], np.int64)
+                values[name] = np.array(
+                    [size[SIZE_COLUMNS.index(name)] for size in sizes], np.int64
+                )
         kinds = self._store.column_types
-        return pa.table({name: _arrow(values[name], kinds.get(name, "")) for name in self._columns})
+        return pa.table(
+            {name: _arrow(values[name], kinds.get(name, "")) for name in self._columns}
+        )
 
 
-def _blocks(table: Any, start: int, stop: int, rows: int, limit: int | None) -> Iterator[pa.Table]:
+def _blocks(
+    table: Any, start: int, stop: int, rows: int, limit: int | None
+) -> Iterator[pa.Table]:
     if limit is not None:
         stop = min(stop, start + limit)
     for first in range(start, stop, rows):

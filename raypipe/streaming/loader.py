@@ -45,7 +45,13 @@ from raypipe.streaming.moves import END, Move, place_of
 from raypipe.streaming.running import EXHAUSTED, GOES_ON, LEFT, Feed, Running
 from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.stateful import Stateful, latest_of_train, numbers_in, report, restore
+from raypipe.streaming.stateful import (
+    Stateful,
+    latest_of_train,
+    numbers_in,
+    report,
+    restore,
+)
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.views import makes_views
 
@@ -121,11 +127,15 @@ class Loader(Unlike, instead=_INSTEAD):
         if augment and (target := spec.columns.target):
             check_mixable(augment, target.dtype, target.shape)
         self.augment: DeviceAugment | None = None
-        self.rank, self.world_size = rank, world_size
-        self._spec, self._open_at, self._start_from = spec, open_at, start_from
+        self.rank = rank
+        self.world_size = world_size
+        self._spec = spec
+        self._open_at = open_at
+        self._start_from = start_from
         self._looked_at = set[Split]()
         self._lacks_weights = start_from is not None
-        self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
+        self._prefetch_factor = prefetch_factor
+        self.keep_batches = keep_batches
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
         self._decoding: Decoding | None = None
         if spec.transform.decode == "device":
@@ -142,9 +152,12 @@ class Loader(Unlike, instead=_INSTEAD):
         if augment:  # its imports take a second, in which the pool starts
             try:
                 views = makes_views(spec.transforms["train"])
-                targets, has_target = spec.transform.target_columns, spec.columns.has_target
+                targets = spec.transform.target_columns
+                has_target = spec.columns.has_target
                 dtype = self._ending.dtype
-                self.augment = DeviceAugment(augment, self.device, dtype, targets, views, has_target)
+                self.augment = DeviceAugment(
+                    augment, self.device, dtype, targets, views, has_target
+                )
                 check_module(spec.endings.get("train"), self.augment)
             except BaseException:  # its traceback refers to the loader
                 self.close()
@@ -158,16 +171,17 @@ class Loader(Unlike, instead=_INSTEAD):
         self._start = cursor = self.plan.normalized(cursor)
         self._in_step = 0  # batches of the training step under way, behind the cursor
         self._stand_at(cursor)
-        self._left: Split | None = (
-            None  # the split that the loop has left early, of the epoch that was handed out last
-        )
+        # the split that the loop has left early, of the epoch that was handed out last
+        self._left: Split | None = None
         self._turn += 1  # the number of the epoch that was handed out last
         self._has_begun = self._was_left = False
-        self._epoch, self._diagnosed = cursor.epoch - 1, cursor.epoch - 1
+        self._epoch = cursor.epoch - 1
+        self._diagnosed = cursor.epoch - 1
         # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
         self._training: weakref.ref[Pass] | None = None
         self._segments = _by_epoch(self.plan, cursor)
-        self._delivered: tuple[int, Split] | None = None  # turn and split of the last batch
+        # turn and split of the last batch
+        self._delivered: tuple[int, Split] | None = None
         # Whether the last batch was the epoch's last, if it ended a step of the training.
         self._ended_step: bool | None = None
         self._batches: Any = None  # an iterator of Batch
@@ -190,11 +204,19 @@ class Loader(Unlike, instead=_INSTEAD):
             only: the one segment that it brings; None = all from there on.
         """
         # Of the feed no more is held than these: its execution is to be collected once it has ended.
-        feed = self._open_at(start, only) if only else self._open_at(start)
+        if only:
+            feed = self._open_at(start, only)
+        else:
+            feed = self._open_at(start)
         self._supervisor = feed.supervisor
-        account, spec, plan = self.account, self._spec, self.plan.only(only) if only else self.plan
-        self._course = Course(plan.segments(start), plan.config.per_step, self.rank, self.world_size)
-        self._start_images, self._moves = feed.start_images, feed.moves
+        account = self.account
+        spec = self._spec
+        plan = self.plan.only(only) if only else self.plan
+        self._course = Course(
+            plan.segments(start), plan.config.per_step, self.rank, self.world_size
+        )
+        self._start_images = feed.start_images
+        self._moves = feed.moves
         account.actors = feed.actors
         account.readers = int(feed.supervisor is not None and "train" in spec.readers())
         self._batches = on_device(
@@ -208,12 +230,22 @@ class Loader(Unlike, instead=_INSTEAD):
             decode=self._decoding,
         )
         close = functools.partial(_close, self._running, feed.stop)
-        closes = (functools.partial(close, generator) for generator in (feed.batches, self._batches))
-        ends: list[Callable[[], object]] = [feed.end, account.exported.end, account.chronicle.unfollow, *closes]
+        closes = (
+            functools.partial(close, generator)
+            for generator in (feed.batches, self._batches)
+        )
+        ends: list[Callable[[], object]] = [
+            feed.end,
+            account.exported.end,
+            account.chronicle.unfollow,
+            *closes,
+        ]
         if feed.supervisor is not None:
             sentry = Sentry(feed.supervisor, self.rank, account.chronicle.waited_s)
             sentry.start()
-            ends.insert(1, sentry.stop)  # before its Supervisor ends, and after the last wait for a batch
+            ends.insert(
+                1, sentry.stop
+            )  # before its Supervisor ends, and after the last wait for a batch
         self._running.begin(feed.supervisor, *ends)
         account.chronicle.follow(self._supervisor)
 
@@ -232,7 +264,10 @@ class Loader(Unlike, instead=_INSTEAD):
         All ranks iterate it. Where actors make the stream, they start again for it, and then for the training.
         """
         epoch = max(0, self._epoch)
-        segment = Segment("val", epoch, 0, self.plan.val_steps) if self.plan.val_steps else None
+        if self.plan.val_steps:
+            segment = Segment("val", epoch, 0, self.plan.val_steps)
+        else:
+            segment = None
         return Pass(segment, self, -1)
 
     def _stand_at(self, cursor: Cursor) -> None:
@@ -243,20 +278,23 @@ class Loader(Unlike, instead=_INSTEAD):
     def _next_epoch(self) -> Epoch:
         """Leave the epoch that was handed out last, if there is one, and hand out the next."""
         if self._was_left:
-            self._was_left, self._segments = False, _by_epoch(self.plan, self.cursor)
+            self._was_left = False
+            self._segments = _by_epoch(self.plan, self.cursor)
         elif self._has_begun:
             self._leave_epoch()
         else:
             self._has_begun = True
             self._begin_record()
         self._turn += 1
-        self._left = None  # nothing of the new epoch was left, and no step of it has begun
+        # nothing of the new epoch was left, and no step of it has begun
+        self._left = None
         self._in_step = 0
         number, of_split = next(self._segments, (-1, {}))
         if number < 0:
             self._end()
             raise StopIteration
-        self._epoch, self._segments_of_epoch = number, of_split
+        self._epoch = number
+        self._segments_of_epoch = of_split
         train = Pass(of_split.get("train"), self, self._turn)
         self._training = weakref.ref(train)
         return Epoch(number, train, Pass(of_split.get("val"), self, self._turn))
@@ -265,8 +303,14 @@ class Loader(Unlike, instead=_INSTEAD):
         self._settle()
         if self.cursor.epoch <= self._epoch:
             train = self._segments_of_epoch.get("train")
-            last = train.num_steps if train else self.plan.steps_per_epoch
-            after = (self._epoch + 1, 0) if "val" in self._segments_of_epoch else (self._epoch, last)
+            if train:
+                last = train.num_steps
+            else:
+                last = self.plan.steps_per_epoch
+            if "val" in self._segments_of_epoch:
+                after = (self._epoch + 1, 0)
+            else:
+                after = (self._epoch, last)
             self._stand_at(Cursor(*after, self.plan.fingerprint))
         self._diagnose(self._epoch)
 
@@ -275,10 +319,14 @@ class Loader(Unlike, instead=_INSTEAD):
         if self._running.why is None:
             stands = self._course.next
             if stands is None:
-                assert next(self._batches, None) is None, "the stream is longer than the plan"
+                assert next(self._batches, None) is None, (
+                    "the stream is longer than the plan"
+                )
                 if self._moves:
                     self._moves(Move(END, END))
-            elif self._moves and not self._moves(Move(place_of(stands), END, leaves=True)):
+            elif self._moves and not self._moves(
+                Move(place_of(stands), END, leaves=True)
+            ):
                 while self._course.next:
                     self._discard()
             self._running.end(EXHAUSTED)
@@ -289,19 +337,32 @@ class Loader(Unlike, instead=_INSTEAD):
         self._running.end(LEFT)
 
     def _begin_record(self) -> None:
-        at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
-        begins = {"workers": self.world_size, "actors": self.account.actors, "from_step": self.global_step}
+        at = self.cursor
+        total = self.plan.config.epochs * self.plan.steps_per_epoch
+        begins = {
+            "workers": self.world_size,
+            "actors": self.account.actors,
+            "from_step": self.global_step,
+        }
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
 
         def settings() -> dict[str, Any]:
             of_stream = settings_of(self._spec, **begins, to_step=total)
-            return of_stream | (settings_of_device(self._user_augment) if self._user_augment else {})
+            return of_stream | (
+                settings_of_device(self._user_augment) if self._user_augment else {}
+            )
 
         self.account.chronicle.begin(validates, settings, self._supervisor)
 
     def _left_early(self, of: Pass) -> None:
-        is_now = of.segment is not None and of.turn == self._turn  # a forgotten loop may end at any later time
-        if of.segment and is_now and (of.segment.split == "train" or self._is_at_end(of)):
+        is_now = (
+            of.segment is not None and of.turn == self._turn
+        )  # a forgotten loop may end at any later time
+        if (
+            of.segment
+            and is_now
+            and (of.segment.split == "train" or self._is_at_end(of))
+        ):
             self._left = of.segment.split
 
     @property
@@ -312,15 +373,26 @@ class Loader(Unlike, instead=_INSTEAD):
         exception that is being handled, nor by leaving the loop over the epochs), it is after them.
         """
         cursor = self.cursor
-        if self._left and cursor.epoch == self._epoch and not self._was_left and sys.exc_info()[0] is None:
+        if (
+            self._left
+            and cursor.epoch == self._epoch
+            and not self._was_left
+            and sys.exc_info()[0] is None
+        ):
             is_val = self._left == "val"
-            cursor = Cursor(cursor.epoch + is_val, 0 if is_val else self.plan.steps_per_epoch, cursor.fingerprint)
+            cursor = Cursor(
+                cursor.epoch + is_val,
+                0 if is_val else self.plan.steps_per_epoch,
+                cursor.fingerprint,
+            )
         return self.plan.normalized(cursor)
 
     @property
     def num_beyond(self) -> int:
         """Batches that this rank was handed beyond `place`: some of a training step's."""
-        return self._in_step if self.place == self.plan.normalized(self.cursor) else 0
+        if self.place == self.plan.normalized(self.cursor):
+            return self._in_step
+        return 0
 
     def state_dict(self) -> dict[str, Any]:
         """The run's place after the last step of which all batches were handed out; plain numbers and text.
@@ -361,8 +433,13 @@ class Loader(Unlike, instead=_INSTEAD):
             ConfigError: a part is sharded, or its state has other things than tensors and plain values.
         """
         # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
-        metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
-        with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
+        metrics = {
+            name: value.item() if hasattr(value, "item") else value
+            for name, value in metrics.items()
+        }
+        with self.account.saving(
+            lambda: "Ray Train writes it, or other ranks have not reported yet"
+        ):
             report(metrics, parts, self.rank, self.place, self.described())
         if self._lacks_weights and self.rank == 0:
             _logger.warning(
@@ -379,7 +456,9 @@ class Loader(Unlike, instead=_INSTEAD):
     def described(self, model: str = "") -> dict[str, Any]:
         """Describe the inputs of a model of this name that the loop trains, for its checkpoints."""
         augment = self._user_augment
-        if self.augment and not self._spec.endings:  # with the normalization of its module
+        if (
+            self.augment and not self._spec.endings
+        ):  # with the normalization of its module
             augment = self.augment.config
         return input_of(self._spec, augment, model)
 
@@ -392,7 +471,9 @@ class Loader(Unlike, instead=_INSTEAD):
         Train counts as a preemption, and the trainers are started again. Ray gives notices from version 2.60
         on; before that, it is False.
         """
-        return self.notice.agreed(self.rank, at_end=self.cursor.step in (0, self.plan.steps_per_epoch))
+        return self.notice.agreed(
+            self.rank, at_end=self.cursor.step in (0, self.plan.steps_per_epoch)
+        )
 
     def restore(self, **parts: Stateful) -> None:
         """Load the states of the latest checkpoint into the parts; nothing where there is none.
@@ -467,14 +548,17 @@ class Loader(Unlike, instead=_INSTEAD):
         """A pass's micro-batch of a number."""
         segment = of.segment
         assert segment
-        split, epoch = segment.split, segment.epoch
+        split = segment.split
+        epoch = segment.epoch
         if split == "train" and of.turn != self._turn:
             raise RaypipeError(
                 f"the rest of epoch {epoch}'s train batches was skipped when the next epoch was asked for, or "
                 "load_state_dict was called: take an epoch's training before the next epoch"
             )
         steps, turn = divmod(number, self.accumulation_steps)
-        at = MicroBatchId(split, epoch, segment.first_step + steps, self.rank + turn * self.world_size)
+        at = MicroBatchId(
+            split, epoch, segment.first_step + steps, self.rank + turn * self.world_size
+        )
         ends_step = turn + 1 == self.accumulation_steps
         is_last = number + 1 == len(of)
         is_at_end = split == "val" and self._is_at_end(of)
@@ -486,10 +570,13 @@ class Loader(Unlike, instead=_INSTEAD):
             batch = self._next(at, is_at_end and of.turn == self._turn)
         except BaseException as error:  # it may be Ctrl-C
             self._running.end(f"its next batch failed with {type(error).__name__}")
-            _close(self._running, lambda: None, self._batches)  # another thread could not
+            _close(
+                self._running, lambda: None, self._batches
+            )  # another thread could not
             raise
         if split == "train":
-            self._left, self._in_step = None, 0 if ends_step else turn + 1
+            self._left = None
+            self._in_step = 0 if ends_step else turn + 1
         elif self._left and is_at_end:
             self._left = "train"
         if ends_step and split == "train":
@@ -525,7 +612,10 @@ class Loader(Unlike, instead=_INSTEAD):
         self._settle()
         self.account.export(self.cursor)
         if of.segment and of.turn == self._turn:
-            is_end = self._is_at_end(of) if of.segment.split == "val" else not self.plan.has_val(of.segment.epoch)
+            if of.segment.split == "val":
+                is_end = self._is_at_end(of)
+            else:
+                is_end = not self.plan.has_val(of.segment.epoch)
             if is_end:
                 self._diagnose(of.segment.epoch)
 
@@ -539,7 +629,10 @@ class Loader(Unlike, instead=_INSTEAD):
         account = self.account
         self._running.reader = threading.get_ident()
         asked = account.asked()
-        thing = str(expected) if self.first_batch_s else "the first batch"
+        if self.first_batch_s:
+            thing = str(expected)
+        else:
+            thing = "the first batch"
         # It is kept a little longer than the wait, and must not hold the loader.
         awaited = functools.partial(Loader._awaited, weakref.proxy(self))
         with account.chronicle.waiting(thing, awaited, is_batch=True):
@@ -549,12 +642,19 @@ class Loader(Unlike, instead=_INSTEAD):
             self._check_running()
         arrived = account.arrived(expected.split, asked)
         if batch is None or batch.position != expected:
-            got = "ended" if batch is None else f"brought {batch.position}"
+            if batch is None:
+                got = "ended"
+            else:
+                got = f"brought {batch.position}"
             raise RaypipeError(
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
         self._course.take()
-        log_place(split=expected.split, epoch=expected.epoch, step=self.plan.step_of_split(expected))
+        log_place(
+            split=expected.split,
+            epoch=expected.epoch,
+            step=self.plan.step_of_split(expected),
+        )
         if self.account.exported.is_due():
             account.export(self.cursor)
         account.num_bad += batch.num_bad
@@ -566,7 +666,9 @@ class Loader(Unlike, instead=_INSTEAD):
         if self._ending.does(expected.split) and not is_recorded:
             batch = self._ending(batch)
         elif self.augment is not None:
-            batch = self.augment.of_batch(batch, account.strength(self.plan.global_step(expected)))
+            batch = self.augment.of_batch(
+                batch, account.strength(self.plan.global_step(expected))
+            )
         num_images = int((batch.index >= 0).sum())
         account.handed_out(
             expected.split,
@@ -582,7 +684,10 @@ class Loader(Unlike, instead=_INSTEAD):
         """Check the dtype of a split's images, at its first batch, and say where floats travel."""
         split = batch.position.split
         self._looked_at.add(split)
-        if not batch.image.is_floating_point() or self._spec.transform.decode_as == "array":
+        if (
+            not batch.image.is_floating_point()
+            or self._spec.transform.decode_as == "array"
+        ):
             return
         ending = self._spec.endings.get(split)
         check_floats(ending, split)
@@ -591,7 +696,9 @@ class Loader(Unlike, instead=_INSTEAD):
                 "transform.%s returns float images, which are taken as they are: float32 travels, four times the "
                 "bytes of uint8%s",
                 split,
-                ", and augment.mean and augment.std apply to them" if self.augment and not ending else "",
+                ", and augment.mean and augment.std apply to them"
+                if self.augment and not ending
+                else "",
             )
 
     def _awaited(self) -> str:
@@ -608,7 +715,10 @@ class Loader(Unlike, instead=_INSTEAD):
         Args:
             goes_on: whether the next epoch comes after a validation.
         """
-        num = self._course.before(at) if self._running.why is None else None
+        if self._running.why is None:
+            num = self._course.before(at)
+        else:
+            num = None
         if num is None or not self._reads_on(at, num):
             self._seek(at, goes_on)
             num = self._course.before(at)
@@ -618,37 +728,48 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def _reads_on(self, at: MicroBatchId, num: int) -> bool:
         """Return whether to read on, over a number of batches, and not to start again behind them."""
-        is_far = num * self.world_size * self.plan.config.micro_batch_size > self._start_images
+        is_far = (
+            num * self.world_size * self.plan.config.micro_batch_size
+            > self._start_images
+        )
         stands = self._course.next
         if not self._moves or stands is None:
             return not is_far
-        if num or self._course.is_at_start:  # where batches come one after the other, nobody needs to know
+        if (
+            num or self._course.is_at_start
+        ):  # where batches come one after the other, nobody needs to know
             return not self._moves(Move(place_of(stands), place_of(at), leaves=is_far))
         return True
 
     def _seek(self, at: MicroBatchId, goes_on: bool) -> None:
         """Start the stream again, at the step of a micro-batch."""
         self._running.end(LEFT)
-        fingerprint, num_steps = self.plan.fingerprint, self.plan.steps_per_epoch
+        fingerprint = self.plan.fingerprint
+        num_steps = self.plan.steps_per_epoch
         if at.split == "train":
             self._open(Cursor(at.epoch, at.step, fingerprint))
         elif goes_on and at.step == 0:
             self._open(Cursor(at.epoch, num_steps, fingerprint))
         else:
             self._open(
-                Cursor(at.epoch, num_steps, fingerprint), Segment("val", at.epoch, at.step, self.plan.val_steps)
+                Cursor(at.epoch, num_steps, fingerprint),
+                Segment("val", at.epoch, at.step, self.plan.val_steps),
             )
 
     def _discard(self) -> None:
         if next(self._batches, None) is None:
             self._check_running()
-            raise RaypipeError(f"rank {self.rank}: the stream ended early: please report this as a bug")
+            raise RaypipeError(
+                f"rank {self.rank}: the stream ended early: please report this as a bug"
+            )
         self._course.take()
 
 
 def _by_epoch(plan: Plan, cursor: Cursor) -> Iterator[tuple[int, dict[Split, Segment]]]:
     """The segments from a place on, by epoch."""
-    for number, segments in groupby(plan.segments(cursor), lambda segment: segment.epoch):
+    for number, segments in groupby(
+        plan.segments(cursor), lambda segment: segment.epoch
+    ):
         yield number, {segment.split: segment for segment in segments}
 
 

@@ -24,7 +24,14 @@ from raypipe.plan.samplers import Draws
 from raypipe.storage.patience import outages_s
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
-from raypipe.streaming.remake import NUM_REMADE, Probe, check_probe, check_remade, copied, digest_of
+from raypipe.streaming.remake import (
+    NUM_REMADE,
+    Probe,
+    check_probe,
+    check_remade,
+    copied,
+    digest_of,
+)
 from raypipe.transform.batch import (
     FIRST_ATTEMPT,
     NUM_SUBSTITUTES,
@@ -79,7 +86,9 @@ class MicroBatchMaker:
     """
 
     def __init__(self, spec: StreamSpec) -> None:
-        self.plan, self._spec, self._stores = spec.plan, spec, spec.stores
+        self.plan = spec.plan
+        self._spec = spec
+        self._stores = spec.stores
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
@@ -93,15 +102,24 @@ class MicroBatchMaker:
 
     def _transform(self, at: MicroBatchId, draws: Draws) -> MicroBatchTransform:
         """Return the transform for a micro-batch's image size; make it if that size is new."""
-        split, spec, buckets = at.split, self._spec, self.plan.config.sides_in(at.split)
+        split = at.split
+        spec = self._spec
+        buckets = self.plan.config.sides_in(at.split)
         bucket = buckets[draws.buckets[0]] if buckets else None
         size = size_in(spec.transform, split, at.epoch, bucket)
         if (split, size) not in self._transforms:
-            store, code, columns = spec.stores[split], spec.transforms[split], spec.columns
-            sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
+            store = spec.stores[split]
+            code = spec.transforms[split]
+            columns = spec.columns
+            if has_sizes(spec.transform, split, buckets):
+                sides = sides_of(size)
+            else:
+                sides = None
 
             def content(code: Any, columns: SampleColumns) -> Content:
-                return Content(code, spec.transform, columns, size, sides, spec.pool.kernel_threads)
+                return Content(
+                    code, spec.transform, columns, size, sides, spec.pool.kernel_threads
+                )
 
             made = self._transforms[split, size] = MicroBatchTransform(
                 content(code, columns),
@@ -111,22 +129,32 @@ class MicroBatchMaker:
                 sample_name=functools.partial(name_of, store),
                 probe=functools.partial(self._first_samples, split),
             )
-            if made.content.has_user_code and split not in (*self._unchecked, *self._checked):
+            if made.content.has_user_code and split not in (
+                *self._unchecked,
+                *self._checked,
+            ):
                 if isinstance(code, str) and ":" in code:  # it may name an object
                     code = build_transform(code, size)
                 # Before its first use, of which it may keep something.
-                code, columns = copied(code), replace(columns, function=copied(columns.function))
+                code, columns = (
+                    copied(code),
+                    replace(columns, function=copied(columns.function)),
+                )
                 self._unchecked[split] = lambda: content(copied(code), columns)
         return self._transforms[split, size]
 
     @property
     def draws_globally(self) -> bool:
         """True if a transform draws from generators of the process."""
-        return any(transform.content.draws_globally for transform in self._transforms.values())
+        return any(
+            transform.content.draws_globally for transform in self._transforms.values()
+        )
 
     def batch(self, at: MicroBatchId) -> MicroBatch:
         """Make one micro-batch in a process shared with the user, and record its bad samples."""
-        with process_kept(self.draws_globally):  # the first compares with the validation
+        with process_kept(
+            self.draws_globally
+        ):  # the first compares with the validation
             outcome = self.make(at)
         self.settle(outcome)
         return outcome.batch
@@ -151,19 +179,32 @@ class MicroBatchMaker:
             The micro-batches, and the memory of them all; None = each has its own, since images differ in size.
         """
         draws = self.plan.draw_block(places)
-        transform, *others = {self._transform(at, draws.at(number)) for number, at in enumerate(places)}
-        memory = None if others else BlockMemory(transform.content.fields, len(places))
-        at_once = 1 if memory is None else memory.num_within(_AT_ONCE_BYTES, draws.indices.shape[1])
+        transform, *others = {
+            self._transform(at, draws.at(number)) for number, at in enumerate(places)
+        }
+        if others:
+            memory = None
+        else:
+            memory = BlockMemory(transform.content.fields, len(places))
+        if memory is None:
+            at_once = 1
+        else:
+            at_once = memory.num_within(_AT_ONCE_BYTES, draws.indices.shape[1])
         outcomes = list[Outcome]()
         while len(outcomes) < len(places):
             first = len(outcomes)
             knowledge = attempt(places[first])
-            num = self._num_alike(places[first : first + at_once]) if knowledge is FIRST_ATTEMPT else 1
+            if knowledge is FIRST_ATTEMPT:
+                num = self._num_alike(places[first : first + at_once])
+            else:
+                num = 1
             part = slice(first, first + num)
             read = Samples.joined(reads[part]) if reads else None
             share = len(places[part]) / len(places)
             spent = _Reading(read_s * share, outage_s * share)
-            outcomes += self._make(places[part], draws.at(part), read, spent, knowledge, memory)
+            outcomes += self._make(
+                places[part], draws.at(part), read, spent, knowledge, memory
+            )
         return outcomes, memory
 
     def make(
@@ -200,37 +241,56 @@ class MicroBatchMaker:
             read, spent: their k·B samples, by a reader, and its time for them.
             memory: memory for their arrays; None = new memory.
         """
-        started, first, num = time.perf_counter(), places[0], len(places)
+        started = time.perf_counter()
+        first = places[0]
+        num = len(places)
         transform = self._transform(first, draws.at(0))
         transform.content.weaken(self._strength(first))
         outage_before_s = outages_s()
         self._log_place(first)
         self._attempt = attempt
         flat = Draws(*(column.ravel() for column in draws))
-        samples = self._samples(first.split, flat.indices, attempt) if read is None else read
         if read is None:
-            spent = _Reading(time.perf_counter() - started, outages_s() - outage_before_s)
+            samples = self._samples(first.split, flat.indices, attempt)
+        else:
+            samples = read
+        if read is None:
+            spent = _Reading(
+                time.perf_counter() - started, outages_s() - outage_before_s
+            )
 
         def substitutes(row: int) -> Iterator[Candidate]:
-            of_row, at = flat.at(slice(row, row + 1)), places[row * num // len(flat.indices)]
+            of_row = flat.at(slice(row, row + 1))
+            at = places[row * num // len(flat.indices)]
             for number in range(NUM_SUBSTITUTES):
                 index = self.plan.substitute(at, int(of_row.indices[0]), number)
                 k0, k1 = self.plan.substitute_keys(at.split, of_row, index)[0].tolist()
                 yield functools.partial(self._read, at.split, index), index, (k0, k1)
 
         keys = self.plan.sample_keys(first.split, flat)
-        rows, bad = transform.run(samples, flat.indices, keys, substitutes, attempt, memory, num)
+        rows, bad = transform.run(
+            samples, flat.indices, keys, substitutes, attempt, memory, num
+        )
         if first.split in self._unchecked and attempt is FIRST_ATTEMPT:
-            good = [row for row in np.flatnonzero(rows.weight)[:NUM_REMADE].tolist() if row not in bad]
+            good = [
+                row
+                for row in np.flatnonzero(rows.weight)[:NUM_REMADE].tolist()
+                if row not in bad
+            ]
             if good:
-                of = next(of for of, each in self._transforms.items() if each is transform)
+                of = next(
+                    of for of, each in self._transforms.items() if each is transform
+                )
                 self._remake(of, rows, good, samples, keys, self._strength(first))
         if first == _FIRST and not attempt.before_sample:
             self._compare_with_val(transform.content.image_shape)
         outcomes = list[Outcome]()
         for number, at in enumerate(places):
-            part, fields = rows.part(number), rows.finish(number)
-            records = [record for row, record in bad.items() if part.start <= row < part.stop]
+            part = rows.part(number)
+            fields = rows.finish(number)
+            records = [
+                record for row, record in bad.items() if part.start <= row < part.stop
+            ]
             work_s = (time.perf_counter() - started) / num
             batch = MicroBatch(
                 at,
@@ -249,14 +309,21 @@ class MicroBatchMaker:
         """The strength of a micro-batch's transform; a validation's is whole."""
         if at.split == "val":
             return 1.0
-        return self._spec.transform.strength_at(self.plan.progress(self.plan.global_step(at)))
+        return self._spec.transform.strength_at(
+            self.plan.progress(self.plan.global_step(at))
+        )
 
     def _num_alike(self, places: Sequence[MicroBatchId]) -> int:
         """Count the first of some places that have one strength."""
         if not isinstance(self._spec.transform.strength, tuple):
             return len(places)
         strengths = list(map(self._strength, places))
-        return sum(1 for _ in itertools.takewhile(lambda strength: strength == strengths[0], strengths))
+        return sum(
+            1
+            for _ in itertools.takewhile(
+                lambda strength: strength == strengths[0], strengths
+            )
+        )
 
     def _remake(
         self,
@@ -268,7 +335,8 @@ class MicroBatchMaker:
         strength: float,
     ) -> None:
         """Make some rows again; raises ConfigError as `check_remade`."""
-        split, pool = of[0], self._spec.pool
+        split = of[0]
+        pool = self._spec.pool
         new_content = self._unchecked.pop(split)
         self._checked.add(split)
         has_threads = pool.engine == "inline" and not self.draws_globally
@@ -280,13 +348,23 @@ class MicroBatchMaker:
         def new_maker() -> Callable[[int], dict[str, Any]]:
             content = new_content()
             content.weaken(strength)
-            return lambda number: _fields_of(content, sample_of(number), keys[good[number]].tolist())
+            return lambda number: _fields_of(
+                content, sample_of(number), keys[good[number]].tolist()
+            )
 
         first = [rows.sample(row) for row in good]
-        check_remade(first, new_maker, self._title(split), pool.max_actors if has_threads else 1)
+        check_remade(
+            first, new_maker, self._title(split), pool.max_actors if has_threads else 1
+        )
         sample = sample_of(0)
-        kept = sample._replace(image=bytes(sample.image or b""), columns=dict(sample.columns))
-        self.probes.append(Probe(of, kept, tuple(keys[good[0]].tolist()), digest_of(first[0]), strength))
+        kept = sample._replace(
+            image=bytes(sample.image or b""), columns=dict(sample.columns)
+        )
+        self.probes.append(
+            Probe(
+                of, kept, tuple(keys[good[0]].tolist()), digest_of(first[0]), strength
+            )
+        )
 
     def check_probe(self, probe: Probe) -> str:
         """Compare a sample of another process with this one's; see `remake.check_probe`."""
@@ -307,8 +385,13 @@ class MicroBatchMaker:
         self, split: Split, indices: np.ndarray, attempt: Attempt
     ) -> Samples | list[Callable[[], EncodedSample]]:
         """The samples of a micro-batch: read, or to be read one by one."""
-        if attempt.before_sample:  # each by itself, once it is announced: to read it may be what kills
-            return [functools.partial(self._read, split, index) for index in indices.tolist()]
+        if (
+            attempt.before_sample
+        ):  # each by itself, once it is announced: to read it may be what kills
+            return [
+                functools.partial(self._read, split, index)
+                for index in indices.tolist()
+            ]
         wanted = indices.copy()
         if attempt.bad:  # it would not come back
             wanted[np.isin(indices, list(attempt.bad))] = PADDING
@@ -323,14 +406,17 @@ class MicroBatchMaker:
         Raises:
             ConfigError: one of the sizes is not set: a preset has the default size.
         """
-        config, transforms = self._spec.transform, self._spec.transforms
+        config = self._spec.transform
+        transforms = self._spec.transforms
         if "val" not in transforms or all(map(is_preset, transforms.values())):
             return
         # Also where no sizes are compared: a validation that cannot be made is found before the first epoch.
         at = MicroBatchId("val", 0, 0, 0)
         self.make(at, num_rows=_NUM_TRIED)
         val = self._transform(at, self.plan.draw(at)).content.image_shape
-        has_size = shape and not has_sizes(config, "train", self.plan.config.bucket_sides)
+        has_size = shape and not has_sizes(
+            config, "train", self.plan.config.bucket_sides
+        )
         if not has_size or not val or val[:2] == shape[:2]:
             return
         words = (
@@ -358,7 +444,9 @@ class MicroBatchMaker:
         log_place(split=at.split, epoch=at.epoch, step=self.plan.step_of_split(at))
 
     def _read(self, split: Split, index: int) -> EncodedSample:
-        return read_samples(self._stores[split], np.array([index]), self._spec.wanted)[0]
+        return read_samples(self._stores[split], np.array([index]), self._spec.wanted)[
+            0
+        ]
 
     def _first_samples(self, split: Split) -> Iterator[EncodedSample]:
         kept = self.plan.kept[split]
@@ -369,16 +457,22 @@ class MicroBatchMaker:
                 yield self._read(split, index)
 
 
-def _fields_of(content: Content, sample: EncodedSample, key: tuple[int, int]) -> dict[str, Any]:
+def _fields_of(
+    content: Content, sample: EncodedSample, key: tuple[int, int]
+) -> dict[str, Any]:
     """The fields of a sample as a micro-batch has them."""
     rows = Rows(BlockMemory(content.fields), 1)
     rows.put(0, 0, content.one(sample, key))
     return rows.sample(0)
 
 
-def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], str]) -> None:
+def check_labels(
+    labels: np.ndarray, num_classes: int, title: Callable[[int], str]
+) -> None:
     """Raise ConfigError where one of int64 (B,) is outside [0, num_classes); `title` names the sample of a row."""
-    for row in np.flatnonzero(((labels < 0) | (labels >= num_classes)) & (labels != NO_LABEL)).tolist():
+    for row in np.flatnonzero(
+        ((labels < 0) | (labels >= num_classes)) & (labels != NO_LABEL)
+    ).tolist():
         raise ConfigError(
             f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set train.num_classes, or "
             "fix the store"
@@ -400,5 +494,8 @@ def try_samples(spec: StreamSpec, num_classes: int) -> None:
     for split, store in spec.stores.items():
         batch = maker.make(MicroBatchId(split, 0, 0, 0), num_rows=_NUM_TRIED).batch
         if spec.columns.target is None:
-            titles = [title_of(store.address, i, name_of(store, i)) for i in batch.index.tolist()]
+            titles = [
+                title_of(store.address, i, name_of(store, i))
+                for i in batch.index.tolist()
+            ]
             check_labels(batch[LABEL], num_classes, titles.__getitem__)

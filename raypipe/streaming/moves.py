@@ -59,7 +59,8 @@ class Moves:
             self._takes.setdefault(validation, set()).add(rank)
         elif move.stands <= validation < move.goes:
             self._skips.setdefault(validation, set()).add(rank)
-        takes, skips = self._takes.get(validation), self._skips.get(validation)
+        takes = self._takes.get(validation)
+        skips = self._skips.get(validation)
         if self._told or not (takes and skips):
             return ""
         self._told = True
@@ -79,9 +80,14 @@ class Moves:
         if own is None:  # the process that knew has died
             return "read on"
         others = [move for of, move in self._last.items() if of != rank]
-        if all(self._agrees(own, move) for move in others) and len(others) == self._world_size - 1:
+        if (
+            all(self._agrees(own, move) for move in others)
+            and len(others) == self._world_size - 1
+        ):
             return "leave"
-        if is_last or not all(self._agrees(own, move) or self._is_past(own, move) for move in others):
+        if is_last or not all(
+            self._agrees(own, move) or self._is_past(own, move) for move in others
+        ):
             self._last[rank] = own._replace(leaves=False)
             return "read on"
         return "wait"

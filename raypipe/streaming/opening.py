@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.config import ColumnOptions, PlanConfig, PoolConfig, RunConfig, TransformConfig, column_options
+from raypipe.config import (
+    ColumnOptions,
+    PlanConfig,
+    PoolConfig,
+    RunConfig,
+    TransformConfig,
+    column_options,
+)
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 from raypipe.mistakes import checks_keywords
@@ -23,7 +30,12 @@ from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
 from raypipe.streaming.planning import PerSource, make_plan, select
 from raypipe.streaming.spec import StreamSpec, Transform
-from raypipe.transform.checks import check_follows, check_sizes, check_strength, check_transforms
+from raypipe.transform.checks import (
+    check_follows,
+    check_sizes,
+    check_strength,
+    check_transforms,
+)
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import MakeColumns, SampleColumns
 from raypipe.transform.fields import LABEL
@@ -88,7 +100,10 @@ def open_stream(
     options = store_options(image_column, target_column or "", trust_pickles)
     index = join(split(quarantine)[0], "index") if quarantine else ""
     train_store = open_stores(train, options, plan.shuffle, index)
-    val_store = None if val is None else _opened(val, options, plan.shuffle, index)
+    if val is None:
+        val_store = None
+    else:
+        val_store = _opened(val, options, plan.shuffle, index)
     if in_memory:
         train_store = _in_memory(train_store)
         val_store = val_store and _in_memory(val_store)
@@ -102,7 +117,9 @@ def open_stream(
     )
     check_strength(transform, transforms["train"])
     selections, val_selection = select(train_store, val_store, exclude, filter)
-    laid_out = make_plan(plan, train_store, val_store, selections=selections, val_selection=val_selection)
+    laid_out = make_plan(
+        plan, train_store, val_store, selections=selections, val_selection=val_selection
+    )
     check_sizes(transform, transforms, stores, plan)
     make = make_columns or transform.make_columns or None
     sample_columns = _columns_of(stores, declared, make, laid_out, bool(target_column))
@@ -113,9 +130,13 @@ def open_stream(
         laid_out = laid_out.bound_to({"wire": transform.wire})
     if transform.strength != 1:
         ramp = isinstance(transform.strength, tuple)
-        laid_out = laid_out.bound_to({"strength": transform.strength, "epochs": plan.epochs if ramp else 0})
+        laid_out = laid_out.bound_to(
+            {"strength": transform.strength, "epochs": plan.epochs if ramp else 0}
+        )
     if endings:
-        laid_out = laid_out.bound_to({"endings": {split: each.described for split, each in endings.items()}})
+        laid_out = laid_out.bound_to(
+            {"endings": {split: each.described for split, each in endings.items()}}
+        )
     if transform.decode != "cpu":
         laid_out = laid_out.bound_to({"decode": transform.decode})
     return StreamSpec(
@@ -142,7 +163,10 @@ def _check_classes(train: Store, val: Store) -> None:
 
 
 def _transforms_of(
-    stores: Mapping[Split, Store], config: TransformConfig, train: Transform, val: Transform
+    stores: Mapping[Split, Store],
+    config: TransformConfig,
+    train: Transform,
+    val: Transform,
 ) -> dict[Split, Transform]:
     """The transform of each split: that which is given, or where it is empty that of the settings."""
     chosen: dict[Split, Transform] = {
@@ -172,7 +196,9 @@ def _columns_of(
     return find_columns(stores, declared, make, first, label)
 
 
-def open_stores(train: Train, options: Mapping[str, Any], shuffle: str = "auto", index: str = "") -> Store:
+def open_stores(
+    train: Train, options: Mapping[str, Any], shuffle: str = "auto", index: str = ""
+) -> Store:
     """The store at an address, or of several, by names, one that joins them.
 
     Args:
@@ -186,11 +212,17 @@ def open_stores(train: Train, options: Mapping[str, Any], shuffle: str = "auto",
     if not train:
         raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
     if "val" in train:
-        raise ConfigError("store.train: 'val' is the name of the validation store; choose another one")
-    return JoinedStore({name: _opened(part, options, shuffle, index) for name, part in train.items()})
+        raise ConfigError(
+            "store.train: 'val' is the name of the validation store; choose another one"
+        )
+    return JoinedStore(
+        {name: _opened(part, options, shuffle, index) for name, part in train.items()}
+    )
 
 
-def _opened(store: Store | str | Path, options: Mapping[str, Any], shuffle: str, index: str) -> Store:
+def _opened(
+    store: Store | str | Path, options: Mapping[str, Any], shuffle: str, index: str
+) -> Store:
     opened = _of_address(store, options)
     adapted = getattr(opened, "adapted", None)
     return opened if adapted is None else adapted(shuffle, index)
@@ -199,7 +231,9 @@ def _opened(store: Store | str | Path, options: Mapping[str, Any], shuffle: str,
 def _in_memory(store: Store) -> Store:
     """A store that is kept in shared memory; each of several, so that streams of one of them share it."""
     if isinstance(store, JoinedStore):
-        return JoinedStore({name: InMemoryStore(part) for name, part in store.parts.items()})
+        return JoinedStore(
+            {name: InMemoryStore(part) for name, part in store.parts.items()}
+        )
     return InMemoryStore(store)
 
 
@@ -239,7 +273,9 @@ def with_digits(run: RunConfig) -> RunConfig:
 def open_train(run: RunConfig) -> Store:
     """The training store of a run."""
     store = with_digits(run).store
-    options = store_options(store.image_column, store.target_column, store.trust_pickles)
+    options = store_options(
+        store.image_column, store.target_column, store.trust_pickles
+    )
     return open_stores(store.train, options)
 
 
@@ -268,12 +304,21 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
 def run_columns(run: RunConfig, store: Store) -> SampleColumns:
     """Return the columns of a run, using only its training store."""
     declared = column_options(renamed(run.store.columns, run.store.target_column))
-    make, indices = run.transform.make_columns or None, np.arange(min(NUM_PROBED, len(store)))
-    has_label = bool(run.store.target_column) and LABEL in store.columns  # any store may be looked at
+    make = run.transform.make_columns or None
+    indices = np.arange(min(NUM_PROBED, len(store)))
+    has_label = (
+        bool(run.store.target_column) and LABEL in store.columns
+    )  # any store may be looked at
     return find_columns({"train": store}, declared, make, lambda _: indices, has_label)
 
 
 def renamed(columns: Any, target_column: str | None) -> dict[str, Any]:
     """The columns that are named, with their options: the one that is the target is `label` in its store."""
-    options_by_name = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
-    return {LABEL if name == target_column else name: options for name, options in options_by_name.items()}
+    if isinstance(columns, Mapping):
+        options_by_name = columns
+    else:
+        options_by_name = dict.fromkeys(columns)
+    return {
+        LABEL if name == target_column else name: options
+        for name, options in options_by_name.items()
+    }

@@ -57,10 +57,16 @@ def _object_store_bytes() -> float:
 
 def check_pickles(spec: StreamSpec) -> None:
     """Raise ConfigError for a part of the user's that does not pickle; Ray would print a page."""
-    parts = {f"{split}_transform": transform for split, transform in spec.transforms.items()}
+    parts = {
+        f"{split}_transform": transform for split, transform in spec.transforms.items()
+    }
     stores = {f"the {split} store": store for split, store in spec.stores.items()}
     with Path(os.devnull).open("wb") as nowhere:
-        for name, part in {**parts, **stores, "make_columns": spec.columns.function}.items():
+        for name, part in {
+            **parts,
+            **stores,
+            "make_columns": spec.columns.function,
+        }.items():
             try:
                 ray.cloudpickle.dump(part, nowhere)
             except Exception as error:
@@ -91,11 +97,23 @@ def block_dataset(
     supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     spec.plan.check_workers(world_size)
     pool, actors = _pool_of(spec.pool, max_actors)
-    if any(is_remote(store.address) for store in spec.stores.values()):  # an outage ends in its own error
-        pool = replace(pool, stall_timeout_s=max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S))
+    if any(
+        is_remote(store.address) for store in spec.stores.values()
+    ):  # an outage ends in its own error
+        pool = replace(
+            pool,
+            stall_timeout_s=max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S),
+        )
     fixed, per_actor, largest = pool.blocks_for(world_size, actors)
     settings = Settings(
-        pool, fixed, per_actor, bool(spec.readers()), supervisor, world_size, spec.run, spec.log_format
+        pool,
+        fixed,
+        per_actor,
+        bool(spec.readers()),
+        supervisor,
+        world_size,
+        spec.run,
+        spec.log_format,
     )
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / settings.limit(actors)
@@ -115,7 +133,9 @@ def block_dataset(
         run=spec.run,
     )
     with ray.data.DataContext.current(context_of(settings, actors)):
-        rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)
+        rows = ray.data.read_datasource(
+            source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS
+        )
         return rows.map_batches(
             TransformWorker,
             fn_constructor_args=(spec, supervisor),
@@ -163,7 +183,13 @@ def splits(
         nothing: Any = Ended()
         return [nothing] * world_size
     check_pickles(spec)
-    rows = block_dataset(spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
+    rows = block_dataset(
+        spec,
+        cursor,
+        max_actors=max_actors,
+        world_size=world_size,
+        supervisor=supervisor,
+    )
     if world_size == 1 and not apart:
         return [rows.iterator()]
     return rows.streaming_split(world_size, equal=True)

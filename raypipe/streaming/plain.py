@@ -31,7 +31,9 @@ def counted_target(batch: Batch) -> torch.Tensor:
     return torch.where(batch.weight > 0, batch.target, NOT_COUNTED)
 
 
-def plain_loaders(loader: Loader, format: Format = "dict") -> tuple[PlainLoader, PlainLoader]:
+def plain_loaders(
+    loader: Loader, format: Format = "dict"
+) -> tuple[PlainLoader, PlainLoader]:
     """Return the loader's training and validation, each as an iterable that a loop iterates once per epoch.
 
     Args:
@@ -50,14 +52,20 @@ def plain_loaders(loader: Loader, format: Format = "dict") -> tuple[PlainLoader,
 def check_format(loader: Loader, format: Format) -> None:
     """Raise ConfigError unless the loader's batches can have the format; see `plain_loaders`."""
     if format not in ("dict", "batch") and not callable(format):
-        raise ConfigError(f"format must be 'dict', 'batch' or a function of the Batch, got {format!r}")
+        raise ConfigError(
+            f"format must be 'dict', 'batch' or a function of the Batch, got {format!r}"
+        )
     if loader.augment and loader.augment.mixes and format == "dict":
         raise ConfigError(
             "MixUp and CutMix make two targets of one, and 'dict' has room for one: give a function, such as "
             "lambda batch: (batch.image, soft_targets(batch.target, batch.mix, num_classes))"
         )
-    if format == "dict" and (clash := {"image", "target", "weight", "views"} & loader.columns.types.keys()):
-        raise ConfigError(f"column {min(clash)!r} has the name of an entry of 'dict': give a function instead")
+    if format == "dict" and (
+        clash := {"image", "target", "weight", "views"} & loader.columns.types.keys()
+    ):
+        raise ConfigError(
+            f"column {min(clash)!r} has the name of an entry of 'dict': give a function instead"
+        )
 
 
 class SharedEpochs:
@@ -70,7 +78,9 @@ class SharedEpochs:
 
     def next(self, split: Split) -> Pass:
         """The next training, or the validation of the epoch that is being trained."""
-        if self._epoch and self._epoch.train.turn != self.loader._turn:  # it was told to go on elsewhere
+        if (
+            self._epoch and self._epoch.train.turn != self.loader._turn
+        ):  # it was told to go on elsewhere
             self._epoch = None
         if split == "train":
             # After a resume before a validation, the rest of the epoch's training is empty.
@@ -78,14 +88,18 @@ class SharedEpochs:
                 self._next_epoch()
                 if self._epoch is None:
                     epochs = self.loader.plan.config.epochs
-                    raise ConfigError(f"the loop wants more than the {epochs} epochs of the plan: set plan.epochs")
+                    raise ConfigError(
+                        f"the loop wants more than the {epochs} epochs of the plan: set plan.epochs"
+                    )
             self._was_given = True
             return self._epoch.train
         if self._epoch is None:
             self._next_epoch()
         # The plan may have none here; it is a pure function, so there is one wherever a loop wants it.
         has_own = self._epoch is not None and len(self._epoch.val)
-        return self._epoch.val if self._epoch and has_own else self.loader.validation()
+        if self._epoch and has_own:
+            return self._epoch.val
+        return self.loader.validation()
 
     def go_to(self, epoch: int, step: int) -> None:
         """Let the next training be from a step of an epoch on; nothing happens if it is."""
@@ -96,13 +110,19 @@ class SharedEpochs:
             upcoming = at.number + 1, 0
         else:
             segment = at.train.segment
-            upcoming = at.number, segment.first_step if segment else self.loader.plan.steps_per_epoch
+            upcoming = (
+                at.number,
+                segment.first_step if segment else self.loader.plan.steps_per_epoch,
+            )
         if (epoch, step) != upcoming:
             fingerprint = self.loader.plan.fingerprint
-            self.loader.load_state_dict({"epoch": epoch, "step": step, "fingerprint": fingerprint})
+            self.loader.load_state_dict(
+                {"epoch": epoch, "step": step, "fingerprint": fingerprint}
+            )
 
     def _next_epoch(self) -> None:
-        self._epoch, self._was_given = next(self.loader.epochs(), None), False
+        self._epoch = next(self.loader.epochs(), None)
+        self._was_given = False
 
 
 class PlainLoader:
@@ -124,22 +144,34 @@ class PlainLoader:
 
     def __init__(self, shared: SharedEpochs, split: Split, format: Format) -> None:
         self.batch_size = shared.loader.plan.config.micro_batch_size
-        self._shared, self._loader, self._split, self._format = shared, shared.loader, split, format
+        self._shared = shared
+        self._loader = shared.loader
+        self._split = split
+        self._format = format
 
     def __len__(self) -> int:
         """This rank's micro-batches of a whole epoch."""
-        plan, loader = self._loader.plan, self._loader
-        steps = plan.steps_per_epoch if self._split == "train" else plan.val_steps
+        plan = self._loader.plan
+        loader = self._loader
+        if self._split == "train":
+            steps = plan.steps_per_epoch
+        else:
+            steps = plan.val_steps
         return steps * loader.accumulation_steps
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
-        if not len(self):  # a stream without validation has an empty one after each epoch
+        if not len(
+            self
+        ):  # a stream without validation has an empty one after each epoch
             return
         batches = self._shared.next(self._split)
         with _known_to_accelerate(self):
             for number, batch in enumerate(_to_the_end(batches), 1):
-                self.end_of_dataloader = batch.ends_step if self._split == "train" else number == len(batches)
+                if self._split == "train":
+                    self.end_of_dataloader = batch.ends_step
+                else:
+                    self.end_of_dataloader = number == len(batches)
                 yield self._formed(batch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,7 +199,11 @@ class PlainLoader:
             return self._format(batch)
         if self._format == "batch":
             return batch
-        entries: dict[str, Any] = {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}
+        entries: dict[str, Any] = {
+            "image": batch.image,
+            "target": counted_target(batch),
+            "weight": batch.weight,
+        }
         return entries | ({"views": batch.views} if batch.views else {}) | batch.columns
 
 
@@ -188,7 +224,10 @@ def _known_to_accelerate(loader: PlainLoader) -> Iterator[None]:
     workers has changed.
     """
     module: Any = sys.modules.get("accelerate.state")
-    state = module.GradientState() if module and module.GradientState._shared_state else None
+    if module and module.GradientState._shared_state:
+        state = module.GradientState()
+    else:
+        state = None
     if state:
         state._add_dataloader(loader)
     try:

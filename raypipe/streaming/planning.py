@@ -45,13 +45,25 @@ def make_plan(
     """
     source = None
     if val is not None:
-        buckets = config.bucket_sides if config.val_interval and config.val_buckets else []
-        source = _read_source(val, val_selection or Selection([], len(val)), buckets, "{val: width > 0}")
-    parts = train.parts if isinstance(train, JoinedStore) else {"": train}
+        if config.val_interval and config.val_buckets:
+            buckets = config.bucket_sides
+        else:
+            buckets = []
+        source = _read_source(
+            val, val_selection or Selection([], len(val)), buckets, "{val: width > 0}"
+        )
+    if isinstance(train, JoinedStore):
+        parts = train.parts
+    else:
+        parts = {"": train}
     selections = selections or [Selection([], len(part)) for part in parts.values()]
     pairs = zip(parts.items(), selections, strict=True)
-    sources = {name: _read_train(config, part, selection) for (name, part), selection in pairs}
-    return Plan.of(config, sources if isinstance(train, JoinedStore) else sources[""], source)
+    sources = {
+        name: _read_train(config, part, selection) for (name, part), selection in pairs
+    }
+    return Plan.of(
+        config, sources if isinstance(train, JoinedStore) else sources[""], source
+    )
 
 
 def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Source:
@@ -59,7 +71,9 @@ def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Sourc
     if config.weights and isinstance(config.weights, str):
         weights = _read_weights(config.weights, store, selection)
         if selection.size and not weights.any():
-            raise ConfigError(f"plan.weights {config.weights} is 0 for all samples of {store.address}")
+            raise ConfigError(
+                f"plan.weights {config.weights} is 0 for all samples of {store.address}"
+            )
     elif config.weights:
         if not is_class(store):
             raise ConfigError(
@@ -71,7 +85,9 @@ def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Sourc
     return replace(source, weights=weights, classes=classes)
 
 
-def _read_source(store: Store, selection: Selection, buckets: Sequence[Sides], remedy: str) -> Source:
+def _read_source(
+    store: Store, selection: Selection, buckets: Sequence[Sides], remedy: str
+) -> Source:
     """A store as the plan sees it.
 
     Args:
@@ -82,7 +98,9 @@ def _read_source(store: Store, selection: Selection, buckets: Sequence[Sides], r
         ConfigError: the sizes of the images are not known, or not those of some.
     """
     groups = store.groups
-    if groups is not None and ([*groups[:1], *groups[-1:]] != [0, len(store)] or (np.diff(groups) < 0).any()):
+    if groups is not None and (
+        [*groups[:1], *groups[-1:]] != [0, len(store)] or (np.diff(groups) < 0).any()
+    ):
         raise StoreError(
             f"{store.address}: its groups must ascend from 0 to its {len(store)} samples, both included"
         )
@@ -100,7 +118,9 @@ def _read_source(store: Store, selection: Selection, buckets: Sequence[Sides], r
     return replace(source, buckets=nearest(widths, heights, buckets))
 
 
-def nearest(widths: np.ndarray, heights: np.ndarray, buckets: Sequence[Sides]) -> np.ndarray:
+def nearest(
+    widths: np.ndarray, heights: np.ndarray, buckets: Sequence[Sides]
+) -> np.ndarray:
     """Return each image's bucket, intp (n,), by its sides, positive integers (n,).
 
     It is the bucket with the nearest aspect ratio, by the ratio of the ratios; among several, the one with the
@@ -133,13 +153,19 @@ def balanced(labels: np.ndarray, exponent: float) -> np.ndarray:
 
 
 def _of_selected(values: np.ndarray, selection: Selection) -> np.ndarray:
-    return values[selection.indices(np.arange(selection.size))] if selection.num_left_out else values
+    if selection.num_left_out:
+        return values[selection.indices(np.arange(selection.size))]
+    return values
 
 
 def _read_weights(source: str, store: Store, selection: Selection) -> np.ndarray:
     """The weights of the selected samples of a store, float64 (n,), from a column or a file."""
     if not source.endswith(".npy"):
-        return check_weights(numbers_of(store, source, "plan.weights"), selection, f"plan.weights {source}")
+        return check_weights(
+            numbers_of(store, source, "plan.weights"),
+            selection,
+            f"plan.weights {source}",
+        )
     content = read_whole(source)
     try:
         if content is None:
@@ -150,7 +176,9 @@ def _read_weights(source: str, store: Store, selection: Selection) -> np.ndarray
     return check_weights(weights, selection, f"plan.weights {source}")
 
 
-def check_weights(weights: np.ndarray, selection: Selection, setting: str) -> np.ndarray:
+def check_weights(
+    weights: np.ndarray, selection: Selection, setting: str
+) -> np.ndarray:
     """The weights of the selected samples of a store, float64 (n,); raises ConfigError where they are none."""
     weights = np.asarray(weights)
     if weights.shape != (selection.num_samples,) or weights.dtype.kind not in "iufb":
@@ -183,29 +211,44 @@ def select(
         ConfigError: a list or a filter is wrong, or nothing is left.
     """
     is_mixture = isinstance(train, JoinedStore)
-    parts = train.parts if isinstance(train, JoinedStore) else {"train": train}
+    if isinstance(train, JoinedStore):
+        parts = train.parts
+    else:
+        parts = {"train": train}
     lists = _by_name("store.exclude", exclude, parts, val, for_all=not is_mixture)
     filters = _by_name("store.filter", filter, parts, val, for_all=True)
 
     def selected(name: str, store: Store) -> Selection:
         return _selected(store, lists.get(name, ""), str(filters.get(name, "")))
 
-    return [selected(name, part) for name, part in parts.items()], selected("val", val) if val else None
+    return [selected(name, part) for name, part in parts.items()], selected(
+        "val", val
+    ) if val else None
 
 
 def _by_name(
-    setting: str, wanted: PerSource, parts: Mapping[str, Store], val: Store | None, for_all: bool
+    setting: str,
+    wanted: PerSource,
+    parts: Mapping[str, Store],
+    val: Store | None,
+    for_all: bool,
 ) -> Mapping[str, str | Path]:
     """Each store's own value of a setting; `for_all`: one value may be for all training stores."""
     names = [*parts, "val"]
     if not isinstance(wanted, Mapping):
         if wanted and not for_all:
-            raise ConfigError(f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {str(wanted)!r}")
+            raise ConfigError(
+                f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {str(wanted)!r}"
+            )
         return dict.fromkeys(parts, wanted)
     if set(wanted) - set(names):
-        raise ConfigError(f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {wanted!r}")
+        raise ConfigError(
+            f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {wanted!r}"
+        )
     if wanted.get("val") and val is None:
-        raise ConfigError(f"{setting}: there is {wanted['val']!r} for validation, and no store.val")
+        raise ConfigError(
+            f"{setting}: there is {wanted['val']!r} for validation, and no store.val"
+        )
     return wanted
 
 
@@ -218,5 +261,7 @@ def _selected(store: Store, exclude: str | Path, filter: str) -> Selection:
     keep = matching(store, filter, "store.filter")
     keep[left_out] = False
     if not keep.any():
-        raise ConfigError(f"store.exclude and store.filter exclude all of {store.address}: fix one of them")
+        raise ConfigError(
+            f"store.exclude and store.filter exclude all of {store.address}: fix one of them"
+        )
     return Selection.where(keep)

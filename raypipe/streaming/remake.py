@@ -60,7 +60,14 @@ class Probe:
 def processor() -> str:
     """The model of this machine's processor."""
     with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
-        return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+        return next(
+            (
+                line.split(":")[1].strip()
+                for line in lines
+                if line.startswith("model name")
+            ),
+            "",
+        )
     return platform.processor()
 
 
@@ -68,7 +75,10 @@ def digest_of(sample: Sample) -> str:
     """A hash of a sample's fields."""
     content = hashlib.blake2b(digest_size=16)
     for name, value in sorted(sample.items()):
-        array = value if isinstance(value, np.ndarray) else np.frombuffer(repr(value).encode(), np.uint8)
+        if isinstance(value, np.ndarray):
+            array = value
+        else:
+            array = np.frombuffer(repr(value).encode(), np.uint8)
         content.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
     return content.hexdigest()
 
@@ -94,13 +104,18 @@ def copied(code: Any) -> Any:
     """A copy of a user's code with its own state, as far as it can be copied; else the code itself."""
     if isinstance(code, types.FunctionType) and code.__closure__:
         cells = tuple(types.CellType(copied(content)) for content in _contents(code))
-        twin = types.FunctionType(code.__code__, code.__globals__, code.__name__, code.__defaults__, cells)
-        twin.__kwdefaults__, twin.__dict__ = code.__kwdefaults__, dict(code.__dict__)
+        twin = types.FunctionType(
+            code.__code__, code.__globals__, code.__name__, code.__defaults__, cells
+        )
+        twin.__kwdefaults__ = code.__kwdefaults__
+        twin.__dict__ = dict(code.__dict__)
         return functools.update_wrapper(twin, code, updated=())
     if isinstance(code, Mapping):
         return {name: copied(part) for name, part in code.items()}
     if isinstance(code, list | tuple):
-        return type(code)(map(copied, code)) if type(code) in (list, tuple) else code
+        if type(code) in (list, tuple):
+            return type(code)(map(copied, code))
+        return code
     try:
         return copy.deepcopy(code)
     except Exception:  # a lock, an open file, …
@@ -116,7 +131,10 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 
 
 def check_remade(
-    first: Sequence[Sample], maker: Callable[[], Callable[[int], Sample]], title: str, num_threads: int = 1
+    first: Sequence[Sample],
+    maker: Callable[[], Callable[[int], Sample]],
+    title: str,
+    num_threads: int = 1,
 ) -> None:
     """Compare samples with what copies of the code make of them, last first, and by several threads at once.
 
@@ -155,7 +173,11 @@ def _differing(one: Sample, other: Sample) -> str:
 
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+        return (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and one.tobytes() == other.tobytes()
+        )
     return type(one) is type(other) and bool(one == other)
 
 
@@ -163,7 +185,8 @@ def _cause(make: Callable[[int], Sample]) -> str:
     """Describe the cause, by a copy that makes one sample twice."""
     if _differing(make(0), make(0)):
         return (
-            "the same sample made twice in a row differs, so it keeps state from call to call, or draws elsewhere"
+            "the same sample made twice in a row differs, so it keeps state "
+            "from call to call, or draws elsewhere"
         )
     return "its results change with the samples that it has made before, so it keeps state of them"
 
@@ -179,7 +202,10 @@ def _depends(title: str, field: str, cause: str) -> ConfigError:
 
 
 def _check_threads(
-    first: Sequence[Sample], maker: Callable[[], Callable[[int], Sample]], title: str, num_threads: int
+    first: Sequence[Sample],
+    maker: Callable[[], Callable[[int], Sample]],
+    title: str,
+    num_threads: int,
 ) -> None:
     failures: list[str | BaseException] = []
     together = threading.Barrier(num_threads)
@@ -198,7 +224,10 @@ def _check_threads(
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(maker(), offset)) for offset in range(num_threads)]
+    threads = [
+        threading.Thread(target=work, args=(maker(), offset))
+        for offset in range(num_threads)
+    ]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:

@@ -70,20 +70,31 @@ def resident(
         ResourceError: the device has too little memory.
     """
     if plan and plan.buckets:
-        raise ConfigError("plan.buckets need a stream: all images of a resident dataset have one size")
+        raise ConfigError(
+            "plan.buckets need a stream: all images of a resident dataset have one size"
+        )
     spec = open_stream(
         store,
         plan=plan or PlanConfig(),
-        transform=TransformConfig(train="resize" if size else "none", size=size or TransformConfig.size),
+        transform=TransformConfig(
+            train="resize" if size else "none", size=size or TransformConfig.size
+        ),
         pool=PoolConfig(engine="inline"),
         target_column=target_column,
         exclude=exclude,
         filter=filter,
     )
     if not (border >= 0 and 0 <= flip <= 1):
-        raise ConfigError(f"border must be at least 0, and flip from 0 to 1, got {border} and {flip}")
+        raise ConfigError(
+            f"border must be at least 0, and flip from 0 to 1, got {border} and {flip}"
+        )
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = rank if rank is not None else torch.distributed.get_rank() if known else 0
+    if rank is not None:
+        rank = rank
+    elif known:
+        rank = torch.distributed.get_rank()
+    else:
+        rank = 0
     world_size = world_size or (torch.distributed.get_world_size() if known else 1)
     spec.plan.check_workers(world_size)
     if augment is not None and not isinstance(augment, AugmentConfig):
@@ -91,7 +102,12 @@ def resident(
     if augment and (target := spec.columns.target):
         check_mixable(augment, target.dtype, target.shape)
     on = numbered(device)
-    device_augment = DeviceAugment(augment, on, dtype, has_label=spec.columns.has_target) if augment else None
+    if augment:
+        device_augment = DeviceAugment(
+            augment, on, dtype, has_label=spec.columns.has_target
+        )
+    else:
+        device_augment = None
     return Resident(spec, on, border, flip, device_augment, (rank, world_size))
 
 
@@ -118,11 +134,18 @@ class Resident:
         augment: DeviceAugment | None,
         share: tuple[int, int],
     ) -> None:
-        self.plan, self.augment, self._device = spec.plan, augment, device
-        self._border, self._flip, (self._rank, self._world_size) = border, flip, share
+        self.plan = spec.plan
+        self.augment = augment
+        self._device = device
+        self._border = border
+        self._flip = flip
+        (self._rank, self._world_size) = share
         self._kept = spec.plan.kept["train"].indices(np.arange(spec.plan.num_train))
         self._padded, self._targets_host = _decoded(spec, self._kept, device, border)
-        self.targets = None if self._targets_host is None else torch.from_numpy(self._targets_host).to(device)
+        if self._targets_host is None:
+            self.targets = None
+        else:
+            self.targets = torch.from_numpy(self._targets_host).to(device)
         self.images = _inside(self._padded, border).permute(0, 3, 1, 2)
 
     def __len__(self) -> int:
@@ -131,24 +154,31 @@ class Resident:
 
     def epoch(self, number: int, step: int = 0) -> Iterator[Batch]:
         """This rank's micro-batches of an epoch, from one of its steps on, cropped, flipped and augmented."""
-        plan, per_step, size = self.plan, self.plan.config.per_step, self.plan.config.micro_batch_size
+        plan = self.plan
+        per_step = self.plan.config.per_step
+        size = self.plan.config.micro_batch_size
         if not (0 <= number < plan.config.epochs and 0 <= step <= plan.steps_per_epoch):
             raise ConfigError(
                 f"epoch {number}, step {step} is not in a plan of {plan.config.epochs} epochs of "
                 f"{plan.steps_per_epoch} steps"
             )
-        first, num_rows = step * plan.global_batch_size, plan.steps_per_epoch * plan.global_batch_size
+        first = step * plan.global_batch_size
+        num_rows = plan.steps_per_epoch * plan.global_batch_size
         draws = plan.draw_epoch(number, np.arange(first, num_rows))
         y, x, is_flipped = self._crops(plan.sample_keys("train", draws))
         # One copy for the whole epoch; a micro-batch then only reads the device's memory.
-        drawn = torch.from_numpy(np.stack([draws.indices, y, x, is_flipped])).to(self._device)
+        drawn = torch.from_numpy(np.stack([draws.indices, y, x, is_flipped])).to(
+            self._device
+        )
         for at in range(self._rank, len(draws.indices) // size, self._world_size):
             rows = slice(at * size, (at + 1) * size)
             turn, micro = divmod(at, per_step)
             place = MicroBatchId("train", number, step + turn, micro)
             image = self._cut(*drawn[:, rows])
             ends_step = micro + self._world_size >= per_step
-            yield self._batch(place, image, draws.indices[rows], drawn[0, rows], ends_step)
+            yield self._batch(
+                place, image, draws.indices[rows], drawn[0, rows], ends_step
+            )
 
     def whole(self, size: int = 0) -> Iterator[Batch]:
         """Iterate over all samples, once and in order, without crops, flips and augmentation: a validation.
@@ -159,10 +189,14 @@ class Resident:
             size: samples in a batch; the last one may have fewer; 0 = that of a micro-batch.
         """
         size = size or self.plan.config.micro_batch_size
-        for number, rows in enumerate(np.split(self._kept, range(size, len(self), size))):
+        for number, rows in enumerate(
+            np.split(self._kept, range(size, len(self), size))
+        ):
             on_device = torch.from_numpy(rows).to(self._device, non_blocking=True)
             image = self.images[on_device].contiguous(memory_format=torch.channels_last)
-            yield self._batch(MicroBatchId("val", 0, number, 0), image, rows, on_device, True)
+            yield self._batch(
+                MicroBatchId("val", 0, number, 0), image, rows, on_device, True
+            )
 
     def _crops(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draw the corner of each sample's crop, and whether it is flipped, by its key."""
@@ -173,31 +207,48 @@ class Resident:
         return y.astype(np.int64), x.astype(np.int64), is_flipped.astype(np.int64)
 
     def _cut(
-        self, indices: torch.Tensor, top: torch.Tensor, left: torch.Tensor, is_flipped: torch.Tensor
+        self,
+        indices: torch.Tensor,
+        top: torch.Tensor,
+        left: torch.Tensor,
+        is_flipped: torch.Tensor,
     ) -> torch.Tensor:
         height, width = self.images.shape[2:]
         y = top[:, None] + torch.arange(height, device=self._device)
         x = left[:, None] + torch.arange(width, device=self._device)
         x = torch.where(is_flipped[:, None] > 0, x.flip(1), x)
-        return self._padded[indices[:, None, None], y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
+        return self._padded[
+            indices[:, None, None], y[:, :, None], x[:, None, :]
+        ].permute(0, 3, 1, 2)
 
     def _batch(
-        self, at: MicroBatchId, image: torch.Tensor, index: np.ndarray, on_device: torch.Tensor, ends_step: bool
+        self,
+        at: MicroBatchId,
+        image: torch.Tensor,
+        index: np.ndarray,
+        on_device: torch.Tensor,
+        ends_step: bool,
     ) -> Batch:
-        fields = {IMAGE: image} | ({} if self.targets is None else {LABEL: self.targets[on_device]})
+        fields = {IMAGE: image} | (
+            {} if self.targets is None else {LABEL: self.targets[on_device]}
+        )
         batch = Batch(
             position=at,
             seed=self.plan.micro_batch_seed(at),
             fields=fields,
             weight=torch.ones(len(index), device=self._device),
-            target_host=index[:0] if self._targets_host is None else self._targets_host[index],
+            target_host=index[:0]
+            if self._targets_host is None
+            else self._targets_host[index],
             index=index,
             num_bad=0,
             ends_step=ends_step,
         )
         if self.augment is None:
             return batch
-        strength = self.augment.config.strength_at(self.plan.progress(self.plan.global_step(at)))
+        strength = self.augment.config.strength_at(
+            self.plan.progress(self.plan.global_step(at))
+        )
         return self.augment.of_batch(batch, strength)
 
 
@@ -207,12 +258,15 @@ def _decoded(
     """Decode the kept samples of a stream's store: images uint8 (N, H, W, 3) with their borders, on a device, and
     the targets, on the host.
     """
-    store, content = spec.stores["train"], Content(spec.transforms["train"], spec.transform, spec.columns)
+    store = spec.stores["train"]
+    content = Content(spec.transforms["train"], spec.transform, spec.columns)
     padded: torch.Tensor | None = None
     targets = []
     for indices in np.split(kept, range(_READ, len(kept), _READ)):
         chunk = []
-        for number, sample in zip(indices.tolist(), read_samples(store, indices, spec.wanted), strict=True):
+        for number, sample in zip(
+            indices.tolist(), read_samples(store, indices, spec.wanted), strict=True
+        ):
             fields = _one(store, content, number, sample)
             chunk.append(fields[IMAGE])
             targets.append(fields.get(LABEL))
@@ -235,7 +289,9 @@ def _inside(padded: torch.Tensor, border: int) -> torch.Tensor:
     return padded[:, border : height - border, border : width - border]
 
 
-def _one(store: Store, content: Content, number: int, sample: EncodedSample) -> dict[str, Any]:
+def _one(
+    store: Store, content: Content, number: int, sample: EncodedSample
+) -> dict[str, Any]:
     try:
         return content.one(sample, (0, 0))
     except ConfigError as error:
@@ -250,12 +306,16 @@ def _one(store: Store, content: Content, number: int, sample: EncodedSample) -> 
         ) from error
 
 
-def _empty(num: int, shape: tuple[int, ...], border: int, device: torch.device) -> torch.Tensor:
+def _empty(
+    num: int, shape: tuple[int, ...], border: int, device: torch.device
+) -> torch.Tensor:
     """Return memory of zeros for images with their borders; raise ResourceError if the GPU has not so much."""
     height, width, channels = shape
     sides = height + 2 * border, width + 2 * border
     needed = num * sides[0] * sides[1] * channels
-    if device.type == "cuda" and needed > _ROOM * (free := torch.cuda.mem_get_info(device)[0]):
+    if device.type == "cuda" and needed > _ROOM * (
+        free := torch.cuda.mem_get_info(device)[0]
+    ):
         raise ResourceError(
             f"{num:,} images of {width}x{height} take {needed / 1e9:.1f} GB of the GPU's memory, of which "
             f"{free / 1e9:.1f} GB are free: give a smaller size, or stream them with raypipe.loader"

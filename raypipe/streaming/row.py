@@ -37,8 +37,11 @@ if TYPE_CHECKING:
     from ray.data import DataIterator
 
 _SPLITS: tuple[Split, ...] = ("train", "val")
-_FLAT, _SHAPES, _OFFSETS = "flat", ":shapes", ":offsets"
-_BINARIES, _NUMBERS = pa.list_(pa.large_binary()), pa.list_(pa.int64())
+_FLAT = "flat"
+_SHAPES = ":shapes"
+_OFFSETS = ":offsets"
+_BINARIES = pa.list_(pa.large_binary())
+_NUMBERS = pa.list_(pa.int64())
 SOURCE_SCHEMA = pa.schema(
     {
         "split": pa.int8(),
@@ -94,15 +97,22 @@ class SourceRow(NamedTuple):
         columns = pickle.loads(row["columns"]) if row["columns"] else {}
         views = image_taker(images.flatten())(np.arange(len(row["label"])))
         samples = Samples(list(views), np.array(row["label"], np.int64), columns)
-        return SourceRow(block, samples.split(len(block)), row["read_s"], row["outage_s"])
+        return SourceRow(
+            block, samples.split(len(block)), row["read_s"], row["outage_s"]
+        )
 
 
 def _places(split: int, epoch: int, steps: list[int], micros: list[int]) -> Block:
     at = (_SPLITS[int(split)], int(epoch))
-    return [MicroBatchId(*at, step, micro) for step, micro in zip(steps, micros, strict=True)]
+    return [
+        MicroBatchId(*at, step, micro)
+        for step, micro in zip(steps, micros, strict=True)
+    ]
 
 
-def block_row(batches: Sequence[MicroBatch], memory: BlockMemory | None = None) -> dict[str, np.ndarray]:
+def block_row(
+    batches: Sequence[MicroBatch], memory: BlockMemory | None = None
+) -> dict[str, np.ndarray]:
     """The row of a finished block.
 
     Args:
@@ -113,7 +123,10 @@ def block_row(batches: Sequence[MicroBatch], memory: BlockMemory | None = None) 
     columns: dict[str, Any] = {
         "step": [at.step for at in places],
         "micro": [at.micro for at in places],
-        **{name: [getattr(batch, name) for batch in batches] for name in ("index", "weight", *_NUMBERS_OF)},
+        **{
+            name: [getattr(batch, name) for batch in batches]
+            for name in ("index", "weight", *_NUMBERS_OF)
+        },
     }
     forms: dict[str, str] = {}
     for name in batches[0].fields:
@@ -131,13 +144,18 @@ def block_row(batches: Sequence[MicroBatch], memory: BlockMemory | None = None) 
 _NUMBERS_OF = ("num_bad", "read_s", "work_s", "outage_s")
 
 
-def _joined(name: str, parts: list[Any], in_block: np.ndarray | None) -> tuple[str, dict[str, Any]]:
+def _joined(
+    name: str, parts: list[Any], in_block: np.ndarray | None
+) -> tuple[str, dict[str, Any]]:
     """The form of a field in a row, and its columns there."""
     if in_block is not None:
         return "array", {name: in_block}
     if isinstance(parts[0], Ragged):
         offsets = [part.offsets for part in parts]
-        return parts[0].kind, {name: np.concatenate([part.values for part in parts]), name + _OFFSETS: offsets}
+        return parts[0].kind, {
+            name: np.concatenate([part.values for part in parts]),
+            name + _OFFSETS: offsets,
+        }
     if len({part.shape for part in parts}) == 1:
         return "array", {name: np.stack(parts)}
     flat = np.concatenate([part.reshape(-1) for part in parts])
@@ -147,7 +165,12 @@ def _joined(name: str, parts: list[Any], in_block: np.ndarray | None) -> tuple[s
 def batches_of(row: Mapping[str, Any]) -> Iterator[MicroBatch]:
     """The micro-batches of a finished row, in host memory: views of its arrays."""
     columns = {name: column[0] for name, column in row.items()}
-    places = _places(columns["split"], columns["epoch"], columns["step"].tolist(), columns["micro"].tolist())
+    places = _places(
+        columns["split"],
+        columns["epoch"],
+        columns["step"].tolist(),
+        columns["micro"].tolist(),
+    )
     forms = json.loads(columns["forms"].tobytes())
     parts = {name: _parts(name, form, columns) for name, form in forms.items()}
     for number, at in enumerate(places):
@@ -160,7 +183,9 @@ def batches_of(row: Mapping[str, Any]) -> Iterator[MicroBatch]:
         )
 
 
-def _parts(name: str, form: Any, columns: Mapping[str, np.ndarray]) -> Sequence[np.ndarray | Ragged] | np.ndarray:
+def _parts(
+    name: str, form: Any, columns: Mapping[str, np.ndarray]
+) -> Sequence[np.ndarray | Ragged] | np.ndarray:
     """A field of each micro-batch."""
     values = columns[name]
     if form == "array":
@@ -171,7 +196,9 @@ def _parts(name: str, form: Any, columns: Mapping[str, np.ndarray]) -> Sequence[
         return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
     offsets = columns[name + _OFFSETS]
     flat = _cut(values, offsets[:, -1])
-    return [Ragged(form, part, of_part) for part, of_part in zip(flat, offsets, strict=True)]
+    return [
+        Ragged(form, part, of_part) for part, of_part in zip(flat, offsets, strict=True)
+    ]
 
 
 def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

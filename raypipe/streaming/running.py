@@ -61,7 +61,9 @@ class Running:
     def __init__(self, close_record: Callable[[], None]) -> None:
         self.why: str | None = None
         self.reader = 0
-        self._close_record, self._ends, self._one_by_one = close_record, ExitStack(), threading.RLock()
+        self._close_record = close_record
+        self._ends = ExitStack()
+        self._one_by_one = threading.RLock()
         _all.add(self)
 
     def begin(self, supervisor: Any, *ends: Callable[[], object]) -> None:

@@ -30,7 +30,9 @@ from raypipe.transform.samples import EncodedSample
 _ANY_KEY = (0, 0)  # a validation's transform draws nothing
 
 
-def input_of(spec: StreamSpec, augment: AugmentConfig | None, model: str = "") -> dict[str, Any]:
+def input_of(
+    spec: StreamSpec, augment: AugmentConfig | None, model: str = ""
+) -> dict[str, Any]:
     """Describe a model's inputs and outputs, as plain values for a checkpoint.
 
     Returns:
@@ -109,8 +111,13 @@ class SavedModel:
         mean = torch.tensor(self._input["mean"]).view(-1, 1, 1)
         std = torch.tensor(self._input["std"]).view(-1, 1, 1)
         is_whole = not channels_first.is_floating_point()
-        pixels = channels_first / torch.iinfo(channels_first.dtype).max if is_whole else channels_first
-        return ((pixels - mean) / std).to(getattr(torch, self._input.get("dtype", "float32")))
+        if is_whole:
+            pixels = channels_first / torch.iinfo(channels_first.dtype).max
+        else:
+            pixels = channels_first
+        return ((pixels - mean) / std).to(
+            getattr(torch, self._input.get("dtype", "float32"))
+        )
 
     def _decoded(self, made: Mapping[str, Any]) -> torch.Tensor:
         """The image, uint8 (3, H, W), of a run with `transform.decode: device`, with this device's own pixels."""
@@ -133,7 +140,10 @@ class SavedModel:
                 "does not hold: apply it to the pixels yourself"
             )
         sizes = self.settings["size"]
-        size = {int(epoch): side for epoch, side in sizes.items()} if isinstance(sizes, dict) else sizes
+        if isinstance(sizes, dict):
+            size = {int(epoch): side for epoch, side in sizes.items()}
+        else:
+            size = sizes
         names = ("decode", "decode_as", "crop_decode", "apply_exif")
         kept = {name: self.settings[name] for name in names if name in self.settings}
         return Content(val, TransformConfig(size=size, **kept))
@@ -150,10 +160,14 @@ def read_checkpoint(address: str | Path) -> SavedModel:
     """
     newest, _ = find_newest(as_uri(str(address)), lambda _: None, with_state=True)
     if newest is None:
-        raise ConfigError(f"no raypipe checkpoint at {address}: give the folder of a run or of a checkpoint")
+        raise ConfigError(
+            f"no raypipe checkpoint at {address}: give the folder of a run or of a checkpoint"
+        )
     described = newest.input
     if not described:
-        raise ConfigError(f"{newest.address} does not describe its model's input: an older raypipe made it")
+        raise ConfigError(
+            f"{newest.address} does not describe its model's input: an older raypipe made it"
+        )
     return SavedModel(
         address=newest.address.removeprefix("file://"),
         epoch=newest.cursor.epoch,

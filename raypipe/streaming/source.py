@@ -66,9 +66,14 @@ class MicroBatchSource(Datasource):
         super().__init__()
         # Each task has the plan. What only names places needs no lists of samples.
         self._plan = plan if readers else plan.without_draws()
-        self._cursor, self._readers, self._supervisor = cursor, readers, supervisor
+        self._cursor = cursor
+        self._readers = readers
+        self._supervisor = supervisor
         self._wanted = wanted
-        self._ranks, self._block, self._largest, self._max_bytes = ranks, block, largest, max_bytes
+        self._ranks = ranks
+        self._block = block
+        self._largest = largest
+        self._max_bytes = max_bytes
         self._run = run
         self._tasks = tasks(plan.num_micro_batches(cursor), ranks)
 
@@ -84,13 +89,18 @@ class MicroBatchSource(Datasource):
         return None
 
     def get_read_tasks(
-        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+        self,
+        parallelism: int,
+        per_task_row_limit: int | None = None,
+        data_context: Any = None,
     ) -> list[ReadTask]:
         return [
             ReadTask(
                 functools.partial(self._rows, first, count),
                 # How many rows there will be is not known, and nothing depends on it.
-                BlockMetadata(num_rows=count, size_bytes=None, exec_stats=None, input_files=None),
+                BlockMetadata(
+                    num_rows=count, size_bytes=None, exec_stats=None, input_files=None
+                ),
                 schema=SOURCE_SCHEMA,
             )
             for first, count in self._tasks
@@ -101,7 +111,8 @@ class MicroBatchSource(Datasource):
         at = next(places, None)
         if at is None:
             return
-        task, careful = "", False
+        task = ""
+        careful = False
         sizes: dict[Split, int] = dict.fromkeys(("train", "val"), self._block or 1)
         if self._supervisor:
             task = str(ray.get_runtime_context().get_task_id())
@@ -109,28 +120,39 @@ class MicroBatchSource(Datasource):
             begun = self._supervisor.reads.remote(task, share, this_process("reader"))
             if not self._block and first:
                 room = min(most(count, self._ranks), self._largest or count)
-                sizes = ray.get(self._supervisor.sizes.remote(task, room, self._max_bytes))
+                sizes = ray.get(
+                    self._supervisor.sizes.remote(task, room, self._max_bytes)
+                )
             careful = bool(self._readers) and ray.get(begun)
         metrics = Recorder(self._run)
         for block in cut(itertools.chain([at], places), self._ranks, sizes):
-            reads, begun_s, outage_s = None, time.perf_counter(), outages_s()
+            reads = None
+            begun_s = time.perf_counter()
+            outage_s = outages_s()
             if block[0].split in self._readers:
                 reads = [self._read(at, task if careful else "") for at in block]
                 metrics.add_storage("reader")
-            yield SourceRow(block, reads, time.perf_counter() - begun_s, outages_s() - outage_s).packed()
+            yield SourceRow(
+                block, reads, time.perf_counter() - begun_s, outages_s() - outage_s
+            ).packed()
         if task:
             self._supervisor.has_read.remote(task)
 
     def _read(self, at: MicroBatchId, task: str) -> Samples:
         """Read the samples of a micro-batch; a task that is given announces what it reads."""
-        store, indices = self._readers[at.split], self._plan.indices(at)
+        store = self._readers[at.split]
+        indices = self._plan.indices(at)
         if task:
             self._announce(task, at, store, indices)
         samples = read_samples(store, indices, self._wanted)
         # Copies: a block's micro-batches are held at a time, whose views might keep many row groups in memory.
-        return replace(samples, images=[image and bytes(image) for image in samples.images])
+        return replace(
+            samples, images=[image and bytes(image) for image in samples.images]
+        )
 
-    def _announce(self, task: str, at: MicroBatchId, store: Store, indices: np.ndarray) -> None:
+    def _announce(
+        self, task: str, at: MicroBatchId, store: Store, indices: np.ndarray
+    ) -> None:
         """Read a micro-batch's samples from a store in groups; announce each to the Supervisor first, in case
         it kills the process.
 
@@ -141,13 +163,18 @@ class MicroBatchSource(Datasource):
         if store.groups is None:
             self._tell(task, f"{at} of {store.address}")
             return
-        groups = np.unique(np.searchsorted(store.groups, indices[indices != PADDING], "right") - 1)
+        groups = np.unique(
+            np.searchsorted(store.groups, indices[indices != PADDING], "right") - 1
+        )
         for group in groups.tolist():
-            first, last = int(store.groups[group]), int(store.groups[group + 1]) - 1
+            first = int(store.groups[group])
+            last = int(store.groups[group + 1]) - 1
             name = name_of(store, first)
             where = f"samples {first} to {last} of {store.address}{f', from {name} on' if name else ''}"
             self._tell(task, f"{where}, for {at}")
-            read_samples(store, np.array([first]), self._wanted)  # it is kept, for the micro-batch
+            read_samples(
+                store, np.array([first]), self._wanted
+            )  # it is kept, for the micro-batch
 
     def _tell(self, task: str, what: str) -> None:
         if error := ray.get(self._supervisor.reading.remote(task, what)):

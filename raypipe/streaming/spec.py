@@ -25,7 +25,9 @@ pipeline, None, or what `transform.train` may be; or views of several, `{NAME: (
 
 
 @dataclass(frozen=True)
-class StreamSpec(Unlike, instead="iterate raypipe.loader(spec).epochs(), and then epoch.train"):
+class StreamSpec(
+    Unlike, instead="iterate raypipe.loader(spec).epochs(), and then epoch.train"
+):
     """Everything that determines a stream, and the pool that makes it; `raypipe.open_stream` makes one.
 
     Attributes:
@@ -57,11 +59,19 @@ class StreamSpec(Unlike, instead="iterate raypipe.loader(spec).epochs(), and the
     @property
     def wanted(self) -> Wanted:
         """Columns to read besides the image."""
-        columns = dict.fromkeys((*self.columns.stored, *self.transform.target_columns.values()))
+        columns = dict.fromkeys(
+            (*self.columns.stored, *self.transform.target_columns.values())
+        )
         return Wanted(self.columns.reads_class, tuple(columns))
 
     def readers(self) -> dict[Split, Store]:
         """The stores that the read stage reads; the actors read the others themselves."""
         if self.pool.reader == "auto":
-            return {split: store for split, store in self.stores.items() if store.groups is not None}
-        return dict(self.stores) if self.pool.reader == "separate" else {}
+            return {
+                split: store
+                for split, store in self.stores.items()
+                if store.groups is not None
+            }
+        if self.pool.reader == "separate":
+            return dict(self.stores)
+        return {}

@@ -84,21 +84,35 @@ def report(
         ray.train.report(dict(metrics))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            write_files(open_filesystem(as_uri(folder)), cursor, saved(state), numbers_in(metrics), described)
-            ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder))
+            write_files(
+                open_filesystem(as_uri(folder)),
+                cursor,
+                saved(state),
+                numbers_in(metrics),
+                described,
+            )
+            ray.train.report(
+                dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder)
+            )
     # Ray Train's `report` leaves it in a queue of this process, which the controller empties every 0.5 s: until
     # then the death of any rank would lose it.
-    ray.train.get_all_reported_checkpoints(consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED)
+    ray.train.get_all_reported_checkpoints(
+        consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED
+    )
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Those metrics that are numbers."""
-    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    return {
+        name: value for name, value in metrics.items() if isinstance(value, int | float)
+    }
 
 
 def latest_of_train() -> Folder | None:
     """Ray Train's latest checkpoint; None = it has none, or this process is not a worker of its."""
-    if "ray.train" not in sys.modules:  # a train function's process has it; others need not wait 2 s for it
+    if (
+        "ray.train" not in sys.modules
+    ):  # a train function's process has it; others need not wait 2 s for it
         return None
     import ray.train
 
@@ -106,7 +120,9 @@ def latest_of_train() -> Folder | None:
         checkpoint = ray.train.get_checkpoint()
     except (RuntimeError, DeprecationWarning):  # the second in a function of Ray Tune
         return None
-    return (checkpoint.filesystem, checkpoint.path) if checkpoint else None
+    if checkpoint:
+        return (checkpoint.filesystem, checkpoint.path)
+    return None
 
 
 def restore(parts: Mapping[str, Stateful], folder: Folder) -> None:
@@ -115,14 +131,21 @@ def restore(parts: Mapping[str, Stateful], folder: Folder) -> None:
     Raises:
         ConfigError: it is damaged, or does not hold all the parts, or one of another make.
     """
-    state, path = loaded(read_state(folder)), folder[1]
-    if missing := {name for name in parts if state.get(name) is None}:  # a run without an average of its weights
-        raise ConfigError(f"{path} has {', '.join(state)}, and no {', '.join(sorted(missing))}")
+    state = loaded(read_state(folder))
+    path = folder[1]
+    if missing := {
+        name for name in parts if state.get(name) is None
+    }:  # a run without an average of its weights
+        raise ConfigError(
+            f"{path} has {', '.join(state)}, and no {', '.join(sorted(missing))}"
+        )
     for name, part in parts.items():
         try:
             _unwrapped(part).load_state_dict(state[name])
         except (KeyError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"{name} in {path} does not fit this one: {shortened(error)}") from error
+            raise ConfigError(
+                f"{name} in {path} does not fit this one: {shortened(error)}"
+            ) from error
 
 
 def shortened(error: Exception) -> str:
@@ -132,4 +155,6 @@ def shortened(error: Exception) -> str:
 
 def _unwrapped(part: Any) -> Any:
     """The model in a DDP: a checkpoint is the same for any number of workers."""
-    return part.module if isinstance(part, DistributedDataParallel) else part
+    if isinstance(part, DistributedDataParallel):
+        return part.module
+    return part

@@ -79,7 +79,9 @@ class Orders:
     """Instructions for an actor's work on a block."""
 
     careful: bool = False  # announce each sample before it is touched
-    bad: tuple[int, ...] = ()  # indices of samples of this split that have killed their process
+    bad: tuple[
+        int, ...
+    ] = ()  # indices of samples of this split that have killed their process
     error: str = ""  # why the run must end; empty = it need not
 
 
@@ -130,23 +132,42 @@ class Supervisor:
         self._metrics = Recorder(run)
         self._max_attempts = max_attempts
         self._homes: dict[str, str] = {}  # actor → where it runs
-        self._doing: dict[str, tuple[str, ...]] = {}  # actor → the micro-batches of its block
-        self._samples: dict[str, tuple[str, int]] = {}  # actor → micro-batch and index, while it is careful
+        self._doing: dict[
+            str, tuple[str, ...]
+        ] = {}  # actor → the micro-batches of its block
+        self._samples: dict[
+            str, tuple[str, int]
+        ] = {}  # actor → micro-batch and index, while it is careful
         self._bad: dict[str, set[int]] = defaultdict(set)  # split → indices
         self._histories: dict[tuple[str, ...], _History] = {}
-        self._reading: dict[str, str] = {}  # task of a reader → what it reads; empty = it has not told
+        self._reading: dict[
+            str, str
+        ] = {}  # task of a reader → what it reads; empty = it has not told
         self._deaths_reading: Counter[str] = Counter()
         self._events: list[tuple[str, str]] = []
-        self._first_event = 0  # number of the first of them; a restarted Supervisor has the last ones
-        self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))  # by split
-        self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
-        self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
+        # number of the first of them; a restarted Supervisor has the last ones
+        self._first_event = 0
+        self._seconds: dict[str, deque[float]] = defaultdict(
+            lambda: deque(maxlen=_NUM_MEASURED)
+        )  # by split
+        self._num_bytes: dict[str, deque[int]] = defaultdict(
+            lambda: deque(maxlen=_NUM_MEASURED)
+        )
+        self._sizes: dict[
+            str, dict[Split, int]
+        ] = {}  # task of a reader → k of each split
         self._left: set[int] = set()  # ranks
         self._moves: Moves | None = None
         self._given = 0.0  # CPUs left to other streams
-        self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
-        self._ready, self._num_looks = 0.0, 0  # sum over the executions' looks, one a second, and their number
-        self._waits: dict[int, float] = {}  # rank → since when it has waited for a batch
+        self._stands: dict[
+            str, str
+        ] = {}  # execution that has brought blocks → what it is at
+        self._ready = 0.0
+        # sum over the executions' looks, one a second, and their number
+        self._num_looks = 0
+        self._waits: dict[
+            int, float
+        ] = {}  # rank → since when it has waited for a batch
         self._probes: dict[tuple[str, Any], Probe] = {}
         self._watch = Watch(self.note, self._work_of)
         self._process = this_process("supervisor") if watches else None
@@ -161,7 +182,9 @@ class Supervisor:
             vars(self).update({name: state[name] for name in _REMEMBERED})
             self._first_event, self._events = state["events"]
             self._watch.restore(state["watched"])
-        self.note("the stream's supervisor died, and was restarted", "supervisor_restarted")
+        self.note(
+            "the stream's supervisor died, and was restarted", "supervisor_restarted"
+        )
 
     def _remember(self) -> None:
         """Save what a restarted Supervisor needs, after each change but those that come with every block."""
@@ -205,7 +228,9 @@ class Supervisor:
             self._ready += ready
             self._num_looks += 1
         now = time.monotonic()
-        return Word(sum(now - since > _WAITS_S for since in self._waits.values()), self._given)
+        return Word(
+            sum(now - since > _WAITS_S for since in self._waits.values()), self._given
+        )
 
     def ready(self) -> float:
         """Return the mean share of the ranks that had a finished block to take, over the stream so far."""
@@ -228,8 +253,10 @@ class Supervisor:
 
     def arrived(self, actor: str, home: str) -> bool:
         """An actor has started, in a process that people find by `home`; returns whether it was restarted."""
-        known, self._homes[actor] = self._homes.get(actor), home
-        block, sample = self._doing.pop(actor, None), self._samples.pop(actor, None)
+        known = self._homes.get(actor)
+        self._homes[actor] = home
+        block = self._doing.pop(actor, None)
+        sample = self._samples.pop(actor, None)
         if known is None:
             self._remember()
             return False
@@ -247,10 +274,15 @@ class Supervisor:
                     self._bad[_split(at)].add(index)
                     history.bad_in[at] += 1
                     history.deaths = 0
-        self.note(f"a transform actor died {work} ({known}), and was restarted ({home})", "actor_died")
+        self.note(
+            f"a transform actor died {work} ({known}), and was restarted ({home})",
+            "actor_died",
+        )
         return True
 
-    def begins(self, actor: str, micro_batches: list[str], process: Process | None = None) -> Orders:
+    def begins(
+        self, actor: str, micro_batches: list[str], process: Process | None = None
+    ) -> Orders:
         """An actor begins a block of these micro-batches, in this process."""
         self._watches(actor, process)
         self._doing[actor] = block = tuple(micro_batches)
@@ -260,9 +292,15 @@ class Supervisor:
         if history is None:
             return Orders(bad=bad)
         error = ""
-        if history.deaths >= self._max_attempts or max(history.bad_in.values(), default=0) > self._max_attempts:
+        if (
+            history.deaths >= self._max_attempts
+            or max(history.bad_in.values(), default=0) > self._max_attempts
+        ):
             num_bad = history.bad_in.total()
-            blame = f"{num_bad} samples are" if num_bad else "no single sample is"
+            if num_bad:
+                blame = f"{num_bad} samples are"
+            else:
+                blame = "no single sample is"
             error = (
                 f"{history.all_deaths} transform actors have died in {_named(block)}, the last one before "
                 f"{self._homes.get(actor, '')}; {blame} to blame: {_LOOK}, or lower plan.micro_batch_size"
@@ -284,14 +322,17 @@ class Supervisor:
         Args:
             task: its id, which is the same when it is restarted.
         """
-        known, self._reading[task] = self._reading.get(task), ""
+        known = self._reading.get(task)
+        self._reading[task] = ""
         self._watches(task, process)
         if known is None:
             return False
         if known:
             self._deaths_reading[known] += 1
         work = f" while it read {known}" if known else ""
-        self.note(f"the reader of {share} died{work}, and was restarted", "reader_restarted")
+        self.note(
+            f"the reader of {share} died{work}, and was restarted", "reader_restarted"
+        )
         return True
 
     def measured(self, split: str, seconds: float, num_bytes: int) -> None:
@@ -308,7 +349,10 @@ class Supervisor:
         """
         if task not in self._sizes:
             splits: tuple[Split, ...] = ("train", "val")
-            fit = {split: fitting(self._seconds[split], self._num_bytes[split], max_bytes) for split in splits}
+            fit = {
+                split: fitting(self._seconds[split], self._num_bytes[split], max_bytes)
+                for split in splits
+            }
             self._sizes[task] = {split: min(most, size) for split, size in fit.items()}
             self._remember()
             logger.debug("%s micro-batches in a block from now on", self._sizes[task])
@@ -341,7 +385,10 @@ class Supervisor:
 
     def answer(self, rank: int, is_last: bool = False) -> Answer:
         """Answer a rank that would leave the execution, see `Moves`."""
-        answer = self._moves.answer(rank, is_last) if self._moves else "read on"
+        if self._moves:
+            answer = self._moves.answer(rank, is_last)
+        else:
+            answer = "read on"
         if answer == "read on":  # the others are not to leave, whoever answers them
             self._remember()
         return answer
@@ -387,7 +434,10 @@ class Supervisor:
             return f"{started}, and {len(self._doing)} of them make{'s' * (len(self._doing) == 1)} blocks"
         if self._homes:
             return f"{started}, and {'so has the reader' if self._reading else 'the reader has not'}"
-        reader = "and the reader has" if self._reading else "nor has the reader"
+        if self._reading:
+            reader = "and the reader has"
+        else:
+            reader = "nor has the reader"
         return f"no transform actor has started yet, {reader}"
 
     def events(self, first: int) -> list[tuple[str, str]]:
@@ -403,7 +453,9 @@ def _split(at: str) -> str:
     return at.partition("-")[0]
 
 
-def start_supervisor(run: str = "", log_format: LogFormat = "text", watches: bool = True) -> Any:
+def start_supervisor(
+    run: str = "", log_format: LogFormat = "text", watches: bool = True
+) -> Any:
     """A handle of a Supervisor that runs as an actor, on the node of the caller."""
     actor = ray.remote(Supervisor).options(
         num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here()
@@ -424,14 +476,18 @@ def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:
     if not ray.is_initialized():  # a call would restart it, and its actors are gone
         return
     with contextlib.suppress(ray.exceptions.RayError):
-        if len(iterators) > 1 and ray.get(supervisor.leaves.remote(rank), timeout=_PATIENCE_S) < len(iterators):
+        if len(iterators) > 1 and ray.get(
+            supervisor.leaves.remote(rank), timeout=_PATIENCE_S
+        ) < len(iterators):
             return
         for actor in {*filter(None, map(coordinator_of, iterators)), supervisor}:
             ray.kill(actor)
         forget(supervisor)
 
 
-def events_of(supervisor: Any, first: int, timeout_s: float = _PATIENCE_S) -> list[tuple[str, str]]:
+def events_of(
+    supervisor: Any, first: int, timeout_s: float = _PATIENCE_S
+) -> list[tuple[str, str]]:
     """The events of a stream from number `first` on, see `Supervisor.events`; none if nobody answers.
 
     Args:

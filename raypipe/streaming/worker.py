@@ -62,8 +62,11 @@ class TransformWorker:
         self._metrics = Recorder(spec.run)
         self._guard = Guard(supervisor, spec.transform.time_limit_s)
         if other := differences(spec.versions):
-            supervisor.differs.remote(f"{ray.util.get_node_ip_address()} has {other}: its pixels may differ")
-        self._supervisor, self._num_blocks = supervisor, 0
+            supervisor.differs.remote(
+                f"{ray.util.get_node_ip_address()} has {other}: its pixels may differ"
+            )
+        self._supervisor = supervisor
+        self._num_blocks = 0
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
         """The finished row of a block, from a row of the source."""
@@ -71,8 +74,12 @@ class TransformWorker:
         with self._guard.block(places) as orders:
             attempt = functools.partial(self._guard.attempt, orders=orders)
             try:
-                outcomes, memory = self._maker.block(places, reads, read_s, attempt, outage_s)
-            except SystemExit as error:  # Ray would take it for a death, and run it again
+                outcomes, memory = self._maker.block(
+                    places, reads, read_s, attempt, outage_s
+                )
+            except (
+                SystemExit
+            ) as error:  # Ray would take it for a death, and run it again
                 raise failed("the transform", error) from error
             self._compare_probes()
         # Unguarded: a slow destination of the records is not a fault of the samples.
@@ -91,7 +98,10 @@ class TransformWorker:
         """Compare a sample of the user's code with the first actor's; raises ConfigError where they differ."""
         while self._maker.probes:
             try:
-                first = ray.get(self._supervisor.first_probe.remote(self._maker.probes.pop()), timeout=_PROBE_S)
+                first = ray.get(
+                    self._supervisor.first_probe.remote(self._maker.probes.pop()),
+                    timeout=_PROBE_S,
+                )
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 continue  # it is the Supervisor that has failed, which others notice
             if warning := self._maker.check_probe(first):
@@ -102,10 +112,16 @@ class TransformWorker:
         bad = [record for outcome in outcomes for record in outcome.bad]
         amounts = {
             "actor_micro_batches_total": len(outcomes),
-            "actor_read_seconds_total": sum(outcome.batch.read_s for outcome in outcomes),
-            "actor_work_seconds_total": sum(outcome.batch.work_s for outcome in outcomes),
+            "actor_read_seconds_total": sum(
+                outcome.batch.read_s for outcome in outcomes
+            ),
+            "actor_work_seconds_total": sum(
+                outcome.batch.work_s for outcome in outcomes
+            ),
             "bad_samples_total": len(bad),
-            "substituted_samples_total": sum(record["substitute"] is not None for record in bad),
+            "substituted_samples_total": sum(
+                record["substitute"] is not None for record in bad
+            ),
         }
         self._metrics.add(amounts, split=split)
         self._metrics.add_storage("actor")
@@ -120,12 +136,19 @@ class Guard:
     """
 
     def __init__(self, supervisor: Any, time_limit_s: float) -> None:
-        self._supervisor, self._time_limit_s = supervisor, time_limit_s
+        self._supervisor = supervisor
+        self._time_limit_s = time_limit_s
         self._process = this_process("transform actor")
-        self._actor = ray.get_runtime_context().get_actor_id() or f"process {self._process.pid}"
+        self._actor = (
+            ray.get_runtime_context().get_actor_id() or f"process {self._process.pid}"
+        )
         try:
-            restarted = ray.get(supervisor.arrived.remote(self._actor, str(self._process)))
-        except ray.exceptions.RayActorError:  # the stream ended in the meantime; a traceback would be printed
+            restarted = ray.get(
+                supervisor.arrived.remote(self._actor, str(self._process))
+            )
+        except (
+            ray.exceptions.RayActorError
+        ):  # the stream ended in the meantime; a traceback would be printed
             ray.actor.exit_actor()
         self._wary = _WARY_FOR if restarted else 0
         self._watched_at = -math.inf
@@ -137,14 +160,18 @@ class Guard:
         Raises:
             ResourceError: the block has cost too many actors.
         """
-        begun = self._supervisor.begins.remote(self._actor, list(map(str, block)), self._process)
+        begun = self._supervisor.begins.remote(
+            self._actor, list(map(str, block)), self._process
+        )
         orders = None
         if self._wary:
             self._wary -= 1
             orders = ray.get(begun)
             if orders.error:
                 raise ResourceError(orders.error)
-        patience.on_progress.append(self._watch)  # to fetch a shard may take longer than any transform
+        patience.on_progress.append(
+            self._watch
+        )  # to fetch a shard may take longer than any transform
         try:
             yield orders
         finally:
@@ -160,7 +187,10 @@ class Guard:
         if orders is None or not (orders.careful or orders.bad):
             return FIRST_ATTEMPT
         why = "its process died twice while at it: it crashes, or takes longer than transform.time_limit_s"
-        touch = functools.partial(self._touch, str(at)) if orders.careful else None
+        if orders.careful:
+            touch = functools.partial(self._touch, str(at))
+        else:
+            touch = None
         return Attempt(dict.fromkeys(orders.bad, why), touch)
 
     def _watch(self) -> None:
@@ -168,7 +198,9 @@ class Guard:
         # takes as long as some tiny images, so it is started again only now and then, and waits that much longer.
         now = time.monotonic()
         if self._time_limit_s and now > self._watched_at + _UNWATCHED_S:
-            faulthandler.dump_traceback_later(self._time_limit_s + _UNWATCHED_S, exit=True, file=_STDERR)
+            faulthandler.dump_traceback_later(
+                self._time_limit_s + _UNWATCHED_S, exit=True, file=_STDERR
+            )
             self._watched_at = now
 
     def _touch(self, at: str, index: int) -> None:

@@ -39,7 +39,10 @@ class CheckpointWriter:
         """
         self.wait()
         self._thread = threading.Thread(
-            target=self._write, args=(saved(state), write), daemon=True, name="raypipe-checkpoint"
+            target=self._write,
+            args=(saved(state), write),
+            daemon=True,
+            name="raypipe-checkpoint",
         )
         self._thread.start()
 

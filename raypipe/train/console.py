@@ -21,7 +21,8 @@ def changes(run: RunConfig, run_uri: str) -> str:
         before = yaml.safe_load(read_whole(join(run_uri, CONFIG_FILE)) or b"") or {}
     except yaml.YAMLError:
         return ""
-    then, now = _flat(before), _flat(as_plain(run))
+    then = _flat(before)
+    now = _flat(as_plain(run))
     names = [name for name in now if name in then and then[name] != now[name]]
     return ", ".join(f"{name}={now[name]} (was {then[name]})" for name in names)
 
@@ -30,11 +31,17 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return settings by whole name, such as `plan.seed`."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= (
+            _flat(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {prefix + name: value}
+        )
     return flat
 
 
-def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
+def describe(
+    run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str
+) -> str:
     """Describe a run: the settings that differ from the defaults, and values derived from the settings."""
     plan = spec.plan
     num_excluded = sum(kept.num_left_out for kept in plan.kept.values())
@@ -54,7 +61,11 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     if run.pool.engine == "inline":
         actors = "in the trainers themselves (pool.engine=inline)"
     defaults = _flat(as_plain(RunConfig()))
-    settings = [f"{name}={value}" for name, value in _flat(as_plain(run)).items() if value != defaults.get(name)]
+    settings = [
+        f"{name}={value}"
+        for name, value in _flat(as_plain(run)).items()
+        if value != defaults.get(name)
+    ]
     return (
         f"settings   {', '.join(settings)}\n"
         f"run        {run_uri}  (all settings: config.yaml)\n"

@@ -37,7 +37,9 @@ class Interrupts:
     """
 
     def __init__(self, grace_s: float = 6.0) -> None:
-        self._grace_s, self._reason, self._is_aborted = grace_s, "", False
+        self._grace_s = grace_s
+        self._reason = ""
+        self._is_aborted = False
         self._asked_at: float | None = None
         self._request: Callable[[], None] | None = None
         self._is_answered: Callable[[], bool] = lambda: True
@@ -63,7 +65,8 @@ class Interrupts:
         for signum in (signal.SIGINT, signal.SIGTERM):
             if (handler := signal.getsignal(signum)) != self._interrupted:
                 if signum not in self._before or signum == signal.SIGTERM:
-                    self._before[signum] = handler  # Ray's handler of SIGTERM ends Ray's processes
+                    # Ray's handler of SIGTERM ends Ray's processes
+                    self._before[signum] = handler
                 signal.signal(signum, self._interrupted)
 
     def _leave(self) -> None:
@@ -90,14 +93,19 @@ class Interrupts:
         self._asked_at = self._asked_at or -math.inf
         os.kill(os.getpid(), signal.SIGINT)  # acts as a second signal
 
-    def hand_over(self, request: Callable[[], None], is_answered: Callable[[], bool] = lambda: True) -> None:
+    def hand_over(
+        self,
+        request: Callable[[], None],
+        is_answered: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Use `request` from now on to ask the run to end, and at once if there has been a signal.
 
         Args:
             request: asks the run to end.
             is_answered: returns whether the run is about to end. If it is not after the grace, it is aborted.
         """
-        self._request, self._is_answered = request, is_answered
+        self._request = request
+        self._is_answered = is_answered
         self.stand()
         if self._asked_at is not None:
             self._ask()
@@ -106,9 +114,13 @@ class Interrupts:
         # A thread does it, since storage may be slow, and a signal handler interrupts arbitrary code. Another one
         # counts the time, since storage may not answer at all.
         answered = threading.Event()
-        self._asking = threading.Thread(target=self._ask_until, args=(answered,), daemon=True, name="raypipe-stop")
+        self._asking = threading.Thread(
+            target=self._ask_until, args=(answered,), daemon=True, name="raypipe-stop"
+        )
         self._asking.start()
-        waits = threading.Thread(target=self._wait_for, args=(answered,), daemon=True, name="raypipe-grace")
+        waits = threading.Thread(
+            target=self._wait_for, args=(answered,), daemon=True, name="raypipe-grace"
+        )
         waits.start()
 
     def _ask_until(self, answered: threading.Event) -> None:
@@ -122,7 +134,8 @@ class Interrupts:
             logger.warning("cannot ask the run to end: %s", error)
 
     def _wait_for(self, answered: threading.Event) -> None:
-        asking, deadline = self._asking, time.monotonic() + self._grace_s
+        asking = self._asking
+        deadline = time.monotonic() + self._grace_s
         assert asking
         while time.monotonic() < deadline and asking.is_alive():
             if self._ended.wait(0.1):
@@ -137,7 +150,10 @@ class Interrupts:
             if self._request is not None:
                 self._ask()
             else:
-                progress(logger, "stopping before the trainers are started; press Ctrl-C again to abort")
+                progress(
+                    logger,
+                    "stopping before the trainers are started; press Ctrl-C again to abort",
+                )
         elif now - self._asked_at > _ONE_SIGNAL_S:
             self._leave()  # a third signal gets the original handlers
             self._is_aborted = True

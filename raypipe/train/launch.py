@@ -16,7 +16,14 @@ from typing import Any
 import pyarrow as pa
 
 from raypipe.config import AugmentConfig, RunConfig
-from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError, without_credentials
+from raypipe.errors import (
+    ConfigError,
+    CursorError,
+    OutageError,
+    RaypipeError,
+    RunError,
+    without_credentials,
+)
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
 from raypipe.rayext.allocation import Allocation, preflight
 from raypipe.rayext.cluster import connect, started_here
@@ -88,10 +95,16 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     stop_was_asked = stop_requested(run_uri)  # an old request, from before this resume
     newest = _newest(run, run_uri, spec)
     if newest and _has_ended(spec, newest):
-        progress(logger, f"this run has already ended, with {newest.name}: nothing left to do")
+        progress(
+            logger,
+            f"this run has already ended, with {newest.name}: nothing left to do",
+        )
         _withdraw_stop(run_uri)  # its process may have been killed before this
         return _result(newest.metrics | {"stopped": False}, run_uri)
-    with Interrupts(run.train.stop_grace_s) as interrupts, contextlib.ExitStack() as starting:
+    with (
+        Interrupts(run.train.stop_grace_s) as interrupts,
+        contextlib.ExitStack() as starting,
+    ):
         allocation, start = _allocated(run, spec, interrupts, starting)
         # No file of an earlier start is changed before this line, where all checks have passed, except that of
         # state.pt, which only the trainers read.
@@ -100,9 +113,22 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         store_config(run, run_uri)
         remove_error(run_uri)
         progress(logger, describe(run, spec, allocation, run_uri))
-        phase(logger, f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}")
-        loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
-        loop |= {"run_uri": run_uri, "lease": lease, "start": start, "begun": begin_phases()}
+        phase(
+            logger,
+            f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}",
+        )
+        loop = {
+            "run": run,
+            "spec": spec,
+            "num_classes": num_classes,
+            "max_actors": allocation.max_actors,
+        }
+        loop |= {
+            "run_uri": run_uri,
+            "lease": lease,
+            "start": start,
+            "begun": begin_phases(),
+        }
         relays = begin_progress() and run.log_format == "text"
         try:
             result = _fit(loop | {"relays": relays}, allocation, interrupts)
@@ -130,9 +156,13 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     for split, ending in spec.endings.items():
         normalization(ending, run.augment, split)
     views = makes_views(spec.transforms["train"])
-    check_augment(run.augment, spec.transform.target_columns, views, spec.columns.has_target)
+    check_augment(
+        run.augment, spec.transform.target_columns, views, spec.columns.has_target
+    )
     check_code(run.train, len(run.augment.mean))
-    if not any(is_remote(store.address) for store in spec.stores.values()):  # this would fetch whole shards
+    if not any(
+        is_remote(store.address) for store in spec.stores.values()
+    ):  # this would fetch whole shards
         try_samples(spec, num_classes)
     return spec, num_classes
 
@@ -140,7 +170,9 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
 def _newest(run: RunConfig, run_uri: str, spec: StreamSpec) -> Checkpoint | None:
     """Return the checkpoint that a run continues from, if any; the trainers log why newer ones are skipped."""
     changed = changes(run, run_uri) if run.resume else ""
-    find = functools.partial(find_newest, run_uri, spec.plan.check, start_from=run.train.start_from)
+    find = functools.partial(
+        find_newest, run_uri, spec.plan.check, start_from=run.train.start_from
+    )
     try:
         newest, _ = find()
         if _has_ended(spec, newest):  # no trainer will check its state
@@ -156,15 +188,28 @@ def _newest(run: RunConfig, run_uri: str, spec: StreamSpec) -> Checkpoint | None
 
 
 def _allocated(
-    run: RunConfig, spec: StreamSpec, interrupts: Interrupts, starting: contextlib.ExitStack
+    run: RunConfig,
+    spec: StreamSpec,
+    interrupts: Interrupts,
+    starting: contextlib.ExitStack,
 ) -> tuple[Allocation, Any]:
     """Connect to Ray, and allocate resources; also return the actor that keeps other runs from starting."""
-    wait = functools.partial(Wait, run.pool.stall_timeout_s, interrupts.check, "pool.stall_timeout_s")
-    phase(logger, "connecting to Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray on this machine")
+    wait = functools.partial(
+        Wait, run.pool.stall_timeout_s, interrupts.check, "pool.stall_timeout_s"
+    )
+    phase(
+        logger,
+        "connecting to Ray"
+        if os.environ.get("RAY_ADDRESS")
+        else "starting Ray on this machine",
+    )
     connect(log_format=run.log_format, wait=wait())
     interrupts.stand()
     interrupts.check()
-    start = None if started_here() else starting.enter_context(only_start(wait(), run.name))
+    if started_here():
+        start = None
+    else:
+        start = starting.enter_context(only_start(wait(), run.name))
     tell = start.tell.remote if start else lambda thing: None
     allocation = preflight(run.pool, run.train, run.plan.per_step, wait(tell=tell))
     spec.plan.check_workers(allocation.workers)
@@ -174,14 +219,21 @@ def _allocated(
 
 def _has_ended(spec: StreamSpec, newest: Checkpoint | None) -> bool:
     """Return whether a run's newest checkpoint is its last, not another run's, which has no metrics here."""
-    return newest is not None and newest.metrics != {} and next(spec.plan.segments(newest.cursor), None) is None
+    return (
+        newest is not None
+        and newest.metrics != {}
+        and next(spec.plan.segments(newest.cursor), None) is None
+    )
 
 
 def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:
     """Return the result of `train` from the figures of a run."""
     train_s = figures["train_s"] or 1.0  # 0 if the run has not trained
     return {
-        **{name: figures[name] for name in ("val_accuracy", "steps", "stopped", "first_batch_s")},
+        **{
+            name: figures[name]
+            for name in ("val_accuracy", "steps", "stopped", "first_batch_s")
+        },
         "images_per_s": figures["images"] / train_s,
         "wait_fraction": figures["wait_s"] / train_s,
         "run_dir": run_uri.removeprefix("file://"),
@@ -191,9 +243,14 @@ def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:
 def _how_to_continue(run_uri: str) -> str:
     """Return the message for a stopped run: its checkpoint, and the command to continue."""
     checkpoint = _newest_name(run_uri)
-    state = f"stopped with {checkpoint}" if checkpoint else "stopped before the first checkpoint"
+    if checkpoint:
+        state = f"stopped with {checkpoint}"
+    else:
+        state = "stopped before the first checkpoint"
     if checkpoint is None:
-        state = "stopped while storage does not answer, so the newest checkpoint is unknown"
+        state = (
+            "stopped while storage does not answer, so the newest checkpoint is unknown"
+        )
     return f"{state}. Continue with: {_command(run_uri)}"
 
 
@@ -202,13 +259,18 @@ def _newest_name(run_uri: str) -> str | None:
     try:
         return newest_name(run_uri)
     except (RaypipeError, OSError, pa.ArrowException) as error:
-        logger.warning("cannot look for checkpoints: %s: %s", type(error).__name__, error)
+        logger.warning(
+            "cannot look for checkpoints: %s: %s", type(error).__name__, error
+        )
         return None
 
 
 def _command(run_uri: str) -> str:
     """Return the command that resumes a run."""
-    command = "jobs/train.py" if Path(sys.argv[0]).name == "train.py" else "raypipe train"
+    if Path(sys.argv[0]).name == "train.py":
+        command = "jobs/train.py"
+    else:
+        command = "raypipe train"
     return f"{command} --resume {shlex.quote(run_uri.removeprefix('file://'))}"
 
 
@@ -217,11 +279,16 @@ def _withdraw_stop(run_uri: str) -> None:
     try:
         remove_stop(run_uri)
     except Exception as error:  # must not hide the run's result or error
-        logger.warning("cannot remove the request to stop: %s: %s", type(error).__name__, error)
+        logger.warning(
+            "cannot remove the request to stop: %s: %s", type(error).__name__, error
+        )
 
 
 def check_augment(
-    config: AugmentConfig, targets: Collection[str] = (), views: bool = False, has_label: bool = True
+    config: AugmentConfig,
+    targets: Collection[str] = (),
+    views: bool = False,
+    has_label: bool = True,
 ) -> None:
     """Raise ConfigError for a wrong setting, before the cluster starts trainers."""
     if not isinstance(config.module, str):
@@ -234,15 +301,24 @@ def check_augment(
 
         from raypipe.device.augment import DeviceAugment
 
-        DeviceAugment(config, torch.device("cpu"), targets=targets, views=views, has_label=has_label)
+        DeviceAugment(
+            config,
+            torch.device("cpu"),
+            targets=targets,
+            views=views,
+            has_label=has_label,
+        )
 
 
-def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -> dict[str, Any]:
+def _fit(
+    loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts
+) -> dict[str, Any]:
     """Train on the allocated resources; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from raypipe.rayext.trainer import RunTrainer, ray_config
     from raypipe.train.loop import train_loop
 
-    run, run_uri = loop["run"], loop["run_uri"]
+    run = loop["run"]
+    run_uri = loop["run_uri"]
 
     def on_interrupt() -> None:
         progress(logger, "stopping with a checkpoint; press Ctrl-C again to abort")
@@ -251,10 +327,15 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     sizes: dict[str, Any] = {"num_workers": allocation.workers}
     if allocation.min_workers:
         allowed = (allocation.min_workers, allocation.workers)
-        sizes = {"num_workers": allowed, "elastic_resize_monitor_interval_s": _RESIZE_EVERY_S}
+        sizes = {
+            "num_workers": allowed,
+            "elastic_resize_monitor_interval_s": _RESIZE_EVERY_S,
+        }
     failures = {"max_failures": run.train.max_failures}
     if hasattr(ray_config.FailureConfig, "max_preemption_failures"):
-        failures["max_preemption_failures"] = -1  # a node that goes with notice has no fault
+        failures[
+            "max_preemption_failures"
+        ] = -1  # a node that goes with notice has no fault
     filesystem, path = open_filesystem(run_uri)
     trainer = RunTrainer(
         train_loop,
@@ -262,13 +343,17 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         run_uri=run_uri,
         log_format=run.log_format,
         timeout_s=run.pool.stall_timeout_s,
-        take_signals=lambda: interrupts.hand_over(on_interrupt, lambda: stop_answered(run_uri)),
+        take_signals=lambda: interrupts.hand_over(
+            on_interrupt, lambda: stop_answered(run_uri)
+        ),
         give_up=interrupts.give_up,
         train_loop_config=loop,
         scaling_config=ray_config.ScalingConfig(
             **sizes,
             use_gpu=allocation.gpu,
-            resources_per_worker={"CPU": allocation.cpus_per_worker},  # `use_gpu` adds a GPU
+            resources_per_worker={
+                "CPU": allocation.cpus_per_worker
+            },  # `use_gpu` adds a GPU
         ),
         run_config=ray_config.RunConfig(
             name=run.name,
@@ -299,9 +384,14 @@ def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
         )
         _record_error(run_uri, str(lost))
         return lost
-    problem = _record_error(run_uri, f"{explanation(error)}\n\n{''.join(traceback.format_exception(error))}")
+    problem = _record_error(
+        run_uri, f"{explanation(error)}\n\n{''.join(traceback.format_exception(error))}"
+    )
     address = join(run_uri, ERROR_FILE).removeprefix("file://")
-    place = f"traceback lost: {problem}" if problem else f"traceback: {address}"
+    if problem:
+        place = f"traceback lost: {problem}"
+    else:
+        place = f"traceback: {address}"
     return RunError(f"{explanation(error)} ({place})")
 
 

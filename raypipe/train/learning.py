@@ -25,7 +25,13 @@ from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, derive_keys
 from raypipe.streaming.maker import check_labels
 from raypipe.streaming.stateful import shortened
-from raypipe.train.models import NO_VIEWS, build_loss, build_model, build_optimizer, fit_state
+from raypipe.train.models import (
+    NO_VIEWS,
+    build_loss,
+    build_model,
+    build_optimizer,
+    fit_state,
+)
 from raypipe.train.ordered import OrderedGradients, StepBatchNorm
 
 
@@ -44,7 +50,11 @@ class Ema:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self._decay = decay
         self._own, self._theirs = (
-            [state for state in (*module.parameters(), *module.buffers()) if state.is_floating_point()]
+            [
+                state
+                for state in (*module.parameters(), *module.buffers())
+                if state.is_floating_point()
+            ]
             for module in (self.model, model)
         )
 
@@ -80,34 +90,53 @@ class Learner:
         has_classes: bool = True,
     ) -> None:
         self.has_classes = has_classes
-        config, on_cuda = dataclasses.replace(run.train, lr=run.peak_lr), device.type == "cuda"
-        self._num_classes, self._per_step = num_classes, run.plan.per_step
-        self._config, self._device, self.dtype = config, device, amp_dtype(config.amp, device)
+        config = dataclasses.replace(run.train, lr=run.peak_lr)
+        on_cuda = device.type == "cuda"
+        self._num_classes = num_classes
+        self._per_step = run.plan.per_step
+        self._config = config
+        self._device = device
+        self.dtype = amp_dtype(config.amp, device)
         self._per_rank = self._per_step // world_size
         torch.manual_seed(int(derive_keys(1, run.plan.seed, Domain.WEIGHTS)[0]) >> 1)
-        self._model = build_model(config.model, num_classes, len(run.augment.mean)).to(device)
+        self._model = build_model(config.model, num_classes, len(run.augment.mean)).to(
+            device
+        )
         if on_cuda:
             self._model = self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
-            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = (
+                True
+            )
         self._batch_norm = StepBatchNorm(self._model, self._per_rank, world_size)
-        self._optimizer, self._loss = build_optimizer(self._model, config, fused=on_cuda), build_loss(config)
+        self._optimizer = build_optimizer(self._model, config, fused=on_cuda)
+        self._loss = build_loss(config)
         self.val_loss = build_loss(config, smooth=False)
         self._ema = Ema(self._model, config.ema_decay) if config.ema_decay else None
-        self._scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16 and on_cuda)
+        self._scaler = torch.amp.GradScaler(
+            device.type, enabled=self.dtype is torch.float16 and on_cuda
+        )
         if config.compile:
             self._model.compile()
         self._parallel: nn.Module = self._model
         self._gradients: OrderedGradients | None = None
-        if config.deterministic_reduce is True or (config.deterministic_reduce == "auto" and not on_cuda):
+        if config.deterministic_reduce is True or (
+            config.deterministic_reduce == "auto" and not on_cuda
+        ):
             self._gradients = OrderedGradients(self._model, self._per_rank, world_size)
         elif world_size > 1:
             # No broadcast: training only changes BatchNorm's buffers, which StepBatchNorm keeps equal on all
             # ranks. Gradients of 1 x 1 convolutions may have other strides than the bucket; DDP then copies them
             # correctly.
-            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            with warnings.catch_warnings():  # the argument's new name exists only since torch 2.15
-                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            warnings.filterwarnings(
+                "ignore", "Grad strides do not match bucket view strides"
+            )
+            with (
+                warnings.catch_warnings()
+            ):  # the argument's new name exists only since torch 2.15
+                warnings.filterwarnings(
+                    "ignore", "`broadcast_buffers` is deprecated", FutureWarning
+                )
                 self._parallel = DistributedDataParallel(
                     self._model, broadcast_buffers=False, gradient_as_bucket_view=True
                 )
@@ -128,10 +157,16 @@ class Learner:
         with contextlib.nullcontext() if synchronize else self._parallel.no_sync():  # type: ignore[operator]
             logits = self._logits(self._parallel, batch)
             self._batch_norm.take()  # its communication overlaps with the backward
-            losses = self._checked(mixed_losses(self._loss, logits, batch.target, batch.mix), len(batch.weight))
+            losses = self._checked(
+                mixed_losses(self._loss, logits, batch.target, batch.mix),
+                len(batch.weight),
+            )
             loss = (losses * batch.weight).sum() / len(losses)
             # DDP averages over ranks, while the ordered sum adds.
-            share = self._per_step if self._gradients else self._per_rank
+            if self._gradients:
+                share = self._per_step
+            else:
+                share = self._per_rank
             self._scaler.scale(loss / share).backward()
             if self._gradients:
                 self._gradients.take()
@@ -144,7 +179,9 @@ class Learner:
             self._gradients.finish()
         if self._config.max_grad_norm:
             self._scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
+            nn.utils.clip_grad_norm_(
+                self._model.parameters(), self._config.max_grad_norm
+            )
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
@@ -169,16 +206,25 @@ class Learner:
         return losses
 
     def _logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        config, num = self._config, self._num_classes
+        config = self._config
+        num = self._num_classes
         # Checked on the host: a label out of range would end a GPU run in a device-side assertion.
         if self.has_classes:
-            check_labels(batch.target_host, num, lambda row: f"{batch.position.split} sample {batch.index[row]}")
-        with torch.autocast(self._device.type, self.dtype, enabled=self.dtype is not None):
+            check_labels(
+                batch.target_host,
+                num,
+                lambda row: f"{batch.position.split} sample {batch.index[row]}",
+            )
+        with torch.autocast(
+            self._device.type, self.dtype, enabled=self.dtype is not None
+        ):
             logits = model(batch.image)
         rows = len(batch.weight)
         ok = isinstance(logits, torch.Tensor) and logits.shape[:1] == (rows,)
         if ok and self.has_classes:
-            ok = logits.ndim == 2 and (logits.shape[1] >= num or config.loss != "cross_entropy")
+            ok = logits.ndim == 2 and (
+                logits.shape[1] >= num or config.loss != "cross_entropy"
+            )
         if not ok:
             raise ConfigError(
                 f"train.model={config.model} returned {shape_of(logits)} for {rows} images: it must return a "
@@ -208,17 +254,25 @@ class Learner:
         try:
             self._model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise ConfigError(f"the checkpoint has a different model: {shortened(error)}") from error
+            raise ConfigError(
+                f"the checkpoint has a different model: {shortened(error)}"
+            ) from error
         saved = state["optimizer"]["state"]
         names = {name for parameter_state in saved.values() for name in parameter_state}
         own = self._config.optimizer in ("sgd", "adamw")
-        if own and names and ("exp_avg" in names) != (self._config.optimizer == "adamw"):
+        if (
+            own
+            and names
+            and ("exp_avg" in names) != (self._config.optimizer == "adamw")
+        ):
             raise ConfigError(
                 "the checkpoint has the state of a different optimizer: set train.optimizer to "
                 f"{'adamw' if 'exp_avg' in names else 'sgd'}"
             )
         groups = self._optimizer.state_dict()["param_groups"]
-        saved_sizes = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+        saved_sizes = [
+            len(group["params"]) for group in state["optimizer"]["param_groups"]
+        ]
         sizes = [len(group["params"]) for group in groups]
         if saved_sizes != sizes:
             raise ConfigError(

@@ -25,7 +25,12 @@ from raypipe.rayext.console import quiet_trainer
 from raypipe.storage.files import write_json
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.storage.lease import is_held
-from raypipe.streaming.checkpoints import Checkpoint, find_newest, read_state, write_checkpoint
+from raypipe.streaming.checkpoints import (
+    Checkpoint,
+    find_newest,
+    read_state,
+    write_checkpoint,
+)
 from raypipe.streaming.epochs import Pass
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
@@ -52,7 +57,8 @@ def train_loop(config: dict[str, Any]) -> None:
             and `begun`, the start time of the run.
     """
     quiet_trainer()
-    options, rank = dict(config), ray.train.get_context().get_world_rank()
+    options = dict(config)
+    rank = ray.train.get_context().get_world_rank()
     is_first = rank == 0
     relays = options.pop("relays")
     relay_progress(relays)
@@ -96,17 +102,26 @@ class Trainer:
         start: Any = None,
         device: str = "",
     ) -> None:
-        self.run, self.plan, self._start = run, spec.plan, start
-        self.run_uri, self.stopping, self._lease = run_uri, False, lease
+        self.run = run
+        self.plan = spec.plan
+        self._start = start
+        self.run_uri = run_uri
+        self.stopping = False
+        self._lease = lease
         self._check_lease()
         # All ranks start from rank 0's checkpoint, since each might find a different one.
-        ranks, checkpoint, content = ray.train.get_context(), None, b""
+        ranks = ray.train.get_context()
+        checkpoint = None
+        content = b""
         if ranks.get_world_rank() == 0 and (checkpoint := self._newest()):
             checkpoint, content = checkpoint._replace(state=b""), checkpoint.state
         if ranks.get_world_size() > 1:
             checkpoint = broadcast_from_rank_zero(checkpoint)
         self._checkpoint = checkpoint.name if checkpoint else ""
-        self.device = torch.device(device) if device else ray.train.torch.get_device()
+        if device:
+            self.device = torch.device(device)
+        else:
+            self.device = ray.train.torch.get_device()
         # The stream comes first, so that its pool starts while the model is built.
         self.loader: Loader = loader(
             spec,
@@ -118,21 +133,36 @@ class Trainer:
             run_dir=run_uri,
         )
         self._described = self.loader.described(run.train.model)
-        self.loader.interval_s, self._account = math.inf, self.loader.account
+        self.loader.interval_s = math.inf
+        self._account = self.loader.account
         self._account.is_run = True
         self._account.exported.checkpointed()
-        self._account.chronicle.stop_requested = functools.partial(stop_requested, run_uri)
+        self._account.chronicle.stop_requested = functools.partial(
+            stop_requested, run_uri
+        )
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
-        self.learner = Learner(run, num_classes, self.device, self.world_size, has_classes)
+        self.learner = Learner(
+            run, num_classes, self.device, self.world_size, has_classes
+        )
         self._schedule = build_schedule(run.train)
-        self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
+        self.metrics: dict[str, Any] = {
+            "val_accuracy": None,
+            "train_s": 0.0,
+            "wait_s": 0.0,
+            "images": 0,
+        }
         if checkpoint:
-            self.learner.load(loaded(content or read_state(open_filesystem(checkpoint.address))))
+            self.learner.load(
+                loaded(content or read_state(open_filesystem(checkpoint.address)))
+            )
             self.metrics |= checkpoint.metrics
             del content
-        self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, 1
-        self._saved_at, self._shown_at = time.perf_counter(), -_LINE_EVERY_S
+        self._agreed_at = time.perf_counter()
+        self._steps_since = 0
+        self._steps_between = 1
+        self._saved_at = time.perf_counter()
+        self._shown_at = -_LINE_EVERY_S
         self._writer = CheckpointWriter()
 
     def epochs(self) -> Iterator[None]:
@@ -168,7 +198,9 @@ class Trainer:
         with contextlib.ExitStack() as ends:
             ends.callback(self.loader.close)
             ends.enter_context(self._account.saving(self._awaited))
-            ends.callback(self._writer.wait)  # also uploads the records to the run's folder
+            ends.callback(
+                self._writer.wait
+            )  # also uploads the records to the run's folder
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place."""
@@ -177,35 +209,49 @@ class Trainer:
         return sums
 
     def _train(self, batches: Pass) -> None:
-        config, plan = self.run.train, self.plan
+        config = self.run.train
+        plan = self.plan
         assert batches.segment
         total = plan.config.epochs * plan.steps_per_epoch
         warmup = round(config.warmup_epochs * plan.steps_per_epoch)
-        losses: list[torch.Tensor] = []  # kept on the device, so that the host does not wait
+        losses: list[
+            torch.Tensor
+        ] = []  # kept on the device, so that the host does not wait
         samples: list[tuple[MicroBatchId, list[int]]] = []
-        begins_step, first, lr = True, not self.loader.times().images, 0.0
+        begins_step = True
+        first = not self.loader.times().images
+        lr = 0.0
         for batch in batches:
             if begins_step:
-                lr, samples = self._schedule(plan.global_step(batch.position), total, warmup, self.run.peak_lr), []
+                lr = self._schedule(
+                    plan.global_step(batch.position), total, warmup, self.run.peak_lr
+                )
+                samples = []
                 self.learner.begin_step(lr)
             begins_step = batch.ends_step
             samples.append((batch.position, batch.index.tolist()))
             losses.append(self.learner.backward(batch, last=batch.ends_step))
             if not batch.ends_step:
                 continue
-            done, step = self.loader.global_step, batch.position.step + 1
+            done = self.loader.global_step
+            step = batch.position.step + 1
             self.learner.end_step(done)
             if config.log_samples:
                 self._log_samples(samples)
             end = step == batches.segment.num_steps
-            checkpoint = bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0
-            if self._start is not None:  # after the first step, every rank has its micro-batches
+            checkpoint = (
+                bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0
+            )
+            if (
+                self._start is not None
+            ):  # after the first step, every rank has its micro-batches
                 ray.kill(self._start)
                 self._start = None
             # The first step is logged too, which shows a slow run or a bad loss at once.
             if logs := done % config.log_interval == 0 or end or checkpoint or first:
                 self._log_train(lr, losses, shows=end)
-                losses, first = [], False
+                losses = []
+                first = False
             is_due = self._look(at_once=logs)
             if self.stopping:
                 return
@@ -221,10 +267,14 @@ class Trainer:
             ranks = [[] for _ in range(self.world_size)]
             dist.all_gather_object(ranks, samples)
         if log := self._account.chronicle.log:
-            rows = sorted((row for rank in ranks for row in rank), key=lambda row: row[0].micro)
+            rows = sorted(
+                (row for rank in ranks for row in rank), key=lambda row: row[0].micro
+            )
             log.write_samples(rows, self.loader.global_step)
 
-    def _log_train(self, lr: float, losses: list[torch.Tensor], shows: bool = False) -> None:
+    def _log_train(
+        self, lr: float, losses: list[torch.Tensor], shows: bool = False
+    ) -> None:
         """Record the training since the last call; print it if `shows`, or if the last line is ten seconds old."""
         loss_sum = torch.zeros(1, device=self.device)
         for term in losses:
@@ -235,7 +285,9 @@ class Trainer:
         now = time.perf_counter()
         shows = shows or now - self._shown_at >= _LINE_EVERY_S
         self._shown_at = now if shows else self._shown_at
-        for name, amount in self._account.interval(self.loader.cursor, shows, loss=loss, lr=lr).items():
+        for name, amount in self._account.interval(
+            self.loader.cursor, shows, loss=loss, lr=lr
+        ).items():
             self.metrics[name] += amount
 
     def _look(self, at_once: bool = False) -> bool:
@@ -249,24 +301,44 @@ class Trainer:
         """
         self._writer.check()
         notice = self.loader.notice
-        asked, steps, due = float(self._account.chronicle.stops), 0.0, 0.0
+        asked = float(self._account.chronicle.stops)
+        steps = 0.0
+        due = 0.0
         self._steps_since += 1
-        if self.world_size > 1 and not at_once and self._steps_since < self._steps_between:
+        if (
+            self.world_size > 1
+            and not at_once
+            and self._steps_since < self._steps_between
+        ):
             return False
         if self.loader.rank == 0:
             is_old = time.perf_counter() - self._saved_at >= self.run.train.checkpoint_s
             due = float(notice.is_due() or is_old)
         if self.world_size > 1:
             if self.loader.rank == 0:
-                steps = max(1, int(_AGREE_S / ((time.perf_counter() - self._agreed_at) / self._steps_since)))
+                steps = max(
+                    1,
+                    int(
+                        _AGREE_S
+                        / ((time.perf_counter() - self._agreed_at) / self._steps_since)
+                    ),
+                )
                 steps = 1 if notice.is_near() else steps
-            terms = torch.tensor([asked, steps, due, notice.is_last], dtype=torch.float64, device=self.device)
+            terms = torch.tensor(
+                [asked, steps, due, notice.is_last],
+                dtype=torch.float64,
+                device=self.device,
+            )
             asked, steps, due, last = self._summed(terms).tolist()
             notice.is_last = last > 0
-            self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, int(steps)
+            self._agreed_at = time.perf_counter()
+            self._steps_since = 0
+            self._steps_between = int(steps)
         self.stopping = asked > 0
         if self.stopping and self.loader.rank == 0:
-            with contextlib.suppress(ConfigError):  # if the disk is full, the checkpoint raises
+            with contextlib.suppress(
+                ConfigError
+            ):  # if the disk is full, the checkpoint raises
                 answer_stop(self.run_uri)
         return due > 0
 
@@ -283,10 +355,17 @@ class Trainer:
                 correct = (logits.argmax(1) == batch.target).float()
             # Bad samples and padding have zeros as pixels; a NaN loss of theirs must not enter the sum.
             real = batch.weight > 0
-            sums += torch.stack([torch.where(real, x, 0.0).sum() for x in (losses, correct, batch.weight)])
+            sums += torch.stack(
+                [
+                    torch.where(real, x, 0.0).sum()
+                    for x in (losses, correct, batch.weight)
+                ]
+            )
             if batch.ends_step and batch.position.step + 1 < batches.segment.num_steps:
                 is_due = self._look()
-                if self.stopping:  # the checkpoint is before the validation, which a resume repeats
+                if (
+                    self.stopping
+                ):  # the checkpoint is before the validation, which a resume repeats
                     return
                 if is_due:
                     self._report()
@@ -296,13 +375,18 @@ class Trainer:
                 f"no sample of the validation can be read: `raypipe verify {self.run.store.val}` lists why"
             )
         loss, accuracy = loss / count, accuracy / count
-        values, epoch = {"accuracy": accuracy, "loss": loss, "samples": int(count)}, batches.segment.epoch
+        values = {"accuracy": accuracy, "loss": loss, "samples": int(count)}
+        epoch = batches.segment.epoch
         score = f"accuracy {accuracy:.4f}"
         if not self.learner.has_classes:
             del values["accuracy"]
             score = f"loss {loss:.4f}"
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
-        learnt = {f"validation_{name}": value for name, value in values.items() if name != "samples"}
+        learnt = {
+            f"validation_{name}": value
+            for name, value in values.items()
+            if name != "samples"
+        }
         self._account.exported.learnt(**learnt)
         self._account.chronicle.record(
             "val",
@@ -329,8 +413,10 @@ class Trainer:
         return "other ranks have not reached it yet, or Ray Train's controller has not noted it"
 
     def _save(self) -> None:
-        metrics, self._saved_at = self.figures(), time.perf_counter()
-        notice, begun_at = self.loader.notice, self._saved_at
+        metrics = self.figures()
+        self._saved_at = time.perf_counter()
+        notice = self.loader.notice
+        begun_at = self._saved_at
         if log := self._account.chronicle.log:
             cursor = self.loader.cursor
 
@@ -338,25 +424,37 @@ class Trainer:
                 log.sync()
                 self._check_lease()
                 self._checkpoint = write_checkpoint(
-                    self.run_uri, cursor, state, metrics, before=self._checkpoint, described=self._described
+                    self.run_uri,
+                    cursor,
+                    state,
+                    metrics,
+                    before=self._checkpoint,
+                    described=self._described,
                 )
                 self._account.exported.checkpointed()
                 notice.saved_in(time.perf_counter() - begun_at)
 
             self._writer.save(self.learner.state(), write)
-            if notice.is_last:  # after the report below, any rank may end, which ends all
+            if (
+                notice.is_last
+            ):  # after the report below, any rank may end, which ends all
                 self._writer.wait()
         ray.train.report(metrics)
 
     def _newest(self) -> Checkpoint | None:
         """Return the newest checkpoint, with its state; log those that are skipped."""
         newest, skipped = find_newest(
-            self.run_uri, self.plan.check, with_state=True, start_from=self.run.train.start_from
+            self.run_uri,
+            self.plan.check,
+            with_state=True,
+            start_from=self.run.train.start_from,
         )
         for name, reason in skipped.items():
             progress(logger, f"not resumed from {name}: {reason}")
         if skipped:
-            progress(logger, f"resumed from {newest.name if newest else 'the beginning'}")
+            progress(
+                logger, f"resumed from {newest.name if newest else 'the beginning'}"
+            )
         return newest
 
     def _check_lease(self) -> None:

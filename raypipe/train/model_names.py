@@ -16,8 +16,12 @@ _REGISTERED = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", re.MULTIL
 def torchvision_models() -> list[str]:
     """Return the names of the installed torchvision's classification models."""
     spec = find_spec("torchvision")
-    files = Path(*spec.submodule_search_locations[:1], "models").glob("*.py") if spec else ()  # type: ignore[index]
-    return sorted(name for file in files for name in _REGISTERED.findall(file.read_text("utf-8")))
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    files = Path(spec.submodule_search_locations[0], "models").glob("*.py")
+    return sorted(
+        name for file in files for name in _REGISTERED.findall(file.read_text("utf-8"))
+    )
 
 
 def check_model(name: str, channels: int = 3) -> None:

@@ -53,7 +53,9 @@ def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
     if ":" in name:
         model = import_name(name, "train.model")(num_classes=num_classes)
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"train.model={name} must return a torch.nn.Module, got {type(model).__name__}")
+            raise ConfigError(
+                f"train.model={name} must return a torch.nn.Module, got {type(model).__name__}"
+            )
         return model
     check_model(name, channels)
     if name == "small":
@@ -62,8 +64,13 @@ def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
 
     # Every model has one output and one loss. BatchNorm makes auxiliary heads unnecessary (Szegedy et al. 2015
     # found that the lower one had no effect), and inception_v3's rejects small images.
-    more = {"aux_logits": False, "init_weights": True} if name.lower() in ("googlenet", "inception_v3") else {}
-    return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **more)
+    if name.lower() in ("googlenet", "inception_v3"):
+        more = {"aux_logits": False, "init_weights": True}
+    else:
+        more = {}
+    return torchvision.models.get_model(
+        name, weights=None, num_classes=num_classes, **more
+    )
 
 
 def small_model(num_classes: int, width: int = 32, channels: int = 3) -> nn.Module:
@@ -89,7 +96,9 @@ def small_model(num_classes: int, width: int = 32, channels: int = 3) -> nn.Modu
     )
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: TrainConfig, fused: bool = False
+) -> torch.optim.Optimizer:
     """Make SGD with Nesterov momentum, AdamW, or `module:function(two groups of parameters, lr=…)`.
 
     Biases and normalization layers have no weight decay.
@@ -102,15 +111,26 @@ def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) 
     """
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [
+        {"params": decay, "weight_decay": config.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     optimizer: torch.optim.Optimizer
     if config.optimizer == "sgd":
         nesterov = config.momentum > 0
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=fused)
+        optimizer = torch.optim.SGD(
+            groups,
+            lr=config.lr,
+            momentum=config.momentum,
+            nesterov=nesterov,
+            fused=fused,
+        )
     elif config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=fused)
     else:
-        optimizer = import_name(config.optimizer, "train.optimizer")(groups, lr=config.lr)
+        optimizer = import_name(config.optimizer, "train.optimizer")(
+            groups, lr=config.lr
+        )
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
             raise ConfigError(
@@ -136,7 +156,9 @@ def fit_state(optimizer: torch.optim.Optimizer) -> None:
                 state.setdefault("momentum_buffer", torch.zeros_like(parameter))
             for name, value in state.items():
                 if name == "step":
-                    state[name] = value.to(parameter.device if group["fused"] else "cpu")
+                    state[name] = value.to(
+                        parameter.device if group["fused"] else "cpu"
+                    )
                 else:
                     state[name] = torch.empty_like(parameter).copy_(value)
 
@@ -147,8 +169,14 @@ def build_schedule(config: TrainConfig) -> Schedule:
     schedule = import_name(config.lr_schedule, "train.lr_schedule")
 
     def checked(step: int, *others: float) -> float:
-        rate = check(f"train.lr_schedule={config.lr_schedule} at step {step}", schedule(step, *others), Float32)
-        return float(rate)  # it may be a number of numpy's, which a checkpoint cannot hold
+        rate = check(
+            f"train.lr_schedule={config.lr_schedule} at step {step}",
+            schedule(step, *others),
+            Float32,
+        )
+        return float(
+            rate
+        )  # it may be a number of numpy's, which a checkpoint cannot hold
 
     return checked
 
@@ -195,18 +223,27 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
     if run.train.num_classes:
         return run.train.num_classes
     if classes is None:
-        raise ConfigError(f"{store.address} does not name its classes: set train.num_classes")
+        raise ConfigError(
+            f"{store.address} does not name its classes: set train.num_classes"
+        )
     return len(classes)
 
 
 def _num_outputs(run: RunConfig, target: ColumnType) -> int:
     """Return the number of a model's outputs for targets that are not classes."""
     check_mixable(run.augment, target.dtype, target.shape)
-    num = run.train.num_classes or {0: 1, 1: target.shape[-1] if target.shape else 0}.get(len(target.shape), 0)
+    num = run.train.num_classes or {
+        0: 1,
+        1: target.shape[-1] if target.shape else 0,
+    }.get(len(target.shape), 0)
     if not num:
-        raise ConfigError(f"targets are {target}: set train.num_classes, the number of the model's outputs")
+        raise ConfigError(
+            f"targets are {target}: set train.num_classes, the number of the model's outputs"
+        )
     # Floats may be probabilities of the classes.
-    if run.train.loss == "cross_entropy" and not (target.dtype.startswith("float") and target.shape == (num,)):
+    if run.train.loss == "cross_entropy" and not (
+        target.dtype.startswith("float") and target.shape == (num,)
+    ):
         raise ConfigError(
             f"targets are {target}, but train.loss=cross_entropy needs classes or their probabilities: set "
             "train.loss to a module:function of outputs and targets"

@@ -33,10 +33,14 @@ class OrderedSum:
     """
 
     def __init__(self, num_local: int, world_size: int) -> None:
-        self._num_local, self._world_size = num_local, world_size
+        self._num_local = num_local
+        self._world_size = world_size
         even = num_local & -num_local  # the largest power of two that divides num_local
         # The two terms that are added first share a slot.
-        self._num_slots = max(1, even // 2) if even == num_local else even
+        if even == num_local:
+            self._num_slots = max(1, even // 2)
+        else:
+            self._num_slots = even
         self._slots: list[torch.Tensor] = []
         self._num_terms = 0
         self._ranks: list[torch.Tensor] = []  # the sum of each rank, or one of all
@@ -51,7 +55,8 @@ class OrderedSum:
         self._num_terms += 1
         if self._num_terms == self._num_local:
             self._send(tree_sum(self._slots))
-            self._slots, self._num_terms = [], 0
+            self._slots = []
+            self._num_terms = 0
 
     def _send(self, total: torch.Tensor) -> None:
         self._ranks = [total]
@@ -59,7 +64,9 @@ class OrderedSum:
             self._ranks = [torch.empty_like(total) for _ in range(self._world_size)]
             self._sent = dist.all_gather(self._ranks, total, async_op=True)
         elif self._world_size > 1:
-            self._sent = dist.all_reduce(total, async_op=True)  # the order of two terms does not matter
+            self._sent = dist.all_reduce(
+                total, async_op=True
+            )  # the order of two terms does not matter
 
     def finish(self) -> torch.Tensor:
         """Return the sum over all ranks, on each rank; call after the last term of a step."""
@@ -91,7 +98,9 @@ class OrderedGradients:
     @torch.no_grad()
     def take(self) -> None:
         """Take the gradient of the rank's next micro-batch; call after each backward."""
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        gradients = [
+            torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters
+        ]
         self._sum.add(torch.cat([gradient.reshape(-1) for gradient in gradients]))
         for parameter in self._parameters:
             parameter.grad = None
@@ -102,7 +111,10 @@ class OrderedGradients:
         parts = self._sum.finish().split([p.numel() for p in self._parameters])
         # Gradients get the parameters' strides, as after a backward, since fused optimizers on CUDA need them.
         gradients = [torch.empty_like(parameter) for parameter in self._parameters]
-        torch._foreach_copy_(gradients, [part.view_as(p) for part, p in zip(parts, gradients, strict=True)])
+        torch._foreach_copy_(
+            gradients,
+            [part.view_as(p) for part, p in zip(parts, gradients, strict=True)],
+        )
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
@@ -119,23 +131,37 @@ class StepBatchNorm:
 
     def __init__(self, model: nn.Module, num_local: int, world_size: int) -> None:
         kinds = _BatchNorm, _InstanceNorm
-        self._layers = [m for m in model.modules() if isinstance(m, kinds) and m.track_running_stats]
+        self._layers = [
+            m for m in model.modules() if isinstance(m, kinds) and m.track_running_stats
+        ]
         self._is_alone = world_size == 1
         self._sum = OrderedSum(num_local, world_size)
-        self._before = self._begun = self._counted = self._momenta = self._layer_of = torch.empty(0)
+        self._before = self._begun = self._counted = self._momenta = self._layer_of = (
+            torch.empty(0)
+        )
         if not self._layers:
             return
-        momenta = [0.1 if layer.momentum is None else layer.momentum for layer in self._layers]
+        momenta = [
+            0.1 if layer.momentum is None else layer.momentum for layer in self._layers
+        ]
         kept = torch.tensor(momenta, dtype=torch.float64).neg_().add_(1)
-        by_num = [kept.pow(num).neg_().add_(1) for num in range(num_local * world_size + 1)]
+        by_num = [
+            kept.pow(num).neg_().add_(1) for num in range(num_local * world_size + 1)
+        ]
         flat = self._flat()
         self._momenta = torch.stack(by_num).to(flat)  # (M + 1, layers)
-        layer_of = [number for number, layer in enumerate(self._layers) for _ in range(2 * layer.num_features)]
+        layer_of = [
+            number
+            for number, layer in enumerate(self._layers)
+            for _ in range(2 * layer.num_features)
+        ]
         self._layer_of = torch.tensor(layer_of, device=flat.device)
         for layer in self._layers:
             layer.momentum = 1.0  # a forward then sets its own statistics
             if layer.num_batches_tracked is None:
-                layer.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=flat.device)
+                layer.num_batches_tracked = torch.zeros(
+                    (), dtype=torch.int64, device=flat.device
+                )
             if isinstance(layer, _InstanceNorm):  # BatchNorm counts by itself
                 layer.register_forward_hook(_count)
 
@@ -152,8 +178,11 @@ class StepBatchNorm:
         counted = self._counters()
         num_forwards = counted - self._counted
         self._counted = counted
-        ran, flat = num_forwards > 0, self._flat()
-        own = torch.where(ran[self._layer_of], flat, 0)  # a layer that was skipped has those of an earlier one
+        ran = num_forwards > 0
+        flat = self._flat()
+        own = torch.where(
+            ran[self._layer_of], flat, 0
+        )  # a layer that was skipped has those of an earlier one
         self._sum.add(torch.cat([own, ran.to(flat.dtype), num_forwards.to(flat.dtype)]))
 
     def end(self) -> None:
@@ -161,18 +190,29 @@ class StepBatchNorm:
         if not self._layers:
             return
         num_layers = len(self._layers)
-        total, num_ran, num_forwards = self._sum.finish().split([len(self._layer_of), num_layers, num_layers])
+        total, num_ran, num_forwards = self._sum.finish().split(
+            [len(self._layer_of), num_layers, num_layers]
+        )
         num = num_ran[self._layer_of]
         momenta = self._momenta.gather(0, num_ran.long()[None])[0, self._layer_of]
-        blended, live = torch.lerp(self._before, total / num.clamp(min=1), momenta), self._live()
-        torch._foreach_copy_(live, blended.split([statistic.numel() for statistic in live]))
+        blended = torch.lerp(self._before, total / num.clamp(min=1), momenta)
+        live = self._live()
+        torch._foreach_copy_(
+            live, blended.split([statistic.numel() for statistic in live])
+        )
         if not self._is_alone:
             counters: list[Any] = [layer.num_batches_tracked for layer in self._layers]
-            torch._foreach_copy_(counters, list((self._begun + num_forwards.long()).unbind()))
+            torch._foreach_copy_(
+                counters, list((self._begun + num_forwards.long()).unbind())
+            )
 
     def _live(self) -> list[torch.Tensor]:
         """Return running mean and variance of each layer: their current tensors, which `model.to` replaces."""
-        statistics = (statistic for m in self._layers for statistic in (m.running_mean, m.running_var))
+        statistics = (
+            statistic
+            for m in self._layers
+            for statistic in (m.running_mean, m.running_var)
+        )
         return [statistic for statistic in statistics if statistic is not None]
 
     def _flat(self) -> torch.Tensor:

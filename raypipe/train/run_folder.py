@@ -31,7 +31,13 @@ import yaml
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.storage.files import open_input, read_text, read_whole, write_synced, write_text
+from raypipe.storage.files import (
+    open_input,
+    read_text,
+    read_whole,
+    write_synced,
+    write_text,
+)
 from raypipe.storage.filesystem import (
     as_uri,
     check_bucket,
@@ -55,7 +61,9 @@ CONFIG_HEAD = "# A run of raypipe: its settings.\n"
 logger = logging.getLogger(__name__)
 
 _STOP_FILE = "stop"
-_MAX_CONFIG_BYTES = 16 << 20  # the steps of a transform take at most 1 MiB, see `transform_steps`
+_MAX_CONFIG_BYTES = (
+    16 << 20
+)  # the steps of a transform take at most 1 MiB, see `transform_steps`
 
 
 def request_stop(run_uri: str) -> None:
@@ -100,7 +108,9 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         ConfigError: the folder has a run that is not resumed, or none to resume, or a running one; or the folder
             is removed with the job.
     """
-    run = dataclasses.replace(run, resume=folder_to_resume(run.resume, run.storage_path, run.name))
+    run = dataclasses.replace(
+        run, resume=folder_to_resume(run.resume, run.storage_path, run.name)
+    )
     if not (run.name or run.resume):
         # The random suffix is for runs that start in the same second.
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -110,15 +120,21 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         parent, name = split(run.resume)
         run = dataclasses.replace(run, storage_path=parent or ".", name=name)
     elif {".", ".."} & set(run.name.split("/")):
-        raise ConfigError(f"--name {run.name} leads out of {run.storage_path}: choose another one")
+        raise ConfigError(
+            f"--name {run.name} leads out of {run.storage_path}: choose another one"
+        )
     run_uri = join(as_uri(run.storage_path), run.name)
     check_lasting(run_uri, "storage_path")
     check_run_folder(run_uri, bool(run.resume))
     if start_from := run.train.start_from:
-        run = dataclasses.replace(run, train=dataclasses.replace(run.train, start_from=as_uri(start_from)))
+        run = dataclasses.replace(
+            run, train=dataclasses.replace(run.train, start_from=as_uri(start_from))
+        )
     run = with_digits(run)
     with leased(run_uri) as lease:
-        check_run_folder(run_uri, bool(run.resume))  # checked again, now that no other process can change it
+        check_run_folder(
+            run_uri, bool(run.resume)
+        )  # checked again, now that no other process can change it
         yield run, run_uri, lease
 
 
@@ -171,11 +187,17 @@ def check_run_folder(run_uri: str, resume: bool) -> None:
         is_run = has_run(run_uri)
         is_foreign = not is_run and exists(join(run_uri, CONFIG_FILE))
     if resume and not is_run:
-        raise ConfigError(f"no run at {run_uri}: pass the folder that the run printed as run_dir")
+        raise ConfigError(
+            f"no run at {run_uri}: pass the folder that the run printed as run_dir"
+        )
     if is_foreign:
-        raise ConfigError(f"{run_uri} has a {CONFIG_FILE} that is not a run's: choose another --name")
+        raise ConfigError(
+            f"{run_uri} has a {CONFIG_FILE} that is not a run's: choose another --name"
+        )
     if not resume and is_run:
-        raise RunExistsError(f"{run_uri} already has a run: continue it with --resume, or choose another --name")
+        raise RunExistsError(
+            f"{run_uri} already has a run: continue it with --resume, or choose another --name"
+        )
 
 
 def has_config(run_uri: str) -> bool:
@@ -194,7 +216,9 @@ def read_config(run_uri: str) -> str:
         return ""
     text = read_text(address, _MAX_CONFIG_BYTES)
     if not text.startswith(CONFIG_HEAD):
-        raise ConfigError(f"{address} is not a run's: its first line must be {CONFIG_HEAD.strip()!r}")
+        raise ConfigError(
+            f"{address} is not a run's: its first line must be {CONFIG_HEAD.strip()!r}"
+        )
     return text
 
 
@@ -202,7 +226,10 @@ def store_config(run: RunConfig, run_uri: str) -> None:
     with explained(ConfigError, f"{run_uri} cannot be written to"):
         filesystem, path = open_filesystem(run_uri)
         filesystem.create_dir(path, recursive=True)
-    write_text(join(run_uri, CONFIG_FILE), CONFIG_HEAD + yaml.safe_dump(as_plain(run), sort_keys=False))
+    write_text(
+        join(run_uri, CONFIG_FILE),
+        CONFIG_HEAD + yaml.safe_dump(as_plain(run), sort_keys=False),
+    )
 
 
 def as_plain(run: RunConfig) -> dict[str, Any]:

@@ -55,7 +55,9 @@ class Crop:
         return keys if self.part is None else mix64(self.part ^ keys)
 
 
-def crops_of(transform: Any, arrays: bool = False, targets: Collection[str] = ()) -> list[Crop]:
+def crops_of(
+    transform: Any, arrays: bool = False, targets: Collection[str] = ()
+) -> list[Crop]:
     """The crops that a transform makes, which is from `build_transform`; for the rest see `SampleTransform`."""
     if not isinstance(transform, Mapping):
         return [Crop(IMAGE, SampleTransform(transform, arrays, targets))]
@@ -64,11 +66,20 @@ def crops_of(transform: Any, arrays: bool = False, targets: Collection[str] = ()
         transforms = [SampleTransform(each, arrays) for each in view.transforms]
         for i in range(view.count):
             number = i if view.count > 1 else None
-            crops.append(Crop(f"{VIEW}.{name}", transforms[i % len(transforms)], number, view_key(name, i)))
+            crops.append(
+                Crop(
+                    f"{VIEW}.{name}",
+                    transforms[i % len(transforms)],
+                    number,
+                    view_key(name, i),
+                )
+            )
     return crops
 
 
-def by_field(crops: Sequence[Crop], images: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+def by_field(
+    crops: Sequence[Crop], images: Iterable[np.ndarray]
+) -> dict[str, np.ndarray]:
     """Join the images of crops: of each field (h, w, 3), or (n, h, w, 3).
 
     Raises:
@@ -79,17 +90,26 @@ def by_field(crops: Sequence[Crop], images: Iterable[np.ndarray]) -> dict[str, n
         parts.setdefault(crop.field, []).append(image)
     for field, of_field in parts.items():
         if len({image.shape for image in of_field}) > 1:
-            sizes = ", ".join(sorted({f"{image.shape[0]}x{image.shape[1]}" for image in of_field}))
+            sizes = ", ".join(
+                sorted({f"{image.shape[0]}x{image.shape[1]}" for image in of_field})
+            )
             raise ConfigError(
                 f"the crops of {field} differ in size, {sizes} (height x width): end their transforms with a "
                 "crop or resize to a fixed size"
             )
         if len(dtypes := {str(image.dtype) for image in of_field}) > 1:
-            raise ConfigError(f"the crops of {field} differ in dtype, {', '.join(sorted(dtypes))}")
-    return {field: np.stack(images) if len(images) > 1 else images[0] for field, images in parts.items()}
+            raise ConfigError(
+                f"the crops of {field} differ in dtype, {', '.join(sorted(dtypes))}"
+            )
+    return {
+        field: np.stack(images) if len(images) > 1 else images[0]
+        for field, images in parts.items()
+    }
 
 
-def sizes_by_header(images: Sequence[bytes | memoryview | None], exif: bool) -> np.ndarray:
+def sizes_by_header(
+    images: Sequence[bytes | memoryview | None], exif: bool
+) -> np.ndarray:
     """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
 
     Those are also others that `exif` turns upright.
@@ -125,12 +145,23 @@ class ProgramsAtOnce:
         threads: that the kernel uses.
     """
 
-    def __init__(self, crops: Sequence[Crop], config: TransformConfig, threads: int) -> None:
-        self._crops, self._config, self._threads = crops, config, threads
-        self._target = crops[0].transform.crop_target if config.crop_decode == "scaled" else None
+    def __init__(
+        self, crops: Sequence[Crop], config: TransformConfig, threads: int
+    ) -> None:
+        self._crops = crops
+        self._config = config
+        self._threads = threads
+        if config.crop_decode == "scaled":
+            self._target = crops[0].transform.crop_target
+        else:
+            self._target = None
 
     def make(
-        self, samples: Samples, wanted: np.ndarray, keys: np.ndarray, arrays: Mapping[str, np.ndarray]
+        self,
+        samples: Samples,
+        wanted: np.ndarray,
+        keys: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
     ) -> Iterator[Finished]:
         """Make the images of B samples, and yield the rows that are made; slots of others may hold anything.
 
@@ -147,7 +178,9 @@ class ProgramsAtOnce:
             wanted[finished.rows] = False
             yield finished
         for decoded in self._decoded(samples, wanted):
-            sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in decoded])
+            sizes = np.array(
+                [(0, 0) if image is None else image.shape[:2] for image in decoded]
+            )
             yield self._run(decoded, sizes, keys, arrays)
 
     def _run(
@@ -166,7 +199,10 @@ class ProgramsAtOnce:
         (rows,) = np.nonzero(sizes[:, 0])
         if len(rows) < len(images):
             is_run = (sizes[:, 0] > 0).tolist()
-            images = [image if wanted else None for image, wanted in zip(images, is_run, strict=True)]
+            images = [
+                image if wanted else None
+                for image, wanted in zip(images, is_run, strict=True)
+            ]
         jobs = [_job_of(crop, rows, sizes, keys, arrays) for crop in self._crops]
         called = jobs
         if target:
@@ -179,11 +215,15 @@ class ProgramsAtOnce:
                 done[row] = _by_reference(images[row], jobs, row)
         for crop, job in zip(self._crops, jobs, strict=True):
             if crop.transform.has_rest:
-                _finish(crop, job.out, job._replace(**_results(crop, arrays)), keys, done)
+                _finish(
+                    crop, job.out, job._replace(**_results(crop, arrays)), keys, done
+                )
         (rows,) = np.nonzero(done)
         return Finished(rows, jobs[0].params[rows], sizes[rows])
 
-    def _decoded(self, samples: Samples, wanted: np.ndarray) -> Iterator[list[np.ndarray | None]]:
+    def _decoded(
+        self, samples: Samples, wanted: np.ndarray
+    ) -> Iterator[list[np.ndarray | None]]:
         """The pixels of the rows that are wanted, where they can be had, by row; not too many at a time."""
         images: list[np.ndarray | None] = [None] * len(samples)
         num_bytes = 0
@@ -194,7 +234,8 @@ class ProgramsAtOnce:
             images[row], num_bytes = pixels, num_bytes + pixels.nbytes
             if num_bytes > _MAX_DECODED:
                 yield images
-                images, num_bytes = [None] * len(samples), 0
+                images = [None] * len(samples)
+                num_bytes = 0
         if num_bytes:
             yield images
 
@@ -208,7 +249,11 @@ class ProgramsAtOnce:
 
 
 def _job_of(
-    crop: Crop, rows: np.ndarray, sizes: np.ndarray, keys: np.ndarray, arrays: Mapping[str, np.ndarray]
+    crop: Crop,
+    rows: np.ndarray,
+    sizes: np.ndarray,
+    keys: np.ndarray,
+    arrays: Mapping[str, np.ndarray],
 ) -> Job:
     """The job of a crop, of which these rows, int (n,), have draws; before steps of the library, in new memory."""
     program = crop.transform.program
@@ -216,7 +261,11 @@ def _job_of(
     params = np.zeros((len(keys), program.num_params), np.int64)
     params[rows], _ = program.draw(crop.keys(keys[rows]), sizes[rows])
     if crop.transform.has_rest:
-        return Job(program.ops, params, np.empty((len(keys), *(program.size or ()), 3), np.uint8))
+        return Job(
+            program.ops,
+            params,
+            np.empty((len(keys), *(program.size or ()), 3), np.uint8),
+        )
     return Job(program.ops, params, **_results(crop, arrays))
 
 
@@ -225,22 +274,32 @@ def _results(crop: Crop, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     places = {"out": arrays[crop.field], "chroma": arrays.get(chroma_of(crop.field))}
     if crop.number is None:
         return places
-    return {name: None if array is None else array[:, crop.number] for name, array in places.items()}
+    return {
+        name: None if array is None else array[:, crop.number]
+        for name, array in places.items()
+    }
 
 
 def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
     """A job that begins with a crop, by which the crop is decoded at a scale."""
-    applies, boxes, others = job.params[:, :1], job.params[:, 1:5], job.params[:, 5:]
+    applies = job.params[:, :1]
+    boxes = job.params[:, 1:5]
+    others = job.params[:, 5:]
     boxes, eighths = scaled_boxes(boxes, sizes, target)
     ops = job.ops + np.array([0, 1], np.int32)
     ops[0] = Op.CROP_SCALED, 0
-    return job._replace(ops=ops, params=np.column_stack([applies, boxes, eighths, others]))
+    return job._replace(
+        ops=ops, params=np.column_stack([applies, boxes, eighths, others])
+    )
 
 
 def _whole(job: Job) -> Job:
     """A job by which images are decoded as a whole: before its crop it has a turn that never applies."""
     ops = np.vstack([np.array([[Op.TURN, job.params.shape[1]]], np.int32), job.ops])
-    return job._replace(ops=ops, params=np.hstack([job.params, np.zeros((len(job.params), 2), np.int64)]))
+    return job._replace(
+        ops=ops,
+        params=np.hstack([job.params, np.zeros((len(job.params), 2), np.int64)]),
+    )
 
 
 def _by_reference(image: np.ndarray, jobs: Sequence[Job], row: int) -> bool:
@@ -252,7 +311,9 @@ def _by_reference(image: np.ndarray, jobs: Sequence[Job], row: int) -> bool:
     return True
 
 
-def _finish(crop: Crop, images: np.ndarray, job: Job, keys: np.ndarray, done: np.ndarray) -> None:
+def _finish(
+    crop: Crop, images: np.ndarray, job: Job, keys: np.ndarray, done: np.ndarray
+) -> None:
     """Have the library do the rest of the steps, sample by sample."""
     own_keys = crop.keys(keys).tolist()
     for row in np.flatnonzero(done).tolist():
@@ -262,6 +323,8 @@ def _finish(crop: Crop, images: np.ndarray, job: Job, keys: np.ndarray, done: np
             done[row] = False
             continue
         is_like = image.dtype == job.out.dtype
-        done[row] = is_like and image.shape[:2] == job.out.shape[1:3]  # else nothing was written
+        done[row] = (
+            is_like and image.shape[:2] == job.out.shape[1:3]
+        )  # else nothing was written
         if done[row]:
             job.put(row, image)

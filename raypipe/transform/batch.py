@@ -66,9 +66,12 @@ class MicroBatchTransform:
         sample_name: Callable[[int], str] = lambda _: "",
         probe: Callable[[], Iterable[EncodedSample]] = tuple,
     ) -> None:
-        self.content, self._probe = content, probe
-        self._tolerant, self._exact = tolerant, exact
-        self._store_address, self._sample_name = store_address, sample_name
+        self.content = content
+        self._probe = probe
+        self._tolerant = tolerant
+        self._exact = exact
+        self._store_address = store_address
+        self._sample_name = sample_name
 
     def run(
         self,
@@ -102,13 +105,16 @@ class MicroBatchTransform:
             SampleError: a bad sample under "raise"; or one for which no good substitute was found.
             ConfigError: a result has a wrong kind or size.
         """
-        rows = Rows(memory or BlockMemory(self.content.fields), len(indices) // num, num)
+        rows = Rows(
+            memory or BlockMemory(self.content.fields), len(indices) // num, num
+        )
         bad = dict[int, dict[str, Any]]()
         if isinstance(samples, Samples) and not attempt.before_sample:
             wanted = (indices != PADDING) & ~np.isin(indices, list(attempt.bad))
             self.content.fill(rows, samples, indices, keys, wanted)
         for row in np.flatnonzero(rows.weight == 0).tolist():
-            index, key = int(indices[row]), keys[row].tolist()
+            index = int(indices[row])
+            key = keys[row].tolist()
             if index == PADDING:
                 rows.leave_out(row)
                 continue
@@ -119,7 +125,9 @@ class MicroBatchTransform:
                 if self._exact and self._tolerant:
                     rows.leave_out(row, index)
                     continue
-                for other, substitute, other_key in self._substitutes(index, error, substitutes, row):
+                for other, substitute, other_key in self._substitutes(
+                    index, error, substitutes, row
+                ):
                     try:
                         stand_in = self.one(other, substitute, other_key, attempt)
                     except SampleError as further:
@@ -134,7 +142,9 @@ class MicroBatchTransform:
             rows.begun(self._first())
         return rows, bad
 
-    def one(self, sample: Sample, index: int, key: Key, attempt: Attempt = FIRST_ATTEMPT) -> dict[str, Any]:
+    def one(
+        self, sample: Sample, index: int, key: Key, attempt: Attempt = FIRST_ATTEMPT
+    ) -> dict[str, Any]:
         """Make the fields of one sample.
 
         Raises:
@@ -161,17 +171,25 @@ class MicroBatchTransform:
             hint = f"with a transform.max_bad_fraction above 0 the run would use another one; or {error.advice}"
             raise type(error)(f"{bad} ({hint})") from error
         if substitutes is None:
-            raise SampleError(f"{bad} (and there is nothing to read a substitute with)") from error
+            raise SampleError(
+                f"{bad} (and there is nothing to read a substitute with)"
+            ) from error
         return substitutes(row)
 
-    def _none_is_good(self, index: int, error: SampleError, last: SampleError, substitute: int) -> SampleError:
+    def _none_is_good(
+        self, index: int, error: SampleError, last: SampleError, substitute: int
+    ) -> SampleError:
         return type(last)(
             f"{self._title(index)}: {error}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one "
             f"{self._title(substitute)}: {last}; {last.advice}"
         )
 
     def _record(self, index: int, error: SampleError) -> dict[str, Any]:
-        where = {"store": self._store_address, "index": index, "name": self._sample_name(index)}
+        where = {
+            "store": self._store_address,
+            "index": index,
+            "name": self._sample_name(index),
+        }
         return {**where, "substitute": None, "error": str(error), "fault": error.fault}
 
     def _first(self) -> dict[str, Any]:

@@ -10,7 +10,12 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.stores.base import Store
 from raypipe.transform.encoded import EncodedImages
-from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
+from raypipe.transform.presets import (
+    build_transform,
+    check_transform,
+    num_pixels,
+    takes_size,
+)
 from raypipe.transform.program import find_program, why_no_program
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import has_sizes
@@ -22,7 +27,9 @@ _NUM_TRIED = 8  # images, by whose headers a crop is held to have room
 
 
 def check_transforms(
-    config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store]
+    config: TransformConfig,
+    transforms: Mapping[Split, Any],
+    stores: Mapping[Split, Store],
 ) -> None:
     """Raise ConfigError where `Content` would, as far as can be known without the user's code."""
     for split, store in stores.items():
@@ -32,10 +39,21 @@ def check_transforms(
             _check_views(config, split)
         check_columns(store, config.target_columns)
         if config.target_columns:
-            SampleTransform(build_transform(transform, config.final_size), targets=tuple(config.target_columns))
-        if config.decode == "device" and not (isinstance(transform, str) and ":" in transform):
-            built = None if makes_views(transform) else build_transform(transform, config.final_size)
-            EncodedImages(None if makes_views(transform) else SampleTransform(built), f"transform.{split}")
+            SampleTransform(
+                build_transform(transform, config.final_size),
+                targets=tuple(config.target_columns),
+            )
+        if config.decode == "device" and not (
+            isinstance(transform, str) and ":" in transform
+        ):
+            if makes_views(transform):
+                built = None
+            else:
+                built = build_transform(transform, config.final_size)
+            EncodedImages(
+                None if makes_views(transform) else SampleTransform(built),
+                f"transform.{split}",
+            )
 
 
 def check_strength(config: TransformConfig, transform: Any) -> None:
@@ -44,13 +62,20 @@ def check_strength(config: TransformConfig, transform: Any) -> None:
         return
     where = "transform.strength scales the steps that raypipe makes itself"
     if config.decode_as == "array":
-        raise ConfigError(f"{where}, of uint8 RGB, and transform.decode_as is 'array': leave one of them out")
+        raise ConfigError(
+            f"{where}, of uint8 RGB, and transform.decode_as is 'array': leave one of them out"
+        )
     built = build_transform(transform, config.final_size)
     views = built.items() if isinstance(built, Mapping) else []
-    pipelines = [(f", view {name!r}", each) for name, view in views for each in view.transforms] or [("", built)]
+    pipelines = [
+        (f", view {name!r}", each) for name, view in views for each in view.transforms
+    ] or [("", built)]
     for of_view, pipeline in pipelines:
         if why := _why_not_made_here(pipeline, config):
-            named = f" is {transform!r}" if isinstance(transform, str) else ""
+            if isinstance(transform, str):
+                named = f" is {transform!r}"
+            else:
+                named = ""
             raise ConfigError(
                 f"{where}. transform.train{of_view}{named}: {why}; leave transform.strength out, or use steps "
                 "that docs/transforms.md lists as raypipe's"
@@ -70,7 +95,11 @@ def _why_not_made_here(pipeline: Any, config: TransformConfig) -> str:
 def check_follows(transform: Any, config: TransformConfig) -> None:
     """Raise ConfigError if a train_transform has its own size and validation the default size."""
     defaults = (config.val, config.size) == (TransformConfig.val, TransformConfig.size)
-    if defaults and not takes_size(transform) and num_pixels(transform, config.final_size) is None:
+    if (
+        defaults
+        and not takes_size(transform)
+        and num_pixels(transform, config.final_size) is None
+    ):
         raise ConfigError(
             f"train_transform is {brief(transform)}, and val_transform is not set: validation would have the "
             f"default size, {config.final_size} px, regardless of the training's size. Write "
@@ -95,7 +124,10 @@ def _check_views(config: TransformConfig, split: Split) -> None:
 
 
 def check_sizes(
-    config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store], plan: PlanConfig
+    config: TransformConfig,
+    transforms: Mapping[Split, Any],
+    stores: Mapping[Split, Store],
+    plan: PlanConfig,
 ) -> None:
     """Raise ConfigError where a split's images have several sizes, and its transform can make only one."""
     for split in stores:

@@ -33,16 +33,23 @@ class ColorJitter(Step):
     num_uniforms = 5
 
     def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        factors = {name: getattr(self, name) for name in ("brightness", "contrast", "saturation")}
+        factors = {
+            name: getattr(self, name)
+            for name in ("brightness", "contrast", "saturation")
+        }
         weaker = {name: toward(1, limits, strength) for name, limits in factors.items()}
         return {**weaker, "hue": toward(0, self.hue, strength)}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         factors = [
             np.rint(between(u[:, column], limits) * _ONE).astype(np.int64)
-            for column, limits in enumerate((self.brightness, self.contrast, self.saturation))
+            for column, limits in enumerate(
+                (self.brightness, self.contrast, self.saturation)
+            )
         ]
-        hue = np.rint(between(u[:, 3], self.hue) * (6 * _ONE)).astype(np.int64) % (6 * _ONE)
+        hue = np.rint(between(u[:, 3], self.hue) * (6 * _ONE)).astype(np.int64) % (
+            6 * _ONE
+        )
         return [_ORDERS[integers(u[:, 4], 0, len(_ORDERS) - 1)], *factors, hue]
 
 
@@ -53,7 +60,10 @@ class ToGray(Step):
     p: float = 0.5
 
     ops = (Op.GRAY,)
-    supported: ClassVar[Supported] = {"num_output_channels": (3,), "method": ("weighted_average",)}
+    supported: ClassVar[Supported] = {
+        "num_output_channels": (3,),
+        "method": ("weighted_average",),
+    }
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         return []
@@ -73,7 +83,9 @@ class Solarize(Step):
         return {"threshold_range": toward(1, self.threshold_range, strength)}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
-        thresholds = np.ceil(between(u[:, 0], self.threshold_range) * 255).astype(np.int64)
+        thresholds = np.ceil(between(u[:, 0], self.threshold_range) * 255).astype(
+            np.int64
+        )
         return [SOLARIZE, *[thresholds] * 3]
 
 
@@ -89,10 +101,16 @@ class Posterize(Step):
 
     @property
     def is_known(self) -> bool:
-        return len(self.num_bits) == 2 and all(isinstance(bits, int) for bits in self.num_bits)
+        return len(self.num_bits) == 2 and all(
+            isinstance(bits, int) for bits in self.num_bits
+        )
 
     def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        return {"num_bits": tuple(round(bits) for bits in toward(8, self.num_bits, strength))}
+        return {
+            "num_bits": tuple(
+                round(bits) for bits in toward(8, self.num_bits, strength)
+            )
+        }
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         masks = 256 - (1 << (8 - integers(u[:, 0], *self.num_bits)))
@@ -116,11 +134,18 @@ class GaussianBlur(Step):
         return radius <= MAX_RADIUS and min(self.sigma_limit) > 0
 
     def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        weaker = zip(self.sigma_limit, toward(0, self.sigma_limit, strength), strict=True)
-        return {"sigma_limit": tuple(max(sigma, min(whole, _LEAST_SIGMA)) for whole, sigma in weaker)}
+        weaker = zip(
+            self.sigma_limit, toward(0, self.sigma_limit, strength), strict=True
+        )
+        return {
+            "sigma_limit": tuple(
+                max(sigma, min(whole, _LEAST_SIGMA)) for whole, sigma in weaker
+            )
+        }
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
-        sigma, (low, high) = between(u[:, 0], self.sigma_limit), self.blur_limit
+        sigma = between(u[:, 0], self.sigma_limit)
+        (low, high) = self.blur_limit
         return [gaussian_coefficients(sigma, integers(u[:, 1], int(low), int(high)))]
 
 
@@ -147,12 +172,17 @@ class MotionBlur(Step):
         return low, max(low, high)
 
     def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        return {"blur_limit": tuple(round(side) for side in toward(3, self.blur_limit, strength))}
+        return {
+            "blur_limit": tuple(
+                round(side) for side in toward(3, self.blur_limit, strength)
+            )
+        }
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         low, high = self._sides
         side = low + 2 * integers(u[:, 0], 0, (high - low) // 2)
-        angle, direction = between(u[:, 1], self.angle_range), between(u[:, 2], self.direction_range)
+        angle = between(u[:, 1], self.angle_range)
+        direction = between(u[:, 2], self.direction_range)
         shift = between(u[:, 3:5], (-1.0, 1.0)) * float(self.allow_shifted)
         return [motion_kernels(side, angle, direction, shift)]
 
@@ -181,17 +211,27 @@ class CoarseDropout(Filled):
         return 4 + 4 * self.num_holes_range[1]
 
     def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        ranges = {name: getattr(self, name) for name in ("hole_height_range", "hole_width_range")}
+        ranges = {
+            name: getattr(self, name)
+            for name in ("hole_height_range", "hole_width_range")
+        }
         weaker = {name: toward(0, limits, strength) for name, limits in ranges.items()}
         if self.hole_height_range[1] < 1:
             return weaker
-        return {name: tuple(max(1, round(side)) for side in limits) for name, limits in weaker.items()}  # pixels
+        return {
+            name: tuple(max(1, round(side)) for side in limits)
+            for name, limits in weaker.items()
+        }  # pixels
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
-        number, of_hole = integers(u[:, 0], *self.num_holes_range), u[:, 1:].reshape(len(u), -1, 4)
+        number = integers(u[:, 0], *self.num_holes_range)
+        of_hole = u[:, 1:].reshape(len(u), -1, 4)
         holes = []
-        for axis, (low, high) in enumerate((self.hole_height_range, self.hole_width_range)):
-            side, drawn = sizes[:, axis : axis + 1], of_hole[..., axis]
+        for axis, (low, high) in enumerate(
+            (self.hole_height_range, self.hole_width_range)
+        ):
+            side = sizes[:, axis : axis + 1]
+            drawn = of_hole[..., axis]
             if self.hole_height_range[1] >= 1:  # pixels
                 length = integers(drawn, int(low), np.clip(side, int(low), int(high)))
             else:
@@ -203,4 +243,12 @@ class CoarseDropout(Filled):
         return [*self.color, number, boxes]
 
 
-COLOR_STEPS = ColorJitter, ToGray, Solarize, Posterize, GaussianBlur, MotionBlur, CoarseDropout
+COLOR_STEPS = (
+    ColorJitter,
+    ToGray,
+    Solarize,
+    Posterize,
+    GaussianBlur,
+    MotionBlur,
+    CoarseDropout,
+)

@@ -61,11 +61,19 @@ def find_columns(
         for split, store in stores.items()
         for part, indices in _parts(store, first(split))
     ]
-    known = [(address, columns) for address, columns in by_store if columns.types or not columns]
-    (address, columns), *others = known or by_store  # a store without samples has columns without types
+    known = [
+        (address, columns)
+        for address, columns in by_store
+        if columns.types or not columns
+    ]
+    (address, columns), *others = (
+        known or by_store
+    )  # a store without samples has columns without types
     for other, of_other in others:
         for name in {*columns.types, *of_other.types}:
-            kind, other_kind = (of.types.get(name) or "not there" for of in (columns, of_other))
+            kind, other_kind = (
+                of.types.get(name) or "not there" for of in (columns, of_other)
+            )
             if kind != other_kind:
                 raise ConfigError(
                     f"column {name!r} is {kind} in {address}, and {other_kind} in {other}: a column has one type; "
@@ -77,7 +85,10 @@ def find_columns(
 def _parts(store: Store, indices: np.ndarray) -> list[tuple[Store, np.ndarray]]:
     """The stores that a mixture joins, each with its first samples; another store is its own part."""
     if isinstance(store, JoinedStore):
-        return [(part, np.arange(min(NUM_PROBED, len(part)))) for part in store.parts.values()]
+        return [
+            (part, np.arange(min(NUM_PROBED, len(part))))
+            for part in store.parts.values()
+        ]
     return [(store, indices[:NUM_PROBED])]
 
 
@@ -89,13 +100,19 @@ def _of_store(
     label: bool,
 ) -> SampleColumns:
     options = {name: own for name, own in declared.items() if own != ColumnOptions()}
-    wanted = dict.fromkeys([*declared, *([LABEL] if label and not is_class(store) else [])])
+    wanted = dict.fromkeys(
+        [*declared, *([LABEL] if label and not is_class(store) else [])]
+    )
     paths = {name: path for name in wanted if (path := _path_of(store, name))}
     for name in wanted:
         if name not in paths and function is None and name != LABEL:
-            raise ConfigError(missing(store.address, name, store.columns, "store.columns"))
+            raise ConfigError(
+                missing(store.address, name, store.columns, "store.columns")
+            )
         if paths.get(name, ("",))[0] == IMAGE:
-            raise ConfigError(f"store.columns names {name!r}: every batch has images, so leave it out")
+            raise ConfigError(
+                f"store.columns names {name!r}: every batch has images, so leave it out"
+            )
     reads_class = label and LABEL not in paths
     if reads_class and function is None:
         _check_label(store)
@@ -110,18 +127,30 @@ def _of_store(
     if not len(indices):
         return columns  # a store without samples has no types, and none to give
     read = store.read(indices, columns.stored)
-    fixed = {name for name, path in paths.items() if len(path) == 1 and isinstance(read[path[0]], np.ndarray)}
-    maker, values, reason = ColumnMaker(columns), dict[str, list[Any]](), ""
-    for index, *row in zip(indices.tolist(), *(read[name] for name in columns.stored), strict=True):
+    fixed = {
+        name
+        for name, path in paths.items()
+        if len(path) == 1 and isinstance(read[path[0]], np.ndarray)
+    }
+    maker = ColumnMaker(columns)
+    values = dict[str, list[Any]]()
+    reason = ""
+    for index, *row in zip(
+        indices.tolist(), *(read[name] for name in columns.stored), strict=True
+    ):
         try:
-            unchecked = maker.unchecked(dict(zip(columns.stored, row, strict=True)), (index, 0))
+            unchecked = maker.unchecked(
+                dict(zip(columns.stored, row, strict=True)), (index, 0)
+            )
         except SampleError as error:
             reason = f"{title_of(store.address, index, name_of(store, index))}: {error}"
             continue
         for name, value in unchecked.items():
             values.setdefault(name, []).append(value)
     if not values:
-        raise ConfigError(f"none of the first {len(indices)} samples has columns; {reason}")
+        raise ConfigError(
+            f"none of the first {len(indices)} samples has columns; {reason}"
+        )
     _add_later(store, columns, maker, values, int(indices.max()) + 1)
     if unknown := [name for name in options if name not in values]:
         raise ConfigError(
@@ -131,13 +160,24 @@ def _of_store(
     types: dict[str, ColumnType] = {}
     for name, of_column in values.items():
         where = f"column {name!r} of {store.address}"
-        kind = type_of(name, of_column, options.get(name), name in fixed or function is not None, where)
+        kind = type_of(
+            name,
+            of_column,
+            options.get(name),
+            name in fixed or function is not None,
+            where,
+        )
         if name == LABEL and kind.kind != "array":
             raise ConfigError(
                 f"{where} is the target, and is {kind}: targets are numbers, or lists of one length; declare "
                 "store.columns={label: {length: …}}, or name another store.target_column"
             )
-        if name == LABEL and name not in options and not kind.shape and np.dtype(kind.dtype).kind in "iu":
+        if (
+            name == LABEL
+            and name not in options
+            and not kind.shape
+            and np.dtype(kind.dtype).kind in "iu"
+        ):
             kind = CLASS  # any width
         types[name] = kind
         if kind.is_padded:
@@ -152,20 +192,34 @@ def _of_store(
 
 
 def _add_later(
-    store: Store, columns: SampleColumns, maker: ColumnMaker, values: dict[str, list[Any]], start: int
+    store: Store,
+    columns: SampleColumns,
+    maker: ColumnMaker,
+    values: dict[str, list[Any]],
+    start: int,
 ) -> None:
     """Add to columns without a number or text in their values the first later value that has one, for the type.
     If none has, the values become empty arrays of the type in the store's schema."""
-    unknown = {name for name, of_column in values.items() if all(map(_tells_nothing, of_column))}
+    unknown = {
+        name
+        for name, of_column in values.items()
+        if all(map(_tells_nothing, of_column))
+    }
     for first in range(start, len(store) if unknown else 0, _NUM_AT_ONCE):
         indices = np.arange(first, min(first + _NUM_AT_ONCE, len(store)))
         read = store.read(indices, columns.stored)
-        for index, *row in zip(indices.tolist(), *(read[name] for name in columns.stored), strict=True):
+        for index, *row in zip(
+            indices.tolist(), *(read[name] for name in columns.stored), strict=True
+        ):
             try:
-                unchecked = maker.unchecked(dict(zip(columns.stored, row, strict=True)), (index, 0))
+                unchecked = maker.unchecked(
+                    dict(zip(columns.stored, row, strict=True)), (index, 0)
+                )
             except SampleError:
                 continue
-            for name in [name for name in unknown if not _tells_nothing(unchecked.get(name))]:
+            for name in [
+                name for name in unknown if not _tells_nothing(unchecked.get(name))
+            ]:
                 values[name].append(unchecked[name])
                 unknown.remove(name)
         if not unknown:
@@ -173,16 +227,23 @@ def _add_later(
     element_type = getattr(store, "element_type", lambda name: None)
     for name in unknown:
         path = columns.paths.get(name, ())
-        kind = element_type(path[0]) if len(path) == 1 and columns.function is None else None
+        if len(path) == 1 and columns.function is None:
+            kind = element_type(path[0])
+        else:
+            kind = None
         if kind is not None:  # an empty list by itself is float64
-            values[name] = [None if value is None else np.empty(0, kind) for value in values[name]]
+            values[name] = [
+                None if value is None else np.empty(0, kind) for value in values[name]
+            ]
 
 
 def _tells_nothing(value: Any) -> bool:
     """Return whether a value is none, or a list without elements."""
     if isinstance(value, str | bytes):
         return value.strip() in ("[]", b"[]")
-    return value is None or (isinstance(value, list | tuple | np.ndarray) and not len(value))
+    return value is None or (
+        isinstance(value, list | tuple | np.ndarray) and not len(value)
+    )
 
 
 def _check_label(store: Store) -> None:
@@ -205,7 +266,11 @@ def _path_of(store: Store, name: str) -> tuple[str, ...] | None:
 
 
 def type_of(
-    name: str, values: Sequence[Any], options: ColumnOptions | None, fixed: bool, where: str
+    name: str,
+    values: Sequence[Any],
+    options: ColumnOptions | None,
+    fixed: bool,
+    where: str,
 ) -> ColumnType:
     """Find the type of a column from some of its values.
 
@@ -218,19 +283,26 @@ def type_of(
     """
     values, num = [value for value in values if value is not None], len(values)
     if not values:
-        raise ConfigError(f"{where} has no value in any of the first {num} samples: fix the store")
+        raise ConfigError(
+            f"{where} has no value in any of the first {num} samples: fix the store"
+        )
     if options is None:
         for kind, python in (("text", str), ("bytes", bytes)):
             if all(isinstance(value, python) for value in values):
                 return ColumnType(kind)  # type: ignore[arg-type]
         if len({_family(value) for value in values}) > 1:
             names = ", ".join(sorted({type(value).__name__ for value in values}))
-            raise ConfigError(f"{where} has values of several types, {names}: fix the store")
-    arrays, problem = [], ""
+            raise ConfigError(
+                f"{where} has values of several types, {names}: fix the store"
+            )
+    arrays = []
+    problem = ""
     npy = any(map(is_npy, values))
     for value in values:
         try:
-            if is_npy(value) or not (npy and isinstance(value, bytes)):  # the first bytes of others are damaged
+            if is_npy(value) or not (
+                npy and isinstance(value, bytes)
+            ):  # the first bytes of others are damaged
                 arrays.append(numbers_of(name, value, options))
         except SampleError as error:
             problem = str(error)
@@ -239,14 +311,23 @@ def type_of(
     if not arrays:
         raise ConfigError(f"{where}: {problem}")
     filled = [array for array in arrays if array.size] or arrays
-    dtype = np.dtype(options.dtype) if options and options.dtype else np.result_type(*filled)
-    if options and options.dtype and all(rank(array.dtype) > rank(dtype) for array in filled):
+    if options and options.dtype:
+        dtype = np.dtype(options.dtype)
+    else:
+        dtype = np.result_type(*filled)
+    if (
+        options
+        and options.dtype
+        and all(rank(array.dtype) > rank(dtype) for array in filled)
+    ):
         raise ConfigError(
             f"{where} has {filled[0].dtype}, and store.columns.{name}.dtype is {dtype}: give another"
         )
     shapes = {array.shape for array in filled}
     if len({len(shape) for shape in shapes}) > 1:
-        raise ConfigError(f"{where} has numbers of several shapes, {sorted(shapes)}: fix the store")
+        raise ConfigError(
+            f"{where} has numbers of several shapes, {sorted(shapes)}: fix the store"
+        )
     if options and options.length:
         inner = {shape[1:] for shape in shapes}
         if () in shapes or len(inner) > 1:
@@ -258,10 +339,21 @@ def type_of(
                 f"store.columns.{name}.fill is {options.fill}, which {dtype} cannot hold: set its dtype"
             )
         shape = (options.length, *inner.pop())
-        return ColumnType("array", dtype.name, shape, options.fill or 0, options.fill is not None, is_npy=npy)
+        return ColumnType(
+            "array",
+            dtype.name,
+            shape,
+            options.fill or 0,
+            options.fill is not None,
+            is_npy=npy,
+        )
     if shapes == {()}:
         return ColumnType("array", dtype.name, is_npy=npy)
-    if fixed and len(shapes) == 1 and all(isinstance(value, np.ndarray) for value in values):
+    if (
+        fixed
+        and len(shapes) == 1
+        and all(isinstance(value, np.ndarray) for value in values)
+    ):
         return ColumnType("array", dtype.name, shapes.pop())
     inner = {shape[1:] for shape in shapes}
     if len(inner) > 1:
@@ -272,7 +364,9 @@ def type_of(
 def _can_hold(dtype: np.dtype[Any], number: float) -> bool:
     if dtype.kind == "f":
         return not np.isfinite(number) or bool(abs(number) <= np.finfo(dtype).max)
-    least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    least, most = (
+        (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    )
     return least <= number <= most and number == int(number)
 
 

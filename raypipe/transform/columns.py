@@ -55,8 +55,12 @@ class ColumnType(Field):
         if self.is_npy:
             return f"{replace(self, is_npy=False)} in .npy"
         if self.kind == "array":
-            return f"{self.dtype} {self.shape}" if self.shape else self.dtype
-        return f"lists of {self.dtype}" if self.kind == "ragged" else self.kind
+            if self.shape:
+                return f"{self.dtype} {self.shape}"
+            return self.dtype
+        if self.kind == "ragged":
+            return f"lists of {self.dtype}"
+        return self.kind
 
 
 CLASS = ColumnType("array", "int64")
@@ -102,7 +106,10 @@ class SampleColumns:
 
     def fields(self) -> dict[str, Field]:
         """The columns and the target as fields, see `raypipe.transform.fields`."""
-        return {LABEL: CLASS, **{field_name(name): column for name, column in self.types.items()}}
+        return {
+            LABEL: CLASS,
+            **{field_name(name): column for name, column in self.types.items()},
+        }
 
     def described(self) -> dict[str, str]:
         """In words, by name."""
@@ -126,7 +133,11 @@ class ColumnMaker:
 
     def __init__(self, columns: SampleColumns) -> None:
         self.columns = columns
-        lengths = {length_name(name) for name, column in columns.types.items() if column.is_padded}
+        lengths = {
+            length_name(name)
+            for name, column in columns.types.items()
+            if column.is_padded
+        }
         self._names = [name for name in columns.types if name not in lengths]
         function = columns.function
         if isinstance(function, str):
@@ -154,7 +165,9 @@ class ColumnMaker:
 
     def unchecked(self, values: Mapping[str, Any], key: Key) -> dict[str, Any]:
         """Return the unchecked values of the batch's columns, from the store or the function."""
-        stored = {name: _field(values, path) for name, path in self.columns.paths.items()}
+        stored = {
+            name: _field(values, path) for name, path in self.columns.paths.items()
+        }
         if self._function is None:
             return stored
         rng = {}
@@ -164,7 +177,9 @@ class ColumnMaker:
         else:
             seed_process(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
         try:
-            columns = self._function(copy.deepcopy(stored), **rng)  # it may write into a list
+            columns = self._function(
+                copy.deepcopy(stored), **rng
+            )  # it may write into a list
             if not isinstance(columns, Mapping):
                 raise ConfigError(
                     f"transform.make_columns returned a {type(columns).__name__}: it must return a dict of the "
@@ -180,15 +195,23 @@ class ColumnMaker:
     def _typed(self, name: str, value: Any) -> dict[str, Any]:
         column = self.columns.types[name]
         if value is None:
-            raise SampleError(f"column {name!r} has no value: fill it in, or leave the sample out")
+            raise SampleError(
+                f"column {name!r} has no value: fill it in, or leave the sample out"
+            )
         if column.kind == "json":
             return {name: _as_json(name, value)}
         if column.kind in ("text", "bytes"):
             if not isinstance(value, str if column.kind == "text" else bytes):
                 raise SampleError(_varies(name, f"a {type(value).__name__}", column))
-            return {name: value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value}
+            return {
+                name: value.encode("utf-8", "surrogatepass")
+                if isinstance(value, str)
+                else value
+            }
         if column.is_npy and isinstance(value, bytes) and not is_npy(value):
-            raise SampleError(f"column {name!r} does not begin as a .npy, as in the first samples: fix it")
+            raise SampleError(
+                f"column {name!r} does not begin as a .npy, as in the first samples: fix it"
+            )
         array = numbers_of(name, value, self.columns.options.get(name))
         is_list = column.kind == "ragged" or column.is_padded
         of_element = column.shape[column.is_padded :]
@@ -228,7 +251,9 @@ def _field(values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     return value
 
 
-def numbers_of(name: str, value: Any, options: ColumnOptions | None = None) -> np.ndarray:
+def numbers_of(
+    name: str, value: Any, options: ColumnOptions | None = None
+) -> np.ndarray:
     """Numbers of a column: as they are, or written as JSON, as the bytes of an array, or as .npy.
 
     Raises:
@@ -249,7 +274,9 @@ def numbers_of(name: str, value: Any, options: ColumnOptions | None = None) -> n
     except (ValueError, TypeError, OverflowError, RecursionError, SampleError) as error:
         raise SampleError(f"column {name!r} holds no numbers: {error}") from error
     if array.dtype.kind not in _NUMBERS:
-        raise SampleError(f"column {name!r} holds a {type(value).__name__}, and no numbers")
+        raise SampleError(
+            f"column {name!r} holds a {type(value).__name__}, and no numbers"
+        )
     return array
 
 
@@ -266,7 +293,9 @@ def _cast(name: str, array: np.ndarray, column: ColumnType) -> np.ndarray:
     try:
         return exactly(array, dtype)
     except InexactError as error:
-        raise SampleError(f"column {name!r} has {error}: declare a wider dtype") from None
+        raise SampleError(
+            f"column {name!r} has {error}: declare a wider dtype"
+        ) from None
 
 
 def rank(dtype: np.dtype[Any]) -> int:
@@ -280,7 +309,9 @@ def _varies(name: str, kind: str, column: ColumnType) -> str:
 
 def _as_numpy(value: Any) -> Any:
     """Return a function's results, with tensors as arrays."""
-    return np.asarray(value) if hasattr(value, "__array__") and not isinstance(value, np.generic) else value
+    if hasattr(value, "__array__") and not isinstance(value, np.generic):
+        return np.asarray(value)
+    return value
 
 
 def _as_json(name: str, value: Any) -> bytes:
@@ -292,7 +323,11 @@ def _as_json(name: str, value: Any) -> bytes:
         text = str(part)
         if isinstance(part, set | frozenset) or hex(id(part)) in text:
             kind = type(part).__name__
-            raise SampleError(f"column {name!r} has a {kind}, whose text differs from process to process")
+            raise SampleError(
+                f"column {name!r} has a {kind}, whose text differs from process to process"
+            )
         return text
 
-    return json.dumps(value, default=plain, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return json.dumps(value, default=plain, ensure_ascii=False).encode(
+        "utf-8", "surrogatepass"
+    )

@@ -19,7 +19,12 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Sides
 from raypipe.transform import kernel
-from raypipe.transform.at_once import ProgramsAtOnce, by_field, crops_of, sizes_by_header
+from raypipe.transform.at_once import (
+    ProgramsAtOnce,
+    by_field,
+    crops_of,
+    sizes_by_header,
+)
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode import decode, stored_bytes, stored_orientation
 from raypipe.transform.decode_array import decode_array
@@ -37,10 +42,15 @@ from raypipe.transform.transform_steps import brief
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 
 
-def stream_fields(config: TransformConfig, columns: SampleColumns = NO_COLUMNS) -> dict[str, Field]:
+def stream_fields(
+    config: TransformConfig, columns: SampleColumns = NO_COLUMNS
+) -> dict[str, Field]:
     """The fields of a stream's samples, by name; a transform of views has these instead of an image."""
     targets = {name: TARGETS[name].field(config) for name in config.target_columns}
-    images = {DATA: Field("bytes"), MAP: Field()} if config.decode == "device" else {IMAGE: Field()}
+    if config.decode == "device":
+        images = {DATA: Field("bytes"), MAP: Field()}
+    else:
+        images = {IMAGE: Field()}
     return {**images, **targets, **columns.fields()}
 
 
@@ -74,14 +84,20 @@ class Content:
         threads: int = 1,
     ) -> None:
         self.fields = stream_fields(config, columns)
-        self._config, self._sides, self._targets = config, sides, config.target_columns
+        self._config = config
+        self._sides = sides
+        self._targets = config.target_columns
         self._has_planes = config.wire == "yuv420"
         self._is_array = config.decode_as == "array"
-        built = build_transform(transform, size or config.final_size, by_library=self._is_array)
+        built = build_transform(
+            transform, size or config.final_size, by_library=self._is_array
+        )
         self._crops = crops_of(built, self._is_array, tuple(self._targets))
         self._columns = ColumnMaker(columns) if columns else None
         of_columns = self._columns is not None and self._columns.draws_globally
-        self.draws_globally = of_columns or any(crop.transform.draws_globally for crop in self._crops)
+        self.draws_globally = of_columns or any(
+            crop.transform.draws_globally for crop in self._crops
+        )
         of_crops = any(crop.transform.has_user_code for crop in self._crops)
         self.has_user_code = of_crops or columns.function is not None
         first = self._crops[0]
@@ -93,7 +109,10 @@ class Content:
         self._at_once: ProgramsAtOnce | None = None
         self._encoded: EncodedImages | None = None
         if config.decode == "device":
-            only = self._crops[0].transform if not isinstance(built, Mapping) else None
+            if not isinstance(built, Mapping):
+                only = self._crops[0].transform
+            else:
+                only = None
             self._encoded = EncodedImages(only, brief(transform))
             self.fields[MAP] = self._encoded.field
             return
@@ -103,7 +122,11 @@ class Content:
             self._at_once = ProgramsAtOnce(self._crops, config, threads)
             if not has_rest:  # sizes are known before the first sample
                 sizes = [(*(program.size or ()), 3) for program in programs if program]
-                self._learn(by_field(self._crops, [np.empty(shape, np.uint8) for shape in sizes]))
+                self._learn(
+                    by_field(
+                        self._crops, [np.empty(shape, np.uint8) for shape in sizes]
+                    )
+                )
 
     def weaken(self, strength: float) -> None:
         """Scale the chances and magnitudes of its programs by a strength in [0, 1], from now on."""
@@ -120,12 +143,16 @@ class Content:
         """
         others = self._others(sample, key)  # first: they cost less than an image
         if self._encoded:
-            encoded, drawn, size = self._encoded.one(sample.image, key, self._config.apply_exif)
+            encoded, drawn, size = self._encoded.one(
+                sample.image, key, self._config.apply_exif
+            )
             return encoded | self._followers(sample, drawn, size) | others
         image = self._opened(sample)
         targets: dict[str, np.ndarray] = {}
         if self._targets:
-            targets = self._decoded_targets(sample, image.shape[:2] if isinstance(image, np.ndarray) else image[0])
+            targets = self._decoded_targets(
+                sample, image.shape[:2] if isinstance(image, np.ndarray) else image[0]
+            )
         try:
             made = self._transformed(image, _by_keyword(targets), key)
         except NOT_OF_A_SAMPLE:
@@ -142,7 +169,12 @@ class Content:
         return fields | others
 
     def fill(
-        self, rows: Rows, samples: Samples, indices: np.ndarray, keys: np.ndarray, wanted: np.ndarray
+        self,
+        rows: Rows,
+        samples: Samples,
+        indices: np.ndarray,
+        keys: np.ndarray,
+        wanted: np.ndarray,
     ) -> None:
         """Fill the rows of a micro-batch as far as programs make their images; `one` makes or rejects the others.
 
@@ -157,15 +189,27 @@ class Content:
             self._fill_encoded(self._encoded, rows, samples, indices, keys, wanted)
         if self._at_once is None:
             return
-        for made, params, sizes in self._at_once.make(samples, wanted, keys, rows.arrays):
+        for made, params, sizes in self._at_once.make(
+            samples, wanted, keys, rows.arrays
+        ):
             if not self._targets and self._columns is None:
-                rows.put_labels(made[samples.labels[made] != NO_LABEL], indices, samples.labels)
+                rows.put_labels(
+                    made[samples.labels[made] != NO_LABEL], indices, samples.labels
+                )
                 continue
-            for row, drawn, size in zip(made.tolist(), params, sizes.tolist(), strict=True):
-                with contextlib.suppress(SampleError, ConfigError):  # `one` meets it again
+            for row, drawn, size in zip(
+                made.tolist(), params, sizes.tolist(), strict=True
+            ):
+                with contextlib.suppress(
+                    SampleError, ConfigError
+                ):  # `one` meets it again
                     sample = samples[row]
                     fields = self._others(sample, keys[row].tolist())
-                    rows.put(row, int(indices[row]), fields | self._followers(sample, drawn, tuple(size)))
+                    rows.put(
+                        row,
+                        int(indices[row]),
+                        fields | self._followers(sample, drawn, tuple(size)),
+                    )
 
     def _fill_encoded(
         self,
@@ -185,23 +229,40 @@ class Content:
             with contextlib.suppress(SampleError, ConfigError):  # `one` meets it again
                 sample = samples[row]
                 check_whole(sample.image, self._config.apply_exif)
-                followers = self._followers(sample, params[number], tuple(sizes[row].tolist()))
-                fields = {DATA: stored_bytes(sample.image), MAP: maps[number], **followers}
-                rows.put(row, int(indices[row]), fields | self._others(sample, keys[row].tolist()))
+                followers = self._followers(
+                    sample, params[number], tuple(sizes[row].tolist())
+                )
+                fields = {
+                    DATA: stored_bytes(sample.image),
+                    MAP: maps[number],
+                    **followers,
+                }
+                rows.put(
+                    row,
+                    int(indices[row]),
+                    fields | self._others(sample, keys[row].tolist()),
+                )
 
     @property
     def image_shape(self) -> tuple[int, ...]:
         """(H, W, C) of the images, also where the device makes them; empty: not known yet, or of views."""
-        return self._encoded.image_shape if self._encoded else self.fields.get(IMAGE, Field()).shape or ()
+        if self._encoded:
+            return self._encoded.image_shape
+        return self.fields.get(IMAGE, Field()).shape or ()
 
     def _others(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Label and columns of a sample."""
         if sample.label == NO_LABEL:
             raise SampleError(WRONG_LABEL)
-        columns = self._columns.one(sample.columns, key) if self._columns else {}
+        if self._columns:
+            columns = self._columns.one(sample.columns, key)
+        else:
+            columns = {}
         return {LABEL: sample.label, **columns}
 
-    def _transformed(self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key) -> dict[str, Any]:
+    def _transformed(
+        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
+    ) -> dict[str, Any]:
         """The image and its targets by keyword; or views by field."""
         first = self._crops[0]
         if first.field == IMAGE:
@@ -213,25 +274,40 @@ class Content:
             # A transform may write into what it is given, and all are given the same image.
             made = crop.transform.with_targets(image.copy(), {}, own_key)
             if IMAGE not in made:
-                raise ConfigError(f"a transform of {crop.field} made several images, and a view is one")
+                raise ConfigError(
+                    f"a transform of {crop.field} made several images, and a view is one"
+                )
             images.append(made[IMAGE])
         return by_field(self._crops, images)
 
-    def _followers(self, sample: EncodedSample, params: np.ndarray, size: Sides) -> dict[str, np.ndarray]:
+    def _followers(
+        self, sample: EncodedSample, params: np.ndarray, size: Sides
+    ) -> dict[str, np.ndarray]:
         """The fields of targets that follow an image of this size through the program."""
         if not self._targets:
             return {}
         program = self._crops[0].transform.program
         assert program is not None and program.size is not None
         targets = self._decoded_targets(sample, size)
-        return self._finished(follow(program.applied(params), size, _by_keyword(targets)), targets, program.size)
+        return self._finished(
+            follow(program.applied(params), size, _by_keyword(targets)),
+            targets,
+            program.size,
+        )
 
-    def _decoded_targets(self, sample: EncodedSample, size: Sides) -> dict[str, np.ndarray]:
+    def _decoded_targets(
+        self, sample: EncodedSample, size: Sides
+    ) -> dict[str, np.ndarray]:
         """Targets of an image of this size; an error says so where the image is one that metadata turns."""
         try:
-            return decode_targets(sample.columns, self._targets, size, self._config.boxes_format)
+            return decode_targets(
+                sample.columns, self._targets, size, self._config.boxes_format
+            )
         except SampleError as error:
-            orientation = 1 if self._is_array else stored_orientation(stored_bytes(sample.image))
+            if self._is_array:
+                orientation = 1
+            else:
+                orientation = stored_orientation(stored_bytes(sample.image))
             if orientation == 1:
                 raise
             hint = "off: set it if targets are those of the upright image"
@@ -243,11 +319,16 @@ class Content:
             ) from error
 
     def _finished(
-        self, made: dict[str, np.ndarray], targets: dict[str, np.ndarray], shape: tuple[int, ...]
+        self,
+        made: dict[str, np.ndarray],
+        targets: dict[str, np.ndarray],
+        shape: tuple[int, ...],
     ) -> dict[str, np.ndarray]:
         """The fields of targets behind the transform; `shape` is that of the image."""
         return {
-            name: TARGETS[name].finish(made[TARGETS[name].keyword], value, shape, self.fields[name])
+            name: TARGETS[name].finish(
+                made[TARGETS[name].keyword], value, shape, self.fields[name]
+            )
             for name, value in targets.items()
         }
 
@@ -293,7 +374,10 @@ class Content:
         encoded = stored_bytes(sample.image)
         if self._is_array:
             return decode_array(encoded)
-        jpeg = open_for_crop(encoded, self._config, self._crop_target) if self._crop_target else None
+        if self._crop_target:
+            jpeg = open_for_crop(encoded, self._config, self._crop_target)
+        else:
+            jpeg = None
         return jpeg or decode(encoded, exif=self._config.apply_exif)
 
 
@@ -302,8 +386,13 @@ def _by_keyword(targets: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _fields_of(images: dict[str, np.ndarray]) -> dict[str, Field]:
-    return {name: Field("array", image.dtype.name, image.shape) for name, image in images.items()}
+    return {
+        name: Field("array", image.dtype.name, image.shape)
+        for name, image in images.items()
+    }
 
 
 def _in_words(images: dict[str, Field]) -> str:
-    return ", ".join(f"{name} {field.dtype} {field.shape}" for name, field in images.items())
+    return ", ".join(
+        f"{name} {field.dtype} {field.shape}" for name, field in images.items()
+    )

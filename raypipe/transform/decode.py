@@ -31,20 +31,31 @@ from raypipe.errors import SampleError
 from raypipe.stores.numbers import NPY
 from raypipe.transform.image_header import damage_in, image_kind, plain_size
 from raypipe.transform.jpeg import decode_jpeg, upright
-from raypipe.transform.jpeg_header import jpeg_frame, jpeg_orientation, jpeg_size, orientation_of
+from raypipe.transform.jpeg_header import (
+    jpeg_frame,
+    jpeg_orientation,
+    jpeg_size,
+    orientation_of,
+)
 from raypipe.transform.pillow_images import open_pillow, png_orientation
 from raypipe.transform.seekable import check_checksum
 
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 _BAND_PIXELS = 1 << 20  # pixels converted at a time
 # Tags of a TIFF, and values of them.
-_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
-_WHITE_IS_ZERO, _SIGNED = 0, 2
+_BITS = 258
+_PHOTOMETRIC = 262
+_SAMPLE_FORMAT = 339
+_WHITE_IS_ZERO = 0
+_SIGNED = 2
 _OTHER_TIFF = "store 8 or 16 bits of gray or RGB, or set transform.decode_as='array'"
 
 
 def decode(
-    data: bytes | bytearray | memoryview | None, *, min_side: int | None = None, exif: bool = False
+    data: bytes | bytearray | memoryview | None,
+    *,
+    min_side: int | None = None,
+    exif: bool = False,
 ) -> np.ndarray:
     """Decode one image.
 
@@ -71,7 +82,9 @@ def decode(
         else:
             check_checksum(encoded)
             image = _decode_pillow(encoded, kind, exif=False)
-        return upright(image, jpeg_orientation(encoded)) if exif else image
+        if exif:
+            return upright(image, jpeg_orientation(encoded))
+        return image
     if plain_size(encoded, kind) is not None:
         with contextlib.suppress(Exception):  # Pillow has the last word
             plain = cv2.imdecode(np.frombuffer(encoded, np.uint8), _CV2_FLAGS)
@@ -80,7 +93,9 @@ def decode(
     return _decode_pillow(encoded, kind, exif)
 
 
-def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = False) -> tuple[int, int]:
+def image_size(
+    data: bytes | bytearray | memoryview | None, *, exif: bool = False
+) -> tuple[int, int]:
     """Return the (height, width) of `decode`'s result, from the header.
 
     Raises SampleError for what has no readable header, or is over a limit; damage further in is not looked for.
@@ -91,7 +106,9 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
         if size is not None:
             on_its_side = exif and jpeg_orientation(encoded) >= 5
             return (size[1], size[0]) if on_its_side else size
-    elif not (exif and kind in ("PNG", "WebP", "AVIF")):  # its orientation may follow the pixels
+    elif not (
+        exif and kind in ("PNG", "WebP", "AVIF")
+    ):  # its orientation may follow the pixels
         size = plain_size(encoded, kind)
         if size is not None:
             return size
@@ -105,7 +122,11 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
 def stored_orientation(data: bytes) -> int:
     """Orientation, 1 to 8, by which `exif` turns a JPEG or PNG; 1: it is upright, or of another kind."""
     kind = image_kind(data)
-    return jpeg_orientation(data) if kind == "JPEG" else png_orientation(data) if kind == "PNG" else 1
+    if kind == "JPEG":
+        return jpeg_orientation(data)
+    if kind == "PNG":
+        return png_orientation(data)
+    return 1
 
 
 def stored_bytes(data: bytes | bytearray | memoryview | None) -> bytes:
@@ -124,7 +145,9 @@ def _known(data: bytes | bytearray | memoryview | None) -> tuple[bytes, str]:
     encoded = stored_bytes(data)
     kind = image_kind(encoded)
     if kind is None:
-        raise SampleError(f"not an image: starts with {encoded[:3].hex(' ')}{_guess(encoded)}")
+        raise SampleError(
+            f"not an image: starts with {encoded[:3].hex(' ')}{_guess(encoded)}"
+        )
     return encoded, kind
 
 
@@ -141,7 +164,10 @@ def _guess(data: bytes) -> str:
 def encode_jpeg(image: np.ndarray, quality: int = 95) -> bytes:
     """Encode uint8 RGB of shape (H, W, 3) as JPEG; chroma is subsampled 4:2:0, as in most of ImageNet."""
     return simplejpeg.encode_jpeg(
-        np.ascontiguousarray(image), quality=quality, colorspace="RGB", colorsubsampling="420"
+        np.ascontiguousarray(image),
+        quality=quality,
+        colorspace="RGB",
+        colorsubsampling="420",
     )
 
 
@@ -164,21 +190,32 @@ def _decode_pillow(data: bytes, kind: str, exif: bool) -> np.ndarray:
         image = _opened(data, kind)
         image.load()
         if image.mode in ("I", "F"):
-            raise SampleError(f"{kind} of 32-bit pixels, whose range is unknown: store 8 or 16 bits")
+            raise SampleError(
+                f"{kind} of 32-bit pixels, whose range is unknown: store 8 or 16 bits"
+            )
         pixels = _rgb(image, *(_gray_of(image) if kind == "TIFF" else ()))
         orientation = 1
         if exif:
-            orientation = png_orientation(data) if kind == "PNG" else orientation_of(image)
+            if kind == "PNG":
+                orientation = png_orientation(data)
+            else:
+                orientation = orientation_of(image)
         del image  # turning upright makes a copy
-        return upright(pixels, orientation) if orientation > 1 else pixels
+        if orientation > 1:
+            return upright(pixels, orientation)
+        return pixels
 
 
 def _opened(data: bytes, kind: str) -> Any:
     try:
         return open_pillow(data, kind)
     except SyntaxError as error:
-        if str(error) == "unknown pixel mode":  # Pillow does not know it, damaged or not
-            raise SampleError(f"TIFF of pixels that are not read here: {_OTHER_TIFF}") from error
+        if (
+            str(error) == "unknown pixel mode"
+        ):  # Pillow does not know it, damaged or not
+            raise SampleError(
+                f"TIFF of pixels that are not read here: {_OTHER_TIFF}"
+            ) from error
         raise
 
 
@@ -187,7 +224,9 @@ def _gray_of(tiff: Any) -> tuple[int, bool]:
     bits, *_ = tiff.tag_v2.get(_BITS, (1,))
     form, *_ = tiff.tag_v2.get(_SAMPLE_FORMAT, (1,))
     if form == _SIGNED:
-        raise SampleError(f"TIFF of signed values, whose range is unknown: {_OTHER_TIFF}")
+        raise SampleError(
+            f"TIFF of signed values, whose range is unknown: {_OTHER_TIFF}"
+        )
     return bits, tiff.tag_v2.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
 
 

@@ -25,7 +25,13 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import to_install
 from raypipe.stores.numbers import NPY, NpyHeader, npy_header, read_npy
 from raypipe.transform.decode import decode, image_size, stored_bytes
-from raypipe.transform.image_header import damage_in, image_kind, png_chunks, png_of_pixels, png_size
+from raypipe.transform.image_header import (
+    damage_in,
+    image_kind,
+    png_chunks,
+    png_of_pixels,
+    png_size,
+)
 from raypipe.transform.jpeg import upright
 from raypipe.transform.limits import check_size
 
@@ -37,7 +43,8 @@ _PNG_DEPTHS = {
     4: (8, 16),
     6: (8, 16),
 }  # bits by color
-_PALETTE, _YCBCR = 3, 6  # photometries of a TIFF
+_PALETTE = 3
+_YCBCR = 6  # photometries of a TIFF
 _TIFF_JPEG = 7  # a compression
 _ORIENTATION = 274  # a tag
 
@@ -95,7 +102,9 @@ def _tiff_size(encoded: bytes) -> tuple[int, int]:
     with damage_in("TIFF", encoded):
         page = _tiff_page(encoded)
         size = page.imagelength, page.imagewidth
-        return size[::-1] if 5 <= page.tags.valueof(_ORIENTATION, 1) <= 8 else size
+        if 5 <= page.tags.valueof(_ORIENTATION, 1) <= 8:
+            return size[::-1]
+        return size
 
 
 def _image_header(data: bytes) -> NpyHeader:
@@ -104,7 +113,9 @@ def _image_header(data: bytes) -> NpyHeader:
     if header.dtype.kind == "b":
         raise SampleError("a .npy of bool: store integers or floats of 8 to 64 bits")
     if len(header.shape) not in (2, 3) or not all(header.shape):
-        raise SampleError(f"a .npy of shape {header.shape}: it must have (H, W) or (H, W, C)")
+        raise SampleError(
+            f"a .npy of shape {header.shape}: it must have (H, W) or (H, W, C)"
+        )
     height, width, *_ = header.shape
     check_size(width, height, math.prod(header.shape) * header.dtype.itemsize)
     return header
@@ -116,12 +127,18 @@ def _png(data: bytes) -> np.ndarray:
     if any(holds is None for _, holds in png_chunks(data)):
         raise SampleError(f"truncated PNG ({len(data)} bytes)")
     with damage_in("PNG", data):
-        data = png_of_pixels(data)  # cv2 would give the first frame of an animation, Pillow the picture before it
+        data = png_of_pixels(
+            data
+        )  # cv2 would give the first frame of an animation, Pillow the picture before it
     height, width = png_size(data)
     depth, color, *others = data[24:29]
     if depth not in _PNG_DEPTHS.get(color, ()) or others not in ([0, 0, 0], [0, 0, 1]):
-        raise SampleError(f"damaged PNG: its header is wrong ({len(data)} bytes)")  # libpng would print why
-    check_size(width, height, width * height * _PNG_BYTES * (2 if data[24] == 16 else 1))
+        raise SampleError(
+            f"damaged PNG: its header is wrong ({len(data)} bytes)"
+        )  # libpng would print why
+    check_size(
+        width, height, width * height * _PNG_BYTES * (2 if data[24] == 16 else 1)
+    )
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
     except cv2.error as error:
@@ -131,7 +148,9 @@ def _png(data: bytes) -> np.ndarray:
     image = image.reshape(height, width, -1)
     if image.shape[2] < 3:
         return image
-    return np.ascontiguousarray(image[..., [2, 1, 0, 3][: image.shape[2]]])  # OpenCV has blue first
+    return np.ascontiguousarray(
+        image[..., [2, 1, 0, 3][: image.shape[2]]]
+    )  # OpenCV has blue first
 
 
 def _tiff_page(data: bytes) -> Any:
@@ -156,19 +175,32 @@ def _tiff(data: bytes) -> np.ndarray:
     if is_jpeg or page.bitspersample < 8 or page.photometric in (_PALETTE, _YCBCR):
         return decode(data)  # values are not channels themselves
     if page.dtype is None or page.dtype.kind not in "uif":
-        raise SampleError(f"a TIFF of {page.dtype}: store integers or floats of 8 to 64 bits")
+        raise SampleError(
+            f"a TIFF of {page.dtype}: store integers or floats of 8 to 64 bits"
+        )
     blocks = list(zip(page.dataoffsets, page.databytecounts, strict=False))
-    if len(blocks) != math.prod(page.chunked) or any(at < 8 or at + size > len(data) for at, size in blocks):
-        raise SampleError(f"truncated TIFF ({len(data)} bytes)")  # tifffile would fill the rest with zeros
-    parts = page.asarray(squeeze=False, maxworkers=1)  # separate channels are (C, 1, H, W, 1)
-    image = np.moveaxis(parts[:, 0], 0, 2).reshape(page.imagelength, page.imagewidth, -1)
+    if len(blocks) != math.prod(page.chunked) or any(
+        at < 8 or at + size > len(data) for at, size in blocks
+    ):
+        raise SampleError(
+            f"truncated TIFF ({len(data)} bytes)"
+        )  # tifffile would fill the rest with zeros
+    parts = page.asarray(
+        squeeze=False, maxworkers=1
+    )  # separate channels are (C, 1, H, W, 1)
+    image = np.moveaxis(parts[:, 0], 0, 2).reshape(
+        page.imagelength, page.imagewidth, -1
+    )
     return upright(image, page.tags.valueof(_ORIENTATION, 1))
 
 
 def as_rgb(array: np.ndarray) -> np.ndarray:
     """An array (H, W, C) to look at, uint8 (H, W, 3): its first three channels, or one; others than uint8 are
     scaled from their least to their largest value."""
-    shown = array[..., :3] if array.shape[2] >= 3 else array[..., [0, 0, 0]]
+    if array.shape[2] >= 3:
+        shown = array[..., :3]
+    else:
+        shown = array[..., [0, 0, 0]]
     if shown.dtype == np.uint8:
         return np.ascontiguousarray(shown)
     with np.errstate(over="ignore"):  # numbers of a damaged file may be of any size

@@ -17,7 +17,9 @@ from raypipe.plan.order import Domain, mix64
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # Weyl's constant of SplitMix64 (Steele, Lea & Flood 2014)
+_GOLDEN = np.uint64(
+    0x9E3779B97F4A7C15
+)  # Weyl's constant of SplitMix64 (Steele, Lea & Flood 2014)
 
 
 def uniforms(keys: np.ndarray, num: int) -> np.ndarray:
@@ -33,7 +35,9 @@ def uniforms(keys: np.ndarray, num: int) -> np.ndarray:
 @functools.lru_cache
 def _counters(num: int) -> np.ndarray:
     with np.errstate(over="ignore"):
-        return mix64(np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN ^ np.uint64(Domain.STEPS))
+        return mix64(
+            np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN ^ np.uint64(Domain.STEPS)
+        )
 
 
 def between(u: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
@@ -42,7 +46,9 @@ def between(u: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
     return low + (high - low) * u
 
 
-def integers(u: np.ndarray, low: np.ndarray | int, high: np.ndarray | int) -> np.ndarray:
+def integers(
+    u: np.ndarray, low: np.ndarray | int, high: np.ndarray | int
+) -> np.ndarray:
     """Integers, int64, evenly distributed in [low, high], of uniforms."""
     return low + np.floor(u * (np.asarray(high) - low + 1)).astype(np.int64)
 
@@ -83,9 +89,13 @@ class KeyedGenerator:
 
     def __init__(self, domain: int = 0) -> None:
         self._seeds = _KeyedSeeds(domain)
-        seeds: Any = self._seeds  # numpy takes what spawns, though its annotations do not say so
+        seeds: Any = (
+            self._seeds
+        )  # numpy takes what spawns, though its annotations do not say so
         self._philox = np.random.Philox(seeds)
-        self._state: Any = self._philox.state  # a fresh generator: counter 0, empty buffer
+        self._state: Any = (
+            self._philox.state
+        )  # a fresh generator: counter 0, empty buffer
         self._state["state"]["counter"][3] = domain
         self.generator = np.random.Generator(self._philox)
 

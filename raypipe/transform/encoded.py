@@ -42,7 +42,8 @@ from raypipe.transform.user_code import failed
 
 _MOVES = {Op.CROP, Op.RESIZE, Op.PAD, Op.TURN}
 _CONSTANT = 0  # OpenCV's number of the border
-_JPEG, _END_OF_IMAGE = b"\xff\xd8\xff", b"\xff\xd9"
+_JPEG = b"\xff\xd8\xff"
+_END_OF_IMAGE = b"\xff\xd9"
 
 
 class EncodedImages:
@@ -81,26 +82,36 @@ class EncodedImages:
         assert program is not None
         return program
 
-    def maps(self, params: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def maps(
+        self, params: np.ndarray, sizes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The maps of B images, int32 (B, n), and which of them are large enough for their crops, bool (B,).
 
         Args:
             params: see `Program.draw`.
             sizes: (height, width) of the images, int (B, 2).
         """
-        num, num_columns = len(params), self.field.shape[0] if self.field.shape else 0
+        num = len(params)
+        num_columns = self.field.shape[0] if self.field.shape else 0
         axes = np.zeros((2, num, (num_columns - AXES) // 2), np.int64)
         # The rest of each axis: its pixel i is pixel at + step * i of the image, or of the last resize.
-        at, step, length = np.zeros((2, num), np.int64), np.ones((2, num), np.int64), sizes.T.astype(np.int64)
+        at = np.zeros((2, num), np.int64)
+        step = np.ones((2, num), np.int64)
+        length = sizes.T.astype(np.int64)
         axes[:, :, SIDE] = length
-        turned, fits, num_resizes = np.zeros(num, np.int64), np.ones(num, bool), 0
-        for (made_by, op), column in zip(self._steps, self.program.ops[:, 1].tolist(), strict=True):
+        turned = np.zeros(num, np.int64)
+        fits = np.ones(num, bool)
+        num_resizes = 0
+        for (made_by, op), column in zip(
+            self._steps, self.program.ops[:, 1].tolist(), strict=True
+        ):
             numbers = params[:, column + 1 :]
             if op == Op.CROP:
                 fits &= (length >= numbers[:, 2:4].T).all(axis=0)
                 at, length = at + step * numbers[:, :2].T, numbers[:, 2:4].T
             elif op == Op.PAD:
-                before, behind = numbers[:, [0, 2]].T, numbers[:, [1, 3]].T
+                before = numbers[:, [0, 2]].T
+                behind = numbers[:, [1, 3]].T
                 at, length = at - step * before, length + before + behind
             elif op == Op.TURN:
                 code = numbers[:, 0] * params[:, column]
@@ -109,11 +120,20 @@ class EncodedImages:
                     array[:, swapped] = array[::-1][:, swapped]
                 turned ^= swapped
                 flipped = np.stack([code & 2, code & 1]) > 0
-                at, step = np.where(flipped, at + step * (length - 1), at), np.where(flipped, -step, step)
+                at, step = (
+                    np.where(flipped, at + step * (length - 1), at),
+                    np.where(flipped, -step, step),
+                )
             else:
                 resized = numbers[:, :2].T
                 at, step = _resize(
-                    axes, num_resizes, at, step, length, getattr(made_by, "interpolation", LINEAR), resized
+                    axes,
+                    num_resizes,
+                    at,
+                    step,
+                    length,
+                    getattr(made_by, "interpolation", LINEAR),
+                    resized,
                 )
                 length, num_resizes = resized.copy(), num_resizes + 1
         if not num_resizes:  # one that leaves the pixels as they are
@@ -122,7 +142,9 @@ class EncodedImages:
         head = np.column_stack([turned, np.tile(self._fill, (num, 1))])
         return np.hstack([head, axes[0], axes[1]]).astype(np.int32), fits
 
-    def one(self, image: Any, key: Key, exif: bool) -> tuple[dict[str, Any], np.ndarray, tuple[int, int]]:
+    def one(
+        self, image: Any, key: Key, exif: bool
+    ) -> tuple[dict[str, Any], np.ndarray, tuple[int, int]]:
         """The encoded fields of one image, its parameters by the program, and its (height, width).
 
         Raises:
@@ -134,7 +156,10 @@ class EncodedImages:
         params, _ = self.program.draw(np.array([key], np.uint64), sizes)
         maps, fits = self.maps(params, sizes)
         if not fits[0]:
-            raise failed("the transform", ValueError(f"crop exceeds image dimensions: {size} (height, width)"))
+            raise failed(
+                "the transform",
+                ValueError(f"crop exceeds image dimensions: {size} (height, width)"),
+            )
         return {DATA: stored_bytes(image), MAP: maps[0]}, params[0], size
 
 
@@ -168,7 +193,9 @@ def _resize(
     return at, step
 
 
-def _qualified(transform: SampleTransform | None, given: str) -> tuple[SampleTransform, Program]:
+def _qualified(
+    transform: SampleTransform | None, given: str
+) -> tuple[SampleTransform, Program]:
     if transform is None:
         raise _refused(f"{given}: several views")
     program = transform.program
@@ -181,7 +208,9 @@ def _qualified(transform: SampleTransform | None, given: str) -> tuple[SampleTra
         if isinstance(step, Pad) and step.border_mode != _CONSTANT:
             raise _refused(f"{given}: {name} with border_mode={step.border_mode}")
         if getattr(step, "interpolation", LINEAR) not in (LINEAR, CUBIC):
-            raise _refused(f"{given}: {name} with interpolation={getattr(step, 'interpolation', LINEAR)}")
+            raise _refused(
+                f"{given}: {name} with interpolation={getattr(step, 'interpolation', LINEAR)}"
+            )
     return transform, program
 
 
@@ -189,13 +218,17 @@ def _first_unknown(transform: Any) -> str:
     """Name the first part of a transform, or of its steps behind the program, whose step is unknown here."""
     if transform is None:
         return "images of their own sizes (end with a crop or resize to a fixed size)"
-    if type(transform).__module__.startswith("albumentations.") and hasattr(transform, "transforms"):
+    if type(transform).__module__.startswith("albumentations.") and hasattr(
+        transform, "transforms"
+    ):
         for step in transform.transforms:
             if native_step(type(step).__name__, vars(step)) is None:
                 return f"the step {type(step).__name__}"
         return "steps whose results have no fixed size, or that have more than steps (p, boxes, …)"
     library = type(transform).__module__.partition(".")[0]
-    return f"a pipeline of {library}" if library == "torchvision" else f"a {type(transform).__name__}"
+    if library == "torchvision":
+        return f"a pipeline of {library}"
+    return f"a {type(transform).__name__}"
 
 
 def _refused(what: str) -> ConfigError:

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import numpy as np
 
-DATA, MAP = "encoded.data", "encoded.map"
+DATA = "encoded.data"
+MAP = "encoded.map"
 
 # Columns of a map: whether the image is transposed first, the color beyond its edges, its rows, its columns.
-TURNED, FILL, AXES = 0, slice(1, 4), 4
+TURNED = 0
+FILL = slice(1, 4)
+AXES = 4
 # An axis has the image's side, then the span that is used, which may go beyond the edges; then for each resize:
-SIDE, START, LENGTH, RESIZES = 0, 1, 2, 3
+SIDE = 0
+START = 1
+LENGTH = 2
+RESIZES = 3
 # the filter, the pixels that the span becomes, and those of them that are kept: number `AT + STEP * i` is pixel i.
-FILTER, RESIZED, AT, STEP, KEPT, NUM_RESIZE = 0, 1, 2, 3, 4, 5
+FILTER = 0
+RESIZED = 1
+AT = 2
+STEP = 3
+KEPT = 4
+NUM_RESIZE = 5
 
 
 def axis_columns(num_columns: int, axis: int) -> slice:
@@ -30,7 +41,9 @@ Box = tuple[int, int, int, int]
 
 def sides_of_map(of_map: np.ndarray) -> tuple[int, int]:
     """(height, width) of an image, before it is turned."""
-    rows, columns = (int(of_map[axis_columns(len(of_map), axis)][SIDE]) for axis in (0, 1))
+    rows, columns = (
+        int(of_map[axis_columns(len(of_map), axis)][SIDE]) for axis in (0, 1)
+    )
     return (columns, rows) if of_map[TURNED] else (rows, columns)
 
 
@@ -39,7 +52,9 @@ def box_of_map(of_map: np.ndarray) -> Box:
     ends = []
     for axis in (0, 1):
         of_axis = of_map[axis_columns(len(of_map), axis)].tolist()
-        side, start, length = of_axis[SIDE], of_axis[START], of_axis[LENGTH]
+        side = of_axis[SIDE]
+        start = of_axis[START]
+        length = of_axis[LENGTH]
         first = min(max(0, start), side - 1)
         ends.append((first, max(first + 1, min(side, start + length))))
     (top, bottom), (left, right) = reversed(ends) if of_map[TURNED] else ends

@@ -75,7 +75,14 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
     leaves = list(_leaves(pipeline))
     if any(type(step).__name__ == "FromFloat" for step in leaves):
         return pipeline, None  # its floats become bytes again
-    middle = next((number for number, step in enumerate(leaves[: -len(steps) or None]) if _makes_floats(step)), -1)
+    middle = next(
+        (
+            number
+            for number, step in enumerate(leaves[: -len(steps) or None])
+            if _makes_floats(step)
+        ),
+        -1,
+    )
     if middle >= 0:
         return pipeline, _by_library(leaves, middle)
     if not steps:
@@ -105,7 +112,9 @@ def normalization(
     if ending is None or (augment is not None and not ending.normalizes):
         return augment
     if augment is None:
-        return AugmentConfig(mean=ending.mean, std=ending.std) if ending.on_device else None
+        if ending.on_device:
+            return AugmentConfig(mean=ending.mean, std=ending.std)
+        return None
     own = AugmentConfig(mean=ending.mean, std=ending.std)
     numbers = augment.mean, augment.std
     if numbers not in ((AugmentConfig.mean, AugmentConfig.std), (own.mean, own.std)):
@@ -122,7 +131,9 @@ def normalization(
             "take images in [0, 1]: end the pipeline with its Normalize, which then follows the augmentation on "
             "the device"
         )
-    return replace(augment, mean=(0.0,) * len(ending.mean), std=(1.0,) * len(ending.std))
+    return replace(
+        augment, mean=(0.0,) * len(ending.mean), std=(1.0,) * len(ending.std)
+    )
 
 
 def for_tensors(transform: Any) -> Any:
@@ -134,16 +145,23 @@ def for_tensors(transform: Any) -> Any:
         from torchvision.transforms import v2
 
         is_scaling = type(transform).__name__ == "ToTensor"
-        return v2.ToDtype(torch.float32, scale=True) if is_scaling else v2.Identity()
-    return _rebuilt(transform, [for_tensors(step) for step in _steps_of(transform) or ()])
+        if is_scaling:
+            return v2.ToDtype(torch.float32, scale=True)
+        return v2.Identity()
+    return _rebuilt(
+        transform, [for_tensors(step) for step in _steps_of(transform) or ()]
+    )
 
 
 def _split(pipeline: Any) -> tuple[Any, list[Any]]:
     """The pipeline without its last steps of this module, and these; None: nothing is left."""
     steps = _steps_of(pipeline)
     if steps is None:
-        return (None, [pipeline]) if _is_ending(pipeline) else (pipeline, [])
-    kept, ending = list(steps), list[Any]()
+        if _is_ending(pipeline):
+            return (None, [pipeline])
+        return (pipeline, [])
+    kept = list(steps)
+    ending = list[Any]()
     while kept:
         rest, found = _split(kept[-1])
         if not found:
@@ -155,7 +173,9 @@ def _split(pipeline: Any) -> tuple[Any, list[Any]]:
             break
     if not ending:
         return pipeline, []
-    is_more = getattr(pipeline, "processors", None) or getattr(pipeline, "additional_targets", None)
+    is_more = getattr(pipeline, "processors", None) or getattr(
+        pipeline, "additional_targets", None
+    )
     return _rebuilt(pipeline, kept) if kept or is_more else None, ending
 
 
@@ -163,7 +183,11 @@ def _steps_of(pipeline: Any) -> Sequence[Any] | None:
     """The steps of a plain sequence of steps; None: it is something else."""
     kind = type(pipeline)
     package = kind.__module__.partition(".")[0]
-    if any(value for name, value in getattr(pipeline, "__dict__", {}).items() if name.endswith("_hooks")):
+    if any(
+        value
+        for name, value in getattr(pipeline, "__dict__", {}).items()
+        if name.endswith("_hooks")
+    ):
         return None
     if package == "albumentations" and kind.__name__ == "Compose" and pipeline.p == 1:
         return list(pipeline.transforms)
@@ -207,20 +231,31 @@ def is_composition(step: Any) -> bool:
 def _package(step: Any) -> str:
     """The library that a step is of; empty: it is the user's."""
     package = type(step).__module__.partition(".")[0]
-    return package if package in ("albumentations", "torchvision", "torch") else ""
+    if package in ("albumentations", "torchvision", "torch"):
+        return package
+    return ""
 
 
 def _is_ending(step: Any) -> bool:
     name = type(step).__name__
     if _package(step) == "torchvision":
-        return name in _OF_TORCHVISION and not (name == "ToDtype" and _dtype_of(step) not in _KNOWN_DTYPES)
-    if _package(step) != "albumentations" or name not in _OF_ALBUMENTATIONS or step.p < 1:
+        return name in _OF_TORCHVISION and not (
+            name == "ToDtype" and _dtype_of(step) not in _KNOWN_DTYPES
+        )
+    if (
+        _package(step) != "albumentations"
+        or name not in _OF_ALBUMENTATIONS
+        or step.p < 1
+    ):
         return False
     return name != "Normalize" or step.normalization == "standard"
 
 
 def _is_for_pil(step: Any) -> bool:
-    return _package(step) == "torchvision" and type(step).__name__ in ("ToTensor", "PILToTensor")
+    return _package(step) == "torchvision" and type(step).__name__ in (
+        "ToTensor",
+        "PILToTensor",
+    )
 
 
 def _makes_floats(step: Any) -> bool:
@@ -240,37 +275,57 @@ def _dtype_of(step: Any) -> str:
     """The dtype that a conversion of torchvision gives to images; empty: it leaves them."""
     dtype = step.dtype
     if isinstance(dtype, dict):
-        by_name = {getattr(kind, "__name__", kind): value for kind, value in dtype.items()}
+        by_name = {
+            getattr(kind, "__name__", kind): value for kind, value in dtype.items()
+        }
         dtype = by_name.get("Image", by_name.get("Tensor", by_name.get("others")))
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _folded(steps: Sequence[Any]) -> Ending | None:
     """The ending of steps on uint8 images; None: one of them needs floats."""
-    mean, std, dtype, normalizes = np.zeros(1), np.ones(1) / _MAX, "uint8", False
+    mean = np.zeros(1)
+    std = np.ones(1) / _MAX
+    dtype = "uint8"
+    normalizes = False
     for step in steps:
-        name, is_byte = type(step).__name__, dtype == "uint8"
+        name = type(step).__name__
+        is_byte = dtype == "uint8"
         if name in _LAYOUT:
             continue
         if name in _CONVERTS:
-            wanted = "float32" if name == "ToTensor" else _dtype_of(step)
+            if name == "ToTensor":
+                wanted = "float32"
+            else:
+                wanted = _dtype_of(step)
             if wanted == "uint8" and not is_byte:
                 return None
             if is_byte and wanted in _FLOATS and getattr(step, "scale", True):
                 std = np.ones(1)
-            dtype = wanted if wanted and not (name == "ToTensor" and not is_byte) else dtype
+            if wanted and not (name == "ToTensor" and not is_byte):
+                dtype = wanted
+            else:
+                dtype = dtype
         elif name == "ToFloat":
             std = std * (step.max_value or (_MAX if is_byte else 1))
             dtype = "float32"
         elif _package(step) == "torchvision" and is_byte:
             return None
         else:
-            whole = step.max_pixel_value if _package(step) == "albumentations" else 1
+            if _package(step) == "albumentations":
+                whole = step.max_pixel_value
+            else:
+                whole = 1
             mean = mean + std * _numbers(step, "mean") * whole
             std = std * _numbers(step, "std") * whole
             normalizes = True
-            dtype = "float32" if _package(step) == "albumentations" else dtype
-    names = ", ".join(type(step).__name__ for step in steps if type(step).__name__ not in _LAYOUT)
+            if _package(step) == "albumentations":
+                dtype = "float32"
+            else:
+                dtype = dtype
+    names = ", ".join(
+        type(step).__name__ for step in steps if type(step).__name__ not in _LAYOUT
+    )
     return Ending(names, dtype, _for_channels(mean), _for_channels(std), normalizes)
 
 
@@ -285,7 +340,9 @@ def _by_library(leaves: Sequence[Any], first: int) -> Ending:
     folded = _folded(float_steps)
     normalizes = any(type(step).__name__ == "Normalize" for step in leaves)
     if folded is None or folded.dtype == "uint8":
-        return Ending(name, "float32", (0.0,) * 3, (1.0,) * 3, normalizes, False, because)
+        return Ending(
+            name, "float32", (0.0,) * 3, (1.0,) * 3, normalizes, False, because
+        )
     return replace(folded, normalizes=normalizes, on_device=False, because=because)
 
 
@@ -295,7 +352,9 @@ def _numbers(step: Any, name: str) -> np.ndarray:
 
 def _for_channels(numbers: np.ndarray) -> tuple[float, ...]:
     if numbers.size not in (1, 3):
-        raise ConfigError(f"Normalize has {numbers.size} channels, and images have 3: give 3 numbers, or one")
+        raise ConfigError(
+            f"Normalize has {numbers.size} channels, and images have 3: give 3 numbers, or one"
+        )
     # 12 digits: a division by 255 and its opposite are to leave the number that was given.
     return tuple(float(f"{number:.12g}") for number in np.broadcast_to(numbers, 3))
 

@@ -16,7 +16,10 @@ Floats = npt.NDArray[np.float64]
 
 # ln 2 and pi / 2 in parts of at most 33 bits, as fdlibm cuts them: a product with an integer below 2^20 is exact.
 _LN2 = (float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33"))
-_HALF_PI = tuple(float.fromhex(part) for part in ("0x1.921fb544p+0", "0x1.0b4611a6p-34", "0x1.3198a2e037073p-69"))
+_HALF_PI = tuple(
+    float.fromhex(part)
+    for part in ("0x1.921fb544p+0", "0x1.0b4611a6p-34", "0x1.3198a2e037073p-69")
+)
 _LOG2_E = float.fromhex("0x1.71547652b82fep+0")
 _TWO_OVER_PI = float.fromhex("0x1.45f306dc9c883p-1")
 
@@ -32,7 +35,11 @@ def exp(x: npt.ArrayLike) -> Floats:
     bounded = np.clip(exponent, -708.0, 709.0)
     num_halvings = np.rint(bounded * _LOG2_E)
     rest = _without(bounded, num_halvings, _LN2)
-    return np.where(exponent < -708.0, 0.0, np.ldexp(_polynomial(_EXP, rest), num_halvings.astype(np.int32)))
+    return np.where(
+        exponent < -708.0,
+        0.0,
+        np.ldexp(_polynomial(_EXP, rest), num_halvings.astype(np.int32)),
+    )
 
 
 def sin_cos(x: npt.ArrayLike) -> tuple[Floats, Floats]:
@@ -41,11 +48,14 @@ def sin_cos(x: npt.ArrayLike) -> tuple[Floats, Floats]:
     num_quarters = np.rint(angle * _TWO_OVER_PI)
     rest = _without(angle, num_quarters, _HALF_PI)
     square = rest * rest
-    sine, cosine = rest * _polynomial(_SIN, square), _polynomial(_COS, square)
+    sine = rest * _polynomial(_SIN, square)
+    cosine = _polynomial(_COS, square)
     quarter = num_quarters.astype(np.int64) & 3
     swapped = (quarter & 1) == 1
     sine, cosine = np.where(swapped, cosine, sine), np.where(swapped, sine, cosine)
-    return np.where(quarter >= 2, -sine, sine), np.where((quarter == 1) | (quarter == 2), -cosine, cosine)
+    return np.where(quarter >= 2, -sine, sine), np.where(
+        (quarter == 1) | (quarter == 2), -cosine, cosine
+    )
 
 
 def _without(x: Floats, num: Floats, parts: tuple[float, ...]) -> Floats:

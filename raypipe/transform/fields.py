@@ -31,8 +31,11 @@ from raypipe.transform.wire import rgb
 
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
 
-IMAGE, LABEL = "image", "label"
-VIEW, COLUMN, CHROMA = "view", "column", "chroma"
+IMAGE = "image"
+LABEL = "label"
+VIEW = "view"
+COLUMN = "column"
+CHROMA = "chroma"
 """Groups of fields, whose names are GROUP.NAME."""
 _NO_COLOR = 128
 
@@ -89,12 +92,17 @@ class Ragged(NamedTuple):
         """Join values of samples: arrays or bytes; None = empty."""
         if kind == "ragged":
             nothing = np.empty((0, *(like.shape or ())), like.dtype)
-            parts: Sequence[Any] = [nothing if sample is None else sample for sample in samples]
+            parts: Sequence[Any] = [
+                nothing if sample is None else sample for sample in samples
+            ]
             values = np.concatenate([nothing, *parts])
         else:
             blank = b"null" if kind == "json" else b""
-            contents: list[bytes] = [blank if sample is None else sample for sample in samples]
-            parts, values = contents, np.frombuffer(b"".join(contents), np.uint8)
+            contents: list[bytes] = [
+                blank if sample is None else sample for sample in samples
+            ]
+            parts = contents
+            values = np.frombuffer(b"".join(contents), np.uint8)
         return Ragged(kind, values, np.cumsum([0, *map(len, parts)], dtype=np.int64))
 
     def copied(self) -> Ragged:
@@ -103,20 +111,29 @@ class Ragged(NamedTuple):
 
     def unpacked(self) -> list[Any]:
         """B arrays, texts, bytes, or what JSON holds."""
-        parts = [self.values[start:end] for start, end in itertools.pairwise(self.offsets.tolist())]
+        parts = [
+            self.values[start:end]
+            for start, end in itertools.pairwise(self.offsets.tolist())
+        ]
         if self.kind == "ragged":
             return parts
         contents = [part.tobytes() for part in parts]
         if self.kind == "bytes":
             return contents
         texts = [content.decode("utf-8", "surrogatepass") for content in contents]
-        return texts if self.kind == "text" else list(map(json.loads, texts))
+        if self.kind == "text":
+            return texts
+        return list(map(json.loads, texts))
 
 
 def in_group(fields: Mapping[str, Any], group: str) -> dict[str, Any]:
     """The entries of a group, by the names that they have in it."""
     parts = {name: name.partition(".") for name in fields}
-    return {rest: fields[name] for name, (first, _, rest) in parts.items() if first == group and rest}
+    return {
+        rest: fields[name]
+        for name, (first, _, rest) in parts.items()
+        if first == group and rest
+    }
 
 
 @dataclass(frozen=True)
@@ -145,13 +162,22 @@ class MicroBatch:
     def arrays(self, group: str = "") -> dict[str, np.ndarray]:
         """The arrays among the fields, or those of a group by the names that they have in it."""
         fields = in_group(self.fields, group) if group else self.fields
-        return {name: values for name, values in fields.items() if isinstance(values, np.ndarray)}
+        return {
+            name: values
+            for name, values in fields.items()
+            if isinstance(values, np.ndarray)
+        }
 
     def in_rgb(self) -> MicroBatch:
         """Return the micro-batch with its images as RGB, whichever form they travel in."""
         arrays = self.arrays()
-        images = {name: rgb(arrays[name], chroma) for name, chroma in self.arrays(CHROMA).items()}
-        others = {name: values for name, values in self.fields.items() if not is_chroma(name)}
+        images = {
+            name: rgb(arrays[name], chroma)
+            for name, chroma in self.arrays(CHROMA).items()
+        }
+        others = {
+            name: values for name, values in self.fields.items() if not is_chroma(name)
+        }
         return replace(self, fields={**others, **images})
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -172,29 +198,43 @@ class BlockMemory:
     """
 
     def __init__(self, fields: dict[str, Field], count: int = 1) -> None:
-        self.fields, self.arrays = fields, dict[str, np.ndarray]()
-        self._count, self._taken = count, 0
+        self.fields = fields
+        self.arrays = dict[str, np.ndarray]()
+        self._count = count
+        self._taken = 0
 
     def take(self, num_samples: int, num: int = 1) -> dict[str, np.ndarray]:
         """The arrays of the next micro-batches of B, end to end, (num·B, …); the fields have shapes."""
         if not self.arrays:
             self.arrays = reused_arrays(
                 {
-                    name: ((self._count, num_samples, *(like.shape or ())), np.dtype(like.dtype))
+                    name: (
+                        (self._count, num_samples, *(like.shape or ())),
+                        np.dtype(like.dtype),
+                    )
                     for name, like in self.fields.items()
                     if like.kind == "array"
                 }
             )
         self._taken += num
         part = slice(self._taken - num, self._taken)
-        return {name: array[part].reshape(-1, *array.shape[2:]) for name, array in self.arrays.items()}
+        return {
+            name: array[part].reshape(-1, *array.shape[2:])
+            for name, array in self.arrays.items()
+        }
 
     def num_within(self, num_bytes: int, num_samples: int) -> int:
         """Count the micro-batches of B samples with arrays of so many bytes together: at least 1, 1 if unknown."""
         if not _are_known(self.fields):
             return 1
         arrays = [like for like in self.fields.values() if like.kind == "array"]
-        each = sum(math.prod(like.shape or ()) * np.dtype(like.dtype).itemsize for like in arrays) * num_samples
+        each = (
+            sum(
+                math.prod(like.shape or ()) * np.dtype(like.dtype).itemsize
+                for like in arrays
+            )
+            * num_samples
+        )
         return max(1, num_bytes // max(1, each))
 
 
@@ -212,11 +252,16 @@ class Rows:
     """
 
     def __init__(self, memory: BlockMemory, num_samples: int, num: int = 1) -> None:
-        self.memory, self._size, self._num = memory, num_samples, num
+        self.memory = memory
+        self._size = num_samples
+        self._num = num
         self.index = np.full(num * num_samples, PADDING, np.int64)
         self.weight = np.zeros(num * num_samples, np.float32)
-        self._missing, self._lists = list[int](), dict[str, list[Any]]()
-        self.arrays = memory.take(num_samples, num) if _are_known(memory.fields) else None
+        self._missing = list[int]()
+        self._lists = dict[str, list[Any]]()
+        self.arrays = (
+            memory.take(num_samples, num) if _are_known(memory.fields) else None
+        )
 
     def put(self, row: int, index: int, sample: Mapping[str, Any]) -> None:
         """Fill a row with a sample, by fields, or with those of them that it lacks."""
@@ -232,18 +277,24 @@ class Rows:
                 array[row, len(value) :] = like.fill
             else:
                 array[row] = value
-        self.index[row], self.weight[row] = index, 1
+        self.index[row] = index
+        self.weight[row] = 1
 
-    def put_labels(self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray) -> None:
+    def put_labels(
+        self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray
+    ) -> None:
         """Fill rows, int (n,), of which all but the label is there, of all."""
         assert self.arrays is not None
         self.arrays[LABEL][rows] = labels[rows]
-        self.index[rows], self.weight[rows] = indices[rows], 1
+        self.index[rows] = indices[rows]
+        self.weight[rows] = 1
 
     def sample(self, row: int) -> dict[str, Any]:
         """Copy the fields of one row."""
         lists = {name: values[row] for name, values in self._lists.items()}
-        return lists | {name: array[row].copy() for name, array in (self.arrays or {}).items()}
+        return lists | {
+            name: array[row].copy() for name, array in (self.arrays or {}).items()
+        }
 
     def leave_out(self, row: int, index: int = PADDING) -> None:
         """Fill a row that does not count: padding, or a sample that is bad."""
@@ -264,7 +315,8 @@ class Rows:
     def finish(self, number: int = 0) -> dict[str, np.ndarray | Ragged]:
         """The fields of one of the micro-batches."""
         assert self.arrays is not None
-        part, fields = self.part(number), dict[str, np.ndarray | Ragged]()
+        part = self.part(number)
+        fields = dict[str, np.ndarray | Ragged]()
         for name, like in self.memory.fields.items():
             if like.kind == "array":
                 array = self.arrays[name]
@@ -279,7 +331,9 @@ class Rows:
 
 def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
     """Note what a sample shows of its fields: shapes, dtypes, and the views that a function makes."""
-    if any(is_image(name) and name not in fields for name in sample):  # views, where an image was expected
+    if any(
+        is_image(name) and name not in fields for name in sample
+    ):  # views, where an image was expected
         fields.pop(IMAGE, None)
     for name, value in sample.items():
         like = fields.get(name) or Field(fill=_NO_COLOR if is_chroma(name) else 0)
@@ -288,4 +342,6 @@ def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
 
 
 def _are_known(fields: Mapping[str, Field]) -> bool:
-    return all(like.kind != "array" or like.shape is not None for like in fields.values())
+    return all(
+        like.kind != "array" or like.shape is not None for like in fields.values()
+    )

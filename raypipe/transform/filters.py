@@ -10,7 +10,8 @@ from raypipe.transform.exact import exp, sin_cos
 from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS
 
 _ONE = 1 << 14  # in Q14
-_REFLECT_101 = 4  # OpenCV's number of the border that its filters use unless told otherwise
+# OpenCV's number of the border that its filters use unless told otherwise
+_REFLECT_101 = 4
 
 
 def gaussian_coefficients(sigma: np.ndarray, side: np.ndarray) -> np.ndarray:
@@ -22,14 +23,20 @@ def gaussian_coefficients(sigma: np.ndarray, side: np.ndarray) -> np.ndarray:
     """
     radius = np.where(side == 0, np.floor(sigma * 3.5).astype(np.int64), side // 2)
     distance = np.arange(MAX_RADIUS + 1)
-    weights = exp(-0.5 * (distance / sigma[:, None]) ** 2) * (distance <= radius[:, None])
+    weights = exp(-0.5 * (distance / sigma[:, None]) ** 2) * (
+        distance <= radius[:, None]
+    )
     total = weights[:, :1] + 2 * weights[:, 1:].sum(axis=1, keepdims=True)
     coefficients = np.rint(weights / total * _ONE).astype(np.int64)
-    coefficients[:, 0] = _ONE - 2 * coefficients[:, 1:].sum(axis=1)  # make them add up to 1 after rounding
+    coefficients[:, 0] = _ONE - 2 * coefficients[:, 1:].sum(
+        axis=1
+    )  # make them add up to 1 after rounding
     return np.column_stack([radius, np.full_like(radius, _REFLECT_101), coefficients])
 
 
-def motion_kernels(side: np.ndarray, angle: np.ndarray, direction: np.ndarray, shift: np.ndarray) -> np.ndarray:
+def motion_kernels(
+    side: np.ndarray, angle: np.ndarray, direction: np.ndarray, shift: np.ndarray
+) -> np.ndarray:
     """Parameters of a filter that blurs along a line, int64 (B, 2 + MAX_FILTER²), see `Op.FILTER`.
 
     Args:
@@ -47,12 +54,21 @@ def motion_kernels(side: np.ndarray, angle: np.ndarray, direction: np.ndarray, s
     moved = shift * half[:, None] / 2
     is_point = number < side[:, None]
     places = [
-        np.clip(np.rint(half[:, None] + part[:, None] * along + moved[:, axis : axis + 1]), 0, side[:, None] - 1)
+        np.clip(
+            np.rint(half[:, None] + part[:, None] * along + moved[:, axis : axis + 1]),
+            0,
+            side[:, None] - 1,
+        )
         for axis, part in enumerate((cos, sin))
     ]
     column, row = (place.astype(np.int64) for place in places)
     is_set = np.zeros((len(side), MAX_FILTER**2 + 1), bool)
-    is_set[np.arange(len(side))[:, None], np.where(is_point, row * side[:, None] + column, MAX_FILTER**2)] = True
+    is_set[
+        np.arange(len(side))[:, None],
+        np.where(is_point, row * side[:, None] + column, MAX_FILTER**2),
+    ] = True
     is_set = is_set[:, :-1]
     weight = np.rint(_ONE / is_set.sum(axis=1)).astype(np.int64)
-    return np.column_stack([side, np.full_like(side, _REFLECT_101), is_set * weight[:, None]])
+    return np.column_stack(
+        [side, np.full_like(side, _REFLECT_101), is_set * weight[:, None]]
+    )

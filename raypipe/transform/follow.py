@@ -21,11 +21,14 @@ from raypipe.transform.step import Step
 _LEAST = 1 - 1e-6  # pixels of a box's width and height
 POINTS = ("bboxes", "keypoints")
 """Targets of which points move; of all others pixels do."""
-_OF_CORNERS, _OF_PIXELS = 0.5, 0.0  # where the middle of the first pixel is: for boxes, and for keypoints
+_OF_CORNERS = 0.5
+_OF_PIXELS = 0.0  # where the middle of the first pixel is: for boxes, and for keypoints
 
 
 def follow(
-    applied: Iterable[tuple[Step, Op, list[int]]], size: Sides, targets: Mapping[str, np.ndarray]
+    applied: Iterable[tuple[Step, Op, list[int]]],
+    size: Sides,
+    targets: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """Move what goes with one image.
 
@@ -37,7 +40,10 @@ def follow(
     Returns:
         The same of the image that they make.
     """
-    moved = {name: value.astype(np.float64) if name in POINTS else value for name, value in targets.items()}
+    moved = {
+        name: value.astype(np.float64) if name in POINTS else value
+        for name, value in targets.items()
+    }
     for step, op, numbers in applied:
         height, width = sizes_behind(op, np.array(numbers), np.array(size)).tolist()
         for name, value in moved.items():
@@ -54,7 +60,9 @@ def follow(
     return moved
 
 
-def _points(points: np.ndarray, op: Op, p: list[int], size: Sides, middle: float) -> np.ndarray:
+def _points(
+    points: np.ndarray, op: Op, p: list[int], size: Sides, middle: float
+) -> np.ndarray:
     """Points (n, 2), (x, y), behind an operation on an image of this size.
 
     Args:
@@ -76,7 +84,8 @@ def _points(points: np.ndarray, op: Op, p: list[int], size: Sides, middle: float
     if op == Op.AFFINE:
         a, b, c, d, e, f = (number / 2**32 for number in p[:6])
         determinant = a * e - b * d or 1.0
-        x, y = points[:, 0] - middle - c, points[:, 1] - middle - f
+        x = points[:, 0] - middle - c
+        y = points[:, 1] - middle - f
         return np.column_stack([e * x - b * y, a * y - d * x]) / determinant + middle
     return points
 
@@ -107,7 +116,12 @@ def _visible(boxes: np.ndarray, holes: np.ndarray, size: Sides) -> np.ndarray:
         x0, y0, x1, y1 = box[:4].astype(int).tolist()
         rows, columns = np.nonzero(~is_hidden[y0:y1, x0:x1])
         if len(rows):
-            around = [x0 + columns.min(), y0 + rows.min(), x0 + columns.max() + 1, y0 + rows.max() + 1]
+            around = [
+                x0 + columns.min(),
+                y0 + rows.min(),
+                x0 + columns.max() + 1,
+                y0 + rows.max() + 1,
+            ]
             # A whole box keeps its fractions of pixels.
             is_whole = around == [x0, y0, x1, y1]
             left_over.append(box if is_whole else np.array([*around, *box[4:]]))
@@ -120,14 +134,20 @@ def _mask(mask: np.ndarray, step: Step, op: Op, p: list[int]) -> np.ndarray:
         return cv2.resize(mask, (p[1], p[0]), interpolation=cv2.INTER_NEAREST)
     if op == Op.PAD:
         top, bottom, left, right, border, *_ = p
-        return cv2.copyMakeBorder(mask, top, bottom, left, right, border, value=step.mask_fill or 0)
+        return cv2.copyMakeBorder(
+            mask, top, bottom, left, right, border, value=step.mask_fill or 0
+        )
     if op == Op.AFFINE:
         fill = step.mask_fill or 0
         as_image = np.broadcast_to(mask[:, :, None], (*mask.shape, 3))
-        return reference.affine(as_image, [*p[:6], reference.NEAREST, p[7], fill, fill, fill])[:, :, 0]
+        return reference.affine(
+            as_image, [*p[:6], reference.NEAREST, p[7], fill, fill, fill]
+        )[:, :, 0]
     if op == Op.DROPOUT and step.mask_fill is not None:
         mask = mask.copy()
-        for top, left, bottom, right in np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4).tolist():
+        for top, left, bottom, right in (
+            np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4).tolist()
+        ):
             mask[top:bottom, left:right] = step.mask_fill
     if op in (Op.CROP, Op.TURN):
         return reference.OPERATIONS[op](mask[:, :, None], p)[:, :, 0]

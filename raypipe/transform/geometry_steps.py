@@ -14,9 +14,17 @@ from raypipe.transform.exact import exp, sin_cos
 from raypipe.transform.ops import Op
 from raypipe.transform.step import Filled, Numbers, Range, Step, Supported, toward
 
-NEAREST, LINEAR, CUBIC = 0, 1, 2
+NEAREST = 0
+LINEAR = 1
+CUBIC = 2
 """OpenCV's numbers of interpolations."""
-_BORDERS = (0, 1, 2, 3, 4)  # OpenCV's numbers: constant, replicate, reflect, wrap, reflect 101
+_BORDERS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+)  # OpenCV's numbers: constant, replicate, reflect, wrap, reflect 101
 _WITHOUT_COPIES = (0, 1)
 
 
@@ -55,8 +63,11 @@ class RandomResizedCrop(_Resizing):
         if failed.size:
             boxes[failed] = self._central(sizes[failed])
             tries = u[failed, 2 : 2 * self._NUM_TRIES]
-            others, fit = self._boxes(tries[:, ::2], tries[:, 1::2], sizes[failed][:, None])
-            first, any_fits = fit.argmax(axis=1), fit.any(axis=1)
+            others, fit = self._boxes(
+                tries[:, ::2], tries[:, 1::2], sizes[failed][:, None]
+            )
+            first = fit.argmax(axis=1)
+            any_fits = fit.any(axis=1)
             boxes[failed[any_fits]] = others[np.arange(len(failed)), first][any_fits]
             central = failed[~any_fits]
         starts = integers(u[:, -2:], 0, sizes - boxes)
@@ -64,18 +75,23 @@ class RandomResizedCrop(_Resizing):
             starts[central] = (sizes[central] - boxes[central]) // 2
         return [starts, boxes, *self.size, self.interpolation]
 
-    def _boxes(self, area: np.ndarray, ratio: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _boxes(
+        self, area: np.ndarray, ratio: np.ndarray, sizes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return (height, width) of boxes from uniforms (…), int64 (…, 2), and whether they fit into images."""
         pixels = (sizes[..., 0] * sizes[..., 1]).astype(np.float64)
         areas = pixels * between(area, self.scale)
         ratios = exp(between(ratio, (_log(self.ratio[0]), _log(self.ratio[1]))))
-        sides = np.rint(np.sqrt(np.stack([areas / ratios, areas * ratios], axis=-1))).astype(np.int64)
+        sides = np.rint(
+            np.sqrt(np.stack([areas / ratios, areas * ratios], axis=-1))
+        ).astype(np.int64)
         return sides, ((sides > 0) & (sides <= sizes)).all(axis=-1)
 
     def _central(self, sizes: np.ndarray) -> np.ndarray:
         """The largest boxes within the ratios."""
         height, width = sizes.astype(np.float64).T
-        too_narrow, too_wide = width < self.ratio[0] * height, width > self.ratio[1] * height
+        too_narrow = width < self.ratio[0] * height
+        too_wide = width > self.ratio[1] * height
         boxes = sizes.copy()
         boxes[too_narrow, 0] = np.rint(width / self.ratio[0])[too_narrow]
         boxes[too_wide, 1] = np.rint(height * self.ratio[1])[too_wide]
@@ -98,7 +114,11 @@ class FixedCrop(Step):
     supported: ClassVar[Supported] = {"pad_if_needed": (False,)}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
-        return [self._starts(u, np.maximum(sizes - (self.height, self.width), 0)), self.height, self.width]
+        return [
+            self._starts(u, np.maximum(sizes - (self.height, self.width), 0)),
+            self.height,
+            self.width,
+        ]
 
     def _starts(self, u: np.ndarray, room: np.ndarray) -> np.ndarray:
         raise NotImplementedError
@@ -157,9 +177,14 @@ class SmallestMaxSize(_Resizing):
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         # To the bit as the library: a quotient first, and then products.
-        return [np.maximum(1, np.rint(sizes * self._scales(sizes))).astype(np.int64), self.interpolation]
+        return [
+            np.maximum(1, np.rint(sizes * self._scales(sizes))).astype(np.int64),
+            self.interpolation,
+        ]
 
-    def keypoint_scale(self, size: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
+    def keypoint_scale(
+        self, size: tuple[int, int], resized: tuple[int, int]
+    ) -> tuple[float, float]:
         """The scale before sides are rounded, as the library has it."""
         scale = float(self._scales(np.array([size]))[0, 0])
         return scale, scale
@@ -193,8 +218,12 @@ class Pad(_Bordered):
     ops = (Op.PAD,)
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
-        sides = (self.padding,) if isinstance(self.padding, int) else tuple(self.padding)
-        left, top, right, bottom = sides if len(sides) == 4 else (sides[0], sides[-1]) * 2
+        sides = (
+            (self.padding,) if isinstance(self.padding, int) else tuple(self.padding)
+        )
+        left, top, right, bottom = (
+            sides if len(sides) == 4 else (sides[0], sides[-1]) * 2
+        )
         return [top, bottom, left, right, self.border_mode, *self.color]
 
 
@@ -246,7 +275,10 @@ class Affine(_Bordered):
     }
 
     def _weaker_ranges(self, strength: float) -> dict[str, Any]:
-        weaker = {name: toward(0, getattr(self, name), strength) for name in ("translate_px", "rotate", "shear")}
+        weaker = {
+            name: toward(0, getattr(self, name), strength)
+            for name in ("translate_px", "rotate", "shear")
+        }
         weaker["scale"] = toward(1, self.scale, strength)
         if self.translate_percent is not None:
             weaker["translate_percent"] = toward(0, self.translate_percent, strength)
@@ -264,24 +296,48 @@ class Affine(_Bordered):
         )
         if self.translate_percent is None:
             of_axes = zip(u.T[5:], _of_axes(self.translate_px), strict=True)
-            tx, ty = (integers(shift, int(low), int(high)).astype(float) for shift, (low, high) in of_axes)
+            tx, ty = (
+                integers(shift, int(low), int(high)).astype(float)
+                for shift, (low, high) in of_axes
+            )
         else:
-            shares = zip(u.T[5:], _of_axes(self.translate_percent), (width, height), strict=True)
-            tx, ty = (np.trunc(between(shift, limits) * side) for shift, limits, side in shares)
+            shares = zip(
+                u.T[5:], _of_axes(self.translate_percent), (width, height), strict=True
+            )
+            tx, ty = (
+                np.trunc(between(shift, limits) * side)
+                for shift, limits, side in shares
+            )
         # shear @ rotation @ scale, of columns (x, y)
-        a, b = (cos - tan_x * sin) * sx, (sin + tan_x * cos) * sy
-        d, e = (tan_y * cos - sin) * sx, (tan_y * sin + cos) * sy
-        center_x, center_y = width / 2 - 0.5, height / 2 - 0.5
+        a = (cos - tan_x * sin) * sx
+        b = (sin + tan_x * cos) * sy
+        d = (tan_y * cos - sin) * sx
+        e = (tan_y * sin + cos) * sy
+        center_x = width / 2 - 0.5
+        center_y = height / 2 - 0.5
         determinant = a * e - b * d
         inverse = np.stack([e, -b, -d, a]) / np.where(determinant == 0, 1, determinant)
-        (ia, ib, ic, ie), to_x, to_y = inverse, center_x + tx, center_y + ty
-        matrix = [ia, ib, center_x - ia * to_x - ib * to_y, ic, ie, center_y - ic * to_x - ie * to_y]
-        in_q32 = np.rint(np.clip(np.stack(matrix, axis=1), -(2.0**20), 2.0**20) * 2.0**32).astype(np.int64)
+        (ia, ib, ic, ie) = inverse
+        to_x = center_x + tx
+        to_y = center_y + ty
+        matrix = [
+            ia,
+            ib,
+            center_x - ia * to_x - ib * to_y,
+            ic,
+            ie,
+            center_y - ic * to_x - ie * to_y,
+        ]
+        in_q32 = np.rint(
+            np.clip(np.stack(matrix, axis=1), -(2.0**20), 2.0**20) * 2.0**32
+        ).astype(np.int64)
         return [in_q32, self.interpolation, self.border_mode, *self.color]
 
 
 def _of_axes(limits: Any) -> tuple[Range, Range]:
-    return (limits["x"], limits["y"]) if isinstance(limits, Mapping) else (limits, limits)
+    if isinstance(limits, Mapping):
+        return (limits["x"], limits["y"])
+    return (limits, limits)
 
 
 TURNS = {
@@ -292,4 +348,12 @@ TURNS = {
     "D4": (tuple(range(8)), 1.0),
 }
 """Their codes by name, and the library's default of their chance."""
-GEOMETRY_STEPS = RandomResizedCrop, RandomCrop, CenterCrop, Resize, SmallestMaxSize, Pad, Affine
+GEOMETRY_STEPS = (
+    RandomResizedCrop,
+    RandomCrop,
+    CenterCrop,
+    Resize,
+    SmallestMaxSize,
+    Pad,
+    Affine,
+)

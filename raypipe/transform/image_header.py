@@ -42,10 +42,16 @@ def image_kind(data: bytes) -> str | None:
     if data[4:8] == b"ftyp":
         end = min(int.from_bytes(data[:4], "big"), 256)
         brands = {data[8:12], *(data[at : at + 4] for at in range(16, end, 4))}
-        return "AVIF" if brands & _AVIF_BRANDS else "HEIC" if brands & _HEIC_BRANDS else None
+        if brands & _AVIF_BRANDS:
+            return "AVIF"
+        if brands & _HEIC_BRANDS:
+            return "HEIC"
+        return None
     if data.startswith(b"RIFF"):
         return "WebP" if data[8:12] == b"WEBP" else None
-    return next((kind for kind, magic in _MAGIC.items() if data.startswith(magic)), None)
+    return next(
+        (kind for kind, magic in _MAGIC.items() if data.startswith(magic)), None
+    )
 
 
 def plain_size(data: bytes, kind: str) -> tuple[int, int] | None:
@@ -54,7 +60,11 @@ def plain_size(data: bytes, kind: str) -> tuple[int, int] | None:
     Raises:
         SampleError: it is over a limit.
     """
-    return webp_size(data) if kind == "WebP" else _plain_png_size(data) if kind == "PNG" else None
+    if kind == "WebP":
+        return webp_size(data)
+    if kind == "PNG":
+        return _plain_png_size(data)
+    return None
 
 
 def _plain_png_size(data: bytes) -> tuple[int, int] | None:
@@ -65,7 +75,10 @@ def _plain_png_size(data: bytes) -> tuple[int, int] | None:
     """
     if data[12:16] != b"IHDR" or data[24:26] not in (b"\x08\x00", b"\x08\x02"):
         return None
-    if not all(holds and kind in (b"IHDR", b"IDAT", b"IEND") for kind, holds in png_chunks(data)):
+    if not all(
+        holds and kind in (b"IHDR", b"IDAT", b"IEND")
+        for kind, holds in png_chunks(data)
+    ):
         return None
     height, width = png_size(data)
     check_size(width, height)
@@ -85,9 +98,11 @@ def png_chunks(data: bytes) -> Iterator[tuple[bytes, bool | None]]:
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int, bool | None]]:
     """Yield the same with where each chunk begins and ends."""
-    at, kind = 8, b""
+    at = 8
+    kind = b""
     while kind != b"IEND":
-        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        length = int.from_bytes(data[at : at + 4], "big")
+        kind = data[at + 4 : at + 8]
         end = at + 12 + length
         if end > len(data):
             yield kind, at, len(data), None
@@ -119,7 +134,11 @@ def orientation_chunks(data: bytes) -> bytes:
     It is empty if there is no such metadata, or if it is damaged.
     """
     chunks = list(_png_chunks(data))
-    found = [data[at:end] for kind, at, end, holds in chunks if holds and kind in _PNG_ORIENTATION]
+    found = [
+        data[at:end]
+        for kind, at, end, holds in chunks
+        if holds and kind in _PNG_ORIENTATION
+    ]
     return data[:33] + b"".join(found) + _PNG_END if found else b""
 
 
@@ -132,13 +151,22 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
     width = height = 0  # no WebP starts with such a chunk
     is_plain = False
     if data[12:16] == b"VP8X":  # alpha, animation or metadata
-        width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
+        width, height = (
+            int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27)
+        )
     elif data[12:16] == b"VP8L":  # lossless
         bits = int.from_bytes(data[21:25], "little")
-        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    elif data[12:16] == b"VP8 ":  # lossy: 14 bits of size, 2 bits of a scale that decoders ignore
-        width, height = (int.from_bytes(data[at : at + 2], "little") & 0x3FFF for at in (26, 28))
-        riff_length, chunk_length = (int.from_bytes(data[at : at + 4], "little") for at in (4, 16))
+        width = (bits & 0x3FFF) + 1
+        height = (bits >> 14 & 0x3FFF) + 1
+    elif (
+        data[12:16] == b"VP8 "
+    ):  # lossy: 14 bits of size, 2 bits of a scale that decoders ignore
+        width, height = (
+            int.from_bytes(data[at : at + 2], "little") & 0x3FFF for at in (26, 28)
+        )
+        riff_length, chunk_length = (
+            int.from_bytes(data[at : at + 4], "little") for at in (4, 16)
+        )
         is_whole = len(data) >= riff_length + 8 and riff_length >= chunk_length + 12
         is_plain = is_whole and data[23:26] == b"\x9d\x01\x2a"
     check_size(width, height, 0 if is_plain else width * height * _WEBP_BYTES)
@@ -157,6 +185,11 @@ def damage_in(kind: str, data: bytes) -> Iterator[None]:
         except (SampleError, ConfigError):
             raise
         except Exception as error:  # its plugins raise a dozen types on bad bytes
-            damage = "truncated" if "truncated" in str(error).lower() else "damaged"
-            reason = f"{damage} {kind}: {type(error).__name__}: {error} ({len(data)} bytes)"
+            if "truncated" in str(error).lower():
+                damage = "truncated"
+            else:
+                damage = "damaged"
+            reason = (
+                f"{damage} {kind}: {type(error).__name__}: {error} ({len(data)} bytes)"
+            )
             raise SampleError(reason) from error

@@ -24,7 +24,13 @@ from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.plan.places import Sides
 from raypipe.transform.jpeg_header import jpeg_orientation, jpeg_size, without_profile
-from raypipe.transform.kernel import EXTRA_COLUMNS, SCALES, WHOLE, decode_crop, why_no_kernel
+from raypipe.transform.kernel import (
+    EXTRA_COLUMNS,
+    SCALES,
+    WHOLE,
+    decode_crop,
+    why_no_kernel,
+)
 from raypipe.transform.seekable import check_checksum
 
 Box = tuple[int, int, int, int]
@@ -36,10 +42,18 @@ Undecoded = tuple[Sides, Callable[[Box], np.ndarray]]
 _MIN_SCALED_SIDE = 16
 
 
-def decode_jpeg(data: bytes, size: tuple[int, int], min_side: int | None = None) -> np.ndarray:
+def decode_jpeg(
+    data: bytes, size: tuple[int, int], min_side: int | None = None
+) -> np.ndarray:
     """Decode a JPEG that `jpeg_size` could read, as stored; for the rest see `decode.decode`."""
-    short_side = min_side if min_side and min(size) >= 2 * min_side else 0
-    image = None if short_side else _by_extension(data, (0, 0, *size), extra_columns=0)
+    if min_side and min(size) >= 2 * min_side:
+        short_side = min_side
+    else:
+        short_side = 0
+    if short_side:
+        image = None
+    else:
+        image = _by_extension(data, (0, 0, *size), extra_columns=0)
     return decode_jpeg_at(data, short_side) if image is None else image
 
 
@@ -52,14 +66,23 @@ def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
     """
     check_checksum(data)
     try:
-        sides = {"min_height": short_side, "min_width": short_side, "min_factor": 2.0 if short_side else 1.0}
+        sides = {
+            "min_height": short_side,
+            "min_width": short_side,
+            "min_factor": 2.0 if short_side else 1.0,
+        }
         return simplejpeg.decode_jpeg(without_profile(data), "RGB", **sides)
     except Exception as error:
-        damage = "truncated" if "Premature end of JPEG file" in str(error) else "damaged"
+        if "Premature end of JPEG file" in str(error):
+            damage = "truncated"
+        else:
+            damage = "damaged"
         raise SampleError(f"{damage} JPEG: {error} ({len(data)} bytes)") from error
 
 
-def open_for_crop(data: bytes, config: TransformConfig, target: tuple[int, int]) -> Undecoded | None:
+def open_for_crop(
+    data: bytes, config: TransformConfig, target: tuple[int, int]
+) -> Undecoded | None:
     """A JPEG by its header; None: decode it whole, as those that `exif` turns.
 
     Args:
@@ -87,7 +110,9 @@ def _decode_scaled(data: bytes, size: Sides, target: Sides, box: Box) -> np.ndar
     return decode_box(data, (top, left, height, width), int(eighths[0]))
 
 
-def scaled_boxes(boxes: np.ndarray, sizes: np.ndarray, target: Sides) -> tuple[np.ndarray, np.ndarray]:
+def scaled_boxes(
+    boxes: np.ndarray, sizes: np.ndarray, target: Sides
+) -> tuple[np.ndarray, np.ndarray]:
     """Boxes at the smallest scales at which they are not smaller than what they are resized to.
 
     Args:
@@ -103,7 +128,8 @@ def scaled_boxes(boxes: np.ndarray, sizes: np.ndarray, target: Sides) -> tuple[n
         enough = (boxes[:, 2:] * scale >= 8 * np.array(target)).all(axis=1)
         eighths[enough & (sizes.min(axis=1) >= _MIN_SCALED_SIDE)] = scale
     by_image = eighths[:, None]
-    starts, ends = boxes[:, :2], boxes[:, :2] + boxes[:, 2:]
+    starts = boxes[:, :2]
+    ends = boxes[:, :2] + boxes[:, 2:]
     sides = -(-sizes.astype(np.int64) * by_image // WHOLE)  # libjpeg rounds up
     first = np.minimum((starts * by_image + 4) // WHOLE, sides - 1)
     lengths = np.maximum(np.minimum((ends * by_image + 4) // WHOLE, sides) - first, 1)
@@ -126,7 +152,10 @@ def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
     part = _by_extension(data, box, eighths)
     if part is not None:
         return part
-    short_side = min(jpeg_size(data) or (0, 0)) if eighths < WHOLE else 0
+    if eighths < WHOLE:
+        short_side = min(jpeg_size(data) or (0, 0))
+    else:
+        short_side = 0
     whole = decode_jpeg_at(data, _scaled(short_side, eighths))
     top, left, height, width = box
     return whole[top : top + height, left : left + width]
@@ -153,7 +182,9 @@ def _by_extension(
     try:
         pixels = np.empty((height, width + extra_columns, 3), np.uint8)
         # True: it reads behind the box as well, so that damage there is found.
-        first = decode_crop(data, left, top, width, height, eighths, True, pixels, width + extra_columns)
+        first = decode_crop(
+            data, left, top, width, height, eighths, True, pixels, width + extra_columns
+        )
     except Exception:  # whatever it does not like, simplejpeg has the last word on
         return None
     return pixels[:, first : first + width]

@@ -27,9 +27,17 @@ from raypipe.transform.limits import MAX_DECODE_BYTES, MAX_SCANNED_PIXELS, check
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
-_TEM, _EOI, _SOS, _APP0, _APP1, _APP2, _APP14 = 0x01, 0xD9, 0xDA, 0xE0, 0xE1, 0xE2, 0xEE
+_TEM = 0x01
+_EOI = 0xD9
+_SOS = 0xDA
+_APP0 = 0xE0
+_APP1 = 0xE1
+_APP2 = 0xE2
+_APP14 = 0xEE
 _ORIENTATION_TAG = 0x0112
-_EXIF, _XMP, _PROFILE = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0", b"ICC_PROFILE\0"
+_EXIF = b"Exif\0\0"
+_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+_PROFILE = b"ICC_PROFILE\0"
 _SCAN_BYTES = 10  # the header of the shortest scan
 _MOST_BYTES = 15  # per pixel, measured as the peak of a decode: CMYK in several scans
 _KINDS = {
@@ -80,8 +88,11 @@ def jpeg_frame(data: bytes) -> Frame | None:
     """The frame of a JPEG; None: there is none before the first scan."""
     for marker, body, _ in segments(data):
         if marker in _FRAMES:
-            height, width = int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big")
-            return Frame(marker, body[0], height, width, body[5]) if len(body) >= 6 else None
+            height = int.from_bytes(body[1:3], "big")
+            width = int.from_bytes(body[3:5], "big")
+            if len(body) >= 6:
+                return Frame(marker, body[0], height, width, body[5])
+            return None
         if marker == _SOS:
             return None
     return None
@@ -111,14 +122,17 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 def _size_by_simplejpeg(data: bytes) -> tuple[int, int] | None:
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
-    except Exception:  # ValueError of damage, KeyError of a rare subsampling, such as 4:4:1
+    except (
+        Exception
+    ):  # ValueError of damage, KeyError of a rare subsampling, such as 4:4:1
         return None
     return height, width
 
 
 def without_profile(data: bytes) -> bytes:
     """Leave out the color profile: no pixel depends on it, and simplejpeg refuses a JPEG with a damaged one."""
-    kept, at = bytearray(), 0
+    kept = bytearray()
+    at = 0
     for marker, body, end in segments(data):
         if marker == _SOS:
             break
@@ -136,16 +150,24 @@ def check_jpeg(data: bytes, width: int, height: int, pixel_bytes: int) -> None:
     num_pixels = width * height
     check_size(width, height)
     most_scans = MAX_SCANNED_PIXELS // max(1, num_pixels)
-    if len(data) // _SCAN_BYTES <= most_scans and num_pixels * _MOST_BYTES <= MAX_DECODE_BYTES:
+    if (
+        len(data) // _SCAN_BYTES <= most_scans
+        and num_pixels * _MOST_BYTES <= MAX_DECODE_BYTES
+    ):
         return  # nearly all, in no time
-    num_components, num_scans, is_progressive = 0, 0, False
+    num_components = 0
+    num_scans = 0
+    is_progressive = False
     for marker, body, _ in segments(data):
         if marker in _FRAMES:
-            num_components, is_progressive = min(4, *body[5:6], 4), marker in _PROGRESSIVE
+            num_components = min(4, *body[5:6], 4)
+            is_progressive = marker in _PROGRESSIVE
         elif marker == _SOS:
             if not num_scans:
                 has_one = not is_progressive and body[:1] == bytes([num_components])
-                kept = (4 if num_components == 4 else 0) + (0 if has_one else 2 * num_components)
+                kept = (4 if num_components == 4 else 0) + (
+                    0 if has_one else 2 * num_components
+                )
                 check_size(width, height, num_pixels * (pixel_bytes + kept))
                 if has_one:  # libjpeg refuses a second one
                     return
@@ -165,14 +187,26 @@ def is_for_nvjpeg(data: bytes) -> bool:
     """
     if not (data.startswith(b"\xff\xd8\xff") and data.endswith(b"\xff\xd9")):
         return False
-    adobe, has_jfif = None, False
+    adobe = None
+    has_jfif = False
     for marker, body, _ in segments(data):
         if marker in _FRAMES:
-            if marker not in _OF_NVJPEG or len(body) < 6 or body[0] != 8 or len(body) != 6 + 3 * body[5]:
+            if (
+                marker not in _OF_NVJPEG
+                or len(body) < 6
+                or body[0] != 8
+                or len(body) != 6 + 3 * body[5]
+            ):
                 return False
-            names, samplings = body[6::3], body[7::3]
+            names = body[6::3]
+            samplings = body[7::3]
             is_rgb = adobe == 0 or (adobe is None and not has_jfif and names == b"RGB")
-            is_color = body[5] == 3 and not is_rgb and samplings[0] in _SAMPLINGS and samplings[1:] == b"\x11\x11"
+            is_color = (
+                body[5] == 3
+                and not is_rgb
+                and samplings[0] in _SAMPLINGS
+                and samplings[1:] == b"\x11\x11"
+            )
             return is_color or samplings == b"\x11"
         if marker == _SOS:
             return False

@@ -70,7 +70,9 @@ def sizes(images: Sequence[Image]) -> tuple[np.ndarray, np.ndarray]:
     return headers[:, :2].copy(), headers[:, 2] != 0
 
 
-def run(images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: bool = True) -> np.ndarray:
+def run(
+    images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: bool = True
+) -> np.ndarray:
     """Make the images of a micro-batch.
 
     Args:
@@ -86,7 +88,9 @@ def run(images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: 
         ValueError: ops or arrays that do not fit together.
     """
     if not available():
-        return np.array([SKIPPED if image is None else UNREADABLE for image in images], np.uint8)
+        return np.array(
+            [SKIPPED if image is None else UNREADABLE for image in images], np.uint8
+        )
     return np.frombuffer(_extension().run(images, jobs, threads, to_end), np.uint8)
 
 
@@ -95,11 +99,15 @@ def planes(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     flat = np.ascontiguousarray(images).reshape(-1, *images.shape[-3:])
     luma = np.empty((*flat.shape[:-1], 1), np.uint8)
     chroma = np.empty(wire.chroma_shape(flat.shape), np.uint8)
-    job = Job(np.empty((0, 2), np.int32), np.empty((len(flat), 0), np.int64), luma, chroma)
+    job = Job(
+        np.empty((0, 2), np.int32), np.empty((len(flat), 0), np.int64), luma, chroma
+    )
     if (run([*flat], [job]) != DONE).any():
         return wire.planes(images)
     others = images.shape[:-3]
-    return luma.reshape(*others, *luma.shape[1:]), chroma.reshape(*others, *chroma.shape[1:])
+    return luma.reshape(*others, *luma.shape[1:]), chroma.reshape(
+        *others, *chroma.shape[1:]
+    )
 
 
 def available() -> bool:
@@ -114,7 +122,9 @@ def why_no_kernel() -> str:
         return reason
     if not all(map(_decodes_alike, ("444", "422", "420", "Gray"))):
         return "its libjpeg-turbo gives other pixels than simplejpeg's"
-    return "" if _resizes_alike() else "it gives other pixels than OpenCV"
+    if _resizes_alike():
+        return ""
+    return "it gives other pixels than OpenCV"
 
 
 def to_seekable(data: bytes) -> bytes:
@@ -149,13 +159,28 @@ def _decodes_alike(sampling: str) -> bool:
     for eighths in (*SCALES, WHOLE):
         short = -(-69 * eighths // WHOLE) if eighths < WHOLE else 0  # libjpeg rounds up
         factor = 2.0 if short else 1.0
-        whole = simplejpeg.decode_jpeg(data, "RGB", min_height=short, min_width=short, min_factor=factor)
+        whole = simplejpeg.decode_jpeg(
+            data, "RGB", min_height=short, min_width=short, min_factor=factor
+        )
         rows, columns = whole.shape[:2]
-        top, left, height, width = rows // 3, columns // 2, rows // 2, columns // 3
+        top = rows // 3
+        left = columns // 2
+        height = rows // 2
+        width = columns // 3
         pixels = np.empty((height, width + EXTRA_COLUMNS, 3), np.uint8)
         for file in (data, seekable):
             try:
-                first = decode_crop(file, left, top, width, height, eighths, True, pixels, width + EXTRA_COLUMNS)
+                first = decode_crop(
+                    file,
+                    left,
+                    top,
+                    width,
+                    height,
+                    eighths,
+                    True,
+                    pixels,
+                    width + EXTRA_COLUMNS,
+                )
             except Exception:
                 return False
             part = pixels[:, first : first + width]
@@ -170,7 +195,9 @@ def _resizes_alike() -> bool:
     for height, width in ((20, 21), (64, 90), (111, 30)):
         out = np.zeros((1, height, width, 3), np.uint8)
         row = [height, width, cv2.INTER_LINEAR]
-        job = Job(np.array([[Op.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
+        job = Job(
+            np.array([[Op.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out
+        )
         if _extension().run([noise], [job], 1, True) != b"\0":
             return False
         if not np.array_equal(out[0], cv2.resize(noise, (width, height))):

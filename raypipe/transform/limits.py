@@ -21,7 +21,9 @@ def check_size(width: int, height: int, num_bytes: int = 0) -> None:
     if width * height > MAX_PIXELS:
         raise SampleError(f"declares {width}x{height} pixels, limit is {MAX_PIXELS}")
     if max(width, height) > MAX_SIDE:
-        raise SampleError(f"declares {width}x{height} pixels, limit of a side is {MAX_SIDE}")
+        raise SampleError(
+            f"declares {width}x{height} pixels, limit of a side is {MAX_SIDE}"
+        )
     if num_bytes > MAX_DECODE_BYTES:
         raise SampleError(
             f"declares {width}x{height} pixels in a form that takes {num_bytes >> 20} MiB to decode, limit is "

@@ -27,7 +27,9 @@ def reused_memory(num_bytes: int) -> np.ndarray:
     if num_bytes < _LEAST_REUSED:
         return np.empty(num_bytes, np.uint8)
     memory = None
-    with contextlib.suppress(IndexError):  # there is none, or another thread has taken it
+    with contextlib.suppress(
+        IndexError
+    ):  # there is none, or another thread has taken it
         memory = _spare.pop()
     if memory is None or len(memory) != num_bytes:
         memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -37,13 +39,21 @@ def reused_memory(num_bytes: int) -> np.ndarray:
     return array
 
 
-def reused_arrays(kinds: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, np.ndarray]:
+def reused_arrays(
+    kinds: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
+) -> dict[str, np.ndarray]:
     """Empty arrays of these shapes and dtypes, in one piece of `reused_memory`."""
-    lengths = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in kinds.items()}
-    ends, end = {}, 0
+    lengths = {
+        name: math.prod(shape) * dtype.itemsize
+        for name, (shape, dtype) in kinds.items()
+    }
+    ends = {}
+    end = 0
     for name, length in lengths.items():
         ends[name] = end = -(-(end + length) // _ALIGNED) * _ALIGNED
-    memory, arrays, start = reused_memory(end), {}, 0
+    memory = reused_memory(end)
+    arrays = {}
+    start = 0
     for name, (shape, dtype) in kinds.items():
         arrays[name] = memory[start : start + lengths[name]].view(dtype).reshape(shape)
         start = ends[name]

@@ -33,7 +33,8 @@ class Op(IntEnum):
     FILTER = 12  # side, border, coefficients in Q14 × MAX_FILTER²
 
 
-SOLARIZE, POSTERIZE = 0, 1
+SOLARIZE = 0
+POSTERIZE = 1
 
 NUM_PARAMS = {
     Op.CROP: 4,

@@ -14,7 +14,8 @@ from raypipe.transform.jpeg_header import check_jpeg, jpeg_frame, orientation_of
 from raypipe.transform.limits import check_size
 from raypipe.transform.silence import silenced
 
-_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of a TIFF
+_TILE_WIDTH = 322
+_TILE_HEIGHT = 323  # tags of a TIFF
 # Bytes per pixel: 8 bits and 4:2:0 took 9 and 7 at the peak of a decode. AVIF's container is read: libavif
 # decodes a frame that is larger than declared, up to its own limit, 2^28 pixels.
 _HEIF_BYTES = 20
@@ -54,7 +55,9 @@ def open_pillow(data: bytes, kind: str) -> Any:
     if kind in ("AVIF", "HEIC"):
         check_size(width, height, width * height * _HEIF_BYTES)
         return image
-    pixel_bytes = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}.get(image.mode, 4)
+    pixel_bytes = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}.get(
+        image.mode, 4
+    )
     if kind == "JPEG":
         frame = jpeg_frame(data)
         if frame is None or (frame.height, frame.width) != (height, width):
@@ -62,8 +65,12 @@ def open_pillow(data: bytes, kind: str) -> Any:
         check_jpeg(data, width, height, pixel_bytes + 3)
     elif kind != "WebP":
         tile_pixels = 0
-        if kind == "TIFF":  # libtiff unpacks a tile, which may be far larger than its image
-            tile_pixels = image.tag_v2.get(_TILE_WIDTH, 0) * image.tag_v2.get(_TILE_HEIGHT, 0)
+        if (
+            kind == "TIFF"
+        ):  # libtiff unpacks a tile, which may be far larger than its image
+            tile_pixels = image.tag_v2.get(_TILE_WIDTH, 0) * image.tag_v2.get(
+                _TILE_HEIGHT, 0
+            )
         # Turning upright copies it; conversion adds 3 bytes of RGB for each pixel.
         extra = max(width * height * max(pixel_bytes, 3), tile_pixels * pixel_bytes)
         check_size(width, height, width * height * pixel_bytes + extra)
@@ -77,9 +84,13 @@ def _plugin(kind: str) -> Any:
             return importlib.import_module("pillow_heif").HeifImageFile
         except ImportError as error:
             extra = f"{to_install('heic')}, on every node"
-            raise ConfigError(f"HEIC images need pillow-heif ({error}): {extra}") from error
+            raise ConfigError(
+                f"HEIC images need pillow-heif ({error}): {extra}"
+            ) from error
     name = kind if kind == "WebP" else kind.capitalize()
     plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
     if kind == "AVIF" and not plugin.SUPPORTED:
-        raise ConfigError("AVIF images need a Pillow with libavif, as PyPI's wheels have it, on every node")
+        raise ConfigError(
+            "AVIF images need a Pillow with libavif, as PyPI's wheels have it, on every node"
+        )
     return getattr(plugin, f"{name}ImageFile")

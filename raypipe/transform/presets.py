@@ -28,7 +28,13 @@ from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
 from raypipe.transform.transform_steps import Steps, build_steps
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE
-from raypipe.transform.views import VIEW_PRESETS, PresetSteps, find_views, jitter, makes_views
+from raypipe.transform.views import (
+    VIEW_PRESETS,
+    PresetSteps,
+    find_views,
+    jitter,
+    makes_views,
+)
 
 Transform = Callable[..., Any]
 
@@ -53,11 +59,16 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
         raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
     if makes_views(transform):
         if not isinstance(size, int):
-            raise ConfigError("views have their own sizes, which buckets cannot set: use one image, or no buckets")
+            raise ConfigError(
+                "views have their own sizes, which buckets cannot set: use one image, or no buckets"
+            )
         views = find_views(transform, size)
         for name, view in views.items():
             with _of_view(name):
-                built = tuple(build_transform(each, view.size, by_library) for each in view.transforms)
+                built = tuple(
+                    build_transform(each, view.size, by_library)
+                    for each in view.transforms
+                )
             views[name] = replace(view, transforms=built)
         return views
     if isinstance(transform, str):
@@ -72,7 +83,9 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
         transform = PresetSteps(_STEPS[transform](size))
     if isinstance(transform, PresetSteps) and not by_library:
         return program_of(transform)
-    return build_steps(transform) if isinstance(transform, list) else transform
+    if isinstance(transform, list):
+        return build_steps(transform)
+    return transform
 
 
 @contextlib.contextmanager
@@ -105,8 +118,12 @@ def check_transform(transform: object, size: Size, arrays: bool = False) -> None
 
 
 def _check_name(name: str) -> None:
-    if name.lstrip().startswith(("[", "{", "-")):  # the settings' parser left this text unparsed
-        raise ConfigError(f"transform {name!r} is not a list of steps: write [{{NAME: {{argument: value}}}}, …]")
+    if name.lstrip().startswith(
+        ("[", "{", "-")
+    ):  # the settings' parser left this text unparsed
+        raise ConfigError(
+            f"transform {name!r} is not a list of steps: write [{{NAME: {{argument: value}}}}, …]"
+        )
     known = ["none", *PRESETS, *VIEW_PRESETS]
     if name in known or ":" in name:
         return
@@ -122,8 +139,12 @@ def num_pixels(transform: object, size: int) -> int | None:
     if not makes_views(transform):
         return None
     views = find_views(transform, size).values()
-    known = isinstance(transform, str) or all(is_preset(each) for view in views for each in view.transforms)
-    return sum(view.count * view.size**2 for view in views) if known else None
+    known = isinstance(transform, str) or all(
+        is_preset(each) for view in views for each in view.transforms
+    )
+    if known:
+        return sum(view.count * view.size**2 for view in views)
+    return None
 
 
 def is_preset(transform: object) -> bool:
@@ -139,12 +160,18 @@ def takes_size(transform: object) -> bool:
 def _crop_ratio(size: Size) -> dict[str, tuple[float, float]]:
     """The argument of a random crop of another ratio than a square's, whose default stays."""
     height, width = sides_of(size)
-    return {} if height == width else {"ratio": (3 / 4 * width / height, 4 / 3 * width / height)}
+    if height == width:
+        return {}
+    return {"ratio": (3 / 4 * width / height, 4 / 3 * width / height)}
 
 
 def _smallest(size: Size) -> dict[str, Any]:
     """The resize before a center crop: 256 to 224 is ImageNet's; other sizes keep its proportion."""
-    return {"SmallestMaxSize": {"max_size_hw": tuple(round(side * 256 / 224) for side in sides_of(size))}}
+    return {
+        "SmallestMaxSize": {
+            "max_size_hw": tuple(round(side * 256 / 224) for side in sides_of(size))
+        }
+    }
 
 
 def _crop_and_flip(size: Size) -> Steps:
@@ -204,7 +231,9 @@ def _by_torchvision(preset: str, size: Size) -> Transform:
     steps = [v2.RandomResizedCrop(size, **_crop_ratio(size)), v2.RandomHorizontalFlip()]
     name, arguments = _TORCHVISION[preset]
     if name:  # the library's default is the nearest pixel
-        steps.append(getattr(v2, name)(**arguments, interpolation=v2.InterpolationMode.BILINEAR))
+        steps.append(
+            getattr(v2, name)(**arguments, interpolation=v2.InterpolationMode.BILINEAR)
+        )
     return v2.Compose(steps)
 
 

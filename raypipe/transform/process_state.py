@@ -24,7 +24,8 @@ _SEEDS: Any = (0, _MAX_SEED)
 
 _drawing = threading.RLock()  # held by the one thread that seeds the generators
 _counting = threading.Lock()
-_num_within, _num_threads = 0, 1
+_num_within = 0
+_num_threads = 1
 
 
 class _TorchWatch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -72,9 +73,13 @@ def seed_process(k0: int, k1: int) -> None:
     cv2.setRNGSeed(k0 & _MAX_SEED)
     random.seed(k0 << 64 | k1)
     np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
-    generator = getattr(sys.modules.get("torch"), "default_generator", None)  # None while torch is being imported
+    generator = getattr(
+        sys.modules.get("torch"), "default_generator", None
+    )  # None while torch is being imported
     if generator is not None:
-        generator.manual_seed(k0)  # not torch.manual_seed, which goes to the GPUs as well
+        generator.manual_seed(
+            k0
+        )  # not torch.manual_seed, which goes to the GPUs as well
         return
     _watch.key = threading.get_ident(), k0
     if _watch not in sys.meta_path:
@@ -112,8 +117,12 @@ def process_kept(generators: bool = True) -> Iterator[None]:
 def _generators_kept() -> Iterator[None]:
     with _drawing:
         torch = sys.modules.get("torch")
-        of_python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
-        of_torch = torch.default_generator.get_state() if torch is not None else None
+        of_python = random.getstate()
+        of_numpy = np.random.get_state(legacy=False)
+        if torch is not None:
+            of_torch = torch.default_generator.get_state()
+        else:
+            of_torch = None
         try:
             yield
         finally:

@@ -20,7 +20,12 @@ import numpy as np
 from raypipe.plan.places import Sides
 from raypipe.transform.color_steps import COLOR_STEPS
 from raypipe.transform.draws import uniforms
-from raypipe.transform.geometry_steps import GEOMETRY_STEPS, TURNS, RandomResizedCrop, Turn
+from raypipe.transform.geometry_steps import (
+    GEOMETRY_STEPS,
+    TURNS,
+    RandomResizedCrop,
+    Turn,
+)
 from raypipe.transform.ops import Op, sizes_behind
 from raypipe.transform.step import SIZING, Step
 
@@ -42,7 +47,8 @@ class Program:
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = tuple(steps)
-        ops, offset = [], 0
+        ops = []
+        offset = 0
         for step in self.steps:
             for op in step.ops:
                 ops.append((int(op), offset))
@@ -65,7 +71,9 @@ class Program:
         weaker.steps = tuple(step.weaker(strength) for step in self.steps)
         return weaker
 
-    def draw(self, keys: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def draw(
+        self, keys: np.ndarray, sizes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Draw the parameters of B samples.
 
         Args:
@@ -80,7 +88,9 @@ class Program:
         sizes, column, place = sizes.astype(np.int64), 0, 0
         for step in self.steps:
             applies = u[:, place] < step.p
-            parts = iter(step.draw(u[:, place + 1 : place + 1 + step.num_uniforms], sizes))
+            parts = iter(
+                step.draw(u[:, place + 1 : place + 1 + step.num_uniforms], sizes)
+            )
             place += 1 + step.num_uniforms
             resized = sizes
             for op in step.ops:
@@ -88,12 +98,22 @@ class Program:
                 first = column = column + 1
                 while column < first + step.num_params(op):
                     part = next(parts)
-                    columns = part[:, None] if isinstance(part, np.ndarray) and part.ndim == 1 else part
-                    width = columns.shape[1] if isinstance(columns, np.ndarray) else 1
+                    columns = (
+                        part[:, None]
+                        if isinstance(part, np.ndarray) and part.ndim == 1
+                        else part
+                    )
+                    if isinstance(columns, np.ndarray):
+                        width = columns.shape[1]
+                    else:
+                        width = 1
                     params[:, column : column + width] = columns
                     column += width
                 resized = sizes_behind(op, params[:, first:column], resized)
-            sizes = resized if step.p >= 1 else np.where(applies[:, None], resized, sizes)
+            if step.p >= 1:
+                sizes = resized
+            else:
+                sizes = np.where(applies[:, None], resized, sizes)
         return params, sizes
 
     def applied(self, params: np.ndarray) -> Iterator[tuple[Step, Op, list[int]]]:
@@ -110,7 +130,10 @@ class Program:
         """Return the size of all results: equal for images of two sizes, for all draws."""
         keys = np.array([(k, 1) for k in range(16)], np.uint64)
         sizes = np.concatenate(
-            [self.draw(keys, np.array([size] * 16))[1] for size in ((1009, 2003), (2003, 1009))]
+            [
+                self.draw(keys, np.array([size] * 16))[1]
+                for size in ((1009, 2003), (2003, 1009))
+            ]
         )
         height, width = sizes[0].tolist()
         return (height, width) if (sizes == sizes[0]).all() else None
@@ -126,15 +149,29 @@ def native_step(name: str, arguments: Mapping[str, Any]) -> Step | None:
         codes, p = TURNS[name]
         return Turn(codes=codes, p=arguments.get("p", p))
     kind = _KINDS.get(name)
-    if kind is None or any(arguments.get(name, of[0]) not in of for name, of in kind.supported.items()):
+    if kind is None or any(
+        arguments.get(name, of[0]) not in of for name, of in kind.supported.items()
+    ):
         return None
-    step = kind(**{field.name: arguments[field.name] for field in fields(kind) if field.name in arguments})
-    return step if step.is_known and (step.p >= 1 or not SIZING & {*step.ops}) else None
+    step = kind(
+        **{
+            field.name: arguments[field.name]
+            for field in fields(kind)
+            if field.name in arguments
+        }
+    )
+    if step.is_known and (step.p >= 1 or not SIZING & {*step.ops}):
+        return step
+    return None
 
 
 def program_of(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> Program:
     """The program of steps `{NAME: {argument: value}}` that are all known; for presets."""
-    native = [native_step(name, arguments) for entry in steps for name, arguments in entry.items()]
+    native = [
+        native_step(name, arguments)
+        for entry in steps
+        for name, arguments in entry.items()
+    ]
     assert all(native), steps
     return Program([step for step in native if step])
 
@@ -174,9 +211,16 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
     library = sys.modules.get("albumentations")
     if library is None or type(pipeline) is not library.Compose:
         return None, []
-    special = pipeline.processors or pipeline.additional_targets or pipeline.save_applied_params
+    special = (
+        pipeline.processors
+        or pipeline.additional_targets
+        or pipeline.save_applied_params
+    )
     steps = list(pipeline.transforms)
-    replays = any(getattr(step, "deterministic", False) or getattr(step, "replay_mode", False) for step in steps)
+    replays = any(
+        getattr(step, "deterministic", False) or getattr(step, "replay_mode", False)
+        for step in steps
+    )
     if special or replays or pipeline.p != 1:
         return None, []
     native = list[Step]()
@@ -185,5 +229,6 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
         if known is None:
             break
         native.append(known)
-    program, rest = Program(native), steps[len(native) :]
+    program = Program(native)
+    rest = steps[len(native) :]
     return (program, rest) if native and program.size else (None, [])

@@ -24,18 +24,31 @@ import numpy as np
 
 from raypipe.transform.draws import Key, KeyedGenerator
 
-_MAX_OBJECTS = 5_000  # a policy has some hundred; data that a transform holds can be endless
+# a policy has some hundred; data that a transform holds can be endless
+_MAX_OBJECTS = 5_000
 _MAX_ITEMS = 256
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")), _OURS
 _INSTALLED = {"site-packages", "dist-packages"}
 _OF_PIPELINE = "random_generator", "py_random"  # each step of Albumentations has both
-_LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, type, types.ModuleType)
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    np.ndarray,
+    np.generic,
+    type,
+    types.ModuleType,
+)
 
 
 def reached(root: Any) -> Iterator[Any]:
     """The objects that a user's code can reach, each once, in an order that copies of the code share."""
-    todo, seen = [root], set[int]()
+    todo = [root]
+    seen = set[int]()
     while todo and len(seen) < _MAX_OBJECTS:
         value = todo.pop()
         if id(value) in seen or isinstance(value, _LEAVES):
@@ -62,7 +75,9 @@ def _within(value: Any, is_root: bool) -> Iterator[Any]:
             attributes = list(getattr(value, "__dict__", {}).items())
             yield from (part for name, part in attributes if name not in _OF_PIPELINE)
             own = (kind for kind in type(value).__mro__ if _is_own(_file_of(kind)))
-            yield from (part for kind in own for part in vars(kind).values() if callable(part))
+            yield from (
+                part for kind in own for part in vars(kind).values() if callable(part)
+            )
 
 
 def _within_function(function: types.FunctionType) -> Iterator[Any]:
@@ -75,7 +90,9 @@ def _within_function(function: types.FunctionType) -> Iterator[Any]:
     names = list(_names(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
-        if isinstance(value, types.ModuleType) and _is_own(getattr(value, "__file__", None) or ""):
+        if isinstance(value, types.ModuleType) and _is_own(
+            getattr(value, "__file__", None) or ""
+        ):
             yield from (vars(value)[part] for part in names if part in vars(value))
         elif value is not None:
             yield value
@@ -113,8 +130,10 @@ class ReachedGenerators:
     """
 
     def __init__(self, code: Any, seeded: np.random.Generator | None = None) -> None:
-        self._code, self._seeded = code, seeded
-        self._keyed, self._random = KeyedGenerator(), random.Random()
+        self._code = code
+        self._seeded = seeded
+        self._keyed = KeyedGenerator()
+        self._random = random.Random()
         self._found: list[Any] = []
         self.look()
 
@@ -125,7 +144,11 @@ class ReachedGenerators:
         """Look for them again, since some are made at the first call; True = there are more."""
         before = {id(each) for each in self._found}
         found = (each for each in reached(self._code) if _is_random(each))
-        self._found = [each for each in found if getattr(each, "random_generator", self) is not self._seeded]
+        self._found = [
+            each
+            for each in found
+            if getattr(each, "random_generator", self) is not self._seeded
+        ]
         return any(id(each) not in before for each in self._found)
 
     @contextlib.contextmanager
@@ -159,16 +182,22 @@ class ReachedGenerators:
             return put
         if _is_of(found, "torch", "Generator"):
             put = functools.partial(found.set_state, found.get_state())
-            found.manual_seed(int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1)
+            found.manual_seed(
+                int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
+            )
             return put
-        put = functools.partial(found.__dict__.update, {name: vars(found)[name] for name in _OF_PIPELINE})
-        found.random_generator, found.py_random = self._keyed.generator, self._random
+        put = functools.partial(
+            found.__dict__.update, {name: vars(found)[name] for name in _OF_PIPELINE}
+        )
+        found.random_generator = self._keyed.generator
+        found.py_random = self._random
         return put
 
 
 def _is_of(value: Any, package: str, *names: str) -> bool:
     return any(
-        kind.__name__ in names and kind.__module__.partition(".")[0] == package for kind in type(value).__mro__
+        kind.__name__ in names and kind.__module__.partition(".")[0] == package
+        for kind in type(value).__mro__
     )
 
 
@@ -177,4 +206,7 @@ def _is_random(value: Any) -> bool:
         return value is not np.random.mtrand._rand  # type: ignore[attr-defined]
     if _is_of(value, "albumentations", "BaseCompose", "BasicTransform"):
         return set(_OF_PIPELINE) <= vars(value).keys()
-    return _is_of(value, "torch", "Generator") and value is not sys.modules["torch"].default_generator
+    return (
+        _is_of(value, "torch", "Generator")
+        and value is not sys.modules["torch"].default_generator
+    )

@@ -33,7 +33,13 @@ def crop(image: np.ndarray, params: Params) -> np.ndarray:
     sizes = f"{(height, width)} vs {(rows, columns)}"
     room = f"box: Crop size (height, width) exceeds image dimensions: {sizes}"
     check(height <= rows and width <= columns, room)
-    check(0 <= top <= rows - height and 0 <= left <= columns - width and height >= 1 and width >= 1, "box")
+    check(
+        0 <= top <= rows - height
+        and 0 <= left <= columns - width
+        and height >= 1
+        and width >= 1,
+        "box",
+    )
     return image[top : top + height, left : left + width]
 
 
@@ -64,14 +70,17 @@ def _cubic_taps(source: int, result: int) -> tuple[np.ndarray, np.ndarray]:
     scale = 1.0 / (result / source)
     place = ((np.arange(result) + 0.5) * scale - 0.5).astype(np.float32)
     first = np.floor(place)
-    one, a = np.float32(1), np.float32(-0.75)
+    one = np.float32(1)
+    a = np.float32(-0.75)
     x = place - first
     y = one - x
     five, eight, four, two, three = (np.float32(number) for number in (5, 8, 4, 2, 3))
     c0 = ((a * (x + one) - five * a) * (x + one) + eight * a) * (x + one) - four * a
     c1 = ((a + two) * x - (a + three)) * x * x + one
     c2 = ((a + two) * y - (a + three)) * y * y + one
-    coefficients = np.rint(np.stack([c0, c1, c2, one - c0 - c1 - c2]) * np.float32(1 << _COEFFICIENT_BITS))
+    coefficients = np.rint(
+        np.stack([c0, c1, c2, one - c0 - c1 - c2]) * np.float32(1 << _COEFFICIENT_BITS)
+    )
     positions = first.astype(np.int64) + np.arange(-1, 3)[:, None]
     return positions.clip(0, source - 1), coefficients.astype(np.int32)
 
@@ -83,7 +92,9 @@ def pad(image: np.ndarray, params: Params) -> np.ndarray:
     check_border(border, params[5:8])
     _check_size(image.shape[0] + top + bottom, image.shape[1] + left + right)
     rows = _border_at(np.arange(-top, image.shape[0] + bottom), image.shape[0], border)
-    columns = _border_at(np.arange(-left, image.shape[1] + right), image.shape[1], border)
+    columns = _border_at(
+        np.arange(-left, image.shape[1] + right), image.shape[1], border
+    )
     return _pixels_at(image, columns[None, :], rows[:, None], params[5:8])
 
 
@@ -93,25 +104,33 @@ def turn(image: np.ndarray, params: Params) -> np.ndarray:
     check(0 <= code <= 7, "code")
     if code & 4:
         image = image.transpose(1, 0, 2)
-    return np.ascontiguousarray(image[:: -1 if code & 2 else 1, :: -1 if code & 1 else 1])
+    return np.ascontiguousarray(
+        image[:: -1 if code & 2 else 1, :: -1 if code & 1 else 1]
+    )
 
 
 def affine(image: np.ndarray, params: Params) -> np.ndarray:
     """Pixel (X, Y) comes from x = a X + b Y + c, y = d X + e Y + f, Q32; interpolation, border, r, g, b."""
-    interpolation, border, color = params[6], params[7], params[8:11]
+    interpolation = params[6]
+    border = params[7]
+    color = params[8:11]
     check(interpolation in (NEAREST, LINEAR), "interpolation")
     check_border(border, color)
     a, b, c, d, e, f = np.array(params[:6], np.int64)
     height, width = image.shape[:2]
-    rows, columns = np.arange(height, dtype=np.int64)[:, None], np.arange(width, dtype=np.int64)
+    rows = np.arange(height, dtype=np.int64)[:, None]
+    columns = np.arange(width, dtype=np.int64)
     with np.errstate(over="ignore"):
-        x, y = a * columns + (b * rows + c), d * columns + (e * rows + f)
+        x = a * columns + (b * rows + c)
+        y = d * columns + (e * rows + f)
         if interpolation == NEAREST:
             x, y = x + (1 << 31), y + (1 << 31)
-    x0, y0 = x >> 32, y >> 32
+    x0 = x >> 32
+    y0 = y >> 32
 
     def neighbors(right: int, below: int) -> np.ndarray:
-        at_x, at_y = _border_at(x0 + right, width, border), _border_at(y0 + below, height, border)
+        at_x = _border_at(x0 + right, width, border)
+        at_y = _border_at(y0 + below, height, border)
         return _pixels_at(image, at_x, at_y, color)
 
     if interpolation == NEAREST:
@@ -129,7 +148,9 @@ def dropout(image: np.ndarray, params: Params) -> np.ndarray:
     check(0 <= num <= (len(params) - 4) // 4, "number of boxes")
     image = image.copy()
     for hole in range(num):
-        top, left, bottom, right = (max(0, at) for at in params[4 + 4 * hole : 8 + 4 * hole])
+        top, left, bottom, right = (
+            max(0, at) for at in params[4 + 4 * hole : 8 + 4 * hole]
+        )
         image[top:bottom, left:right] = np.array(params[:3], np.uint8)
     return image
 
@@ -170,12 +191,18 @@ def _border_at(at: np.ndarray, side: int, border: int) -> np.ndarray:
     return np.where(at < side, at, period - at - (1 if border == _REFLECT else 0))
 
 
-def _pixels_at(image: np.ndarray, columns: np.ndarray, rows: np.ndarray, color: Params) -> np.ndarray:
+def _pixels_at(
+    image: np.ndarray, columns: np.ndarray, rows: np.ndarray, color: Params
+) -> np.ndarray:
     pixels = image[rows, columns]
     pixels[(rows < 0) | (columns < 0)] = np.array(color, np.uint8)
     return pixels
 
 
 def _check_size(height: int, width: int) -> None:
-    is_good = 1 <= height <= _MAX_SIDE and 1 <= width <= _MAX_SIDE and height * width <= MAX_PIXELS
+    is_good = (
+        1 <= height <= _MAX_SIDE
+        and 1 <= width <= _MAX_SIDE
+        and height * width <= MAX_PIXELS
+    )
     check(is_good, f"size, {height}x{width}")

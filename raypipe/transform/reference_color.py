@@ -19,7 +19,8 @@ BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 Params = Sequence[int]
 _ONE = 1 << 16  # in Q16
 _Q14 = 1 << 14
-_MAX_FACTOR, _HUE_CIRCLE = 64 * _ONE, 6 * _ONE  # those of csrc/color.h
+_MAX_FACTOR = 64 * _ONE
+_HUE_CIRCLE = 6 * _ONE  # those of csrc/color.h
 
 
 def check(is_good: bool, name: str) -> None:
@@ -42,8 +43,13 @@ def gray_of(image: np.ndarray) -> np.ndarray:
 
 def jitter(image: np.ndarray, params: Params) -> np.ndarray:
     """Brightness, contrast, saturation (factors in Q16) and hue (Q16 sextants) in an order, -1 for none."""
-    factors, hue = params[4:7], params[7]
-    check(all(0 <= factor <= _MAX_FACTOR for factor in factors) and 0 <= hue < _HUE_CIRCLE, "factor or hue")
+    factors = params[4:7]
+    hue = params[7]
+    check(
+        all(0 <= factor <= _MAX_FACTOR for factor in factors)
+        and 0 <= hue < _HUE_CIRCLE,
+        "factor or hue",
+    )
     check(all(-1 <= operation < len(_JITTERS) for operation in params[:4]), "order")
     for operation in params[:4]:
         if operation >= 0:
@@ -68,7 +74,11 @@ def _hue(image: np.ndarray, shift: int) -> np.ndarray:
     r, g, b = image.astype(np.int64).transpose(2, 0, 1)
     largest = image.max(axis=2).astype(np.int64)
     chroma = largest - image.min(axis=2)
-    hue = np.where(largest == r, g - b, np.where(largest == g, 2 * chroma + b - r, 4 * chroma + r - g))
+    hue = np.where(
+        largest == r,
+        g - b,
+        np.where(largest == g, 2 * chroma + b - r, 4 * chroma + r - g),
+    )
     circle = (6 * chroma) << 16
     turned = ((hue + np.where(hue < 0, 6 * chroma, 0)) << 16) + shift * chroma
     turned -= np.where(turned >= circle, circle, 0)
@@ -84,7 +94,9 @@ def _hue(image: np.ndarray, shift: int) -> np.ndarray:
 _JITTERS: dict[int, Callable[[np.ndarray, int], np.ndarray]] = {
     BRIGHTNESS: lambda image, factor: _blended(image, 0, factor),
     CONTRAST: _contrast,
-    SATURATION: lambda image, factor: _blended(image, gray_of(image)[:, :, None], factor),
+    SATURATION: lambda image, factor: _blended(
+        image, gray_of(image)[:, :, None], factor
+    ),
     HUE: _hue,
 }
 
@@ -99,7 +111,10 @@ def table(image: np.ndarray, params: Params) -> np.ndarray:
     kind, *numbers = params[:4]
     most = (256 if kind == SOLARIZE else 255, 255, 255)
     check(kind in (SOLARIZE, POSTERIZE), "kind")
-    check(all(0 <= number <= limit for number, limit in zip(numbers, most, strict=True)), "threshold or mask")
+    check(
+        all(0 <= number <= limit for number, limit in zip(numbers, most, strict=True)),
+        "threshold or mask",
+    )
     if kind == SOLARIZE:
         return np.where(image >= numbers[0], 255 - image, image).astype(np.uint8)
     return image & np.array(numbers, np.uint8)
@@ -111,12 +126,19 @@ def blur(image: np.ndarray, params: Params) -> np.ndarray:
     check(0 <= radius <= MAX_RADIUS, "radius")
     check_border(border)
     middle, *sides = params[2 : 3 + radius]
-    adds_up = all(0 <= tap <= _Q14 for tap in (middle, *sides)) and middle + 2 * sum(sides) == _Q14
+    adds_up = (
+        all(0 <= tap <= _Q14 for tap in (middle, *sides))
+        and middle + 2 * sum(sides) == _Q14
+    )
     check(adds_up, "coefficient")
     taps = np.array([*reversed(sides), middle, *sides], np.int64)
-    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, border).astype(np.int64)
+    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, border).astype(
+        np.int64
+    )
     height, width = image.shape[:2]
-    across = (sum(padded[:, k : k + width] * tap for k, tap in enumerate(taps)) + 32) >> 6
+    across = (
+        sum(padded[:, k : k + width] * tap for k, tap in enumerate(taps)) + 32
+    ) >> 6
     total = sum(across[k : k + height] * tap for k, tap in enumerate(taps))
     return ((total + (1 << 21)) >> 22).astype(np.uint8)
 
@@ -126,11 +148,19 @@ def filtered(image: np.ndarray, params: Params) -> np.ndarray:
     side, border = params[:2]
     check(1 <= side <= MAX_FILTER and side % 2 == 1, "side")
     check_border(border)
-    check(all(-_Q14 <= tap <= _Q14 for tap in params[2 : 2 + side * side]), "coefficient")
+    check(
+        all(-_Q14 <= tap <= _Q14 for tap in params[2 : 2 + side * side]), "coefficient"
+    )
     taps = np.array(params[2 : 2 + side * side], np.int64).reshape(side, side)
-    radius, (height, width) = side // 2, image.shape[:2]
-    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, border).astype(np.int64)
-    total = sum(padded[y : y + height, x : x + width] * taps[y, x] for y, x in zip(*np.nonzero(taps), strict=True))
+    radius = side // 2
+    (height, width) = image.shape[:2]
+    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, border).astype(
+        np.int64
+    )
+    total = sum(
+        padded[y : y + height, x : x + width] * taps[y, x]
+        for y, x in zip(*np.nonzero(taps), strict=True)
+    )
     return np.clip((total + (1 << 13)) >> 14, 0, 255).astype(np.uint8)
 
 

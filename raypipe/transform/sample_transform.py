@@ -72,14 +72,18 @@ class SampleTransform:
         has_user_code: it may run code that neither raypipe nor the libraries of the table have.
     """
 
-    def __init__(self, transform: Any, arrays: bool = False, targets: Collection[str] = ()) -> None:
+    def __init__(
+        self, transform: Any, arrays: bool = False, targets: Collection[str] = ()
+    ) -> None:
         self._given = transform, arrays, targets
         self.program, rest = find_program(transform)
         if arrays and rest:
-            self.program, rest = None, []
+            self.program = None
+            rest = []
         has_points = any(TARGETS[name].keyword in POINTS for name in targets)
         if self.program is not None and not self.program.takes_points and has_points:
-            self.program, rest = None, []
+            self.program = None
+            rest = []
         self.transform = transform
         if rest:
             self.transform = sys.modules["albumentations"].Compose(rest)
@@ -93,23 +97,39 @@ class SampleTransform:
             self.transform = target_pipeline(self.transform, targets)
         elif self.kind == "albumentations":
             self.transform = copy.deepcopy(self.transform)
-        self._keyed, self._random = KeyedGenerator(), random.Random()
-        rng_name = rng_parameter(transform) if self.kind == "plain" else None
-        self._rng = {rng_name: self._keyed.generator} if rng_name else {}
-        self.draws_globally = self.kind == "torchvision" or (self.kind == "plain" and not self._rng)
+        self._keyed = KeyedGenerator()
+        self._random = random.Random()
+        if self.kind == "plain":
+            rng_name = rng_parameter(transform)
+        else:
+            rng_name = None
+        if rng_name:
+            self._rng = {rng_name: self._keyed.generator}
+        else:
+            self._rng = {}
+        self.draws_globally = self.kind == "torchvision" or (
+            self.kind == "plain" and not self._rng
+        )
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(self._keyed.generator, self._random)
             self.draws_globally = _has_user_code(self.transform)
         self.has_user_code = self.kind == "plain" or _has_user_code(self.transform)
-        self._reached = ReachedGenerators(self.transform, self._keyed.generator) if self.has_user_code else None
+        self._reached = (
+            ReachedGenerators(self.transform, self._keyed.generator)
+            if self.has_user_code
+            else None
+        )
         self._is_first = self.has_user_code
         if self._reached:
             self.draws_globally = True
         self._arrays = arrays
         self.crop_target: Sides | None = None
         if not arrays:
-            self.crop_target = self.program.crop_target if self.program else _size_of_crop(self.transform)
+            if self.program:
+                self.crop_target = self.program.crop_target
+            else:
+                self.crop_target = _size_of_crop(self.transform)
 
     def weaken(self, strength: float) -> None:
         """Scale the program's chances and magnitudes by a strength in [0, 1], from now on."""
@@ -142,12 +162,24 @@ class SampleTransform:
                 they are.
         """
         if self.program is not None and (not self._arrays or _is_rgb(image, 2)):
-            size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
-            params = self.program.draw(np.array([key], np.uint64), np.array([size]))[0][0]
+            if isinstance(image, np.ndarray):
+                size = image.shape[:2]
+            else:
+                size = image[0]
+            params = self.program.draw(np.array([key], np.uint64), np.array([size]))[0][
+                0
+            ]
             goes_on = self.has_rest and not self._arrays
             image = self._by_program(image, params)
-            targets = follow(self.program.applied(params), (size[0], size[1]), targets) if targets else targets
-            return self.finish(image, targets, key) if goes_on else {"image": image, **targets}
+            if targets:
+                targets = follow(
+                    self.program.applied(params), (size[0], size[1]), targets
+                )
+            else:
+                targets = targets
+            if goes_on:
+                return self.finish(image, targets, key)
+            return {"image": image, **targets}
         if self.transform is None:
             assert isinstance(image, np.ndarray)
             return {"image": image, **targets}
@@ -157,10 +189,14 @@ class SampleTransform:
         with self._keyed_reach(key):
             return {"image": _checked(_crop_first(self.transform, *image), self.kind)}
 
-    def _by_program(self, image: np.ndarray | Undecoded, params: np.ndarray) -> np.ndarray:
+    def _by_program(
+        self, image: np.ndarray | Undecoded, params: np.ndarray
+    ) -> np.ndarray:
         """Run the program on one image; raise ValueError if it is too small for a crop."""
         program = self.program
-        assert program is not None and program.size is not None, "where sizes differ, the library does it"
+        assert program is not None and program.size is not None, (
+            "where sizes differ, the library does it"
+        )
         if not isinstance(image, np.ndarray):
             top, left, height, width = params[1:5].tolist()
             params, image = params.copy(), image[1]((top, left, height, width))
@@ -170,12 +206,17 @@ class SampleTransform:
             return reference.apply_all(image, program.ops, params)
         return out
 
-    def finish(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> dict[str, np.ndarray]:
+    def finish(
+        self, image: np.ndarray, targets: dict[str, Any], key: Key
+    ) -> dict[str, np.ndarray]:
         """Run the steps after the program: `with_targets` by the user's code, or a library."""
         if self._is_first and self._reached is not None:
-            self._is_first, kept = False, image.copy()
+            self._is_first = False
+            kept = image.copy()
             made = self._run(image, targets, key)
-            if self._reached.look():  # it has made a pipeline, which drew without a seed
+            if (
+                self._reached.look()
+            ):  # it has made a pipeline, which drew without a seed
                 self.draws_globally = True
                 made = self._run(kept, targets, key)
         else:
@@ -186,7 +227,9 @@ class SampleTransform:
         if self.kind != "albumentations":
             return {"image": _checked(made, self.kind, self._arrays)}
         image = _checked(made["image"], self.kind, self._arrays)
-        return made if image is made["image"] else {**made, "image": image}
+        if image is made["image"]:
+            return made
+        return {**made, "image": image}
 
     def _run(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> Any:
         self._seed(key)
@@ -197,15 +240,20 @@ class SampleTransform:
                 import torch
                 from torchvision import tv_tensors
 
-                return self.transform(tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1)))
+                return self.transform(
+                    tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1))
+                )
             return self.transform(image, **self._rng)
 
     def _keyed_reach(self, key: Key) -> contextlib.AbstractContextManager[None]:
-        return self._reached.keyed((int(key[0]), int(key[1]))) if self._reached else _NOTHING
+        if self._reached:
+            return self._reached.keyed((int(key[0]), int(key[1])))
+        return _NOTHING
 
     def _seed(self, key: Key) -> None:
         """Seed what the transform draws from: generators that it is handed (5 µs), or those of the process."""
-        k0, k1 = int(key[0]), int(key[1])
+        k0 = int(key[0])
+        k1 = int(key[1])
         if self.draws_globally:
             seed_process(k0, k1)
         else:
@@ -221,10 +269,15 @@ def kind_of(transform: Any) -> Kind:
     if isinstance(transform, Program):
         return "program"
     if not callable(transform):
-        raise ConfigError(f"the transform is a {type(transform).__name__}, which cannot be called")
+        raise ConfigError(
+            f"the transform is a {type(transform).__name__}, which cannot be called"
+        )
     for cls in type(transform).__mro__:
         package = cls.__module__.partition(".")[0]
-        if package == "albumentations" and cls.__name__ in ("BaseCompose", "BasicTransform"):
+        if package == "albumentations" and cls.__name__ in (
+            "BaseCompose",
+            "BasicTransform",
+        ):
             return "albumentations"
         is_module = (package, cls.__name__) == ("torch", "Module")
         if is_module or cls.__module__.startswith("torchvision.transforms."):
@@ -248,8 +301,14 @@ def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:
 
     Tensors have their channels first, arrays last.
     """
-    layout = "CHW" if kind == "torchvision" or is_tensor(result) else "HWC"
-    array = _channels_last(result) if layout == "HWC" or is_tensor(result) else None
+    if kind == "torchvision" or is_tensor(result):
+        layout = "CHW"
+    else:
+        layout = "HWC"
+    if layout == "HWC" or is_tensor(result):
+        array = _channels_last(result)
+    else:
+        array = None
     came = f"a {type(result).__name__}"
     if isinstance(array, np.ndarray):
         if arrays and array.ndim == 2:
@@ -258,7 +317,9 @@ def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:
             if arrays and _is_array(array):
                 return array
             if not arrays and (_is_rgb(array, 2) or _is_float(array)):
-                return array if array.dtype == np.uint8 else array.astype(np.float32)
+                if array.dtype == np.uint8:
+                    return array
+                return array.astype(np.float32)
         came = f"{result.dtype} of shape {tuple(result.shape)}"
     if arrays:
         raise ConfigError(
@@ -290,29 +351,54 @@ def _is_float(array: np.ndarray) -> bool:
 
 
 def _is_array(array: np.ndarray) -> bool:
-    return array.dtype.kind in "uif" and array.dtype.itemsize <= 8 and array.dtype.isnative
+    return (
+        array.dtype.kind in "uif" and array.dtype.itemsize <= 8 and array.dtype.isnative
+    )
 
 
-def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, np.ndarray]:
+def _checked_views(
+    made: Mapping[Any, Any], arrays: bool = False
+) -> dict[str, np.ndarray]:
     """Check a function's views and return them by field: each uint8 (h, w, 3) or (n, h, w, 3), floats with 1 or 3
     channels, or `arrays`."""
     views = {}
     for name, given in made.items():
-        value = [*map(_channels_last, given)] if isinstance(given, list | tuple) else _channels_last(given)
-        shapes = {getattr(crop, "shape", None) for crop in value} if isinstance(value, list) else set()
-        array: Any = np.stack(value) if len(shapes) == 1 and None not in shapes else value
+        if isinstance(given, list | tuple):
+            value = [*map(_channels_last, given)]
+        else:
+            value = _channels_last(given)
+        if isinstance(value, list):
+            shapes = {getattr(crop, "shape", None) for crop in value}
+        else:
+            shapes = set()
+        array: Any = (
+            np.stack(value) if len(shapes) == 1 and None not in shapes else value
+        )
         ok = isinstance(array, np.ndarray) and array.ndim in (3, 4) and array.size
         if ok:
-            ok = _is_array(array) if arrays else _is_rgb(array, -1) or _is_float(array)
+            if arrays:
+                ok = _is_array(array)
+            else:
+                ok = _is_rgb(array, -1) or _is_float(array)
         if not (isinstance(name, str) and ok):
             is_array = isinstance(array, np.ndarray)
-            came = f"{array.dtype} of shape {array.shape}" if is_array else f"a {type(array).__name__}"
-            expected = "(H, W, C), (n, H, W, C)" if arrays else "uint8 (H, W, 3), (n, H, W, 3)"
+            if is_array:
+                came = f"{array.dtype} of shape {array.shape}"
+            else:
+                came = f"a {type(array).__name__}"
+            if arrays:
+                expected = "(H, W, C), (n, H, W, C)"
+            else:
+                expected = "uint8 (H, W, 3), (n, H, W, 3)"
             raise ConfigError(
                 f"the transform returned {came} for view {name!r}: it must be {expected}, or a list of n "
                 "of one size, by a name"
             )
-        views[f"{VIEW}.{name}"] = array.astype(np.float32) if not arrays and array.dtype.kind == "f" else array
+        views[f"{VIEW}.{name}"] = (
+            array.astype(np.float32)
+            if not arrays and array.dtype.kind == "f"
+            else array
+        )
     if not views:
         raise ConfigError("the transform returned a mapping without views")
     return views
@@ -327,7 +413,12 @@ def _size_of_crop(pipeline: Any) -> Sides | None:
     """
     steps = getattr(pipeline, "transforms", None)
     v2 = sys.modules.get("torchvision.transforms.v2")
-    if not isinstance(steps, list | tuple) or not steps or not v2 or type(pipeline) is not v2.Compose:
+    if (
+        not isinstance(steps, list | tuple)
+        or not steps
+        or not v2
+        or type(pipeline) is not v2.Compose
+    ):
         return None
     first = steps[0]
     if type(first) is not v2.RandomResizedCrop or not hasattr(first, "make_params"):
@@ -338,7 +429,9 @@ def _size_of_crop(pipeline: Any) -> Sides | None:
     return tuple(first.size) * (2 // len(first.size))
 
 
-def _crop_first(pipeline: Any, size: Sides, decode_box: Callable[[Box], np.ndarray]) -> Any:
+def _crop_first(
+    pipeline: Any, size: Sides, decode_box: Callable[[Box], np.ndarray]
+) -> Any:
     """Run a pipeline that begins with a crop, on an image of this (height, width).
 
     The library's own code draws the crop from an image that has only the size, by torch's global generator; the
@@ -348,12 +441,16 @@ def _crop_first(pipeline: Any, size: Sides, decode_box: Callable[[Box], np.ndarr
     from torchvision import tv_tensors
 
     first, *others = pipeline.transforms
-    whole = tv_tensors.Image(torch.zeros((), dtype=torch.uint8).expand(3, *size))  # takes no memory
+    whole = tv_tensors.Image(
+        torch.zeros((), dtype=torch.uint8).expand(3, *size)
+    )  # takes no memory
     drawn = first.make_params([whole])
     crop = decode_box((drawn["top"], drawn["left"], drawn["height"], drawn["width"]))
     height, width = crop.shape[:2]
     image = tv_tensors.Image(torch.from_numpy(crop).permute(2, 0, 1))
-    result = first.transform(image, {"top": 0, "left": 0, "height": height, "width": width})
+    result = first.transform(
+        image, {"top": 0, "left": 0, "height": height, "width": width}
+    )
     for transform in others:
         result = transform(result)
     return result

@@ -53,8 +53,11 @@ class Samples:
         return len(self.images)
 
     def __getitem__(self, row: int) -> EncodedSample:
-        image, label = self.images[row], int(self.labels[row])
-        return EncodedSample(image, label, {name: values[row] for name, values in self.columns.items()})
+        image = self.images[row]
+        label = int(self.labels[row])
+        return EncodedSample(
+            image, label, {name: values[row] for name, values in self.columns.items()}
+        )
 
     def __iter__(self) -> Iterator[EncodedSample]:
         return map(self.__getitem__, range(len(self)))
@@ -64,7 +67,9 @@ class Samples:
         """Those of several micro-batches, one after the other."""
         images = list(itertools.chain.from_iterable(part.images for part in parts))
         columns = {
-            name: list(itertools.chain.from_iterable(part.columns[name] for part in parts))
+            name: list(
+                itertools.chain.from_iterable(part.columns[name] for part in parts)
+            )
             for name in parts[0].columns
         }
         return Samples(images, np.concatenate([part.labels for part in parts]), columns)
@@ -96,7 +101,9 @@ class Wanted:
     columns: tuple[str, ...] = ()
 
 
-def read_samples(store: Store, indices: np.ndarray, wanted: Wanted = Wanted()) -> Samples:
+def read_samples(
+    store: Store, indices: np.ndarray, wanted: Wanted = Wanted()
+) -> Samples:
     """Read the samples of int64 indices (n,); padding has no image, and label 0.
 
     Raises:
@@ -104,21 +111,32 @@ def read_samples(store: Store, indices: np.ndarray, wanted: Wanted = Wanted()) -
         StoreError: as `Store.read`; or a user's store returns something else than it should.
     """
     is_real = indices != PADDING
-    stored = _read(store, indices[is_real], ("image", *((LABEL,) if wanted.label else ()), *wanted.columns))
+    stored = _read(
+        store,
+        indices[is_real],
+        ("image", *((LABEL,) if wanted.label else ()), *wanted.columns),
+    )
     columns = {name: stored[name] for name in ("image", *wanted.columns)}
     labels = np.zeros(len(indices), np.int64)
     if wanted.label:
         labels[is_real] = _classes(store, stored[LABEL])
     if not is_real.all():
         rows = np.flatnonzero(is_real).tolist()
-        columns = {name: _spread(values, rows, len(indices)) for name, values in columns.items()}
+        columns = {
+            name: _spread(values, rows, len(indices))
+            for name, values in columns.items()
+        }
     return Samples(list(columns.pop("image")), labels, columns)
 
 
 def _read(store: Store, indices: np.ndarray, names: tuple[str, ...]) -> Columns:
     columns: Any = store.read(indices, names)
     for name in names:
-        if not isinstance(columns, Mapping) or name not in columns or len(columns[name]) != len(indices):
+        if (
+            not isinstance(columns, Mapping)
+            or name not in columns
+            or len(columns[name]) != len(indices)
+        ):
             raise StoreError(
                 f"{store.address}: `read` must return a dict with {len(indices)} values of {name!r} for "
                 f"{len(indices)} indices"
@@ -141,7 +159,9 @@ def _spread(values: Sequence[Any], rows: Sequence[int], num: int) -> list[Any]:
 
 def _classes(store: Store, labels: Any) -> np.ndarray:
     """Labels as classes, int64 (n,); NO_LABEL where one is none."""
-    if isinstance(labels, np.ndarray) and (labels.ndim != 1 or labels.dtype.kind == "f"):
+    if isinstance(labels, np.ndarray) and (
+        labels.ndim != 1 or labels.dtype.kind == "f"
+    ):
         raise ConfigError(
             f"{store.address} has labels of {labels.dtype} {labels.shape[1:]}, which are not classes: name label "
             "in store.columns, or set label_is_class = False in the store's class"
@@ -149,7 +169,11 @@ def _classes(store: Store, labels: Any) -> np.ndarray:
     try:
         labels = labels_of(labels)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{store.address} has labels that are not integers: {error}") from error
+        raise ConfigError(
+            f"{store.address} has labels that are not integers: {error}"
+        ) from error
     if isinstance(labels, np.ndarray):
         return labels
-    return np.array([NO_LABEL if label is None else label for label in labels], np.int64)
+    return np.array(
+        [NO_LABEL if label is None else label for label in labels], np.int64
+    )

@@ -46,4 +46,6 @@ def _find_checksum(data: bytes | memoryview) -> int | None:
 def _checksum(data: bytes | memoryview, at: int) -> bytes:
     """CRC-32 of all but the checksum."""
     view = memoryview(data)
-    return zlib.crc32(view[at + _CHECKSUM_BYTES :], zlib.crc32(view[:at])).to_bytes(_CHECKSUM_BYTES, "big")
+    return zlib.crc32(view[at + _CHECKSUM_BYTES :], zlib.crc32(view[:at])).to_bytes(
+        _CHECKSUM_BYTES, "big"
+    )

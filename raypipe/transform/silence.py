@@ -63,12 +63,16 @@ def silenced() -> Iterator[list[str]]:
 
 def _begin() -> None:
     for name in _LOGGERS:
-        logger, handler = logging.getLogger(name), logging.NullHandler()
+        logger = logging.getLogger(name)
+        handler = logging.NullHandler()
         _restored.callback(setattr, logger, "propagate", logger.propagate)
         _restored.callback(logger.removeHandler, handler)
         logger.addHandler(handler)  # where there is none, messages go to stderr
         logger.propagate = False
-    handlers = ctypes.cast(_on_error, ctypes.c_void_p), None  # one for errors, one for warnings
+    handlers = (
+        ctypes.cast(_on_error, ctypes.c_void_p),
+        None,
+    )  # one for errors, one for warnings
     for set_handler, address in zip(_libtiff(), handlers, strict=False):
         _restored.callback(set_handler, set_handler(address))
 
@@ -81,8 +85,13 @@ def _libtiff() -> tuple[Any, ...]:
 
         library = ctypes.CDLL(_imaging.__file__)
         setters = library.TIFFSetErrorHandler, library.TIFFSetWarningHandler
-    except (ImportError, OSError, AttributeError):  # one without libtiff, or with one that is not to be reached
+    except (
+        ImportError,
+        OSError,
+        AttributeError,
+    ):  # one without libtiff, or with one that is not to be reached
         return ()
     for set_handler in setters:
-        set_handler.argtypes, set_handler.restype = [ctypes.c_void_p], ctypes.c_void_p
+        set_handler.argtypes = [ctypes.c_void_p]
+        set_handler.restype = ctypes.c_void_p
     return setters

@@ -19,7 +19,9 @@ def sides_of(size: Size) -> Sides:
     return (size, size) if isinstance(size, int) else size
 
 
-def size_in(config: TransformConfig, split: Split, epoch: int, bucket: Sides | None = None) -> Size:
+def size_in(
+    config: TransformConfig, split: Split, epoch: int, bucket: Sides | None = None
+) -> Size:
     """The size of the images of an epoch.
 
     A validation has the last size of a schedule, so that its metrics compare. A bucket is as it is written at that
@@ -32,7 +34,9 @@ def size_in(config: TransformConfig, split: Split, epoch: int, bucket: Sides | N
     now = last if split == "val" else config.size_at(epoch)
     if bucket is None:
         return now
-    height, width = (max(1, (2 * side * now + last) // (2 * last)) for side in bucket)  # the nearest whole pixel
+    height, width = (
+        max(1, (2 * side * now + last) // (2 * last)) for side in bucket
+    )  # the nearest whole pixel
     if height * width > MAX_PIXELS:
         raise ConfigError(
             f"the bucket {bucket[0]}x{bucket[1]} of plan.buckets is {height}x{width} at transform.size {now} of "
@@ -41,19 +45,29 @@ def size_in(config: TransformConfig, split: Split, epoch: int, bucket: Sides | N
     return height, width
 
 
-def has_sizes(config: TransformConfig, split: Split, buckets: Sequence[Sides] = ()) -> bool:
+def has_sizes(
+    config: TransformConfig, split: Split, buckets: Sequence[Sides] = ()
+) -> bool:
     """True if a split's images have given sizes, mostly several, that its transform must make."""
     return bool(buckets) or (split == "train" and len(config.size_by_epoch) > 1)
 
 
-def sizes_of(config: TransformConfig, split: Split, buckets: Sequence[Sides] = ()) -> list[Size]:
+def sizes_of(
+    config: TransformConfig, split: Split, buckets: Sequence[Sides] = ()
+) -> list[Size]:
     """The sizes of a split's images, the first epoch's first; `buckets` are the split's."""
     shapes: Sequence[Sides | None] = buckets or [None]
-    found = (size_in(config, split, epoch, each) for epoch in config.size_by_epoch for each in shapes)
+    found = (
+        size_in(config, split, epoch, each)
+        for epoch in config.size_by_epoch
+        for each in shapes
+    )
     return list(dict.fromkeys(found))
 
 
-def pixel_range(config: TransformConfig, buckets: Sequence[Sides] = ()) -> tuple[int, int]:
+def pixel_range(
+    config: TransformConfig, buckets: Sequence[Sides] = ()
+) -> tuple[int, int]:
     """Return the pixels of the smallest and of the largest image in training."""
     pixels = [math.prod(sides_of(size)) for size in sizes_of(config, "train", buckets)]
     return min(pixels), max(pixels)

@@ -30,7 +30,8 @@ def take_endings(
     """
     if config.decode_as == "array":  # arrays may be floats, which the library makes
         return dict(transforms), {}
-    rests, endings = dict[Split, Any](), dict[Split, Ending]()
+    rests = dict[Split, Any]()
+    endings = dict[Split, Ending]()
     for split, transform in transforms.items():
         rests[split], ending = _taken(transform, config.final_size)
         if ending:
@@ -43,7 +44,9 @@ def take_endings(
     return rests, endings
 
 
-def _check_agreement(split: Split, transform: Any, other: Split, ending: Ending) -> None:
+def _check_agreement(
+    split: Split, transform: Any, other: Split, ending: Ending
+) -> None:
     """Raise ConfigError for a library's pipeline without an ending, where the other split has one."""
     is_pipeline = isinstance(transform, list | Mapping)
     if not isinstance(transform, str | list | Mapping):
@@ -60,7 +63,9 @@ def _taken(transform: Any, size: int) -> tuple[Any, Ending | None]:
     if transform is None or isinstance(transform, str):
         if transform is None or ":" not in transform:
             return transform, None
-        return transform, take_ending(imported(transform, size))[1]  # actors build it by its name
+        return transform, take_ending(imported(transform, size))[
+            1
+        ]  # actors build it by its name
     if isinstance(transform, Mapping):
         return _taken_from_views(transform, size)
     if isinstance(transform, list):
@@ -81,17 +86,24 @@ def _taken_from_steps(steps: Steps) -> tuple[Any, Ending | None]:
     return kept or "none", ending
 
 
-def _taken_from_views(views: Mapping[str, Any], size: int) -> tuple[dict[str, Any], Ending | None]:
+def _taken_from_views(
+    views: Mapping[str, Any], size: int
+) -> tuple[dict[str, Any], Ending | None]:
     """Split views, which must end alike; presets among them follow the others."""
-    rests, found = dict[str, Any](), dict[str, Ending | None]()
+    rests = dict[str, Any]()
+    found = dict[str, Ending | None]()
 
     def taken(name: str, transform: Any) -> Any:
         rest, ending = _taken(transform, size)
-        is_preset = transform is None or (isinstance(transform, str) and ":" not in transform)
+        is_preset = transform is None or (
+            isinstance(transform, str) and ":" not in transform
+        )
         if not is_preset:
             before = found.setdefault(name, ending)
             first = next(iter(found.values()))
-            if (ending and ending.described) != (first and first.described) or before != ending:
+            if (ending and ending.described) != (
+                first and first.described
+            ) or before != ending:
                 raise ConfigError(
                     f"view {name!r} ends with {_described(ending)}, and view {next(iter(found))!r} with "
                     f"{_described(first)}: end the pipelines of all views alike"
@@ -104,11 +116,16 @@ def _taken_from_views(views: Mapping[str, Any], size: int) -> tuple[dict[str, An
         elif not isinstance(entry, Mapping):
             rests[name] = taken(name, entry)
         elif isinstance(entry.get("transforms"), list | tuple):
-            rests[name] = {**entry, "transforms": [taken(name, each) for each in entry["transforms"]]}
+            rests[name] = {
+                **entry,
+                "transforms": [taken(name, each) for each in entry["transforms"]],
+            }
         else:
             rests[name] = {**entry, "transform": taken(name, entry.get("transform"))}
     return rests, next(filter(None, found.values()), None)
 
 
 def _described(ending: Ending | None) -> str:
-    return f"{ending.steps} ({ending.described})" if ending else "no step that makes floats"
+    if ending:
+        return f"{ending.steps} ({ending.described})"
+    return "no step that makes floats"

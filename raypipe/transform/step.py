@@ -59,7 +59,9 @@ class Step:
         """True if boxes and keypoints can follow: a border that repeats pixels would repeat them, too."""
         return True
 
-    def keypoint_scale(self, size: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
+    def keypoint_scale(
+        self, size: tuple[int, int], resized: tuple[int, int]
+    ) -> tuple[float, float]:
         """Factors of x and y by which a resize from and to these (height, width) multiplies keypoints."""
         return resized[1] / size[1], resized[0] / size[0]
 
@@ -94,7 +96,9 @@ class Filled(Step):
 
     @property
     def is_known(self) -> bool:
-        return _rgb(self.fill) is not None and (self.fill_mask is None or _rgb(self.fill_mask) is not None)
+        return _rgb(self.fill) is not None and (
+            self.fill_mask is None or _rgb(self.fill_mask) is not None
+        )
 
     @property
     def color(self) -> tuple[int, int, int]:
@@ -112,7 +116,9 @@ class Filled(Step):
 def toward(neutral: float, limits: Any, strength: float) -> Any:
     """Limits, or a mapping of them by axis, moved to a value without effect: all the way at a strength of 0."""
     if isinstance(limits, Mapping):
-        return {axis: toward(neutral, of_axis, strength) for axis, of_axis in limits.items()}
+        return {
+            axis: toward(neutral, of_axis, strength) for axis, of_axis in limits.items()
+        }
     return tuple(neutral + (limit - neutral) * strength for limit in limits)
 
 
@@ -121,5 +127,9 @@ def _rgb(fill: Any) -> tuple[int, int, int] | None:
     numbers = (fill,) * 3 if isinstance(fill, int | float) else fill
     if not isinstance(numbers, tuple | list | np.ndarray) or len(numbers) not in (1, 3):
         return None
-    whole = [int(number) for number in (tuple(numbers) * 3)[:3] if 0 <= number <= 255 and number == int(number)]
+    whole = [
+        int(number)
+        for number in (tuple(numbers) * 3)[:3]
+        if 0 <= number <= 255 and number == int(number)
+    ]
     return (whole[0], whole[1], whole[2]) if len(whole) == 3 else None

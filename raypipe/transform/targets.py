@@ -40,7 +40,9 @@ NO_BOX = -1
 """The label of a row of `boxes` that holds no box, or of `keypoints` that holds none."""
 OUTSIDE = -2
 """The label of a keypoint outside of the image is this minus its own."""
-_MAX_LABEL = 1 << 24  # float32 holds all whole numbers up to it, and -2 minus each of them
+_MAX_LABEL = (
+    1 << 24
+)  # float32 holds all whole numbers up to it, and -2 minus each of them
 
 
 def check_columns(store: Store, targets: Mapping[str, str]) -> None:
@@ -53,9 +55,15 @@ def check_columns(store: Store, targets: Mapping[str, str]) -> None:
                     f"transform.{name}_column is {column!r}: name the column that has the labels next to "
                     f"{field!r} too, {parent!r}"
                 )
-            raise ConfigError(missing(store.address, column, store.columns, f"transform.{name}_column"))
+            raise ConfigError(
+                missing(
+                    store.address, column, store.columns, f"transform.{name}_column"
+                )
+            )
         if column == "image":
-            raise ConfigError(f"transform.{name}_column must be another column than the image, got 'image'")
+            raise ConfigError(
+                f"transform.{name}_column must be another column than the image, got 'image'"
+            )
 
 
 def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
@@ -73,13 +81,18 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
     if not data:
         raise SampleError("the mask has no value")
     if not isinstance(data, bytes) or image_kind(data) != "PNG":
-        what = f"starts with {data[:3].hex(' ')}" if isinstance(data, bytes) else f"is a {type(data).__name__}"
+        if isinstance(data, bytes):
+            what = f"starts with {data[:3].hex(' ')}"
+        else:
+            what = f"is a {type(data).__name__}"
         raise SampleError(f"the mask is no PNG: it {what}")
     from PIL.PngImagePlugin import PngImageFile  # 0.1 s, and most streams have no masks
 
     with damage_in("PNG of a mask", data):
         image = PngImageFile(io.BytesIO(png_of_pixels(data)))
-        if image.size != size[::-1]:  # before anything is allocated; the image has kept to the decoder's limit
+        if (
+            image.size != size[::-1]
+        ):  # before anything is allocated; the image has kept to the decoder's limit
             raise SampleError(
                 f"the mask has {image.width}x{image.height} pixels (width x height), the image {size[1]}x{size[0]}"
             )
@@ -93,7 +106,9 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
         return np.array(image, dtype=np.uint8)
 
 
-def decode_boxes(value: Any, size: tuple[int, int], boxes_format: str = "") -> np.ndarray:
+def decode_boxes(
+    value: Any, size: tuple[int, int], boxes_format: str = ""
+) -> np.ndarray:
     """Decode the boxes of a sample, cut at the image's edges.
 
     Args:
@@ -114,11 +129,15 @@ def decode_boxes(value: Any, size: tuple[int, int], boxes_format: str = "") -> n
             f"the boxes are a struct with {', '.join(map(str, struct))}, which may have corners or sizes: set "
             "transform.boxes_format to 'xywh', [x, y, width, height] as in COCO, or to 'xyxy'"
         )
-    rows = _rows(struct) if struct is not None and boxes_format else value
+    if struct is not None and boxes_format:
+        rows = _rows(struct)
+    else:
+        rows = value
     boxes = _numbers(rows, "boxes", "x0, y0, x1, y1, label")
     if boxes_format == "xywh":
         boxes[:, 2:4] += boxes[:, :2]
-    corners, labels = boxes[:, :4], boxes[:, 4]
+    corners = boxes[:, :4]
+    labels = boxes[:, 4]
     limits = np.array(size[::-1] * 2, np.float64)
     cut = np.clip(corners, 0, limits)
     wrong = {
@@ -126,11 +145,15 @@ def decode_boxes(value: Any, size: tuple[int, int], boxes_format: str = "") -> n
         f"reaches out of the image of {size[1]}x{size[0]} pixels (width x height)": (
             (corners < -1) | (corners > limits + 1)
         ).any(1),
-        "is empty: expected is x0 < x1, y0 < y1, in the image": (cut[:, :2] >= cut[:, 2:]).any(1),
+        "is empty: expected is x0 < x1, y0 < y1, in the image": (
+            cut[:, :2] >= cut[:, 2:]
+        ).any(1),
     }
     for why, which in wrong.items():
         for number in np.flatnonzero(which)[:1]:
-            raise SampleError(f"box {number} of {len(boxes)}, {boxes[number].tolist()}, {why}")
+            raise SampleError(
+                f"box {number} of {len(boxes)}, {boxes[number].tolist()}, {why}"
+            )
     return np.hstack([cut, labels[:, None]]).astype(np.float32)
 
 
@@ -141,11 +164,18 @@ _LABELS = ("category", "categories", "category_id", "label", "labels")
 
 def _struct_in(value: Any) -> Mapping[str, Any] | None:
     """Return lists of boxes and of labels by their names, from a struct, a list of structs or JSON; else None."""
-    text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+    if isinstance(value, str):
+        text = value.encode("utf-8", "surrogatepass")
+    else:
+        text = value
     if isinstance(text, bytes) and _JSON_STRUCTS.match(text):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
-    if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(row, Mapping) for row in value)
+    ):
         return {name: [row.get(name) for row in value] for name in value[0]}
     return value if isinstance(value, Mapping) else None
 
@@ -162,8 +192,12 @@ def _rows(struct: Mapping[str, Any]) -> list[list[Any]]:
             )
         columns.append(struct[found[0]] or [])
     boxes, labels = columns
-    if len(boxes) != len(labels) or any(not isinstance(box, list) or len(box) != 4 for box in boxes):
-        raise SampleError(f"{len(boxes)} boxes of 4 numbers need as many labels, and there are {len(labels)}")
+    if len(boxes) != len(labels) or any(
+        not isinstance(box, list) or len(box) != 4 for box in boxes
+    ):
+        raise SampleError(
+            f"{len(boxes)} boxes of 4 numbers need as many labels, and there are {len(labels)}"
+        )
     return [[*box, label] for box, label in zip(boxes, labels, strict=True)]
 
 
@@ -183,7 +217,9 @@ def decode_keypoints(value: Any, size: tuple[int, int]) -> np.ndarray:
     keypoints = _numbers(value, "keypoints", "x, y, label")
     for why, which in _wrong(keypoints, keypoints[:, 2]).items():
         for number in np.flatnonzero(which)[:1]:
-            raise SampleError(f"keypoint {number} of {len(keypoints)}, {keypoints[number].tolist()}, {why}")
+            raise SampleError(
+                f"keypoint {number} of {len(keypoints)}, {keypoints[number].tolist()}, {why}"
+            )
     return keypoints.astype(np.float32)
 
 
@@ -204,7 +240,9 @@ def marked(keypoints: Any, shape: tuple[int, ...]) -> np.ndarray:
     -2 - label. Raises SampleError where the transform made one infinite."""
     points = np.asarray(keypoints, np.float32).reshape(-1, 3)
     for number in np.flatnonzero(~np.isfinite(points).all(1))[:1]:
-        raise SampleError(f"keypoint {number} of {len(points)} is not finite behind the transform")
+        raise SampleError(
+            f"keypoint {number} of {len(points)} is not finite behind the transform"
+        )
     x, y, labels = points.T
     outside = ~((x >= 0) & (y >= 0) & (x < shape[1]) & (y < shape[0]))
     return np.column_stack([x, y, np.where(outside, OUTSIDE - labels, labels)])
@@ -228,7 +266,9 @@ class Target:
     finish: Callable[[Any, np.ndarray, tuple[int, ...], Field], np.ndarray]
 
 
-def _finish_mask(transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
+def _finish_mask(
+    transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field
+) -> np.ndarray:
     if transformed.dtype != np.uint8 or transformed.shape != image[:2]:
         raise ConfigError(
             f"the transform made a mask of {transformed.dtype} {transformed.shape} for an image of "
@@ -237,18 +277,24 @@ def _finish_mask(transformed: Any, decoded: np.ndarray, image: tuple[int, ...], 
     return transformed
 
 
-def _finish_boxes(transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
+def _finish_boxes(
+    transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field
+) -> np.ndarray:
     # By what is stored and not by what is seen of it, so that no epoch finds out later than another.
     _check_number("boxes", max(len(transformed), len(decoded)), field)
     return np.asarray(transformed, np.float32).reshape(-1, 5)
 
 
-def _finish_keypoints(transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
+def _finish_keypoints(
+    transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field
+) -> np.ndarray:
     _check_number("keypoints", len(decoded), field)
     return marked(transformed, image)
 
 
-def by_pipeline(pipeline: Any, image: np.ndarray, targets: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def by_pipeline(
+    pipeline: Any, image: np.ndarray, targets: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
     """Return what a pipeline of Albumentations makes of an image and its targets, by keyword.
 
     It loses keypoints that a distortion moves outside, or does not find again: they come back as outside.
@@ -282,11 +328,18 @@ def _check_number(name: str, number: int, field: Field) -> None:
 def _rows_of(width: int) -> Callable[[TransformConfig], Field]:
     """A field of up to transform.max_targets rows of numbers, the last of which is a label."""
     fill = (*([0.0] * (width - 1)), float(NO_BOX))
-    return lambda config: Field("array", "float32", (config.max_targets, width), fill, is_padded=True)
+    return lambda config: Field(
+        "array", "float32", (config.max_targets, width), fill, is_padded=True
+    )
 
 
 TARGETS = {
-    "mask": Target("mask", decode_mask, lambda _: Field("array", "uint8", None, IGNORE), _finish_mask),
+    "mask": Target(
+        "mask",
+        decode_mask,
+        lambda _: Field("array", "uint8", None, IGNORE),
+        _finish_mask,
+    ),
     "boxes": Target("bboxes", decode_boxes, _rows_of(5), _finish_boxes),
     "keypoints": Target("keypoints", decode_keypoints, _rows_of(3), _finish_keypoints),
 }
@@ -294,7 +347,10 @@ TARGETS = {
 
 
 def decode_targets(
-    columns: Mapping[str, Any], targets: Mapping[str, str], size: tuple[int, int], boxes_format: str = ""
+    columns: Mapping[str, Any],
+    targets: Mapping[str, str],
+    size: tuple[int, int],
+    boxes_format: str = "",
 ) -> dict[str, np.ndarray]:
     """Decode a sample's targets.
 
@@ -306,7 +362,11 @@ def decode_targets(
     """
     decoded = {}
     for name, column in targets.items():
-        decode = partial(decode_boxes, boxes_format=boxes_format) if name == "boxes" else TARGETS[name].decode
+        decode = (
+            partial(decode_boxes, boxes_format=boxes_format)
+            if name == "boxes"
+            else TARGETS[name].decode
+        )
         decoded[name] = decode(columns[column], size)
     return decoded
 
@@ -318,7 +378,9 @@ def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
         raise SampleError(f"the {what} have no value")
     try:
         # No label ends with the byte of a bracket, or of a space: it would be 1e17, or a fraction.
-        if isinstance(value, str) or (isinstance(value, bytes) and value.rstrip().endswith(b"]")):
+        if isinstance(value, str) or (
+            isinstance(value, bytes) and value.rstrip().endswith(b"]")
+        ):
             value = json.loads(value) if value.strip() else []
         elif isinstance(value, bytes):
             value = np.frombuffer(value, "<f4") if value else []
@@ -333,11 +395,17 @@ def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
     wrong = numbers.ndim == 2 and numbers.shape[1] != width
     if wrong or numbers.ndim not in (1, 2) or numbers.size % width:
         expected = {5: "five to a box", 3: "three to a keypoint"}[width]
-        raise SampleError(f"the {what} are numbers of shape {numbers.shape}: they must be {expected}, [{fields}]")
+        raise SampleError(
+            f"the {what} are numbers of shape {numbers.shape}: they must be {expected}, [{fields}]"
+        )
     return numbers.reshape(-1, width)
 
 
-_KEYWORDS = ("mask", "bboxes", "keypoints")  # Albumentations knows these; others are treated like masks
+_KEYWORDS = (
+    "mask",
+    "bboxes",
+    "keypoints",
+)  # Albumentations knows these; others are treated like masks
 
 
 def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
@@ -363,7 +431,8 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
             "albumentations.Compose([…]), or leave it out"
         )
     processor = transform.processors.get("bboxes")
-    params, boxes = None, "boxes" in targets
+    params = None
+    boxes = "boxes" in targets
     if boxes and processor is None:
         params = library.BboxParams("pascal_voc", min_width=1, min_height=1)
     elif boxes:
@@ -375,7 +444,9 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
             )
         params.label_fields = None  # the label goes along as the fifth number
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a Compose of only color operations would warn that boxes have no use
+        warnings.simplefilter(
+            "ignore"
+        )  # a Compose of only color operations would warn that boxes have no use
         return library.Compose(
             copy.deepcopy(transform.transforms),  # the results are stored in these
             bbox_params=params,
@@ -383,7 +454,9 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
             if "keypoints" in targets
             else None,
             additional_targets={
-                keyword: "mask" for name in targets if (keyword := TARGETS[name].keyword) not in _KEYWORDS
+                keyword: "mask"
+                for name in targets
+                if (keyword := TARGETS[name].keyword) not in _KEYWORDS
             },
             p=transform.p,
             is_check_shapes=False,

@@ -25,16 +25,37 @@ Steps = list[dict[str, Any]]
 
 # A long policy has a hundred values and is four deep. A YAML of a few lines can stand for billions (aliases of
 # aliases), and for lists that hold themselves.
-_MAX_CHARACTERS, _MAX_VALUES, _MAX_DEPTH = 1 << 20, 10_000, 24
+_MAX_CHARACTERS = 1 << 20
+_MAX_VALUES = 10_000
+_MAX_DEPTH = 24
 
-_BASES = {"BaseCompose", "BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D"}
+_BASES = {
+    "BaseCompose",
+    "BasicTransform",
+    "DualTransform",
+    "ImageOnlyTransform",
+    "Transform3D",
+}
 _OF_OTHERS = {"FromFloat": "floats", "ToTensor3D": "volumes"}
 # A pipeline's own, of a composition; and OneOrOther's second names of its transforms.
-_NOT_OF_STEPS = ("first", "second", "kwargs", "seed", "bbox_params", "keypoint_params", "additional_targets")
+_NOT_OF_STEPS = (
+    "first",
+    "second",
+    "kwargs",
+    "seed",
+    "bbox_params",
+    "keypoint_params",
+    "additional_targets",
+)
 # They ask for these in the middle of their work, and do not say so before.
 _NEED = {
-    **dict.fromkeys(("AtLeastOneBBoxRandomCrop", "BBoxSafeRandomCrop", "RandomSizedBBoxSafeCrop"), ("bboxes",)),
-    **dict.fromkeys(("ConstrainedCoarseDropout", "CropNonEmptyMaskIfExists"), ("mask",)),
+    **dict.fromkeys(
+        ("AtLeastOneBBoxRandomCrop", "BBoxSafeRandomCrop", "RandomSizedBBoxSafeCrop"),
+        ("bboxes",),
+    ),
+    **dict.fromkeys(
+        ("ConstrainedCoarseDropout", "CropNonEmptyMaskIfExists"), ("mask",)
+    ),
 }
 
 
@@ -44,7 +65,9 @@ def brief(transform: Any) -> str:
         return f"views {', '.join(transform)}"
     if isinstance(transform, list):
         return "+".join(str(name) for step in transform for name in step)
-    return str(transform) if isinstance(transform, str | None) else f"a {type(transform).__name__}"
+    if isinstance(transform, str | None):
+        return str(transform)
+    return f"a {type(transform).__name__}"
 
 
 def albumentations() -> Any:
@@ -69,7 +92,9 @@ def build_steps(steps: Steps) -> Any:
     """
     _check_plain(steps, "transform")
     if not steps:
-        raise ConfigError("transform is an empty list of steps; the preset 'none' leaves images as they are")
+        raise ConfigError(
+            "transform is an empty list of steps; the preset 'none' leaves images as they are"
+        )
     built = _built(steps, "transform")
     library = albumentations()
     is_pipeline = len(built) == 1 and type(built[0]) is library.Compose
@@ -79,30 +104,43 @@ def build_steps(steps: Steps) -> Any:
 def _built(steps: Any, where: str) -> list[Any]:
     if not isinstance(steps, list):
         raise ConfigError(f"{where}: must be a list of steps, got {_cut(steps)}")
-    return [_step(step, f"{where} step {number}") for number, step in enumerate(steps, 1)]
+    return [
+        _step(step, f"{where} step {number}") for number, step in enumerate(steps, 1)
+    ]
 
 
 def _step(step: Any, where: str) -> Any:
     """Return the image-only transform that a step names."""
     if not isinstance(step, dict) or len(step) != 1:
-        raise ConfigError(f"{where}: must be one NAME: {{argument: value, …}}, got {_cut(step)}")
+        raise ConfigError(
+            f"{where}: must be one NAME: {{argument: value, …}}, got {_cut(step)}"
+        )
     ((name, arguments),) = step.items()
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        raise ConfigError(f"{where}: must be {name}: {{argument: value, …}}, got {_cut(arguments)}")
+        raise ConfigError(
+            f"{where}: must be {name}: {{argument: value, …}}, got {_cut(arguments)}"
+        )
     kind = _class_of(name, where)
     where = f"{where}, {name}"
     is_composition = issubclass(kind, albumentations().BaseCompose)
     known = [
-        each for each in inspect.signature(kind).parameters if not is_composition or each not in _NOT_OF_STEPS
+        each
+        for each in inspect.signature(kind).parameters
+        if not is_composition or each not in _NOT_OF_STEPS
     ]
     for argument in arguments:
         if argument not in known:
-            raise ConfigError(f"{where}: unknown argument {argument!r}{choices(argument, known)}")
+            raise ConfigError(
+                f"{where}: unknown argument {argument!r}{choices(argument, known)}"
+            )
     given = dict(arguments)
     if is_composition:  # it hardly checks its arguments
-        p, n = arguments.get("p", 1), arguments.get("n", 1)
-        if not (isinstance(p, int | float) and 0 <= p <= 1 and isinstance(n, int) and n >= 1):
+        p = arguments.get("p", 1)
+        n = arguments.get("n", 1)
+        if not (
+            isinstance(p, int | float) and 0 <= p <= 1 and isinstance(n, int) and n >= 1
+        ):
             expected = "p must be in [0, 1], and n a whole number of at least 1"
             raise ConfigError(f"{where}: {expected}, got p={_cut(p)} and n={_cut(n)}")
         given["transforms"] = _built(arguments.get("transforms"), where)
@@ -112,13 +150,17 @@ def _step(step: Any, where: str) -> Any:
     try:
         made = kind(**given)
     except Exception as error:
-        raise ConfigError(f"{where}: {_reason(error, arguments)}; choose from {', '.join(known)}") from error
+        raise ConfigError(
+            f"{where}: {_reason(error, arguments)}; choose from {', '.join(known)}"
+        ) from error
     needed = {*getattr(made, "targets_as_params", ()), *_NEED.get(name, ())} - {"image"}
     if "image" not in made.available_keys:
         needed = {"volume"}
     if needed:
         what = ", ".join(sorted(needed))
-        raise ConfigError(f"{where}: it needs {what}, but a step gets only the image: leave it out")
+        raise ConfigError(
+            f"{where}: it needs {what}, but a step gets only the image: leave it out"
+        )
     return made
 
 
@@ -147,32 +189,56 @@ def _class_of(name: str, where: str) -> Any:
 
 def _check_plain(content: Any, where: str) -> None:
     """Raise ConfigError unless a value has only dicts, lists, text and numbers, not too many, not too deep."""
-    todo, num_values, num_characters = [(content, 0)], 0, 0
+    todo = [(content, 0)]
+    num_values = 0
+    num_characters = 0
     while todo:
         value, depth = todo.pop()
         num_values += 1
         num_characters += len(value) if isinstance(value, str) else 1
-        if num_values > _MAX_VALUES or num_characters > _MAX_CHARACTERS or depth > _MAX_DEPTH:
-            limits = f"{_MAX_VALUES:,} names and values, or {_MAX_CHARACTERS:,} characters"
-            raise ConfigError(f"{where}: more than {limits}, or nested more than {_MAX_DEPTH} deep")
-        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        if (
+            num_values > _MAX_VALUES
+            or num_characters > _MAX_CHARACTERS
+            or depth > _MAX_DEPTH
+        ):
+            limits = (
+                f"{_MAX_VALUES:,} names and values, or {_MAX_CHARACTERS:,} characters"
+            )
+            raise ConfigError(
+                f"{where}: more than {limits}, or nested more than {_MAX_DEPTH} deep"
+            )
+        if isinstance(value, dict):
+            inner = [*value, *value.values()]
+        else:
+            inner = value
         if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
             raise ConfigError(f"{where}: must be names, got {_cut([*value])}")
         if isinstance(inner, list | tuple):
             todo += [(each, depth + 1) for each in inner]
         elif not isinstance(value, str | int | float | None):
-            hint = "; objects go into an albumentations.Compose" if hasattr(value, "available_keys") else ""
+            if hasattr(value, "available_keys"):
+                hint = "; objects go into an albumentations.Compose"
+            else:
+                hint = ""
             kind = type(value).__name__
-            raise ConfigError(f"{where}: {_cut(value)} is a {kind}, which is not a valid argument{hint}")
+            raise ConfigError(
+                f"{where}: {_cut(value)} is a {kind}, which is not a valid argument{hint}"
+            )
 
 
 def _reason(error: Exception, arguments: dict[str, Any]) -> str:
     """Describe an error in arguments, on one line."""
-    errors = getattr(error.__cause__, "errors", None)  # Pydantic's, with which Albumentations checks values
+    errors = getattr(
+        error.__cause__, "errors", None
+    )  # Pydantic's, with which Albumentations checks values
     if errors is None:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    found = ((str(each["loc"][0]) if each["loc"] else "", each["msg"]) for each in errors())
-    reasons = (f"{name}: {what}, got {_cut(arguments.get(name))}" for name, what in found)
+    found = (
+        (str(each["loc"][0]) if each["loc"] else "", each["msg"]) for each in errors()
+    )
+    reasons = (
+        f"{name}: {what}, got {_cut(arguments.get(name))}" for name, what in found
+    )
     return "; ".join(dict.fromkeys(reasons))
 
 

@@ -15,8 +15,12 @@ NOT_OF_A_SAMPLE = (SampleError, ConfigError, MemoryError, bdb.BdbQuit)
 
 def failed(what: str, error: Exception | SystemExit) -> TransformError:
     """The error of a sample on which the user's code raised; `what` is the code, such as "the transform"."""
-    reason = " ".join(str(error).split())  # libraries print whole tensors, over many lines
-    return TransformError(f"{what} failed at {place_of(error)}: {type(error).__name__}: {reason:.500}")
+    reason = " ".join(
+        str(error).split()
+    )  # libraries print whole tensors, over many lines
+    return TransformError(
+        f"{what} failed at {place_of(error)}: {type(error).__name__}: {reason:.500}"
+    )
 
 
 def rng_parameter(transform: Any) -> str | None:
@@ -26,5 +30,9 @@ def rng_parameter(transform: Any) -> str | None:
     except ValueError:  # some built-in functions have no signature
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = (name for name in ("rng", "generator") if name in parameters and parameters[name].kind in by_name)
+    names = (
+        name
+        for name in ("rng", "generator")
+        if name in parameters and parameters[name].kind in by_name
+    )
     return next(names, None)

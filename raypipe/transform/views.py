@@ -50,20 +50,33 @@ class PresetSteps(list[dict[str, Any]]):
 
 def _crop(size: int, scale: list[float]) -> dict[str, Any]:
     cubic = 2  # OpenCV's number of it, as DINO's code has it
-    return {"RandomResizedCrop": {"size": [size, size], "scale": scale, "interpolation": cubic}}
+    return {
+        "RandomResizedCrop": {
+            "size": [size, size],
+            "scale": scale,
+            "interpolation": cubic,
+        }
+    }
 
 
 def jitter(strengths: Sequence[float], p: float) -> dict[str, Any]:
     """A ColorJitter by how far its factors go from 1, and by how far the hue turns."""
     *factors, hue = strengths
     names = ("brightness", "contrast", "saturation")
-    limits = {name: (1 - factor, 1 + factor) for name, factor in zip(names, factors, strict=True)}
+    limits = {
+        name: (1 - factor, 1 + factor)
+        for name, factor in zip(names, factors, strict=True)
+    }
     return {"ColorJitter": {**limits, "hue": (-hue, hue), "p": p}}
 
 
 def _colors(*strengths: float) -> list[dict[str, Any]]:
     """A flip, and the distortion of colors: jitter in 8 of 10, gray in 2 of 10."""
-    return [{"HorizontalFlip": {"p": 0.5}}, jitter(strengths, 0.8), {"ToGray": {"p": 0.2}}]
+    return [
+        {"HorizontalFlip": {"p": 0.5}},
+        jitter(strengths, 0.8),
+        {"ToGray": {"p": 0.2}},
+    ]
 
 
 def _blur(p: float) -> dict[str, Any]:
@@ -72,15 +85,20 @@ def _blur(p: float) -> dict[str, Any]:
 
 def _simclr(size: int) -> dict[str, Any]:
     """Chen et al. 2020, arXiv:2002.05709, appendix A, with colors of strength 1."""
-    steps = PresetSteps([_crop(size, [0.08, 1.0]), *_colors(0.8, 0.8, 0.8, 0.2), _blur(0.5)])
+    steps = PresetSteps(
+        [_crop(size, [0.08, 1.0]), *_colors(0.8, 0.8, 0.8, 0.2), _blur(0.5)]
+    )
     return {"pair": {"transform": steps, "count": 2, "size": size}}
 
 
 def _dino(size: int) -> dict[str, Any]:
     """Caron et al. 2021, arXiv:2104.14294, with the numbers of its code: 8 local crops of 96 and 2 of 224."""
-    small, colors = max(1, round(size * 96 / 224)), _colors(0.4, 0.4, 0.2, 0.1)
+    small = max(1, round(size * 96 / 224))
+    colors = _colors(0.4, 0.4, 0.2, 0.1)
     first = PresetSteps([_crop(size, [0.4, 1.0]), *colors, _blur(1.0)])
-    second = PresetSteps([_crop(size, [0.4, 1.0]), *colors, _blur(0.1), {"Solarize": {"p": 0.2}}])
+    second = PresetSteps(
+        [_crop(size, [0.4, 1.0]), *colors, _blur(0.1), {"Solarize": {"p": 0.2}}]
+    )
     local = PresetSteps([_crop(small, [0.05, 0.4]), *colors, _blur(0.5)])
     return {
         "global": {"transforms": [first, second], "size": size},
@@ -88,12 +106,17 @@ def _dino(size: int) -> dict[str, Any]:
     }
 
 
-VIEW_PRESETS: dict[str, Callable[[int], dict[str, Any]]] = {"simclr": _simclr, "dino": _dino}
+VIEW_PRESETS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "simclr": _simclr,
+    "dino": _dino,
+}
 
 
 def makes_views(transform: object) -> bool:
     """True if a transform is a mapping or a preset of views; a function shows it only by its result."""
-    return isinstance(transform, Mapping) or (isinstance(transform, str) and transform in VIEW_PRESETS)
+    return isinstance(transform, Mapping) or (
+        isinstance(transform, str) and transform in VIEW_PRESETS
+    )
 
 
 def find_views(transform: Any, size: int) -> dict[str, View]:
@@ -105,15 +128,22 @@ def find_views(transform: Any, size: int) -> dict[str, View]:
     Raises:
         ConfigError: a name, a count or a key is wrong.
     """
-    given = VIEW_PRESETS[transform](size) if isinstance(transform, str) else transform
+    if isinstance(transform, str):
+        given = VIEW_PRESETS[transform](size)
+    else:
+        given = transform
     if not given:
-        raise ConfigError("transform is a mapping without views: write {NAME: {transform: …, count: …}, …}")
+        raise ConfigError(
+            "transform is a mapping without views: write {NAME: {transform: …, count: …}, …}"
+        )
     return {name: _view(name, entry, size) for name, entry in given.items()}
 
 
 def _view(name: object, entry: Any, size: int) -> View:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"transform: {name!r} is not a valid name of a view: use letters, digits, _ and -")
+        raise ConfigError(
+            f"transform: {name!r} is not a valid name of a view: use letters, digits, _ and -"
+        )
     where = f"transform, view {name!r}"
     if isinstance(entry, tuple) and len(entry) == 2:
         entry = {"transform": entry[0], "count": entry[1]}
@@ -125,18 +155,31 @@ def _view(name: object, entry: Any, size: int) -> View:
             "are a list, [{NAME: {argument: value}}, …].)"
         )
     count, size = entry.get("count", 1), entry.get("size", size)
-    if ("transform" in entry) == ("transforms" in entry) or ("transforms" in entry and "count" in entry):
-        raise ConfigError(f"{where}: it needs a transform, with a count or without, or else transforms")
-    count, size = check(f"{where}: count", count, Crops), check(f"{where}: size", size, Side)
+    if ("transform" in entry) == ("transforms" in entry) or (
+        "transforms" in entry and "count" in entry
+    ):
+        raise ConfigError(
+            f"{where}: it needs a transform, with a count or without, or else transforms"
+        )
+    count, size = (
+        check(f"{where}: count", count, Crops),
+        check(f"{where}: size", size, Side),
+    )
     transforms = entry.get("transforms", [entry.get("transform")])
     if not isinstance(transforms, list | tuple) or not transforms:
-        raise ConfigError(f"{where}: transforms must be a list of them, one for each crop, got {transforms!r}")
+        raise ConfigError(
+            f"{where}: transforms must be a list of them, one for each crop, got {transforms!r}"
+        )
     if any(map(makes_views, transforms)):
-        raise ConfigError(f"{where}: its transform makes views itself, and a view is one image")
+        raise ConfigError(
+            f"{where}: its transform makes views itself, and a view is one image"
+        )
     return View(tuple(transforms), max(count, len(transforms)), size)
 
 
-def view_key(name: str, number: int, domain: Domain = Domain.VIEW, *more: int) -> np.ndarray:
+def view_key(
+    name: str, number: int, domain: Domain = Domain.VIEW, *more: int
+) -> np.ndarray:
     """Two words, uint64 (2,), that no other crop of a view has; with more parts, of those as well."""
     text = name.encode()
     words = (domain, len(text), int.from_bytes(text, "little"), number, *more)

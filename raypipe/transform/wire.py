@@ -19,7 +19,10 @@ import numpy as np
 
 ONE_BITS = 15
 """Of all weights."""
-RED_OF_CR, GREEN_OF_CB, GREEN_OF_CR, BLUE_OF_CB = 45941, -11277, -23401, 58065
+RED_OF_CR = 45941
+GREEN_OF_CB = -11277
+GREEN_OF_CR = -23401
+BLUE_OF_CB = 58065
 # By R, G, B. The weights of luma add up to one, those of chroma to nothing: no result needs to be clipped.
 _TO_Y = np.array([9798, 19235, 3735], np.int32)
 _TO_CHROMA = np.array([[-5529, -10855, 16384], [16384, -13720, -2664]], np.int32)
@@ -35,9 +38,14 @@ def planes(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Luma (…, H, W, 1) and chroma (…, H/2, W/2, 2) of images, uint8 (…, H, W, 3)."""
     luma = (image @ _TO_Y + (1 << (ONE_BITS - 1))) >> ONE_BITS
     *others, height, width, _ = image.shape
-    rows, columns = np.arange(height + height % 2), np.arange(width + width % 2)
-    even = image[..., rows.clip(max=height - 1)[:, None], columns.clip(max=width - 1), :]
-    sums = even.reshape(*others, len(rows) // 2, 2, len(columns) // 2, 2, 3).sum((-4, -2), dtype=np.int32)
+    rows = np.arange(height + height % 2)
+    columns = np.arange(width + width % 2)
+    even = image[
+        ..., rows.clip(max=height - 1)[:, None], columns.clip(max=width - 1), :
+    ]
+    sums = even.reshape(*others, len(rows) // 2, 2, len(columns) // 2, 2, 3).sum(
+        (-4, -2), dtype=np.int32
+    )
     bits = ONE_BITS + 2
     chroma = (sums @ _TO_CHROMA.T + ((128 << bits) + (1 << (bits - 1)) - 1)) >> bits
     return luma[..., None].astype(np.uint8), chroma.astype(np.uint8)
@@ -47,7 +55,9 @@ def rgb(luma: np.ndarray, chroma: np.ndarray) -> np.ndarray:
     """Images, uint8 (…, H, W, 3), of their planes."""
     height, width = luma.shape[-3:-1]
     cb, cr = np.moveaxis(chroma.astype(np.int32) - 128, -1, 0)
-    above = np.stack([RED_OF_CR * cr, GREEN_OF_CB * cb + GREEN_OF_CR * cr, BLUE_OF_CB * cb], -1)
+    above = np.stack(
+        [RED_OF_CR * cr, GREEN_OF_CB * cb + GREEN_OF_CR * cr, BLUE_OF_CB * cb], -1
+    )
     above = (above + (1 << (ONE_BITS - 1))) >> ONE_BITS
     above = above.repeat(2, axis=-3).repeat(2, axis=-2)[..., :height, :width, :]
     return (luma + above).clip(0, 255).astype(np.uint8)

@@ -62,7 +62,9 @@ def test_one_repeat_is_its_own_summary() -> None:
 
 
 def test_repeats_are_summed_up_by_their_medians() -> None:
-    outlier, other = (measured(1000.0, first_batch_s=seconds) for seconds in (500.0, 7.0))
+    outlier, other = (
+        measured(1000.0, first_batch_s=seconds) for seconds in (500.0, 7.0)
+    )
     assert summary([ONE, outlier, ONE])["first_batch_s"] == 5.0
     assert summary([ONE, other])["first_batch_s"] == 6.0
 
@@ -75,7 +77,9 @@ def test_ratios_are_medians_of_each_repeats_ratio_not_ratios_of_medians() -> Non
         measured(1500.0, images_per_s=1500.0),
     ]
     found = summary(drifting)
-    assert found["ratio"] == pytest.approx(0.9)  # of 0.9, 0.8, 1.0; the ratio of the medians is 1.0
+    assert found["ratio"] == pytest.approx(
+        0.9
+    )  # of 0.9, 0.8, 1.0; the ratio of the medians is 1.0
 
 
 def arrivals(num: int, clump: int = 1) -> list[tuple[float, int]]:
@@ -101,9 +105,17 @@ def test_torchs_benchmark_measures_the_next_batch_of_a_loader() -> None:
             return super().read(*arguments)
 
     store = SlowStore([sample["image"] for sample in samples(8)], [0] * 8)
-    found = timed_by_torch(store, TransformConfig(train="center", size=16), PoolConfig(engine="inline"), 4, 40)
+    found = timed_by_torch(
+        store,
+        TransformConfig(train="center", size=16),
+        PoolConfig(engine="inline"),
+        4,
+        40,
+    )
     assert found["torch_ms_per_batch"] >= 10, "each batch is read apart"
-    assert found["torch_images_per_s"] == pytest.approx(4000 / found["torch_ms_per_batch"])
+    assert found["torch_images_per_s"] == pytest.approx(
+        4000 / found["torch_ms_per_batch"]
+    )
 
 
 @pytest.mark.parametrize("option", ["--seconds=0", "--repeats=0"])
@@ -116,7 +128,9 @@ def test_a_stream_above_its_ceiling_is_explained() -> None:
     assert verdict(measured(900.0), actors=2).startswith(
         "The stream runs at 100% of the rate at which 2 processes"
     )
-    assert "drift" in verdict(measured(800.0), actors=2) and "drift" not in verdict(measured(1000.0), actors=2)
+    assert "drift" in verdict(measured(800.0), actors=2) and "drift" not in verdict(
+        measured(1000.0), actors=2
+    )
 
 
 def test_the_cpus_for_a_rate_are_whole_actors_and_some_to_spare() -> None:
@@ -125,20 +139,38 @@ def test_the_cpus_for_a_rate_are_whole_actors_and_some_to_spare() -> None:
     assert cpus_needed(found, 20_000, 0.5) == 23 and cpus_needed(found, 1, 2.0) == 2
 
 
-def test_a_million_images_have_core_hours_gigabytes_and_a_price(capsys: pytest.CaptureFixture[str]) -> None:
-    figures: dict[str, Any] = summary([ONE]) | {"actors": 2, "micro_batch": 10}  # 900 images/s
+def test_a_million_images_have_core_hours_gigabytes_and_a_price(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    figures: dict[str, Any] = summary([ONE]) | {
+        "actors": 2,
+        "micro_batch": 10,
+    }  # 900 images/s
     million = costs(figures, 0.5, 0, 0)
-    assert million == {"core_hours_per_million": pytest.approx(1e6 / 900 / 3600), **GIGABYTES}
+    assert million == {
+        "core_hours_per_million": pytest.approx(1e6 / 900 / 3600),
+        **GIGABYTES,
+    }
     million = costs(figures, 0.5, 0.04, 0.01)
-    assert million["dollars_per_million"] == pytest.approx(0.04 * 1e6 / 900 / 3600 + 0.01 * 100)
+    assert million["dollars_per_million"] == pytest.approx(
+        0.04 * 1e6 / 900 / 3600 + 0.01 * 100
+    )
     print_bench(
         figures
         | million
-        | {"store": "a.lmdb", "transform": "light", "wanted_images_per_s": 20_000, "cpus_needed": 26}
+        | {
+            "store": "a.lmdb",
+            "transform": "light",
+            "wanted_images_per_s": 20_000,
+            "cpus_needed": 26,
+        }
     )
     out = capsys.readouterr().out
     assert out.startswith("a.lmdb\n") and "  dollars per million        1.012\n" in out
-    assert "next(loader) takes 11.00 ms for 10 images, 909 images/s: 1.01 of the stream's rate." in out
+    assert (
+        "next(loader) takes 11.00 ms for 10 images, 909 images/s: 1.01 of the stream's rate."
+        in out
+    )
     assert (
         "20,000 images/s need 26 such CPUs, 15% to spare, which read 17.6 Gbit/s from the store and send 16.0"
         in out
@@ -150,19 +182,34 @@ GIGABYTES = {"read_gb_per_million": 110.0, "sent_gb_per_million": 100.0}
 
 def test_the_ceiling_measures_the_costs_of_an_image(stores: dict[str, Path]) -> None:
     config = TransformConfig(train="light", size=32)
-    one = ceiling(open_store(stores["train"]), config, PoolConfig(max_actors=1), micro_batch=32, seconds=0.5)
+    one = ceiling(
+        open_store(stores["train"]),
+        config,
+        PoolConfig(max_actors=1),
+        micro_batch=32,
+        seconds=0.5,
+    )
     # A process of its own: its CPU time cannot exceed the time that it took.
     read_s, transform_s = one["read_cpu_s_per_image"], one["transform_cpu_s_per_image"]
     assert 0 < transform_s <= 1.02 / one["images_per_s"] and 0 < read_s < transform_s
-    assert one["encoded_bytes_per_image"] == sum(len(sample["image"]) for sample in samples(100)) / 100  # type: ignore[arg-type]
+    assert (
+        one["encoded_bytes_per_image"]
+        == sum(len(sample["image"]) for sample in samples(100)) / 100
+    )  # type: ignore[arg-type]
 
 
 def test_the_ceiling_measures_the_share_of_images_with_halved_color() -> None:
     pixels = np.zeros((16, 16, 3), np.uint8)
-    images = [simplejpeg.encode_jpeg(pixels, 90, "RGB", kind) for kind in ("420", "444", "420", "420")]
+    images = [
+        simplejpeg.encode_jpeg(pixels, 90, "RGB", kind)
+        for kind in ("420", "444", "420", "420")
+    ]
     config = TransformConfig(train="center", size=16)
     assert (
-        ceiling(MemoryStore(images, [0] * 4), config, PoolConfig(max_actors=1), 4, 0.1)["jpeg_420_share"] == 0.75
+        ceiling(MemoryStore(images, [0] * 4), config, PoolConfig(max_actors=1), 4, 0.1)[
+            "jpeg_420_share"
+        ]
+        == 0.75
     )
 
 
@@ -170,8 +217,14 @@ def test_the_ceiling_measures_the_share_of_images_with_halved_color() -> None:
 def test_in_a_cluster_the_ceiling_is_that_of_its_actors(
     ray_cluster: None, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "of the cluster that this process is connected to")
+    monkeypatch.setenv(
+        "RAY_ADDRESS", "of the cluster that this process is connected to"
+    )
     config, pool = TransformConfig(train="center", size=16), PoolConfig(max_actors=2)
-    found = ceiling(open_store(stores["train"]), config, pool, micro_batch=32, seconds=0.5)
+    found = ceiling(
+        open_store(stores["train"]), config, pool, micro_batch=32, seconds=0.5
+    )
     assert found["images_per_s"] > 0 and found["transform_cpu_s_per_image"] > 0
-    assert found["encoded_bytes_per_image"] == pytest.approx(np.mean([len(s["image"]) for s in samples(100)]))  # type: ignore[arg-type]
+    assert found["encoded_bytes_per_image"] == pytest.approx(
+        np.mean([len(s["image"]) for s in samples(100)])
+    )  # type: ignore[arg-type]

@@ -31,7 +31,9 @@ from raypipe.section import settings_of
 from raypipe.train.interrupts import Stopped
 from raypipe.train.run_folder import CONFIG_HEAD
 
-DIGITS: dict[str, dict[str, Any]] = yaml.safe_load((files("raypipe") / "digits.yaml").read_text())
+DIGITS: dict[str, dict[str, Any]] = yaml.safe_load(
+    (files("raypipe") / "digits.yaml").read_text()
+)
 
 
 def parse(*args: str) -> RunConfig:
@@ -42,7 +44,12 @@ def parse(*args: str) -> RunConfig:
 
 
 def convert(
-    run: RunConfig, src: str, *, height: int = 0, on_bad: Literal["raise", "skip"] = "raise", big: bool = False
+    run: RunConfig,
+    src: str,
+    *,
+    height: int = 0,
+    on_bad: Literal["raise", "skip"] = "raise",
+    big: bool = False,
 ) -> dict[str, Any]:
     """Convert."""
     return {}
@@ -52,13 +59,25 @@ def convert(
     ("given", "texts"),
     [
         ("a-b.lmdb --height=3", {"src": "a-b.lmdb", "height": "3"}),
-        ("--height 3 a.lmdb --on-bad skip", {"src": "a.lmdb", "height": "3", "on_bad": "skip"}),
+        (
+            "--height 3 a.lmdb --on-bad skip",
+            {"src": "a.lmdb", "height": "3", "on_bad": "skip"},
+        ),
         ("a --plan.micro-batch-size=8", {"src": "a", "plan.micro_batch_size": "8"}),
         ("a --plan.micro_batch_size -8", {"src": "a", "plan.micro_batch_size": "-8"}),
-        ("a --transform.train=my-mod:f=x-y", {"src": "a", "transform.train": "my-mod:f=x-y"}),
-        ("a --big --no-trust-run-code", {"src": "a", "big": "true", "trust_run_code": "false"}),
+        (
+            "a --transform.train=my-mod:f=x-y",
+            {"src": "a", "transform.train": "my-mod:f=x-y"},
+        ),
+        (
+            "a --big --no-trust-run-code",
+            {"src": "a", "big": "true", "trust_run_code": "false"},
+        ),
         ("--big=false a", {"src": "a", "big": "false"}),
-        ("--no-big a --transform.apply-exif", {"src": "a", "big": "false", "transform.apply_exif": "true"}),
+        (
+            "--no-big a --transform.apply-exif",
+            {"src": "a", "big": "false", "transform.apply_exif": "true"},
+        ),
         ("a --no-transform.apply-exif", {"src": "a", "transform.apply_exif": "false"}),
         (
             "--big false a --transform.apply-exif true",
@@ -67,7 +86,9 @@ def convert(
         ("a --height 3 --height 4", {"src": "a", "height": "4"}),
     ],
 )
-def test_options_may_have_dashes_and_flags_need_no_value(given: str, texts: dict[str, str]) -> None:
+def test_options_may_have_dashes_and_flags_need_no_value(
+    given: str, texts: dict[str, str]
+) -> None:
     assert Parser("convert", convert).read(given.split()) == (texts, [])
 
 
@@ -80,26 +101,41 @@ USAGE = "tip: raypipe convert SRC [--OPTION VALUE …]\n"
         ("a b", f"unexpected argument 'b'\n  {USAGE}"),
         ("--height 3", f"missing: SRC\n  {USAGE}"),
         ("a --height --big", f"--height needs a value\n  {USAGE}"),
-        ("a --no-height", "unknown setting 'no_height'\n  tip: did you mean 'height'?\n"),
+        (
+            "a --no-height",
+            "unknown setting 'no_height'\n  tip: did you mean 'height'?\n",
+        ),
         ("a --hight 3", "unknown setting 'hight'\n  tip: did you mean 'height'?\n"),
-        ("a --qwerty 3", "unknown setting 'qwerty'\n  tip: `raypipe help settings` lists"),
+        (
+            "a --qwerty 3",
+            "unknown setting 'qwerty'\n  tip: `raypipe help settings` lists",
+        ),
     ],
 )
-def test_wrong_usage_exits_with_2_and_a_tip(given: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2_and_a_tip(
+    given: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         Parser("convert", convert).read(given.split())
-    assert caught.value.code == 2 and capsys.readouterr().err.startswith(f"error: {error}")
+    assert caught.value.code == 2 and capsys.readouterr().err.startswith(
+        f"error: {error}"
+    )
 
 
 # Help
 
 
-JOBS = {"jobs/train.py": cli.train, "jobs/tune.py": runpy.run_path(str(ROOT / "jobs" / "tune.py"))["search"]}
+JOBS = {
+    "jobs/train.py": cli.train,
+    "jobs/tune.py": runpy.run_path(str(ROOT / "jobs" / "tune.py"))["search"],
+}
 
 
 def help_of(name: str) -> str:
     if name in JOBS:
-        return Parser("", JOBS[name], ast.get_docstring(ast.parse((ROOT / name).read_text()))).format_help()
+        return Parser(
+            "", JOBS[name], ast.get_docstring(ast.parse((ROOT / name).read_text()))
+        ).format_help()
     return Parser(name, cli.COMMANDS[name]).format_help() if name else cli.overview()
 
 
@@ -112,34 +148,63 @@ def test_a_help_has_at_most_40_lines(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_usage_line_and_two_examples_parse(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_usage_line_and_two_examples_parse(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("plan: {epochs: 3}\n")
     (tmp_path / "runs/20261121-104600-3fa2").mkdir(parents=True)
     (tmp_path / "runs/20261121-104600-3fa2/config.yaml").write_text(CONFIG_HEAD)
     text = help_of(name)
-    usage = text.partition("\n")[0].removeprefix("usage: ").replace("[--OPTION VALUE …]", "")
+    usage = (
+        text.partition("\n")[0]
+        .removeprefix("usage: ")
+        .replace("[--OPTION VALUE …]", "")
+    )
     _, _, examples = text.partition("Examples:\n")
     lines = [line.strip() for line in examples.partition("\n\n")[0].splitlines()]
     assert len(lines) >= 2 and all(line.startswith(f"raypipe {name}") for line in lines)
-    for line in [usage, usage.replace("[STORE|RUN]", "a.lmdb").replace("[RUN]", "a-run"), *lines]:
-        words = [word for word in shlex.split(line) if not word.startswith("[") or "," in word]
-        parse_command(name, cli.COMMANDS[name], [w for w in words[1 + len(name.split()) :] if w != "--json"])
+    for line in [
+        usage,
+        usage.replace("[STORE|RUN]", "a.lmdb").replace("[RUN]", "a-run"),
+        *lines,
+    ]:
+        words = [
+            word
+            for word in shlex.split(line)
+            if not word.startswith("[") or "," in word
+        ]
+        parse_command(
+            name,
+            cli.COMMANDS[name],
+            [w for w in words[1 + len(name.split()) :] if w != "--json"],
+        )
 
 
-def test_every_command_is_in_one_group_of_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_in_one_group_of_the_overview(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for words in ([], ["--help"], ["help"]):
         main(words)
         assert capsys.readouterr().out == cli.overview()
     assert all(len(line) <= 90 for line in cli.overview().splitlines()[:20])
 
 
-def test_help_settings_prints_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_settings_prints_type_default_and_meaning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     main(["help", "settings", "plan.micro-batch"])
     first, *meaning = capsys.readouterr().out.splitlines()
-    assert first == "plan.micro_batch_size  (a whole number of at least 1, default 64)" and "forward" in meaning[0]
+    assert (
+        first == "plan.micro_batch_size  (a whole number of at least 1, default 64)"
+        and "forward" in meaning[0]
+    )
     main(["help", "settings"])
-    shown = {line.partition("  ")[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "}
+    shown = {
+        line.partition("  ")[0]
+        for line in capsys.readouterr().out.splitlines()
+        if line[0] != " "
+    }
     assert shown == settings_of(RunConfig).keys()
     with pytest.raises(SystemExit, match="2"):
         main(["help", "settings", "qwerty"])
@@ -148,7 +213,10 @@ def test_help_settings_prints_type_default_and_meaning(capsys: pytest.CaptureFix
 def test_the_version_names_ray_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--version"])
     ray, torch = version("ray"), version("torch")
-    assert capsys.readouterr().out == f"raypipe {raypipe.__version__} (ray {ray}, torch {torch})\n"
+    assert (
+        capsys.readouterr().out
+        == f"raypipe {raypipe.__version__} (ray {ray}, torch {torch})\n"
+    )
 
 
 # A run's settings
@@ -187,22 +255,40 @@ def test_with_a_store_the_defaults_are_those_of_the_dataclasses() -> None:
     assert dataclasses.replace(run, store=RunConfig().store) == RunConfig()
 
 
-def test_the_command_line_beats_the_file_which_beats_the_defaults(tmp_path: Path) -> None:
+def test_the_command_line_beats_the_file_which_beats_the_defaults(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "my.yaml"
-    file.write_text("plan: {epochs: 3, seed: 4}\naugment: {mean: [0.1, 0.2, 0.3]}\nname: mine\n")
+    file.write_text(
+        "plan: {epochs: 3, seed: 4}\naugment: {mean: [0.1, 0.2, 0.3]}\nname: mine\n"
+    )
     run = parse(f"--config={file}", "--plan.seed=5", "--train.use_gpu=false")
-    assert (run.plan.epochs, run.plan.seed, run.train.use_gpu, run.name) == (3, 5, False, "mine")
+    assert (run.plan.epochs, run.plan.seed, run.train.use_gpu, run.name) == (
+        3,
+        5,
+        False,
+        "mine",
+    )
     assert run.augment.mean == (0.1, 0.2, 0.3)
     assert run.plan.micro_batch_size == DIGITS["plan"]["micro_batch_size"]
 
 
 @pytest.mark.parametrize(
-    "columns", ["[caption, tags]", "{caption: {}, tags: {length: 8, fill: -1}, embedding: {dtype: float32}}"]
+    "columns",
+    [
+        "[caption, tags]",
+        "{caption: {}, tags: {length: 8, fill: -1}, embedding: {dtype: float32}}",
+    ],
 )
-def test_columns_are_given_on_the_command_line_or_in_a_file(columns: str, tmp_path: Path) -> None:
+def test_columns_are_given_on_the_command_line_or_in_a_file(
+    columns: str, tmp_path: Path
+) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(f"store: {{train: a.lmdb, columns: {columns}}}\n")
-    for run in (parse(f"--config={file}"), parse("--store.train=a.lmdb", f"--store.columns={columns}")):
+    for run in (
+        parse(f"--config={file}"),
+        parse("--store.train=a.lmdb", f"--store.columns={columns}"),
+    ):
         assert run.store.columns == yaml.safe_load(columns)
 
 
@@ -212,7 +298,9 @@ def test_a_store_named_in_the_file_is_not_the_digits(tmp_path: Path) -> None:
     assert parse(f"--config={file}").train == RunConfig().train
 
 
-def test_an_unknown_key_on_the_command_line_exits_with_2_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_key_on_the_command_line_exits_with_2_and_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as caught:
         parse("--plan.epohcs=3")
     assert caught.value.code == 2
@@ -224,9 +312,15 @@ def test_an_unknown_key_on_the_command_line_exits_with_2_and_is_named(capsys: py
     [
         ("--plan.epohcs=3", "'plan.epohcs'\n  tip: did you mean 'plan.epochs'?\n"),
         ("--epochs=3", "'epochs'\n  tip: did you mean 'plan.epochs'?\n"),
-        ("pool: {min_actor: 8}", "'pool.min_actor'\n  tip: did you mean 'pool.min_actors'?\n"),
+        (
+            "pool: {min_actor: 8}",
+            "'pool.min_actor'\n  tip: did you mean 'pool.min_actors'?\n",
+        ),
         ("storagepath: here", "'storagepath'\n  tip: did you mean 'storage_path'?\n"),
-        ("--qwerty=1", "'qwerty'\n  tip: `raypipe help settings` lists the settings of a run"),
+        (
+            "--qwerty=1",
+            "'qwerty'\n  tip: `raypipe help settings` lists the settings of a run",
+        ),
     ],
 )
 def test_an_unknown_key_is_told_in_two_lines_with_what_it_may_be(
@@ -238,7 +332,9 @@ def test_an_unknown_key_is_told_in_two_lines_with_what_it_may_be(
     with pytest.raises(SystemExit):
         parse(given)
     lines = capsys.readouterr().err
-    assert lines.startswith(f"error: unknown setting {meant}") and lines.count("\n") == 2
+    assert (
+        lines.startswith(f"error: unknown setting {meant}") and lines.count("\n") == 2
+    )
 
 
 def test_an_abbreviated_key_is_an_unknown_key() -> None:
@@ -247,7 +343,9 @@ def test_an_abbreviated_key_is_an_unknown_key() -> None:
     assert caught.value.code == 2
 
 
-@pytest.mark.parametrize("text", ["plan: {epohcs: 3}", "epohcs: 3", "train: {epohcs: 3}"])
+@pytest.mark.parametrize(
+    "text", ["plan: {epohcs: 3}", "epohcs: 3", "train: {epohcs: 3}"]
+)
 def test_an_unknown_key_in_the_file_exits_with_2_and_is_named(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,7 +357,10 @@ def test_an_unknown_key_in_the_file_exits_with_2_and_is_named(
     assert "epohcs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--plan.epochs=many", "--plan.shuffle=globl", "--plan.micro_batch_size=2.5"])
+@pytest.mark.parametrize(
+    "option",
+    ["--plan.epochs=many", "--plan.shuffle=globl", "--plan.micro_batch_size=2.5"],
+)
 def test_a_value_of_the_wrong_type_exits_with_2_and_is_named(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,35 +370,66 @@ def test_a_value_of_the_wrong_type_exits_with_2_and_is_named(
     assert option.partition("=")[0].removeprefix("--") in capsys.readouterr().err
 
 
-def test_a_value_out_of_range_names_its_field(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_out_of_range_names_its_field(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises((ConfigError, SystemExit)) as caught:
         parse("--plan.epochs=0")
-    assert "plan.epochs must be a whole number of at least 1, got 0" in str(caught.value) + capsys.readouterr().err
+    assert (
+        "plan.epochs must be a whole number of at least 1, got 0"
+        in str(caught.value) + capsys.readouterr().err
+    )
 
 
-STEPS = [{"RandomResizedCrop": {"size": [8, 8]}}, {"OneOf": {"transforms": [{"Blur": None}], "p": 0.3}}]
+STEPS = [
+    {"RandomResizedCrop": {"size": [8, 8]}},
+    {"OneOf": {"transforms": [{"Blur": None}], "p": 0.3}},
+]
 
 
 @pytest.mark.parametrize(
-    "text", [yaml.safe_dump(STEPS), json.dumps(STEPS), yaml.safe_dump(STEPS, default_flow_style=True)]
+    "text",
+    [
+        yaml.safe_dump(STEPS),
+        json.dumps(STEPS),
+        yaml.safe_dump(STEPS, default_flow_style=True),
+    ],
 )
-def test_a_transform_may_be_a_list_of_steps_in_a_file_or_an_option(tmp_path: Path, text: str) -> None:
+def test_a_transform_may_be_a_list_of_steps_in_a_file_or_an_option(
+    tmp_path: Path, text: str
+) -> None:
     assert parse(f"--transform.train={text}").transform.train == STEPS
     file = tmp_path / "my.yaml"
-    file.write_text(json.dumps({"transform": {"train": yaml.safe_load(text), "val": "center"}}))
+    file.write_text(
+        json.dumps({"transform": {"train": yaml.safe_load(text), "val": "center"}})
+    )
     assert parse(f"--config={file}").transform.train == STEPS
-    assert parse(f"--config={file}", "--transform.train=heavy").transform.train == "heavy"
-    assert parse(f"--config={file}", "--transform.train=[{Blur: {p: 1}}]").transform.train == [{"Blur": {"p": 1}}]
+    assert (
+        parse(f"--config={file}", "--transform.train=heavy").transform.train == "heavy"
+    )
+    assert parse(
+        f"--config={file}", "--transform.train=[{Blur: {p: 1}}]"
+    ).transform.train == [{"Blur": {"p": 1}}]
 
 
 def test_a_transform_may_be_a_mapping_of_views(tmp_path: Path) -> None:
-    views = {"near": {"transform": "light", "count": 2}, "far": {"transform": STEPS, "size": 96}}
-    for text in (yaml.safe_dump(views), json.dumps(views), yaml.safe_dump(views, default_flow_style=True)):
+    views = {
+        "near": {"transform": "light", "count": 2},
+        "far": {"transform": STEPS, "size": 96},
+    }
+    for text in (
+        yaml.safe_dump(views),
+        json.dumps(views),
+        yaml.safe_dump(views, default_flow_style=True),
+    ):
         assert parse(f"--transform.train={text}").transform.train == views
         file = tmp_path / "my.yaml"
         file.write_text(json.dumps({"transform": {"train": yaml.safe_load(text)}}))
         assert parse(f"--config={file}").transform.train == views
-        assert parse(f"--config={file}", "--transform.train=light").transform.train == "light"
+        assert (
+            parse(f"--config={file}", "--transform.train=light").transform.train
+            == "light"
+        )
 
 
 @pytest.mark.parametrize("name", ["light", "none", "my.module:fn", "[light]", "12"])
@@ -313,15 +445,23 @@ def stored(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(
-        CONFIG_HEAD + "store: {train: some.lmdb}\nplan: {epochs: 3, seed: 4}\nname: mine\n"
+        CONFIG_HEAD
+        + "store: {train: some.lmdb}\nplan: {epochs: 3, seed: 4}\nname: mine\n"
     )
     return folder
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
-def test_resume_takes_the_stored_settings_and_later_overrides(stored: Path, slash: str) -> None:
+def test_resume_takes_the_stored_settings_and_later_overrides(
+    stored: Path, slash: str
+) -> None:
     run = parse(f"--resume={stored}{slash}", "--plan.epochs=5")
-    assert (run.store.train, run.plan.epochs, run.plan.seed, run.name) == ("some.lmdb", 5, 4, "mine")
+    assert (run.store.train, run.plan.epochs, run.plan.seed, run.name) == (
+        "some.lmdb",
+        5,
+        4,
+        "mine",
+    )
     assert run.train == RunConfig().train  # what the file leaves out is not the digits'
 
 
@@ -338,13 +478,21 @@ def test_a_command_ends_with_text_in_a_terminal_and_json_elsewhere(
 ) -> None:
     def command() -> dict[str, Any]:
         print("progress")
-        return {"store": "a.lmdb", "width_px": [1, 2, 3000], "classes": None, "images_per_s": 2.5}
+        return {
+            "store": "a.lmdb",
+            "width_px": [1, 2, 3000],
+            "classes": None,
+            "images_per_s": 2.5,
+        }
 
     _finish(command, cli.print_result)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["classes"] is None
     monkeypatch.setattr(cli, "_is_terminal", lambda: True)
     _finish(command, cli.print_result)
-    assert capsys.readouterr().out == "progress\na.lmdb\n  width   1–3,000 px (median 2)\n  images  2.5/s\n"
+    assert (
+        capsys.readouterr().out
+        == "progress\na.lmdb\n  width   1–3,000 px (median 2)\n  images  2.5/s\n"
+    )
     _finish(command)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["store"] == "a.lmdb"
 
@@ -357,7 +505,9 @@ def test_a_model_that_does_not_exist_is_found_before_torch_is_loaded() -> None:
     assert not {"ray", "torch", "torchvision"} & set(modules.split())
 
 
-def test_an_error_of_raypipes_own_exits_with_1_and_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_raypipes_own_exits_with_1_and_without_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def command() -> dict[str, Any]:
         raise ConfigError("what to fix; did you mean this?")
 
@@ -376,22 +526,33 @@ def test_an_interrupt_exits_with_130() -> None:
     assert caught.value.code == 130
 
 
-def test_an_unknown_option_of_a_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_of_a_command_exits_with_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["digest", "some.lmdb", "--micro-bach=8"])
     assert caught.value.code == 2
     assert "bach" in capsys.readouterr().err
 
 
-def test_an_unknown_command_exits_with_2_and_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_exits_with_2_and_is_told_which_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["inspekt", "some.lmdb"])
     assert caught.value.code == 2
-    assert capsys.readouterr().err == "error: unknown command 'inspekt'\n  tip: did you mean 'inspect'?\n"
+    assert (
+        capsys.readouterr().err
+        == "error: unknown command 'inspekt'\n  tip: did you mean 'inspect'?\n"
+    )
 
 
-def test_every_command_takes_a_configuration_or_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, Any]:
+def test_every_command_takes_a_configuration_or_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(
+        run: RunConfig, target: str = "", *, output: str = ""
+    ) -> dict[str, Any]:
         given.append(run)
         return {}
 
@@ -407,7 +568,9 @@ def test_every_command_takes_a_configuration_or_a_store(tmp_path: Path, monkeypa
     assert given[2] == parse()
 
 
-def test_a_console_of_an_old_encoding_gets_what_it_can_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_console_of_an_old_encoding_gets_what_it_can_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     console = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr("sys.stdout", console)
     main(["--help"])
@@ -428,9 +591,15 @@ print(*sys.modules)
 
 
 def test_help_loads_no_library_that_the_work_itself_needs() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert done.stdout.startswith(cli.overview()) and done.stdout.count("code 0\n") == len(cli.COMMANDS)
-    assert all(f"\nusage: raypipe {name} " in done.stdout for name in cli.COMMANDS), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True
+    )
+    assert done.stdout.startswith(cli.overview()) and done.stdout.count(
+        "code 0\n"
+    ) == len(cli.COMMANDS)
+    assert all(f"\nusage: raypipe {name} " in done.stdout for name in cli.COMMANDS), (
+        done.stderr
+    )
     assert not HEAVY & set(done.stdout.splitlines()[-1].split())
 
 
@@ -486,9 +655,16 @@ def test_a_file_that_holds_no_settings_is_wrong_usage(
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [({"stopped": True}, 75), (Stopped(), 75), (KeyboardInterrupt(), 130), ({"stopped": False}, None)],
+    [
+        ({"stopped": True}, 75),
+        (Stopped(), 75),
+        (KeyboardInterrupt(), 130),
+        ({"stopped": False}, None),
+    ],
 )
-def test_a_run_stopped_with_a_checkpoint_has_its_own_exit_code(end: Any, code: int | None) -> None:
+def test_a_run_stopped_with_a_checkpoint_has_its_own_exit_code(
+    end: Any, code: int | None
+) -> None:
     def command() -> dict[str, Any]:
         if isinstance(end, BaseException):
             raise end
@@ -504,12 +680,23 @@ def test_a_run_stopped_with_a_checkpoint_has_its_own_exit_code(end: Any, code: i
 
 @pytest.mark.parametrize(
     ("result", "is_run", "code"),
-    [({"run_dir": "r"}, True, 0), ({"run_dir": "r", "stopped": True}, True, 75), ({"digest": "d"}, False, 1)],
+    [
+        ({"run_dir": "r"}, True, 0),
+        ({"run_dir": "r", "stopped": True}, True, 75),
+        ({"digest": "d"}, False, 1),
+    ],
 )
-def test_a_run_that_ended_well_keeps_its_code_on_a_full_stdout(result: dict, is_run: bool, code: int) -> None:
+def test_a_run_that_ended_well_keeps_its_code_on_a_full_stdout(
+    result: dict, is_run: bool, code: int
+) -> None:
     program = f"from raypipe.commands.cli import _finish; _finish(lambda: {result!r}, is_run={is_run})"
     with Path("/dev/full").open("w") as full:
-        ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     assert ended.returncode == code
     assert "the output cannot be written" in ended.stderr
 
@@ -532,14 +719,20 @@ def test_an_unknown_setting_leads_to_the_one_that_is_meant(
     assert f"did you mean '{meant}'?" in capsys.readouterr().err
 
 
-def test_a_store_that_does_not_exist_is_named_before_torch_is_loaded(tmp_path: Path) -> None:
+def test_a_store_that_does_not_exist_is_named_before_torch_is_loaded(
+    tmp_path: Path,
+) -> None:
     program = (
         "import sys; from raypipe.commands.cli import main\n"
         f"try: main(['train', '--store.train', {str(tmp_path / 'no.lmdb')!r}])\n"
         "finally: assert not {'ray', 'torch'} & set(sys.modules)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 1 and "no.lmdb does not exist" in ended.stderr, ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
+    assert ended.returncode == 1 and "no.lmdb does not exist" in ended.stderr, (
+        ended.stderr
+    )
     assert "loading Ray and torch" not in ended.stdout
 
 
@@ -571,7 +764,9 @@ def test_the_last_line_of_a_failure_is_json_with_json_logs(tmp_path: Path) -> No
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_a_command_ends_although_ray_does_not(error: BaseException, code: int, said: str) -> None:
+def test_a_command_ends_although_ray_does_not(
+    error: BaseException, code: int, said: str
+) -> None:
     script = (
         "import pickle, sys, time; from raypipe.commands import cli; cli._END_S = 0.1\n"
         "cli._shutdown = lambda: time.sleep(1000)\n"
@@ -579,13 +774,19 @@ def test_a_command_ends_although_ray_does_not(error: BaseException, code: int, s
         "cli._finish(command)"
     )
     command = [sys.executable, "-c", script, pickle.dumps(error).hex()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == code and said in done.stderr
 
 
 @pytest.mark.parametrize(
     ("error", "is_run", "code"),
-    [(NoRoomError("no GPU"), True, 75), (NoRoomError("no GPU"), False, 1), (ResourceError("no GPU"), True, 1)],
+    [
+        (NoRoomError("no GPU"), True, 75),
+        (NoRoomError("no GPU"), False, 1),
+        (ResourceError("no GPU"), True, 1),
+    ],
 )
 def test_a_run_without_room_says_by_its_code_that_it_may_be_tried_again(
     error: Exception, is_run: bool, code: int

@@ -47,7 +47,10 @@ def without_sizes(src: str | Store, dst: Path, **options: Any) -> dict[str, int]
 
 
 def contents(store: Store) -> dict[str, list[Any]]:
-    return {name: list(values) for name, values in store.read(np.arange(len(store)), store.columns).items()}
+    return {
+        name: list(values)
+        for name, values in store.read(np.arange(len(store)), store.columns).items()
+    }
 
 
 def names(folder: Path) -> list[str]:
@@ -68,15 +71,23 @@ def make_folder(folder: Path) -> Store:
 
 def make_hugging_face(folder: Path) -> Store:
     (folder / "source").mkdir()
-    features = {"image": {"_type": "Image"}, "label": {"names": list(CLASSES), "_type": "ClassLabel"}}
+    features = {
+        "image": {"_type": "Image"},
+        "label": {"names": list(CLASSES), "_type": "ClassLabel"},
+    }
     schema = pa.schema(
-        [("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("label", pa.int32())],
+        [
+            ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+            ("label", pa.int32()),
+        ],
         metadata={"huggingface": json.dumps({"info": {"features": features}})},
     )
     for number, (start, stop) in enumerate([(0, 70), (70, NUM)]):
         column = [{"bytes": image, "path": "x.jpg"} for image in IMAGES[start:stop]]
         table = pa.table({"image": column, "label": LABELS[start:stop]}, schema=schema)
-        pq.write_table(table, folder / "source" / f"{number}.parquet", row_group_size=33)
+        pq.write_table(
+            table, folder / "source" / f"{number}.parquet", row_group_size=33
+        )
     return open_store(folder / "source")
 
 
@@ -92,10 +103,16 @@ def cmyk(data: bytes) -> bytes:
     return out.getvalue()
 
 
-def test_seekable_jpegs_need_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seekable_jpegs_need_the_extension(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel, "why_no_kernel", lambda: "not built")
-    with pytest.raises(ConfigError, match=r"seekable JPEGs need the compiled extension, .*: not built"):
-        convert(MemoryStore(IMAGES[:3], LABELS[:3]), tmp_path / "copy.lmdb", seekable=True)
+    with pytest.raises(
+        ConfigError, match=r"seekable JPEGs need the compiled extension, .*: not built"
+    ):
+        convert(
+            MemoryStore(IMAGES[:3], LABELS[:3]), tmp_path / "copy.lmdb", seekable=True
+        )
     assert names(tmp_path) == []
 
 
@@ -119,10 +136,19 @@ class TestConvert:
             "without_size": 0,
         }
         copy = open_store(dst)
-        assert contents(copy) == {"image": IMAGES, "label": LABELS, "width": [8] * NUM, "height": [8] * NUM}
+        assert contents(copy) == {
+            "image": IMAGES,
+            "label": LABELS,
+            "width": [8] * NUM,
+            "height": [8] * NUM,
+        }
         assert copy.classes == source.classes == CLASSES
         assert names(dst.parent) == [dst.name]
-        assert dst.is_file() if shards == 1 else names(dst) == [f"{i:05d}{suffix}" for i in range(shards)]
+        assert (
+            dst.is_file()
+            if shards == 1
+            else names(dst) == [f"{i:05d}{suffix}" for i in range(shards)]
+        )
 
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
     def test_extra_columns_are_kept(self, suffix: str, tmp_path: Path) -> None:
@@ -135,13 +161,24 @@ class TestConvert:
         }
         dst = tmp_path / f"copy{suffix}"
         without_sizes(MemoryStore(IMAGES[:5], LABELS[:5], columns=extra), dst, shards=2)
-        expected = {name: [None if v is None else v for v in values] for name, values in extra.items()}
-        assert contents(open_store(dst)) == {"image": IMAGES[:5], "label": LABELS[:5], **expected}
+        expected = {
+            name: [None if v is None else v for v in values]
+            for name, values in extra.items()
+        }
+        assert contents(open_store(dst)) == {
+            "image": IMAGES[:5],
+            "label": LABELS[:5],
+            **expected,
+        }
         assert open_store(dst).classes is None
 
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-    def test_a_source_without_labels_gives_a_copy_without_labels(self, suffix: str, tmp_path: Path) -> None:
-        without_sizes(MemoryStore(IMAGES[:3], None), tmp_path / f"copy{suffix}", shards=1)
+    def test_a_source_without_labels_gives_a_copy_without_labels(
+        self, suffix: str, tmp_path: Path
+    ) -> None:
+        without_sizes(
+            MemoryStore(IMAGES[:3], None), tmp_path / f"copy{suffix}", shards=1
+        )
         assert contents(open_store(tmp_path / f"copy{suffix}")) == {"image": IMAGES[:3]}
 
     def test_no_shard_is_empty_however_many_are_asked_for(self, tmp_path: Path) -> None:
@@ -156,10 +193,14 @@ class TestConvert:
         convert(MemoryStore(IMAGES[:3], LABELS[:3]), Path("copy.lmdb"))
         assert names(tmp_path) == ["copy.lmdb"]
 
-    def test_reencoded_images_have_the_short_side_and_none_is_enlarged(self, tmp_path: Path) -> None:
+    def test_reencoded_images_have_the_short_side_and_none_is_enlarged(
+        self, tmp_path: Path
+    ) -> None:
         sizes = [(40, 48), (64, 64), (100, 65), (65, 130), (300, 200), (64, 20)]
         images = [picture(i, *size) for i, size in enumerate(sizes)]
-        images.append(cv2.imencode(".png", np.zeros((90, 70, 3), np.uint8))[1].tobytes())
+        images.append(
+            cv2.imencode(".png", np.zeros((90, 70, 3), np.uint8))[1].tobytes()
+        )
         sizes.append((90, 70))
         source = MemoryStore(images, range(7), "abcdefg")
         for quality in (30, 95):
@@ -172,76 +213,141 @@ class TestConvert:
                 assert image.startswith(b"\xff\xd8\xff")
                 short = min(64, *size)
                 assert min(decode(image).shape[:2]) == short
-                assert max(decode(image).shape[:2]) == pytest.approx(max(size) * short / min(size), abs=1)
-        few, many = (contents(open_store(tmp_path / f"q{q}.lmdb"))["image"] for q in (30, 95))
+                assert max(decode(image).shape[:2]) == pytest.approx(
+                    max(size) * short / min(size), abs=1
+                )
+        few, many = (
+            contents(open_store(tmp_path / f"q{q}.lmdb"))["image"] for q in (30, 95)
+        )
         assert sum(map(len, few)) < sum(map(len, many)) * 0.6
 
     @needs_kernel
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-    def test_seekable_jpegs_have_the_pixels_of_the_source(self, suffix: str, tmp_path: Path) -> None:
+    def test_seekable_jpegs_have_the_pixels_of_the_source(
+        self, suffix: str, tmp_path: Path
+    ) -> None:
         png = cv2.imencode(".png", np.zeros((90, 70, 3), np.uint8))[1].tobytes()
-        images = [picture(1, 50, 70), png, kernel.to_seekable(picture(2, 40, 20)), cmyk(picture(3, 9, 9))]
-        convert(MemoryStore(images, range(4), "abcd"), tmp_path / f"copy{suffix}", seekable=True)
+        images = [
+            picture(1, 50, 70),
+            png,
+            kernel.to_seekable(picture(2, 40, 20)),
+            cmyk(picture(3, 9, 9)),
+        ]
+        convert(
+            MemoryStore(images, range(4), "abcd"),
+            tmp_path / f"copy{suffix}",
+            seekable=True,
+        )
         copy = contents(open_store(tmp_path / f"copy{suffix}"))["image"]
         assert is_seekable(copy[0]) and copy[1:] == images[1:]
         assert np.array_equal(decode(copy[0]), decode(images[0]))
-        convert(MemoryStore(images, range(4)), tmp_path / f"small{suffix}", seekable=True, short_side=16)
+        convert(
+            MemoryStore(images, range(4)),
+            tmp_path / f"small{suffix}",
+            seekable=True,
+            short_side=16,
+        )
         small = contents(open_store(tmp_path / f"small{suffix}"))["image"]
         assert all(map(is_seekable, small)) and min(decode(small[0]).shape[:2]) == 16
 
     @needs_kernel
     def test_a_damaged_jpeg_cannot_be_made_seekable(self, tmp_path: Path) -> None:
         source = MemoryStore([IMAGES[0], IMAGES[1][:200]], LABELS[:2])
-        with pytest.raises(SampleError, match=r"sample 1: truncated JPEG.*--on-bad-sample skip"):
+        with pytest.raises(
+            SampleError, match=r"sample 1: truncated JPEG.*--on-bad-sample skip"
+        ):
             convert(source, tmp_path / "copy.lmdb", seekable=True)
-        assert convert(source, tmp_path / "copy.lmdb", seekable=True, on_bad_sample="skip")["skipped"] == 1
+        assert (
+            convert(
+                source, tmp_path / "copy.lmdb", seekable=True, on_bad_sample="skip"
+            )["skipped"]
+            == 1
+        )
 
     # Bad samples
 
     @pytest.mark.parametrize("shards", [1, 3])
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-    def test_a_bad_sample_is_named_and_nothing_is_left(self, shards: int, suffix: str, tmp_path: Path) -> None:
+    def test_a_bad_sample_is_named_and_nothing_is_left(
+        self, shards: int, suffix: str, tmp_path: Path
+    ) -> None:
         source = MemoryStore([*IMAGES[:100], b"", *IMAGES[101:]], LABELS)
-        with pytest.raises(SampleError, match=rf"{source.address}: sample 100: .*--on-bad-sample skip") as caught:
+        with pytest.raises(
+            SampleError, match=rf"{source.address}: sample 100: .*--on-bad-sample skip"
+        ) as caught:
             convert(source, tmp_path / f"copy{suffix}", shards=shards)
         assert "\n" not in str(caught.value)
         assert names(tmp_path) == []
 
     def test_a_bad_sample_can_be_skipped(self, tmp_path: Path) -> None:
         bad = {0: b"", 70: None, 71: b"no image", 149: IMAGES[149][:100]}
-        source = MemoryStore([bad.get(i, image) for i, image in enumerate(IMAGES)], LABELS, CLASSES)
+        source = MemoryStore(
+            [bad.get(i, image) for i, image in enumerate(IMAGES)], LABELS, CLASSES
+        )
         # Without decoding, a header is enough.
-        copied = convert(source, tmp_path / "bytes.lmdb", shards=2, on_bad_sample="skip")
+        copied = convert(
+            source, tmp_path / "bytes.lmdb", shards=2, on_bad_sample="skip"
+        )
         assert (copied["samples"], copied["skipped"]) == (NUM - 4, 4)
-        found = convert(source, tmp_path / "pixels.lmdb", shards=3, on_bad_sample="skip", short_side=8)
+        found = convert(
+            source,
+            tmp_path / "pixels.lmdb",
+            shards=3,
+            on_bad_sample="skip",
+            short_side=8,
+        )
         assert (found["samples"], found["skipped"]) == (NUM - 4, 4)
         copy = open_store(tmp_path / "pixels.lmdb")
-        assert contents(copy)["label"] == [label for i, label in enumerate(LABELS) if i not in bad]
+        assert contents(copy)["label"] == [
+            label for i, label in enumerate(LABELS) if i not in bad
+        ]
         assert contents(open_store(tmp_path / "bytes.lmdb"))["image"] == [
             image for i, image in enumerate(contents(source)["image"]) if i not in bad
         ]
         with pytest.raises(SampleError, match="sample 71: not an image"):
-            convert(MemoryStore([*IMAGES[:71], b"no image"], LABELS[:72]), tmp_path / "x.lmdb", short_side=8)
+            convert(
+                MemoryStore([*IMAGES[:71], b"no image"], LABELS[:72]),
+                tmp_path / "x.lmdb",
+                short_side=8,
+            )
 
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
     def test_a_whole_shard_may_be_skipped(self, suffix: str, tmp_path: Path) -> None:
         source = MemoryStore([*IMAGES[:2], b"", b"", *IMAGES[4:6]], LABELS[:6])
-        found = convert(source, tmp_path / f"copy{suffix}", shards=3, on_bad_sample="skip")
+        found = convert(
+            source, tmp_path / f"copy{suffix}", shards=3, on_bad_sample="skip"
+        )
         assert (found["samples"], found["skipped"]) == (4, 2)
-        assert contents(open_store(tmp_path / f"copy{suffix}"))["image"] == [*IMAGES[:2], *IMAGES[4:6]]
+        assert contents(open_store(tmp_path / f"copy{suffix}"))["image"] == [
+            *IMAGES[:2],
+            *IMAGES[4:6],
+        ]
 
     def test_nothing_but_bad_samples(self, tmp_path: Path) -> None:
-        with pytest.raises(StoreError, match="no readable sample; the first: sample 0: it has no bytes"):
-            convert(MemoryStore([b"", b""], [0, 1]), tmp_path / "copy.lmdb", shards=2, on_bad_sample="skip")
+        with pytest.raises(
+            StoreError, match="no readable sample; the first: sample 0: it has no bytes"
+        ):
+            convert(
+                MemoryStore([b"", b""], [0, 1]),
+                tmp_path / "copy.lmdb",
+                shards=2,
+                on_bad_sample="skip",
+            )
         assert names(tmp_path) == []
 
     # Refusals
 
-    def test_an_existing_destination_is_kept_unless_overwritten(self, tmp_path: Path) -> None:
+    def test_an_existing_destination_is_kept_unless_overwritten(
+        self, tmp_path: Path
+    ) -> None:
         dst = tmp_path / "copy.parquet"
-        first, second = (MemoryStore(images, LABELS[:5]) for images in (IMAGES[:5], IMAGES[5:10]))
+        first, second = (
+            MemoryStore(images, LABELS[:5]) for images in (IMAGES[:5], IMAGES[5:10])
+        )
         without_sizes(first, dst, shards=1)
-        with pytest.raises(StoreError, match=rf"{re.escape(str(dst))} exists: .*--overwrite"):
+        with pytest.raises(
+            StoreError, match=rf"{re.escape(str(dst))} exists: .*--overwrite"
+        ):
             convert(second, dst, shards=1)
         assert contents(open_store(dst)) == contents(first)
         for shards in (2, 2, 1, 1):  # a folder for a file, for a folder, and back
@@ -250,7 +356,10 @@ class TestConvert:
             assert dst.is_dir() == (shards == 2)
             assert names(tmp_path) == [dst.name]
         convert(str(dst), dst, short_side=4, overwrite=True)  # onto itself
-        assert all(min(decode(image).shape[:2]) == 4 for image in contents(open_store(dst))["image"])
+        assert all(
+            min(decode(image).shape[:2]) == 4
+            for image in contents(open_store(dst))["image"]
+        )
 
     def test_a_failed_overwrite_leaves_the_old_store(self, tmp_path: Path) -> None:
         dst = tmp_path / "copy.lmdb"
@@ -263,7 +372,12 @@ class TestConvert:
     @pytest.mark.parametrize(
         ("dst", "options", "error", "message"),
         [
-            ("copy.tgz", {}, StoreError, r"copy.tgz: the destination must end in one of \.lmdb, \.parquet"),
+            (
+                "copy.tgz",
+                {},
+                StoreError,
+                r"copy.tgz: the destination must end in one of \.lmdb, \.parquet",
+            ),
             ("copy", {}, StoreError, r"must end in one of \.lmdb, \.parquet"),
             (
                 "x-{00..09}.lmdb",
@@ -272,7 +386,12 @@ class TestConvert:
                 r"09\}\.lmdb: several files .* such as train\.lmdb; several --shards",
             ),
             ("nowhere://bucket/copy.lmdb", {}, ConfigError, "unsupported scheme"),
-            ("no/such/copy.lmdb", {}, StoreError, "no/such is not a folder: make it first"),
+            (
+                "no/such/copy.lmdb",
+                {},
+                StoreError,
+                "no/such is not a folder: make it first",
+            ),
             (
                 "copy.lmdb",
                 {"shards": -1},
@@ -282,7 +401,12 @@ class TestConvert:
         ],
     )
     def test_a_destination_that_cannot_be(
-        self, dst: str, options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+        self,
+        dst: str,
+        options: dict[str, Any],
+        error: type[Exception],
+        message: str,
+        tmp_path: Path,
     ) -> None:
         target = dst if "://" in dst else str(tmp_path / dst)
         with pytest.raises(error, match=message):
@@ -298,12 +422,17 @@ class TestConvert:
 
     def test_a_task_whose_process_dies(self, tmp_path: Path) -> None:
         class Deadly(MemoryStore):
-            def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+            def read(
+                self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+            ) -> Any:
                 if 64 in indices:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return super().read(indices, columns)
 
-        with pytest.raises(ResourceError, match=r"process of this command died \(WorkerCrashedError\).* memory"):
+        with pytest.raises(
+            ResourceError,
+            match=r"process of this command died \(WorkerCrashedError\).* memory",
+        ):
             convert(Deadly(IMAGES, LABELS), tmp_path / "copy.lmdb", shards=1)
         assert names(tmp_path) == []
 
@@ -311,9 +440,14 @@ class TestConvert:
         log = tmp_path / "log"
 
         class Slow(MemoryStore):
-            def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+            def read(
+                self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+            ) -> Any:
                 if 0 in indices and len(columns) == 2 and log.exists():
-                    return {"image": [b""] * len(indices), "label": np.zeros(len(indices), int)}
+                    return {
+                        "image": [b""] * len(indices),
+                        "label": np.zeros(len(indices), int),
+                    }
                 with log.open("a") as file:
                     file.write(".")
                 time.sleep(0.2)
@@ -322,7 +456,9 @@ class TestConvert:
         out = tmp_path / "out"
         out.mkdir()
         with pytest.raises(SampleError, match="sample 0"):
-            convert(Slow([IMAGES[0]] * 12_800, [0] * 12_800), out / "copy.lmdb", shards=6)
+            convert(
+                Slow([IMAGES[0]] * 12_800, [0] * 12_800), out / "copy.lmdb", shards=6
+            )
         size = log.stat().st_size
         assert names(out) == []
         time.sleep(0.6)
@@ -333,7 +469,10 @@ class TestConvert:
         self, all_cpus_held: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tasks, "_SETTLE_S", 1.0)
-        with pytest.raises(ResourceError, match="1 CPU for the copy, since other jobs hold all 4 of this node"):
+        with pytest.raises(
+            ResourceError,
+            match="1 CPU for the copy, since other jobs hold all 4 of this node",
+        ):
             convert(make_memory(tmp_path), tmp_path / "copy.lmdb")
         assert names(tmp_path) == []
 
@@ -343,12 +482,33 @@ class TestConvert:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         make_folder(tmp_path)
-        args = ["convert", str(tmp_path / "source"), str(tmp_path / "copy.parquet"), "--shards=2"]
+        args = [
+            "convert",
+            str(tmp_path / "source"),
+            str(tmp_path / "copy.parquet"),
+            "--shards=2",
+        ]
         cli.main(args)
         size = sum(map(len, IMAGES))
-        expected = {"samples": NUM, "classes": 5, "bytes": size, "skipped": 0, "without_size": 0}
+        expected = {
+            "samples": NUM,
+            "classes": 5,
+            "bytes": size,
+            "skipped": 0,
+            "without_size": 0,
+        }
         assert json.loads(capsys.readouterr().out.splitlines()[-1]) == expected
-        cli.main([*args, "--overwrite", "--short-side", "4", "--quality=50", "--on-bad-sample", "skip"])
+        cli.main(
+            [
+                *args,
+                "--overwrite",
+                "--short-side",
+                "4",
+                "--quality=50",
+                "--on-bad-sample",
+                "skip",
+            ]
+        )
         again = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert again["samples"] == NUM and again["bytes"] < size
 
@@ -375,7 +535,9 @@ def test_a_second_writer_is_told_of_the_first(tmp_path: Path) -> None:
         partial.write_text("first")
         for overwrite in (False, True):
             with (
-                pytest.raises(StoreError, match=r"another process is writing .*train\.lmdb"),
+                pytest.raises(
+                    StoreError, match=r"another process is writing .*train\.lmdb"
+                ),
                 new_path(dst, overwrite),
             ):
                 pytest.fail("two writers")
@@ -391,7 +553,11 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -
     dst = tmp_path / "a[1].lmdb"
     dst.touch()
     mine = [".a[1].lmdb.partial.lmdb", ".a[1].lmdb.old.lmdb"]
-    others = [".a[1].parquet.partial.parquet", ".a1.lmdb.partial.lmdb", "a[1].lmdb.partial.lmdb"]
+    others = [
+        ".a[1].parquet.partial.parquet",
+        ".a1.lmdb.partial.lmdb",
+        "a[1].lmdb.partial.lmdb",
+    ]
     for name in [*mine, *others]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "00000.lmdb").write_text("x")
@@ -401,13 +567,20 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -
     assert names(tmp_path) == sorted([dst.name, *others]) and dst.read_text() == "new"
 
 
-def test_a_store_comes_back_if_its_writer_was_killed_between_renames(tmp_path: Path) -> None:
+def test_a_store_comes_back_if_its_writer_was_killed_between_renames(
+    tmp_path: Path,
+) -> None:
     old = tmp_path / ".a.lmdb.old.lmdb"
     old.mkdir()
     (old / "00000.lmdb").write_text("old")
-    with pytest.raises(StoreError, match=r"a\.lmdb exists"), new_path(tmp_path / "a.lmdb", overwrite=False):
+    with (
+        pytest.raises(StoreError, match=r"a\.lmdb exists"),
+        new_path(tmp_path / "a.lmdb", overwrite=False),
+    ):
         pytest.fail("written")
-    assert names(tmp_path) == ["a.lmdb"] and names(tmp_path / "a.lmdb") == ["00000.lmdb"]
+    assert names(tmp_path) == ["a.lmdb"] and names(tmp_path / "a.lmdb") == [
+        "00000.lmdb"
+    ]
 
 
 @pytest.mark.parametrize("error", [StoreError, KeyboardInterrupt])
@@ -429,11 +602,16 @@ def test_an_error_leaves_the_old_and_removes_the_new(
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="cannot be written to"), new_path(Path("/proc/train.lmdb"), False):
+    with (
+        pytest.raises(StoreError, match="cannot be written to"),
+        new_path(Path("/proc/train.lmdb"), False),
+    ):
         pytest.fail("written")
 
 
-def test_write_atomically_makes_the_folder_and_keeps_what_is_there(tmp_path: Path) -> None:
+def test_write_atomically_makes_the_folder_and_keeps_what_is_there(
+    tmp_path: Path,
+) -> None:
     dst = tmp_path / "new" / "train.lmdb"
     write_atomically(str(dst), [{"image": b"a", "label": 1}], ("x", "y"))
     with pytest.raises(StoreError, match="exists"):
@@ -459,7 +637,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = folder / CLASSES[number % 5] / f"{number:04d}.jpg"
         if number < 20:
             noise = rng.integers(0, 256, (300, 300, 3), np.uint8)
-            file.write_bytes(cv2.imencode(".jpg", noise, [cv2.IMWRITE_JPEG_QUALITY, 90])[1].tobytes())
+            file.write_bytes(
+                cv2.imencode(".jpg", noise, [cv2.IMWRITE_JPEG_QUALITY, 90])[1].tobytes()
+            )
         else:
             file.hardlink_to(folder / CLASSES[number % 5] / f"{number % 20:04d}.jpg")
     return folder
@@ -483,7 +663,9 @@ def descendants(root: int) -> dict[int, str]:
     live, found = processes(), {}
     parents = {root}
     while parents:
-        children = {pid: start for pid, (parent, start) in live.items() if parent in parents}
+        children = {
+            pid: start for pid, (parent, start) in live.items() if parent in parents
+        }
         found |= children
         parents = set(children)
     return found
@@ -494,7 +676,11 @@ def wait_for_end(started: dict[int, str], timeout_s: float) -> list[int]:
     deadline = time.monotonic() + timeout_s
     while True:
         live = processes()
-        alive = [pid for pid, start in started.items() if pid in live and live[pid][1] == start]
+        alive = [
+            pid
+            for pid, start in started.items()
+            if pid in live and live[pid][1] == start
+        ]
         if not alive or time.monotonic() > deadline:
             return alive
         time.sleep(0.1)

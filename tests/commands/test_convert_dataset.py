@@ -22,20 +22,32 @@ from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.addresses import names_in
 
-OPTIONS: dict[str, Any] = {"classes": None, "short_side": 0, "quality": 90, "exif": False, "seekable": False}
+OPTIONS: dict[str, Any] = {
+    "classes": None,
+    "short_side": 0,
+    "quality": 90,
+    "exif": False,
+    "seekable": False,
+}
 
 
 def rows(num: int) -> list[dict[str, Any]]:
-    return [{"image": picture(i, 8, 8), "label": i % 5, "name": f"n{i}"} for i in range(num)]
+    return [
+        {"image": picture(i, 8, 8), "label": i % 5, "name": f"n{i}"} for i in range(num)
+    ]
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows stand for a Dataset; each shard gets an equal part of them."""
 
-    def parts(samples: list[dict[str, Any]], copy: Copy, shards: int, first: object) -> Iterator[dict[str, Any]]:
+    def parts(
+        samples: list[dict[str, Any]], copy: Copy, shards: int, first: object
+    ) -> Iterator[dict[str, Any]]:
         for part in np.array_split(np.arange(len(samples)), shards):
-            batch = pa.Table.from_pylist([convert_dataset._make(samples[i], copy) for i in part])
+            batch = pa.Table.from_pylist(
+                [convert_dataset._make(samples[i], copy) for i in part]
+            )
             yield json.loads(convert_dataset._write(batch, copy)["part"][0])
 
     monkeypatch.setattr(convert_dataset, "_parts", parts)
@@ -43,19 +55,29 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert_dataset, "count_cpus", lambda what, here: 1)
 
 
-def copied(samples: list[dict[str, Any]], dst: object, shards: int, policy: str = "raise") -> dict[str, int]:
-    return make_copy(samples, str(dst), shards, True, True, on_bad_sample=policy, **OPTIONS)  # type: ignore[arg-type]
+def copied(
+    samples: list[dict[str, Any]], dst: object, shards: int, policy: str = "raise"
+) -> dict[str, int]:
+    return make_copy(
+        samples, str(dst), shards, True, True, on_bad_sample=policy, **OPTIONS
+    )  # type: ignore[arg-type]
 
 
-def test_in_a_bucket_new_shards_replace_the_old_ones_and_what_was_left(bucket: str) -> None:
+def test_in_a_bucket_new_shards_replace_the_old_ones_and_what_was_left(
+    bucket: str,
+) -> None:
     address = f"{bucket}/a.lmdb"
     for num, shards in ((40, 1), (60, 3), (20, 2)):
         copied(rows(num), address, shards)
         store = open_store(address)
-        assert store.read(np.arange(num), ("name",))["name"] == [f"n{i}" for i in range(num)]
+        assert store.read(np.arange(num), ("name",))["name"] == [
+            f"n{i}" for i in range(num)
+        ]
         filesystem, path = open_filesystem(address)
         assert len(names_in(filesystem, path)) == shards + 1
-        with filesystem.open_output_stream(f"{path}/00000-0123abcd.lmdb") as file:  # by a task that died
+        with filesystem.open_output_stream(
+            f"{path}/00000-0123abcd.lmdb"
+        ) as file:  # by a task that died
             file.write(b"x")
 
 
@@ -63,20 +85,27 @@ def test_in_a_bucket_an_error_leaves_the_old_store(bucket: str) -> None:
     copied(rows(20), f"{bucket}/a.lmdb", 2)
     before = names_in(*open_filesystem(f"{bucket}/a.lmdb"))
     bad = [*rows(30), {"image": b"no image", "label": 1, "name": "bad"}]
-    with pytest.raises(SampleError, match=r"the Dataset: sample 30: .* Exclude such samples with --on-bad-sample"):
+    with pytest.raises(
+        SampleError,
+        match=r"the Dataset: sample 30: .* Exclude such samples with --on-bad-sample",
+    ):
         copied(bad, f"{bucket}/a.lmdb", 3)
     assert names_in(*open_filesystem(f"{bucket}/a.lmdb")) == before
 
 
 @pytest.mark.parametrize("suffix", ["lmdb", "parquet"])
-def test_bad_rows_are_skipped_and_a_shard_of_none_is_left_out(tmp_path: Path, suffix: str) -> None:
+def test_bad_rows_are_skipped_and_a_shard_of_none_is_left_out(
+    tmp_path: Path, suffix: str
+) -> None:
     samples = rows(30)
     for i in (*range(10, 20), 25):
         samples[i]["image"] = None
     counts = copied(samples, tmp_path / f"a.{suffix}", 3, "skip")
     assert (counts["samples"], counts["skipped"]) == (19, 11)
     store = open_store(tmp_path / f"a.{suffix}")
-    assert store.read(np.arange(19), ("name",))["name"] == [f"n{i}" for i in range(30) if samples[i]["image"]]
+    assert store.read(np.arange(19), ("name",))["name"] == [
+        f"n{i}" for i in range(30) if samples[i]["image"]
+    ]
     assert sorted(file.name for file in (tmp_path / f"a.{suffix}").iterdir()) == [
         f"0000{n}.{suffix}" for n in (0, 1)
     ]
@@ -85,14 +114,16 @@ def test_bad_rows_are_skipped_and_a_shard_of_none_is_left_out(tmp_path: Path, su
 def test_a_dataset_without_a_readable_row(tmp_path: Path) -> None:
     samples = [{"image": None, "label": 1}, {"image": b"x", "label": 2}]
     with pytest.raises(
-        StoreError, match="the Dataset has no readable sample; the first: sample 0: it has no bytes"
+        StoreError,
+        match="the Dataset has no readable sample; the first: sample 0: it has no bytes",
     ):
         copied(samples, tmp_path / "a.lmdb", 2, "skip")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"label": None}, "do not fit"), ({"more": 1}, "has the columns")]
+    ("change", "message"),
+    [({"label": None}, "do not fit"), ({"more": 1}, "has the columns")],
 )
 def test_a_row_that_does_not_fit_the_columns_is_named(
     tmp_path: Path, change: dict[str, Any], message: str
@@ -103,10 +134,14 @@ def test_a_row_that_does_not_fit_the_columns_is_named(
         copied(samples, tmp_path / "a.lmdb", 4, "skip")
 
 
-def test_a_file_that_a_task_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_a_task_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = convert_dataset._parts
 
-    def parts_and_file(samples: Any, copy: Copy, *others: Any) -> Iterator[dict[str, Any]]:
+    def parts_and_file(
+        samples: Any, copy: Copy, *others: Any
+    ) -> Iterator[dict[str, Any]]:
         (Path(copy.dst) / "0123.lmdb").write_bytes(b"x")
         yield from parts(samples, copy, *others)
 

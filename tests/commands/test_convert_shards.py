@@ -18,7 +18,13 @@ from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.record import Fingerprint, RecordLayout, column_types, plain
 
-TYPES = {"image": "binary", "label": "int64", "name": "string", "score": "float64", "mask": "binary"}
+TYPES = {
+    "image": "binary",
+    "label": "int64",
+    "name": "string",
+    "score": "float64",
+    "mask": "binary",
+}
 SAMPLES: list[dict[str, Any]] = [
     {"image": b"abc", "label": 1, "name": "x", "score": 0.5, "mask": b"12"},
     {"image": b"de", "label": 2, "name": "y", "score": -1.0, "mask": None},
@@ -60,18 +66,25 @@ def test_any_change_of_one_sample_changes_the_digest(change: dict[str, Any]) -> 
 
 
 def test_order_and_number_of_samples_change_the_digest() -> None:
-    found = [digest(s) for s in (SAMPLES, SAMPLES[::-1], SAMPLES[:1], SAMPLES[1:], SAMPLES * 2, [])]
+    found = [
+        digest(s)
+        for s in (SAMPLES, SAMPLES[::-1], SAMPLES[:1], SAMPLES[1:], SAMPLES * 2, [])
+    ]
     assert len(set(found)) == len(found)
 
 
 def test_numbers_of_another_width_have_the_same_digest() -> None:
     narrow = SAMPLES[0] | {"label": np.int32(1), "score": np.float32(0.5)}
-    assert digest([narrow]) == digest([SAMPLES[0] | {"label": np.int64(1), "score": np.float64(0.5)}])
+    assert digest([narrow]) == digest(
+        [SAMPLES[0] | {"label": np.int64(1), "score": np.float64(0.5)}]
+    )
     assert digest([narrow]) == digest([SAMPLES[0]])
 
 
 @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-def test_the_digest_of_a_file_is_that_of_its_samples(suffix: str, tmp_path: Path) -> None:
+def test_the_digest_of_a_file_is_that_of_its_samples(
+    suffix: str, tmp_path: Path
+) -> None:
     many = [SAMPLES[i % 2] | {"label": i} for i in range(150)]
     with open_writer(tmp_path / f"a{suffix}", TYPES) as writer:
         for sample in many:
@@ -84,8 +97,15 @@ def test_the_digest_of_a_file_is_that_of_its_samples(suffix: str, tmp_path: Path
 
 
 def test_column_types_are_those_of_the_first_value_that_is_there() -> None:
-    columns = {"name": [None, "b"], "good": [True, False], "score": [0.5, 1.0], "mask": [b"", None]}
-    found = column_types({"image": [b"a", b"b"], "label": [0, 1], "weight": [1, 0.5], **columns}, "x")
+    columns = {
+        "name": [None, "b"],
+        "good": [True, False],
+        "score": [0.5, 1.0],
+        "mask": [b"", None],
+    }
+    found = column_types(
+        {"image": [b"a", b"b"], "label": [0, 1], "weight": [1, 0.5], **columns}, "x"
+    )
     assert found == {
         "image": "binary",
         "label": "int64",
@@ -97,7 +117,9 @@ def test_column_types_are_those_of_the_first_value_that_is_there() -> None:
     }
 
 
-@pytest.mark.parametrize(("values", "kind"), [([[b"1"], [b"2"]], "list"), ([{"a": b"1"}], "dict")])
+@pytest.mark.parametrize(
+    ("values", "kind"), [([[b"1"], [b"2"]], "list"), ([{"a": b"1"}], "dict")]
+)
 def test_a_column_that_cannot_be_copied_is_named(values: list[Any], kind: str) -> None:
     with pytest.raises(StoreError, match=f"column 'boxes' has values of type {kind}"):
         column_types({"image": [b"a", b"b"], "boxes": values}, "x")
@@ -126,31 +148,52 @@ def test_structs_are_copied_as_json() -> None:
     assert column_types(first, "x")["meta"] == "string"
     meta = plain({"meta": first["meta"][0]}, {"meta": "string"})["meta"]
     assert json.loads(meta) == {"author": "é", "sizes": [1, 2]}
-    with pytest.raises(StoreError, match="column 'meta' has a value that cannot be copied as JSON"):
+    with pytest.raises(
+        StoreError, match="column 'meta' has a value that cannot be copied as JSON"
+    ):
         plain({"meta": [b"bytes"]}, {"meta": "string"})
 
 
 def test_labels_that_cannot_be_copied_say_what_labels_are() -> None:
-    for labels, kind in ((["cat", "dog"], "str"), ([[1], [1, 2]], "list"), ([None, None], "NoneType")):
-        with pytest.raises(StoreError, match=f"x: column 'label' has values of type {kind}.*number the classes"):
+    for labels, kind in (
+        (["cat", "dog"], "str"),
+        ([[1], [1, 2]], "list"),
+        ([None, None], "NoneType"),
+    ):
+        with pytest.raises(
+            StoreError,
+            match=f"x: column 'label' has values of type {kind}.*number the classes",
+        ):
             column_types({"image": [b"a", b"b"], "label": labels}, "x")
-    assert column_types({"image": [b"a"], "label": [[0, 1, 1]]}, "x")["label"] == "int64[3]"
+    assert (
+        column_types({"image": [b"a"], "label": [[0, 1, 1]]}, "x")["label"]
+        == "int64[3]"
+    )
 
 
 def test_a_missing_label_is_not_copied_as_nan() -> None:
     row = {"label": None, "score": None}
     copied = plain(row, {"label": "float64", "score": "float64"})
-    assert copied["label"] is None and np.isnan(copied["score"])  # None is rejected where it is written
+    assert copied["label"] is None and np.isnan(
+        copied["score"]
+    )  # None is rejected where it is written
 
 
 def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
     boxes = [[[0.1, 2, 3.5, 4, 1]], [], np.array([[1, 2, 3, 4, 5]], np.float32)]
-    store, file = MemoryStore([picture(0)] * 3, [0] * 3, columns={"boxes": boxes}), tmp_path / "copy.lmdb"
+    store, file = (
+        MemoryStore([picture(0)] * 3, [0] * 3, columns={"boxes": boxes}),
+        tmp_path / "copy.lmdb",
+    )
     types = column_types(store.read(np.arange(3), store.columns), "x")
     assert types["boxes"] == "string"
-    assert list(write_shard(store, file, 0, 3, types, 0, 90, "raise")) == [(3, 0, 3 * len(picture(0)), [])]
+    assert list(write_shard(store, file, 0, 3, types, 0, 90, "raise")) == [
+        (3, 0, 3 * len(picture(0)), [])
+    ]
     copied = open_store(file).read(np.arange(3), ("boxes",))["boxes"]
-    assert [json.loads(text) for text in copied] == [np.asarray(each).tolist() for each in boxes]
+    assert [json.loads(text) for text in copied] == [
+        np.asarray(each).tolist() for each in boxes
+    ]
 
 
 def test_lists_that_may_be_boxes_do_not_go_with_smaller_images() -> None:
@@ -161,14 +204,19 @@ def test_lists_that_may_be_boxes_do_not_go_with_smaller_images() -> None:
 
 
 def test_a_source_without_images() -> None:
-    with pytest.raises(StoreError, match=r"x\.lmdb has no column 'image' for image_column; its columns are label"):
+    with pytest.raises(
+        StoreError,
+        match=r"x\.lmdb has no column 'image' for image_column; its columns are label",
+    ):
         column_types({"label": [1]}, "x.lmdb")
 
 
 @pytest.mark.parametrize("values", [(-1, 90), (0, 0), (0, 101)])
 def test_sizes_and_qualities_that_cannot_be(values: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match=f"got 0, {values[0]} and {values[1]}"):
-        convert(MemoryStore([b"x"], [0]), "x.lmdb", short_side=values[0], quality=values[1])
+        convert(
+            MemoryStore([b"x"], [0]), "x.lmdb", short_side=values[0], quality=values[1]
+        )
 
 
 @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
@@ -185,15 +233,26 @@ def test_one_byte_that_changes_on_the_disk_is_found(
 
     monkeypatch.setattr(copies, "digest_of", damaged)
     copy = write_shard(
-        MemoryStore(images, None), tmp_path / f"a{suffix}", 0, 100, {"image": "binary"}, 0, 90, "raise"
+        MemoryStore(images, None),
+        tmp_path / f"a{suffix}",
+        0,
+        100,
+        {"image": "binary"},
+        0,
+        90,
+        "raise",
     )
-    with pytest.raises(StoreError, match=f"a{suffix} does not read back as it was written"):
+    with pytest.raises(
+        StoreError, match=f"a{suffix} does not read back as it was written"
+    ):
         list(copy)
 
 
 def test_a_copy_that_is_no_longer_wanted_leaves_no_file(tmp_path: Path) -> None:
     file, store = tmp_path / "copy.lmdb", MemoryStore([picture(0)] * 200, [0] * 200)
-    copy = write_shard(store, file, 0, 200, {"image": "binary", "label": "int64"}, 0, 90, "raise")
+    copy = write_shard(
+        store, file, 0, 200, {"image": "binary", "label": "int64"}, 0, 90, "raise"
+    )
     assert next(copy)[0] == 64
     copy.close()
     assert not file.exists()

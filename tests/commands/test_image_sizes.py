@@ -36,31 +36,52 @@ UPRIGHT = [(12, 8), (9, 5), (20, 30), (3, 7)]
 
 
 @pytest.mark.parametrize(("exif", "expected"), [(False, STORED), (True, UPRIGHT)])
-def test_a_size_is_that_of_the_decoded_image(exif: bool, expected: list[tuple[int, int]]) -> None:
+def test_a_size_is_that_of_the_decoded_image(
+    exif: bool, expected: list[tuple[int, int]]
+) -> None:
     for image, (width, height) in zip(IMAGES, expected, strict=True):
         assert size_of(image, exif) == {"width": width, "height": height}
         assert decode(image, exif=exif).shape == (height, width, 3)
 
 
-def test_an_image_whose_decoder_is_not_installed_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_whose_decoder_is_not_installed_has_no_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     assert size_of(b"\0\0\0\x18ftypheic" + bytes(12)) == NO_SIZE
 
 
 # What a failed download, a truncation at the start, a pickle and a text leave in place of an image.
-UNREADABLE = [b"no image", IMAGES[0][:10], b"<html>404</html>", b"\x80\x04N.", b"\x93NUMPY", b"RIFF\0\0\0\0WAVE"]
+UNREADABLE = [
+    b"no image",
+    IMAGES[0][:10],
+    b"<html>404</html>",
+    b"\x80\x04N.",
+    b"\x93NUMPY",
+    b"RIFF\0\0\0\0WAVE",
+]
 
 
 @pytest.mark.parametrize("image", UNREADABLE)
 @pytest.mark.parametrize("sized", [(), ("width", "height")])
-def test_a_conversion_refuses_what_no_decoder_reads(image: bytes, sized: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_conversion_refuses_what_no_decoder_reads(
+    image: bytes, sized: tuple[str, ...], tmp_path: Path
+) -> None:
     types = {"image": "binary", "label": "int64"} | dict.fromkeys(sized, "int64")
     source = MemoryStore([PNG, image], [0, 1])
-    with pytest.raises(SampleError, match=r"sample 1: .*Exclude such samples with --on-bad-sample skip"):
-        list(write_shard(source, tmp_path / "a.lmdb", 0, 2, types, 0, 90, "raise", sized))
-    (part,) = write_shard(source, tmp_path / "b.lmdb", 0, 2, types, 0, 90, "skip", sized)
+    with pytest.raises(
+        SampleError, match=r"sample 1: .*Exclude such samples with --on-bad-sample skip"
+    ):
+        list(
+            write_shard(source, tmp_path / "a.lmdb", 0, 2, types, 0, 90, "raise", sized)
+        )
+    (part,) = write_shard(
+        source, tmp_path / "b.lmdb", 0, 2, types, 0, 90, "skip", sized
+    )
     assert part[0] == 2 and [index for index, _ in part[3]] == [1]
-    assert open_store(tmp_path / "b.lmdb").read(np.arange(1), ("image",))["image"] == [PNG]
+    assert open_store(tmp_path / "b.lmdb").read(np.arange(1), ("image",))["image"] == [
+        PNG
+    ]
 
 
 @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
@@ -70,7 +91,9 @@ def test_a_conversion_writes_the_sizes_of_all_images(
 ) -> None:
     types = {"image": "binary", "label": "int64", "width": "int64", "height": "int64"}
     source, file = MemoryStore(IMAGES, range(4)), tmp_path / f"a{suffix}"
-    (part,) = write_shard(source, file, 0, 4, types, 0, 90, "raise", ("width", "height"), exif)
+    (part,) = write_shard(
+        source, file, 0, 4, types, 0, 90, "raise", ("width", "height"), exif
+    )
     assert part == (4, 0, sum(map(len, IMAGES)), [])
     found = open_store(file).read(np.arange(4), ("image", "width", "height"))
     assert found["image"] == IMAGES and found["width"].dtype == np.int64
@@ -79,9 +102,25 @@ def test_a_conversion_writes_the_sizes_of_all_images(
 
 def test_shrunk_images_have_their_new_sizes(tmp_path: Path) -> None:
     types = {"image": "binary", "width": "int64", "height": "int64"}
-    source = MemoryStore([picture(0, 40, 60)], None, columns={"width": [60], "height": [40]})
-    list(write_shard(source, tmp_path / "a.lmdb", 0, 1, types, 20, 90, "raise", ("width", "height")))
-    found = open_store(tmp_path / "a.lmdb").read(np.arange(1), ("image", "width", "height"))
+    source = MemoryStore(
+        [picture(0, 40, 60)], None, columns={"width": [60], "height": [40]}
+    )
+    list(
+        write_shard(
+            source,
+            tmp_path / "a.lmdb",
+            0,
+            1,
+            types,
+            20,
+            90,
+            "raise",
+            ("width", "height"),
+        )
+    )
+    found = open_store(tmp_path / "a.lmdb").read(
+        np.arange(1), ("image", "width", "height")
+    )
     assert decode(found["image"][0]).shape == (20, 30, 3)
     assert (found["width"][0], found["height"][0]) == (30, 20)
 
@@ -92,7 +131,9 @@ class TestCommands:
     def test_convert_writes_sizes_unless_it_is_told_not_to(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        with open_writer(tmp_path / "a.lmdb", {"image": "binary", "height": "string"}) as writer:
+        with open_writer(
+            tmp_path / "a.lmdb", {"image": "binary", "height": "string"}
+        ) as writer:
             for image in IMAGES:
                 writer.append({"image": image, "height": "tall"})
         cli.main(["convert", f"{tmp_path}/a.lmdb", f"{tmp_path}/b.parquet"])
@@ -101,6 +142,8 @@ class TestCommands:
         copy = open_store(tmp_path / "b.parquet")
         assert copy.columns == ("image", "height", "width")
         read = copy.read(np.arange(4), ("height", "width"))
-        assert read["height"] == ["tall"] * 4 and read["width"].tolist() == [width for width, _ in STORED]
+        assert read["height"] == ["tall"] * 4 and read["width"].tolist() == [
+            width for width, _ in STORED
+        ]
         cli.main(["convert", f"{tmp_path}/a.lmdb", f"{tmp_path}/c.lmdb", "--no-sizes"])
         assert open_store(tmp_path / "c.lmdb").columns == ("image", "height")

@@ -30,7 +30,9 @@ NUM = 600
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An LMDB store of 600 samples, three of them bad."""
     path = tmp_path_factory.mktemp("damaged") / "train.lmdb"
-    samples = [{"image": BAD.get(i, picture(i % 50)), "label": i % 5} for i in range(NUM)]
+    samples = [
+        {"image": BAD.get(i, picture(i % 50)), "label": i % 5} for i in range(NUM)
+    ]
     write_atomically(str(path), samples, CLASSES)
     return path
 
@@ -64,20 +66,42 @@ def test_a_description_names_what_the_store_is(stores: dict[str, Path]) -> None:
 
 def test_bad_samples_and_empty_stores_are_described_as_well() -> None:
     found = describe(MemoryStore([None, b"x", picture(0)], None))
-    assert (found["sampled"], found["bad_samples"], found["formats"]) == (3, 2, {"unknown": 2, "JPEG": 1})
-    assert found["image_bytes"][0] == 0 and found["classes"] is None and [*found["columns"]] == ["image"]
-    rare = [bombs.rare_jpeg(), bombs.jpeg_of_scans(13000, 13000, 100), bombs.animated_webp(16383, 10900)]
+    assert (found["sampled"], found["bad_samples"], found["formats"]) == (
+        3,
+        2,
+        {"unknown": 2, "JPEG": 1},
+    )
+    assert (
+        found["image_bytes"][0] == 0
+        and found["classes"] is None
+        and [*found["columns"]] == ["image"]
+    )
+    rare = [
+        bombs.rare_jpeg(),
+        bombs.jpeg_of_scans(13000, 13000, 100),
+        bombs.animated_webp(16383, 10900),
+    ]
     found = describe(MemoryStore(rare, None))
-    assert (found["sampled"], found["bad_samples"], found["height_px"]) == (3, 2, [32, 32, 32])
+    assert (found["sampled"], found["bad_samples"], found["height_px"]) == (
+        3,
+        2,
+        [32, 32, 32],
+    )
     found = describe(MemoryStore([], []))
-    assert (found["samples"], found["sampled"], found["height_px"], found["image_bytes"]) == (0, 0, None, None)
+    assert (
+        found["samples"],
+        found["sampled"],
+        found["height_px"],
+        found["image_bytes"],
+    ) == (0, 0, None, None)
 
 
 def test_ranges_cover_the_store_and_cut_no_group() -> None:
     store = MemoryStore([b""] * 3000, None)
     assert task_bounds(store, 4).tolist() == [0, 750, 1500, 2250, 3000]
     assert (
-        task_bounds(store, 100)[[0, -1]].tolist() == [0, 3000] and len(task_bounds(store, 100)) == 3000 // 256 + 1
+        task_bounds(store, 100)[[0, -1]].tolist() == [0, 3000]
+        and len(task_bounds(store, 100)) == 3000 // 256 + 1
     )
     grouped = MemoryStore([b""] * 3000, None, group_size=700)
     assert task_bounds(grouped, 4).tolist() == [0, 1400, 2100, 2800, 3000]
@@ -88,7 +112,8 @@ def test_ranges_cover_the_store_and_cut_no_group() -> None:
 
 def test_samples_that_share_a_reason_are_counted() -> None:
     bad = [
-        {"index": index, "name": f"key {index}", "error": error} for index, error in ((3, "a"), (5, "b"), (7, "a"))
+        {"index": index, "name": f"key {index}", "error": error}
+        for index, error in ((3, "a"), (5, "b"), (7, "a"))
     ]
     three, five, _ = bad
     assert _reasons(bad) == [three | {"samples": 2}, five | {"samples": 1}]
@@ -103,7 +128,9 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_the_command_prints_text_in_a_terminal_and_json_elsewhere(
-    stores: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stores: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cli.main(["inspect", str(stores["train"])])
     found = json.loads(capsys.readouterr().out)
@@ -114,7 +141,9 @@ def test_the_command_prints_text_in_a_terminal_and_json_elsewhere(
     cli.main(["inspect", str(stores["train"])])
     heading, *rows = capsys.readouterr().out.splitlines()
     assert heading == str(stores["train"]) and not any("groups" in row for row in rows)
-    assert {"  formats      64 JPEG", "  height       40–40 px (median 40)"} <= set(rows)
+    assert {"  formats      64 JPEG", "  height       40–40 px (median 40)"} <= set(
+        rows
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +152,10 @@ def test_the_command_prints_text_in_a_terminal_and_json_elsewhere(
         (["inspect", "/nowhere.lmdb"], "error: /nowhere.lmdb does not exist"),
         (["verify", "/nowhere.lmdb"], "error: /nowhere.lmdb does not exist"),
         (["verify", "BROKEN"], "error: .*broken.parquet is truncated or not Parquet"),
-        (["verify", "STORE", "-o", "/nowhere/x.json"], "error: /nowhere/x.json cannot be written"),
+        (
+            ["verify", "STORE", "-o", "/nowhere/x.json"],
+            "error: /nowhere/x.json cannot be written",
+        ),
     ],
 )
 def test_an_error_is_told_at_once_with_code_1(
@@ -141,7 +173,11 @@ def test_an_error_is_told_at_once_with_code_1(
         cli.main([paths.get(arg, arg) for arg in args])
     assert caught.value.code == 1
     captured = capsys.readouterr()
-    assert re.match(message, captured.err) and captured.out == "" and "Traceback" not in captured.err
+    assert (
+        re.match(message, captured.err)
+        and captured.out == ""
+        and "Traceback" not in captured.err
+    )
 
 
 # A verification
@@ -150,16 +186,24 @@ def test_an_error_is_told_at_once_with_code_1(
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 class TestVerify:
-    def test_every_bad_sample_is_found_and_can_be_left_out(self, damaged: Path, tmp_path: Path) -> None:
+    def test_every_bad_sample_is_found_and_can_be_left_out(
+        self, damaged: Path, tmp_path: Path
+    ) -> None:
         output, store = tmp_path / "bad.json", open_store(damaged)
         found = verify(store, str(output))
-        assert (found["samples"], found["bad_samples"], found["list"]) == (NUM, 3, str(output))
+        assert (found["samples"], found["bad_samples"], found["list"]) == (
+            NUM,
+            3,
+            str(output),
+        )
         assert found["seconds"] > 0 and found["images_per_s"] == NUM / found["seconds"]
         written = json.loads(output.read_text())
         assert [entry["index"] for entry in written["bad"]] == sorted(BAD)
         assert all(entry["error"] for entry in written["bad"])
         assert found["reasons"] == [entry | {"samples": 1} for entry in written["bad"]]
-        assert [entry["name"] for entry in written["bad"]] == [f"{damaged}, key {index}" for index in sorted(BAD)]
+        assert [entry["name"] for entry in written["bad"]] == [
+            f"{damaged}, key {index}" for index in sorted(BAD)
+        ]
         assert (written["store"], written["num_samples"]) == (str(damaged), NUM)
         spec = open_stream(store, plan=PlanConfig(micro_batch_size=3), exclude=output)
         assert spec.plan.num_train == NUM - 3
@@ -211,7 +255,10 @@ class TestVerify:
             def __reduce__(self) -> Any:
                 return MemoryStore, ([b""], [0])
 
-        with pytest.raises(StoreError, match="has 1 samples for this process, 2 for the one that started it"):
+        with pytest.raises(
+            StoreError,
+            match="has 1 samples for this process, 2 for the one that started it",
+        ):
             verify(Elsewhere([b"", b""], [0, 0]))
 
     def test_a_list_that_cannot_be_written_is_told_first(self, damaged: Path) -> None:

@@ -12,7 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raypipe.commands.inspection import CheckedSample, check_range, check_samples, spread, types_of
+from raypipe.commands.inspection import (
+    CheckedSample,
+    check_range,
+    check_samples,
+    spread,
+    types_of,
+)
 from raypipe.config import RunConfig, StoreConfig
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
@@ -27,7 +33,9 @@ BAD = {0: b"", 17: IMAGES[17][:-200], 40: None, 41: b"no image", 99: b"\xff\xd8\
 
 
 def damaged(store: Store) -> dict[int, str]:
-    return {s.index: s.error for s in check_samples(store, np.arange(len(store))) if s.error}
+    return {
+        s.index: s.error for s in check_samples(store, np.arange(len(store))) if s.error
+    }
 
 
 def test_a_sample_is_described_by_its_bytes_and_pixels() -> None:
@@ -41,28 +49,40 @@ def test_a_sample_is_described_by_its_bytes_and_pixels() -> None:
 
 
 def test_what_cannot_be_decoded_is_bad_and_nothing_else() -> None:
-    store = MemoryStore([BAD.get(i, image) for i, image in enumerate(IMAGES)], [0] * NUM)
+    store = MemoryStore(
+        [BAD.get(i, image) for i, image in enumerate(IMAGES)], [0] * NUM
+    )
     found = damaged(store)
     assert found.keys() == BAD.keys()
     assert "truncated JPEG" in found[17]
 
 
 @pytest.mark.parametrize("error", [StoreError, OSError, ValueError])
-def test_a_sample_that_breaks_the_read_of_many_is_found_alone(error: type[Exception]) -> None:
+def test_a_sample_that_breaks_the_read_of_many_is_found_alone(
+    error: type[Exception],
+) -> None:
     class Broken(MemoryStore):
-        def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+        def read(
+            self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+        ) -> Any:
             if np.isin([5, 50, 51], indices).any():
                 raise error("the disk says no")
             return super().read(indices, columns)
 
     found = damaged(Broken(IMAGES, [0] * NUM))
-    expected = "the disk says no" if error is StoreError else f"{error.__name__}: the disk says no"
+    expected = (
+        "the disk says no"
+        if error is StoreError
+        else f"{error.__name__}: the disk says no"
+    )
     assert found == dict.fromkeys([5, 50, 51], expected)
 
 
 def test_lack_of_memory_is_not_the_samples_fault() -> None:
     class Poor(MemoryStore):
-        def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+        def read(
+            self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+        ) -> Any:
             raise MemoryError
 
     with pytest.raises(MemoryError):
@@ -72,7 +92,9 @@ def test_lack_of_memory_is_not_the_samples_fault() -> None:
 def parquet(file: Path, labels: list[int | None], group_size: int) -> None:
     schema = pa.schema([("image", pa.binary()), ("label", pa.int64())])
     table = pa.table({"image": IMAGES, "label": labels}, schema=schema)
-    pq.write_table(table, file, row_group_size=group_size, compression="none", use_dictionary=False)
+    pq.write_table(
+        table, file, row_group_size=group_size, compression="none", use_dictionary=False
+    )
 
 
 @pytest.mark.parametrize("group_size", [1, 7, 30])
@@ -85,18 +107,24 @@ def test_a_row_group_that_cannot_be_read_is_all_of_its_samples(
     group = 2
     chunk = pq.read_metadata(file).row_group(group).column(column)
     content = bytearray(file.read_bytes())
-    content[chunk.data_page_offset : chunk.data_page_offset + 8] = b"\xff" * 8  # the header of a page
+    content[chunk.data_page_offset : chunk.data_page_offset + 8] = (
+        b"\xff" * 8
+    )  # the header of a page
     file.write_bytes(content)
     found = damaged(open_store(file))
     assert list(found) == list(range(group * group_size, (group + 1) * group_size))
-    assert all(f"{file}, row group 2: cannot be read" in error for error in found.values())
+    assert all(
+        f"{file}, row group 2: cannot be read" in error for error in found.values()
+    )
 
 
 def test_a_damaged_group_is_not_read_for_each_of_its_samples() -> None:
     reads = []
 
     class Grouped(MemoryStore):
-        def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+        def read(
+            self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+        ) -> Any:
             if "image" in columns and (indices >= 64).any() and (indices < 96).any():
                 reads.append(indices)
                 raise StoreError("damaged")
@@ -125,14 +153,20 @@ def test_a_range_says_how_far_it_is_and_what_is_bad() -> None:
     store = MemoryStore(images, [0] * 700, CLASSES)
     parts = list(check_range(store, 10, 700, 700))
     assert [num for num, _, _ in parts] == [256, 256, 178]
-    assert sum(num_bytes for _, num_bytes, _ in parts) == sum(len(image or b"") for image in images[10:])
+    assert sum(num_bytes for _, num_bytes, _ in parts) == sum(
+        len(image or b"") for image in images[10:]
+    )
     bad = [entry for *_, found in parts for entry in found]
-    assert [entry["index"] for entry in bad] == [i for i in range(10, 700) if i % 100 in BAD]
+    assert [entry["index"] for entry in bad] == [
+        i for i in range(10, 700) if i % 100 in BAD
+    ]
     assert all(entry["error"] for entry in bad)
 
 
 def test_a_range_of_another_store_is_refused() -> None:
-    with pytest.raises(StoreError, match=r"memory:\w+ has 100 samples for this process, 99 for the one"):
+    with pytest.raises(
+        StoreError, match=r"memory:\w+ has 100 samples for this process, 99 for the one"
+    ):
         next(check_range(MemoryStore(IMAGES, [0] * NUM), 0, 10, 99))
 
 
@@ -143,7 +177,11 @@ def test_samples_that_tell_of_a_store_are_spread_and_of_few_groups(num: int) -> 
     store = MemoryStore([b""] * num, None, group_size=100)
     groups, grouped = store.groups, spread(store, 64)
     assert groups is not None
-    assert grouped.min() >= 0 and grouped.max() < num and len(grouped) == len(np.unique(grouped)) <= 64
+    assert (
+        grouped.min() >= 0
+        and grouped.max() < num
+        and len(grouped) == len(np.unique(grouped)) <= 64
+    )
     assert len(np.unique(np.searchsorted(groups, grouped, side="right"))) <= 8
 
 
@@ -151,21 +189,37 @@ def test_masks_and_boxes_are_checked_where_they_are_asked_for() -> None:
     mask = cv2.imencode(".png", np.zeros((40, 48), np.uint8))[1].tobytes()
     masks = [mask, mask, None, mask[:-30], picture(0), mask]
     boxes = [[0, 0, 9, 9, 0], [], [], [], [], [0, 0, 90, 9, 0]]
-    store = MemoryStore(IMAGES[:6], None, columns={"seg": masks, "objects": [json.dumps(each) for each in boxes]})
+    store = MemoryStore(
+        IMAGES[:6],
+        None,
+        columns={"seg": masks, "objects": [json.dumps(each) for each in boxes]},
+    )
 
     def bad(**targets: str) -> dict[int, str]:
-        return {s.index: s.error for s in check_samples(store, np.arange(6), targets) if s.error}
+        return {
+            s.index: s.error
+            for s in check_samples(store, np.arange(6), targets)
+            if s.error
+        }
 
     assert bad() == {}
     found = bad(mask="seg")
     assert found.keys() == {2, 3, 4}
-    assert found[2] == "the mask has no value" and "PNG of a mask: " in found[3] and "no PNG" in found[4]
+    assert (
+        found[2] == "the mask has no value"
+        and "PNG of a mask: " in found[3]
+        and "no PNG" in found[4]
+    )
     assert "reaches out of the image of 48x40 pixels" in bad(boxes="objects")[5]
     assert bad(mask="seg", boxes="objects").keys() == {2, 3, 4, 5}
 
 
 def test_columns_are_checked_where_they_are_asked_for_and_described() -> None:
-    values = {"caption": ["a", None, "c"], "pair": np.zeros((3, 2), np.float32), "tags": [[1], [], [1, 2, 3]]}
+    values = {
+        "caption": ["a", None, "c"],
+        "pair": np.zeros((3, 2), np.float32),
+        "tags": [[1], [], [1, 2, 3]],
+    }
     store = MemoryStore([picture(0)] * 3, [0.5, 1, 2], columns=values)
     assert types_of(store) == {
         "image": "images",
@@ -174,8 +228,13 @@ def test_columns_are_checked_where_they_are_asked_for_and_described() -> None:
         "pair": "float32 (2,)",
         "tags": "lists of int64",
     }
-    run = RunConfig(store=StoreConfig(columns={"caption": {}, "tags": {"length": 2, "fill": 0}}))
+    run = RunConfig(
+        store=StoreConfig(columns={"caption": {}, "tags": {"length": 2, "fill": 0}})
+    )
     found = list(check_samples(store, np.arange(3), of_run=run_columns(run, store)))
     assert not found[0].error
-    assert "column 'caption' has no value" in found[1].error and "'tags' has 3 values" in found[2].error
+    assert (
+        "column 'caption' has no value" in found[1].error
+        and "'tags' has 3 values" in found[2].error
+    )
     assert not any(sample.error for sample in check_samples(store, np.arange(3)))

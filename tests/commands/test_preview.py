@@ -35,21 +35,32 @@ FLIP = AugmentConfig(preset="light")  # the cheapest that draws anything
 TRANSFORM = TransformConfig(train="light", size=SIZE)
 
 
-def memory(num: int = 30, classes: tuple[str, ...] | None = CLASSES, bad: int = -1) -> MemoryStore:
+def memory(
+    num: int = 30, classes: tuple[str, ...] | None = CLASSES, bad: int = -1
+) -> MemoryStore:
     images = [b"\xff\xd8\xffbroken" if i == bad else picture(i) for i in range(num)]
     return MemoryStore(images, [i % 5 for i in range(num)], classes)
 
 
-def made(store: MemoryStore, augment: AugmentConfig = FLIP, transform: TransformConfig = TRANSFORM) -> Preview:
+def made(
+    store: MemoryStore,
+    augment: AugmentConfig = FLIP,
+    transform: TransformConfig = TRANSFORM,
+) -> Preview:
     plan = PlanConfig(epochs=3, micro_batch_size=B, global_batch_size=2 * B, seed=5)
     return Preview(stream(store, plan, transform), augment)
 
 
 def stream(
-    store: MemoryStore, plan: PlanConfig, transform: TransformConfig = TRANSFORM, columns: Sequence[str] = ()
+    store: MemoryStore,
+    plan: PlanConfig,
+    transform: TransformConfig = TRANSFORM,
+    columns: Sequence[str] = (),
 ) -> StreamSpec:
     label = "label" if "label" in store.columns else ""
-    return open_stream(store, plan=plan, transform=transform, columns=columns, target_column=label)
+    return open_stream(
+        store, plan=plan, transform=transform, columns=columns, target_column=label
+    )
 
 
 def first_of(shown: Preview, epoch: int = 0) -> list[int]:
@@ -65,7 +76,10 @@ def test_a_sample_is_found_in_its_micro_batch_or_left_out() -> None:
         places = find(shown.plan, epoch, range(35))
         assert sum(at is None for at, _ in places) == 3
         for index, (at, row) in enumerate(places):
-            assert at is None or (at.epoch, shown.plan.indices(at)[row]) == (epoch, index)
+            assert at is None or (at.epoch, shown.plan.indices(at)[row]) == (
+                epoch,
+                index,
+            )
 
 
 # What the tiles are
@@ -73,26 +87,48 @@ def test_a_sample_is_found_in_its_micro_batch_or_left_out() -> None:
 
 def test_the_tiles_are_what_the_pieces_give() -> None:
     store = memory()
-    augment = replace(FLIP, mixup_alpha=0.4, cutmix_alpha=1.0, mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1))
+    augment = replace(
+        FLIP,
+        mixup_alpha=0.4,
+        cutmix_alpha=1.0,
+        mean=(0.5, 0.4, 0.3),
+        std=(0.3, 0.2, 0.1),
+    )
     augment = replace(augment, strength=(1, 1, 0))
     shown = made(store, augment)
-    in_both = zip(*(find(shown.plan, epoch, range(30)) for epoch in (0, 2)), strict=True)
-    indices = [index for index, places in enumerate(in_both) if all(at for at, _ in places)][:5]
+    in_both = zip(
+        *(find(shown.plan, epoch, range(30)) for epoch in (0, 2)), strict=True
+    )
+    indices = [
+        index for index, places in enumerate(in_both) if all(at for at, _ in places)
+    ][:5]
     rows, names = shown.tiles(indices, [0, 2])
-    assert names == ["transformed", "augmented"] and [len(row) for row in rows] == [5] * len(indices)
+    assert names == ["transformed", "augmented"] and [len(row) for row in rows] == [
+        5
+    ] * len(indices)
     apply = SampleTransform(build_transform("light", SIZE))
     device = DeviceAugment(augment, torch.device("cpu"))
-    mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (augment.mean, augment.std))
+    mean, std = (
+        torch.tensor(value).view(1, 3, 1, 1) for value in (augment.mean, augment.std)
+    )
     num_mixed = 0
     for index, row in zip(indices, rows, strict=True):
-        assert np.array_equal(row[0].image, decode(store.read(np.array([index]))["image"][0]))
+        assert np.array_equal(
+            row[0].image, decode(store.read(np.array([index]))["image"][0])
+        )
         for number, epoch in enumerate((0, 2)):
             transformed, fed = row[1 + 2 * number : 3 + 2 * number]
             ((at, place),) = find(shown.plan, epoch, [index])
             assert at is not None
             draws = shown.plan.draw(at)
-            columns, keys = store.read(draws.indices), shown.plan.sample_keys("train", draws).tolist()
-            pixels = [apply(decode(data), tuple(key)) for data, key in zip(columns["image"], keys, strict=True)]
+            columns, keys = (
+                store.read(draws.indices),
+                shown.plan.sample_keys("train", draws).tolist(),
+            )
+            pixels = [
+                apply(decode(data), tuple(key))
+                for data, key in zip(columns["image"], keys, strict=True)
+            ]
             assert np.array_equal(transformed.image, pixels[place])
             image, mixed = device(
                 torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2),
@@ -102,7 +138,14 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
                 # one step of an epoch's only one, in three epochs; 30 samples are one step of 16
                 strength=augment.strength_at(epoch / 3),
             )
-            wanted = ((image * std + mean)[place] * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy()
+            wanted = (
+                ((image * std + mean)[place] * 255)
+                .round()
+                .clamp(0, 255)
+                .byte()
+                .permute(1, 2, 0)
+                .numpy()
+            )
             assert np.array_equal(fed.image, wanted)
             num_mixed += mixed is not None
     assert num_mixed
@@ -114,24 +157,38 @@ def test_without_mixing_what_is_fed_is_a_flip_or_none() -> None:
         assert fed.lines[0] == "not mixed"
         # normalised and back, to the same bytes
         assert transformed.image is not None
-        assert any(np.array_equal(fed.image, way) for way in (transformed.image, transformed.image[:, ::-1]))
+        assert any(
+            np.array_equal(fed.image, way)
+            for way in (transformed.image, transformed.image[:, ::-1])
+        )
 
 
-@pytest.mark.parametrize(("alphas", "kind"), [((0.4, 0.0), "MixUp"), ((0.0, 1.0), "CutMix")])
-def test_the_caption_of_a_mixed_tile_is_its_target(alphas: tuple[float, float], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("alphas", "kind"), [((0.4, 0.0), "MixUp"), ((0.0, 1.0), "CutMix")]
+)
+def test_the_caption_of_a_mixed_tile_is_its_target(
+    alphas: tuple[float, float], kind: str
+) -> None:
     shown = made(memory(), replace(FLIP, mixup_alpha=alphas[0], cutmix_alpha=alphas[1]))
-    for index, row in zip(first_of(shown), shown.tiles(first_of(shown), [0])[0], strict=True):
+    for index, row in zip(
+        first_of(shown), shown.tiles(first_of(shown), [0])[0], strict=True
+    ):
         ((at, place),) = find(shown.plan, 0, [index])
         assert at is not None
         _, mixed, _ = shown.stages(shown._maker.batch(at))
         assert mixed is not None
         partner = int(shown.plan.indices(at)[(place + 1) % B])
         own, other = CLASSES[index % 5], CLASSES[partner % 5]
-        assert row[2].lines == (f"{kind}: {mixed.lam:.2f} {own}", f"+ {1 - mixed.lam:.2f} {other}")
+        assert row[2].lines == (
+            f"{kind}: {mixed.lam:.2f} {own}",
+            f"+ {1 - mixed.lam:.2f} {other}",
+        )
 
 
 @pytest.mark.parametrize("classes", [None, ("one",), ("日", "本", "語", "文", "字")])
-def test_a_class_without_a_name_that_can_be_drawn_has_its_number(classes: tuple[str, ...] | None) -> None:
+def test_a_class_without_a_name_that_can_be_drawn_has_its_number(
+    classes: tuple[str, ...] | None,
+) -> None:
     shown = made(memory(classes=classes))
     assert shown.tiles([3], [])[0][0][0].lines == ("class 3", "sample 3, 48 x 40")
 
@@ -146,10 +203,15 @@ def test_a_bad_sample_is_grey_with_the_reason_and_its_substitute_follows() -> No
     assert at is not None
     substitute = shown.plan.substitute(at, bad, 0)
     assert transformed.lines[-1] == f"bad: sample {substitute} stands in"
-    assert transformed.image is not None and fed.lines == ("not mixed", CLASSES[substitute % 5])
+    assert transformed.image is not None and fed.lines == (
+        "not mixed",
+        CLASSES[substitute % 5],
+    )
 
 
-def test_a_sample_that_the_transform_fails_on_has_a_substitute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_the_transform_fails_on_has_a_substitute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shown = made(memory())
     index = first_of(shown)[0]
     broken = decode(picture(index))
@@ -159,7 +221,10 @@ def test_a_sample_that_the_transform_fails_on_has_a_substitute(monkeypatch: pyte
             raise ValueError("not this one")
         return image[:SIZE, :SIZE]
 
-    monkeypatch.setattr("raypipe.transform.contents.build_transform", lambda name, size, by_library: transform)
+    monkeypatch.setattr(
+        "raypipe.transform.contents.build_transform",
+        lambda name, size, by_library: transform,
+    )
     decoded, transformed, fed = made(memory()).tiles([index], [0])[0][0]
     assert decoded.image is not None and fed.image is not None
     assert transformed.lines[-1].startswith("bad: sample ")
@@ -178,7 +243,11 @@ def test_a_sample_that_an_epoch_leaves_out_is_grey() -> None:
 def run(store: MemoryStore, output: Path, **changes: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"augment": FLIP, "epochs": 2, "samples": 2} | changes
     plan = settings.pop("plan", PlanConfig(epochs=2, micro_batch_size=B))
-    return preview(stream(store, plan, settings.pop("transform", TRANSFORM)), str(output), **settings)
+    return preview(
+        stream(store, plan, settings.pop("transform", TRANSFORM)),
+        str(output),
+        **settings,
+    )
 
 
 def test_the_same_settings_make_the_same_file(tmp_path: Path) -> None:
@@ -188,7 +257,12 @@ def test_the_same_settings_make_the_same_file(tmp_path: Path) -> None:
     torch.manual_seed(99)
     np.random.seed(99)
     run(memory(), files[1], augment=augment)
-    run(memory(), files[2], augment=augment, plan=PlanConfig(epochs=2, micro_batch_size=B, seed=1))
+    run(
+        memory(),
+        files[2],
+        augment=augment,
+        plan=PlanConfig(epochs=2, micro_batch_size=B, seed=1),
+    )
     assert files[0].read_bytes() == files[1].read_bytes() != files[2].read_bytes()
     assert Image.open(io.BytesIO(files[0].read_bytes())).format == "PNG"
 
@@ -196,7 +270,12 @@ def test_the_same_settings_make_the_same_file(tmp_path: Path) -> None:
 def test_the_process_that_draws_a_picture_is_left_as_it_was(tmp_path: Path) -> None:
     transform = replace(TRANSFORM, train="tv-light")
     with undisturbed():
-        run(memory(), tmp_path / "a.png", transform=transform, augment=replace(FLIP, mixup_alpha=0.4))
+        run(
+            memory(),
+            tmp_path / "a.png",
+            transform=transform,
+            augment=replace(FLIP, mixup_alpha=0.4),
+        )
 
 
 @pytest.mark.parametrize(
@@ -208,12 +287,16 @@ def test_the_process_that_draws_a_picture_is_left_as_it_was(tmp_path: Path) -> N
         ({"indices": [0] * 500}, "are 1500 pictures, not 1 to 400"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_shown_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         run(memory(), tmp_path / "a.png", **changes)
 
 
-@pytest.mark.parametrize("name", ["a.jpg", "missing/a.png", "folder.png", "n" * 300 + ".png"])
+@pytest.mark.parametrize(
+    "name", ["a.jpg", "missing/a.png", "folder.png", "n" * 300 + ".png"]
+)
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(ConfigError, match="--output"):
@@ -233,13 +316,21 @@ def scenes(bad: int = -1) -> MemoryStore:
         pixels = np.zeros((40, 48, 3), np.uint8)
         pixels[mask == 1, 2] = 200
         images.append(cv2.imencode(".png", pixels)[1].tobytes())
-        masks.append(b"bad" if number == bad else cv2.imencode(".png", mask)[1].tobytes())
+        masks.append(
+            b"bad" if number == bad else cv2.imencode(".png", mask)[1].tobytes()
+        )
         boxes.append([[left, top, left + 16, top + 16, 3]])
     return MemoryStore(images, None, columns={"seg": masks, "objects": boxes})
 
 
 def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
-    settings = TransformConfig(train="resize", size=24, mask_column="seg", boxes_column="objects", max_targets=2)
+    settings = TransformConfig(
+        train="resize",
+        size=24,
+        mask_column="seg",
+        boxes_column="objects",
+        max_targets=2,
+    )
     shown = made(scenes(bad=5), AugmentConfig(), settings)
     for index in (3, 5):
         decoded, *others = shown.tiles([index], [0])[0][0]
@@ -247,7 +338,9 @@ def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
         assert "mask" in decoded.targets or "the mask is no PNG" in decoded.reason
         for tile in others:
             assert tile.image is not None
-            assert ((tile.image[:, :, 0] > 100) == (tile.targets["mask"] == 1)).mean() > 0.95
+            assert (
+                (tile.image[:, :, 0] > 100) == (tile.targets["mask"] == 1)
+            ).mean() > 0.95
             assert tile.targets["boxes"][:, 4].tolist() == [3, -1]
     with pytest.raises(ConfigError, match="the preset light moves or erases"):
         made(scenes(), FLIP, settings)
@@ -256,13 +349,30 @@ def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
 # The command
 
 
-def test_the_command(stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for i, option in enumerate(["-o", "--output"]):
-        args = ["preview", str(stores["train"]), "--show-epochs=1", "--plan.epochs=5", "--indices=[7,3,7]"]
-        args += ["--plan.micro_batch_size=8", "--transform.size=24", "--augment.cutmix-alpha", "1"]
+        args = [
+            "preview",
+            str(stores["train"]),
+            "--show-epochs=1",
+            "--plan.epochs=5",
+            "--indices=[7,3,7]",
+        ]
+        args += [
+            "--plan.micro_batch_size=8",
+            "--transform.size=24",
+            "--augment.cutmix-alpha",
+            "1",
+        ]
         main([*args, option, str(tmp_path / f"{i}.png")])
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert found == {"output": str(tmp_path / f"{i}.png"), "samples": 3, "epochs": 1}
+        assert found == {
+            "output": str(tmp_path / f"{i}.png"),
+            "samples": 3,
+            "epochs": 1,
+        }
     assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
 
 
@@ -270,8 +380,20 @@ def test_the_command_shows_what_a_filter_or_mixture_leaves_of_a_store(
     stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = f"{{a: {stores['train']}, b: {stores['val']}}}"
-    for args in ([str(stores["train"]), "--store.filter=label == 1"], [f"--store.train={one}"]):
-        main(["preview", *args, "--show-epochs=1", "--samples=2", "-o", str(tmp_path / "a.png")])
+    for args in (
+        [str(stores["train"]), "--store.filter=label == 1"],
+        [f"--store.train={one}"],
+    ):
+        main(
+            [
+                "preview",
+                *args,
+                "--show-epochs=1",
+                "--samples=2",
+                "-o",
+                str(tmp_path / "a.png"),
+            ]
+        )
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["samples"] == 2
 
 
@@ -279,7 +401,12 @@ def test_the_command_takes_steps(stores: dict[str, Path], tmp_path: Path) -> Non
     steps = "[{RandomResizedCrop: {size: [24, 24]}}, {HorizontalFlip: {p: 0.5}}]"
     pictures = []
     for name in ("light", steps):
-        args = ["--show-epochs=1", "--samples=2", "--transform.size=24", f"--transform.train={name}"]
+        args = [
+            "--show-epochs=1",
+            "--samples=2",
+            "--transform.size=24",
+            f"--transform.train={name}",
+        ]
         main(["preview", str(stores["train"]), *args, f"--output={tmp_path / 'a.png'}"])
         pictures.append(np.asarray(Image.open(tmp_path / "a.png")))
     # Below the note, which names the transform, in one line or two.
@@ -297,13 +424,20 @@ def test_the_command_takes_steps(stores: dict[str, Path], tmp_path: Path) -> Non
     ],
 )
 def test_an_error_of_the_command_is_one_line(
-    stores: dict[str, Path], option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    stores: dict[str, Path],
+    option: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["preview", str(stores["train"]), f"--output={tmp_path / 'a.png'}", option])
+        main(
+            ["preview", str(stores["train"]), f"--output={tmp_path / 'a.png'}", option]
+        )
     assert caught.value.code == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 + error.count("\n  tip: ")
+    assert error.startswith("error: ") and error.count("\n") == 1 + error.count(
+        "\n  tip: "
+    )
 
 
 def test_an_augmentation_that_sets_nothing_draws_nothing_and_says_so(
@@ -320,9 +454,13 @@ def test_an_augmentation_that_sets_nothing_draws_nothing_and_says_so(
     monkeypatch.setattr("raypipe.commands.preview.draw", drawn)
     run(memory(), tmp_path / "a.png", augment=AugmentConfig(), epochs=1)
     run(memory(), tmp_path / "a.png", epochs=1)
-    assert notes[0].endswith("light, 24 px; on the device: none") and notes[1].endswith("on the device: light")
+    assert notes[0].endswith("light, 24 px; on the device: none") and notes[1].endswith(
+        "on the device: light"
+    )
     for _, transformed, fed in tiles[0]:
-        assert fed.lines[0] == "not mixed" and np.array_equal(transformed.image, fed.image)
+        assert fed.lines[0] == "not mixed" and np.array_equal(
+            transformed.image, fed.image
+        )
 
 
 # Columns and targets that are no classes
@@ -331,18 +469,29 @@ def test_an_augmentation_that_sets_nothing_draws_nothing_and_says_so(
 def test_a_store_without_labels_is_shown_without_classes() -> None:
     shown = made(MemoryStore([picture(number) for number in range(30)], None))
     ((row,), _) = shown.tiles([first_of(shown)[0]], [0])
-    assert [tile.lines[0] for tile in row] == ["", "step 0, micro 0, row 0", "not mixed"]
+    assert [tile.lines[0] for tile in row] == [
+        "",
+        "step 0, micro 0, row 0",
+        "not mixed",
+    ]
 
 
 @pytest.mark.parametrize("labels", [np.arange(30) / 4, np.eye(30, 3, dtype=np.int64)])
-def test_captions_show_columns_and_targets_of_any_numbers(labels: Any, tmp_path: Path) -> None:
+def test_captions_show_columns_and_targets_of_any_numbers(
+    labels: Any, tmp_path: Path
+) -> None:
     captions = [f"picture {number}" for number in range(30)]
-    store = MemoryStore([picture(number) for number in range(30)], labels, columns={"caption": captions})
+    store = MemoryStore(
+        [picture(number) for number in range(30)], labels, columns={"caption": captions}
+    )
     spec = stream(store, PlanConfig(epochs=1, micro_batch_size=B), columns=["caption"])
     shown = Preview(spec, FLIP)
     index = first_of(shown)[0]
     ((row,), _) = shown.tiles([index], [0])
-    assert row[0].lines[1] == f"sample {index}, 48 x 40" and row[1].lines[-1] == f"caption picture {index}"
+    assert (
+        row[0].lines[1] == f"sample {index}, 48 x 40"
+        and row[1].lines[-1] == f"caption picture {index}"
+    )
     assert row[2].lines == ("not mixed", f"target {np.array2string(labels[index])}")
     # The example that stands for no augmentation mixes nothing that has no mixture.
     assert preview(spec, str(tmp_path / "a.png"), epochs=1, samples=1)["samples"] == 1
@@ -358,7 +507,10 @@ def test_captions_show_columns_and_targets_of_any_numbers(labels: Any, tmp_path:
 # Views
 
 
-VIEWS = {"global": {"transform": "light", "count": 2}, "local": {"transform": "light", "count": 3, "size": 12}}
+VIEWS = {
+    "global": {"transform": "light", "count": 2},
+    "local": {"transform": "light", "count": 3, "size": 12},
+}
 
 
 def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
@@ -370,7 +522,10 @@ def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
     ((at, place),) = find(shown.plan, 0, indices[:1])
     assert at is not None
     host = shown._maker.batch(at)
-    views = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in host.arrays("view").items()}
+    views = {
+        name: torch.from_numpy(view).movedim(-1, -3)
+        for name, view in host.arrays("view").items()
+    }
     fed = device.of_views(views, seed=shown.plan.micro_batch_seed(at))
     for number, tile in enumerate(rows[0][1:6]):
         name, crop = ("global", number) if number < 2 else ("local", number - 2)
@@ -384,4 +539,9 @@ def test_a_picture_of_views_has_no_mixing(tmp_path: Path) -> None:
     width, _ = Image.open(tmp_path / "a.png").size
     assert width == 2 * 24 + 11 * 168 - 8
     with pytest.raises(ConfigError, match="mixes images, and no views"):
-        run(memory(), tmp_path / "a.png", transform=transform, augment=replace(FLIP, mixup_alpha=0.4))
+        run(
+            memory(),
+            tmp_path / "a.png",
+            transform=transform,
+            augment=replace(FLIP, mixup_alpha=0.4),
+        )

@@ -71,7 +71,9 @@ def downloaded(tmp_path: Path) -> Path:
 def test_a_data_set_with_a_config_yaml_of_another_program_is_a_store(
     downloaded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (downloaded / "config.yaml").write_text("model: {name: vit}\ntransform: planted:make\n")
+    (downloaded / "config.yaml").write_text(
+        "model: {name: vit}\ntransform: planted:make\n"
+    )
     assert parse(str(downloaded)).store.train == str(downloaded)
     monkeypatch.chdir(downloaded)
     main(["inspect", "."])
@@ -79,18 +81,25 @@ def test_a_data_set_with_a_config_yaml_of_another_program_is_a_store(
 
 def test_a_resume_of_what_is_no_run_says_which_line_a_run_has(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("plan: {epochs: 3}\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml is not a run's: its first line must be '# A run of"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config\.yaml is not a run's: its first line must be '# A run of",
+    ):
         parse_run([f"--resume={tmp_path}"], None)
 
 
 # Whose code it names
 
 
-PROGRAM = "from raypipe.commands.cli import main\nif __name__ == '__main__':\n    main()\n"
+PROGRAM = (
+    "from raypipe.commands.cli import main\nif __name__ == '__main__':\n    main()\n"
+)
 
 
 def test_a_resume_of_ones_own_run_needs_no_word(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", transform={"train": "mine:make"}, train={"model": "mine:net"})
+    folder = write_run(
+        tmp_path / "run", transform={"train": "mine:make"}, train={"model": "mine:net"}
+    )
     run = parse_run([f"--resume={folder}"], None)
     assert (run.transform.train, run.train.model) == ("mine:make", "mine:net")
 
@@ -102,18 +111,33 @@ SMALL = ["--plan.micro_batch_size=4"]
 COMMANDS = [
     ["train", "--resume", "."],
     ["train", "--resume", ".", "--trust-run-code"],
-    ["digest", "--store.train=.", "--pool.engine=inline", "--transform.train=planted:make", *SMALL],
+    [
+        "digest",
+        "--store.train=.",
+        "--pool.engine=inline",
+        "--transform.train=planted:make",
+        *SMALL,
+    ],
     ["convert", ".", "../a.lmdb"],
 ]
 
 
 @pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
 def test_no_command_runs_code_of_the_folder_it_is_called_in(
-    args: list[str], downloaded: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    args: list[str],
+    downloaded: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     settings = {"augment": {"module": "planted:make"}, "plan": {"micro_batch_size": 4}}
     transform = {"train": "planted:make", "val": "planted:make"}
-    write_run(downloaded, store={"train": "."}, transform=transform, train={"model": "planted:make"}, **settings)
+    write_run(
+        downloaded,
+        store={"train": "."},
+        transform=transform,
+        train={"model": "planted:make"},
+        **settings,
+    )
     monkeypatch.chdir(downloaded)
     converts = args[0] == "convert"  # which copies the images that are there
     with contextlib.nullcontext() if converts else pytest.raises(SystemExit):
@@ -129,8 +153,19 @@ def test_the_error_says_why_the_code_of_this_folder_is_not_found(
 ) -> None:
     monkeypatch.chdir(downloaded)
     with pytest.raises(SystemExit):
-        main(["digest", ".", "--pool.engine=inline", "--transform.train=planted:make", *SMALL])
-    assert "the current folder is not searched, since it contains the store or the run" in capfd.readouterr().err
+        main(
+            [
+                "digest",
+                ".",
+                "--pool.engine=inline",
+                "--transform.train=planted:make",
+                *SMALL,
+            ]
+        )
+    assert (
+        "the current folder is not searched, since it contains the store or the run"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("target", [".", "..", "../../downloaded"])
@@ -160,9 +195,21 @@ def test_no_process_of_a_command_imports_what_lies_in_a_downloaded_folder(
     """Neither Ray's workers nor processes of its own: Ray puts the current folder in front, Python does by -c."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "raypipe").write_text(PROGRAM)
-    sizes = ["--transform.train=center", "--transform.size=16", "--plan.micro_batch_size=4", "--pool.max_actors=1"]
+    sizes = [
+        "--transform.train=center",
+        "--transform.size=16",
+        "--plan.micro_batch_size=4",
+        "--pool.max_actors=1",
+    ]
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "bin" / "raypipe"), "bench", ".", "--seconds=0.05", *sizes],
+        [
+            sys.executable,
+            str(tmp_path / "bin" / "raypipe"),
+            "bench",
+            ".",
+            "--seconds=0.05",
+            *sizes,
+        ],
         cwd=downloaded,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -17,15 +17,37 @@ from raypipe.streaming.chronicle import Chronicle
 from raypipe.train.run_folder import write_error
 
 WROTE: dict[str, Any] = {
-    **{"time": 100.0, "every_s": 5.0, "host": "a", "pid": 7, "workers": 2, "step": 40, "step_at": 60.0},
-    **{"begun": 50.0, "to_step": 90, "waits_for": "the checkpoint", "whom": "storage", "since": 70.0},
+    **{
+        "time": 100.0,
+        "every_s": 5.0,
+        "host": "a",
+        "pid": 7,
+        "workers": 2,
+        "step": 40,
+        "step_at": 60.0,
+    },
+    **{
+        "begun": 50.0,
+        "to_step": 90,
+        "waits_for": "the checkpoint",
+        "whom": "storage",
+        "since": 70.0,
+    },
 }
 
 
 def test_who_waits_for_what_and_for_how_long() -> None:
     found = standing(WROTE, 103.0, True, 0.0)
-    assert found["state"] == "running" and found["age_s"] == 3 and found["step_age_s"] == 43
-    assert (found["waits_for"], found["whom"], found["since_s"]) == ("the checkpoint", "storage", 33)
+    assert (
+        found["state"] == "running"
+        and found["age_s"] == 3
+        and found["step_age_s"] == 43
+    )
+    assert (found["waits_for"], found["whom"], found["since_s"]) == (
+        "the checkpoint",
+        "storage",
+        33,
+    )
 
 
 def test_a_run_is_silent_restarting_or_ended() -> None:
@@ -42,9 +64,15 @@ def test_a_run_is_silent_restarting_or_ended() -> None:
 def test_a_run_that_an_error_has_ended_has_failed() -> None:
     left = WROTE | {"every_s": 0}
     assert standing(left, 1e6, False, 0.0, "no space")["state"] == "failed"
-    assert standing(left | {"step": 90}, 1e6, False, 0.0, "no space")["state"] == "failed"
-    assert standing(WROTE, 1e6, False, 0.0, "no space")["state"] == "failed"  # its rank 0 was killed
-    assert standing(WROTE, 101.0, True, 0.0, "no space")["state"] == "running"  # it is being ended
+    assert (
+        standing(left | {"step": 90}, 1e6, False, 0.0, "no space")["state"] == "failed"
+    )
+    assert (
+        standing(WROTE, 1e6, False, 0.0, "no space")["state"] == "failed"
+    )  # its rank 0 was killed
+    assert (
+        standing(WROTE, 101.0, True, 0.0, "no space")["state"] == "running"
+    )  # it is being ended
 
 
 def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
@@ -64,33 +92,65 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
         chronicle.step = 40
         chronicle.record("train", images_per_s=10.0, epoch=1)
         chronicle.record("fault", text="a transform actor died")
-        with chronicle.waiting("the checkpoint", lambda: "the previous one is being written"):
+        with chronicle.waiting(
+            "the checkpoint", lambda: "the previous one is being written"
+        ):
             chronicle._look(time.time())
             text, found = shown(tmp_path, capsys)
-        assert found["state"] == "running" and found["step"] == 40 and found["to_step"] == 90
-        assert found["epoch"] == 1 and found["images_per_s"] == 10.0 and "process" in found["held_by"]
-        assert found["waits_for"] == "the checkpoint" and found["whom"] == "the previous one is being written"
-        assert found["faults"] == ["a transform actor died"] and found["checkpoint"] is None
-        assert "the checkpoint for 0 s: the previous one is being written" in text and "40 of 90" in text
+        assert (
+            found["state"] == "running"
+            and found["step"] == 40
+            and found["to_step"] == 90
+        )
+        assert (
+            found["epoch"] == 1
+            and found["images_per_s"] == 10.0
+            and "process" in found["held_by"]
+        )
+        assert (
+            found["waits_for"] == "the checkpoint"
+            and found["whom"] == "the previous one is being written"
+        )
+        assert (
+            found["faults"] == ["a transform actor died"]
+            and found["checkpoint"] is None
+        )
+        assert (
+            "the checkpoint for 0 s: the previous one is being written" in text
+            and "40 of 90" in text
+        )
         chronicle.close()
         assert shown(tmp_path, capsys)[1]["state"] == "restarting"
     found = shown(tmp_path, capsys)[1]
-    assert found["state"] == "stopped" and found["held_by"] == "" and found["waits_for"] == ""
+    assert (
+        found["state"] == "stopped"
+        and found["held_by"] == ""
+        and found["waits_for"] == ""
+    )
     write_error(tmp_path.as_uri(), "no space left\n\nTraceback")
     text, found = shown(tmp_path, capsys)
     assert found["state"] == "failed" and found["error"] == "no space left"
     assert "no space left" in text and "Traceback" not in text
 
 
-def test_a_run_that_has_not_begun_to_train_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_not_begun_to_train_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text("# A run of raypipe: its settings.\n")
     with pytest.raises(SystemExit):
         main(["status", str(tmp_path)])
-    assert "has no status.json: the run has not begun to train" in capsys.readouterr().err
+    assert (
+        "has no status.json: the run has not begun to train" in capsys.readouterr().err
+    )
     write_error(tmp_path.as_uri(), "no GPU")
     with pytest.raises(SystemExit):
         main(["status", str(tmp_path)])
-    assert "the run has failed before it began to train: no GPU" in capsys.readouterr().err
+    assert (
+        "the run has failed before it began to train: no GPU" in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main(["status", str(tmp_path / "config.yaml")])
-    assert "config.yaml cannot be used: [Errno 20] Not a directory" in capsys.readouterr().err
+    assert (
+        "config.yaml cannot be used: [Errno 20] Not a directory"
+        in capsys.readouterr().err
+    )

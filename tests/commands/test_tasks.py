@@ -19,10 +19,14 @@ def test_a_task_ends_at_its_next_part_when_the_file_is_gone(tmp_path: Path) -> N
     task = _while_wanted(tmp_path / "wanted", counting(), [1, 2, -1])
     assert next(task) == (1,)
     (tmp_path / "wanted").unlink()
-    assert list(task) == [] == list(_while_wanted(tmp_path / "wanted", counting(), [-1]))
+    assert (
+        list(task) == [] == list(_while_wanted(tmp_path / "wanted", counting(), [-1]))
+    )
 
 
-def test_a_task_gives_its_error_which_ray_would_print_if_it_raised_it(tmp_path: Path) -> None:
+def test_a_task_gives_its_error_which_ray_would_print_if_it_raised_it(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "wanted").touch()
     part, error = _while_wanted(tmp_path / "wanted", counting(), [1, -1, 2])
     assert part == (1,) and isinstance(error, ConfigError)
@@ -51,7 +55,11 @@ class TestTasks:
     def test_tasks_run_here_or_anywhere(self, here: bool, tmp_path: Path) -> None:
         assert count_cpus("the count", here) == 4
         calls = [([1, 2],), ([],), ([3],)]
-        assert sorted(run_tasks("the count", here, counting(), calls, 6)) == [(1,), (2,), (3,)]
+        assert sorted(run_tasks("the count", here, counting(), calls, 6)) == [
+            (1,),
+            (2,),
+            (3,),
+        ]
         assert not list(tmp_path.glob("raypipe-tasks-*"))
 
     def test_an_error_of_a_task_is_the_error(self, tmp_path: Path) -> None:
@@ -59,10 +67,19 @@ class TestTasks:
             list(run_tasks("the count", True, counting(), [([1, -1, 2],)], 6))
         assert not list(tmp_path.glob("raypipe-tasks-*"))
 
-    @pytest.mark.parametrize(("here", "where"), [(True, "this node"), (False, "the cluster")])
+    @pytest.mark.parametrize(
+        ("here", "where"), [(True, "this node"), (False, "the cluster")]
+    )
     def test_a_busy_cluster_is_an_error_not_a_wait(
-        self, here: bool, where: str, all_cpus_held: None, monkeypatch: pytest.MonkeyPatch
+        self,
+        here: bool,
+        where: str,
+        all_cpus_held: None,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(tasks, "_SETTLE_S", 0.5)
-        with pytest.raises(ResourceError, match=f"1 CPU for the count, since other jobs hold all 4 of {where}"):
+        with pytest.raises(
+            ResourceError,
+            match=f"1 CPU for the count, since other jobs hold all 4 of {where}",
+        ):
             list(run_tasks("the count", here, counting(), [([1],)], 1))

@@ -30,7 +30,14 @@ import psutil
 import ray
 import torch
 
-from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.config import (
+    PlanConfig,
+    PoolConfig,
+    RunConfig,
+    StoreConfig,
+    TrainConfig,
+    TransformConfig,
+)
 from raypipe.metrics.records import read_records
 from raypipe.rayext.cluster import connect
 from raypipe.stores.destination import write_atomically
@@ -64,7 +71,9 @@ def make_store(folder: Path) -> str:
     samples = []
     for number in range(240):
         pixels = (rng.integers(0, 80, (32, 36, 3)) + 50 * (number % 4)).astype(np.uint8)
-        samples.append({"image": cv2.imencode(".png", pixels)[1].tobytes(), "label": number % 4})
+        samples.append(
+            {"image": cv2.imencode(".png", pixels)[1].tobytes(), "label": number % 4}
+        )
     path = str(folder / "store.lmdb")
     write_atomically(path, samples, ("a", "b", "c", "d"))
     return path
@@ -76,7 +85,11 @@ def kill_an_actor(moment: Callable[[], bool], killed: list[int]) -> threading.Th
     def run() -> None:
         while not killed:
             time.sleep(0.05)
-            actors = [each for each in psutil.Process().children(recursive=True) if _is_actor(each)]
+            actors = [
+                each
+                for each in psutil.Process().children(recursive=True)
+                if _is_actor(each)
+            ]
             if actors and moment():
                 killed.append(actors[0].pid)
                 os.kill(actors[0].pid, signal.SIGKILL)
@@ -108,7 +121,9 @@ def check_stream(store: str) -> dict[str, Any]:
     expected = [each.digest for each in digested(inline_batches(spec, start, 0, 1))]
     supervisor, found, killed = start_supervisor(), list[bytes](), list[int]()
     thread = kill_an_actor(lambda: len(found) > 40, killed)
-    held = ray.remote(num_cpus=1.5)(Holder).remote()  # a pool begins with as many actors as there is room for
+    held = ray.remote(num_cpus=1.5)(
+        Holder
+    ).remote()  # a pool begins with as many actors as there is room for
     ray.get(held.ready.remote())
     iterators = splits(spec, start, max_actors=2, world_size=2, supervisor=supervisor)
     for each in iterate_digests(spec.plan, start, iterators):
@@ -124,7 +139,9 @@ def check_stream(store: str) -> dict[str, Any]:
     return {"digest": combine(found), "growth": grown[0]}
 
 
-def run_of(store: str, runs: Path, name: str, plan: PlanConfig, **train: Any) -> RunConfig:
+def run_of(
+    store: str, runs: Path, name: str, plan: PlanConfig, **train: Any
+) -> RunConfig:
     """A run of the small model on two workers."""
     return RunConfig(
         store=StoreConfig(store, store),
@@ -140,13 +157,17 @@ def run_of(store: str, runs: Path, name: str, plan: PlanConfig, **train: Any) ->
 def steps_of(folder: Path) -> int:
     """Training steps that a run has logged."""
     records = read_records(folder.as_uri())
-    return max((record["step"] for record in records if record["kind"] == "train"), default=0)
+    return max(
+        (record["step"] for record in records if record["kind"] == "train"), default=0
+    )
 
 
 def weights_of(folder: Path) -> str:
     """16 hex digits over the weights of the last checkpoint."""
     newest = max(folder.glob("checkpoint_*/checkpoint.json")).parent
-    state = torch.load(newest / "state.pt", map_location="cpu", weights_only=True)["model"]
+    state = torch.load(newest / "state.pt", map_location="cpu", weights_only=True)[
+        "model"
+    ]
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(state):
         digest.update(state[name].contiguous().numpy().tobytes())
@@ -174,11 +195,20 @@ def check_training(store: str, runs: Path) -> dict[str, Any]:
 
     threading.Thread(target=stop, daemon=True).start()
     stopped = train(dataclasses.replace(run, name="stopped"))
-    resumed = train(dataclasses.replace(run, name="stopped", resume=str(runs / "stopped")))
-    assert stopped["stopped"] and stopped["steps"] < first["steps"] == resumed["steps"], (stopped, first, resumed)
+    resumed = train(
+        dataclasses.replace(run, name="stopped", resume=str(runs / "stopped"))
+    )
+    assert (
+        stopped["stopped"] and stopped["steps"] < first["steps"] == resumed["steps"]
+    ), (stopped, first, resumed)
     weights = weights_of(runs / "killed")
     assert weights == weights_of(runs / "stopped"), "the resumed run has other weights"
-    return {"weights": weights, "killed": len(killed), "stopped_at": stopped["steps"], "steps": first["steps"]}
+    return {
+        "weights": weights,
+        "killed": len(killed),
+        "stopped_at": stopped["steps"],
+        "steps": first["steps"],
+    }
 
 
 def check_elastic(store: str, runs: Path) -> str:
@@ -194,7 +224,9 @@ def check_elastic(store: str, runs: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=["stream", "training", "elastic"])
     only = parser.parse_args().only
     found: dict[str, Any] = {"ray": ray.__version__}

@@ -23,11 +23,27 @@ _ROW = re.compile(r"\| (\d+\.\d+\.\d+) \|")
 
 def check(release: str) -> dict[str, object]:
     """What check.py found on a release, or its error."""
-    command = ["uv", "run", "--with", f"ray=={release}", "python", "tests/compat/check.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    command = [
+        "uv",
+        "run",
+        "--with",
+        f"ray=={release}",
+        "python",
+        "tests/compat/check.py",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
     if done.returncode:
         print(done.stdout[-4000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
-        return {"error": (done.stderr.strip().splitlines() or ["no error was printed"])[-1]}
+        return {
+            "error": (done.stderr.strip().splitlines() or ["no error was printed"])[-1]
+        }
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -44,13 +60,23 @@ def write(page: Path, rows: dict[str, str]) -> None:
     lines = page.read_text().splitlines()
     known = {match[1]: line for line in lines if (match := _ROW.match(line))} | rows
     others = [line for line in lines if not _ROW.match(line)]
-    table_at = next(number for number, line in enumerate(others) if line.startswith("| ---")) + 1
-    table = [known[release] for release in sorted(known, key=lambda release: [*map(int, release.split("."))])]
+    table_at = (
+        next(number for number, line in enumerate(others) if line.startswith("| ---"))
+        + 1
+    )
+    table = [
+        known[release]
+        for release in sorted(
+            known, key=lambda release: [*map(int, release.split("."))]
+        )
+    ]
     page.write_text("\n".join([*others[:table_at], *table, *others[table_at:]]) + "\n")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("releases", nargs="*", default=RELEASES)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -23,7 +23,11 @@ Vector = dict[Labels, float]
 
 def rules() -> list[dict[str, Any]]:
     """The alerts, in their order."""
-    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    return [
+        rule
+        for group in yaml.safe_load(RULES.read_text())["groups"]
+        for rule in group["rules"]
+    ]
 
 
 def selectors() -> Iterator[Any]:
@@ -42,7 +46,10 @@ def selected() -> set[str]:
 def seconds(text: str) -> float:
     """Of a duration such as 1h30m."""
     units = {"h": 3600, "m": 60, "s": 1}
-    return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([hms])", text))
+    return sum(
+        float(number) * units[unit]
+        for number, unit in re.findall(r"([\d.]+)([hms])", text)
+    )
 
 
 class Series(NamedTuple):
@@ -66,13 +73,19 @@ def series_of(test: dict[str, Any]) -> list[Series]:
             else:
                 values += ["_"] * int(text[2:]) if text.startswith("_x") else [text]
         samples = [
-            (i * interval, math.nan if v == "stale" else float(v)) for i, v in enumerate(values) if v != "_"
+            (i * interval, math.nan if v == "stale" else float(v))
+            for i, v in enumerate(values)
+            if v != "_"
         ]
-        found.append(Series(name, frozenset(re.findall(r'(\w+)="([^"]*)"', labels)), samples))
+        found.append(
+            Series(name, frozenset(re.findall(r'(\w+)="([^"]*)"', labels)), samples)
+        )
     return found
 
 
-def firing(test: dict[str, Any], every_s: float, until_s: float) -> list[dict[str, str]]:
+def firing(
+    test: dict[str, Any], every_s: float, until_s: float
+) -> list[dict[str, str]]:
     """The alerts that fire at a time of a test, by their labels."""
     series, since = series_of(test), {}
     fire: list[dict[str, str]] = []
@@ -83,7 +96,9 @@ def firing(test: dict[str, Any], every_s: float, until_s: float) -> list[dict[st
                 key = rule["alert"], labels
                 active[key] = since.get(key, now)
                 if now - active[key] >= seconds(rule.get("for", "0s")):
-                    fire.append({**dict(labels), **rule["labels"], "alertname": rule["alert"]})
+                    fire.append(
+                        {**dict(labels), **rule["labels"], "alertname": rule["alert"]}
+                    )
         since = active
     return fire
 
@@ -101,12 +116,18 @@ class _Evaluation:
         wanted = [(m.name, m.op, m.value) for m in node.matchers.matchers]
         assert all(op == promql.MatchOp.Equal for _, op, _ in wanted), wanted
         pairs = {(name, value) for name, _, value in wanted}
-        return [each for each in self._series if each.name == node.name and pairs <= each.labels]
+        return [
+            each
+            for each in self._series
+            if each.name == node.name and pairs <= each.labels
+        ]
 
     def selector(self, node: Any) -> Vector:
         at, found = self._now - (node.offset or timedelta()).total_seconds(), {}
         for each in self._matching(node):
-            last = [value for time, value in each.samples if at - _LOOKBACK_S < time <= at][-1:]
+            last = [
+                value for time, value in each.samples if at - _LOOKBACK_S < time <= at
+            ][-1:]
             if last and not math.isnan(last[0]):
                 found[each.labels] = last[0]
         return found
@@ -117,7 +138,11 @@ class _Evaluation:
         ((matrix,), range_s) = node.args, node.args[0].range.total_seconds()
         found = {}
         for each in self._matching(matrix.vector_selector):
-            inside = [s for s in each.samples if self._now - range_s <= s[0] <= self._now and not math.isnan(s[1])]
+            inside = [
+                s
+                for s in each.samples
+                if self._now - range_s <= s[0] <= self._now and not math.isnan(s[1])
+            ]
             value = _OVER_TIME[node.func.name](inside, self._now - range_s, self._now)
             if value is not None:
                 found[each.labels] = value
@@ -126,9 +151,14 @@ class _Evaluation:
     def aggregate(self, node: Any) -> Vector:
         groups: dict[Labels, list[float]] = {}
         for labels, value in self.of(node.expr).items():
-            by = frozenset((name, of) for name, of in labels if name in node.modifier.labels)
+            by = frozenset(
+                (name, of) for name, of in labels if name in node.modifier.labels
+            )
             groups.setdefault(by, []).append(value)
-        return {labels: float(_AGGREGATES[str(node.op)](values)) for labels, values in groups.items()}
+        return {
+            labels: float(_AGGREGATES[str(node.op)](values))
+            for labels, values in groups.items()
+        }
 
     def binary(self, node: Any) -> Any:
         left, right, op = self.of(node.lhs), self.of(node.rhs), str(node.op)
@@ -143,9 +173,15 @@ class _Evaluation:
         elif isinstance(left, float):
             pairs = {labels: (left, value) for labels, value in right.items()}
         else:
-            pairs = {labels: (value, right[labels]) for labels, value in left.items() if labels in right}
+            pairs = {
+                labels: (value, right[labels])
+                for labels, value in left.items()
+                if labels in right
+            }
         if op in _COMPARISONS:
-            return {labels: a for labels, (a, b) in pairs.items() if _COMPARISONS[op](a, b)}
+            return {
+                labels: a for labels, (a, b) in pairs.items() if _COMPARISONS[op](a, b)
+            }
         return {labels: _OPERATORS[op](a, b) for labels, (a, b) in pairs.items()}
 
 
@@ -154,12 +190,16 @@ def _rate(samples: list[tuple[float, float]], start: float, end: float) -> float
     if len(samples) < 2:
         return None
     values = [value for _, value in samples]
-    increase = values[-1] - values[0] + sum(a for a, b in itertools.pairwise(values) if b < a)
+    increase = (
+        values[-1] - values[0] + sum(a for a, b in itertools.pairwise(values) if b < a)
+    )
     (first, _), (last, _) = samples[0], samples[-1]
     between = (last - first) / (len(samples) - 1)
     to_start, to_end = first - start, end - last
     if increase > 0 and values[0] >= 0:
-        to_start = min(to_start, (last - first) * values[0] / increase)  # a counter is not drawn out below 0
+        to_start = min(
+            to_start, (last - first) * values[0] / increase
+        )  # a counter is not drawn out below 0
     drawn = sum(to if to < between * 1.1 else between / 2 for to in (to_start, to_end))
     return increase * (last - first + drawn) / (last - first) / (end - start)
 
@@ -168,10 +208,23 @@ def _most(samples: list[tuple[float, float]], *_: float) -> float | None:
     return max((value for _, value in samples), default=None)
 
 
-_OVER_TIME: dict[str, Callable[..., float | None]] = {"rate": _rate, "max_over_time": _most}
-_AGGREGATES: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "count": len}
-_OPERATORS: dict[str, Callable[[float, float], float]] = {"-": operator.sub, "*": operator.mul}
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {">": operator.gt, "==": operator.eq}
+_OVER_TIME: dict[str, Callable[..., float | None]] = {
+    "rate": _rate,
+    "max_over_time": _most,
+}
+_AGGREGATES: dict[str, Callable[[list[float]], float]] = {
+    "sum": sum,
+    "max": max,
+    "count": len,
+}
+_OPERATORS: dict[str, Callable[[float, float], float]] = {
+    "-": operator.sub,
+    "*": operator.mul,
+}
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    "==": operator.eq,
+}
 _OF: dict[type, Callable[[_Evaluation, Any], Any]] = {
     promql.VectorSelector: _Evaluation.selector,
     promql.Call: _Evaluation.call,

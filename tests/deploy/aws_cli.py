@@ -73,7 +73,10 @@ def _answer(words: list[str]) -> str:
     (query,), (output,) = options.pop("query", [""]), options.pop("output", ["json"])
     shape = client.meta.service_model.operation_model(operation).input_shape
     names = {xform_name(name, "-"): name for name in shape.members}
-    given = {names[name]: _value(shape.members[names[name]], values) for name, values in options.items()}
+    given = {
+        names[name]: _value(shape.members[names[name]], values)
+        for name, values in options.items()
+    }
     found = getattr(client, words[1].replace("-", "_"))(**given)
     found = jmespath.search(query, found) if query else found
     if output == "text":
@@ -85,7 +88,10 @@ def _value(shape: Any, values: list[str]) -> Any:
     if values[0].startswith("["):
         return json.loads(values[0])
     if shape.type_name == "list":
-        return [_short(value) if shape.member.type_name == "structure" else value for value in values]
+        return [
+            _short(value) if shape.member.type_name == "structure" else value
+            for value in values
+        ]
     (value,) = values
     return value
 

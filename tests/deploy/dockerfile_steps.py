@@ -28,16 +28,23 @@ DROPPED = (" --system", " --no-cache-dir", " --no-cache")
 
 def instructions(dockerfile: str) -> list[tuple[str, str]]:
     """The instructions of a Dockerfile, in order: (name, arguments), comments and line breaks removed."""
-    lines = [line for line in dockerfile.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines = [
+        line
+        for line in dockerfile.splitlines()
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [
-        (name, arguments.strip()) for name, _, arguments in (line.partition(" ") for line in joined.splitlines())
+        (name, arguments.strip())
+        for name, _, arguments in (line.partition(" ") for line in joined.splitlines())
     ]
 
 
 def copies(arguments: str) -> tuple[list[str], str]:
     """Sources, relative to the repository, and destination of a COPY."""
-    *sources, destination = [word for word in shlex.split(arguments) if not word.startswith("--")]
+    *sources, destination = [
+        word for word in shlex.split(arguments) if not word.startswith("--")
+    ]
     return sources, destination
 
 
@@ -47,11 +54,20 @@ def run_steps(folder: Path) -> dict[str, float]:
     base = next(arguments for name, arguments in dockerfile if name == "FROM")
     version = re.match(r"python:(\d+\.\d+)", base)
     here = ".".join(map(str, sys.version_info[:2]))
-    assert version is not None and version[1] == here, f"run this with the Python of {base}"
+    assert version is not None and version[1] == here, (
+        f"run this with the Python of {base}"
+    )
     environment, image = folder / "venv", folder / "image"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    env |= {"VIRTUAL_ENV": str(environment), "PATH": f"{environment / 'bin'}:/usr/bin:/bin"}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTHON")
+    }
+    env |= {
+        "VIRTUAL_ENV": str(environment),
+        "PATH": f"{environment / 'bin'}:/usr/bin:/bin",
+    }
     image.mkdir()
     num_steps, started = 0, time.monotonic()
     for name, arguments in dockerfile:
@@ -59,7 +75,11 @@ def run_steps(folder: Path) -> dict[str, float]:
             for source in copies(arguments)[0]:
                 found = ROOT / source
                 if found.is_dir():
-                    shutil.copytree(found, image / found.name, ignore=shutil.ignore_patterns("__pycache__"))
+                    shutil.copytree(
+                        found,
+                        image / found.name,
+                        ignore=shutil.ignore_patterns("__pycache__"),
+                    )
                 else:
                     shutil.copy(found, image)
         elif name == "RUN" and re.search(r"\b(pip|uv) ", arguments):
@@ -70,9 +90,16 @@ def run_steps(folder: Path) -> dict[str, float]:
             num_steps += 1
     install_s = time.monotonic() - started
     packages = json.loads(
-        subprocess.run(["uv", "pip", "list", "--format", "json"], env=env, check=True, capture_output=True).stdout
+        subprocess.run(
+            ["uv", "pip", "list", "--format", "json"],
+            env=env,
+            check=True,
+            capture_output=True,
+        ).stdout
     )
-    elsewhere = folder / "elsewhere"  # raypipe must come from the environment, not from the working folder
+    elsewhere = (
+        folder / "elsewhere"
+    )  # raypipe must come from the environment, not from the working folder
     elsewhere.mkdir()
     for command in (
         "python -c 'import raypipe; print(raypipe.__file__); raypipe.StreamSpec'",
@@ -83,14 +110,32 @@ def run_steps(folder: Path) -> dict[str, float]:
         "python -c 'import boto3, googleapiclient; import ray.autoscaler._private.aws.node_provider'",
     ):
         print(f"+ {command}", flush=True)
-        subprocess.run(["bash", "-euo", "pipefail", "-c", command], cwd=elsewhere, env=env, check=True)
-    size = sum(file.stat().st_size for file in environment.rglob("*") if file.is_file() and not file.is_symlink())
-    return {"steps": num_steps, "install_s": round(install_s, 1), "packages": len(packages), "bytes": size}
+        subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=elsewhere,
+            env=env,
+            check=True,
+        )
+    size = sum(
+        file.stat().st_size
+        for file in environment.rglob("*")
+        if file.is_file() and not file.is_symlink()
+    )
+    return {
+        "steps": num_steps,
+        "install_s": round(install_s, 1),
+        "packages": len(packages),
+        "bytes": size,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", type=Path, help="an empty folder for the environment, which is left there")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="an empty folder for the environment, which is left there",
+    )
     keep = parser.parse_args().keep
     folder = keep or Path(tempfile.mkdtemp(prefix="image-"))
     try:

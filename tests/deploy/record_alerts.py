@@ -53,12 +53,22 @@ def scrape(run: str) -> dict[str, float]:
     (node,) = ray.nodes()
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     with urllib.request.urlopen(url, timeout=20) as answer:
-        lines = [line for line in answer.read().decode().splitlines() if line.partition("{")[0] in SELECTED]
-    families = text_string_to_metric_families("\n".join([*lines, ""]))  # of some lines alone: there are thousands
+        lines = [
+            line
+            for line in answer.read().decode().splitlines()
+            if line.partition("{")[0] in SELECTED
+        ]
+    families = text_string_to_metric_families(
+        "\n".join([*lines, ""])
+    )  # of some lines alone: there are thousands
     found: dict[str, float] = {}
     for sample in (sample for family in families for sample in family.samples):
         if sample.labels.get("run", run) == run:
-            labels = ", ".join(f'{name}="{sample.labels[name]}"' for name in LABELS if name in sample.labels)
+            labels = ", ".join(
+                f'{name}="{sample.labels[name]}"'
+                for name in LABELS
+                if name in sample.labels
+            )
             series = f"{sample.name}{{{labels}}}"
             found[series] = found.get(series, 0) + sample.value
     return found
@@ -73,7 +83,9 @@ def slower(series: str, value: float, began: float) -> float:
 def signal_actors(number: signal.Signals) -> None:
     """Send a signal to all transform actors."""
     found = [
-        each for each in psutil.Process().children(recursive=True) if "MapWorker" in " ".join(each.cmdline()[:1])
+        each
+        for each in psutil.Process().children(recursive=True)
+        if "MapWorker" in " ".join(each.cmdline()[:1])
     ]
     assert found, "no transform actor"
     for process in found:
@@ -83,14 +95,20 @@ def signal_actors(number: signal.Signals) -> None:
 def record(run: str, transform: Any) -> list[dict[str, float]]:
     """What one stream exports, scrape by scrape."""
     spec = raypipe.open_stream(
-        raypipe.stores.base.MemoryStore([picture(i) for i in range(64)], [0] * 64, classes=CLASSES),
+        raypipe.stores.base.MemoryStore(
+            [picture(i) for i in range(64)], [0] * 64, classes=CLASSES
+        ),
         None,
         plan=raypipe.PlanConfig(epochs=1000, micro_batch_size=8, global_batch_size=8),
         train_transform=transform,
         pool=raypipe.PoolConfig(max_in_flight=6),
         run=run,
     )
-    loader, scrapes, done = raypipe.loader(spec, max_actors=1), list[dict[str, float]](), threading.Event()
+    loader, scrapes, done = (
+        raypipe.loader(spec, max_actors=1),
+        list[dict[str, float]](),
+        threading.Event(),
+    )
 
     def watch() -> None:
         began = time.time()
@@ -99,14 +117,21 @@ def record(run: str, transform: Any) -> list[dict[str, float]]:
                 time.sleep(max(0.0, began + number * SCRAPE_S - time.time()))
                 if run == "hung" and number == STOPPED_AFTER:
                     signal_actors(signal.SIGSTOP)
-                scrapes.append({series: slower(series, value, began) for series, value in scrape(run).items()})
+                scrapes.append(
+                    {
+                        series: slower(series, value, began)
+                        for series, value in scrape(run).items()
+                    }
+                )
         finally:
             done.set()
             signal_actors(signal.SIGCONT)
 
     with tempfile.TemporaryDirectory() as folder:
         threading.Thread(target=watch, daemon=True).start()
-        for number, batch in enumerate(batch for epoch in loader.epochs() for batch in epoch.train):
+        for number, batch in enumerate(
+            batch for epoch in loader.epochs() for batch in epoch.train
+        ):
             if number % 20 == 0:
                 loader.save(folder)
             if done.is_set():
@@ -119,11 +144,19 @@ def record(run: str, transform: Any) -> list[dict[str, float]]:
 
 def written(run: str, scrapes: list[dict[str, float]], alert: str) -> str:
     """A test of promtool's."""
-    lines = [f"  - name: {run}", f"    interval: {SCRAPE_S * SLOWER:g}s", "    input_series:"]
+    lines = [
+        f"  - name: {run}",
+        f"    interval: {SCRAPE_S * SLOWER:g}s",
+        "    input_series:",
+    ]
     for series in sorted(set().union(*scrapes)):
         values = [each.get(series) for each in scrapes]
         texts = [
-            f"{value:.6g}" if value is not None else "stale" if before is not None else "_"
+            f"{value:.6g}"
+            if value is not None
+            else "stale"
+            if before is not None
+            else "_"
             for before, value in itertools.pairwise([None, *values])
         ]
         lines += [f"      - series: {series}", f'        values: "{" ".join(texts)}"']
@@ -132,12 +165,21 @@ def written(run: str, scrapes: list[dict[str, float]], alert: str) -> str:
     if not alert:
         return "\n".join([*lines, "        exp_samples: []"])
     name, severity = alert.split()
-    labels = f'alertname="{name}", alertstate="firing", run="{run}", severity="{severity}"'
-    return "\n".join([*lines, f"        exp_samples: [{{labels: 'ALERTS{{{labels}}}', value: 1}}]"])
+    labels = (
+        f'alertname="{name}", alertstate="firing", run="{run}", severity="{severity}"'
+    )
+    return "\n".join(
+        [*lines, f"        exp_samples: [{{labels: 'ALERTS{{{labels}}}', value: 1}}]"]
+    )
 
 
 def main() -> None:
-    ray.init(num_cpus=2, object_store_memory=100 << 20, logging_level="ERROR", include_dashboard=False)
+    ray.init(
+        num_cpus=2,
+        object_store_memory=100 << 20,
+        logging_level="ERROR",
+        include_dashboard=False,
+    )
     runs = (
         ("healthy", quick, ""),
         ("starved", slow, "RaypipeStarved ticket"),

@@ -23,20 +23,39 @@ from alert_rules import RULES, firing, rules, seconds, selectors  # noqa: E402  
 
 FILES = [HERE / "alerts_recorded.yaml", HERE / "alerts_test.yaml"]
 GIVEN = [yaml.safe_load(path.read_text()) for path in FILES]
-TESTS = [(test, seconds(given["evaluation_interval"])) for given in GIVEN for test in given["tests"]]
+TESTS = [
+    (test, seconds(given["evaluation_interval"]))
+    for given in GIVEN
+    for test in given["tests"]
+]
 
 
-@pytest.mark.parametrize(("test", "every_s"), TESTS, ids=[test["name"] for test, _ in TESTS])
-def test_of_each_series_those_alerts_fire_that_it_names(test: dict[str, Any], every_s: float) -> None:
+@pytest.mark.parametrize(
+    ("test", "every_s"), TESTS, ids=[test["name"] for test, _ in TESTS]
+)
+def test_of_each_series_those_alerts_fire_that_it_names(
+    test: dict[str, Any], every_s: float
+) -> None:
     for asked in test["promql_expr_test"]:
-        expected = [dict(re.findall(r'(\w+)="([^"]*)"', sample["labels"])) for sample in asked["exp_samples"]]
+        expected = [
+            dict(re.findall(r'(\w+)="([^"]*)"', sample["labels"]))
+            for sample in asked["exp_samples"]
+        ]
         found = firing(test, every_s, seconds(asked["eval_time"]))
         assert [{**alert, "alertstate": "firing"} for alert in found] == expected
 
 
 def test_recorded_runs_let_each_alert_fire_somewhere() -> None:
-    assert [test["name"] for test in GIVEN[0]["tests"]] == ["healthy", "starved", "hung"]
-    fired = {name for path in FILES for name in re.findall(r'ALERTS{alertname="(\w+)"', path.read_text())}
+    assert [test["name"] for test in GIVEN[0]["tests"]] == [
+        "healthy",
+        "starved",
+        "hung",
+    ]
+    fired = {
+        name
+        for path in FILES
+        for name in re.findall(r'ALERTS{alertname="(\w+)"', path.read_text())
+    }
     assert fired == {rule["alert"] for rule in rules()}
 
 
@@ -50,7 +69,9 @@ def test_rules_ask_for_metrics_and_labels_that_are_exported() -> None:
     of_ray = {"ray_object_store_memory": {"Location", "SessionName"}}
     for node in selectors():
         labels = of_ray.get(node.name) or METRICS[node.name.removeprefix("ray_")].labels
-        assert {matcher.name for matcher in node.matchers.matchers} <= set(labels), node.name
+        assert {matcher.name for matcher in node.matchers.matchers} <= set(labels), (
+            node.name
+        )
 
 
 def test_promtool_agrees() -> None:
@@ -58,5 +79,11 @@ def test_promtool_agrees() -> None:
     if not promtool:
         pytest.skip("promtool of Prometheus is not on PATH")
     for command in (["check", "rules", RULES], ["test", "rules", *FILES]):
-        done = subprocess.run([promtool, *command], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [promtool, *command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -31,7 +31,11 @@ class Metadata(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         aws = self.path.startswith("/latest/")
-        allowed = self.headers.get("X-aws-ec2-metadata-token") == self.token if aws else not self.token
+        allowed = (
+            self.headers.get("X-aws-ec2-metadata-token") == self.token
+            if aws
+            else not self.token
+        )
         allowed = allowed and (aws or self.headers.get("Metadata-Flavor") == "Google")
         self._answer(self.documents.get(self.path, "") if allowed else "")
 
@@ -63,7 +67,11 @@ def start(folder: Path, server: type[Metadata]) -> subprocess.Popen[str]:
         f"#!{sys.executable}\nimport shlex, sys\nopen('{folder}/told', 'a').write(shlex.join(sys.argv[1:]))\n"
     )
     ray.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder)}
+    environment = {
+        **os.environ,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "TMPDIR": str(folder),
+    }
     environment["RAYPIPE_METADATA_SERVER"] = server.address  # type: ignore[attr-defined]
     return subprocess.Popen(
         [sys.executable, NOTICE, "watch"],
@@ -85,19 +93,27 @@ def test_a_notice_of_aws_drains_the_node_with_the_time_that_is_left(
         said, _ = watching.communicate(timeout=60)
     assert watching.returncode == 0 and "drained" in said, said
     command, *options = shlex.split((tmp_path / "told").read_text())
-    given = ray_cli.commands[command].make_context(command, options).params  # Ray itself reads them
-    assert given["reason"] == "DRAIN_NODE_REASON_PREEMPTION" and given["node_id"] is None
+    given = (
+        ray_cli.commands[command].make_context(command, options).params
+    )  # Ray itself reads them
+    assert (
+        given["reason"] == "DRAIN_NODE_REASON_PREEMPTION" and given["node_id"] is None
+    )
     assert 0 < given["deadline_remaining_seconds"] <= 120
 
 
-def test_a_notice_of_google_drains_the_node(tmp_path: Path, server: type[Metadata]) -> None:
+def test_a_notice_of_google_drains_the_node(
+    tmp_path: Path, server: type[Metadata]
+) -> None:
     server.documents["/computeMetadata/v1/instance/preempted"] = "TRUE"
     with start(tmp_path, server) as watching:
         watching.communicate(timeout=60)
     assert (tmp_path / "told").read_text().endswith("--deadline-remaining-seconds 25")
 
 
-def test_a_machine_without_a_notice_is_watched_and_not_drained(tmp_path: Path, server: type[Metadata]) -> None:
+def test_a_machine_without_a_notice_is_watched_and_not_drained(
+    tmp_path: Path, server: type[Metadata]
+) -> None:
     server.documents["/computeMetadata/v1/instance/preempted"] = "FALSE"
     with start(tmp_path, server) as watching:
         while not (tmp_path / "raypipe-notice.lock").exists():
@@ -113,7 +129,9 @@ def test_a_machine_without_a_notice_is_watched_and_not_drained(tmp_path: Path, s
 
 def wait_for_one(*processes: subprocess.Popen[str]) -> int:
     """How many of two processes have ended, once one has."""
-    while not (ended := [process for process in processes if process.poll() is not None]):
+    while not (
+        ended := [process for process in processes if process.poll() is not None]
+    ):
         time.sleep(0.01)
     assert all(process.returncode == 0 for process in ended)
     return len(ended)

@@ -17,12 +17,17 @@ class Jobs:
     """The jobs of a cluster, as Ray's client gives them. `answers` are taken in turn by `get_job_info`."""
 
     def __init__(self, **statuses: str) -> None:
-        self.jobs = {name.replace("_", "-"): status for name, status in statuses.items()}
+        self.jobs = {
+            name.replace("_", "-"): status for name, status in statuses.items()
+        }
         self.answers: list[Any] = []
         self.log = ""
 
     def list_jobs(self) -> list[Any]:
-        return [SimpleNamespace(submission_id=name, status=status) for name, status in self.jobs.items()]
+        return [
+            SimpleNamespace(submission_id=name, status=status)
+            for name, status in self.jobs.items()
+        ]
 
     def submit_job(self, entrypoint: str, submission_id: str) -> str:
         assert submission_id not in self.jobs, "Ray refuses an id twice"
@@ -58,15 +63,25 @@ def test_a_run_that_has_ended_is_submitted_under_the_next_number(status: str) ->
 
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
-    [("SUCCEEDED", 0, 0), ("FAILED", 75, 75), ("FAILED", 1, 1), ("FAILED", None, 1), ("STOPPED", None, 1)],
+    [
+        ("SUCCEEDED", 0, 0),
+        ("FAILED", 75, 75),
+        ("FAILED", 1, 1),
+        ("FAILED", None, 1),
+        ("STOPPED", None, 1),
+    ],
 )
-def test_the_exit_code_is_the_runs_own(status: str, code: int | None, expected: int) -> None:
+def test_the_exit_code_is_the_runs_own(
+    status: str, code: int | None, expected: int
+) -> None:
     jobs = Jobs()
     jobs.answers = [(status, code)]
     assert follow(jobs, "first-1", every_s=0) == expected
 
 
-def test_the_log_goes_on_after_a_lost_connection(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_goes_on_after_a_lost_connection(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     jobs = Jobs()
     lost = ConnectionError("no route")
     jobs.answers = [("RUNNING", None), lost, lost, ("RUNNING", None), ("SUCCEEDED", 0)]
@@ -74,7 +89,9 @@ def test_the_log_goes_on_after_a_lost_connection(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "line 0\nline 1\nline 2\n"
 
 
-def test_a_cluster_that_is_gone_is_tried_again_later(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_that_is_gone_is_tried_again_later(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     jobs = Jobs()
     jobs.answers = [ConnectionError("no route")]
     assert follow(jobs, "first-1", every_s=0, silent_s=0.01) == 75

@@ -24,7 +24,13 @@ from raypipe.transform.fields import MicroBatch
 # Of each family of Kornia's that computes in another way: matrices, policies, filters, histograms, color spaces.
 OPERATIONS: dict[str, dict[str, Any]] = {
     "RandomRotation": {"degrees": 25.0, "p": 0.9},
-    "RandomAffine": {"degrees": 15.0, "translate": [0.1, 0.1], "scale": [0.8, 1.2], "shear": 8.0, "p": 0.9},
+    "RandomAffine": {
+        "degrees": 15.0,
+        "translate": [0.1, 0.1],
+        "scale": [0.8, 1.2],
+        "shear": 8.0,
+        "p": 0.9,
+    },
     "RandomPerspective": {"p": 0.9},
     "RandomResizedCrop": {"size": [20, 24]},
     "RandAugment": {"n": 2, "m": 10},
@@ -33,7 +39,13 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "RandomMotionBlur": {"kernel_size": 5, "angle": 35.0, "direction": 0.5, "p": 0.9},
     "RandomEqualize": {"p": 0.9},
     "RandomPosterize": {"p": 0.9},
-    "ColorJiggle": {"brightness": 0.3, "contrast": 0.3, "saturation": 0.3, "hue": 0.1, "p": 0.9},
+    "ColorJiggle": {
+        "brightness": 0.3,
+        "contrast": 0.3,
+        "saturation": 0.3,
+        "hue": 0.1,
+        "p": 0.9,
+    },
     "RandomErasing": {"p": 0.9},
     "RandomGaussianNoise": {"p": 0.9},
 }
@@ -41,34 +53,53 @@ CONFIGS = {
     **{preset: AugmentConfig(preset=preset) for preset in PRESETS},
     "mixed": AugmentConfig(mixup_alpha=0.4, mix_prob=1.0),
     "cut": AugmentConfig(cutmix_alpha=1.0, mix_prob=1.0),
-    **{op: AugmentConfig(ops=[{"op": op, **options}]) for op, options in OPERATIONS.items()},
+    **{
+        op: AugmentConfig(ops=[{"op": op, **options}])
+        for op, options in OPERATIONS.items()
+    },
     "of a user": AugmentConfig(module="ambient_states:Convolved"),
 }
 
 
 def host_batch(rows: int) -> MicroBatch:
     rng = np.random.default_rng(0)
-    fields = {"image": rng.integers(0, 256, (rows, 32, 28, 3), np.uint8), "label": np.arange(rows) % 10}
-    return MicroBatch(MicroBatchId("train", 0, 0, 0), np.arange(rows), np.ones(rows, np.float32), {**fields})
+    fields = {
+        "image": rng.integers(0, 256, (rows, 32, 28, 3), np.uint8),
+        "label": np.arange(rows) % 10,
+    }
+    return MicroBatch(
+        MicroBatchId("train", 0, 0, 0),
+        np.arange(rows),
+        np.ones(rows, np.float32),
+        {**fields},
+    )
 
 
 def made(config: AugmentConfig, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The images of a training batch, and of a validation's, all made within one state of torch."""
     augment = DeviceAugment(config, CPU)
     (batch,) = on_device([host_batch(rows)], CPU, lambda at: 5)
-    image, _ = augment(batch.image, batch.target, np.ones(rows, bool), seed=5, strength=0.9)
+    image, _ = augment(
+        batch.image, batch.target, np.ones(rows, bool), seed=5, strength=0.9
+    )
     return image, augment.normalize(batch.image)
 
 
 def digest(tensors: tuple[torch.Tensor, ...]) -> list[Any]:
     return [
-        (each.dtype, hashlib.blake2b(each.detach().contiguous().numpy().tobytes()).hexdigest()) for each in tensors
+        (
+            each.dtype,
+            hashlib.blake2b(each.detach().contiguous().numpy().tobytes()).hexdigest(),
+        )
+        for each in tensors
     ]
 
 
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_setting_of_torch_changes_a_pixel_and_all_are_kept(name: str, rows: int) -> None:
+def test_no_setting_of_torch_changes_a_pixel_and_all_are_kept(
+    name: str, rows: int
+) -> None:
     expected = digest(made(CONFIGS[name], rows))
     for state, entered in STATES.items():
         with entered():
@@ -97,7 +128,9 @@ def test_settings_are_put_back_after_an_error_as_well(state: str) -> None:
     assert ambient_states.seen() == outside
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode]
+)
 def test_the_mode_of_gradients_is_the_loops(mode: Any) -> None:
     image = torch.rand(4, 3, 16, 16, requires_grad=True)
     with mode(), pinned(CPU):

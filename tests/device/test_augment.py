@@ -18,15 +18,27 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 ALL = np.ones(8, bool)
 
 
-def images(rows: int = 8, height: int = 16, width: int = 12, seed: int = 0) -> torch.Tensor:
+def images(
+    rows: int = 8, height: int = 16, width: int = 12, seed: int = 0
+) -> torch.Tensor:
     """uint8 (rows, 3, height, width), channels_last as they come from the stream."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (rows, height, width, 3), np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 256, (rows, height, width, 3), np.uint8
+    )
     return torch.from_numpy(pixels).permute(0, 3, 1, 2)
 
 
-def run(config: AugmentConfig, image: torch.Tensor, seed: int = 3, strength: float = 1.0) -> Any:
+def run(
+    config: AugmentConfig, image: torch.Tensor, seed: int = 3, strength: float = 1.0
+) -> Any:
     augment = DeviceAugment(config, CPU)
-    return augment(image, torch.arange(len(image)), np.ones(len(image), bool), seed=seed, strength=strength)
+    return augment(
+        image,
+        torch.arange(len(image)),
+        np.ones(len(image), bool),
+        seed=seed,
+        strength=strength,
+    )
 
 
 def test_pixels_are_scaled_and_standardised_per_channel() -> None:
@@ -35,14 +47,18 @@ def test_pixels_are_scaled_and_standardised_per_channel() -> None:
     out = Normalize(AugmentConfig(MEAN, STD), CPU)(image)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, (image / 255 - mean) / std)
-    torch.testing.assert_close(Normalize(AugmentConfig(MEAN, STD), CPU)(image / 255), out)
+    torch.testing.assert_close(
+        Normalize(AugmentConfig(MEAN, STD), CPU)(image / 255), out
+    )
 
 
 def test_images_come_out_channels_last_and_of_the_type_that_was_asked_for() -> None:
     for image in (images(), images().contiguous(), images() / 255):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             out = Normalize(AugmentConfig(MEAN, STD), CPU, dtype)(image)
-            assert out.dtype == dtype and out.is_contiguous(memory_format=torch.channels_last)
+            assert out.dtype == dtype and out.is_contiguous(
+                memory_format=torch.channels_last
+            )
             exact = Normalize(AugmentConfig(MEAN, STD), CPU)(image)
             # One rounding, from float32.
             assert torch.equal(out, exact.to(dtype))
@@ -50,7 +66,9 @@ def test_images_come_out_channels_last_and_of_the_type_that_was_asked_for() -> N
 
 @pytest.mark.parametrize("mixing", [{}, {"mixup_alpha": 0.4}, {"cutmix_alpha": 1.0}])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_images_are_channels_last_whatever_was_done_to_them(preset: Any, mixing: dict[str, float]) -> None:
+def test_images_are_channels_last_whatever_was_done_to_them(
+    preset: Any, mixing: dict[str, float]
+) -> None:
     for ops in ([], [{"op": "RandomInvert"}]):
         out, mixed = run(AugmentConfig(preset=preset, ops=ops, **mixing), images())
         assert out.is_contiguous(memory_format=torch.channels_last)
@@ -72,7 +90,9 @@ def test_a_micro_batch_depends_on_its_seed_alone(preset: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state), "the user's generator has moved"
     other, _ = DeviceAugment(config, CPU)(first, target, ALL, seed=11)
     assert torch.equal(alone, later) and torch.equal(alone, other)
-    assert mixed is not None and later_mixed is not None and mixed.lam == later_mixed.lam
+    assert (
+        mixed is not None and later_mixed is not None and mixed.lam == later_mixed.lam
+    )
     assert not torch.equal(alone, augment(first, target, ALL, seed=13)[0])
 
 
@@ -106,7 +126,9 @@ def test_the_input_is_not_written_to() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_host_never_waits_for_the_device(preset: Any) -> None:
-    config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0, mix_prob=0.8)
+    config = AugmentConfig(
+        preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0, mix_prob=0.8
+    )
     image, target = images(), torch.arange(8)
     augment, there = DeviceAugment(config, CPU), DeviceAugment(config, CPU)
     normalize: Any = there.normalize
@@ -116,7 +138,9 @@ def test_the_host_never_waits_for_the_device(preset: Any) -> None:
     for seed in range(12):
         expected, mixed = augment(image, target, ALL, seed=seed, strength=0.7)
         with pretended_device():
-            found, found_mixed = there(pretend(image), pretend(target), ALL, seed=seed, strength=0.7)
+            found, found_mixed = there(
+                pretend(image), pretend(target), ALL, seed=seed, strength=0.7
+            )
         # To rounding: on the pretended device some operations are taken apart into others.
         assert torch.allclose(found.held, expected, rtol=0, atol=1e-4)  # type: ignore[attr-defined]
         assert (mixed is None) == (found_mixed is None)
@@ -143,7 +167,9 @@ def test_the_pretended_device_tells_when_the_host_waits() -> None:
 # Kornia's operations
 
 
-def apply(config: AugmentConfig, image: torch.Tensor, seed: int = 0, strength: float = 1.0) -> torch.Tensor:
+def apply(
+    config: AugmentConfig, image: torch.Tensor, seed: int = 0, strength: float = 1.0
+) -> torch.Tensor:
     torch.manual_seed(seed)
     for entry in config.ops:
         image = build_operation(entry)(image, strength)
@@ -154,8 +180,13 @@ def test_operations_run_in_order() -> None:
     image = torch.rand(4, 3, 8, 8)
     ops = [{"op": "RandomVerticalFlip", "p": 1.0}, {"op": "CenterCrop", "size": [4, 8]}]
     assert torch.equal(apply(AugmentConfig(ops=ops), image), image.flip(2)[:, :, 2:6])
-    two = [{"op": "RandomInvert", "p": 1.0}, {"op": "RandomSolarize", "thresholds": 0.0, "p": 1.0}]
-    assert not torch.equal(apply(AugmentConfig(ops=two), image), apply(AugmentConfig(ops=two[::-1]), image))
+    two = [
+        {"op": "RandomInvert", "p": 1.0},
+        {"op": "RandomSolarize", "thresholds": 0.0, "p": 1.0},
+    ]
+    assert not torch.equal(
+        apply(AugmentConfig(ops=two), image), apply(AugmentConfig(ops=two[::-1]), image)
+    )
 
 
 def test_own_operations_follow_those_of_the_preset() -> None:
@@ -186,10 +217,16 @@ def test_an_operation_that_makes_the_size_is_always_applied() -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"op": "RandomHorizontalFlop"}, "'RandomHorizontalFlop' is not a 2D operation of kornia"),
+        (
+            {"op": "RandomHorizontalFlop"},
+            "'RandomHorizontalFlop' is not a 2D operation of kornia",
+        ),
         ({"op": "RandomMixUpV2"}, "augment.mixup_alpha"),
         ({"op": "RandomMotionBlur3D"}, "is not a 2D operation"),
-        ({"op": "RandomErasing", "probability": 1}, "'RandomErasing', 'probability': 1}: TypeError"),
+        (
+            {"op": "RandomErasing", "probability": 1},
+            "'RandomErasing', 'probability': 1}: TypeError",
+        ),
         ({"op": "RandAugment", "n": 2, "m": 99}, "ValueError: Expect `m`"),
         ({"op": "RandomCrop"}, "'RandomCrop'}: TypeError"),
     ],
@@ -208,7 +245,10 @@ def test_what_cannot_be_built_is_named(entry: dict[str, Any], message: str) -> N
     ],
 )
 def test_an_operation_may_need_images_of_some_size(entry: dict[str, Any]) -> None:
-    assert build_operation(entry)(torch.rand(2, 3, 224, 224), 1.0).shape[2:] in {(192, 192), (224, 224)}
+    assert build_operation(entry)(torch.rand(2, 3, 224, 224), 1.0).shape[2:] in {
+        (192, 192),
+        (224, 224),
+    }
 
 
 def test_an_entry_without_an_operation_is_refused_at_once() -> None:
@@ -239,7 +279,9 @@ def test_a_users_module_is_seeded_and_given_the_strength() -> None:
 
 
 def test_a_users_module_that_returns_something_else() -> None:
-    with pytest.raises(ConfigError, match=r"augment.module=.*cut returned \(4, 3, 16, 12\)"):
+    with pytest.raises(
+        ConfigError, match=r"augment.module=.*cut returned \(4, 3, 16, 12\)"
+    ):
         run(AugmentConfig(module=f"{__name__}:cut"), images())
 
 
@@ -247,7 +289,10 @@ def test_a_users_module_that_returns_something_else() -> None:
     ("name", "message"),
     [
         ("no.such:thing", "cannot be imported: ModuleNotFoundError"),
-        ("torch.nn:Linear", "cannot be used: TypeError: Linear.*missing 2 required positional arguments"),
+        (
+            "torch.nn:Linear",
+            "cannot be used: TypeError: Linear.*missing 2 required positional arguments",
+        ),
         ("math:pi", "cannot be used: TypeError: 3.14.* is not a callable object"),
     ],
 )
@@ -265,23 +310,34 @@ def test_a_users_module_that_cannot_be(name: str, message: str) -> None:
         (AugmentConfig(mixup_alpha=0.2), "augment.mixup_alpha mixes images"),
         (AugmentConfig(cutmix_alpha=0.2), "augment.cutmix_alpha mixes images"),
         (AugmentConfig(preset="light"), "the preset light moves or erases pixels"),
-        (AugmentConfig(ops=[{"op": "RandomAffine", "degrees": 5.0}]), "RandomAffine moves or erases"),
+        (
+            AugmentConfig(ops=[{"op": "RandomAffine", "degrees": 5.0}]),
+            "RandomAffine moves or erases",
+        ),
         (AugmentConfig(ops=[{"op": "RandomErasing"}]), "RandomErasing moves or erases"),
         (
             AugmentConfig(preset="standard"),
             "the preset standard moves or erases",
         ),
-        (AugmentConfig(ops=[{"op": "TrivialAugment"}]), "TrivialAugment moves or erases"),
+        (
+            AugmentConfig(ops=[{"op": "TrivialAugment"}]),
+            "TrivialAugment moves or erases",
+        ),
     ],
 )
-def test_what_would_leave_masks_and_boxes_behind_is_named(config: AugmentConfig, message: str) -> None:
+def test_what_would_leave_masks_and_boxes_behind_is_named(
+    config: AugmentConfig, message: str
+) -> None:
     DeviceAugment(config, CPU)
     with pytest.raises(ConfigError, match=message):
         DeviceAugment(config, CPU, targets=["mask"])
 
 
 def test_color_and_normalization_go_with_masks_and_boxes() -> None:
-    ops = [{"op": name} for name in ("RandomGrayscale", "RandomPlanckianJitter", "RandomGaussianNoise")]
+    ops = [
+        {"op": name}
+        for name in ("RandomGrayscale", "RandomPlanckianJitter", "RandomGaussianNoise")
+    ]
     DeviceAugment(AugmentConfig(ops=ops), CPU, targets=["mask"])
 
 
@@ -290,47 +346,74 @@ def test_color_and_normalization_go_with_masks_and_boxes() -> None:
 
 def test_the_strength_rises_holds_and_falls() -> None:
     config = AugmentConfig(strength=(0.25, 0.8, 0.5))
-    values = [config.strength_at(progress) for progress in (0, 0.125, 0.25, 0.4, 0.5, 0.75, 1.0)]
+    values = [
+        config.strength_at(progress)
+        for progress in (0, 0.125, 0.25, 0.4, 0.5, 0.75, 1.0)
+    ]
     assert values == pytest.approx([0, 0.4, 0.8, 0.8, 0.8, 0.4, 0])
 
 
 def test_a_number_is_the_strength_of_the_whole_run() -> None:
     for strength in (1, 0.5):
         config = AugmentConfig() if strength == 1 else AugmentConfig(strength=strength)
-        assert [config.strength_at(progress) for progress in (0, 0.5, 0.999)] == [strength] * 3
+        assert [config.strength_at(progress) for progress in (0, 0.5, 0.999)] == [
+            strength
+        ] * 3
 
 
 def test_ramps_that_overlap_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"augment\.strength must be .* with RISE \+ FALL at most 1, got \(0\.6"):
+    with pytest.raises(
+        ConfigError,
+        match=r"augment\.strength must be .* with RISE \+ FALL at most 1, got \(0\.6",
+    ):
         AugmentConfig(strength=(0.6, 1, 0.6))
-    with pytest.raises(ConfigError, match=r"augment\.strength must be a number, or \[RISE, PEAK, FALL\], got"):
+    with pytest.raises(
+        ConfigError,
+        match=r"augment\.strength must be a number, or \[RISE, PEAK, FALL\], got",
+    ):
         AugmentConfig(strength=(0.6, 1))
 
 
-def test_the_device_that_is_current_is_seeded_where_it_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_that_is_current_is_seeded_where_it_has_no_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generators = [torch.Generator().manual_seed(0) for _ in range(4)]  # of four devices
     forked = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: forked.append(devices) or nullcontext())
+    monkeypatch.setattr(
+        torch.random,
+        "fork_rng",
+        lambda devices: forked.append(devices) or nullcontext(),
+    )
     monkeypatch.setattr(
         "raypipe.device.augment.Normalize", lambda *_: lambda image: image
     )  # what is on the device
     before = torch.get_rng_state()
     try:
-        augment = DeviceAugment(AugmentConfig(module="torch.nn:Identity"), torch.device("cuda"))
+        augment = DeviceAugment(
+            AugmentConfig(module="torch.nn:Identity"), torch.device("cuda")
+        )
         augment(torch.zeros(2, 3, 4, 4), torch.zeros(2), np.ones(2, bool), seed=7)
     finally:
         torch.set_rng_state(before)
     assert [generator.initial_seed() for generator in generators] == [0, 0, 7, 0]
-    assert forked == [[torch.device("cuda", 2)]] * 2  # as it is built, and as it is called
+    assert (
+        forked == [[torch.device("cuda", 2)]] * 2
+    )  # as it is built, and as it is called
 
 
-@pytest.mark.parametrize("mixing", [{}, {"mixup_alpha": 0.4, "mix_prob": 1.0}, {"cutmix_alpha": 1.0}])
+@pytest.mark.parametrize(
+    "mixing", [{}, {"mixup_alpha": 0.4, "mix_prob": 1.0}, {"cutmix_alpha": 1.0}]
+)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_gradient_reaches_the_pixels_and_changes_none(preset: Any, mixing: dict[str, float]) -> None:
+def test_a_gradient_reaches_the_pixels_and_changes_none(
+    preset: Any, mixing: dict[str, float]
+) -> None:
     image = (images() / 255).requires_grad_()
     out, _ = run(AugmentConfig(preset=preset, **mixing), image)
-    assert torch.equal(out, run(AugmentConfig(preset=preset, **mixing), image.detach())[0])
+    assert torch.equal(
+        out, run(AugmentConfig(preset=preset, **mixing), image.detach())[0]
+    )
     out.square().sum().backward()
     assert image.grad is not None and (image.grad != 0).float().mean() > 0.3

@@ -14,7 +14,9 @@ PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.md"
 
 def written() -> dict[str, Budget]:
     """The table of the page."""
-    row = re.compile(r"^\| (.+?) \| (\d+) \| (\d+) \| ([\d.]+) \| [\d.]+ \|$", re.MULTILINE)
+    row = re.compile(
+        r"^\| (.+?) \| (\d+) \| (\d+) \| ([\d.]+) \| [\d.]+ \|$", re.MULTILINE
+    )
     table = PAGE.read_text().partition("\n## Budgets\n")[2].partition("\n## ")[0]
     return {
         name.strip("`"): Budget(int(operations), int(passes), float(moved))
@@ -24,7 +26,11 @@ def written() -> dict[str, Budget]:
 
 def test_no_part_takes_more_than_the_page_says() -> None:
     expected, found = written(), dict(budgets())
-    assert found.keys() == expected.keys() == {*CONFIGS, "yuv420", "statistics of ResNet-50"}
+    assert (
+        found.keys()
+        == expected.keys()
+        == {*CONFIGS, "yuv420", "statistics of ResNet-50"}
+    )
     for name, budget in found.items():
         limit = expected[name]
         assert budget.operations <= limit.operations, (name, budget)
@@ -39,8 +45,15 @@ def test_the_counter_counts_what_reads_and_writes() -> None:
         one = image + 1  # reads and writes all
         view.mul_(2)  # half of it, in place, once
         one.new_empty(2, 3, 4, 4)  # nothing
-        one += torch.ones(1).expand(2, 3, 4, 4)  # `ones` is an operation; one element in memory
-    once = ["aten.add.Tensor", "aten.mul_.Tensor", "aten.ones.default", "aten.add_.Tensor"]
+        one += torch.ones(1).expand(
+            2, 3, 4, 4
+        )  # `ones` is an operation; one element in memory
+    once = [
+        "aten.add.Tensor",
+        "aten.mul_.Tensor",
+        "aten.ones.default",
+        "aten.add_.Tensor",
+    ]
     assert seen.operations == dict.fromkeys(once, 1)
     assert seen.passes == {"aten.add.Tensor": 1, "aten.add_.Tensor": 1}
     assert seen.bytes_moved == 4 * (2 * 96 + 48 + 1 + 96 + 1)

@@ -23,19 +23,36 @@ assert STRONG is not None
 def images(low: int = 0, high: int = 256) -> torch.Tensor:
     """uint8, smooth enough that sampling between pixels is comparable, and channels_last."""
     coarse = torch.rand(ROWS, 3, 6, 8, generator=torch.Generator().manual_seed(0))
-    smooth = torch.nn.functional.interpolate(coarse, (HEIGHT, WIDTH), mode="bicubic").clamp(0, 1)
-    return (low + smooth * (high - 1 - low)).byte().to(memory_format=torch.channels_last)
+    smooth = torch.nn.functional.interpolate(
+        coarse, (HEIGHT, WIDTH), mode="bicubic"
+    ).clamp(0, 1)
+    return (
+        (low + smooth * (high - 1 - low)).byte().to(memory_format=torch.channels_last)
+    )
 
 
 def neutral(**changes: Any) -> FusedParams:
     one, zero = np.ones(ROWS), np.zeros(ROWS)
     none = FusedParams(
-        zero > 0, zero, zero, zero, one, one, one, one, zero, zero > 0, zero, np.zeros((ROWS, 4), int)
+        zero > 0,
+        zero,
+        zero,
+        zero,
+        one,
+        one,
+        one,
+        one,
+        zero,
+        zero > 0,
+        zero,
+        np.zeros((ROWS, 4), int),
     )
     return replace(none, **changes)
 
 
-def done(params: FusedParams, image: torch.Tensor, fused: Fused = STRONG) -> torch.Tensor:
+def done(
+    params: FusedParams, image: torch.Tensor, fused: Fused = STRONG
+) -> torch.Tensor:
     return apply(fused, image, torch.from_numpy(pack(fused, params, HEIGHT, WIDTH)))
 
 
@@ -55,7 +72,9 @@ def test_nothing_drawn_leaves_images_as_they_are() -> None:
 
 def test_flips() -> None:
     image, flip = images(), np.array([True, False, True, True, False])
-    expected = torch.where(torch.from_numpy(flip)[:, None, None, None], image.flip(3), image)
+    expected = torch.where(
+        torch.from_numpy(flip)[:, None, None, None], image.flip(3), image
+    )
     found = done(neutral(flip=flip), image, Fused(flip=0.5))
     assert found.dtype == torch.uint8 and torch.equal(found, expected)
     close(done(neutral(flip=flip), image), expected / 255)
@@ -64,7 +83,11 @@ def test_flips() -> None:
 
 def test_turns_shifts_and_scales_after_a_flip() -> None:
     image, flip = images() / 255, np.array([True, False, False, True, False])
-    degrees, x, y = np.array([10, -15, 0, 7, 0.0]), np.array([3, 0, -2.5, 1, 0]), np.array([0, -2, 1.5, 2, 0.0])
+    degrees, x, y = (
+        np.array([10, -15, 0, 7, 0.0]),
+        np.array([3, 0, -2.5, 1, 0]),
+        np.array([0, -2, 1.5, 2, 0.0]),
+    )
     scale = np.array([1.2, 0.8, 1, 0.9, 1])
     matrix = kornia.geometry.get_affine_matrix2d(
         torch.tensor(np.stack([x, y], 1)),
@@ -72,10 +95,17 @@ def test_turns_shifts_and_scales_after_a_flip() -> None:
         torch.tensor(np.stack([scale, scale], 1)),
         torch.tensor(-degrees),  # it turns the other way
     )[:, :2].float()
-    flipped = torch.where(torch.from_numpy(flip)[:, None, None, None], image.flip(3), image)
-    expected = kornia.geometry.warp_affine(flipped, matrix, (HEIGHT, WIDTH), align_corners=True)
+    flipped = torch.where(
+        torch.from_numpy(flip)[:, None, None, None], image.flip(3), image
+    )
+    expected = kornia.geometry.warp_affine(
+        flipped, matrix, (HEIGHT, WIDTH), align_corners=True
+    )
     found = done(neutral(flip=flip, degrees=degrees, x=x, y=y, scale=scale), images())
-    inside = expected[:, :, 2:-2, 2:-2], found[:, :, 2:-2, 2:-2]  # at the rim they fade out differently
+    inside = (
+        expected[:, :, 2:-2, 2:-2],
+        found[:, :, 2:-2, 2:-2],
+    )  # at the rim they fade out differently
     assert (inside[0] - inside[1]).abs().mean() < 1e-3
     assert (inside[0] - inside[1]).abs().quantile(0.98) < 1e-4
 
@@ -83,23 +113,37 @@ def test_turns_shifts_and_scales_after_a_flip() -> None:
 def test_brightness_contrast_and_saturation() -> None:
     image = images(80, 150)  # so that nothing is cut off
     factor, values = torch.from_numpy(SOME).float(), image / 255
-    close(done(neutral(brightness=SOME), image), kornia.enhance.adjust_brightness_accumulative(values, factor))
+    close(
+        done(neutral(brightness=SOME), image),
+        kornia.enhance.adjust_brightness_accumulative(values, factor),
+    )
     contrast = kornia.enhance.adjust_contrast_with_mean_subtraction(values, factor)
     close(done(neutral(contrast=SOME), image), contrast)
     saturation = kornia.enhance.adjust_saturation_with_gray_subtraction(values, factor)
     close(done(neutral(saturation=SOME), image), saturation)
     all_three = kornia.enhance.adjust_brightness_accumulative(values, factor)
     all_three = kornia.enhance.adjust_contrast_with_mean_subtraction(all_three, factor)
-    all_three = kornia.enhance.adjust_saturation_with_gray_subtraction(all_three, factor)
-    for fused in (STRONG, Fused(jitter=1.0)):  # with what is cut off, too, but for what lies between
+    all_three = kornia.enhance.adjust_saturation_with_gray_subtraction(
+        all_three, factor
+    )
+    for fused in (
+        STRONG,
+        Fused(jitter=1.0),
+    ):  # with what is cut off, too, but for what lies between
         draws = neutral(brightness=SOME, contrast=SOME, saturation=SOME)
         close(done(draws, image, fused), all_three)
 
 
 def test_without_hue_a_blend_with_gray_is_what_the_matrix_is() -> None:
-    draws = neutral(brightness=SOME, contrast=SOME[::-1], saturation=SOME, gray=np.arange(ROWS) == 3)
+    draws = neutral(
+        brightness=SOME, contrast=SOME[::-1], saturation=SOME, gray=np.arange(ROWS) == 3
+    )
     for image in (images(), images() / 255, images().contiguous()):
-        close(done(draws, image, Fused(jitter=1.0, gray=0.5, erase=0.5)), done(draws, image), 1e-5)
+        close(
+            done(draws, image, Fused(jitter=1.0, gray=0.5, erase=0.5)),
+            done(draws, image),
+            1e-5,
+        )
 
 
 def test_colors_are_cut_off_once_at_the_end() -> None:
@@ -133,20 +177,32 @@ def test_hue_keeps_lightness_and_gray_and_turns_as_kornias_does() -> None:
             kornia.enhance.adjust_hue(red / 255, torch.full((ROWS,), 0.2 * np.pi)),
         )
     )
-    assert ours[0, 1] > 0.1 and theirs[0, 1] > 0.1 and ours[0, 2] < 0.02, "to yellow, both"
+    assert ours[0, 1] > 0.1 and theirs[0, 1] > 0.1 and ours[0, 2] < 0.02, (
+        "to yellow, both"
+    )
 
 
 def test_blur() -> None:
     sigma = np.array([0.0, 0.1, 0.7, 1.3, 2.0])
     expected = images() / 255
     for row in range(1, ROWS):
-        blurred = kornia.filters.gaussian_blur2d(expected[row : row + 1], (5, 5), (sigma[row], sigma[row]))
+        blurred = kornia.filters.gaussian_blur2d(
+            expected[row : row + 1], (5, 5), (sigma[row], sigma[row])
+        )
         expected[row] = blurred[0]
     close(done(neutral(sigma=sigma), images()), expected)
 
 
 def test_erasing() -> None:
-    box = np.array([[0, 4, 0, 5], [0, 0, 0, 0], [3, HEIGHT, 20, WIDTH], [5, 6, 7, 8], [0, HEIGHT, 0, WIDTH]])
+    box = np.array(
+        [
+            [0, 4, 0, 5],
+            [0, 0, 0, 0],
+            [3, HEIGHT, 20, WIDTH],
+            [5, 6, 7, 8],
+            [0, HEIGHT, 0, WIDTH],
+        ]
+    )
     expected = images() / 255
     for row, (top, bottom, left, right) in enumerate(box.tolist()):
         expected[row, :, top:bottom, left:right] = 0
@@ -164,28 +220,54 @@ def test_draws_are_as_often_and_as_far_as_they_should_be() -> None:
     assert (found.brightness != 1).mean() == pytest.approx(0.8, abs=0.02)
     assert found.gray.mean() == pytest.approx(0.1, abs=0.01)
     assert (found.sigma > 0).mean() == pytest.approx(0.2, abs=0.02)
-    height, width = (found.box[:, 1] - found.box[:, 0]), (found.box[:, 3] - found.box[:, 2])
+    height, width = (
+        (found.box[:, 1] - found.box[:, 0]),
+        (found.box[:, 3] - found.box[:, 2]),
+    )
     erased = height > 0
     assert erased.mean() == pytest.approx(0.25, abs=0.02)
     share = (height * width / 5000)[erased]
     assert (
-        0.015 < share.min() < 0.03 and 0.17 < share.max() < 0.22 and share.mean() == pytest.approx(0.11, abs=0.01)
+        0.015 < share.min() < 0.03
+        and 0.17 < share.max() < 0.22
+        and share.mean() == pytest.approx(0.11, abs=0.01)
     )
     ratio = np.log(height[erased] / width[erased])
     assert abs(ratio.mean()) < 0.1 and ratio.max() < 1.5
-    assert found.box.min() == 0 and found.box[:, 1].max() == 100 and found.box[:, 3].max() == 50
-    limits = {"degrees": (-15, 15), "x": (-5, 5), "y": (-10, 10), "scale": (0.8, 1.2), "hue": (-0.1, 0.1)}
-    limits |= {"brightness": (0.6, 1.4), "contrast": (0.6, 1.4), "saturation": (0.6, 1.4), "sigma": (0, 2)}
+    assert (
+        found.box.min() == 0
+        and found.box[:, 1].max() == 100
+        and found.box[:, 3].max() == 50
+    )
+    limits = {
+        "degrees": (-15, 15),
+        "x": (-5, 5),
+        "y": (-10, 10),
+        "scale": (0.8, 1.2),
+        "hue": (-0.1, 0.1),
+    }
+    limits |= {
+        "brightness": (0.6, 1.4),
+        "contrast": (0.6, 1.4),
+        "saturation": (0.6, 1.4),
+        "sigma": (0, 2),
+    }
     for name, (low, high) in limits.items():
         values, slack = getattr(found, name), 0.01 * (high - low)
-        assert low <= values.min() < low + slack and high - slack < values.max() <= high, name
+        assert (
+            low <= values.min() < low + slack and high - slack < values.max() <= high
+        ), name
 
 
 def test_a_preset_draws_for_its_operations_what_a_larger_one_does() -> None:
     standard = PRESETS["standard"]
     assert standard is not None
-    larger = replace(STRONG, **{name: value for name, value in asdict(standard).items() if value})
-    one, other = (draw(each, np.random.default_rng(1), 64, 32, 32) for each in (standard, larger))
+    larger = replace(
+        STRONG, **{name: value for name, value in asdict(standard).items() if value}
+    )
+    one, other = (
+        draw(each, np.random.default_rng(1), 64, 32, 32) for each in (standard, larger)
+    )
     for name in ("flip", "brightness", "contrast", "saturation", "box"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
 

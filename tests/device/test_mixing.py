@@ -28,14 +28,21 @@ ALL = np.ones(4, bool)
 
 def images(rows: int = 4, size: int = 4) -> torch.Tensor:
     """Row i is i + 1 everywhere."""
-    return torch.arange(1.0, rows + 1).view(-1, 1, 1, 1).expand(rows, 3, size, size).clone()
+    return (
+        torch.arange(1.0, rows + 1)
+        .view(-1, 1, 1, 1)
+        .expand(rows, 3, size, size)
+        .clone()
+    )
 
 
 def rng(seed: int = 0) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(seed))
 
 
-def draws(config: AugmentConfig, number: int = 2000, strength: float = 1.0) -> list[MixPlan | None]:
+def draws(
+    config: AugmentConfig, number: int = 2000, strength: float = 1.0
+) -> list[MixPlan | None]:
     return [draw_mix(config, rng(seed), 32, 32, strength) for seed in range(number)]
 
 
@@ -47,7 +54,12 @@ def test_mixup_by_hand() -> None:
     assert (mixed_images == mixed_images[:, :1, :1, :1]).all()
     assert mixed.target.tolist() == [1, 2, 0, 0]
     soft = soft_targets(target, mixed, 3)
-    assert soft.tolist() == [[0.75, 0.25, 0], [0, 0.75, 0.25], [0.25, 0, 0.75], [1, 0, 0]]
+    assert soft.tolist() == [
+        [0.75, 0.25, 0],
+        [0, 0.75, 0.25],
+        [0.25, 0, 0.75],
+        [1, 0, 0],
+    ]
 
 
 def test_cutmix_by_hand() -> None:
@@ -57,7 +69,9 @@ def test_cutmix_by_hand() -> None:
     expected = torch.ones(4, 4)
     expected[1:3, 2:3] = 2
     assert torch.equal(mixed_images[0, 0], expected)
-    assert mixed_images[3, 0, 1:3, 2].tolist() == [1, 1] and mixed_images[3].sum() == 3 * (16 * 4 - 2 * 3)
+    assert mixed_images[3, 0, 1:3, 2].tolist() == [1, 1] and mixed_images[
+        3
+    ].sum() == 3 * (16 * 4 - 2 * 3)
     assert mixed.is_cutmix
     assert soft_targets(target, mixed, 3)[0].tolist() == [0.875, 0.125, 0]
 
@@ -67,12 +81,16 @@ def test_soft_targets_with_label_smoothing_by_hand() -> None:
     found = soft_targets(target, mixed, 4, smoothing=0.2)
     # 0.8 · (0.75, 0, 0, 0.25) + 0.05
     torch.testing.assert_close(found, torch.tensor([[0.65, 0.05, 0.05, 0.25]]))
-    torch.testing.assert_close(soft_targets(target, None, 4, 0.2), torch.tensor([[0.85, 0.05, 0.05, 0.05]]))
+    torch.testing.assert_close(
+        soft_targets(target, None, 4, 0.2), torch.tensor([[0.85, 0.05, 0.05, 0.05]])
+    )
 
 
 @pytest.mark.parametrize("num_classes", [2, 10, 1000])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_of_two_halves_is_that_of_the_soft_targets(num_classes: int, smoothing: float) -> None:
+def test_the_loss_of_two_halves_is_that_of_the_soft_targets(
+    num_classes: int, smoothing: float
+) -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, num_classes, dtype=torch.float64)
     target = torch.randint(num_classes, (6,))
@@ -96,7 +114,9 @@ def test_rows_without_weight_never_mix() -> None:
         # And nothing of theirs is in the others: rows 0, 2, 3 hold 1, 3 and 4.
         whole = [0.6 * 1 + 0.4 * 3, 0.6 * 3 + 0.4 * 4, 0.6 * 4 + 0.4 * 1]
         corner = mixed_images[[0, 2, 3], 0, 0, 0]
-        torch.testing.assert_close(corner, torch.tensor(whole if plan[1] is None else [3.0, 4.0, 1.0]))
+        torch.testing.assert_close(
+            corner, torch.tensor(whole if plan[1] is None else [3.0, 4.0, 1.0])
+        )
 
 
 def test_a_single_row_that_counts_stays_as_it_is() -> None:
@@ -111,16 +131,25 @@ def test_the_mixed_share_follows_probability_and_strength() -> None:
     plans = draws(config)
     drawn = [plan for plan in plans if plan]
     assert len(drawn) / len(plans) == pytest.approx(0.8, abs=0.03)
-    assert sum(box is not None for _, box in drawn) / len(drawn) == pytest.approx(0.5, abs=0.03)
+    assert sum(box is not None for _, box in drawn) / len(drawn) == pytest.approx(
+        0.5, abs=0.03
+    )
     half = draws(config, strength=0.5)
-    assert sum(plan is not None for plan in half) / len(half) == pytest.approx(0.4, abs=0.03)
+    assert sum(plan is not None for plan in half) / len(half) == pytest.approx(
+        0.4, abs=0.03
+    )
     # What is mixed at half the strength is mixed in the same way at the whole.
     assert all(a == b for a, b in zip(half, plans, strict=True) if a)
     assert draws(config, strength=0.0) == [None] * 2000
 
 
-@pytest.mark.parametrize(("settings", "cutmix"), [({"mixup_alpha": 0.2}, False), ({"cutmix_alpha": 1.0}, True)])
-def test_one_kind_alone_is_always_that_kind(settings: dict[str, float], cutmix: bool) -> None:
+@pytest.mark.parametrize(
+    ("settings", "cutmix"),
+    [({"mixup_alpha": 0.2}, False), ({"cutmix_alpha": 1.0}, True)],
+)
+def test_one_kind_alone_is_always_that_kind(
+    settings: dict[str, float], cutmix: bool
+) -> None:
     plans = draws(AugmentConfig(**settings), 200)
     assert all(plan is not None and (plan[1] is not None) == cutmix for plan in plans)
 
@@ -129,11 +158,17 @@ def test_the_shares_of_mixup_cutmix_and_neither_are_those_that_were_set() -> Non
     config = AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_probs=(0.2, 0.5))
     for strength in (1.0, 0.5):
         plans = draws(config, strength=strength)
-        cut = sum(plan is not None and plan[1] is not None for plan in plans) / len(plans)
+        cut = sum(plan is not None and plan[1] is not None for plan in plans) / len(
+            plans
+        )
         mixed = sum(plan is not None for plan in plans) / len(plans)
-        assert (mixed - cut, cut) == pytest.approx((0.2 * strength, 0.5 * strength), abs=0.03)
+        assert (mixed - cut, cut) == pytest.approx(
+            (0.2 * strength, 0.5 * strength), abs=0.03
+        )
     halves = AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_probs=(0.4, 0.4))
-    assert draws(halves) == draws(AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_prob=0.8))
+    assert draws(halves) == draws(
+        AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_prob=0.8)
+    )
     assert draws(replace(halves, mix_prob=0.1)) == draws(halves)
 
 
@@ -142,10 +177,15 @@ def test_the_shares_of_mixup_cutmix_and_neither_are_those_that_were_set() -> Non
     [
         ({"mix_probs": (0.5, 0.6)}, "two shares that add up to at most 1"),
         ({"mix_probs": (0.5,)}, "two shares"),
-        ({"mix_probs": (0.5, 0.4), "cutmix_alpha": 0.0}, r"augment\.cutmix_alpha must be above 0 where .*, 0\.4"),
+        (
+            {"mix_probs": (0.5, 0.4), "cutmix_alpha": 0.0},
+            r"augment\.cutmix_alpha must be above 0 where .*, 0\.4",
+        ),
     ],
 )
-def test_shares_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_shares_that_cannot_be_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         AugmentConfig(**{"mixup_alpha": 0.2, "cutmix_alpha": 1.0, **settings})
 
@@ -157,7 +197,9 @@ def test_nothing_is_mixed_by_default() -> None:
 def test_lambda_of_mixup_is_beta_distributed() -> None:
     lams = np.array([plan[0] for plan in draws(AugmentConfig(mixup_alpha=0.5)) if plan])
     # Beta(α, α): mean 1/2, variance 1 / (4 (2α + 1))
-    assert lams.mean() == pytest.approx(0.5, abs=0.03) and lams.var() == pytest.approx(1 / 8, abs=0.01)
+    assert lams.mean() == pytest.approx(0.5, abs=0.03) and lams.var() == pytest.approx(
+        1 / 8, abs=0.01
+    )
 
 
 def test_lambda_of_cutmix_is_the_share_that_the_box_leaves() -> None:
@@ -174,7 +216,12 @@ def test_lambda_of_cutmix_is_the_share_that_the_box_leaves() -> None:
 def test_floats_and_vectors_of_0_and_1_are_mixed_by_hand() -> None:
     target = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]], dtype=torch.uint8)
     _, mixed = mix(images(), target, ALL, (0.75, None))
-    assert soft_targets(target, mixed, 2).tolist() == [[0.75, 0.25], [0.25, 1], [0.75, 0.75], [0.25, 0]]
+    assert soft_targets(target, mixed, 2).tolist() == [
+        [0.75, 0.25],
+        [0.25, 1],
+        [0.75, 0.75],
+        [0.25, 0],
+    ]
     assert soft_targets(target.double(), None, 2).dtype == torch.float64
     _, mixed = mix(images(), torch.tensor([0.0, 4, 8, 0]), ALL, (0.75, None))
     assert soft_targets(torch.tensor([0.0, 4, 8, 0]), mixed, 1).tolist() == [1, 5, 6, 0]

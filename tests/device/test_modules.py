@@ -32,7 +32,10 @@ def host(split: Any = "train", seed: int = 0) -> MicroBatch:
     """Gray noise with a bright square of class 3, its mask, its box, and its first and last pixel as keypoints."""
     rng = np.random.default_rng(seed)
     image = rng.integers(0, 100, (ROWS, SIZE, SIZE, 3), np.uint8)
-    mask, boxes = np.zeros((ROWS, SIZE, SIZE), np.uint8), np.zeros((ROWS, 3, 5), np.float32)
+    mask, boxes = (
+        np.zeros((ROWS, SIZE, SIZE), np.uint8),
+        np.zeros((ROWS, 3, 5), np.float32),
+    )
     points = np.zeros((ROWS, 3, 3), np.float32)
     boxes[..., 4] = points[..., 2] = -1
     for row in range(ROWS):
@@ -41,7 +44,13 @@ def host(split: Any = "train", seed: int = 0) -> MicroBatch:
         image[row, y : y + height, x : x + width] = 255
         boxes[row, 0] = x, y, x + width, y + height, 3 + row
         points[row, :2] = (x, y, 0), (x + width - 1, y + height - 1, 1)
-    fields: Any = {"image": image, LABEL: np.arange(ROWS), "mask": mask, "boxes": boxes, "keypoints": points}
+    fields: Any = {
+        "image": image,
+        LABEL: np.arange(ROWS),
+        "mask": mask,
+        "boxes": boxes,
+        "keypoints": points,
+    }
     at = MicroBatchId(split, 0, seed, 0)
     return MicroBatch(at, np.arange(ROWS), np.ones(ROWS, np.float32), fields)
 
@@ -55,9 +64,15 @@ def pixels(seed: int = 0) -> torch.Tensor:
     return scaled(batch_of(seed=seed).image)
 
 
-def made(module: Any, targets: Any = (), strength: float = 1.0, seed: int = 0, **config: Any) -> Batch:
-    given = AugmentConfig(module=module, **{"mean": PLAIN.mean, "std": PLAIN.std, **config})
-    return DeviceAugment(given, CPU, targets=targets).of_batch(batch_of(seed=seed), strength)
+def made(
+    module: Any, targets: Any = (), strength: float = 1.0, seed: int = 0, **config: Any
+) -> Batch:
+    given = AugmentConfig(
+        module=module, **{"mean": PLAIN.mean, "std": PLAIN.std, **config}
+    )
+    return DeviceAugment(given, CPU, targets=targets).of_batch(
+        batch_of(seed=seed), strength
+    )
 
 
 def pipeline() -> nn.Sequential:
@@ -79,7 +94,9 @@ class Faded(nn.Module):
         self.generator = torch.Generator()
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        drawn = torch.rand(1, generator=self.generator) + np.random.rand() + random.random()
+        drawn = (
+            torch.rand(1, generator=self.generator) + np.random.rand() + random.random()
+        )
         noise = torch.rand_like(image) * drawn.to(image.device)
         return (image * self.weight + self.shift * noise).clamp(0, 1)
 
@@ -87,10 +104,16 @@ class Faded(nn.Module):
 OTHERS: dict[str, Any] = {
     "sequential": pipeline,
     "one operation": lambda: K.RandomAffine(20.0, p=0.7),
-    "policy": lambda: K.ImageSequential(K.RandomVerticalFlip(), K.auto.RandAugment(n=2, m=9)),
-    "random order": lambda: K.ImageSequential(K.RandomInvert(), K.RandomSolarize(), random_apply=(1, 2)),
+    "policy": lambda: K.ImageSequential(
+        K.RandomVerticalFlip(), K.auto.RandAugment(n=2, m=9)
+    ),
+    "random order": lambda: K.ImageSequential(
+        K.RandomInvert(), K.RandomSolarize(), random_apply=(1, 2)
+    ),
     "jigsaw": lambda: nn.Sequential(K.RandomJigsaw((4, 4), p=0.8)),
-    "torchvision": lambda: v2.Compose([v2.RandomHorizontalFlip(), v2.ColorJitter(0.3, 0.3)]),
+    "torchvision": lambda: v2.Compose(
+        [v2.RandomHorizontalFlip(), v2.ColorJitter(0.3, 0.3)]
+    ),
 }
 
 
@@ -110,7 +133,9 @@ def test_a_configuration_normalizes_behind_the_module() -> None:
     module = pipeline()
     plain = made(module).image
     found = made(module, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3)).image
-    expected = (plain - torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)) / torch.tensor([0.2, 0.25, 0.3]).view(3, 1, 1)
+    expected = (plain - torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)) / torch.tensor(
+        [0.2, 0.25, 0.3]
+    ).view(3, 1, 1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -122,11 +147,17 @@ def test_all_generators_are_seeded_and_left_as_they_were() -> None:
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     made(module, seed=5)
     assert torch.equal(first, made(module).image)
-    assert torch.equal(states[0], torch.get_rng_state()) and (states[1] == np.random.get_state()[1]).all()
+    assert (
+        torch.equal(states[0], torch.get_rng_state())
+        and (states[1] == np.random.get_state()[1]).all()
+    )
     assert states[2] == random.getstate()
 
 
-@pytest.mark.parametrize("at_end", [K.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4)), v2.Normalize([0.5], [0.25])])
+@pytest.mark.parametrize(
+    "at_end",
+    [K.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4)), v2.Normalize([0.5], [0.25])],
+)
 def test_a_normalize_at_the_end_is_that_of_validations_too(at_end: Any) -> None:
     module = nn.Sequential(pipeline(), at_end)
     mean, std = normalization_of(module) or ((), ())
@@ -137,7 +168,9 @@ def test_a_normalize_at_the_end_is_that_of_validations_too(at_end: Any) -> None:
     torch.testing.assert_close(found, at_end(pixels()), rtol=1e-5, atol=1e-5)
     torch.manual_seed(77)
     assert torch.equal(augment.of_batch(batch_of(), 1.0).image, module(pixels()))
-    with pytest.raises(ConfigError, match=r"ends with Normalize\(.*leave one of the two out"):
+    with pytest.raises(
+        ConfigError, match=r"ends with Normalize\(.*leave one of the two out"
+    ):
         DeviceAugment(AugmentConfig(module=module, mean=(0.1, 0.1, 0.1)), CPU)
 
 
@@ -148,31 +181,46 @@ def test_the_strength_scales_the_probabilities_of_kornia() -> None:
         changed = 0.0
         for seed in range(60):
             plain = (pixels(seed))[:, :, 8:24, 8:24]
-            changed += (made(module, strength=strength, seed=seed).image != plain).flatten(1).any(1).sum().item()
+            changed += (
+                (made(module, strength=strength, seed=seed).image != plain)
+                .flatten(1)
+                .any(1)
+                .sum()
+                .item()
+            )
         shares.append(changed / 60 / ROWS)
     assert shares == [pytest.approx(0.8, abs=0.06), pytest.approx(0.4, abs=0.08), 0]
     assert module[0].p == 0.8
 
 
-def container(*operations: nn.Module, keys: Any = ("input", "mask", "bbox_xyxy", "keypoints")) -> Any:
+def container(
+    *operations: nn.Module, keys: Any = ("input", "mask", "bbox_xyxy", "keypoints")
+) -> Any:
     return K.AugmentationSequential(*operations, data_keys=keys and list(keys))
 
 
 @pytest.mark.parametrize("keys", [("input", "mask", "bbox_xyxy", "keypoints"), None])
 def test_masks_boxes_and_keypoints_move_with_the_image(keys: Any) -> None:
     module = container(
-        K.RandomHorizontalFlip(), K.RandomRotation90((1, 3), p=0.7), K.ColorJitter(0.1, 0.1, 0.1, 0.1), keys=keys
+        K.RandomHorizontalFlip(),
+        K.RandomRotation90((1, 3), p=0.7),
+        K.ColorJitter(0.1, 0.1, 0.1, 0.1),
+        keys=keys,
     )
     for seed in range(5):
         found = made(module, JOINT, seed=seed)
-        assert found.fields["mask"].dtype == torch.uint8 and found.fields["mask"].shape == (ROWS, SIZE, SIZE)
+        assert found.fields["mask"].dtype == torch.uint8 and found.fields[
+            "mask"
+        ].shape == (ROWS, SIZE, SIZE)
         for row in range(ROWS):
             ys, xs = np.nonzero(found.fields["mask"][row].numpy() == 3)
             bright_y, bright_x = np.nonzero(found.image[row].amin(0).numpy() > 0.7)
             assert (ys == bright_y).all() and (xs == bright_x).all()
             x0, y0, x1, y1, label = found.fields["boxes"][row, 0].tolist()
             assert label == 3 + row
-            assert [x0, y0, x1, y1] == pytest.approx([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1], abs=1e-3)
+            assert [x0, y0, x1, y1] == pytest.approx(
+                [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1], abs=1e-3
+            )
             ends = found.fields["keypoints"][row, :2, :2]
             assert ends.amin(0).tolist() == pytest.approx([x0, y0], abs=1e-3)
             assert ends.amax(0).tolist() == pytest.approx([x1 - 1, y1 - 1], abs=1e-3)
@@ -181,12 +229,18 @@ def test_masks_boxes_and_keypoints_move_with_the_image(keys: Any) -> None:
 
 
 def test_masks_and_keypoints_are_those_of_a_call_by_hand() -> None:
-    module = container(K.RandomResizedCrop((24, 20), scale=(0.3, 0.6)), K.RandomAffine(20.0, p=0.5))
+    module = container(
+        K.RandomResizedCrop((24, 20), scale=(0.3, 0.6)), K.RandomAffine(20.0, p=0.5)
+    )
     found, batch = made(module, JOINT), batch_of()
     torch.manual_seed(batch.seed)
     boxes, points = batch.fields["boxes"][..., :4], batch.fields["keypoints"][..., :2]
-    image, mask, _, points = module(pixels(), batch.fields["mask"][:, None], boxes, points)
-    assert torch.equal(found.image, image) and torch.equal(found.fields["mask"], mask[:, 0])
+    image, mask, _, points = module(
+        pixels(), batch.fields["mask"][:, None], boxes, points
+    )
+    assert torch.equal(found.image, image) and torch.equal(
+        found.fields["mask"], mask[:, 0]
+    )
     assert torch.equal(found.fields["keypoints"][:, :2, :2], points[:, :2])
 
 
@@ -199,8 +253,13 @@ def test_what_leaves_the_image_is_dropped_or_marked() -> None:
     x, y, labels = points[:, :2].unbind(-1)
     inside = (x >= 0) & (y >= 0) & (x < 8) & (y < 8)
     expected = torch.tensor([0.0, 1]).expand(ROWS, 2)
-    assert torch.equal(labels, torch.where(inside, expected, -2 - expected)) and not inside.all()
-    points = kept_keypoints(points[..., :2] + 12, points[..., 2], SIZE, SIZE)  # back where they were
+    assert (
+        torch.equal(labels, torch.where(inside, expected, -2 - expected))
+        and not inside.all()
+    )
+    points = kept_keypoints(
+        points[..., :2] + 12, points[..., 2], SIZE, SIZE
+    )  # back where they were
     assert torch.equal(points[:, :2], batch_of().fields["keypoints"][:, :2])
 
 
@@ -216,17 +275,27 @@ def test_a_mosaic_brings_the_boxes_of_four_images_with_their_labels() -> None:
             kept = boxes[row][boxes[row, :, 4] >= 0]
             num_mosaics += len(kept) > 1
             for x0, y0, x1, y1, label in kept.tolist():
-                if x0 > 1 and x1 < SIZE - 1 and y0 > 1 and y1 < SIZE - 1:  # whole: of its own image's size
-                    width, height = (own[int(label) - 3, 2:4] - own[int(label) - 3, :2]).tolist()
-                    assert (x1 - x0, y1 - y0) == pytest.approx((width, height), abs=1e-3)
-                    inside = found.image[row, :, round(y0) : round(y1), round(x0) : round(x1)]
+                if (
+                    x0 > 1 and x1 < SIZE - 1 and y0 > 1 and y1 < SIZE - 1
+                ):  # whole: of its own image's size
+                    width, height = (
+                        own[int(label) - 3, 2:4] - own[int(label) - 3, :2]
+                    ).tolist()
+                    assert (x1 - x0, y1 - y0) == pytest.approx(
+                        (width, height), abs=1e-3
+                    )
+                    inside = found.image[
+                        row, :, round(y0) : round(y1), round(x0) : round(x1)
+                    ]
                     assert inside.min() > 0.9
                     num_seen += 1
     assert num_seen > 10 and num_mosaics > 5
 
 
 def test_a_transplantation_moves_an_object_and_its_mask() -> None:
-    module = container(K.RandomTransplantation(excluded_labels=[0], p=1.0), keys=("input", "mask"))
+    module = container(
+        K.RandomTransplantation(excluded_labels=[0], p=1.0), keys=("input", "mask")
+    )
     found, batch = made(module, ["mask"]), batch_of()
     bright = found.image.amin(1) > 0.9
     assert torch.equal(bright, found.fields["mask"] == 3)
@@ -251,30 +320,44 @@ def mixers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", mixers())
-def test_the_mixing_operations_of_kornia_mix_the_targets_as_the_pixels(name: str) -> None:
+def test_the_mixing_operations_of_kornia_mix_the_targets_as_the_pixels(
+    name: str,
+) -> None:
     """In images of one value each, the mean of a row tells the shares of the two that it was made of."""
     mixer = mixers()[name]
-    augment = DeviceAugment(AugmentConfig(PLAIN.mean, PLAIN.std, module=nn.Sequential(mixer)), CPU)
+    augment = DeviceAugment(
+        AugmentConfig(PLAIN.mean, PLAIN.std, module=nn.Sequential(mixer)), CPU
+    )
     assert augment.mixes
     values = torch.tensor([10, 250, 60, 200, 120, 30], dtype=torch.uint8)
     target, num_mixed = torch.arange(6), 0
     for seed in range(12):
         image = values.view(6, 1, 1, 1).expand(6, 3, 24, 20)
         found, mix = augment(image, target, np.ones(6, bool), seed=seed)
-        assert mix is not None and mix.is_cutmix == (name != "mixup") and isinstance(mix.lam, torch.Tensor)
+        assert (
+            mix is not None
+            and mix.is_cutmix == (name != "mixup")
+            and isinstance(mix.lam, torch.Tensor)
+        )
         shares = soft_targets(target, mix, 6)
-        torch.testing.assert_close(found.mean((1, 2, 3)), shares @ (values / 255), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found.mean((1, 2, 3)), shares @ (values / 255), rtol=1e-4, atol=1e-4
+        )
         torch.manual_seed(seed)
         assert torch.equal(found, mixer(scaled(image), data_keys=["input"]))
         num_mixed += int((shares.amax(1) < 1).sum())
         logits = torch.randn(6, 6)
         losses = mixed_cross_entropy(logits, target, mix)
-        torch.testing.assert_close(losses, nn.functional.cross_entropy(logits, shares, reduction="none"))
+        torch.testing.assert_close(
+            losses, nn.functional.cross_entropy(logits, shares, reduction="none")
+        )
     assert num_mixed > 20
     counts = np.array([True, False, True, True, True, False])
     found, mix = augment(image, target, counts, seed=3)
     assert mix is not None and set(mix.target[counts].tolist()) <= {0, 2, 3, 4}
-    assert torch.equal(found[~torch.from_numpy(counts)], scaled(image)[~torch.from_numpy(counts)])
+    assert torch.equal(
+        found[~torch.from_numpy(counts)], scaled(image)[~torch.from_numpy(counts)]
+    )
 
 
 class Remembering(nn.Module):
@@ -287,7 +370,9 @@ class Remembering(nn.Module):
 
 
 def test_a_module_that_remembers_is_refused_until_it_is_in_eval() -> None:
-    with pytest.raises(ConfigError, match=r"Remembering changes its own buffer 'norm\..*module\.eval"):
+    with pytest.raises(
+        ConfigError, match=r"Remembering changes its own buffer 'norm\..*module\.eval"
+    ):
         made(Remembering())
     module = Remembering().eval()
     torch.testing.assert_close(made(module).image, module(pixels()).detach())
@@ -301,13 +386,33 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         ["mask"],
         r"leaves 'mask' behind.*data_keys=\['input', 'mask'\]",
     ),
-    "a target without a key": (container(FLIP, keys=("input", "mask")), JOINT, "leaves 'boxes' behind"),
-    "a key without a target": (container(FLIP), ["mask", "boxes"], "set transform.keypoints_column"),
-    "a key twice": (container(FLIP, keys=("input", "mask", "mask")), ["mask"], "name a target twice"),
+    "a target without a key": (
+        container(FLIP, keys=("input", "mask")),
+        JOINT,
+        "leaves 'boxes' behind",
+    ),
+    "a key without a target": (
+        container(FLIP),
+        ["mask", "boxes"],
+        "set transform.keypoints_column",
+    ),
+    "a key twice": (
+        container(FLIP, keys=("input", "mask", "mask")),
+        ["mask"],
+        "name a target twice",
+    ),
     "clips": (K.VideoSequential(FLIP), [], "takes clips"),
     "three dimensions": (nn.Sequential(K.RandomHorizontalFlip3D()), [], "takes clips"),
-    "mixing of masks": (nn.Sequential(K.RandomMixUpV2()), ["mask"], "mixes images, not masks"),
-    "mixing inside": (container(FLIP, K.RandomMixUpV2(), keys=("input",)), [], "put it behind, as nn.Sequential"),
+    "mixing of masks": (
+        nn.Sequential(K.RandomMixUpV2()),
+        ["mask"],
+        "mixes images, not masks",
+    ),
+    "mixing inside": (
+        container(FLIP, K.RandomMixUpV2(), keys=("input",)),
+        [],
+        "put it behind, as nn.Sequential",
+    ),
     "mixing twice": (nn.Sequential(K.RandomMixUpV2(), K.PatchMix()), [], "mixes twice"),
     "a mosaic of classes": (nn.Sequential(K.RandomMosaic()), [], "needs boxes"),
     "a mosaic of masks": (
@@ -315,9 +420,21 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         ["mask"],
         "moves boxes, and no mask",
     ),
-    "a jigsaw of masks": (container(K.RandomJigsaw(), keys=("input", "mask")), ["mask"], "moves no mask"),
-    "a transplantation alone": (nn.Sequential(K.RandomTransplantation()), [], "needs a mask"),
-    "a warp of boxes": (container(K.RandomFisheye(*[torch.tensor([-0.1, 0.1])] * 3)), JOINT, "moves no"),
+    "a jigsaw of masks": (
+        container(K.RandomJigsaw(), keys=("input", "mask")),
+        ["mask"],
+        "moves no mask",
+    ),
+    "a transplantation alone": (
+        nn.Sequential(K.RandomTransplantation()),
+        [],
+        "needs a mask",
+    ),
+    "a warp of boxes": (
+        container(K.RandomFisheye(*[torch.tensor([-0.1, 0.1])] * 3)),
+        JOINT,
+        "moves no",
+    ),
 }
 
 
@@ -336,9 +453,14 @@ def test_color_alone_goes_with_targets_and_a_mosaic_with_none() -> None:
 
 
 def test_what_kornia_refuses_is_named_with_its_step() -> None:
-    with pytest.raises(ConfigError, match=r"RandomJigsaw fails on image, label of \(6, 3, 32, 32\): Run"):
+    with pytest.raises(
+        ConfigError,
+        match=r"RandomJigsaw fails on image, label of \(6, 3, 32, 32\): Run",
+    ):
         made(nn.Sequential(K.RandomJigsaw((5, 5), p=1.0)))
-    with pytest.raises(ConfigError, match=r"PatchMix fails on .* ValueError: Expect `patch_size`"):
+    with pytest.raises(
+        ConfigError, match=r"PatchMix fails on .* ValueError: Expect `patch_size`"
+    ):
         made(nn.Sequential(K.PatchMix(patch_size=64)))
 
 
@@ -350,7 +472,9 @@ inverted = make()
 
 
 @pytest.mark.parametrize("name", ["make", "inverted", "Faded"])
-def test_a_name_is_that_of_a_module_its_class_or_a_function_that_makes_it(name: str) -> None:
+def test_a_name_is_that_of_a_module_its_class_or_a_function_that_makes_it(
+    name: str,
+) -> None:
     found = made(f"{__name__}:{name}").image
     if name != "Faded":
         assert torch.equal(found, 1 - pixels())
@@ -360,20 +484,28 @@ def test_a_name_is_that_of_a_module_its_class_or_a_function_that_makes_it(name: 
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_differentiable_augmentation_has_the_gradient_of_its_pixels(split: Any) -> None:
+def test_a_differentiable_augmentation_has_the_gradient_of_its_pixels(
+    split: Any,
+) -> None:
     config = AugmentConfig(module=pipeline(), mixup_alpha=0.4, differentiable=True)
     augment, layer = DeviceAugment(config, CPU), nn.Linear(3, 4)
     batch = augment.of_batch(batch_of(split), 1.0)
     assert batch.pixels is not None and batch.augment is not None
     assert torch.equal(batch.pixels, pixels()) and batch.pixels.is_leaf
     assert torch.equal(batch.augment(batch.pixels), batch.image)
-    loss = mixed_cross_entropy(layer(batch.image.mean((2, 3))), batch.target % 4, None).mean()
+    loss = mixed_cross_entropy(
+        layer(batch.image.mean((2, 3))), batch.target % 4, None
+    ).mean()
     (gradient,) = torch.autograd.grad(loss, batch.pixels)
     assert gradient.shape == batch.pixels.shape and (gradient != 0).float().mean() > 0.2
     attacked = (batch.pixels + 0.1 * gradient.sign()).clamp(0, 1).detach()
-    worse = mixed_cross_entropy(layer(batch.augment(attacked).mean((2, 3))), batch.target % 4, None).mean()
+    worse = mixed_cross_entropy(
+        layer(batch.augment(attacked).mean((2, 3))), batch.target % 4, None
+    ).mean()
     assert worse > loss
-    plain = DeviceAugment(AugmentConfig(module=pipeline(), mixup_alpha=0.4), CPU).of_batch(batch_of(split), 1.0)
+    plain = DeviceAugment(
+        AugmentConfig(module=pipeline(), mixup_alpha=0.4), CPU
+    ).of_batch(batch_of(split), 1.0)
     torch.testing.assert_close(plain.image, batch.image.detach())
     assert plain.pixels is None
 

@@ -28,7 +28,9 @@ def host_batch(step: int, size: int = 4) -> MicroBatch:
     index = np.array([*range(size - 1), -1])
     for array in (weight, index, *fields.values()):
         array.flags.writeable = False  # as Arrow's shared memory is
-    return MicroBatch(MicroBatchId("train", 0, step, 0), index, weight, {**fields}, num_bad=step)
+    return MicroBatch(
+        MicroBatchId("train", 0, step, 0), index, weight, {**fields}, num_bad=step
+    )
 
 
 CPU = torch.device("cpu")
@@ -45,10 +47,18 @@ def assert_same(batch: Batch, host: MicroBatch) -> None:
         and batch.seed == 100 + host.position.step
     )
     assert batch.image.is_contiguous(memory_format=torch.channels_last)
-    assert (batch.image.numpy() == host["image"].transpose(0, 3, 1, 2)).all() and batch.image.dtype == torch.uint8
-    assert (batch.target.numpy() == host["label"]).all() and batch.target.dtype == torch.int64
-    assert (batch.weight.numpy() == host.weight).all() and batch.weight.dtype == torch.float32
-    assert (batch.target_host == host["label"]).all() and (batch.index == host.index).all()
+    assert (
+        batch.image.numpy() == host["image"].transpose(0, 3, 1, 2)
+    ).all() and batch.image.dtype == torch.uint8
+    assert (
+        batch.target.numpy() == host["label"]
+    ).all() and batch.target.dtype == torch.int64
+    assert (
+        batch.weight.numpy() == host.weight
+    ).all() and batch.weight.dtype == torch.float32
+    assert (batch.target_host == host["label"]).all() and (
+        batch.index == host.index
+    ).all()
 
 
 # Micro-batches
@@ -56,7 +66,10 @@ def assert_same(batch: Batch, host: MicroBatch) -> None:
 
 @pytest.mark.parametrize("ring", [None, True])
 def test_values_places_seeds_and_order_are_kept(ring: bool | None) -> None:
-    given = [host_batch(step, size) for step, size in ((3, 4), (1, 4), (2, 4), (7, 2), (5, 4), (6, 4), (4, 1))]
+    given = [
+        host_batch(step, size)
+        for step, size in ((3, 4), (1, 4), (2, 4), (7, 2), (5, 4), (6, 4), (4, 1))
+    ]
     found = iter(on_cpu(given, ring=ring))
     for host in given:
         assert_same(next(found), host)
@@ -65,14 +78,18 @@ def test_values_places_seeds_and_order_are_kept(ring: bool | None) -> None:
 
 @pytest.mark.parametrize("ring", [None, True])
 @pytest.mark.parametrize("names", [("mask",), ("boxes",), ("mask", "boxes"), ()])
-def test_masks_and_boxes_come_with_their_batch(ring: bool | None, names: tuple[str, ...]) -> None:
+def test_masks_and_boxes_come_with_their_batch(
+    ring: bool | None, names: tuple[str, ...]
+) -> None:
     rng, given = np.random.default_rng(0), []
     for step in range(6):
         targets = {
             "mask": rng.integers(0, 256, (4, 6, 5), dtype=np.uint8),
             "boxes": rng.random((4, 3, 5), np.float32),
         }
-        given.append(with_fields(host_batch(step), {name: targets[name] for name in names}))
+        given.append(
+            with_fields(host_batch(step), {name: targets[name] for name in names})
+        )
     for batch, host in zip(on_cpu(given, ring=ring), given, strict=True):
         assert_same(batch, host)
         assert batch.fields.keys() == host.fields.keys()
@@ -119,7 +136,12 @@ def test_no_batches(ring: bool | None) -> None:
 def test_the_ring_copies_into_the_same_slots_and_marks_each_transfer() -> None:
     given, marks = [host_batch(step) for step in range(20)], []
     pointers = set()
-    prefetcher = on_cpu(given, ring=True, depth=3, on_copied=lambda start, end: marks.append((start, end)))
+    prefetcher = on_cpu(
+        given,
+        ring=True,
+        depth=3,
+        on_copied=lambda start, end: marks.append((start, end)),
+    )
     for batch, host in zip(prefetcher, given, strict=True):
         assert batch.image.data_ptr() != host["image"].ctypes.data
         pointers.add(batch.image.data_ptr())
@@ -139,19 +161,25 @@ def test_a_block_is_let_go_while_its_micro_batches_are_in_use() -> None:
             host = host_batch(step)
             parts = {**host.arrays(), "mask": np.zeros((4, 6, 5), np.uint8)}
             parts |= {"weight": host.weight, "index": host.index}
-            memory = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts.values()]).view(Block)
+            memory = np.concatenate(
+                [part.reshape(-1).view(np.uint8) for part in parts.values()]
+            ).view(Block)
             memory.flags.writeable = False
             blocks.append(weakref.ref(memory))
             at = 0
             for name, part in parts.items():
-                parts[name] = memory[at : at + part.nbytes].view(part.dtype).reshape(part.shape)
+                parts[name] = (
+                    memory[at : at + part.nbytes].view(part.dtype).reshape(part.shape)
+                )
                 at += part.nbytes
             rest = {name: parts.pop(name) for name in ("weight", "index")}
             yield replace(host, fields={**parts}, **rest)
             del memory, part, rest
             parts.clear()
 
-    for step, batch in enumerate(on_device(batches(), CPU, lambda at: 100 + at.step, depth=3, ring=True)):
+    for step, batch in enumerate(
+        on_device(batches(), CPU, lambda at: 100 + at.step, depth=3, ring=True)
+    ):
         deadline = time.monotonic() + 10
         while len(blocks) < 3 or any(block() is not None for block in blocks):
             assert time.monotonic() < deadline, blocks

@@ -17,20 +17,36 @@ from raypipe.transform.decode import decode
 from raypipe.transform.encoded_map import MAP, box_of_map
 from raypipe.transform.ops import Op
 
-IMAGES = [saved(0), saved(1, sides=(97, 400)), saved(2, sides=(60, 50)), saved(3, sides=(333, 100))]
+IMAGES = [
+    saved(0),
+    saved(1, sides=(97, 400)),
+    saved(2, sides=(60, 50)),
+    saved(3, sides=(333, 100)),
+]
 PIPELINES: dict[str, Any] = {
     "light": "light",
     "center": "center",
     "resize": "resize",
-    "flip-crop": [{"Pad": {"padding": 4}}, {"RandomCrop": {"height": 50, "width": 40}}, {"HorizontalFlip": {}}],
-    "cubic": [{"RandomResizedCrop": {"size": [70, 90], "interpolation": 2}}, {"VerticalFlip": {}}],
+    "flip-crop": [
+        {"Pad": {"padding": 4}},
+        {"RandomCrop": {"height": 50, "width": 40}},
+        {"HorizontalFlip": {}},
+    ],
+    "cubic": [
+        {"RandomResizedCrop": {"size": [70, 90], "interpolation": 2}},
+        {"VerticalFlip": {}},
+    ],
     "turns": [
         {"RandomRotate90": {}},
         {"Resize": {"height": 80, "width": 70}},
         {"D4": {}},
         {"CenterCrop": {"height": 70, "width": 70}},
     ],
-    "twice": [{"SmallestMaxSize": {"max_size": 80}}, {"Transpose": {}}, {"RandomResizedCrop": {"size": [90, 60]}}],
+    "twice": [
+        {"SmallestMaxSize": {"max_size": 80}},
+        {"Transpose": {}},
+        {"RandomResizedCrop": {"size": [90, 60]}},
+    ],
     "borders": [
         {"Pad": {"padding": [30, 0, 10, 40], "fill": [9, 200, 30]}},
         {"HorizontalFlip": {}},
@@ -45,7 +61,9 @@ def boxes(maps: np.ndarray) -> list[torch.Tensor]:
     cut = []
     for image, of_map in zip(IMAGES, maps, strict=True):
         top, left, bottom, right = box_of_map(of_map)
-        cut.append(torch.from_numpy(decode(image)[top:bottom, left:right]).permute(2, 0, 1))
+        cut.append(
+            torch.from_numpy(decode(image)[top:bottom, left:right]).permute(2, 0, 1)
+        )
     return cut
 
 
@@ -57,10 +75,14 @@ def step_by_step(image: np.ndarray, program: Any, params: np.ndarray) -> np.ndar
             pixels = pixels[:, p[0] : p[0] + p[2], p[1] : p[1] + p[3]]
         elif op == Op.PAD:
             fill = torch.tensor(p[5:8]).double().view(3, 1, 1)
-            pixels = torch.nn.functional.pad(pixels - fill, (p[2], p[3], p[0], p[1])) + fill
+            pixels = (
+                torch.nn.functional.pad(pixels - fill, (p[2], p[3], p[0], p[1])) + fill
+            )
         elif op == Op.RESIZE:
             mode = "bicubic" if step.interpolation == 2 else "bilinear"
-            pixels = interpolate(pixels[None], tuple(p[:2]), mode=mode, antialias=True)[0]
+            pixels = interpolate(pixels[None], tuple(p[:2]), mode=mode, antialias=True)[
+                0
+            ]
         else:
             pixels = pixels.transpose(1, 2) if p[0] & 4 else pixels
             pixels = pixels.flip([axis for axis, bit in ((1, 2), (2, 1)) if p[0] & bit])
@@ -69,22 +91,33 @@ def step_by_step(image: np.ndarray, program: Any, params: np.ndarray) -> np.ndar
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_all_at_once_is_what_torch_makes_of_each(name: str) -> None:
-    batch, content = encoded(IMAGES, PIPELINES[name]), Content(PIPELINES[name], TransformConfig(size=96))
+    batch, content = (
+        encoded(IMAGES, PIPELINES[name]),
+        Content(PIPELINES[name], TransformConfig(size=96)),
+    )
     program = content._crops[0].transform.program
     assert program is not None
     images = [decode(image) for image in IMAGES]
-    params, _ = program.draw(keys_of(4), np.array([image.shape[:2] for image in images]))
+    params, _ = program.draw(
+        keys_of(4), np.array([image.shape[:2] for image in images])
+    )
     made = resize(boxes(batch[MAP]), batch[MAP]).numpy()
     for row, image in enumerate(images):
         apart = np.abs(made[row] - step_by_step(image, program, params[row]))
-        assert apart.max() < 1.5 and apart.mean() < 0.4, f"{name}, image {row}: {apart.max()}, {apart.mean()}"
+        assert apart.max() < 1.5 and apart.mean() < 0.4, (
+            f"{name}, image {row}: {apart.max()}, {apart.mean()}"
+        )
 
 
 def test_an_image_has_the_same_bits_alone_and_among_others() -> None:
     maps = encoded(IMAGES)[MAP]
     together = resize(boxes(maps), maps)
-    alone = [resize([box], maps[row : row + 1])[0] for row, box in enumerate(boxes(maps))]
-    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    alone = [
+        resize([box], maps[row : row + 1])[0] for row, box in enumerate(boxes(maps))
+    ]
+    assert all(
+        torch.equal(one, other) for one, other in zip(together, alone, strict=True)
+    )
 
 
 @pytest.mark.parametrize("precision", ["highest", "medium"])

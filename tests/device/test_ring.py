@@ -49,7 +49,9 @@ def num_threads() -> int:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("pace", ["fast consumer", "slow consumer", "slow source"])
-def test_what_is_in_use_stays_as_it_is_until_the_next_is_asked_for(depth: int, pace: str) -> None:
+def test_what_is_in_use_stays_as_it_is_until_the_next_is_asked_for(
+    depth: int, pace: str
+) -> None:
     def source() -> Iterator[Arrays]:
         for number in range(30):
             time.sleep(0.002 * (pace == "slow source"))
@@ -67,26 +69,42 @@ def test_what_is_in_use_stays_as_it_is_until_the_next_is_asked_for(depth: int, p
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("keep", [1, 3])
-def test_what_is_to_be_kept_stays_as_it_is_for_so_many_items_longer(depth: int, keep: int) -> None:
+def test_what_is_to_be_kept_stays_as_it_is_for_so_many_items_longer(
+    depth: int, keep: int
+) -> None:
     held: list[tuple[torch.Tensor, ...]] = []
-    for number, (_, tensors) in enumerate(ring_of(map(arrays, range(20)), depth, keep=keep)):
+    for number, (_, tensors) in enumerate(
+        ring_of(map(arrays, range(20)), depth, keep=keep)
+    ):
         held = [*held, tensors][-keep - 1 :]
         time.sleep(0.002)  # the source goes on as far as it can
         for before, kept in enumerate(reversed(held)):
             assert_same(kept, arrays(number - before))
 
 
-def test_debugging_overwrites_what_is_kept_beyond_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugging_overwrites_what_is_kept_beyond_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RAYPIPE_DEBUG", "1")
     kept: list[tuple[torch.Tensor, ...]] = []
-    items = [(*arrays(number), np.ones(4, np.float32), np.ones(4, np.float64)) for number in range(5)]
+    items = [
+        (*arrays(number), np.ones(4, np.float32), np.ones(4, np.float64))
+        for number in range(5)
+    ]
     for item, tensors in zip(items, ring_of(items, depth=1, keep=1), strict=False):
         assert_same(tensors[1], item)
         kept.append(tensors[1])
         if len(kept) > 1:
-            assert_same(kept[-2], items[len(kept) - 2])  # `keep` of them are still valid
+            assert_same(
+                kept[-2], items[len(kept) - 2]
+            )  # `keep` of them are still valid
         for image, numbers, single, double in kept[-3:-2]:
-            assert (image == 255).all() and (numbers == -1).all() and single.isnan().all() and double.isnan().all()
+            assert (
+                (image == 255).all()
+                and (numbers == -1).all()
+                and single.isnan().all()
+                and double.isnan().all()
+            )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -108,7 +126,10 @@ def test_a_source_far_ahead_fills_depth_slots_and_holds_one_item(depth: int) -> 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_same_slots_are_used_again_in_turn(depth: int) -> None:
-    found = [tuple(t.data_ptr() for t in tensors) for _, tensors in ring_of(map(arrays, range(40)), depth)]
+    found = [
+        tuple(t.data_ptr() for t in tensors)
+        for _, tensors in ring_of(map(arrays, range(40)), depth)
+    ]
     assert len(set(found)) == depth + 1
     assert found == (found[: depth + 1] * 40)[:40]
 
@@ -116,16 +137,22 @@ def test_the_same_slots_are_used_again_in_turn(depth: int) -> None:
 def test_items_of_all_shapes_share_slots_that_grow_for_the_largest() -> None:
     sizes = [4, 4, 2, 4, 3, 2, 4, 4, 2, 1] * 3
     pointers = set()
-    for number, (_, tensors) in enumerate(ring_of(arrays(n, size) for n, size in enumerate(sizes))):
+    for number, (_, tensors) in enumerate(
+        ring_of(arrays(n, size) for n, size in enumerate(sizes))
+    ):
         assert_same(tensors, arrays(number, sizes[number]))
         pointers.add(tensors[0].data_ptr())
     assert len(pointers) == 3
     found = []
-    for number, (_, tensors) in enumerate(ring_of(arrays(n, 1 + n // 10) for n in range(40))):
+    for number, (_, tensors) in enumerate(
+        ring_of(arrays(n, 1 + n // 10) for n in range(40))
+    ):
         assert_same(tensors, arrays(number, 1 + number // 10))
         found.append(tensors[0].untyped_storage().data_ptr())
         sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
-    assert len(set(found[-10:])) == 3 and sizes == [1024] * 2  # 360 bytes and 32, each from a multiple of 512
+    assert (
+        len(set(found[-10:])) == 3 and sizes == [1024] * 2
+    )  # 360 bytes and 32, each from a multiple of 512
 
 
 def test_what_is_written_to_one_tensor_changes_no_other_for_autograd() -> None:
@@ -151,8 +178,13 @@ def test_kinds_of_arrays() -> None:
     }
     for _, tensors in ring_of([tuple(given.values())] * 5):
         for (name, array), tensor in zip(given.items(), tensors, strict=True):
-            assert tensor.dtype == torch.tensor(array.copy()).dtype and tensor.shape == array.shape, name
-            assert np.array_equal(tensor.numpy(), array) and tensor.is_contiguous(), name
+            assert (
+                tensor.dtype == torch.tensor(array.copy()).dtype
+                and tensor.shape == array.shape
+            ), name
+            assert np.array_equal(tensor.numpy(), array) and tensor.is_contiguous(), (
+                name
+            )
 
 
 def test_items_without_arrays_and_no_items_at_all() -> None:
@@ -227,7 +259,9 @@ def test_closing_early_ends_the_thread_and_closes_the_source(far_ahead: bool) ->
     assert num_threads() == 1
     started = time.monotonic()
     iterator.close()
-    assert num_threads() == 0 and source.closed == 1 and source.threads == {"raypipe-ring"}
+    assert (
+        num_threads() == 0 and source.closed == 1 and source.threads == {"raypipe-ring"}
+    )
     assert time.monotonic() - started < 1
 
 
@@ -246,7 +280,9 @@ def test_leaving_the_loop_and_an_error_in_its_body_end_the_thread() -> None:
     assert num_threads() == 0
 
 
-def test_a_source_in_the_midst_of_an_item_does_not_hold_up_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_in_the_midst_of_an_item_does_not_hold_up_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("raypipe.device.ring.CLOSE_S", 0.05)
     go_on, closed = threading.Event(), threading.Event()
 
@@ -299,7 +335,9 @@ def test_what_is_staged_is_let_go_before_it_is_used() -> None:
             yield (array,)
             del array
 
-    for number, (item, tensors) in enumerate(ring_of(source(), depth=4, staged=lambda item: ())):
+    for number, (item, tensors) in enumerate(
+        ring_of(source(), depth=4, staged=lambda item: ())
+    ):
         until(lambda: len(seen) == 4 and all(ref() is None for ref in seen))
         assert item == () and tensors[0].tolist() == [number] * 3
 
@@ -307,7 +345,16 @@ def test_what_is_staged_is_let_go_before_it_is_used() -> None:
 def test_marks_lie_around_each_transfer() -> None:
     marks: list[tuple[float, float]] = []
     before = time.perf_counter()
-    assert len(list(ring_of(map(arrays, range(5)), on_copied=lambda *pair: marks.append(pair)))) == 5
+    assert (
+        len(
+            list(
+                ring_of(
+                    map(arrays, range(5)), on_copied=lambda *pair: marks.append(pair)
+                )
+            )
+        )
+        == 5
+    )
     flat = [before, *(at for pair in marks for at in pair), time.perf_counter()]
     assert len(marks) == 5 and flat == sorted(flat)
 
@@ -323,7 +370,9 @@ def test_other_devices_are_refused() -> None:
         Ring([], lambda item: (), "mps")
 
 
-def test_a_device_without_a_number_is_the_one_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_a_number_is_the_one_that_is_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert numbered("cuda") == torch.device("cuda", 3)
     assert numbered(torch.device("cuda", 1)) == torch.device("cuda", 1)

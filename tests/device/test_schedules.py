@@ -53,8 +53,12 @@ class Code:
         names, copy_stream = cuda.host.names(), functools.cache(self.ring.new_stream)
         with contextlib.ExitStack() as stack:
             stack.enter_context(cuda.installed())
-            stack.enter_context(mock.patch.object(self.ring, "_copy_stream", copy_stream))
-            ours = {name: value for name, value in names.items() if hasattr(self.ring, name)}
+            stack.enter_context(
+                mock.patch.object(self.ring, "_copy_stream", copy_stream)
+            )
+            ours = {
+                name: value for name, value in names.items() if hasattr(self.ring, name)
+            }
             stack.enter_context(mock.patch.multiple(self.ring, **ours))
             yield
 
@@ -65,12 +69,17 @@ AS_IT_STANDS = Code(*(getattr(raypipe.device, name) for name in NAMES))
 def changed(module: str, old: str, new: str) -> Code:
     """With a piece of text, which occurs once, replaced in a module."""
     made: dict[str, ModuleType] = {}
-    before = {f"raypipe.device.{name}": sys.modules[f"raypipe.device.{name}"] for name in NAMES}
+    before = {
+        f"raypipe.device.{name}": sys.modules[f"raypipe.device.{name}"]
+        for name in NAMES
+    }
     try:
         for name in NAMES:
             source = Path(str(getattr(raypipe.device, name).__file__)).read_text()
             if name == module:
-                assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {module}.py"
+                assert source.count(old) == 1, (
+                    f"{old!r} is {source.count(old)} times in {module}.py"
+                )
                 source = source.replace(old, new)
             full = f"raypipe.device.{name}"
             made[name] = sys.modules[full] = ModuleType(full)
@@ -84,7 +93,9 @@ def changed(module: str, old: str, new: str) -> Code:
 
 
 @functools.cache
-def host_batch(number: int, size: int = 3, targets: bool = False, has_planes: bool = False) -> MicroBatch:
+def host_batch(
+    number: int, size: int = 3, targets: bool = False, has_planes: bool = False
+) -> MicroBatch:
     rng = np.random.default_rng([number, size])
     fields: dict[str, Any] = {
         "image": rng.integers(0, 256, (size, 4, 5, 3), dtype=np.uint8),
@@ -110,7 +121,9 @@ def encoded_batch(number: int) -> MicroBatch:
 @functools.cache
 def decoded(number: int) -> np.ndarray:
     batch = encoded_batch(number)
-    return DeviceDecoder("cpu")(batch.fields[DATA], batch[MAP], batch.weight > 0).image.numpy()  # type: ignore[arg-type]
+    return DeviceDecoder("cpu")(
+        batch.fields[DATA], batch[MAP], batch.weight > 0
+    ).image.numpy()  # type: ignore[arg-type]
 
 
 @dataclass
@@ -127,7 +140,9 @@ class Consumer:
     def __post_init__(self) -> None:
         rng, self.streams = self.cuda.rng, [self.cuda.default]
         if rng.random() < 0.7:
-            self.streams = [torch.cuda.Stream(CUDA) for _ in range(rng.choice([1, 1, 2, 3]))]
+            self.streams = [
+                torch.cuda.Stream(CUDA) for _ in range(rng.choice([1, 1, 2, 3]))
+            ]
         self.stream: Any = self.streams[0]
         self.lends, self.lent = len(self.streams) > 1 and rng.random() < 0.7, False
 
@@ -161,7 +176,9 @@ class Consumer:
             with self.cuda.stream(stream):
                 for size in self.cuda.rng.sample([60, 180, 1000, 2000], 2):
                     expected = np.full(size, self.cuda.rng.randrange(200), np.uint8)
-                    old = torch.full((size,), int(expected[0]), dtype=torch.uint8, device=CUDA)
+                    old = torch.full(
+                        (size,), int(expected[0]), dtype=torch.uint8, device=CUDA
+                    )
                     self.use(old, expected)
                     del old
 
@@ -170,11 +187,15 @@ class Consumer:
         for found, expected in self.kept:
             assert found.is_cuda
             if not np.array_equal(found.memory.numpy(), expected):
-                np.testing.assert_array_equal(found.memory.numpy(), expected)  # says where
+                np.testing.assert_array_equal(
+                    found.memory.numpy(), expected
+                )  # says where
 
 
 def use_batch(consumer: Consumer, batch: Any, host: MicroBatch) -> None:
-    assert batch.position == host.position and batch.index.tolist() == host.index.tolist()
+    assert (
+        batch.position == host.position and batch.index.tolist() == host.index.tolist()
+    )
     host = host.in_rgb()
     consumer.use(batch.image, host["image"].transpose(0, 3, 1, 2))
     consumer.use(batch.target, host["label"])
@@ -196,13 +217,20 @@ def micro_batches(code: Code, cuda: Cuda) -> None:
 
     def ring(first: int) -> tuple[Iterator[Any], list[MicroBatch], int]:
         num = rng.randrange(1, 8)
-        given = [host_batch(first + n, rng.choice(sizes), targets, has_planes) for n in range(num)]
+        given = [
+            host_batch(first + n, rng.choice(sizes), targets, has_planes)
+            for n in range(num)
+        ]
         depth, keep = rng.randrange(1, 4), rng.choice([0, 0, 1, 2])
         on_copied = lambda start, end: marks.append((start, end))  # noqa: E731
-        batches = code.prefetcher.on_device(given, CUDA, lambda at: at.step, depth, keep, on_copied=on_copied)
+        batches = code.prefetcher.on_device(
+            given, CUDA, lambda at: at.step, depth, keep, on_copied=on_copied
+        )
         return iter(batches), given, keep
 
-    def through(batches: Iterator[Any], given: list[MicroBatch], keep: int) -> Iterator[None]:
+    def through(
+        batches: Iterator[Any], given: list[MicroBatch], keep: int
+    ) -> Iterator[None]:
         held: list[tuple[Any, MicroBatch, Any]] = []
         num = rng.choice([len(given), len(given), rng.randrange(len(given) + 1)])
         for host in given[:num]:
@@ -215,7 +243,9 @@ def micro_batches(code: Code, cuda: Cuda) -> None:
                     use_batch(consumer, batch, host)
                 held = [*held, (batch, host, consumer.stream)][-keep - 1 :]
                 del batch
-            for before, of, stream in held[:-1]:  # valid still, on the stream that they were given to
+            for before, of, stream in held[
+                :-1
+            ]:  # valid still, on the stream that they were given to
                 with cuda.stream(stream):
                     use_batch(consumer, before, of)
                 del before
@@ -250,7 +280,9 @@ def decoding(code: Code, cuda: Cuda) -> None:
     consumer = Consumer(cuda)
     given = [encoded_batch(number) for number in range(3)]
     consumer.leave_garbage()
-    with mock.patch.dict(code.decode.LIBRARIES, {"simulated": lambda _: nvjpeg(cuda)}, clear=True):
+    with mock.patch.dict(
+        code.decode.LIBRARIES, {"simulated": lambda _: nvjpeg(cuda)}, clear=True
+    ):
         decoder = code.decode.DeviceDecoder(CUDA)
     consumer.leave_garbage()
 
@@ -259,7 +291,9 @@ def decoding(code: Code, cuda: Cuda) -> None:
         return replace(host, fields={"label": host["label"]}), images
 
     depth = cuda.rng.randrange(1, 3)
-    batches = code.prefetcher.on_device(iter(given), CUDA, lambda at: 0, depth, decode=decode_images)
+    batches = code.prefetcher.on_device(
+        iter(given), CUDA, lambda at: 0, depth, decode=decode_images
+    )
     for number, host in enumerate(given[: cuda.rng.choice([3, 2])]):
         with consumer.turn():
             batch = next(batches)
@@ -274,7 +308,9 @@ def nvjpeg(cuda: Cuda) -> BoxDecoder:
     """A library that waits for no stream of its caller's, and then the host waits for it."""
     own, by_host = torch.cuda.Stream(CUDA), by_libjpeg(torch.device("cpu"))
 
-    def decode_boxes(images: list[torch.Tensor], boxes: list[Box]) -> list[torch.Tensor | None]:
+    def decode_boxes(
+        images: list[torch.Tensor], boxes: list[Box]
+    ) -> list[torch.Tensor | None]:
         found = list[Any]()
         for image in by_host(images, boxes):
             assert image is not None
@@ -311,8 +347,18 @@ DEFAULT = "torch.cuda.default_stream()"
 MUTANTS: dict[str, tuple[str, str, str, Any]] = {
     # Hand-over to the consumer
     "the consumer does not wait": ("ring", "ready.wait(stream)", "pass", micro_batches),
-    "another stream waits": ("ring", "ready.wait(stream)", f"ready.wait({DEFAULT})", micro_batches),
-    "the allocator is not told": ("ring", "tensor.record_stream(stream)", "pass", micro_batches),
+    "another stream waits": (
+        "ring",
+        "ready.wait(stream)",
+        f"ready.wait({DEFAULT})",
+        micro_batches,
+    ),
+    "the allocator is not told": (
+        "ring",
+        "tensor.record_stream(stream)",
+        "pass",
+        micro_batches,
+    ),
     "the allocator is told of another stream": (
         "ring",
         "tensor.record_stream(stream)",
@@ -325,7 +371,12 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         "used.append((slot, backend.current_stream(self.device)))",
         micro_batches,
     ),
-    "handed over without its memory": ("ring", "slot.copied, [slot.memory]", "slot.copied, []", micro_batches),
+    "handed over without its memory": (
+        "ring",
+        "slot.copied, [slot.memory]",
+        "slot.copied, []",
+        micro_batches,
+    ),
     "handed over by the wrong event": (
         "ring",
         "hand_over(slot.copied,",
@@ -376,7 +427,12 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         "len(used) >= max(1, self._keep)",
         micro_batches,
     ),
-    "room for one more": ("ring", "Semaphore(self._depth)", "Semaphore(self._depth + 1)", micro_batches),
+    "room for one more": (
+        "ring",
+        "Semaphore(self._depth)",
+        "Semaphore(self._depth + 1)",
+        micro_batches,
+    ),
     "room is not awaited": ("ring", "room.acquire()", "pass", micro_batches),
     "room is not given back": (
         "ring",
@@ -390,7 +446,12 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         "            pass  # the thread",
         micro_batches,
     ),
-    "a slot too few": ("ring", "self._depth + self._keep + 1)", "self._depth + self._keep)", micro_batches),
+    "a slot too few": (
+        "ring",
+        "self._depth + self._keep + 1)",
+        "self._depth + self._keep)",
+        micro_batches,
+    ),
     # Decoding
     "the image is not handed over": (
         "prefetcher",
@@ -404,7 +465,12 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         "[], through",
         decoding,
     ),
-    "images are not recorded": ("decode", "ready.record(self._stream)", "pass", decoding),
+    "images are not recorded": (
+        "decode",
+        "ready.record(self._stream)",
+        "pass",
+        decoding,
+    ),
     "decoding on the thread's own stream": (
         "decode",
         "torch.no_grad(), self._backend.stream(self._stream):",
@@ -417,9 +483,19 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         "if True:\n                self.library",
         decoding,
     ),
-    "nvJPEG is not held back": ("decode", "self._stream.synchronize()", "pass", decoding),
+    "nvJPEG is not held back": (
+        "decode",
+        "self._stream.synchronize()",
+        "pass",
+        decoding,
+    ),
     # Debugging
-    "what is in use is overwritten": ("ring", "hand_over(event, [self.memory], self._device)", "pass", debugging),
+    "what is in use is overwritten": (
+        "ring",
+        "hand_over(event, [self.memory], self._device)",
+        "pass",
+        debugging,
+    ),
     # The transfer
     "the host side is refilled during the transfer": (
         "ring",
@@ -427,7 +503,12 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         "        pass",
         micro_batches,
     ),
-    "consumed is not awaited": ("ring", "event.wait(self._stream)", "pass", micro_batches),
+    "consumed is not awaited": (
+        "ring",
+        "event.wait(self._stream)",
+        "pass",
+        micro_batches,
+    ),
     "consumed is awaited by another stream": (
         "ring",
         "event.wait(self._stream)",
@@ -452,7 +533,12 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         "self._consumed = (new_event(device),) * 2",
         micro_batches,
     ),
-    "copied is not recorded": ("ring", "self.copied.record(self._stream)", "pass", micro_batches),
+    "copied is not recorded": (
+        "ring",
+        "self.copied.record(self._stream)",
+        "pass",
+        micro_batches,
+    ),
     "copied is recorded on another stream": (
         "ring",
         "self.copied.record(self._stream)",
@@ -490,7 +576,11 @@ EQUIVALENT = {
         "free.append(slot); stopped.is_set(); slot.release(stream, backend.current_stream(self.device))",
     ),
     # No image of the program is damaged.
-    "nothing is awaited behind a damaged image": ("decode", "self._backend.synchronize(self.device)", "pass"),
+    "nothing is awaited behind a damaged image": (
+        "decode",
+        "self._backend.synchronize(self.device)",
+        "pass",
+    ),
     # Each slot's memory is taken and written under its own stream; only freed memory serves fewer.
     "a copy stream for each slot": (
         "ring",
@@ -521,7 +611,9 @@ def test_every_mutant_goes_wrong(name: str) -> None:
 @pytest.mark.parametrize("name", EQUIVALENT)
 def test_equivalent_mutants_do_not(name: str) -> None:
     code = changed(*EQUIVALENT[name])
-    assert [failure(code, program, range(4)) for program in PROGRAMS] == [""] * len(PROGRAMS)
+    assert [failure(code, program, range(4)) for program in PROGRAMS] == [""] * len(
+        PROGRAMS
+    )
 
 
 @pytest.mark.parametrize(
@@ -552,21 +644,42 @@ def test_each_statement_that_orders_streams_has_a_mutant(module: str) -> None:
     source = Path(str(getattr(raypipe.device, module).__file__)).read_text()
     starts = [0, *(found.end() for found in re.finditer("\n", source))]
     changes = [*MUTANTS.values(), *EQUIVALENT.values()]
-    spans = [(at := source.index(old), at + len(old)) for where, old, *_ in changes if where == module]
-    orders = {"wait", "record", "synchronize", "record_stream", "release", "acquire", "stream"}
+    spans = [
+        (at := source.index(old), at + len(old))
+        for where, old, *_ in changes
+        if where == module
+    ]
+    orders = {
+        "wait",
+        "record",
+        "synchronize",
+        "record_stream",
+        "release",
+        "acquire",
+        "stream",
+    }
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if called == "hand_over" or (isinstance(node.func, ast.Attribute) and called in orders):
+        called = (
+            node.func.attr
+            if isinstance(node.func, ast.Attribute)
+            else getattr(node.func, "id", "")
+        )
+        if called == "hand_over" or (
+            isinstance(node.func, ast.Attribute) and called in orders
+        ):
             start, end = (
-                starts[line - 1] + len(source[starts[line - 1] :].encode()[:column].decode())
+                starts[line - 1]
+                + len(source[starts[line - 1] :].encode()[:column].decode())
                 for line, column in (
                     (node.lineno, node.col_offset),
                     (node.end_lineno or 0, node.end_col_offset or 0),
                 )
             )
-            assert any(first < end and start < last for first, last in spans), source[start:end]
+            assert any(first < end and start < last for first, last in spans), source[
+                start:end
+            ]
 
 
 # CUDA graphs
@@ -613,6 +726,8 @@ def test_a_batch_that_is_asked_for_within_a_capture_is_refused() -> None:
     cuda = Cuda(0)
     with (
         AS_IT_STANDS.on(cuda),
-        pytest.raises(ConfigError, match="while a CUDA graph is captured: ask for it before"),
+        pytest.raises(
+            ConfigError, match="while a CUDA graph is captured: ask for it before"
+        ),
     ):
         beside_a_capture(cuda, "thread_local", ask=True)

@@ -55,14 +55,22 @@ NUM_SAMPLES = 320
 # Kinds with images of 96 pixels a side. Smaller blocks, below 100 KB, outlive their node: Ray keeps them in the
 # memory of the process that asked for them.
 LARGE = ("frozen node", "node")
-STORES = ("lmdb", "parquet")  # the same samples: actors read the one, a reader the other
+STORES = (
+    "lmdb",
+    "parquet",
+)  # the same samples: actors read the one, a reader the other
 PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
 # Micro-batches in a block where actors die with several blocks at hand; else it is found, from 1 on.
-BLOCKS = dict.fromkeys(("actor", "all actors", "node", "drained node", "frozen actor", "frozen node"), 3)
+BLOCKS = dict.fromkeys(
+    ("actor", "all actors", "node", "drained node", "frozen actor", "frozen node"), 3
+)
 READ_AHEAD = 48  # micro-batches: later, a short stream's reader has no more to do and is not there to be killed
-NOTICE_S = {"drained node": 3.0, "drained trainer": 12.0}  # Ray Train looks for notices every 5 s
+NOTICE_S = {
+    "drained node": 3.0,
+    "drained trainer": 12.0,
+}  # Ray Train looks for notices every 5 s
 OUTAGE_S, BUCKET = 10.0, "faults"
 EARLY = ("frozen", "drained", "storage")
 WAYS = (closed, dropped, failed, cell)
@@ -106,7 +114,12 @@ def make_stores(folder: str, num_samples: int, names: list[str]) -> dict[str, st
     """The same samples in stores of some of `STORES`."""
     rng = np.random.default_rng(0)
     samples = [
-        {"image": cv2.imencode(".png", rng.integers(0, 256, (20, 24, 3), np.uint8))[1].tobytes(), "label": i % 7}
+        {
+            "image": cv2.imencode(".png", rng.integers(0, 256, (20, 24, 3), np.uint8))[
+                1
+            ].tobytes(),
+            "label": i % 7,
+        }
         for i in range(num_samples)
     ]
     paths = {name: f"{folder}/store.{name}" for name in names}
@@ -126,14 +139,22 @@ def spec_of(store: str, wire: Any, max_actors: int, kind: str = "") -> StreamSpe
         train_transform=enlarged if kind in LARGE else crop,
         val_transform=enlarged if kind in LARGE else crop,
         pool=PoolConfig(
-            min_actors=min_actors, max_actors=max_actors, micro_batches_per_block=block, stall_timeout_s=60
+            min_actors=min_actors,
+            max_actors=max_actors,
+            micro_batches_per_block=block,
+            stall_timeout_s=60,
         ),
     )
 
 
 def digest_of(batch: Batch) -> bytes:
-    fields = {"image": batch.image.permute(0, 2, 3, 1).numpy(), "label": batch.target_host}
-    return batch_digest(MicroBatch(batch.position, batch.index, batch.weight.numpy(), {**fields}))
+    fields = {
+        "image": batch.image.permute(0, 2, 3, 1).numpy(),
+        "label": batch.target_host,
+    }
+    return batch_digest(
+        MicroBatch(batch.position, batch.index, batch.weight.numpy(), {**fields})
+    )
 
 
 def without_ray(spec: StreamSpec) -> list[tuple[str, bytes]]:
@@ -168,7 +189,9 @@ def leave(spec: StreamSpec) -> list[dict[str, Any]]:
     return all_kept
 
 
-def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[str, bytes]], float, int]:
+def consume(
+    spec: StreamSpec, damage: Damage, after: int
+) -> tuple[list[tuple[str, bytes]], float, int]:
     """Places and digests, in the order of arrival; the longest wait; and the number of lines of the supervisor."""
     rows: list[tuple[str, bytes]] = []
     longest, mend_at = 0.0, float("inf")
@@ -190,7 +213,11 @@ def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[st
             mend_at = float("inf")
         time.sleep(CONSUME_S)
         if len(rows) == num:  # the stream's end is that of its supervisor
-            faults = [text for kind, text in events_of(stream._supervisor, 0) if kind == "fault"]
+            faults = [
+                text
+                for kind, text in events_of(stream._supervisor, 0)
+                if kind == "fault"
+            ]
         asked = time.monotonic()
     for each in hurting:
         each.result()  # it found what to kill
@@ -209,19 +236,28 @@ def train_fn(config: dict[str, Any]) -> None:
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as path:
             seen = json.loads((Path(path) / "seen.json").read_text())
-        rows = [row for row in seen if int(row[0][-3:]) % stream.world_size == stream.rank]
+        rows = [
+            row for row in seen if int(row[0][-3:]) % stream.world_size == stream.rank
+        ]
     steps = 0
     for batch in every_batch(stream):
         rows.append((str(batch.position), digest_of(batch).hex()))
         time.sleep(config["consume_s"])
         with (folder / f"done-{stream.rank}").open("a") as file:
-            file.write(json.dumps([time.monotonic(), attempt, str(batch.position)]) + "\n")
+            file.write(
+                json.dumps([time.monotonic(), attempt, str(batch.position)]) + "\n"
+            )
         steps += batch.ends_step
         if batch.ends_step and (
             batch.position.split == "train" or stream.cursor.step == 0
         ):  # a step, or a validation
-            noticed = config["heeds_notices"] and getattr(stream, "should_checkpoint", lambda: False)()
-            if noticed or (batch.position.split == "train" and steps % CHECKPOINT_EVERY == 0):
+            noticed = (
+                config["heeds_notices"]
+                and getattr(stream, "should_checkpoint", lambda: False)()
+            )
+            if noticed or (
+                batch.position.split == "train" and steps % CHECKPOINT_EVERY == 0
+            ):
                 report(stream, rows)
     report(stream, rows)
 
@@ -232,7 +268,9 @@ def report(stream: Any, rows: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as path:
         checkpoint = None
         if stream.rank == 0:
-            (Path(path) / "seen.json").write_text(json.dumps([row for rank in gathered for row in rank]))
+            (Path(path) / "seen.json").write_text(
+                json.dumps([row for rank in gathered for row in rank])
+            )
             stream.save(path)
             checkpoint = ray.train.Checkpoint.from_directory(path)
         ray.train.report({}, checkpoint=checkpoint)
@@ -279,18 +317,27 @@ def train(
                 "heeds_notices": trainers.on_nodes and not elastic,
             },
             scaling_config=ray.train.ScalingConfig(
-                num_workers=(trainers.fewest, trainers.most) if elastic else trainers.most,
-                resources_per_worker={"CPU": 0, "trainer" if trainers.on_nodes else "head": 1},
+                num_workers=(trainers.fewest, trainers.most)
+                if elastic
+                else trainers.most,
+                resources_per_worker={
+                    "CPU": 0,
+                    "trainer" if trainers.on_nodes else "head": 1,
+                },
                 placement_strategy="SPREAD" if trainers.on_nodes else "PACK",
                 elastic_resize_monitor_interval_s=3.0,
             ),
             run_config=ray.train.RunConfig(
                 storage_path=name,
                 name="run",
-                failure_config=ray.train.FailureConfig(max_failures=trainers.max_failures),
+                failure_config=ray.train.FailureConfig(
+                    max_failures=trainers.max_failures
+                ),
             ),
         )
-        with ThreadPoolExecutor(1) as pool:  # nodes can be started in the main thread only
+        with ThreadPoolExecutor(
+            1
+        ) as pool:  # nodes can be started in the main thread only
             fitting = pool.submit(trainer.fit)
             while len(read_done(folder)) < after and not fitting.done():
                 time.sleep(0.05)
@@ -303,23 +350,38 @@ def train(
             seen = json.loads((Path(path) / "seen.json").read_text())
         sizes = [int(line) for line in (folder / "sizes").read_text().split()]
         seen = [(at, bytes.fromhex(digest)) for at, digest in seen]
-        place = {str(at): number for number, at in enumerate(spec.plan.micro_batches(spec.plan.start()))}
+        place = {
+            str(at): number
+            for number, at in enumerate(spec.plan.micro_batches(spec.plan.start()))
+        }
         # The gap of a rank is measured with what it does itself, which is little.
         done = read_done(folder)
         rows = sorted(seen, key=lambda row: place[row[0]])
         times = [finished_at for finished_at, _, _ in done]
-        return rows, float(np.diff(times).max()), sizes, steps_again(done), len(done) - len(seen)
+        return (
+            rows,
+            float(np.diff(times).max()),
+            sizes,
+            steps_again(done),
+            len(done) - len(seen),
+        )
 
 
 def read_done(folder: Path) -> list[tuple[float, float, str]]:
     """Time, attempt and place of each micro-batch that trainers were done with, in the order of the times."""
-    lines = [line for file in folder.glob("done-*") for line in file.read_text().split("\n")[:-1]]
+    lines = [
+        line
+        for file in folder.glob("done-*")
+        for line in file.read_text().split("\n")[:-1]
+    ]
     return sorted(tuple(json.loads(line)) for line in lines)
 
 
 def steps_again(done: list[tuple[float, float, str]]) -> int:
     """How many optimizer steps had been finished by all ranks, and were made again."""
-    finished = Counter((attempt, at[:-5]) for _, attempt, at in done if at.startswith("train"))
+    finished = Counter(
+        (attempt, at[:-5]) for _, attempt, at in done if at.startswith("train")
+    )
     return sum(
         num == PLAN.per_step and any(a > attempt and s == step for a, s in finished)
         for (attempt, step), num in finished.items()
@@ -348,7 +410,12 @@ KINDS = (
 )
 
 
-def damage_of(kind: str, nodes: Nodes, choose: random.Random, storage: s3_server.FaultyProxy | None) -> Damage:
+def damage_of(
+    kind: str,
+    nodes: Nodes,
+    choose: random.Random,
+    storage: s3_server.FaultyProxy | None,
+) -> Damage:
     processes = {
         "actor": "MapWorker",
         "all actors": "MapWorker",
@@ -358,7 +425,9 @@ def damage_of(kind: str, nodes: Nodes, choose: random.Random, storage: s3_server
         "trainer": "RayTrainWorker",
     }
     if kind in processes:
-        return Damage(lambda: kill(processes[kind], choose, all_of_them=kind == "all actors"))
+        return Damage(
+            lambda: kill(processes[kind], choose, all_of_them=kind == "all actors")
+        )
     if kind == "left streams":  # the damage is done
         return Damage(lambda: None)
     if kind == "storage outage":
@@ -367,7 +436,9 @@ def damage_of(kind: str, nodes: Nodes, choose: random.Random, storage: s3_server
     if kind in NOTICE_S:
         hosting = "RayTrainWorker" if kind == "drained trainer" else "MapWorker"
         return Damage(
-            lambda: nodes.drain(choose, NOTICE_S[kind], hosting), nodes.take_drained, mend_after_s=NOTICE_S[kind]
+            lambda: nodes.drain(choose, NOTICE_S[kind], hosting),
+            nodes.take_drained,
+            mend_after_s=NOTICE_S[kind],
         )
     if kind == "frozen node":
         return Damage(lambda: nodes.freeze(choose))
@@ -377,7 +448,11 @@ def damage_of(kind: str, nodes: Nodes, choose: random.Random, storage: s3_server
     if kind == "elastic":
         return Damage(lambda: nodes.lose(choose), nodes.mend, mend_after_s=25)
     for_good = kind == "node for good"
-    return Damage(lambda: nodes.lose(choose), None if for_good else nodes.mend, choose.uniform(0, 3))
+    return Damage(
+        lambda: nodes.lose(choose),
+        None if for_good else nodes.mend,
+        choose.uniform(0, 3),
+    )
 
 
 def break_for(storage: s3_server.FaultyProxy, seconds: float) -> None:
@@ -411,8 +486,12 @@ def run(
     choose = random.Random(seed)
     outcomes = []
     with contextlib.ExitStack() as held:
-        storage = held.enter_context(object_storage()) if "storage outage" in kinds else None
-        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="raypipe-faults-"))
+        storage = (
+            held.enter_context(object_storage()) if "storage outage" in kinds else None
+        )
+        folder = held.enter_context(
+            tempfile.TemporaryDirectory(prefix="raypipe-faults-")
+        )
         nodes = held.enter_context(cluster())
         stores = make_stores(folder, num_samples, names)
         if storage:
@@ -430,7 +509,9 @@ def run(
             spec = spec_of(stores[store], wire, max_actors, kind)
             expected = undisturbed[store, kind if kind in LARGE else ""]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
-            after = choose.randint(1, latest // 2 if kind.startswith(EARLY) else latest)  # it still has work
+            after = choose.randint(
+                1, latest // 2 if kind.startswith(EARLY) else latest
+            )  # it still has work
             damage = damage_of(kind, nodes, choose, storage)
             name, faults = kind, 0
             kept = leave(spec) if kind == "left streams" else []
@@ -442,7 +523,9 @@ def run(
                 name = f"{kind}, {' → '.join(map(str, sizes))} trainers"
             elif kind == "drained trainer":
                 trainers = Trainers(consume_s=0.3, on_nodes=True, max_failures=0)
-                rows, longest, _, steps, again = train(spec, damage, after // 2, trainers)
+                rows, longest, _, steps, again = train(
+                    spec, damage, after // 2, trainers
+                )
                 name = f"{kind}, {steps} steps and {again} micro-batches again"
             else:
                 rows, longest, faults = consume(spec, damage, after)
@@ -470,20 +553,40 @@ def table(outcomes: list[Outcome]) -> Table:
         drawn.add_column(name, justify="left" if name == "scenario" else "right")
     for o in outcomes:
         equal = "equal" if o.equal else "DIFFERS"
-        row = (o.kind, str(o.after), f"{o.delivered}/{o.expected}", str(o.duplicates), equal, f"{o.delay_s:.1f} s")
+        row = (
+            o.kind,
+            str(o.after),
+            f"{o.delivered}/{o.expected}",
+            str(o.duplicates),
+            equal,
+            f"{o.delay_s:.1f} s",
+        )
         drawn.add_row(*row)
     return drawn
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scenarios", type=int, default=len(KINDS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; taken in turns")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="comma-separated; taken in turns"
+    )
     parser.add_argument("--samples", type=int, default=NUM_SAMPLES)
-    parser.add_argument("--stores", default=",".join(STORES), help="comma-separated; the reader needs parquet")
+    parser.add_argument(
+        "--stores",
+        default=",".join(STORES),
+        help="comma-separated; the reader needs parquet",
+    )
     parser.add_argument("--wire", default="rgb", choices=["rgb", "yuv420"])
-    parser.add_argument("--max-actors", type=int, default=4, help="of a pool; 4 for a node that is lost for good")
+    parser.add_argument(
+        "--max-actors",
+        type=int,
+        default=4,
+        help="of a pool; 4 for a node that is lost for good",
+    )
     parser.add_argument("--output", default="", help="file for the outcomes as JSON")
     args = parser.parse_args()
     chosen = args.kinds.split(",")
@@ -502,9 +605,22 @@ def main() -> None:
     )
     Console(width=110).print(table(outcomes))
     if args.output:
-        Path(args.output).write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
-    ok = all(o.equal and o.delivered == o.expected and not o.duplicates for o in outcomes)
-    print(json.dumps({"scenarios": len(outcomes), "equal": sum(o.equal for o in outcomes), "ok": ok}), flush=True)
+        Path(args.output).write_text(
+            json.dumps([asdict(o) for o in outcomes], indent=1)
+        )
+    ok = all(
+        o.equal and o.delivered == o.expected and not o.duplicates for o in outcomes
+    )
+    print(
+        json.dumps(
+            {
+                "scenarios": len(outcomes),
+                "equal": sum(o.equal for o in outcomes),
+                "ok": ok,
+            }
+        ),
+        flush=True,
+    )
     os._exit(0 if ok else 1)  # Ray's own threads may wait for nodes that are gone
 
 

@@ -20,7 +20,8 @@ from typing import Any
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rp-")
 # It looks after its nodes as the clusters do that we ship.
 os.environ |= re.findall(
-    r"--env (RAY_health_check_\w+)=(\d+)", (Path(__file__).parents[2] / "cluster.yaml").read_text()
+    r"--env (RAY_health_check_\w+)=(\d+)",
+    (Path(__file__).parents[2] / "cluster.yaml").read_text(),
 )
 
 import raypipe  # noqa: F401  # isort: skip  it sets what Ray and Albumentations read at import
@@ -50,7 +51,9 @@ class Nodes:
         ray.init(address=self.cluster.address, logging_level="ERROR")
 
     def _add(self) -> Any:
-        return self.cluster.add_node(num_cpus=2, object_store_memory=100 << 20, resources={"trainer": 2})
+        return self.cluster.add_node(
+            num_cpus=2, object_store_memory=100 << 20, resources={"trainer": 2}
+        )
 
     def lose(self, choose: random.Random) -> None:
         """A CPU node and all that runs on it, at once."""
@@ -69,7 +72,11 @@ class Nodes:
         Args:
             hosting: part of the title of a process; a node is taken that has one. Empty = whichever.
         """
-        nodes = [node for node in self.nodes if not hosting or workers(hosting, _raylet(node))]
+        nodes = [
+            node
+            for node in self.nodes
+            if not hosting or workers(hosting, _raylet(node))
+        ]
         self._draining.append(choose.choice(nodes))
         client: Any = ray._raylet
         accepted, reason = client.GcsClient(address=self.cluster.address).drain_node(
@@ -106,7 +113,9 @@ def _raylet(node: Any) -> psutil.Process:
 
 
 def _signal(node: Any, number: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):  # a node that had notice ends by itself once it is idle
+    with contextlib.suppress(
+        psutil.NoSuchProcess
+    ):  # a node that had notice ends by itself once it is idle
         raylet = _raylet(node)
         for process in [*raylet.children(recursive=True), raylet]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -117,14 +126,21 @@ def workers(name: str, below: psutil.Process | None = None) -> list[psutil.Proce
     """Ray's worker processes of this script's cluster, or of one raylet, that have `name` in their title."""
     found = []
     for process in (below or psutil.Process()).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
+        with contextlib.suppress(
+            psutil.NoSuchProcess, psutil.ZombieProcess, IndexError
+        ):
             title = process.cmdline()[0]
             if title.startswith("ray::") and name in title:
                 found.append(process)
     return found
 
 
-def kill(name: str, choose: random.Random, all_of_them: bool = False, number: int = signal.SIGKILL) -> None:
+def kill(
+    name: str,
+    choose: random.Random,
+    all_of_them: bool = False,
+    number: int = signal.SIGKILL,
+) -> None:
     deadline = time.monotonic() + 20
     while not (found := sorted(workers(name), key=lambda p: p.pid)):
         assert time.monotonic() < deadline, f"there is no {name} to kill"

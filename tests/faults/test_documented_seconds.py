@@ -27,7 +27,11 @@ CLUSTERS = [ROOT / "cluster.yaml", *sorted((ROOT / "deploy").glob("*.yaml"))]
 def rows() -> dict[str, list[str]]:
     """The cells of the table of watchers, by the process that is watched."""
     _, _, after = PAGE.partition("### Who watches whom")
-    lines = [line for line in after.partition("\n## ")[0].splitlines() if line.startswith("|")][2:]
+    lines = [
+        line
+        for line in after.partition("\n## ")[0].splitlines()
+        if line.startswith("|")
+    ][2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {process: others for process, *others in cells}
 
@@ -53,7 +57,9 @@ def of_supervisor() -> float:
     """A stopped Supervisor: a rank's question, turns that wait for its answer, and two looks."""
     turn_s = 2 * sentry._PERIOD_S  # a pause, and a wait for the answer
     asked_s = sentry._PERIOD_S
-    checked_s = turns_until(turn_s, lambda now: now >= sentry._ANSWER_S) + sentry._PERIOD_S
+    checked_s = (
+        turns_until(turn_s, lambda now: now >= sentry._ANSWER_S) + sentry._PERIOD_S
+    )
     return asked_s + checked_s + watch._SURE_S
 
 
@@ -86,7 +92,12 @@ def of_node(period_ms: int, timeout_ms: int, threshold: int) -> tuple[float, flo
         ("trainer, coordinator", 0, "controller", of_trainer),
         ("Ray Train's controller", 1, "driver", of_controller),
         ("head", 0, "driver", lambda: controller._FIRST_TOLD_S),
-        ("head", 2, "the run ends", lambda: controller._GONE_SHARE * controller._RAY_ENDS_S),
+        (
+            "head",
+            2,
+            "the run ends",
+            lambda: controller._GONE_SHARE * controller._RAY_ENDS_S,
+        ),
     ],
 )
 def test_the_seconds_of_a_watcher_are_those_of_its_periods(
@@ -99,9 +110,13 @@ def test_the_seconds_of_a_watcher_are_those_of_its_periods(
 
 def test_the_seconds_of_a_node_are_those_of_the_clusters_and_of_ray() -> None:
     config, shipped = Config, health_checks(CLUSTERS[0])
-    found = of_node(shipped["period_ms"], shipped["timeout_ms"], shipped["failure_threshold"])
+    found = of_node(
+        shipped["period_ms"], shipped["timeout_ms"], shipped["failure_threshold"]
+    )
     default = of_node(
-        config.health_check_period_ms(), config.health_check_timeout_ms(), config.health_check_failure_threshold()
+        config.health_check_period_ms(),
+        config.health_check_timeout_ms(),
+        config.health_check_failure_threshold(),
     )
     for cell, ours, rays in zip(rows()["CPU node"][:2], found, default, strict=True):
         assert seconds(cell) == [ours, rays], cell
@@ -121,11 +136,19 @@ SENTENCES = [
     f"{JOB_STOP} in `cluster.yaml`)",
     f"for `RAYPIPE_STORAGE_PATIENCE_S` ({patience._PATIENCE_S / 60:.0f} min), with a line every "
     f"{patience._LOG_EVERY_S:.0f} s",
-    {0.2: "requests are repeated for a fifth of that"}.get(patience._DENIED_SHARE, "another share"),
-    {60.0: "free at once on the same machine, after a minute on another"}.get(lease._EXPIRES_S, "another time"),
+    {0.2: "requests are repeated for a fifth of that"}.get(
+        patience._DENIED_SHARE, "another share"
+    ),
+    {60.0: "free at once on the same machine, after a minute on another"}.get(
+        lease._EXPIRES_S, "another time"
+    ),
     # Its first death may have been of any sample of its block.
-    {3: "a sample that has ended three processes"}.get(1 + supervisor._DEATHS_AT_A_SAMPLE, "another number"),
-    {6: "a reader dies six times at one row group"}.get(supervisor.MAX_ATTEMPTS, "another number"),
+    {3: "a sample that has ended three processes"}.get(
+        1 + supervisor._DEATHS_AT_A_SAMPLE, "another number"
+    ),
+    {6: "a reader dies six times at one row group"}.get(
+        supervisor.MAX_ATTEMPTS, "another number"
+    ),
     f"`transform.max_bad_fraction` ({100 * TRANSFORM.max_bad_fraction:.0f} %) bad samples",
 ]
 

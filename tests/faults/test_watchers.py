@@ -48,13 +48,36 @@ class Run:
     ) -> None:
         self.folder = folder / "one"
         write_atomically(str(folder / "train.parquet"), samples(256), tuple("abcde"))
-        common = [f"--storage_path={storage or folder}", "--name=one", f"--store.train={folder / 'train.parquet'}"]
-        common += ["--train.model=small", "--transform.size=12", "--train.use_gpu=false", "--resume=auto"]
-        common += ["--plan.micro_batch_size=8", "--plan.global_batch_size=16", "--plan.epochs=100000"]
-        common += ["--train.num_workers=2", "--train.cpus_per_worker=0.25", "--pool.cpus_per_actor=0.25"]
-        common += ["--pool.max_actors=2", "--pool.reader=separate", "--train.checkpoint_interval=2s"]
+        common = [
+            f"--storage_path={storage or folder}",
+            "--name=one",
+            f"--store.train={folder / 'train.parquet'}",
+        ]
+        common += [
+            "--train.model=small",
+            "--transform.size=12",
+            "--train.use_gpu=false",
+            "--resume=auto",
+        ]
+        common += [
+            "--plan.micro_batch_size=8",
+            "--plan.global_batch_size=16",
+            "--plan.epochs=100000",
+        ]
+        common += [
+            "--train.num_workers=2",
+            "--train.cpus_per_worker=0.25",
+            "--pool.cpus_per_actor=0.25",
+        ]
+        common += [
+            "--pool.max_actors=2",
+            "--pool.reader=separate",
+            "--train.checkpoint_interval=2s",
+        ]
         common += ["--train.max_failures=20", "--train.log_interval=5"]
-        self._process = started([*common, *settings], ray_folder, environment, subprocess.STDOUT)
+        self._process = started(
+            [*common, *settings], ray_folder, environment, subprocess.STDOUT
+        )
         self.lines: list[str] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -77,13 +100,26 @@ class Run:
 
     @property
     def step(self) -> int:
-        return max((record["step"] for record in self.records if record["kind"] == "train"), default=0)
+        return max(
+            (record["step"] for record in self.records if record["kind"] == "train"),
+            default=0,
+        )
 
-    def until(self, is_so: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
+    def until(
+        self, is_so: Callable[[], object], what: str, limit_s: float = LIMIT_S
+    ) -> None:
         deadline = time.monotonic() + limit_s
         while not is_so():
-            assert self._process.poll() is None, (what, self._process.returncode, "".join(self.lines[-40:]))
-            assert time.monotonic() < deadline, (what, self.faults, "".join(self.lines[-40:]))
+            assert self._process.poll() is None, (
+                what,
+                self._process.returncode,
+                "".join(self.lines[-40:]),
+            )
+            assert time.monotonic() < deadline, (
+                what,
+                self.faults,
+                "".join(self.lines[-40:]),
+            )
             time.sleep(0.1)
 
     def trains_on(self) -> None:
@@ -113,7 +149,10 @@ class Run:
         self.process(title).send_signal(number)
 
     def is_found(self, pattern: str, known: int) -> None:
-        self.until(lambda: any(re.search(pattern, text) for text in self.faults[known:]), pattern)
+        self.until(
+            lambda: any(re.search(pattern, text) for text in self.faults[known:]),
+            pattern,
+        )
 
     def said(self, pattern: str) -> bool:
         return any(re.search(pattern, line) for line in self.lines)
@@ -126,7 +165,11 @@ class Run:
 
     def close(self) -> None:
         """End the run and all processes that it has started."""
-        below = [process for process, _ in self._below()] if self._process.poll() is None else []
+        below = (
+            [process for process, _ in self._below()]
+            if self._process.poll() is None
+            else []
+        )
         for process in [*below, self._process]:
             try:
                 process.kill()
@@ -157,8 +200,16 @@ HEALED = [
     (SUPERVISOR, signal.SIGSTOP, STOPPED + "supervisor"),
     (TRAINER, signal.SIGSTOP, "restarting the trainers: trainers? .* died"),
     (TRAINER, signal.SIGKILL, "restarting the trainers: trainers? .* died"),
-    (CONTROLLER, signal.SIGSTOP, "restarting the trainers: Ray Train's controller died"),
-    (CONTROLLER, signal.SIGKILL, "restarting the trainers: Ray Train's controller died"),
+    (
+        CONTROLLER,
+        signal.SIGSTOP,
+        "restarting the trainers: Ray Train's controller died",
+    ),
+    (
+        CONTROLLER,
+        signal.SIGKILL,
+        "restarting the trainers: Ray Train's controller died",
+    ),
 ]
 
 
@@ -166,9 +217,13 @@ HEALED = [
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("who", "number", "fault"), HEALED, ids=[f"{who}-{signal.Signals(number).name}" for who, number, _ in HEALED]
+    ("who", "number", "fault"),
+    HEALED,
+    ids=[f"{who}-{signal.Signals(number).name}" for who, number, _ in HEALED],
 )
-def test_whoever_dies_or_hangs_is_found_and_the_run_goes_on(who: str, number: int, fault: str, run: Run) -> None:
+def test_whoever_dies_or_hangs_is_found_and_the_run_goes_on(
+    who: str, number: int, fault: str, run: Run
+) -> None:
     run.until(lambda: run.step > 0, "its first steps")
     known = len(run.faults)
     run.hurts(who, number)
@@ -193,7 +248,9 @@ def test_an_actor_that_hangs_after_the_supervisors_death_is_found(run: Run) -> N
 @pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_a_stopped_driver_leaves_the_run_going_and_then_takes_its_signal(run: Run) -> None:
+def test_a_stopped_driver_leaves_the_run_going_and_then_takes_its_signal(
+    run: Run,
+) -> None:
     run.until(lambda: run.step > 0, "its first steps")
     run.signal(signal.SIGSTOP)
     run.trains_on()
@@ -207,22 +264,37 @@ def test_a_stopped_driver_leaves_the_run_going_and_then_takes_its_signal(run: Ru
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("number", "said"),
-    [(signal.SIGSTOP, "has not answered for"), (signal.SIGKILL, "is gone, and refuses connections, for")],
+    [
+        (signal.SIGSTOP, "has not answered for"),
+        (signal.SIGKILL, "is gone, and refuses connections, for"),
+    ],
     ids=["frozen", "killed"],
 )
 def test_a_lost_head_is_told_and_ends_the_run_at_its_limit(
     number: int, said: str, tmp_path: Path, ray_folder: str
 ) -> None:
     limit = ["--pool.stall_timeout_s=25"] if number == signal.SIGSTOP else []
-    run = Run(tmp_path, ray_folder, *limit, environment={"RAY_gcs_rpc_server_reconnect_timeout_s": "50"})
+    run = Run(
+        tmp_path,
+        ray_folder,
+        *limit,
+        environment={"RAY_gcs_rpc_server_reconnect_timeout_s": "50"},
+    )
     try:
         run.until(lambda: run.step > 0, "its first steps")
         run.hurts("gcs_server", number)
-        run.until(lambda: run.said(f"the head of the Ray cluster {said} 1. s; the run ends in"), "a line")
+        run.until(
+            lambda: run.said(
+                f"the head of the Ray cluster {said} 1. s; the run ends in"
+            ),
+            "a line",
+        )
         assert run.ends() == 1
         ended = f"{said} .*: restart the cluster, then continue with: jobs/train.py --resume"
         assert run.said(ended), "".join(run.lines[-40:])
-        assert re.search(ended, (run.folder / "error.txt").read_text())  # raypipe status has it too
+        assert re.search(
+            ended, (run.folder / "error.txt").read_text()
+        )  # raypipe status has it too
     finally:
         run.close()
 
@@ -238,7 +310,13 @@ def test_a_stop_ends_a_run_whose_storage_does_not_answer(
         s3_server.make_bucket(endpoint, "runs")
         grace = "--train.stop_grace_s=" + ("3" if num_signals == 1 else "1000")
         environment = s3_server.environment(proxy.endpoint)
-        run = Run(tmp_path, ray_folder, grace, storage="s3://runs/here", environment=environment)
+        run = Run(
+            tmp_path,
+            ray_folder,
+            grace,
+            storage="s3://runs/here",
+            environment=environment,
+        )
         try:
             run.until(lambda: run.said("step 16/16"), "its first epoch")
             proxy.outage = lambda authorization: (503, "SlowDown")

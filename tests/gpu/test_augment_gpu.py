@@ -40,7 +40,9 @@ def host_batches(count: int) -> Iterator[MicroBatch]:
         image = rng.integers(0, 256, (ROWS, SIZE, SIZE, 3), np.uint8)
         fields = {"image": image, "label": rng.integers(0, 10, ROWS)}
         weight = np.ones(ROWS, np.float32)
-        yield MicroBatch(MicroBatchId("train", 0, number, 0), np.arange(ROWS), weight, {**fields})
+        yield MicroBatch(
+            MicroBatchId("train", 0, number, 0), np.arange(ROWS), weight, {**fields}
+        )
 
 
 def run(augment: DeviceAugment, device: torch.device, seed: int) -> Any:
@@ -59,7 +61,9 @@ def test_the_same_seed_gives_the_same_bits(preset: Any) -> None:
         again, _ = run(DeviceAugment(config, cuda()), cuda(), seed)
         assert torch.equal(first, again)
         # The draws are the host's, so a CPU makes the same picture to rounding, but for rare ties of thresholds.
-        on_cpu, on_cpu_mixed = run(DeviceAugment(config, torch.device("cpu")), torch.device("cpu"), seed)
+        on_cpu, on_cpu_mixed = run(
+            DeviceAugment(config, torch.device("cpu")), torch.device("cpu"), seed
+        )
         assert (mixed is None) == (on_cpu_mixed is None)
         close = torch.isclose(first.cpu(), on_cpu, rtol=1e-3, atol=1e-2).float().mean()
         assert close > 0.98
@@ -69,12 +73,22 @@ OPERATIONS: list[dict[str, Any]] = [
     {"op": "RandomRotation", "degrees": 25.0, "p": 0.9},
     {"op": "RandomPerspective", "p": 0.9},
     {"op": "RandomGaussianBlur", "kernel_size": [3, 3], "sigma": [0.1, 2.0], "p": 0.9},
-    {"op": "ColorJiggle", "brightness": 0.3, "contrast": 0.3, "saturation": 0.3, "hue": 0.1, "p": 0.9},
+    {
+        "op": "ColorJiggle",
+        "brightness": 0.3,
+        "contrast": 0.3,
+        "saturation": 0.3,
+        "hue": 0.1,
+        "p": 0.9,
+    },
     {"op": "RandomEqualize", "p": 0.9},
     {"op": "RandAugment", "n": 2, "m": 10},
 ]
 OF_A_LOOP = {
-    **{preset: AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0) for preset in PRESETS},
+    **{
+        preset: AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
+        for preset in PRESETS
+    },
     **{entry["op"]: AugmentConfig(ops=[entry]) for entry in OPERATIONS},
     "of a user": AugmentConfig(module="ambient_states:ConvolvedOnDevice"),
 }
@@ -103,7 +117,9 @@ class Faded(torch.nn.Module):
     shift: torch.Tensor
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return image * self.weight + self.shift * torch.rand(1).to(image.device, non_blocking=True)
+        return image * self.weight + self.shift * torch.rand(1).to(
+            image.device, non_blocking=True
+        )
 
 
 def test_a_module_goes_to_the_device_and_draws_on_the_host() -> None:
@@ -111,22 +127,34 @@ def test_a_module_goes_to_the_device_and_draws_on_the_host() -> None:
 
     flips = K.RandomHorizontalFlip(), K.RandomVerticalFlip(p=0.3)
     module = torch.nn.Sequential(*flips, Faded(), K.RandomErasing(p=0.5))
-    on_cpu, _ = run(DeviceAugment(AugmentConfig(module=module), torch.device("cpu")), torch.device("cpu"), 7)
+    on_cpu, _ = run(
+        DeviceAugment(AugmentConfig(module=module), torch.device("cpu")),
+        torch.device("cpu"),
+        7,
+    )
     weight = module[2].weight
     augment = DeviceAugment(AugmentConfig(module=module), cuda())
     found, _ = run(augment, cuda(), 7)
-    assert {each.device.type for each in (*module.parameters(), *module.buffers())} == {"cuda"}
-    assert {flip.device.type for flip in flips} == {"cpu"}, "Kornia's own numbers come from the host"
+    assert {each.device.type for each in (*module.parameters(), *module.buffers())} == {
+        "cuda"
+    }
+    assert {flip.device.type for flip in flips} == {"cpu"}, (
+        "Kornia's own numbers come from the host"
+    )
     assert not found.requires_grad or weight.grad is None
     assert torch.equal(found, run(augment, cuda(), 7)[0])
     torch.testing.assert_close(found.cpu(), on_cpu, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [(32, 32), (33, 32), (31, 33)])
-def test_planes_become_the_images_of_numpy_and_the_host_never_waits(size: tuple[int, int]) -> None:
+def test_planes_become_the_images_of_numpy_and_the_host_never_waits(
+    size: tuple[int, int],
+) -> None:
     (height, width), rng = size, np.random.default_rng(0)
     luma = rng.integers(0, 256, (ROWS, height, width, 1), np.uint8)
-    chroma = rng.integers(0, 256, (ROWS, (height + 1) // 2, (width + 1) // 2, 2), np.uint8)
+    chroma = rng.integers(
+        0, 256, (ROWS, (height + 1) // 2, (width + 1) // 2, 2), np.uint8
+    )
     planes = [torch.from_numpy(plane).to(cuda()) for plane in (luma, chroma)]
     with waiting_is_an_error():
         images = device_wire.rgb(*planes)
@@ -135,12 +163,16 @@ def test_planes_become_the_images_of_numpy_and_the_host_never_waits(size: tuple[
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("amp", [None, torch.bfloat16, torch.float16])
-def test_the_host_never_waits_in_steady_state(preset: Any, amp: torch.dtype | None) -> None:
+def test_the_host_never_waits_in_steady_state(
+    preset: Any, amp: torch.dtype | None
+) -> None:
     device = cuda()
     config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
     augment = DeviceAugment(config, device, amp or torch.float32)
     model = small_model(10).to(device).to(memory_format=torch.channels_last)
-    optimizer = build_optimizer(model, TrainConfig(optimizer="adamw", lr=0.001), fused=True)
+    optimizer = build_optimizer(
+        model, TrainConfig(optimizer="adamw", lr=0.001), fused=True
+    )
     scaler = torch.amp.GradScaler("cuda", enabled=amp is torch.float16)
     batch_norm, ema = StepBatchNorm(model, 1, 1), Ema(model, 0.99)
     losses = torch.zeros((), device=device)
@@ -149,10 +181,18 @@ def test_the_host_never_waits_in_steady_state(preset: Any, amp: torch.dtype | No
     def step(number: int) -> None:
         batch = next(batches)
         batch_norm.begin()
-        image, mixed = augment(batch.image, batch.target, batch.index >= 0, seed=batch.seed, strength=number / 40)
+        image, mixed = augment(
+            batch.image,
+            batch.target,
+            batch.index >= 0,
+            seed=batch.seed,
+            strength=number / 40,
+        )
         with torch.autocast("cuda", amp, enabled=amp is not None):
             logits = model(image)
-        loss = (mixed_cross_entropy(logits.float(), batch.target, mixed, 0.1) * batch.weight).mean()
+        loss = (
+            mixed_cross_entropy(logits.float(), batch.target, mixed, 0.1) * batch.weight
+        ).mean()
         scaler.scale(loss).backward()
         batch_norm.take()
         batch_norm.end()
@@ -173,17 +213,27 @@ def test_the_host_never_waits_in_steady_state(preset: Any, amp: torch.dtype | No
 
 
 @pytest.mark.parametrize("preset", ["none", "strong"])
-def test_a_rings_batches_are_augmented_beside_the_model_to_the_same_bits(preset: Any) -> None:
+def test_a_rings_batches_are_augmented_beside_the_model_to_the_same_bits(
+    preset: Any,
+) -> None:
     """The augmentation does not wait for what the current stream was given before, and it is waited for."""
     config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
-    device, apart, plain = cuda(), DeviceAugment(config, cuda()), DeviceAugment(config, cuda())
+    device, apart, plain = (
+        cuda(),
+        DeviceAugment(config, cuda()),
+        DeviceAugment(config, cuda()),
+    )
     kept = []
     for batch in on_device(host_batches(6), device, lambda at: at.step):
         torch.cuda._sleep(10_000_000)
         made = apart.of_batch(batch, 0.8)
-        kept.append((made.image.clone(), None if made.mix is None else made.mix.target.clone()))
+        kept.append(
+            (made.image.clone(), None if made.mix is None else made.mix.target.clone())
+        )
     assert apart._stream is not None
-    for number, batch in enumerate(on_device(host_batches(6), device, lambda at: at.step)):
+    for number, batch in enumerate(
+        on_device(host_batches(6), device, lambda at: at.step)
+    ):
         expected = plain.of_batch(replace(batch, copied=None), 0.8)
         image, partner = kept[number]
         assert torch.equal(image, expected.image)
@@ -193,7 +243,9 @@ def test_a_rings_batches_are_augmented_beside_the_model_to_the_same_bits(preset:
             assert partner is not None and torch.equal(partner, expected.mix.target)
     assert plain._stream is None
     assert not DeviceAugment(AugmentConfig(differentiable=True), device)._runs_apart
-    assert not DeviceAugment(AugmentConfig(module=Faded()), device)._runs_apart, "the loop may train it"
+    assert not DeviceAugment(AugmentConfig(module=Faded()), device)._runs_apart, (
+        "the loop may train it"
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -201,7 +253,9 @@ def test_a_stream_of_its_own_gives_the_same_bits(preset: Any) -> None:
     config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
     expected, _ = run(DeviceAugment(config, cuda()), cuda(), 3)
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # begins on an idle device, and sends all that it needs itself
+    with torch.cuda.stream(
+        stream
+    ):  # begins on an idle device, and sends all that it needs itself
         torch.cuda._sleep(10_000_000)
         found, _ = run(DeviceAugment(config, cuda()), cuda(), 3)
     torch.cuda.current_stream().wait_stream(stream)
@@ -211,6 +265,11 @@ def test_a_stream_of_its_own_gives_the_same_bits(preset: Any) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_device_that_is_not_the_current_one_gives_the_same_bits(preset: Any) -> None:
-    config, second = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0), torch.device("cuda", 1)
-    (first, _), (found, _) = (run(DeviceAugment(config, each), each, 3) for each in (cuda(), second))
+    config, second = (
+        AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0),
+        torch.device("cuda", 1),
+    )
+    (first, _), (found, _) = (
+        run(DeviceAugment(config, each), each, 3) for each in (cuda(), second)
+    )
     assert found.device == second and torch.equal(found.cpu(), first.cpu())

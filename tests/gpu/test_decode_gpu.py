@@ -48,7 +48,11 @@ def test_the_device_and_libjpeg_agree_to_rounding(transform: str, library: str) 
     ]
     batch = encoded(images, transform, padding=1)
     ours, wanted = decoded(batch, CUDA), decoded(batch)
-    assert (ours.image.device.type, ours.image.dtype, ours.failed) == ("cuda", torch.uint8, {})
+    assert (ours.image.device.type, ours.image.dtype, ours.failed) == (
+        "cuda",
+        torch.uint8,
+        {},
+    )
     assert ours.image.is_contiguous(memory_format=torch.channels_last)
     assert (ours.num_by_host, wanted.num_by_host) == (0, 14)
     assert_close(ours.image, wanted.image)
@@ -57,8 +61,18 @@ def test_the_device_and_libjpeg_agree_to_rounding(transform: str, library: str) 
 
 
 def test_what_the_device_does_not_decode_has_the_cpu_road_s_bits() -> None:
-    upright = saved(5, exif=b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0")
-    images = [saved(0), saved(1, "PNG"), saved(2, mode="CMYK"), saved(3, "WebP"), saved(4, keep_rgb=True), upright]
+    upright = saved(
+        5,
+        exif=b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0",
+    )
+    images = [
+        saved(0),
+        saved(1, "PNG"),
+        saved(2, mode="CMYK"),
+        saved(3, "WebP"),
+        saved(4, keep_rgb=True),
+        upright,
+    ]
     batch = encoded(images, apply_exif=True)
     ours, wanted = decoded(batch, CUDA, exif=True), decoded(batch, exif=True)
     assert (ours.num_by_host, ours.failed) == (5, {})
@@ -77,7 +91,10 @@ def test_damaged_images_take_neither_the_others_nor_the_device_along() -> None:
     found = decoded(encoded(images), CUDA)
     assert [*found.failed] == [3] and "damaged JPEG" in found.failed[3]
     kept = [0, 1, 2, 4, 5]
-    assert torch.equal(found.image.cpu()[kept], expected[kept]) and not found.image[3].any()
+    assert (
+        torch.equal(found.image.cpu()[kept], expected[kept])
+        and not found.image[3].any()
+    )
 
 
 def test_batches_of_the_ring_have_the_images_that_were_decoded() -> None:
@@ -86,10 +103,19 @@ def test_batches_of_the_ring_have_the_images_that_were_decoded() -> None:
     def batches() -> Iterator[MicroBatch]:
         for step in range(8):
             batch = encoded([saved(step + i) for i in range(4)])
-            yield MicroBatch(MicroBatchId("train", 0, step, 0), batch.index, batch.weight, batch.fields)
+            yield MicroBatch(
+                MicroBatchId("train", 0, step, 0),
+                batch.index,
+                batch.weight,
+                batch.fields,
+            )
 
     def decode_images(host: MicroBatch) -> tuple[MicroBatch, decode.Decoded]:
-        others = {name: values for name, values in host.fields.items() if name not in (DATA, MAP)}
+        others = {
+            name: values
+            for name, values in host.fields.items()
+            if name not in (DATA, MAP)
+        }
         images = decoder(host.fields[DATA], host[MAP], host.weight > 0)  # type: ignore[arg-type]
         return MicroBatch(host.position, host.index, host.weight, others), images
 
@@ -101,15 +127,22 @@ def test_batches_of_the_ring_have_the_images_that_were_decoded() -> None:
     assert through == [round(mean, 3) for mean in alone] and len(set(through)) == 8
 
 
-def test_a_device_without_a_decoder_is_told_with_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_a_decoder_is_told_with_each_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def missing(_: torch.device) -> None:
         raise ImportError("no such module")
 
     def wrong(device: torch.device) -> decode.BoxDecoder:
-        return lambda images, boxes: [torch.zeros((3, 16, 24), dtype=torch.uint8, device=device)]
+        return lambda images, boxes: [
+            torch.zeros((3, 16, 24), dtype=torch.uint8, device=device)
+        ]
 
     monkeypatch.setattr(decode, "LIBRARIES", {"one": missing, "other": wrong})
-    with pytest.raises(ConfigError, match=r"one: no such module; other: its pixels .* transform\.decode='cpu'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"one: no such module; other: its pixels .* transform\.decode='cpu'",
+    ):
         decode.DeviceDecoder(CUDA)
 
 
@@ -117,4 +150,7 @@ def test_groups_are_limited_by_the_pixels_of_the_largest() -> None:
     pixels = {0: 10, 1: 4, 2: 9, 3: 8, 4: 100}
     assert [*decode._groups(pixels, 30, are_padded=True)] == [[1, 3], [2, 0], [4]]
     assert [*decode._groups(pixels, 22)] == [[1, 3, 2], [0], [4]]
-    assert np.prod([len(group) for group in decode._groups(pixels, 0, are_padded=True)]) == 1
+    assert (
+        np.prod([len(group) for group in decode._groups(pixels, 0, are_padded=True)])
+        == 1
+    )

@@ -28,13 +28,17 @@ pytestmark = [
 STRONG = AugmentConfig(preset="strong", mixup_alpha=0.4, cutmix_alpha=1.0)
 
 
-def spec_of(stores: dict[str, Path], actors: int = 1, wire: Any = "rgb", block: int = 0) -> StreamSpec:
+def spec_of(
+    stores: dict[str, Path], actors: int = 1, wire: Any = "rgb", block: int = 0
+) -> StreamSpec:
     return open_stream(
         stores["train"],
         stores["val"],
         plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24, seed=3),
         transform=TransformConfig(train="light", val="center", size=32, wire=wire),
-        pool=PoolConfig(min_actors=actors, max_actors=actors, micro_batches_per_block=block),
+        pool=PoolConfig(
+            min_actors=actors, max_actors=actors, micro_batches_per_block=block
+        ),
     )
 
 
@@ -44,24 +48,32 @@ def hashes(spec: StreamSpec, **options: Any) -> dict[str, str]:
     for batch in without_ray.every_batch(loader(spec, **options)):
         parts = (batch.image, batch.target, batch.weight)
         content = b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)
-        found[str(batch.position)] = hashlib.blake2b(content + batch.index.tobytes()).hexdigest()
+        found[str(batch.position)] = hashlib.blake2b(
+            content + batch.index.tobytes()
+        ).hexdigest()
         assert options.get("device", "cpu") == "cpu" or batch.image.is_cuda
     assert found
     return found
 
 
 @pytest.mark.parametrize("wire", ["rgb", "yuv420"])
-def test_the_ring_brings_the_bits_that_the_cpu_has(wire: Any, stores: dict[str, Path]) -> None:
+def test_the_ring_brings_the_bits_that_the_cpu_has(
+    wire: Any, stores: dict[str, Path]
+) -> None:
     spec = spec_of(stores, wire=wire)
     assert hashes(spec, device="cuda") == hashes(spec, device="cpu")
 
 
-def test_augmented_micro_batches_are_the_same_for_any_actors(stores: dict[str, Path]) -> None:
+def test_augmented_micro_batches_are_the_same_for_any_actors(
+    stores: dict[str, Path],
+) -> None:
     first = hashes(spec_of(stores), device="cuda", augment=STRONG)
     assert hashes(spec_of(stores, 2, block=3), device="cuda", augment=STRONG) == first
 
 
-def test_two_ranks_of_one_device_have_by_gloo_what_one_rank_has(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_two_ranks_of_one_device_have_by_gloo_what_one_rank_has(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
     """NCCL refuses two ranks on one device: see benchmarks/results/gpu.md."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -83,10 +95,14 @@ def test_two_ranks_of_one_device_have_by_gloo_what_one_rank_has(stores: dict[str
         train_fn,
         train_loop_config={"folder": str(tmp_path)},
         torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5}),
+        scaling_config=ScalingConfig(
+            num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5}
+        ),
         run_config=RunConfig(storage_path=str(tmp_path / "ray")),
     ).fit()
-    ranks: list[dict[str, str]] = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    ranks: list[dict[str, str]] = [
+        json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)
+    ]
     assert not ranks[0].keys() & ranks[1].keys()
     assert ranks[0] | ranks[1] == hashes(spec, device="cuda", augment=STRONG)
 
@@ -117,17 +133,34 @@ def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
         tmp_path / "squares.parquet",
         plan=PlanConfig(epochs=1, micro_batch_size=6),
         transform=TransformConfig(
-            train="light", size=32, mask_column="seg", boxes_column="objects", max_targets=4
+            train="light",
+            size=32,
+            mask_column="seg",
+            boxes_column="objects",
+            max_targets=4,
         ),
         target_column=None,
     )
     on: dict[str, list[tuple[torch.Tensor, ...]]] = {"cuda": [], "cpu": []}
     for device, kept in on.items():
         for batch in without_ray.every_batch(loader(spec, device=device, max_actors=1)):
-            assert batch.fields["mask"].device.type == batch.fields["boxes"].device.type == device
+            assert (
+                batch.fields["mask"].device.type
+                == batch.fields["boxes"].device.type
+                == device
+            )
             kept.append(
-                tuple(part.clone().cpu() for part in (batch.image, batch.fields["mask"], batch.fields["boxes"]))
+                tuple(
+                    part.clone().cpu()
+                    for part in (
+                        batch.image,
+                        batch.fields["mask"],
+                        batch.fields["boxes"],
+                    )
+                )
             )
     assert len(on["cuda"]) == 4
     for found, expected in zip(on["cuda"], on["cpu"], strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(found, expected, strict=True)
+        )

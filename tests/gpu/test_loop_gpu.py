@@ -33,7 +33,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_of(stores: dict[str, Path], runs: Path, **settings: Any) -> RunConfig:
-    settings = {"checkpoint_interval": 3, "max_grad_norm": 1.0, "ema_decay": 0.9, **settings}
+    settings = {
+        "checkpoint_interval": 3,
+        "max_grad_norm": 1.0,
+        "ema_decay": 0.9,
+        **settings,
+    }
     plain = small_run(runs, stores["train"], stores["val"], 3, 4, **settings)
     augment = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)
     return dataclasses.replace(plain, augment=augment)
@@ -48,7 +53,9 @@ def test_the_doctor_finds_the_device() -> None:
     assert found["status"] == "ok" and torch.cuda.get_device_name() in found["found"]
 
 
-def test_the_job_trains_on_the_gpu_without_being_asked_to(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_the_job_trains_on_the_gpu_without_being_asked_to(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
     given = [
         "--plan.epochs=2",
         "--plan.micro_batch_size=6",
@@ -56,9 +63,22 @@ def test_the_job_trains_on_the_gpu_without_being_asked_to(stores: dict[str, Path
         "--transform.train=light",
     ]
     given += ["--transform.val=center", "--transform.size=32", "--train.model=resnet18"]
-    given += [f"--store.train={stores['train']}", f"--store.val={stores['val']}", f"--storage_path={tmp_path}"]
-    given += ["--augment.preset=standard", "--train.log_interval=1", "--train.lr=0.001", "--pool.max_actors=2"]
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_ADDRESS")}
+    given += [
+        f"--store.train={stores['train']}",
+        f"--store.val={stores['val']}",
+        f"--storage_path={tmp_path}",
+    ]
+    given += [
+        "--augment.preset=standard",
+        "--train.log_interval=1",
+        "--train.lr=0.001",
+        "--pool.max_actors=2",
+    ]
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_ADDRESS")
+    }
     done = subprocess.run(
         [sys.executable, str(ROOT / "jobs/train.py"), *given],
         capture_output=True,
@@ -79,15 +99,24 @@ def test_the_job_trains_on_the_gpu_without_being_asked_to(stores: dict[str, Path
 def test_a_run_whose_trainer_is_killed_learns_what_an_unbroken_one_does(
     amp: Any, stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    run, killed = run_of(stores, tmp_path, amp=amp, deterministic_reduce=True, max_failures=0), list[int]()
+    run, killed = (
+        run_of(stores, tmp_path, amp=amp, deterministic_reduce=True, max_failures=0),
+        list[int](),
+    )
     unbroken = train(dataclasses.replace(run, name="unbroken"))
-    killer = threading.Thread(target=kill_a_worker_at, args=(tmp_path / "killed", 7, killed), daemon=True)
+    killer = threading.Thread(
+        target=kill_a_worker_at, args=(tmp_path / "killed", 7, killed), daemon=True
+    )
     killer.start()
     with pytest.raises(RunError):
         train(dataclasses.replace(run, name="killed"))
     killer.join()
     resumed = train(dataclasses.replace(run, resume=str(tmp_path / "killed")))
-    assert killed and [step for (step,) in records(resumed, "start", "step")][1] in (6, 8, 9)
+    assert killed and [step for (step,) in records(resumed, "start", "step")][1] in (
+        6,
+        8,
+        9,
+    )
     print(list(zip(losses(resumed), losses(unbroken), strict=True)))
     assert losses(resumed) == pytest.approx(losses(unbroken), rel=0.02)
 
@@ -98,20 +127,39 @@ def test_more_trainers_than_gpus_are_refused_at_once_with_the_settings(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(
-        ResourceError, match=r"2 trainers need 2 GPUs, but the cluster has 1: .*train\.use_gpu=false"
+        ResourceError,
+        match=r"2 trainers need 2 GPUs, but the cluster has 1: .*train\.use_gpu=false",
     ):
         run = run_of(stores, tmp_path)
-        train(dataclasses.replace(run, train=dataclasses.replace(run.train, num_workers=2)))
+        train(
+            dataclasses.replace(
+                run, train=dataclasses.replace(run.train, num_workers=2)
+            )
+        )
 
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize(("optimizer", "amp"), [("sgd", "off"), ("adamw", "bf16"), ("sgd", "fp16")])
+@pytest.mark.parametrize(
+    ("optimizer", "amp"), [("sgd", "off"), ("adamw", "bf16"), ("sgd", "fp16")]
+)
 def test_a_process_for_each_of_two_gpus_learns_by_nccl_what_one_does(
     optimizer: Any, amp: Any, stores: dict[str, Path], tmp_path: Path
 ) -> None:
     run, found = run_of(stores, tmp_path, amp=amp, deterministic_reduce=True), []
     for num_workers in (1, 2):
-        settings = dataclasses.replace(run.train, optimizer=optimizer, num_workers=num_workers)
-        found.append(losses(train(dataclasses.replace(run, train=settings, name=f"{num_workers}-workers"))))
-    assert len(found[0]) == len(found[1]) > 0 and found[1] == pytest.approx(found[0], rel=0.02)
+        settings = dataclasses.replace(
+            run.train, optimizer=optimizer, num_workers=num_workers
+        )
+        found.append(
+            losses(
+                train(
+                    dataclasses.replace(
+                        run, train=settings, name=f"{num_workers}-workers"
+                    )
+                )
+            )
+        )
+    assert len(found[0]) == len(found[1]) > 0 and found[1] == pytest.approx(
+        found[0], rel=0.02
+    )

@@ -44,7 +44,9 @@ def host_batches(num: int) -> Iterator[MicroBatch]:
 def with_targets(step: int) -> MicroBatch:
     """Also of masks and boxes, which say the step as well."""
     mask = np.full((16, 64, 64), step % 251, np.uint8)
-    return with_fields(host_batch(step), {"mask": mask, "boxes": np.full((16, 4, 5), step, np.float32)})
+    return with_fields(
+        host_batch(step), {"mask": mask, "boxes": np.full((16, 4, 5), step, np.float32)}
+    )
 
 
 def num_allocations() -> tuple[int, int]:
@@ -71,16 +73,32 @@ def test_masks_and_boxes_come_whole_with_their_images() -> None:
     kept = []
     for batch in on_device(map(with_targets, range(20)), CUDA, lambda at: 0):
         torch.cuda._sleep(BUSY)
-        kept.append((batch.image.clone(), batch.fields["mask"].clone(), batch.fields["boxes"].clone()))
+        kept.append(
+            (
+                batch.image.clone(),
+                batch.fields["mask"].clone(),
+                batch.fields["boxes"].clone(),
+            )
+        )
     for step, (image, mask, boxes) in enumerate(kept):
         assert image.shape == (16, 3, 64, 64) and (image == step).all()
-        assert mask.shape == (16, 64, 64) and mask.dtype == torch.uint8 and (mask == step).all()
-        assert boxes.shape == (16, 4, 5) and boxes.dtype == torch.float32 and (boxes == step).all()
+        assert (
+            mask.shape == (16, 64, 64)
+            and mask.dtype == torch.uint8
+            and (mask == step).all()
+        )
+        assert (
+            boxes.shape == (16, 4, 5)
+            and boxes.dtype == torch.float32
+            and (boxes == step).all()
+        )
 
 
 def test_transfers_are_awaited_by_a_stream_that_is_idle() -> None:
     large = [np.full(64 << 20, number, np.uint8) for number in range(6)]
-    sums = [tensors[0].min() for _, tensors in Ring(large, lambda array: (array,), CUDA)]
+    sums = [
+        tensors[0].min() for _, tensors in Ring(large, lambda array: (array,), CUDA)
+    ]
     assert [int(least) for least in sums] == list(range(6))
 
 
@@ -95,7 +113,10 @@ def test_another_current_stream_is_heeded() -> None:
 
 
 def test_a_consumer_may_change_its_stream_between_batches() -> None:
-    streams, kept = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()], []
+    streams, kept = (
+        [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()],
+        [],
+    )
     batches = iter(on_device(host_batches(30), CUDA, lambda at: 0, depth=1))
     for step in range(30):
         with torch.cuda.stream(streams[step % 3]):
@@ -111,14 +132,19 @@ def test_a_consumer_may_change_its_stream_between_batches() -> None:
 def test_batches_of_many_shapes_share_the_slots() -> None:
     sizes = [16, 3, 16, 7, 1, 16, 9] * 5
     pointers, kept = set(), []
-    for step, batch in enumerate(on_device(map(host_batch, range(35), sizes), CUDA, lambda at: 0)):
+    for step, batch in enumerate(
+        on_device(map(host_batch, range(35), sizes), CUDA, lambda at: 0)
+    ):
         if step >= 8:  # from then on each of the three slots has held a batch of 16
             pointers.add(batch.image.data_ptr())
         torch.cuda._sleep(BUSY // 10)
         kept.append((batch.image.clone(), batch.target.clone()))
         assert len(batch.target) == sizes[step]
     assert len(pointers) == 3
-    assert all((image == step).all() and (target == step).all() for step, (image, target) in enumerate(kept))
+    assert all(
+        (image == step).all() and (target == step).all()
+        for step, (image, target) in enumerate(kept)
+    )
 
 
 def test_new_slots_do_not_take_memory_that_is_still_read() -> None:
@@ -139,7 +165,9 @@ def test_a_batch_that_is_kept_outlasts_an_iteration_left_early() -> None:
     torch.cuda._sleep(BUSY)
     seen = image.clone()
     batches.close()  # type: ignore[attr-defined]
-    assert not [thread for thread in threading.enumerate() if thread.name == "raypipe-ring"]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "raypipe-ring"
+    ]
     del image  # free for the next ring, though the copy of it is still to come
     list(on_device(host_batches(5), CUDA, lambda at: 0))
     assert (seen == 1).all()
@@ -195,9 +223,18 @@ def test_epochs_use_the_same_memory_again() -> None:
 
 def test_marks_measure_the_transfer() -> None:
     marks: list[Any] = []
-    list(on_device(host_batches(5), CUDA, lambda at: 0, on_copied=lambda *pair: marks.append(pair)))
+    list(
+        on_device(
+            host_batches(5),
+            CUDA,
+            lambda at: 0,
+            on_copied=lambda *pair: marks.append(pair),
+        )
+    )
     torch.cuda.synchronize()
-    assert len(marks) == 5 and all(0 < start.elapsed_time(end) < 1000 for start, end in marks)
+    assert len(marks) == 5 and all(
+        0 < start.elapsed_time(end) < 1000 for start, end in marks
+    )
 
 
 # A device that has nothing to do
@@ -237,7 +274,9 @@ def test_a_batch_that_is_asked_for_within_a_capture_is_refused() -> None:
     batches = iter(on_device(host_batches(5), CUDA, lambda at: 0))
     static = next(batches).image.clone()
     torch.cuda.synchronize()
-    capture = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    capture = torch.cuda.graph(
+        torch.cuda.CUDAGraph(), capture_error_mode="thread_local"
+    )
     with pytest.raises(ConfigError, match="while a CUDA graph is captured"), capture:
         static.add_(1)
         next(batches)
@@ -251,10 +290,15 @@ def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
     def trained(captured: bool) -> tuple[list[float], torch.Tensor]:
         torch.manual_seed(0)
         last = torch.nn.Linear(4 * 62 * 62, 9)
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), last).to(CUDA)
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), last
+        ).to(CUDA)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         image = torch.zeros(16, 3, 64, 64, dtype=torch.uint8, device=CUDA)
-        target, loss = torch.zeros(16, dtype=torch.int64, device=CUDA), torch.zeros((), device=CUDA)
+        target, loss = (
+            torch.zeros(16, dtype=torch.int64, device=CUDA),
+            torch.zeros((), device=CUDA),
+        )
         capturing, filled = threading.Event(), threading.Event()
 
         def source() -> Iterator[MicroBatch]:

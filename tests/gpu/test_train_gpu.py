@@ -36,7 +36,9 @@ KINDS = [
     {"optimizer": "adamw", "amp": "bf16"},
     {"optimizer": "adamw", "amp": "fp16", "ema_decay": 0.9, "max_grad_norm": 1.0},
 ]
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind['optimizer']}-{kind['amp']}")
+kinds = pytest.mark.parametrize(
+    "kind", KINDS, ids=lambda kind: f"{kind['optimizer']}-{kind['amp']}"
+)
 ordered = pytest.mark.parametrize("deterministic_reduce", [True, False])
 
 
@@ -62,16 +64,24 @@ def learner(device: torch.device = CUDA, world_size: int = 1, **train: Any) -> L
 
 def micro_batch(step: int, micro: int, device: torch.device) -> Batch:
     seed = PER_STEP * step + micro
-    image = torch.randn(ROWS, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
+    image = torch.randn(
+        ROWS, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed)
+    )
     target, host = torch.arange(ROWS) % 5, np.arange(ROWS)
     image = image.to(device, memory_format=torch.channels_last)
     at = MicroBatchId("train", 0, step, micro)
     fields = {"image": image, "label": target.to(device)}
-    return Batch(at, seed, fields, torch.ones(ROWS, device=device), target.numpy(), host, 0)
+    return Batch(
+        at, seed, fields, torch.ones(ROWS, device=device), target.numpy(), host, 0
+    )
 
 
 def learn(
-    learner: Learner, steps: range, device: torch.device = CUDA, rank: int = 0, world_size: int = 1
+    learner: Learner,
+    steps: range,
+    device: torch.device = CUDA,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> dict[str, Any]:
     """Its state after some steps, as a checkpoint gives it back, and the `losses` of this rank's micro-batches."""
     losses = []
@@ -97,11 +107,17 @@ def assert_same_bits(one: Any, other: Any) -> None:
 
 def weights(state: dict[str, Any]) -> torch.Tensor:
     return torch.cat(
-        [tensor.double().reshape(-1) for tensor in state["model"].values() if tensor.is_floating_point()]
+        [
+            tensor.double().reshape(-1)
+            for tensor in state["model"].values()
+            if tensor.is_floating_point()
+        ]
     )
 
 
-def assert_same_update(before: dict[str, Any], one: dict[str, Any], other: dict[str, Any], to: float) -> None:
+def assert_same_update(
+    before: dict[str, Any], one: dict[str, Any], other: dict[str, Any], to: float
+) -> None:
     """Weights and statistics that were the same before have changed by the same, up to a share of the change."""
     change = (weights(one) - weights(before)).norm()
     assert change > 0 and (weights(one) - weights(other)).norm() < to * change
@@ -112,7 +128,9 @@ def assert_same_update(before: dict[str, Any], one: dict[str, Any], other: dict[
 
 @kinds
 @ordered
-def test_repeated_and_resumed_runs_end_with_the_same_bits(kind: Any, deterministic_reduce: Any) -> None:
+def test_repeated_and_resumed_runs_end_with_the_same_bits(
+    kind: Any, deterministic_reduce: Any
+) -> None:
     settings = kind | {"deterministic_reduce": deterministic_reduce}
     unbroken = learn(learner(**settings), range(6))
     assert_same_bits(learn(learner(**settings), range(6)), unbroken)
@@ -130,7 +148,9 @@ def test_the_whole_device_side_gives_the_same_bits_on_any_stream() -> None:
 
     def host_batches() -> Iterator[MicroBatch]:
         for number in range(6 * PER_STEP):
-            image = np.random.default_rng(number).integers(0, 256, (ROWS, SIDE, SIDE, 3), np.uint8)
+            image = np.random.default_rng(number).integers(
+                0, 256, (ROWS, SIDE, SIDE, 3), np.uint8
+            )
             at = MicroBatchId("train", 0, number // PER_STEP, number % PER_STEP)
             fields = {"image": image, "label": np.arange(ROWS) % 5}
             yield MicroBatch(at, np.arange(ROWS), np.ones(ROWS, np.float32), {**fields})
@@ -142,11 +162,15 @@ def test_the_whole_device_side_gives_the_same_bits_on_any_stream() -> None:
         learning = learner()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for batch in on_device(host_batches(), CUDA, lambda at: 7 * at.step + at.micro):
+            for batch in on_device(
+                host_batches(), CUDA, lambda at: 7 * at.step + at.micro
+            ):
                 if batch.position.micro == 0:
                     learning.begin_step(0.01)
                 counts = batch.index >= 0
-                image, mixed = augment(batch.image, batch.target, counts, seed=batch.seed)
+                image, mixed = augment(
+                    batch.image, batch.target, counts, seed=batch.seed
+                )
                 last = batch.position.micro == PER_STEP - 1
                 learning.backward(batch.with_fields({"image": image}, mix=mixed), last)
                 if last:
@@ -163,25 +187,39 @@ def two_ranks(rank: int, folder: str, backend: str, deterministic_reduce: Any) -
     """Runs in a process for each rank."""
     device = torch.device("cuda", rank if backend == "nccl" else 0)
     torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/ranks", rank=rank, world_size=2
+    )
     state = learn(
-        learner(device, world_size=2, deterministic_reduce=deterministic_reduce), range(3), device, rank, 2
+        learner(device, world_size=2, deterministic_reduce=deterministic_reduce),
+        range(3),
+        device,
+        rank,
+        2,
     )
     torch.save(state, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+several = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two CUDA devices"
+)
 
 
 @ordered
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=several)])
-def test_two_ranks_learn_what_one_does(deterministic_reduce: Any, backend: str, tmp_path: Path) -> None:
+def test_two_ranks_learn_what_one_does(
+    deterministic_reduce: Any, backend: str, tmp_path: Path
+) -> None:
     """By ordered sums to the bit, by DistributedDataParallel to rounding."""
-    torch.multiprocessing.spawn(two_ranks, (str(tmp_path), backend, deterministic_reduce), nprocs=2)
+    torch.multiprocessing.spawn(
+        two_ranks, (str(tmp_path), backend, deterministic_reduce), nprocs=2
+    )
     before = checkpoint(learner())
     alone = learn(learner(deterministic_reduce=deterministic_reduce), range(3))
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    first, second = (
+        torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)
+    )
     assert_same_bits(first["model"], second["model"])
     if deterministic_reduce:
         assert_same_bits(first["model"], alone["model"])
@@ -192,7 +230,9 @@ def test_two_ranks_learn_what_one_does(deterministic_reduce: Any, backend: str, 
 def meets_itself(rank: int, folder: str) -> None:
     """Runs in a process for each rank."""
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/ranks", rank=rank, world_size=2
+    )
     try:
         dist.all_reduce(torch.ones(3, device=CUDA))
         torch.cuda.synchronize()
@@ -205,14 +245,18 @@ def meets_itself(rank: int, folder: str) -> None:
 def test_nccl_refuses_two_ranks_of_one_device(tmp_path: Path) -> None:
     """Therefore gloo, above; see benchmarks/results/gpu.md. Should it ever accept them, the page changes."""
     torch.multiprocessing.spawn(meets_itself, (str(tmp_path),), nprocs=2)
-    assert any("Duplicate GPU" in (tmp_path / str(rank)).read_text() for rank in range(2))
+    assert any(
+        "Duplicate GPU" in (tmp_path / str(rank)).read_text() for rank in range(2)
+    )
 
 
 # Between kinds of device
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_checkpoint_learns_the_same_on_cpu_and_gpu_to_rounding(optimizer: Any) -> None:
+def test_a_checkpoint_learns_the_same_on_cpu_and_gpu_to_rounding(
+    optimizer: Any,
+) -> None:
     settings = {"optimizer": optimizer, "amp": "off", "ema_decay": 0.9}
     state = learn(learner(**settings), range(3))
     for device, other in ((CUDA, CPU), (CPU, CUDA)):
@@ -224,8 +268,13 @@ def test_a_checkpoint_learns_the_same_on_cpu_and_gpu_to_rounding(optimizer: Any)
                     module.p = 0.0  # each kind of device draws its own
             each.load(state)
             assert_same_bits(checkpoint(each)["model"], state["model"])
-            assert_same_bits(checkpoint(each)["optimizer"]["state"], state["optimizer"]["state"])
-        ours, theirs = learn(there, range(3, 5), device), learn(here, range(3, 5), other)
+            assert_same_bits(
+                checkpoint(each)["optimizer"]["state"], state["optimizer"]["state"]
+            )
+        ours, theirs = (
+            learn(there, range(3, 5), device),
+            learn(here, range(3, 5), other),
+        )
         assert_same_update(state, ours, theirs, to=1e-3)
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
         state = theirs
@@ -254,34 +303,61 @@ def test_the_fused_optimizer_does_what_the_plain_one_does(optimizer: Any) -> Non
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_an_fp16_overflow_in_the_very_first_step_leaves_no_trace(optimizer: Any) -> None:
+def test_an_fp16_overflow_in_the_very_first_step_leaves_no_trace(
+    optimizer: Any,
+) -> None:
     """The fused SGD of torch would go on with a momentum of uninitialised memory: here that memory is NaN."""
-    settings = {"optimizer": optimizer, "lr": 0.1, "amp": "fp16", "deterministic_reduce": False}
+    settings = {
+        "optimizer": optimizer,
+        "lr": 0.1,
+        "amp": "fp16",
+        "deterministic_reduce": False,
+    }
     found = []
     for fused in (True, False):
-        junk = [torch.full((size,), float("nan"), device=CUDA) for size in range(32, 200_000, 1000)]
+        junk = [
+            torch.full((size,), float("nan"), device=CUDA)
+            for size in range(32, 200_000, 1000)
+        ]
         del junk  # into the allocator's cache, for the next to have
         learning = learner(**settings)
         if not fused:
-            learning._optimizer = build_optimizer(learning._model, TrainConfig(**settings))  # type: ignore[arg-type]
+            learning._optimizer = build_optimizer(
+                learning._model, TrainConfig(**settings)
+            )  # type: ignore[arg-type]
         with torch.no_grad():
             learning._model[8].weight.mul_(1000)  # type: ignore[index, union-attr, operator]
         before = checkpoint(learning)
         after = learn(learning, range(1))
-        assert after["scaler"]["scale"] == before["scaler"]["scale"] / 2, "there was no overflow"
-        names = [name for name in before["model"] if not name.endswith(("mean", "var", "tracked"))]
-        assert_same_bits([after["model"][name] for name in names], [before["model"][name] for name in names])
+        assert after["scaler"]["scale"] == before["scaler"]["scale"] / 2, (
+            "there was no overflow"
+        )
+        names = [
+            name
+            for name in before["model"]
+            if not name.endswith(("mean", "var", "tracked"))
+        ]
+        assert_same_bits(
+            [after["model"][name] for name in names],
+            [before["model"][name] for name in names],
+        )
         step, skipped = 1, after
-        while (after := learn(learning, range(step, step + 1)))["scaler"]["scale"] < skipped["scaler"]["scale"]:
+        while (after := learn(learning, range(step, step + 1)))["scaler"][
+            "scale"
+        ] < skipped["scaler"]["scale"]:
             step, skipped = step + 1, after
-        found.append(learn(learning, range(step + 1, step + 2)))  # a second one, which has a momentum
+        found.append(
+            learn(learning, range(step + 1, step + 2))
+        )  # a second one, which has a momentum
         assert torch.isfinite(weights(found[-1])).all()
     assert_same_update(before, found[0], found[1], to=0.02)
 
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @ordered
-def test_the_gradient_is_clipped_to_its_true_norm(amp: Any, deterministic_reduce: Any) -> None:
+def test_the_gradient_is_clipped_to_its_true_norm(
+    amp: Any, deterministic_reduce: Any
+) -> None:
     settings = {
         "optimizer": "sgd",
         "momentum": 0.0,
@@ -291,10 +367,14 @@ def test_the_gradient_is_clipped_to_its_true_norm(amp: Any, deterministic_reduce
     }
     for norm in (1e-3, 1e-2):
         learning = learner(**settings, max_grad_norm=norm)
-        before = [parameter.detach().clone() for parameter in learning._model.parameters()]
+        before = [
+            parameter.detach().clone() for parameter in learning._model.parameters()
+        ]
         learn(learning, range(1))
         pairs = zip(learning._model.parameters(), before, strict=True)
-        moved = torch.cat([(new.detach() - old).double().reshape(-1) for new, old in pairs]).norm()
+        moved = torch.cat(
+            [(new.detach() - old).double().reshape(-1) for new, old in pairs]
+        ).norm()
         assert float(moved) == pytest.approx(0.01 * norm, rel=1e-2)
 
 
@@ -305,13 +385,18 @@ def test_the_gradient_is_clipped_to_its_true_norm(amp: Any, deterministic_reduce
 @ordered
 def test_the_host_never_waits_for_a_step(kind: Any, deterministic_reduce: Any) -> None:
     learning = learner(**kind, deterministic_reduce=deterministic_reduce)
-    steps = [[micro_batch(step, micro, CUDA) for micro in range(PER_STEP)] for step in range(8)]
+    steps = [
+        [micro_batch(step, micro, CUDA) for micro in range(PER_STEP)]
+        for step in range(8)
+    ]
     total = torch.zeros((), device=CUDA)
 
     def run(number: int) -> None:
         learning.begin_step(0.01)
         for batch in steps[number]:
-            total.add_(learning.backward(batch, last=batch.position.micro == PER_STEP - 1))
+            total.add_(
+                learning.backward(batch, last=batch.position.micro == PER_STEP - 1)
+            )
         learning.end_step(number + 1)
 
     for number in range(3):
@@ -336,9 +421,13 @@ def test_a_compiled_model_learns_what_the_plain_one_does(amp: Any) -> None:
         found.append(learn(learning, range(3)))
         found[-1]["logits"] = learning.evaluate(micro_batch(9, 0, CUDA)).cpu()
     plain, compiled = found
-    assert plain["model"].keys() == compiled["model"].keys()  # a checkpoint of one is one of the other
+    assert (
+        plain["model"].keys() == compiled["model"].keys()
+    )  # a checkpoint of one is one of the other
     assert compiled["losses"] == pytest.approx(plain["losses"], rel=0.02)
-    torch.testing.assert_close(compiled["logits"], plain["logits"], rtol=0.05, atol=0.05)
+    torch.testing.assert_close(
+        compiled["logits"], plain["logits"], rtol=0.05, atol=0.05
+    )
     assert_same_update(before, plain, compiled, to=0.1)
 
 
@@ -348,8 +437,16 @@ def test_a_compiled_model_learns_what_the_plain_one_does(amp: Any) -> None:
 @several
 def test_a_device_that_is_not_the_current_one_learns_the_same() -> None:
     second = torch.device("cuda", 1)
-    settings: Any = {"optimizer": "adamw", "amp": "fp16", "ema_decay": 0.9, "deterministic_reduce": True}
-    one, other = learn(learner(**settings), range(3)), learn(learner(second, **settings), range(3), second)
+    settings: Any = {
+        "optimizer": "adamw",
+        "amp": "fp16",
+        "ema_decay": 0.9,
+        "deterministic_reduce": True,
+    }
+    one, other = (
+        learn(learner(**settings), range(3)),
+        learn(learner(second, **settings), range(3), second),
+    )
     assert torch.cuda.current_device() == 0
     assert_same_bits(one, other)
 
@@ -366,7 +463,13 @@ def test_a_state_is_saved_as_of_its_step_though_the_device_is_behind() -> None:
             parameter.grad = torch.full_like(parameter, float(step))
         optimizer.step()
         expected = [parameter.detach().clone() for parameter in model.parameters()]
-        state = loaded(bytes(saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})))["model"]
+        state = loaded(
+            bytes(
+                saved(
+                    {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                )
+            )
+        )["model"]
         optimizer.step()
         for name, value in zip(state, expected, strict=True):
             assert torch.equal(state[name], value.cpu()), (step, name)

@@ -36,22 +36,37 @@ class Net(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(3 * 12 * 12, 5)
 
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self, pixel_values: torch.Tensor, labels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         logits = self.layer(pixel_values.flatten(1))
         return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
 class Rank:
     def __init__(self, rank: int, world_size: int, folder: Path, dies_at: int) -> None:
-        self.rank, self.world_size, self.folder, self.dies_at = rank, world_size, folder, dies_at
+        self.rank, self.world_size, self.folder, self.dies_at = (
+            rank,
+            world_size,
+            folder,
+            dies_at,
+        )
 
     def given(self, batch: Batch) -> dict[str, Any]:
         """What the loops get of a batch, which is written down."""
         at = batch.position
         with (self.folder / f"seen-{self.rank}").open("a") as file:
-            file.write(json.dumps([at.split, at.epoch, at.step, at.micro, *batch.index.tolist()]) + "\n")
+            file.write(
+                json.dumps(
+                    [at.split, at.epoch, at.step, at.micro, *batch.index.tolist()]
+                )
+                + "\n"
+            )
         counts = batch.weight > 0
-        return {"pixel_values": batch.image.float() / 255, "labels": batch.target.where(counts, -100)}
+        return {
+            "pixel_values": batch.image.float() / 255,
+            "labels": batch.target.where(counts, -100),
+        }
 
     def resumed(self, step: int) -> None:
         if self.rank == 0:
@@ -89,7 +104,9 @@ class Rank:
             def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
                 rank.done(trainer.global_step)
 
-        saves = pl.callbacks.ModelCheckpoint(str(self.folder), "{step}", every_n_train_steps=EVERY, save_top_k=-1)
+        saves = pl.callbacks.ModelCheckpoint(
+            str(self.folder), "{step}", every_n_train_steps=EVERY, save_top_k=-1
+        )
         trainer = pl.Trainer(
             **StreamDataModule.settings(loader),
             accelerator="cpu",
@@ -101,20 +118,28 @@ class Rank:
             callbacks=[Watch(), saves],
         )
         saved = self.folder.glob("step=*.ckpt")
-        newest = max(saved, default=None, key=lambda path: int(path.stem.partition("=")[2]))
-        trainer.fit(Module(), datamodule=StreamDataModule(loader, self.given), ckpt_path=newest)
+        newest = max(
+            saved, default=None, key=lambda path: int(path.stem.partition("=")[2])
+        )
+        trainer.fit(
+            Module(), datamodule=StreamDataModule(loader, self.given), ckpt_path=newest
+        )
 
     def accelerate(self, loader: Loader) -> None:
         from accelerate import Accelerator
 
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=loader.accumulation_steps)
+        accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=loader.accumulation_steps
+        )
         loaders, net = raypipe.plain_loaders(loader, self.given), Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         model, optimizer, train, val = accelerator.prepare(net, optimizer, *loaders)
         assert (train, val) == loaders  # it does not shard them again
         accelerator.register_for_checkpointing(train)
         saved = self.folder.glob("step-*")
-        if newest := max(saved, default=None, key=lambda path: int(path.name.partition("-")[2])):
+        if newest := max(
+            saved, default=None, key=lambda path: int(path.name.partition("-")[2])
+        ):
             accelerator.load_state(str(newest))
         self.resumed(loader.global_step)
         for _ in range(loader.cursor.epoch, loader.plan.config.epochs):
@@ -125,7 +150,9 @@ class Rank:
                     optimizer.zero_grad()
                 if accelerator.sync_gradients:
                     if loader.global_step % EVERY == 0:
-                        accelerator.save_state(str(self.folder / f"step-{loader.global_step}"))
+                        accelerator.save_state(
+                            str(self.folder / f"step-{loader.global_step}")
+                        )
                     self.done(loader.global_step)
             with torch.no_grad():
                 for batch in val:
@@ -140,10 +167,14 @@ class Rank:
         rank = self
 
         class Watch(TrainerCallback):
-            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            def on_train_begin(
+                self, args: Any, state: Any, control: Any, **_: Any
+            ) -> None:
                 rank.resumed(state.global_step)
 
-            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            def on_step_begin(
+                self, args: Any, state: Any, control: Any, **_: Any
+            ) -> None:
                 rank.done(state.global_step)
 
         arguments = TrainingArguments(
@@ -156,17 +187,38 @@ class Rank:
             disable_tqdm=True,
             ddp_backend="gloo",
         )
-        trainer = StreamTrainer(Net(), arguments, loader=loader, format=self.given, callbacks=[Watch()])
+        trainer = StreamTrainer(
+            Net(), arguments, loader=loader, format=self.given, callbacks=[Watch()]
+        )
         trainer.train(get_last_checkpoint(str(self.folder)))
-        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        losses = [
+            entry["eval_loss"]
+            for entry in trainer.state.log_history
+            if "eval_loss" in entry
+        ]
         (self.folder / "eval_loss").write_text(str(losses[-1]))
         torch.save(trainer.model.state_dict(), self.folder / "trained.pt")
 
 
-def run(library: str, rank: int, world_size: int, port: int, store: str, folder: str, dies_at: int) -> None:
+def run(
+    library: str,
+    rank: int,
+    world_size: int,
+    port: int,
+    store: str,
+    folder: str,
+    dies_at: int,
+) -> None:
     """In a process of its own, which kills itself once `dies_at` steps are done; 0 = never."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ |= {name: str(value) for name, value in {**ranks, "MASTER_PORT": port}.items()}
+    ranks = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
+    os.environ |= {
+        name: str(value) for name, value in {**ranks, "MASTER_PORT": port}.items()
+    }
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")

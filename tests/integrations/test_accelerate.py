@@ -34,7 +34,9 @@ def spec_of(stores: dict[str, Path]) -> Callable[[int, bool], StreamSpec]:
         return open_stream(
             stores["train"],
             stores["val"] if validates else None,
-            plan=PlanConfig(epochs=2, micro_batch_size=16 // per_step, global_batch_size=16),
+            plan=PlanConfig(
+                epochs=2, micro_batch_size=16 // per_step, global_batch_size=16
+            ),
             transform=TransformConfig(train="small", val="resize", size=12),
             pool=PoolConfig(engine="inline"),
         )
@@ -66,10 +68,26 @@ class Loop:
         validates: whether it validates after each epoch, before it saves.
     """
 
-    def __init__(self, stream: Loader, folder: Path, *, every: int = 0, dies_at: int = 0, **others: Any) -> None:
-        self.stream, self.folder, self.every, self.dies_at = stream, folder, every, dies_at
+    def __init__(
+        self,
+        stream: Loader,
+        folder: Path,
+        *,
+        every: int = 0,
+        dies_at: int = 0,
+        **others: Any,
+    ) -> None:
+        self.stream, self.folder, self.every, self.dies_at = (
+            stream,
+            folder,
+            every,
+            dies_at,
+        )
         self.limit = others.get("limit", 1_000)
-        self.after_epoch, self.validates = others.get("after_epoch", False), others.get("validates", False)
+        self.after_epoch, self.validates = (
+            others.get("after_epoch", False),
+            others.get("validates", False),
+        )
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         torch.manual_seed(0)
@@ -79,7 +97,9 @@ class Loop:
 
     def run(self) -> Loop:
         stream = self.stream
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=stream.accumulation_steps)
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=stream.accumulation_steps
+        )
         optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
         self.model, self.optimizer, train, val = self.accelerator.prepare(
             self.layer, optimizer, *plain_loaders(stream, "batch")
@@ -116,7 +136,9 @@ class Loop:
         at = batch.position
         with self.accelerator.accumulate(self.model):
             self.accelerator.backward(
-                cross_entropy(self.model(batch.image.flatten(1) / 255), batch.target.clamp(min=0))
+                cross_entropy(
+                    self.model(batch.image.flatten(1) / 255), batch.target.clamp(min=0)
+                )
             )
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -142,8 +164,13 @@ def test_a_state_saved_between_steps_resumes_with_equal_weights(
 
 
 @pytest.mark.parametrize("every", [1, 5, 6, 7])
-def test_a_state_in_the_midst_of_a_step_is_refused(every: int, spec_of: Specs, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"inside an optimizer step, after \d of this rank's 4 batches"):
+def test_a_state_in_the_midst_of_a_step_is_refused(
+    every: int, spec_of: Specs, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"inside an optimizer step, after \d of this rank's 4 batches",
+    ):
         Loop(loader(spec_of(4, False)), tmp_path / "state", every=every).run()
 
 
@@ -157,7 +184,9 @@ def test_an_epoch_that_is_left_early_is_over_for_a_resume(
     whole = Loop(loader(spec), tmp_path / "whole", **ways).run()
     Loop(loader(spec), folder, dies_at=1_000, **ways).run()
     resumed = Loop(loader(spec), folder, **ways).run()
-    assert resumed.seen == whole.seen[limit:] and {epoch for epoch, *_ in resumed.seen} == {1}
+    assert resumed.seen == whole.seen[limit:] and {
+        epoch for epoch, *_ in resumed.seen
+    } == {1}
     assert 2 * resumed.num_val == whole.num_val
     if limit % per_step == 0:
         assert torch.equal(resumed.layer.weight, whole.layer.weight)
@@ -188,7 +217,9 @@ def test_a_state_resumes_in_step_on_another_number_of_ranks(
     assert after.synced == [(step // 6, step % 6, last) for step in range(3, 12)]
 
 
-def test_a_resume_before_a_validation_trains_nothing_and_validates(spec_of: Specs, tmp_path: Path) -> None:
+def test_a_resume_before_a_validation_trains_nothing_and_validates(
+    spec_of: Specs, tmp_path: Path
+) -> None:
     spec, folder = spec_of(4, True), tmp_path / "state"
     Loop(loader(spec), folder, every=24, dies_at=24).run()
     resumed = Loop(loader(spec), folder, validates=True).run()

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from torch.nn.functional import cross_entropy
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
@@ -74,7 +78,11 @@ def where(batch: Batch) -> Place:
 
 
 def formed(batch: Batch) -> Any:
-    return {"image": batch.image.float() / 255, "target": batch.target.clamp(min=0), "at": where(batch)}
+    return {
+        "image": batch.image.float() / 255,
+        "target": batch.target.clamp(min=0),
+        "at": where(batch),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +94,9 @@ def spec_of(stores: dict[str, Path]) -> Callable[[int], StreamSpec]:
         return open_stream(
             stores["train"],
             stores["val"],
-            plan=PlanConfig(epochs=2, micro_batch_size=16 // per_step, global_batch_size=16),
+            plan=PlanConfig(
+                epochs=2, micro_batch_size=16 // per_step, global_batch_size=16
+            ),
             transform=TransformConfig(train="small", val="resize", size=12),
             pool=PoolConfig(engine="inline"),
         )
@@ -98,7 +108,9 @@ def spec_of(stores: dict[str, Path]) -> Callable[[int], StreamSpec]:
 def quiet() -> Iterator[None]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # layers as small as these wait for other threads most of the time
+    torch.set_num_threads(
+        1
+    )  # layers as small as these wait for other threads most of the time
     yield
     torch.set_num_threads(num_threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.NOTSET)
@@ -106,17 +118,27 @@ def quiet() -> Iterator[None]:
 
 def trainer_of(stream: Loader, flags: Flags) -> pl.Trainer:
     quietly = dict.fromkeys(
-        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+        (
+            "logger",
+            "enable_progress_bar",
+            "enable_model_summary",
+            "enable_checkpointing",
+        ),
+        False,
     )
     if any(isinstance(callback, Checkpoint) for callback in flags.get("callbacks", [])):
         quietly["enable_checkpointing"] = True
-    return pl.Trainer(**StreamDataModule.settings(stream) | quietly | {"accelerator": "cpu"} | flags)
+    return pl.Trainer(
+        **StreamDataModule.settings(stream) | quietly | {"accelerator": "cpu"} | flags
+    )
 
 
 def fit(stream: Loader, path: Path | str | None = None, **flags: Any) -> Module:
     module = Module()
     try:
-        trainer_of(stream, flags).fit(module, datamodule=StreamDataModule(stream, formed), ckpt_path=path)
+        trainer_of(stream, flags).fit(
+            module, datamodule=StreamDataModule(stream, formed), ckpt_path=path
+        )
     except DiedError:
         pass
     finally:
@@ -147,7 +169,10 @@ class At(pl.Callback):
 HOOKS = [
     ("on_train_epoch_start", 2),
     ("on_train_batch_start", 6),  # in the midst of a step
-    ("on_train_batch_start", 24),  # before an epoch's last batch, which Lightning has already counted as its last
+    (
+        "on_train_batch_start",
+        24,
+    ),  # before an epoch's last batch, which Lightning has already counted as its last
     ("on_before_optimizer_step", 6),
     ("on_before_zero_grad", 3),
     ("on_train_batch_end", 6),
@@ -173,12 +198,16 @@ def test_a_checkpoint_at_any_hook_resumes_with_equal_weights(
     resumed = fit(loader(spec), path, **flags)
     assert equal(resumed, whole)
     trained = [at for at in resumed.seen if at.split == "train"]
-    assert trained == [at for at in whole.seen if at.split == "train"][48 - len(trained) :]
+    assert (
+        trained == [at for at in whole.seen if at.split == "train"][48 - len(trained) :]
+    )
     assert len(trained) % 4 == 0
 
 
 @pytest.mark.filterwarnings(
-    "ignore:Checkpoint directory", "ignore:.*was called without a model", "ignore:.*no last"
+    "ignore:Checkpoint directory",
+    "ignore:.*was called without a model",
+    "ignore:.*no last",
 )
 @pytest.mark.parametrize(
     ("saves", "per_step"),
@@ -193,11 +222,18 @@ def test_a_checkpoint_at_any_hook_resumes_with_equal_weights(
 def test_each_trigger_of_checkpoints_resumes_with_equal_weights(
     saves: Any, per_step: int, spec_of: Callable[[int], StreamSpec], tmp_path: Path
 ) -> None:
-    spec, flags = spec_of(per_step), {"limit_train_batches": 5 * per_step, "limit_val_batches": 1}
+    spec, flags = (
+        spec_of(per_step),
+        {"limit_train_batches": 5 * per_step, "limit_val_batches": 1},
+    )
     whole = fit(loader(spec), **flags)
 
     def writer() -> Checkpoint:
-        return OnExceptionCheckpoint(tmp_path) if saves == "an exception" else ModelCheckpoint(tmp_path, **saves)
+        return (
+            OnExceptionCheckpoint(tmp_path)
+            if saves == "an exception"
+            else ModelCheckpoint(tmp_path, **saves)
+        )
 
     dies = At("on_train_batch_end", 9 * per_step - per_step // 2)
     fit(loader(spec), callbacks=[dies, writer()], **flags)
@@ -217,16 +253,33 @@ def rank_of(spec: StreamSpec, rank: int, world_size: int) -> Loader:
     )
 
 
-@pytest.mark.parametrize(("saved", "resumed", "batch"), [(1, 2, 6), (1, 2, 12), (2, 1, 3), (2, 1, 12), (2, 4, 2)])
+@pytest.mark.parametrize(
+    ("saved", "resumed", "batch"),
+    [(1, 2, 6), (1, 2, 12), (2, 1, 3), (2, 1, 12), (2, 4, 2)],
+)
 def test_a_checkpoint_resumes_at_its_step_on_another_number_of_ranks(
-    saved: int, resumed: int, batch: int, spec_of: Callable[[int], StreamSpec], tmp_path: Path
+    saved: int,
+    resumed: int,
+    batch: int,
+    spec_of: Callable[[int], StreamSpec],
+    tmp_path: Path,
 ) -> None:
     spec, path = spec_of(4), tmp_path / "saved.ckpt"
-    first = fit(rank_of(spec, 0, saved), callbacks=[At("on_train_batch_end", batch, path)], limit_val_batches=0)
+    first = fit(
+        rank_of(spec, 0, saved),
+        callbacks=[At("on_train_batch_end", batch, path)],
+        limit_val_batches=0,
+    )
     steps = len(first.seen) // (4 // saved)
     after = fit(rank_of(spec, 1 % resumed, resumed), path, limit_val_batches=0)
-    whole = [Place("train", *divmod(step, 6), micro) for step in range(12) for micro in range(4)]
-    assert after.seen == [at for at in whole[4 * steps :] if at.micro % resumed == 1 % resumed]
+    whole = [
+        Place("train", *divmod(step, 6), micro)
+        for step in range(12)
+        for micro in range(4)
+    ]
+    assert after.seen == [
+        at for at in whole[4 * steps :] if at.micro % resumed == 1 % resumed
+    ]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +301,11 @@ def test_a_checkpoint_resumes_at_its_step_on_another_number_of_ranks(
     ],
 )
 def test_a_flag_of_lightning_keeps_its_meaning(
-    flags: Flags, per_step: int, num_steps: int, num_val: float, spec_of: Callable[[int], StreamSpec]
+    flags: Flags,
+    per_step: int,
+    num_steps: int,
+    num_val: float,
+    spec_of: Callable[[int], StreamSpec],
 ) -> None:
     """Flags that count batches are given in steps here; `num_val` is in whole validations."""
     spec, given = spec_of(per_step), dict(flags)
@@ -257,7 +314,11 @@ def test_a_flag_of_lightning_keeps_its_meaning(
             given[name] *= per_step
     found = fit(loader(spec), **given)
     assert found.num("train") == num_steps * per_step
-    of_val = 4 * per_step if "overfit_batches" in flags else num_val * spec.plan.val_steps * per_step
+    of_val = (
+        4 * per_step
+        if "overfit_batches" in flags
+        else num_val * spec.plan.val_steps * per_step
+    )
     assert found.num("val") == of_val
     trained = [at for at in found.seen if at.split == "train"]
     if "overfit_batches" in flags:
@@ -277,9 +338,18 @@ def test_a_fast_dev_run_makes_the_batches_that_it_uses(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"max_epochs": 3}, r"max_epochs must be at most 2, got 3: the plan has no more \(plan\.epochs\)"),
-        ({"max_epochs": -1}, "max_epochs must be set, to at most 2, or max_steps to at most 12"),
-        ({"max_epochs": -1, "max_steps": 13}, "max_epochs must be set, to at most 2, or max_steps to at most 12"),
+        (
+            {"max_epochs": 3},
+            r"max_epochs must be at most 2, got 3: the plan has no more \(plan\.epochs\)",
+        ),
+        (
+            {"max_epochs": -1},
+            "max_epochs must be set, to at most 2, or max_steps to at most 12",
+        ),
+        (
+            {"max_epochs": -1, "max_steps": 13},
+            "max_epochs must be set, to at most 2, or max_steps to at most 12",
+        ),
         ({"accumulate_grad_batches": 3}, "accumulate_grad_batches must be 4, got 3"),
     ],
 )
@@ -290,10 +360,15 @@ def test_a_flag_that_contradicts_the_plan_is_refused_by_name(
         fit(loader(spec_of(4)), **flags)
 
 
-def test_lightning_evaluates_before_and_after_a_fit(spec_of: Callable[[int], StreamSpec]) -> None:
+def test_lightning_evaluates_before_and_after_a_fit(
+    spec_of: Callable[[int], StreamSpec],
+) -> None:
     stream, module = loader(spec_of(4)), Module()
     num = stream.plan.val_steps * 4
-    data, trainer = StreamDataModule(stream, formed), trainer_of(stream, {"limit_train_batches": 4})
+    data, trainer = (
+        StreamDataModule(stream, formed),
+        trainer_of(stream, {"limit_train_batches": 4}),
+    )
     trainer.validate(module, datamodule=data, verbose=False)
     trainer.fit(module, datamodule=data)
     assert module.num("val") == 3 * num
@@ -306,7 +381,9 @@ def test_lightning_evaluates_before_and_after_a_fit(spec_of: Callable[[int], Str
     for evaluate in evaluations:
         module.seen.clear()
         evaluate()
-        assert [(at.step, at.micro) for at in module.seen] == [(at.step, at.micro) for at in rows]
+        assert [(at.step, at.micro) for at in module.seen] == [
+            (at.step, at.micro) for at in rows
+        ]
 
 
 class OfBatches(Module):
@@ -321,11 +398,20 @@ class OfBatches(Module):
 
 def test_a_module_can_take_whole_batches(spec_of: Callable[[int], StreamSpec]) -> None:
     stream, module = loader(spec_of(4)), OfBatches()
-    trainer_of(stream, {"limit_train_batches": 4}).fit(module, datamodule=StreamDataModule(stream, "batch"))
-    assert (module.num("train"), module.num("val")) == (8, 2 * stream.plan.val_steps * 4)
+    trainer_of(stream, {"limit_train_batches": 4}).fit(
+        module, datamodule=StreamDataModule(stream, "batch")
+    )
+    assert (module.num("train"), module.num("val")) == (
+        8,
+        2 * stream.plan.val_steps * 4,
+    )
     stream = loader(spec_of(4))
-    with pytest.raises(ConfigError, match=r"precision='bf16-true' converts what batches hold"):
-        trainer_of(stream, {"precision": "bf16-true"}).fit(module, datamodule=StreamDataModule(stream, "batch"))
+    with pytest.raises(
+        ConfigError, match=r"precision='bf16-true' converts what batches hold"
+    ):
+        trainer_of(stream, {"precision": "bf16-true"}).fit(
+            module, datamodule=StreamDataModule(stream, "batch")
+        )
 
 
 def test_a_batch_moves_to_a_device_where_the_loader_has_not_brought_it(
@@ -334,5 +420,10 @@ def test_a_batch_moves_to_a_device_where_the_loader_has_not_brought_it(
     batch = next(next(loader(spec_of(4)).epochs()).train)
     assert batch.to(torch.device("cpu")) is batch
     moved = batch.to("meta")
-    assert moved.image.device.type == moved.target.device.type == moved.weight.device.type == "meta"
+    assert (
+        moved.image.device.type
+        == moved.target.device.type
+        == moved.weight.device.type
+        == "meta"
+    )
     assert moved.position == batch.position and moved.index is batch.index

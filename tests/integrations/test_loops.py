@@ -47,10 +47,17 @@ def processes() -> Iterator[Any]:
     context = multiprocessing.get_context("forkserver")
     libraries = ["lightning.pytorch", "accelerate", "transformers"]
     ours = [
-        f"raypipe.{name}" for name in ("integrations.lightning", "integrations.transformers", "streaming.inline")
+        f"raypipe.{name}"
+        for name in (
+            "integrations.lightning",
+            "integrations.transformers",
+            "streaming.inline",
+        )
     ]
     context.set_forkserver_preload(["ranks", *libraries, *ours, "albumentations"])
-    with pytest.MonkeyPatch.context() as patch:  # the server does not have this process's sys.path
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # the server does not have this process's sys.path
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
@@ -70,7 +77,9 @@ def run(processes: Any, library: str, store: Path, folder: Path, dies_at: int) -
         rank.kill()
         rank.join()
     codes = [rank.exitcode for rank in started]
-    assert codes == [0, 0] if dies_at == 0 else -signal.SIGKILL in codes and 0 not in codes, codes
+    assert (
+        codes == [0, 0] if dies_at == 0 else -signal.SIGKILL in codes and 0 not in codes
+    ), codes
 
 
 def seen(folder: Path, rank: int) -> list[list[int]]:
@@ -85,23 +94,38 @@ def seen(folder: Path, rank: int) -> list[list[int]]:
 def test_a_run_killed_in_mid_epoch_goes_on_with_the_next_step(
     library: str, processes: Any, stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    run(processes, library, stores["train"], tmp_path, dies_at=9)  # of 12, in the second epoch
+    run(
+        processes, library, stores["train"], tmp_path, dies_at=9
+    )  # of 12, in the second epoch
     assert (tmp_path / "resumed").read_text() == "0"
     before = [seen(tmp_path, rank) for rank in range(WORLD_SIZE)]
     run(processes, library, stores["train"], tmp_path, dies_at=0)
     at = int((tmp_path / "resumed").read_text())
     plan = ranks.spec_of(str(stores["train"])).plan
     assert at == 8 and plan.steps_per_epoch == 6
-    delivered = [row for rank in before for row in rank if row[0] == "val" or 6 * row[1] + row[2] < at]
+    delivered = [
+        row
+        for rank in before
+        for row in rank
+        if row[0] == "val" or 6 * row[1] + row[2] < at
+    ]
     delivered += [row for rank in range(WORLD_SIZE) for row in seen(tmp_path, rank)]
     expected = [
-        [place.split, place.epoch, place.step, place.micro, *plan.indices(place).tolist()]
+        [
+            place.split,
+            place.epoch,
+            place.step,
+            place.micro,
+            *plan.indices(place).tolist(),
+        ]
         for place in plan.micro_batches(plan.start())
     ]
     assert sorted(delivered) == sorted(expected)
     if library == "transformers":
         found = float((tmp_path / "eval_loss").read_text())
-        assert found == pytest.approx(mean_loss(stores["train"], tmp_path / "trained.pt"), rel=1e-4)
+        assert found == pytest.approx(
+            mean_loss(stores["train"], tmp_path / "trained.pt"), rel=1e-4
+        )
 
 
 @torch.no_grad()
@@ -112,7 +136,9 @@ def mean_loss(store: Path, weights: Path) -> float:
     pending = dataclasses.replace(spec.plan.start(), step=spec.plan.steps_per_epoch)
     for batch in next(loader(spec, cursor=pending).epochs()).val:
         logits = net.layer((batch.image.float() / 255).flatten(1))
-        losses += cross_entropy(logits, batch.target, reduction="none")[batch.weight > 0].tolist()
+        losses += cross_entropy(logits, batch.target, reduction="none")[
+            batch.weight > 0
+        ].tolist()
     assert len(losses) == 100
     return sum(losses) / len(losses)
 
@@ -120,10 +146,22 @@ def mean_loss(store: Path, weights: Path) -> float:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"max_steps": 13}, "max_steps must be at most 12, or -1 for all of them, got 13"),
-        ({"num_train_epochs": 9}, r"num_train_epochs must be 2, got 9: leave it out, since plan\.epochs sets it"),
-        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps must be 4, got 3"),
-        ({"per_device_eval_batch_size": 5}, "per_device_eval_batch_size must be 4, got 5"),
+        (
+            {"max_steps": 13},
+            "max_steps must be at most 12, or -1 for all of them, got 13",
+        ),
+        (
+            {"num_train_epochs": 9},
+            r"num_train_epochs must be 2, got 9: leave it out, since plan\.epochs sets it",
+        ),
+        (
+            {"gradient_accumulation_steps": 3},
+            "gradient_accumulation_steps must be 4, got 3",
+        ),
+        (
+            {"per_device_eval_batch_size": 5},
+            "per_device_eval_batch_size must be 4, got 5",
+        ),
     ],
 )
 def test_arguments_of_a_trainer_that_are_at_odds_with_the_plan_are_named(
@@ -133,9 +171,13 @@ def test_arguments_of_a_trainer_that_are_at_odds_with_the_plan_are_named(
 
     from raypipe.integrations.transformers import StreamTrainer
 
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **changed)  # type: ignore
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], **changed
+    )  # type: ignore
     with pytest.raises(ConfigError, match=message):
-        StreamTrainer(ranks.Net(), arguments, loader=loader(ranks.spec_of(str(stores["train"]))))
+        StreamTrainer(
+            ranks.Net(), arguments, loader=loader(ranks.spec_of(str(stores["train"])))
+        )
 
 
 def test_a_trainer_is_not_given_batches_that_are_gone_when_it_uses_them(
@@ -148,7 +190,9 @@ def test_a_trainer_is_not_given_batches_that_are_gone_when_it_uses_them(
     one = loader(ranks.spec_of(str(stores["train"])), keep_batches=2)
     one.device = torch.device("cuda")
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(ConfigError, match=r"fetches all 4 batches of a step .* keep_batches=3"):
+    with pytest.raises(
+        ConfigError, match=r"fetches all 4 batches of a step .* keep_batches=3"
+    ):
         StreamTrainer(ranks.Net(), arguments, loader=one)
 
 
@@ -164,9 +208,14 @@ def test_the_pages_trainer_resumes_on_other_weights_as_if_undisturbed(
     shutil.copytree(whole / "checkpoint-10", rest / "checkpoint-10")
     torch.manual_seed(2)
     resumed = names["train_transformers"]({"folder": str(rest), "resume": True})
-    last = [load_file(folder / "checkpoint-22" / "model.safetensors") for folder in (whole, rest)]
+    last = [
+        load_file(folder / "checkpoint-22" / "model.safetensors")
+        for folder in (whole, rest)
+    ]
     assert last[0].keys() == last[1].keys()
-    assert [name for name in last[0] if not torch.equal(last[0][name], last[1][name])] == []
+    assert [
+        name for name in last[0] if not torch.equal(last[0][name], last[1][name])
+    ] == []
     figures = ("step", "epoch", "eval_loss", "eval_accuracy")
     assert [[entry.get(name) for name in figures] for entry in resumed] == [
         [entry.get(name) for name in figures] for entry in logged
@@ -179,13 +228,21 @@ def trainer_of(model: torch.nn.Module, store: Path, folder: Path, **more: Any) -
     from raypipe.integrations.transformers import StreamTrainer
 
     compute_metrics = more.pop("compute_metrics", None)
-    every = {"eval_strategy": "epoch", "save_strategy": "epoch", "report_to": [], "disable_tqdm": True}
+    every = {
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
     arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, **every | more)  # type: ignore[arg-type]
     return StreamTrainer(
         model,
         arguments,
         loader=loader(ranks.spec_of(str(store))),
-        format=lambda batch: {"pixel_values": batch.image.float() / 255, "labels": counted_target(batch)},
+        format=lambda batch: {
+            "pixel_values": batch.image.float() / 255,
+            "labels": counted_target(batch),
+        },
         compute_metrics=compute_metrics,
     )
 
@@ -194,22 +251,43 @@ def trainer_of(model: torch.nn.Module, store: Path, folder: Path, **more: Any) -
     ("changed", "num_steps", "num_evaluations"),
     [
         ({}, 12, 2),
-        ({"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}, 12, 4),  # and at the end
+        (
+            {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True},
+            12,
+            4,
+        ),  # and at the end
         ({"eval_strategy": "no"}, 12, 0),
         ({"eval_delay": 1}, 12, 2),
         ({"max_steps": 8}, 8, 2),  # the second where the training ends
         ({"batch_eval_metrics": True}, 12, 2),
-        ({"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}, 12, 3),
+        (
+            {
+                "eval_strategy": "steps",
+                "eval_steps": 4,
+                "save_strategy": "steps",
+                "save_steps": 4,
+            },
+            12,
+            3,
+        ),
     ],
 )
 def test_an_argument_of_a_trainer_keeps_its_meaning(
-    changed: dict[str, Any], num_steps: int, num_evaluations: int, stores: dict[str, Path], tmp_path: Path
+    changed: dict[str, Any],
+    num_steps: int,
+    num_evaluations: int,
+    stores: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     one = {"compute_metrics": number_counted, "save_strategy": "no"} | changed
     trainer = trainer_of(ranks.Net(), stores["train"], tmp_path, **one)
     trainer.train()
     assert trainer.state.global_step == num_steps
-    counted = [entry["eval_counted"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    counted = [
+        entry["eval_counted"]
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry
+    ]
     assert counted == [100] * num_evaluations
 
 
@@ -225,46 +303,82 @@ def number_counted(predictions: Any, compute_result: bool = True) -> dict[str, i
     return {"counted": found}
 
 
-def test_a_trainer_evaluates_and_predicts_after_the_training(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_a_trainer_evaluates_and_predicts_after_the_training(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
     trainer = trainer_of(
-        ranks.Net(), stores["train"], tmp_path, save_strategy="no", compute_metrics=number_counted
+        ranks.Net(),
+        stores["train"],
+        tmp_path,
+        save_strategy="no",
+        compute_metrics=number_counted,
     )
     before = trainer.evaluate()
     trainer.train()
     last = [entry for entry in trainer.state.log_history if "eval_loss" in entry][-1]
-    after, again, predicted = trainer.evaluate(), trainer.evaluate(), trainer.predict(trainer.eval_dataset)
-    assert before["eval_loss"] != after["eval_loss"] == again["eval_loss"] == last["eval_loss"]
+    after, again, predicted = (
+        trainer.evaluate(),
+        trainer.evaluate(),
+        trainer.predict(trainer.eval_dataset),
+    )
+    assert (
+        before["eval_loss"]
+        != after["eval_loss"]
+        == again["eval_loss"]
+        == last["eval_loss"]
+    )
     assert predicted.metrics["test_loss"] == after["eval_loss"]
     assert after["eval_counted"] == predicted.metrics["test_counted"] == 100
-    own = [{"pixel_values": torch.rand(3, 12, 12), "labels": number % 5} for number in range(6)]
+    own = [
+        {"pixel_values": torch.rand(3, 12, 12), "labels": number % 5}
+        for number in range(6)
+    ]
     with torch.no_grad():
         losses = [
-            trainer.model(each["pixel_values"][None], torch.tensor([each["labels"]]))["loss"] for each in own
+            trainer.model(each["pixel_values"][None], torch.tensor([each["labels"]]))[
+                "loss"
+            ]
+            for each in own
         ]
     of_own = trainer.evaluate(own)
     assert of_own["eval_counted"] == 6
     assert of_own["eval_loss"] == pytest.approx(float(sum(losses)) / 6, rel=1e-4)
 
 
-@pytest.mark.parametrize("saves", [{"save_strategy": "epoch"}, {"save_strategy": "steps", "save_steps": 5}])
+@pytest.mark.parametrize(
+    "saves", [{"save_strategy": "epoch"}, {"save_strategy": "steps", "save_steps": 5}]
+)
 def test_each_checkpoint_of_a_trainer_resumes_with_equal_weights(
     saves: dict[str, Any], stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    whole = trainer_of(ranks.Net(), stores["train"], tmp_path / "whole", seed=3, **saves)
+    whole = trainer_of(
+        ranks.Net(), stores["train"], tmp_path / "whole", seed=3, **saves
+    )
     whole.train()
     checkpoints = sorted((tmp_path / "whole").glob("checkpoint-*"))
     assert len(checkpoints) >= 2
     for checkpoint in checkpoints:
-        resumed = trainer_of(ranks.Net(), stores["train"], tmp_path / "resumed", seed=3, **saves)
+        resumed = trainer_of(
+            ranks.Net(), stores["train"], tmp_path / "resumed", seed=3, **saves
+        )
         resumed.train(str(checkpoint))
-        assert torch.equal(resumed.model.layer.weight, whole.model.layer.weight), checkpoint
+        assert torch.equal(resumed.model.layer.weight, whole.model.layer.weight), (
+            checkpoint
+        )
 
 
 def vit(num_layers: int) -> Any:
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": num_layers}
-    return ViTForImageClassification(ViTConfig(image_size=12, patch_size=4, num_labels=5, **sizes))
+    sizes = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "num_hidden_layers": num_layers,
+    }
+    return ViTForImageClassification(
+        ViTConfig(image_size=12, patch_size=4, num_labels=5, **sizes)
+    )
 
 
 class Deeper(ranks.Net):
@@ -276,9 +390,21 @@ class Deeper(ranks.Net):
 @pytest.mark.parametrize(
     ("saved", "other", "message"),
     [
-        (ranks.Net, Deeper, r"checkpoint-12 lacks 2 weights of the model \(more\.weight, more\.bias\)"),
-        (Deeper, ranks.Net, r"checkpoint-12 has 2 weights that the model lacks \(more\."),
-        (lambda: vit(1), lambda: vit(2), r"checkpoint-12 lacks 16 weights of the model \(vit\.layers\.1\."),
+        (
+            ranks.Net,
+            Deeper,
+            r"checkpoint-12 lacks 2 weights of the model \(more\.weight, more\.bias\)",
+        ),
+        (
+            Deeper,
+            ranks.Net,
+            r"checkpoint-12 has 2 weights that the model lacks \(more\.",
+        ),
+        (
+            lambda: vit(1),
+            lambda: vit(2),
+            r"checkpoint-12 lacks 16 weights of the model \(vit\.layers\.1\.",
+        ),
     ],
 )
 def test_a_trainer_refuses_a_checkpoint_that_leaves_weights_as_they_are(
@@ -286,10 +412,14 @@ def test_a_trainer_refuses_a_checkpoint_that_leaves_weights_as_they_are(
 ) -> None:
     trainer_of(saved(), stores["train"], tmp_path).train()
     with pytest.raises(ConfigError, match=message):
-        trainer_of(other(), stores["train"], tmp_path).train(resume_from_checkpoint=True)
+        trainer_of(other(), stores["train"], tmp_path).train(
+            resume_from_checkpoint=True
+        )
 
 
-def test_the_best_model_is_loaded_with_all_weights(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_the_best_model_is_loaded_with_all_weights(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
     falling = iter(range(9, 0, -1))
     trainer = trainer_of(
         vit(1),
@@ -302,7 +432,10 @@ def test_the_best_model_is_loaded_with_all_weights(stores: dict[str, Path], tmp_
     trainer.train()
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-6"
     saved = type(trainer.model).from_pretrained(tmp_path / "checkpoint-6").state_dict()
-    assert all(torch.equal(value, saved[name]) for name, value in trainer.model.state_dict().items())
+    assert all(
+        torch.equal(value, saved[name])
+        for name, value in trainer.model.state_dict().items()
+    )
 
 
 def test_lightning_is_told_what_the_plan_has(stores: dict[str, Path]) -> None:
@@ -312,7 +445,10 @@ def test_lightning_is_told_what_the_plan_has(stores: dict[str, Path]) -> None:
     settings = StreamDataModule.settings(loader(spec))
     assert settings["max_epochs"] == 2 and settings["accumulate_grad_batches"] == 4
     without = dataclasses.replace(
-        spec.plan, config=PlanConfig(epochs=2, val_interval=0), num_val=0, num_val_rows=0
+        spec.plan,
+        config=PlanConfig(epochs=2, val_interval=0),
+        num_val=0,
+        num_val_rows=0,
     )
     module = StreamDataModule(loader(dataclasses.replace(spec, plan=without)))
     assert module.val_dataloader() == []

@@ -50,12 +50,18 @@ class Scrape:
         self.samples: dict[str, list[tuple[dict[str, str], float]]] = {}
         for family in families:
             for sample in family.samples:
-                self.samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+                self.samples.setdefault(sample.name, []).append(
+                    (sample.labels, sample.value)
+                )
 
     def value(self, name: str, **labels: str) -> float | None:
         """The sum over a run's series with these labels; None where there are none."""
         wanted = {"run": RUN, **labels}.items()
-        values = [value for found, value in self.samples.get(f"ray_{name}", []) if wanted <= found.items()]
+        values = [
+            value
+            for found, value in self.samples.get(f"ray_{name}", [])
+            if wanted <= found.items()
+        ]
         return sum(values) if values else None
 
 
@@ -70,7 +76,11 @@ def eventually(holds: Callable[[Scrape], bool], seconds: float = 30) -> Scrape:
 
 
 def store(num: int, bad: set[int]) -> MemoryStore:
-    return MemoryStore([b"" if i in bad else picture(i) for i in range(num)], [0] * num, classes=CLASSES)
+    return MemoryStore(
+        [b"" if i in bad else picture(i) for i in range(num)],
+        [0] * num,
+        classes=CLASSES,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +105,13 @@ def stopped(spec: StreamSpec) -> Iterator[tuple[Loader, Any, Scrape]]:
     stream.account.exported.learnt(trainer_loss=0.5, trainer_learning_rate=0.01)
     batches = without_ray.every_batch(stream)
     next(batches)
-    scrape = eventually(lambda s: s.value("raypipe_stream_waiting") == s.value("raypipe_stream_in_flight") == 6)
+    scrape = eventually(
+        lambda s: (
+            s.value("raypipe_stream_waiting")
+            == s.value("raypipe_stream_in_flight")
+            == 6
+        )
+    )
     yield stream, batches, scrape
     stream.close()
     configure_logs("text")  # this process was the stream's rank
@@ -112,14 +128,18 @@ def ended(stopped: tuple[Loader, Any, Scrape], spec: StreamSpec) -> Scrape:
     total = spec.plan.num_micro_batches(spec.plan.start())
     return eventually(
         lambda s: (
-            s.value("raypipe_stream_blocks_total") == s.value("raypipe_actor_micro_batches_total") == total
+            s.value("raypipe_stream_blocks_total")
+            == s.value("raypipe_actor_micro_batches_total")
+            == total
             and s.value("raypipe_trainer_images_total") == 2 * (64 + 20)
             and s.value("raypipe_stream_faults_total") == 2
         )
     )
 
 
-def test_what_a_rank_has_drained_is_counted_beside_its_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_has_drained_is_counted_beside_its_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counted: list[tuple[str, float, dict[str, str]]] = []
 
     class Counter:
@@ -132,11 +152,20 @@ def test_what_a_rank_has_drained_is_counted_beside_its_micro_batches(monkeypatch
         set = inc
 
     monkeypatch.setattr("raypipe.metrics.prometheus._instrument", Counter)
-    metrics, labels = TrainerMetrics("run", 1), {"run": "run", "rank": "1", "split": "train"}
+    metrics, labels = (
+        TrainerMetrics("run", 1),
+        {"run": "run", "rank": "1", "split": "train"},
+    )
     for drained in (3, 5):
-        metrics.record({"train": StageTimes(micro_batches=8, drained=drained)}, first_batch_s=0, steps=0)
+        metrics.record(
+            {"train": StageTimes(micro_batches=8, drained=drained)},
+            first_batch_s=0,
+            steps=0,
+        )
     assert ("raypipe_trainer_micro_batches_total", 8, labels) in counted
-    assert [amount for name, amount, _ in counted if name == "raypipe_trainer_drained_total"] == [3, 2]
+    assert [
+        amount for name, amount, _ in counted if name == "raypipe_trainer_drained_total"
+    ] == [3, 2]
 
 
 @pytest.mark.parametrize("dropped", [False, True])
@@ -159,8 +188,13 @@ def test_gauges_are_set_while_a_trainer_waits_until_it_ends(
     metrics.begin()
     metrics.checkpointed()
     seen = [shown.get(timeout=20) for _ in range(10)]  # nobody records anything
-    names = {f"raypipe_trainer_last_{what}_timestamp_seconds" for what in ("batch", "checkpoint")}
-    assert {name for name, _ in seen} == names and all(began <= value <= time.time() for _, value in seen)
+    names = {
+        f"raypipe_trainer_last_{what}_timestamp_seconds"
+        for what in ("batch", "checkpoint")
+    }
+    assert {name for name, _ in seen} == names and all(
+        began <= value <= time.time() for _, value in seen
+    )
     (thread,) = set(threading.enumerate()) - others
     if not dropped:
         metrics.end()
@@ -172,8 +206,15 @@ def test_gauges_are_set_while_a_trainer_waits_until_it_ends(
 @pytest.mark.cluster
 def test_gauges_tell_where_a_stream_stands(stopped: tuple[Loader, Any, Scrape]) -> None:
     _, _, scrape = stopped
-    assert scrape.value("raypipe_stream_in_flight") == scrape.value("raypipe_stream_waiting") == 6
-    states = {s: scrape.value("raypipe_stream_actors", state=s) for s in ("running", "restarting", "pending")}
+    assert (
+        scrape.value("raypipe_stream_in_flight")
+        == scrape.value("raypipe_stream_waiting")
+        == 6
+    )
+    states = {
+        s: scrape.value("raypipe_stream_actors", state=s)
+        for s in ("running", "restarting", "pending")
+    }
     assert states == {"running": 1, "restarting": 0, "pending": 0}
 
 
@@ -187,7 +228,9 @@ def test_counters_tell_what_has_happened(ended: Scrape, spec: StreamSpec) -> Non
     assert value("raypipe_trainer_drained_total") is None
     assert value("raypipe_trainer_steps_total") == 2 * spec.plan.steps_per_epoch == 8
     assert value("raypipe_actor_micro_batches_total", split="train") == 2 * 8
-    assert value("raypipe_actor_micro_batches_total", split="val") == 2 * 4  # the last is padding
+    assert (
+        value("raypipe_actor_micro_batches_total", split="val") == 2 * 4
+    )  # the last is padding
     assert value("raypipe_stream_blocks_total") == 2 * (8 + 4)
     assert value("raypipe_bad_samples_total", split="train") == 2 * 2
     assert value("raypipe_substituted_samples_total", split="train") == 2 * 2
@@ -216,7 +259,11 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
 ) -> None:
     seen = {**stopped[2].samples, **ended.samples}
     # A plain loader validates nothing, and copies nothing to another device. (Other runs of this cluster may.)
-    missing = {name for name in METRICS if ended.value(name) is None and stopped[2].value(name) is None}
+    missing = {
+        name
+        for name in METRICS
+        if ended.value(name) is None and stopped[2].value(name) is None
+    }
     assert missing == {
         "raypipe_validation_loss",
         "raypipe_validation_accuracy",
@@ -225,7 +272,9 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         "raypipe_trainer_gpu_utilization",
         "raypipe_trainer_checkpoint_seconds_total",
         "raypipe_trainer_drained_total",  # of a CPU that cannot be told
-        *(name for name in METRICS if name.startswith("raypipe_storage_")),  # its stores are on a disk
+        *(
+            name for name in METRICS if name.startswith("raypipe_storage_")
+        ),  # its stores are on a disk
         "raypipe_trainer_last_checkpoint_timestamp_seconds",
         "raypipe_trainer_restarts_total",
         "raypipe_trainer_room_wait_seconds",  # the trainers of `raypipe train` alone
@@ -234,7 +283,10 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         if name.startswith("ray_raypipe_"):
             for labels, _ in samples:
                 ours = {
-                    k for k in labels if k in {label for metric in METRICS.values() for label in metric.labels}
+                    k
+                    for k in labels
+                    if k
+                    in {label for metric in METRICS.values() for label in metric.labels}
                 }
                 assert ours == set(METRICS[name.removeprefix("ray_")].labels), name
 
@@ -243,7 +295,9 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
 def test_what_the_dashboard_asks_of_ray_is_there(ended: Scrape) -> None:
     of_ray = {name for name in asked() if not name.startswith("ray_raypipe_")}
     # Those of nodes are made with the head's monitor, which a local cluster does without: Ray's list has them.
-    of_nodes = {name for name in of_ray if name.startswith(("ray_cluster_", "ray_node_"))}
+    of_nodes = {
+        name for name in of_ray if name.startswith(("ray_cluster_", "ray_node_"))
+    }
     assert of_nodes <= {f"ray_{name}" for name in METRICS_GAUGES}
     of_ray -= of_nodes
     # Ray serves the state of its nodes a little later than that of its processes.
@@ -252,16 +306,34 @@ def test_what_the_dashboard_asks_of_ray_is_there(ended: Scrape) -> None:
 
 
 @pytest.mark.cluster
-def test_log_lines_of_actors_and_supervisor_are_json_with_their_place(ended: Scrape) -> None:
+def test_log_lines_of_actors_and_supervisor_are_json_with_their_place(
+    ended: Scrape,
+) -> None:
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     text = "".join(path.read_text() for path in logs.glob("worker-*.err"))
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     lines = [line for line in lines if line.get("run") == RUN]
-    bad = {(x["split"], x["epoch"], x["step"]) for x in lines if x["logger"] == "raypipe.streaming.bad_samples"}
-    assert {(split, epoch) for split, epoch, _ in bad} == {(s, e) for s in ("train", "val") for e in (0, 1)}
-    assert all(epoch * 4 <= step < epoch * 4 + 4 for split, epoch, step in bad if split == "train")
-    (fault, _) = (line for line in lines if line["logger"] == "raypipe.streaming.supervisor")
-    assert (fault["level"], fault["message"], fault["fault"]) == ("WARNING", "one died", "actor_died")
+    bad = {
+        (x["split"], x["epoch"], x["step"])
+        for x in lines
+        if x["logger"] == "raypipe.streaming.bad_samples"
+    }
+    assert {(split, epoch) for split, epoch, _ in bad} == {
+        (s, e) for s in ("train", "val") for e in (0, 1)
+    }
+    assert all(
+        epoch * 4 <= step < epoch * 4 + 4
+        for split, epoch, step in bad
+        if split == "train"
+    )
+    (fault, _) = (
+        line for line in lines if line["logger"] == "raypipe.streaming.supervisor"
+    )
+    assert (fault["level"], fault["message"], fault["fault"]) == (
+        "WARNING",
+        "one died",
+        "actor_died",
+    )
 
 
 # The documents
@@ -279,12 +351,22 @@ def test_the_pages_name_panels_and_metrics_of_rays_dashboard() -> None:
     if row is None:
         pytest.skip("this Ray has no such dashboard")
     text = (
-        (ROOT / "docs" / "reference.md").read_text().partition("## Ray's own dashboards")[2].partition("\n## ")[0]
+        (ROOT / "docs" / "reference.md")
+        .read_text()
+        .partition("## Ray's own dashboards")[2]
+        .partition("\n## ")[0]
     )
-    asked = {panel.title: " ".join(target.expr for target in panel.targets) for panel in row.panels}
-    for title, metrics in re.findall(r"^\| ([A-Z][\w ]+) \| (`ray_data.+?) \| ", text, re.MULTILINE):
+    asked = {
+        panel.title: " ".join(target.expr for target in panel.targets)
+        for panel in row.panels
+    }
+    for title, metrics in re.findall(
+        r"^\| ([A-Z][\w ]+) \| (`ray_data.+?) \| ", text, re.MULTILINE
+    ):
         names = re.findall(r"`(?:ray_data_|…_)(\w+)`", metrics)
-        assert names and all(re.search(rf"ray_data_(iter_)?{name}\b", asked[title]) for name in names), title
+        assert names and all(
+            re.search(rf"ray_data_(iter_)?{name}\b", asked[title]) for name in names
+        ), title
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:
@@ -299,7 +381,11 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 
 
 def queries() -> list[str]:
-    found = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+    found = [
+        target["expr"]
+        for panel in DASHBOARD["panels"]
+        for target in panel.get("targets", [])
+    ]
     return [query.replace("$__rate_interval", "1m") for query in found]
 
 
@@ -317,9 +403,15 @@ def asked() -> set[str]:
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are_and_leaves_few_out() -> None:
-    ours = {name.removeprefix("ray_") for name in asked() if name.startswith("ray_raypipe_")}
+    ours = {
+        name.removeprefix("ray_") for name in asked() if name.startswith("ray_raypipe_")
+    }
     assert ours <= METRICS.keys()
-    left_out = {"trainer_steps_total", "trainer_first_batch_seconds", "stream_blocks_total"}
+    left_out = {
+        "trainer_steps_total",
+        "trainer_first_batch_seconds",
+        "stream_blocks_total",
+    }
     left_out |= {"run_info"}
     assert METRICS.keys() - ours == {f"raypipe_{name}" for name in left_out}
 
@@ -327,9 +419,15 @@ def test_the_dashboard_asks_for_metrics_that_there_are_and_leaves_few_out() -> N
 def test_the_dashboards_selectors_use_labels_that_the_metrics_have() -> None:
     for query in queries():
         for name, selector in re.findall(r"ray_(raypipe_\w+)\{([^}]*)\}", query):
-            assert set(re.findall(r"(\w+)=", selector)) <= set(METRICS[name].labels), query
+            assert set(re.findall(r"(\w+)=", selector)) <= set(METRICS[name].labels), (
+                query
+            )
         for by in re.findall(r"by \(([^)]*)\)", query):
-            own = {label for name in re.findall(r"ray_(raypipe_\w+)", query) for label in METRICS[name].labels}
+            own = {
+                label
+                for name in re.findall(r"ray_(raypipe_\w+)", query)
+                for label in METRICS[name].labels
+            }
             assert not own or set(by.split(", ")) <= own, query
 
 
@@ -340,15 +438,28 @@ def test_the_panels_have_their_own_ids_and_places() -> None:
     for panel in panels:
         at = panel["gridPos"]
         assert at["x"] >= 0 and at["x"] + at["w"] <= 24 and at["w"] > 0 and at["h"] > 0
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert not cells & taken, panel["title"]
         taken |= cells
         for target in panel.get("targets", []):
-            assert target["datasource"]["uid"] == "${datasource}" == panel["datasource"]["uid"]
-    assert {"id", "type", "title", "gridPos"} <= set.intersection(*(set(panel) for panel in panels))
+            assert (
+                target["datasource"]["uid"]
+                == "${datasource}"
+                == panel["datasource"]["uid"]
+            )
+    assert {"id", "type", "title", "gridPos"} <= set.intersection(
+        *(set(panel) for panel in panels)
+    )
 
 
 def test_every_variable_that_is_used_is_defined() -> None:
     defined = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
-    used = set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) - {"__rate_interval", "__all"}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) - {
+        "__rate_interval",
+        "__all",
+    }
     assert used == defined == {"datasource", "run", "session"}

@@ -28,12 +28,23 @@ def test_what_a_run_did_over_again_holds_once_as_it_was_done_last() -> None:
 
 
 def test_what_happened_holds_even_where_the_steps_were_done_again() -> None:
-    fault, scale = {"kind": "fault", "step": 5, "text": "x"}, {"kind": "scale", "step": 5, "text": "y"}
-    assert parse(lines(start(0), train(5), fault, scale, start(0))) == [start(0), fault, scale, start(0)]
+    fault, scale = (
+        {"kind": "fault", "step": 5, "text": "x"},
+        {"kind": "scale", "step": 5, "text": "y"},
+    )
+    assert parse(lines(start(0), train(5), fault, scale, start(0))) == [
+        start(0),
+        fault,
+        scale,
+        start(0),
+    ]
 
 
 def test_a_validation_that_is_done_again_holds_once() -> None:
-    val, told_of = {"kind": "val", "step": 4, "accuracy": 0.5}, {"kind": "diagnosis", "step": 4}
+    val, told_of = (
+        {"kind": "val", "step": 4, "accuracy": 0.5},
+        {"kind": "diagnosis", "step": 4},
+    )
     before = [start(0), train(4), val, told_of]
     again = start(4, validates=True)
     assert parse(lines(*before, again, val)) == [start(0), train(4), again, val]
@@ -41,8 +52,17 @@ def test_a_validation_that_is_done_again_holds_once() -> None:
 
 
 def test_lines_that_are_no_record_are_left_out() -> None:
-    bad = [b'{"kind": "train", "st', b"\xff\xfe", b"[1]", b'{"kind": "train"}', b'{"step": "3"}', b"\x00" * 9]
-    found = parse(lines(train(1)) + b"\n".join(bad) + b"\n" + lines(train(2)) + b'{"kind": "tra')
+    bad = [
+        b'{"kind": "train", "st',
+        b"\xff\xfe",
+        b"[1]",
+        b'{"kind": "train"}',
+        b'{"step": "3"}',
+        b"\x00" * 9,
+    ]
+    found = parse(
+        lines(train(1)) + b"\n".join(bad) + b"\n" + lines(train(2)) + b'{"kind": "tra'
+    )
     assert found == [train(1), train(2)]
 
 

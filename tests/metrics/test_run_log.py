@@ -30,7 +30,9 @@ def test_records_hold_kind_step_and_values_in_order(tmp_path: Path) -> None:
     log.write("train", 4, loss=0.5, epoch=0)
     log.write("val", 5, accuracy=None)
     log.close()
-    assert [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] == [
+    assert [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ] == [
         {"kind": "start", "step": 0, "workers": 2, "validates": False},
         {"kind": "train", "step": 4, "loss": 0.5, "epoch": 0},
         {"kind": "val", "step": 5, "accuracy": None},
@@ -60,12 +62,24 @@ def test_a_cut_or_foreign_line_does_not_stop_a_resume(tmp_path: Path) -> None:
         file.write(b'null\n\xff\n{"kind": "train", "st')
     written(tmp_path, range(4, 6), at=9)
     found = read_records(tmp_path.as_uri())
-    assert [record["step"] for record in found if record["kind"] == "train"] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in found if record["kind"] == "train"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 def test_samples_are_recorded_step_by_step_and_once(tmp_path: Path) -> None:
     def log_samples(log: RunLog, step: int) -> None:
-        log.write_samples([(MicroBatchId("train", 0, step - 1, micro), [step, micro]) for micro in (0, 1)], step)
+        log.write_samples(
+            [
+                (MicroBatchId("train", 0, step - 1, micro), [step, micro])
+                for micro in (0, 1)
+            ],
+            step,
+        )
 
     for start, end in ((0, 4), (2, 5)):
         log = RunLog(tmp_path.as_uri(), start)
@@ -73,7 +87,9 @@ def test_samples_are_recorded_step_by_step_and_once(tmp_path: Path) -> None:
             log_samples(log, step)
         log.close()
     found = read_records(tmp_path.as_uri(), SAMPLES)
-    assert [r["indices"] for r in found if "indices" in r] == [[s, m] for s in range(1, 5) for m in (0, 1)]
+    assert [r["indices"] for r in found if "indices" in r] == [
+        [s, m] for s in range(1, 5) for m in (0, 1)
+    ]
 
 
 def test_a_full_disk_neither_ends_nor_delays_a_run_and_records_stay(
@@ -87,7 +103,9 @@ def test_a_full_disk_neither_ends_nor_delays_a_run_and_records_stay(
         log.sync()
     log.close()
     (warning,) = [record.message for record in caplog.records]
-    assert "No space left on device; the run goes on, and its record has gaps" in warning
+    assert (
+        "No space left on device; the run goes on, and its record has gaps" in warning
+    )
     make_room(full_disk)
     written(full_disk, range(60, 62), at=59)
     found = read_records(full_disk.as_uri())
@@ -110,10 +128,16 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path) -> None
     log = RunLog((remote, "runs/mine"), 1)
     log.write("train", 2, loss=0.5)
     log.close()
-    assert steps(run) == [1, 2] and json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == 0.5
+    assert (
+        steps(run) == [1, 2]
+        and json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+        == 0.5
+    )
 
 
-def test_records_are_kept_here_if_their_bucket_is_gone(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_are_kept_here_if_their_bucket_is_gone(
+    bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
     log = RunLog(f"{bucket}/runs/mine", 0)
     log.write("train", 1, loss=1.0)
     log._filesystem = open_filesystem(f"{bucket}-gone")[0]

@@ -36,7 +36,9 @@ class Nvml:
         return answer
 
 
-def test_samples_are_shares_whose_mean_is_that_of_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_shares_whose_mean_is_that_of_a_stretch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nvml = Nvml(40, 90, 101)
     monkeypatch.setattr(torch.cuda, "utilization", nvml)
     device = Utilization(CUDA)
@@ -44,19 +46,27 @@ def test_samples_are_shares_whose_mean_is_that_of_a_stretch(monkeypatch: pytest.
     assert device.sample() == 0.4
     before = device.samples
     assert device.sample() == 0.9 and device.sample() == device.latest == 1.0
-    assert (device.samples - before).mean == pytest.approx(0.95) and nvml.devices == [CUDA] * 3
+    assert (device.samples - before).mean == pytest.approx(0.95) and nvml.devices == [
+        CUDA
+    ] * 3
 
 
-def test_a_device_that_nobody_counts_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_nobody_counts_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nvml = Nvml(ModuleNotFoundError("pynvml does not seem to be installed"), 40)
     monkeypatch.setattr(torch.cuda, "utilization", nvml)
     device = Utilization(CUDA)
-    assert device.sample() is None and device.sample() is None and len(nvml.devices) == 1
+    assert (
+        device.sample() is None and device.sample() is None and len(nvml.devices) == 1
+    )
     assert Utilization(CPU).sample() is None and len(nvml.devices) == 1
     assert device.samples == Samples() and device.latest is None
 
 
-def test_the_thread_of_the_gauges_shows_what_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_of_the_gauges_shows_what_it_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answers: list[float | None] = [None, 0.4]
     metrics = TrainerMetrics("test", 0, lambda: answers.pop(0))
     for expected in (None, 0.4):
@@ -66,7 +76,10 @@ def test_the_thread_of_the_gauges_shows_what_it_samples(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("known", [True, False])
 def test_records_the_diagnosis_and_the_status_have_it_where_it_is_known(
-    known: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    known: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = open_stream(
         digits_stores()[0],
@@ -82,8 +95,13 @@ def test_records_the_diagnosis_and_the_status_have_it_where_it_is_known(
         used._is_known = True
     for _ in every_batch(one):
         used.sample()
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    shares = [record.get("gpu_utilization") for record in records if record["kind"] == "train"]
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    shares = [
+        record.get("gpu_utilization") for record in records if record["kind"] == "train"
+    ]
     (diagnosis,) = (record for record in records if record["kind"] == "diagnosis")
     status = json.loads((tmp_path / "status.json").read_text())
     if known:

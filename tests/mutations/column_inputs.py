@@ -49,11 +49,15 @@ class Columns:
             values[damaged] = mutate(values[damaged], rng)
         path = self._folder / str(number)
         try:
-            outcome = check(case, path, values, damaged, through_row=bool(rng.integers(2)))
+            outcome = check(
+                case, path, values, damaged, through_row=bool(rng.integers(2))
+            )
         finally:
             for left in self._folder.glob(f"{number}*"):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-        assert outcome == "good" or values[damaged] is not sound, f"a sound store is {outcome}"
+        assert outcome == "good" or values[damaged] is not sound, (
+            f"a sound store is {outcome}"
+        )
         return name, outcome
 
     def warm_up(self) -> None:
@@ -62,7 +66,9 @@ class Columns:
             assert self.run(number, np.random.default_rng(0))[1] == "good"
 
 
-def check(case: Case, path: Path, values: list[Any], damaged: int, through_row: bool) -> str:
+def check(
+    case: Case, path: Path, values: list[Any], damaged: int, through_row: bool
+) -> str:
     """What becomes of a store of these values, of which one may be damaged."""
     written = case.write(path, values)
     address = getattr(written, "address", str(written))
@@ -79,13 +85,19 @@ def check(case: Case, path: Path, values: list[Any], damaged: int, through_row: 
             raise AssertionError(
                 f"{values[index]!r:.60} cannot be read ({error!s:.60}), and is {row!r:.60}"
             ) from None
-        assert is_same(case, row, meaning), f"{values[index]!r:.60} is {meaning!r:.60}, and became {row!r:.60}"
+        assert is_same(case, row, meaning), (
+            f"{values[index]!r:.60} is {meaning!r:.60}, and became {row!r:.60}"
+        )
     return "good" if damaged in rows else "bad sample"
 
 
-def rows_of(case: Case, written: Any, damaged: int, through_row: bool) -> dict[int, Any]:
+def rows_of(
+    case: Case, written: Any, damaged: int, through_row: bool
+) -> dict[int, Any]:
     """The samples of a micro-batch by their indices; the damaged one may have been recorded as a bad one."""
-    store = open_store(written, **case.options) if isinstance(written, Path) else written
+    store = (
+        open_store(written, **case.options) if isinstance(written, Path) else written
+    )
     spec = open_stream(
         store,
         plan=PlanConfig(epochs=1, micro_batch_size=NUM, shuffle="off"),
@@ -100,7 +112,9 @@ def rows_of(case: Case, written: Any, damaged: int, through_row: bool) -> dict[i
     batch, bad = made.batch, made.bad
     store.close()
     assert [record["index"] for record in bad] in ([], [damaged])
-    assert all(record["error"] and (record["name"] or record["store"]) for record in bad)
+    assert all(
+        record["error"] and (record["name"] or record["store"]) for record in bad
+    )
     rows: dict[int, Any] = {}
     for row, index in enumerate(batch.index.tolist()):
         assert batch.weight[row] == 1
@@ -129,7 +143,11 @@ def row_of(case: Case, batch: MicroBatch, row: int) -> Any:
 def is_same(case: Case, row: Any, meaning: Any) -> bool:
     """Whether a row is what a value means: to the bit, but for the fractions of floats that its dtype rounds."""
     if isinstance(meaning, dict) and not case.column:
-        return all(is_same(case, row[name], each) for name, each in meaning.items() if name in row)
+        return all(
+            is_same(case, row[name], each)
+            for name, each in meaning.items()
+            if name in row
+        )
     if isinstance(meaning, str | bytes):
         return type(row) is type(meaning) and row == meaning
     if isinstance(meaning, dict | list) and not isinstance(row, np.ndarray):
@@ -139,7 +157,10 @@ def is_same(case: Case, row: Any, meaning: Any) -> bool:
         row = row[: len(meaning)]
     if case.column == "label" and np.ndim(row) and np.ndim(meaning) == 0:
         return False
-    found, exact = np.asarray(row), meaning if isinstance(meaning, np.ndarray) else np.asarray(meaning, object)
+    found, exact = (
+        np.asarray(row),
+        meaning if isinstance(meaning, np.ndarray) else np.asarray(meaning, object),
+    )
     if found.shape != exact.shape:
         return not found.size and not exact.size
     return all(itertools.starmap(is_same_number, _pairs(found, exact)))
@@ -147,12 +168,21 @@ def is_same(case: Case, row: Any, meaning: Any) -> bool:
 
 def _pairs(found: np.ndarray, exact: np.ndarray) -> Iterator[tuple[Any, Any, Any]]:
     for number, wanted in zip(found.flat, exact.flat, strict=True):
-        yield number.item(), wanted.item() if isinstance(wanted, np.generic) else wanted, found.dtype
+        yield (
+            number.item(),
+            wanted.item() if isinstance(wanted, np.generic) else wanted,
+            found.dtype,
+        )
 
 
 def is_same_number(found: Any, wanted: Any, dtype: Any) -> bool:
     if found == wanted or (found != found and wanted != wanted):
         return True
-    if not isinstance(wanted, float) or dtype.kind != "f" or not math.isfinite(found) or not math.isfinite(wanted):
+    if (
+        not isinstance(wanted, float)
+        or dtype.kind != "f"
+        or not math.isfinite(found)
+        or not math.isfinite(wanted)
+    ):
         return False
     return bool(found == dtype.type(wanted).item())

@@ -9,12 +9,33 @@ import numpy as np
 Mutation = Callable[[bytes, np.random.Generator], bytes]
 
 MAGICS = (
-    *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF", b"BM", b"GIF89a", b"II*\0", b"MM\0*"),
-    *(b"PAR1", b"\x1f\x8b", b"PK\x03\x04", b"\x80\x04", b"\xbe\xef\xc0\xde", b"<html>", b"\0" * 16),
+    *(
+        b"\xff\xd8\xff",
+        b"\x89PNG\r\n\x1a\n",
+        b"RIFF",
+        b"BM",
+        b"GIF89a",
+        b"II*\0",
+        b"MM\0*",
+    ),
+    *(
+        b"PAR1",
+        b"\x1f\x8b",
+        b"PK\x03\x04",
+        b"\x80\x04",
+        b"\xbe\xef\xc0\xde",
+        b"<html>",
+        b"\0" * 16,
+    ),
 )
 # At and around what fits one, two, four and eight bytes, with and without a sign.
 EDGES = sorted(
-    {edge + by for bits in (0, 7, 8, 15, 16, 31, 32, 63, 64) for edge in (1 << bits,) for by in (-1, 0, 1)}
+    {
+        edge + by
+        for bits in (0, 7, 8, 15, 16, 31, 32, 63, 64)
+        for edge in (1 << bits,)
+        for by in (-1, 0, 1)
+    }
 )
 
 
@@ -49,7 +70,11 @@ def splice(data: bytes, rng: np.random.Generator) -> bytes:
     kind = rng.integers(3)
     if kind == 0:
         return data[:at] + part + data[at + len(part) :]
-    return data[:at] + part + data[at:] if kind == 1 else data[:at] + data[at + len(part) :]
+    return (
+        data[:at] + part + data[at:]
+        if kind == 1
+        else data[:at] + data[at + len(part) :]
+    )
 
 
 def magic(data: bytes, rng: np.random.Generator) -> bytes:
@@ -66,7 +91,9 @@ def garbage(data: bytes, rng: np.random.Generator) -> bytes:
     return data[:at] + run + data[at + length :]
 
 
-def number(data: bytes, rng: np.random.Generator, start: int = 0, end: int | None = None) -> bytes:
+def number(
+    data: bytes, rng: np.random.Generator, start: int = 0, end: int | None = None
+) -> bytes:
     """A number of 1, 2, 4 or 8 bytes in either byte order, at any place, that is at the edge of a type."""
     size = 1 << int(rng.integers(4))
     last = min(len(data) if end is None else end, len(data)) - size
@@ -74,7 +101,11 @@ def number(data: bytes, rng: np.random.Generator, start: int = 0, end: int | Non
         return truncate(data, rng)
     at = int(rng.integers(start, last))
     edge = EDGES[int(rng.integers(len(EDGES)))] % (1 << 8 * size)
-    return data[:at] + edge.to_bytes(size, ("little", "big")[int(rng.integers(2))]) + data[at + size :]
+    return (
+        data[:at]
+        + edge.to_bytes(size, ("little", "big")[int(rng.integers(2))])
+        + data[at + size :]
+    )
 
 
 def number_front(data: bytes, rng: np.random.Generator) -> bytes:

@@ -83,16 +83,49 @@ def npy(array: np.ndarray) -> bytes:
 
 def npy_header(data: bytes, rng: np.random.Generator) -> bytes:
     """Another shape, dtype, order or expression in the header of a .npy, whose length is set right."""
-    shapes = ["(1000000000000,)", "(2,)", "(3, 1)", "(-1,)", "()", "(0,)", "(0, 4)", "(99999999999, 99999999999)"]
-    shapes += ["-" * 9000 + "1", "(" * 150, "(True,)", "(1.5,)", "(" + "1," * 40 + ")", "'x'"]
-    descrs = ["'<f4'", "'>f4'", "'<f8'", "'<i4'", "'<u8'", "'|b1'", "'|O'", "'<U4'", "'<c8'", "'<f2'", "'<f16'"]
+    shapes = [
+        "(1000000000000,)",
+        "(2,)",
+        "(3, 1)",
+        "(-1,)",
+        "()",
+        "(0,)",
+        "(0, 4)",
+        "(99999999999, 99999999999)",
+    ]
+    shapes += [
+        "-" * 9000 + "1",
+        "(" * 150,
+        "(True,)",
+        "(1.5,)",
+        "(" + "1," * 40 + ")",
+        "'x'",
+    ]
+    descrs = [
+        "'<f4'",
+        "'>f4'",
+        "'<f8'",
+        "'<i4'",
+        "'<u8'",
+        "'|b1'",
+        "'|O'",
+        "'<U4'",
+        "'<c8'",
+        "'<f2'",
+        "'<f16'",
+    ]
     descrs += ["[('a', '<f4')]", "('<f4', (2,))", "'<M8[s]'", "3"]
-    shape, descr = ([each[int(rng.integers(len(each)))], None][int(rng.integers(2))] for each in (shapes, descrs))
+    shape, descr = (
+        [each[int(rng.integers(len(each)))], None][int(rng.integers(2))]
+        for each in (shapes, descrs)
+    )
     array = np.load(io.BytesIO(data))
     order = ["True", "False", "3"][int(rng.integers(3))]
     header = f"{{'descr': {descr or repr(array.dtype.str)}, 'fortran_order': {order}, "
     text = f"{header}'shape': {shape or array.shape}, }}".encode()
-    version = [b"\x01\0", b"\x02\0", b"\x03\0", b"\x01\x01"][min(3, int(rng.integers(8)))]
+    version = [b"\x01\0", b"\x02\0", b"\x03\0", b"\x01\x01"][
+        min(3, int(rng.integers(8)))
+    ]
     length = struct.pack("<H" if version[0] == 1 else "<I", len(text))
     return b"\x93NUMPY" + version + length + text + array.tobytes()
 
@@ -100,7 +133,10 @@ def npy_header(data: bytes, rng: np.random.Generator) -> bytes:
 def as_numbers(value: Any) -> np.ndarray:
     """Numbers of lists, each the one that it was."""
     exact = np.asarray(value, object)
-    if not all(isinstance(each, bool | int | float | np.number | np.bool_) for each in exact.flat):
+    if not all(
+        isinstance(each, bool | int | float | np.number | np.bool_)
+        for each in exact.flat
+    ):
         raise ValueError("no numbers")
     return exact
 
@@ -124,7 +160,11 @@ def checked_png(data: bytes) -> Image.Image:
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
         end = at + 8 + length
         checksum = int.from_bytes(data[end : end + 4], "big")
-        if end + 4 <= len(data) and kind[:1].isupper() and zlib.crc32(data[at + 4 : end]) != checksum:
+        if (
+            end + 4 <= len(data)
+            and kind[:1].isupper()
+            and zlib.crc32(data[at + 4 : end]) != checksum
+        ):
             raise ValueError("a checksum")
         at = end + 4
     image = Image.open(io.BytesIO(data))
@@ -152,7 +192,10 @@ def _targets(data: bytes, width: int) -> np.ndarray:
         numbers = raw(data)
     rows = numbers.reshape(-1, width).astype(np.float32)
     labels = rows[:, -1]
-    if not (labels == numbers.reshape(-1, width)[:, -1]).all() or not np.isfinite(rows).all():
+    if (
+        not (labels == numbers.reshape(-1, width)[:, -1]).all()
+        or not np.isfinite(rows).all()
+    ):
         raise ValueError("float32 does not hold them")
     if width == 5:
         rows[:, :4] = np.clip(rows[:, :4], 0, SIDE)
@@ -194,13 +237,18 @@ def float_bits(data: bytes, rng: np.random.Generator) -> bytes:
     """One of the little-endian float32 is of any size."""
     odd = [np.nan, np.inf, -1, 0.5, 2**24, 2**24 + 2, 3e38, 1e-40, 65536, -0.0]
     at = 4 * int(rng.integers(len(data) // 4))
-    return data[:at] + struct.pack("<f", odd[int(rng.integers(len(odd)))]) + data[at + 4 :]
+    return (
+        data[:at] + struct.pack("<f", odd[int(rng.integers(len(odd)))]) + data[at + 4 :]
+    )
 
 
 _BOX = np.array([[1, 1, 4, 5, 2], [0, 0, 6, 6, 16777216]], "<f4")
 _POINT = np.array([[1, 1, 2], [-3, 9, 16777216]], "<f4")
 _VECTORS = [np.arange(4, dtype=np.float32), np.array([0.25, -1, 3e38], np.float32)]
-_MASKS = [png(np.arange(36, dtype=np.uint8).reshape(6, 6) * 7, compress_level=level) for level in (0, 9)]
+_MASKS = [
+    png(np.arange(36, dtype=np.uint8).reshape(6, 6) * 7, compress_level=level)
+    for level in (0, 9)
+]
 _PALETTE = io.BytesIO()
 Image.fromarray(_pixels).quantize(9).save(_PALETTE, "PNG", compress_level=0)
 _RGBA = png(np.dstack([_pixels, _pixels[..., 0]]), compress_level=0)
@@ -219,13 +267,21 @@ class Form:
     is_text: bool = False
 
 
-def _target(name: str, seeds: Sequence[bytes], mean: Any, damage: dict[str, Mutation], text: bool = False) -> Form:
+def _target(
+    name: str,
+    seeds: Sequence[bytes],
+    mean: Any,
+    damage: dict[str, Mutation],
+    text: bool = False,
+) -> Form:
     return Form(seeds, mean, damage, {}, name, {f"{name}_column": "value"}, text)
 
 
 _FLOAT = {"value": {"dtype": "float32"}}
 FORMS: dict[str, Form] = {
-    "ragged, .npy": Form([npy(each) for each in _VECTORS], load_npy, {"header": npy_header}, _FLOAT),
+    "ragged, .npy": Form(
+        [npy(each) for each in _VECTORS], load_npy, {"header": npy_header}, _FLOAT
+    ),
     "array, .npy": Form(
         [npy(np.arange(4.0) * (i + 1)) for i in range(2)],
         load_npy,
@@ -239,9 +295,14 @@ FORMS: dict[str, Form] = {
         {"value": {"dtype": "int16", "length": 4, "fill": -1}},
     ),
     "array, .npy scalar": Form(
-        [npy(np.float64(i)) for i in range(2)], load_npy, {"header": npy_header}, {"value": {"dtype": "float64"}}
+        [npy(np.float64(i)) for i in range(2)],
+        load_npy,
+        {"header": npy_header},
+        {"value": {"dtype": "float64"}},
     ),
-    "ragged, raw": Form([each.tobytes() for each in _VECTORS], raw, {"float": float_bits}, _FLOAT),
+    "ragged, raw": Form(
+        [each.tobytes() for each in _VECTORS], raw, {"float": float_bits}, _FLOAT
+    ),
     "ragged, JSON": Form(
         [b"[1, 2, 3]", b"[0.5]", b"[]"],
         from_json,
@@ -267,20 +328,39 @@ FORMS: dict[str, Form] = {
         is_text=True,
     ),
     "mask": _target("mask", [*_MASKS, _PALETTE.getvalue()], mask_of, {}),
-    "boxes, raw": _target("boxes", [_BOX.tobytes(), _BOX[:1].tobytes(), b""], boxes_of, {"float": float_bits}),
+    "boxes, raw": _target(
+        "boxes",
+        [_BOX.tobytes(), _BOX[:1].tobytes(), b""],
+        boxes_of,
+        {"float": float_bits},
+    ),
     "boxes, JSON": _target(
-        "boxes", [b"[[1, 1, 4, 5, 2]]", b"[1, 1, 4, 5, 2]"], boxes_of, {"number": json_numbers}, True
+        "boxes",
+        [b"[[1, 1, 4, 5, 2]]", b"[1, 1, 4, 5, 2]"],
+        boxes_of,
+        {"number": json_numbers},
+        True,
     ),
     "keypoints, raw": _target(
-        "keypoints", [_POINT.tobytes(), _POINT[:1].tobytes()], keypoints_of, {"f": float_bits}
+        "keypoints",
+        [_POINT.tobytes(), _POINT[:1].tobytes()],
+        keypoints_of,
+        {"f": float_bits},
     ),
     "keypoints, JSON": _target(
-        "keypoints", [b"[[1, 1, 4]]", b"[1, 1, 2, -4, 9.5, 0]"], keypoints_of, {"number": json_numbers}, True
+        "keypoints",
+        [b"[[1, 1, 4]]", b"[1, 1, 2, -4, 9.5, 0]"],
+        keypoints_of,
+        {"number": json_numbers},
+        True,
     ),
 }
 IMAGES: dict[str, Form] = {
     "array image, .npy": Form(
-        [npy(np.arange(36, dtype=np.float32).reshape(6, 6) * (i + 1)) for i in range(2)],
+        [
+            npy(np.arange(36, dtype=np.float32).reshape(6, 6) * (i + 1))
+            for i in range(2)
+        ],
         lambda data: load_npy(data).reshape(6, 6, -1),
         {"header": npy_header},
         {},
@@ -303,13 +383,19 @@ _FIXED = {"image": IMAGE, "label": 1}
 
 
 def columns_of(column: str, values: Values) -> dict[str, Values]:
-    fixed: dict[str, Values] = {name: [value] * len(values) for name, value in _FIXED.items()}
+    fixed: dict[str, Values] = {
+        name: [value] * len(values) for name, value in _FIXED.items()
+    }
     return fixed | {column: values}
 
 
 def write_table(column: str, arrow: Any, path: Path, values: Values) -> Path:
     """Parquet; `arrow` makes the column of the values."""
-    columns = {name: pa.array(each) for name, each in columns_of(column, values).items() if name != column}
+    columns = {
+        name: pa.array(each)
+        for name, each in columns_of(column, values).items()
+        if name != column
+    }
     table = pa.table(columns | {column: arrow(values)})
     path = path.with_suffix(".parquet")
     pq.write_table(table, path, row_group_size=10, write_statistics=False)
@@ -319,10 +405,14 @@ def write_table(column: str, arrow: Any, path: Path, values: Values) -> Path:
 def _strings(values: Sequence[bytes]) -> pa.Array:
     """Text that need not be UTF-8, as a damaged file may have it."""
     ends = np.cumsum([0, *map(len, values)]).astype(np.int32)
-    return pa.StringArray.from_buffers(len(values), pa.py_buffer(ends.tobytes()), pa.py_buffer(b"".join(values)))
+    return pa.StringArray.from_buffers(
+        len(values), pa.py_buffer(ends.tobytes()), pa.py_buffer(b"".join(values))
+    )
 
 
-def write_lmdb(types: Mapping[str, str], pack: Callable[[Any], bytes], path: Path, values: Values) -> Path:
+def write_lmdb(
+    types: Mapping[str, str], pack: Callable[[Any], bytes], path: Path, values: Values
+) -> Path:
     path = path.with_suffix(".lmdb")
     note = Metadata(len(values), dict(types), None, "0" * 32).to_json()
     with (
@@ -345,18 +435,29 @@ def _variable(content: bytes) -> bytes:
 
 
 def _lmdb_of(form: Form, path: Path, values: Values) -> Path:
-    types = {"image": "binary", "label": "int64", "value": "string" if form.is_text else "binary"}
+    types = {
+        "image": "binary",
+        "label": "int64",
+        "value": "string" if form.is_text else "binary",
+    }
     return write_lmdb(
-        types, lambda value: struct.pack("<q", 1) + _variable(IMAGE) + _variable(value), path, values
+        types,
+        lambda value: struct.pack("<q", 1) + _variable(IMAGE) + _variable(value),
+        path,
+        values,
     )
 
 
 def _lmdb_images(path: Path, values: Values) -> Path:
     types = {"image": "binary", "label": "int64"}
-    return write_lmdb(types, lambda value: struct.pack("<q", 1) + _variable(value), path, values)
+    return write_lmdb(
+        types, lambda value: struct.pack("<q", 1) + _variable(value), path, values
+    )
 
 
-def write_tar(members: Callable[[int, Any], Mapping[str, bytes]], path: Path, values: Values) -> Path:
+def write_tar(
+    members: Callable[[int, Any], Mapping[str, bytes]], path: Path, values: Values
+) -> Path:
     path = path.with_suffix(".tar")
     with tarfile.open(path, "w") as tar:
         for number, value in enumerate(values):
@@ -382,24 +483,43 @@ def write_folder(suffix: str, path: Path, values: Values) -> Path:
 def carriers(form: Form) -> Iterator[tuple[str, Write]]:
     """The formats that have columns of bytes, or of text, and how a store of a form's values is written."""
     yield "lmdb", partial(_lmdb_of, form)
-    yield "parquet", partial(write_table, "value", _strings if form.is_text else pa.array)
+    yield (
+        "parquet",
+        partial(write_table, "value", _strings if form.is_text else pa.array),
+    )
 
 
 def image_carriers(suffix: str) -> Iterator[tuple[str, Write]]:
     yield "lmdb", _lmdb_images
     yield "parquet", partial(write_table, "image", pa.array)
-    yield "tar", partial(write_tar, lambda n, value: {f"{n:04d}.{suffix}": value, f"{n:04d}.cls": b"1"})
+    yield (
+        "tar",
+        partial(
+            write_tar,
+            lambda n, value: {f"{n:04d}.{suffix}": value, f"{n:04d}.cls": b"1"},
+        ),
+    )
     yield "folder", partial(write_folder, suffix)
 
 
 def column_cases() -> Iterator[Case]:
     """Every form of a column, and of an array as an image, in every format that has it."""
     for name, form in FORMS.items():
-        common = (form.seeds, form.mean, {**ANY, **form.damage}, form.column, form.columns, form.transform)
+        common = (
+            form.seeds,
+            form.mean,
+            {**ANY, **form.damage},
+            form.column,
+            form.columns,
+            form.transform,
+        )
         for store, write in carriers(form):
             yield Case(name, store, write, *common)
         suffix = "txt" if form.is_text else "bin"
-        columns = {suffix + column.removeprefix("value"): options for column, options in form.columns.items()}
+        columns = {
+            suffix + column.removeprefix("value"): options
+            for column, options in form.columns.items()
+        }
         transform = dict.fromkeys(form.transform, suffix)
         column = suffix + form.column.removeprefix("value") if columns else form.column
         write = partial(write_tar, partial(_member, suffix))
@@ -407,19 +527,37 @@ def column_cases() -> Iterator[Case]:
     for name, form in IMAGES.items():
         for store, write in image_carriers("npy" if ".npy" in name else "png"):
             damage = {**ANY, **form.damage}
-            yield Case(name, store, write, form.seeds, form.mean, damage, "image", {}, form.transform)
+            yield Case(
+                name,
+                store,
+                write,
+                form.seeds,
+                form.mean,
+                damage,
+                "image",
+                {},
+                form.transform,
+            )
 
 
 # Records of LMDB: damage between the values
 
 
-RECORD = {"image": "binary", "label": "int64", "weight": "float64", "name": "string", "value": "float32[3]"}
+RECORD = {
+    "image": "binary",
+    "label": "int64",
+    "weight": "float64",
+    "name": "string",
+    "value": "float32[3]",
+}
 _REST = ("label", "weight", "name", "value")
 
 
 def _record(number: int) -> bytes:
     vector = np.full(3, number, "<f4").tobytes()
-    return struct.pack("<qd", number, number / 3) + b"".join(map(_variable, (IMAGE, b"a name", vector)))
+    return struct.pack("<qd", number, number / 3) + b"".join(
+        map(_variable, (IMAGE, b"a name", vector))
+    )
 
 
 def record_of(data: bytes) -> dict[str, Any]:
@@ -435,19 +573,37 @@ def record_of(data: bytes) -> dict[str, Any]:
     vector = np.frombuffer(parts[2], "<f4")
     if len(vector) != 3:
         raise ValueError("another shape")
-    return {"label": label, "weight": weight, "name": parts[1].decode(), "value": vector}
+    return {
+        "label": label,
+        "weight": weight,
+        "name": parts[1].decode(),
+        "value": vector,
+    }
 
 
 def record_cases() -> Iterator[Case]:
     names = {"weight": {}, "name": {}, "value": {}}
     write = partial(write_lmdb, RECORD, bytes)
-    yield Case("record", "lmdb", write, [*map(_record, range(3))], record_of, ANY, "", names)
+    yield Case(
+        "record", "lmdb", write, [*map(_record, range(3))], record_of, ANY, "", names
+    )
 
 
 # Labels
 
 
-LABELS = [0, 1, 2, -1, (1 << 31) - 1, (1 << 53) + 1, (1 << 63) - 1, -(1 << 63), 1 << 63, (1 << 64) - 1]
+LABELS = [
+    0,
+    1,
+    2,
+    -1,
+    (1 << 31) - 1,
+    (1 << 53) + 1,
+    (1 << 63) - 1,
+    -(1 << 63),
+    1 << 63,
+    (1 << 64) - 1,
+]
 
 
 def other_label(value: Any, rng: np.random.Generator) -> Any:
@@ -461,7 +617,11 @@ def no_label(value: Any, rng: np.random.Generator) -> None:
 
 def numeric_types() -> list[pa.DataType]:
     """Arrow's types of one number."""
-    integers = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    integers = [
+        getattr(pa, f"{sign}int{bits}")()
+        for sign in ("", "u")
+        for bits in (8, 16, 32, 64)
+    ]
     return [pa.bool_(), *integers, pa.float16(), pa.float32(), pa.float64()]
 
 
@@ -471,23 +631,33 @@ def _within(kind: pa.DataType, value: Any, rng: np.random.Generator) -> Any:
         return bool(rng.integers(2))
     dtype = np.dtype(kind.to_pandas_dtype())
     if dtype.kind == "f":
-        return [float("nan"), float("inf"), float(np.finfo(dtype).max), 0.1][int(rng.integers(4))]
+        return [float("nan"), float("inf"), float(np.finfo(dtype).max), 0.1][
+            int(rng.integers(4))
+        ]
     info = np.iinfo(dtype)
     return int(rng.choice(np.array([info.min, info.max, info.max - 1, 0], object)))
 
 
 def _arrow_of(kind: pa.DataType, values: Values) -> pa.Array:
     if pa.types.is_float16(kind):
-        return pa.array([None if value is None else np.float16(value) for value in values], kind)
+        return pa.array(
+            [None if value is None else np.float16(value) for value in values], kind
+        )
     return pa.array(values, kind)
 
 
 def _arrow_lists(kind: pa.DataType, values: Values) -> pa.Array:
     ends = np.cumsum([0, *(len(value or ()) for value in values)])
     offsets = pa.array(
-        [None if value is None else end for value, end in zip([*values, []], ends, strict=True)], pa.int32()
+        [
+            None if value is None else end
+            for value, end in zip([*values, []], ends, strict=True)
+        ],
+        pa.int32(),
     )
-    return pa.ListArray.from_arrays(offsets, _arrow_of(kind, [each for value in values for each in value or ()]))
+    return pa.ListArray.from_arrays(
+        offsets, _arrow_of(kind, [each for value in values for each in value or ()])
+    )
 
 
 def _list_of(kind: pa.DataType, value: list[Any] | None) -> list[Any]:
@@ -496,7 +666,9 @@ def _list_of(kind: pa.DataType, value: list[Any] | None) -> list[Any]:
     return _arrow_of(kind, value).to_pylist()
 
 
-def _within_list(kind: pa.DataType, value: list[Any], rng: np.random.Generator) -> list[Any]:
+def _within_list(
+    kind: pa.DataType, value: list[Any], rng: np.random.Generator
+) -> list[Any]:
     return [*value[1:], _within(kind, value[0], rng)]
 
 
@@ -506,7 +678,9 @@ def _lists(list_type: pa.DataType, values: Values) -> pa.Array:
 
 def _changed_list(value: list[Any] | None, rng: np.random.Generator) -> Any:
     """A list of another length, with a null, or a null."""
-    kinds = [[*value, value[0]], value[:1], [value[0], None], None, []] if value else [None]
+    kinds = (
+        [[*value, value[0]], value[:1], [value[0], None], None, []] if value else [None]
+    )
     return kinds[int(rng.integers(len(kinds)))]
 
 
@@ -519,15 +693,42 @@ def arrow_labels() -> Iterator[Case]:
         mean = partial(_exact_of, of_type)
         yield Case(f"label {of_type}", "parquet", write, seeds, mean, damage, "label")
         value = partial(write_table, "value", partial(_arrow_of, of_type))
-        yield Case(f"array {of_type}", "parquet", value, seeds, mean, damage, "value", {"value": {}})
+        yield Case(
+            f"array {of_type}",
+            "parquet",
+            value,
+            seeds,
+            mean,
+            damage,
+            "value",
+            {"value": {}},
+        )
         for dtype in ("float32", "int16", "uint64"):
             options = {"dtype": dtype}
             if is_class:
                 columns = {"label": options}
-                yield Case(f"label {of_type} as {dtype}", "parquet", write, seeds, mean, damage, "label", columns)
+                yield Case(
+                    f"label {of_type} as {dtype}",
+                    "parquet",
+                    write,
+                    seeds,
+                    mean,
+                    damage,
+                    "label",
+                    columns,
+                )
             if is_class or dtype == "float32":
                 columns = {"value": options}
-                yield Case(f"array {of_type} as {dtype}", "parquet", value, seeds, mean, damage, "value", columns)
+                yield Case(
+                    f"array {of_type} as {dtype}",
+                    "parquet",
+                    value,
+                    seeds,
+                    mean,
+                    damage,
+                    "value",
+                    columns,
+                )
         lists = partial(write_table, "value", partial(_arrow_lists, of_type))
         of_lists = [[each, each] for each in seeds]
         damage = {"list": _changed_list, "edge": partial(_within_list, of_type)}
@@ -541,16 +742,33 @@ def arrow_labels() -> Iterator[Case]:
             "value",
             {"value": {}},
         )
-    for list_type in (pa.list_(pa.int64()), pa.large_list(pa.float32()), pa.list_(pa.int16(), 2)):
+    for list_type in (
+        pa.list_(pa.int64()),
+        pa.large_list(pa.float32()),
+        pa.list_(pa.int16(), 2),
+    ):
         options = {} if pa.types.is_fixed_size_list(list_type) else {"length": 2}
         damage = {"list": _changed_list} if options else {"null": no_label}
         write = partial(write_table, "label", partial(_lists, list_type))
         seeds = [[1, 2], [0, 5]]
-        yield Case(f"label {list_type}", "parquet", write, seeds, as_numbers, damage, "label", {"label": options})
+        yield Case(
+            f"label {list_type}",
+            "parquet",
+            write,
+            seeds,
+            as_numbers,
+            damage,
+            "label",
+            {"label": options},
+        )
 
 
 def _exact_of(kind: pa.DataType, value: Any) -> Any:
-    found = pa.scalar(np.float16(value), kind) if pa.types.is_float16(kind) else pa.scalar(value, kind)
+    found = (
+        pa.scalar(np.float16(value), kind)
+        if pa.types.is_float16(kind)
+        else pa.scalar(value, kind)
+    )
     return as_numbers(found.as_py())
 
 
@@ -570,7 +788,19 @@ def _number_of(code: str, data: bytes) -> Any:
 
 def digits(data: bytes, rng: np.random.Generator) -> bytes:
     """Text that is another number, or none."""
-    others = [b"9" * 30, b"1e999", b"nan", b"1_0", b" 7 ", "٣".encode(), b"", b"0x1", b"-1", b"1.5", b"9" * 5000]
+    others = [
+        b"9" * 30,
+        b"1e999",
+        b"nan",
+        b"1_0",
+        b" 7 ",
+        "٣".encode(),
+        b"",
+        b"0x1",
+        b"-1",
+        b"1.5",
+        b"9" * 5000,
+    ]
     return others[int(rng.integers(len(others)))]
 
 
@@ -585,16 +815,34 @@ def other_labels() -> Iterator[Case]:
             write = partial(write_lmdb, types, lambda value: value + _variable(IMAGE))
             # The image stands behind it: a value of another size moves that, which `record` tries.
             damage = {name: partial(_same_size, mutate) for name, mutate in ANY.items()}
-            yield Case(f"label {kind}", "lmdb", write, seeds, partial(_number_of, code), damage, "label")
+            yield Case(
+                f"label {kind}",
+                "lmdb",
+                write,
+                seeds,
+                partial(_number_of, code),
+                damage,
+                "label",
+            )
             continue
         dtype = kind.partition("[")[0]
         seeds = [np.array(pair, dtype).tobytes() for pair in ([1, 0], [3, 2])]
-        write = partial(write_lmdb, types, lambda value: _variable(IMAGE) + _variable(value))
+        write = partial(
+            write_lmdb, types, lambda value: _variable(IMAGE) + _variable(value)
+        )
         mean = partial(_shaped, dtype=dtype, shape=(2,))
         yield Case(f"label {kind}", "lmdb", write, seeds, mean, ANY, "label")
     write = partial(write_tar, partial(_member, "cls"))
     mean_int = lambda data: as_numbers(int(data))  # noqa: E731
-    yield Case("label cls", "tar", write, [b"1", b"20\n"], mean_int, {**ANY, "digits": digits}, "label")
+    yield Case(
+        "label cls",
+        "tar",
+        write,
+        [b"1", b"20\n"],
+        mean_int,
+        {**ANY, "digits": digits},
+        "label",
+    )
     for name, seeds, options in (
         ("integer", [b"1", b"2"], {}),
         ("number", [b"0.5", b"2"], {}),
@@ -603,11 +851,23 @@ def other_labels() -> Iterator[Case]:
         write = partial(write_tar, lambda number, value: _json_member(number, value))
         columns = {"label": options} if options else {}
         damage = {**ANY, "number": json_numbers}
-        yield Case(f"label JSON {name}", "tar", write, seeds, from_json, damage, "label", columns)
+        yield Case(
+            f"label JSON {name}",
+            "tar",
+            write,
+            seeds,
+            from_json,
+            damage,
+            "label",
+            columns,
+        )
 
 
 def _json_member(number: int, value: bytes) -> dict[str, bytes]:
-    return {f"{number:04d}.png": IMAGE, f"{number:04d}.json": b'{"label": ' + value + b"}"}
+    return {
+        f"{number:04d}.png": IMAGE,
+        f"{number:04d}.json": b'{"label": ' + value + b"}",
+    }
 
 
 def _same_size(mutate: Mutation, data: bytes, rng: np.random.Generator) -> bytes:

@@ -34,12 +34,26 @@ def make(folder: Path, images: list[bytes]) -> dict[str, list[Path]]:
     for suffix in ("lmdb", "parquet"):
         path = folder / f"own.{suffix}"
         options = {} if suffix == "lmdb" else {"row_group_size": 10}
-        columns = {"image": "binary", "label": "int64", "name": "string", "weight": "float64"}
+        columns = {
+            "image": "binary",
+            "label": "int64",
+            "name": "string",
+            "weight": "float64",
+        }
         with open_writer(path, columns, CLASSES, **options) as writer:
             for i, image in enumerate(images):
-                writer.append({"image": image, "label": i % 3, "name": f"sample {i}", "weight": i / 3})
+                writer.append(
+                    {
+                        "image": image,
+                        "label": i % 3,
+                        "name": f"sample {i}",
+                        "weight": i / 3,
+                    }
+                )
         made[suffix] = [path]
-    rewritten = folder / "rewritten.lmdb"  # pages freed and reused, and values that are longer and shorter
+    rewritten = (
+        folder / "rewritten.lmdb"
+    )  # pages freed and reused, and values that are longer and shorter
     rewritten.write_bytes(made["lmdb"][0].read_bytes())
     with lmdb.open(str(rewritten), subdir=False, lock=False, map_size=1 << 30) as env:
         for turn in range(3):
@@ -50,7 +64,9 @@ def make(folder: Path, images: list[bytes]) -> dict[str, list[Path]]:
                     txn.delete(key)
                     txn.put(key, value + bytes(3000 * turn))
     labels = [i % 3 for i in range(NUM_SAMPLES)]
-    others = foreign_lmdbs.write_values(folder / "values", images, labels, foreign_lmdbs.DUMPS["msgpack"])
+    others = foreign_lmdbs.write_values(
+        folder / "values", images, labels, foreign_lmdbs.DUMPS["msgpack"]
+    )
     made["lmdb"] += [
         rewritten,
         foreign_lmdbs.write_folders(folder / "folders.lmdb", images, labels, CLASSES),
@@ -58,10 +74,17 @@ def make(folder: Path, images: list[bytes]) -> dict[str, list[Path]]:
     ]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     rows = [{"bytes": image, "path": f"{i}.jpg"} for i, image in enumerate(images)]
-    table = {"image": pa.array(rows, kind), "label": [i % 3 for i in range(NUM_SAMPLES)]}
+    table = {
+        "image": pa.array(rows, kind),
+        "label": [i % 3 for i in range(NUM_SAMPLES)],
+    }
     for name, options in {
         "snappy": {"compression": "snappy", "row_group_size": 7},
-        "zstd": {"compression": "zstd", "data_page_version": "2.0", "data_page_size": 2000},
+        "zstd": {
+            "compression": "zstd",
+            "data_page_version": "2.0",
+            "data_page_size": 2000,
+        },
         "delta": {
             "compression": "gzip",
             "use_dictionary": False,
@@ -78,12 +101,18 @@ def make(folder: Path, images: list[bytes]) -> dict[str, list[Path]]:
     made["webdataset"] = [folder / "other.tar"]
     with tarfile.open(made["webdataset"][0], "w") as tar:
         for i, image in enumerate(images):
-            for suffix, content in (("jpg", image), ("json", b'{"label": %d}' % (i % 3)), ("txt", b"text")):
+            for suffix, content in (
+                ("jpg", image),
+                ("json", b'{"label": %d}' % (i % 3)),
+                ("txt", b"text"),
+            ):
                 member = tarfile.TarInfo(f"{i:06d}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
     root = folder / "folder"
-    made["folder"] = [root / CLASSES[i % 3] / f"{i:02d}.jpg" for i in range(NUM_SAMPLES)]
+    made["folder"] = [
+        root / CLASSES[i % 3] / f"{i:02d}.jpg" for i in range(NUM_SAMPLES)
+    ]
     for path, image in zip(made["folder"], images, strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(image)
@@ -124,7 +153,10 @@ def lmdb_tree(data: bytes, rng: np.random.Generator) -> bytes:
     """The header, the pointers or the nodes of a branch or leaf page."""
     starts = range(2 * PAGE, len(data), PAGE)
     pages = [
-        at for at in starts if struct.unpack_from("<QHH", data, at)[::2] in ((at // PAGE, 1), (at // PAGE, 2))
+        at
+        for at in starts
+        if struct.unpack_from("<QHH", data, at)[::2]
+        in ((at // PAGE, 1), (at // PAGE, 2))
     ]
     at = int(rng.choice(pages))
     lower, upper = struct.unpack_from("<HH", data, at + 12)
@@ -134,7 +166,23 @@ def lmdb_tree(data: bytes, rng: np.random.Generator) -> bytes:
         return change(data, rng, at + start, at + max(end, start + 9))
     pointer = at + 16 + 2 * int(rng.integers(max(1, (lower - 16) // 2)))
     node = at + struct.unpack_from("<H", data, pointer)[0] % (PAGE - 8)
-    edge = int(rng.choice([0, 1, 8, 15, 16, 4080, 4088, 4095, 4096, 65535, int(rng.integers(len(data) // PAGE))]))
+    edge = int(
+        rng.choice(
+            [
+                0,
+                1,
+                8,
+                15,
+                16,
+                4080,
+                4088,
+                4095,
+                4096,
+                65535,
+                int(rng.integers(len(data) // PAGE)),
+            ]
+        )
+    )
     place = [pointer, node, node + 2, node + 4, node + 6][int(rng.integers(5))]
     return data[:place] + struct.pack("<H", edge) + data[place + 2 :]
 
@@ -170,7 +218,19 @@ def parquet_varint(data: bytes, rng: np.random.Generator) -> bytes:
 def parquet_end(data: bytes, rng: np.random.Generator) -> bytes:
     """The footer's length."""
     length = int(
-        rng.choice([0, 1, 8, len(data) - 8, len(data) - 12, len(data), (1 << 31) - 1, 1 << 31, (1 << 32) - 1])
+        rng.choice(
+            [
+                0,
+                1,
+                8,
+                len(data) - 8,
+                len(data) - 12,
+                len(data),
+                (1 << 31) - 1,
+                1 << 31,
+                (1 << 32) - 1,
+            ]
+        )
     )
     return data[:-8] + struct.pack("<I", length) + data[-4:]
 
@@ -189,7 +249,10 @@ def parquet_page_header(data: bytes, rng: np.random.Generator) -> bytes:
 def parquet_bomb(data: bytes, rng: np.random.Generator) -> bytes:
     """A row group of zeros, or of one value many times, from a few MB to a hundred GB; and any damage to it."""
     kind = ["values", "dictionary", "lists", "labels"][int(rng.integers(4))]
-    size, num = int(rng.choice([1 << 16, 1 << 20, 1 << 22])), int(rng.choice([1, 10, 60]))
+    size, num = (
+        int(rng.choice([1 << 16, 1 << 20, 1 << 22])),
+        int(rng.choice([1, 10, 60])),
+    )
     path = Path(tempfile.gettempdir()) / f"bomb-{os.getpid()}.parquet"
     try:
         bombs.parquet(path, kind, min(size, 1 << 20) if kind == "labels" else size, num)
@@ -214,7 +277,12 @@ def tar_header(data: bytes, rng: np.random.Generator) -> bytes:
             b"\xff" * 11 + b"\0",
             b"\xff" * 10 + b"\xfe\0",
         ]
-        small = [b"%011o\0" % int(rng.integers(1 << 20)), b"-0000001000\0", bytes(12), rng.bytes(12)]
+        small = [
+            b"%011o\0" % int(rng.integers(1 << 20)),
+            b"-0000001000\0",
+            bytes(12),
+            rng.bytes(12),
+        ]
         out[at + 124 : at + 136] = (huge + small)[int(rng.integers(8))]
     elif kind == 1:
         out[at + 156] = int(rng.choice(list(b"0123456789LKxgXSVDAMN\0\xff")))
@@ -229,7 +297,16 @@ def tar_pax(data: bytes, rng: np.random.Generator) -> bytes:
     """A header in front that says something of the next, or of all: of random records."""
     records = [
         *(b"size=%d" % size for size in (0, -1, -512, -100_000, 1 << 40, 1 << 70)),
-        *(b"path=" + path for path in (b"../../x.jpg", b"/etc/x.jpg", b"a/b.jpg", b"\xff\xfe/a.jpg", b"a" * 5000)),
+        *(
+            b"path=" + path
+            for path in (
+                b"../../x.jpg",
+                b"/etc/x.jpg",
+                b"a/b.jpg",
+                b"\xff\xfe/a.jpg",
+                b"a" * 5000,
+            )
+        ),
         *(b"mtime=" + time for time in (b"nan", b"inf", b"1e999", b"x")),
         *(
             b"GNU.sparse.major=1",
@@ -249,7 +326,11 @@ def tar_pax(data: bytes, rng: np.random.Generator) -> bytes:
     body = b""
     for _ in range(int(rng.integers(1, 5))):
         record = records[int(rng.integers(len(records)))]
-        length = len(record) + 4 if rng.integers(4) else int(rng.choice([0, 1, 1 << 31, 999]))
+        length = (
+            len(record) + 4
+            if rng.integers(4)
+            else int(rng.choice([0, 1, 1 << 31, 999]))
+        )
         body += b"%d %s\n" % (length, record)
     header = tarfile.TarInfo("x")
     header.size, header.type = len(body), bytes([int(rng.choice(list(b"xgXLKS")))])
@@ -260,7 +341,15 @@ def tar_pax(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def _header(data: bytes, rng: np.random.Generator) -> int:
-    return int(rng.choice([at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]))
+    return int(
+        rng.choice(
+            [
+                at
+                for at in range(0, len(data), 512)
+                if data[at + 257 : at + 262] == b"ustar"
+            ]
+        )
+    )
 
 
 def _checked(out: bytearray, at: int) -> bytes:
@@ -275,7 +364,9 @@ def tar_block(data: bytes, rng: np.random.Generator) -> bytes:
 
 def webdataset_text(data: bytes, rng: np.random.Generator) -> bytes:
     """What raypipe has noted, a label, a number or JSON: any byte of it."""
-    starts = [at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]
+    starts = [
+        at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"
+    ]
     sizes = {at + 512: int(data[at + 124 : at + 135], 8) for at in starts}
     small = [at for at, size in sizes.items() if 0 < size < 700 and data[at] < 128]
     at = int(rng.choice(small[:1] if rng.integers(3) else small))
@@ -288,7 +379,19 @@ def webdataset_text(data: bytes, rng: np.random.Generator) -> bytes:
 def no_file(path: Path, rng: np.random.Generator) -> str:
     """Put something else in a file's place, and name it."""
     path.unlink()
-    kind = str(rng.choice(["nothing", "empty", "folder", "link to nothing", "link to itself", "pipe", "40 GB"]))
+    kind = str(
+        rng.choice(
+            [
+                "nothing",
+                "empty",
+                "folder",
+                "link to nothing",
+                "link to itself",
+                "pipe",
+                "40 GB",
+            ]
+        )
+    )
     if kind == "empty":
         path.touch()
     elif kind == "folder":
@@ -299,12 +402,19 @@ def no_file(path: Path, rng: np.random.Generator) -> str:
         path.touch()
         os.truncate(path, 40 << 30)
     elif kind != "nothing":
-        path.symlink_to(path if kind == "link to itself" else path.parent / "absent.jpg")
+        path.symlink_to(
+            path if kind == "link to itself" else path.parent / "absent.jpg"
+        )
     return kind
 
 
 OF_KIND: dict[str, dict[str, Mutation]] = {
-    "lmdb": {"page": page, "meta": lmdb_meta, "tree": lmdb_tree, "tree, again": lmdb_tree},
+    "lmdb": {
+        "page": page,
+        "meta": lmdb_meta,
+        "tree": lmdb_tree,
+        "tree, again": lmdb_tree,
+    },
     "parquet": {
         "page": page,
         "footer": parquet_footer,
@@ -313,7 +423,12 @@ OF_KIND: dict[str, dict[str, Mutation]] = {
         "page header": parquet_page_header,
         "bomb": parquet_bomb,
     },
-    "tar": {"block": tar_block, "header": tar_header, "extended header": tar_pax, "end": truncate},
+    "tar": {
+        "block": tar_block,
+        "header": tar_header,
+        "extended header": tar_pax,
+        "end": truncate,
+    },
     "webdataset": {
         "header": tar_header,
         "extended header": tar_pax,

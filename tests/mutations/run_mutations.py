@@ -43,13 +43,18 @@ from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import open_for_crop
 
 MEMORY_BYTES = 1 << 30
-CPU_S, CLOCK_S = 10.0, 100.0  # of one input; a machine with much else to do takes the second
+CPU_S, CLOCK_S = (
+    10.0,
+    100.0,
+)  # of one input; a machine with much else to do takes the second
 
 
 def encoded(kind: str) -> list[bytes]:
     """A few images in all the modes of a format."""
     rng = np.random.default_rng(0)
-    small = Image.fromarray(rng.integers(0, 256, (5, 6, 3), np.uint8)).resize((43, 37), Image.Resampling.BICUBIC)
+    small = Image.fromarray(rng.integers(0, 256, (5, 6, 3), np.uint8)).resize(
+        (43, 37), Image.Resampling.BICUBIC
+    )
     gray, alpha, palette = small.convert("L"), small.convert("RGBA"), small.quantize(40)
     variants = {
         "jpeg": [(small, {}), (small, {"progressive": True}), (gray, {}), (small.convert("CMYK"), {}),
@@ -92,25 +97,46 @@ class Images:
 
 def decoded(data: bytes | None, rng: np.random.Generator) -> str:
     try:
-        image = decode(data, min_side=int(rng.choice([0, 8, 224])) or None, exif=bool(rng.integers(2)))
+        image = decode(
+            data,
+            min_side=int(rng.choice([0, 8, 224])) or None,
+            exif=bool(rng.integers(2)),
+        )
     except SampleError as error:
-        assert "MemoryError" not in str(error), "a limit was not looked at, and the process's own stood in for it"
+        assert "MemoryError" not in str(error), (
+            "a limit was not looked at, and the process's own stood in for it"
+        )
         return "bad sample"
-    assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.flags.c_contiguous
+    assert (
+        image.dtype == np.uint8
+        and image.ndim == 3
+        and image.shape[2] == 3
+        and image.flags.c_contiguous
+    )
     return "good"
 
 
 def same_in_part(data: bytes, rng: np.random.Generator) -> None:
     """A crop of a JPEG that is decoded alone: a part of the whole image, or as bad."""
     # Never scaled; opens without the extension too.
-    opened = open_for_crop(data, TransformConfig(crop_decode="scaled"), (1 << 16, 1 << 16))
+    opened = open_for_crop(
+        data, TransformConfig(crop_decode="scaled"), (1 << 16, 1 << 16)
+    )
     if opened is None or math.prod(opened[0]) > 4_000_000:
         return
     (height, width), decode_box = opened
     top, left = int(rng.integers(height)), int(rng.integers(width))
-    box = top, left, int(rng.integers(1, height - top + 1)), int(rng.integers(1, width - left + 1))
+    box = (
+        top,
+        left,
+        int(rng.integers(1, height - top + 1)),
+        int(rng.integers(1, width - left + 1)),
+    )
     results = []
-    for run in (lambda: decode(data)[top : top + box[2], left : left + box[3]], lambda: decode_box(box)):
+    for run in (
+        lambda: decode(data)[top : top + box[2], left : left + box[3]],
+        lambda: decode_box(box),
+    ):
         try:
             results.append(run().tobytes())
         except SampleError as error:
@@ -125,7 +151,9 @@ class Stores:
         self.kind = kind
         self.templates = make(folder, [*encoded("jpeg"), *encoded("png")])[kind]
         self.contents = [template.read_bytes() for template in self.templates]
-        self.mutations: list[tuple[str, Mutation | None]] = list({**ANY, **OF_KIND[kind]}.items())
+        self.mutations: list[tuple[str, Mutation | None]] = list(
+            {**ANY, **OF_KIND[kind]}.items()
+        )
         if kind == "folder":
             self.mutations += [("no file", None)] * 8
 
@@ -161,10 +189,13 @@ def read_all(path: Path, rng: np.random.Generator) -> str:
         assert num >= 0 and len(store.fingerprint) == 32
         assert store.groups is None or store.groups[-1] == num
         columns = tuple(dict.fromkeys(("image", *store.columns)))
-        assert store.classes is None or all(isinstance(name, str) for name in store.classes)
+        assert store.classes is None or all(
+            isinstance(name, str) for name in store.classes
+        )
         outcomes = set()
         for indices in np.array_split(
-            np.unique([np.arange(min(num, 300)), num - 1 - np.arange(min(num, 300))]), 40
+            np.unique([np.arange(min(num, 300)), num - 1 - np.arange(min(num, 300))]),
+            40,
         ):
             if indices.size:  # few at a time, as a check of a store has them
                 batch = store.read(rng.permutation(indices), columns)
@@ -172,7 +203,10 @@ def read_all(path: Path, rng: np.random.Generator) -> str:
                 outcomes |= {decoded(image, rng) for image in batch["image"]}
     except StoreError as error:
         assert str(path) in str(error) and len(str(error)) < 2_000
-        assert not re.search("MemoryError|malloc|realloc", str(error)) or path.suffix == ".parquet", str(error)
+        assert (
+            not re.search("MemoryError|malloc|realloc", str(error))
+            or path.suffix == ".parquet"
+        ), str(error)
         return "clear error"
     return "good" if outcomes <= {"good"} else "bad sample"
 
@@ -182,10 +216,16 @@ def main(kind: str, first: int, count: int, folder: Path) -> None:
     reader = Images if kind in OF_FORMAT else Columns if kind in GROUPS else Stores
     inputs: Images | Columns | Stores = reader(kind, folder)
     inputs.warm_up()
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
+    resource.setrlimit(
+        resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY)
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(
+        collections.Counter
+    )
     wrong, slowest = [], (0.0, 0, "")
     for number in range(first, first + count):
         os.write(2, b"%d\n" % number)
@@ -195,12 +235,17 @@ def main(kind: str, first: int, count: int, folder: Path) -> None:
         try:
             name, outcome = inputs.run(number, np.random.default_rng([number, 7]))
         except Exception as error:
-            name, outcome = inputs.mutations[number % len(inputs.mutations)][0], "wrong exception"
+            name, outcome = (
+                inputs.mutations[number % len(inputs.mutations)][0],
+                "wrong exception",
+            )
             trace, origin = error.__traceback__, ""
             while trace is not None:
                 origin = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
                 trace = trace.tb_next
-            wrong.append(f"{kind} {number} ({name}): {type(error).__name__}: {error!s:.200} at {origin}")
+            wrong.append(
+                f"{kind} {number} ({name}): {type(error).__name__}: {error!s:.200} at {origin}"
+            )
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         pa.default_memory_pool().release_unused()  # which the limit would count against the next
@@ -208,7 +253,14 @@ def main(kind: str, first: int, count: int, folder: Path) -> None:
         slowest = max(slowest, (time.process_time() - start, number, name))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(
-        json.dumps({"outcomes": outcomes, "wrong": wrong, "slowest": slowest, "peak_mib": (peak - before) / 1024})
+        json.dumps(
+            {
+                "outcomes": outcomes,
+                "wrong": wrong,
+                "slowest": slowest,
+                "peak_mib": (peak - before) / 1024,
+            }
+        )
     )
 
 

@@ -28,7 +28,20 @@ NUM = 12
 COLUMNS: dict[str, Any] = {
     "whole": [3, -7, 0, 12, 5, 1, 0, -2, 9, 4, 2, 8],
     "gaps": [None, None, None, None, None, 1, 0, None, 2, -3, None, 7],
-    "real": [0.5, -0.0, 0.0, 2.0, 3.25, float("nan"), float("inf"), -1.5, 1e300, 4.0, 5e-324, 2.0],
+    "real": [
+        0.5,
+        -0.0,
+        0.0,
+        2.0,
+        3.25,
+        float("nan"),
+        float("inf"),
+        -1.5,
+        1e300,
+        4.0,
+        5e-324,
+        2.0,
+    ],
     "holes": [None, 0.5, None, 1, -2, None, 0, 3.5, None, None, None, None],
     "byte": np.array([0, 1, 255, 3, 4, 128, 6, 7, 200, 9, 10, 11], np.uint8),
     "large": [(1 << 62) + i for i in range(NUM)],
@@ -40,15 +53,45 @@ COLUMNS: dict[str, Any] = {
 }
 STORE = MemoryStore([b""] * NUM, [i % 3 for i in range(NUM)], columns=COLUMNS)
 ROWS = [
-    {"label": i % 3} | {name: np.asarray(values, object)[i] for name, values in COLUMNS.items() if name != "lists"}
+    {"label": i % 3}
+    | {
+        name: np.asarray(values, object)[i]
+        for name, values in COLUMNS.items()
+        if name != "lists"
+    }
     for i in range(NUM)
 ]
 for row, value in zip(ROWS, COLUMNS["lists"], strict=True):
     row["lists"] = value
 
 _CONSTANTS = st.sampled_from(
-    ["0", "1", "2", "-7", "3", "255", "0.5", "-0.0", "2.0", "1e300", "1e999", "'a'", "'1'", "''", "'é'", "True"]
-) | st.sampled_from(["False", "None", "9223372036854775807", "-9223372036854775808", "4611686018427387905"])
+    [
+        "0",
+        "1",
+        "2",
+        "-7",
+        "3",
+        "255",
+        "0.5",
+        "-0.0",
+        "2.0",
+        "1e300",
+        "1e999",
+        "'a'",
+        "'1'",
+        "''",
+        "'é'",
+        "True",
+    ]
+) | st.sampled_from(
+    [
+        "False",
+        "None",
+        "9223372036854775807",
+        "-9223372036854775808",
+        "4611686018427387905",
+    ]
+)
 _NUMBERS = st.sampled_from(["whole", "gaps", "real", "holes", "byte", "label", "large"])
 _NAMES = st.sampled_from(list(ROWS[0]))
 _LISTS = st.lists(_CONSTANTS, max_size=4).map(lambda values: f"[{', '.join(values)}]")
@@ -70,20 +113,31 @@ _TESTS = (
     | st.just("flag")
 )
 _EXPRESSIONS = st.recursive(
-    _TESTS, lambda inner: _joined(inner, ["and", "or"]) | inner.map("(not {})".format), max_leaves=6
+    _TESTS,
+    lambda inner: _joined(inner, ["and", "or"]) | inner.map("(not {})".format),
+    max_leaves=6,
 )
 _PUT = [*"()[]'+-*/<=!.,:0 9e\0\n\\@é", " in ", " not ", "10" * 40]
 _DAMAGE = st.lists(
-    st.tuples(st.integers(0, 200), st.integers(0, 6), st.sampled_from(_PUT)), min_size=1, max_size=4
+    st.tuples(st.integers(0, 200), st.integers(0, 6), st.sampled_from(_PUT)),
+    min_size=1,
+    max_size=4,
 )
 
-Unknown = type("Unknown", (Exception,), {})  # plain Python has no answer: types that do not compare
+Unknown = type(
+    "Unknown", (Exception,), {}
+)  # plain Python has no answer: types that do not compare
 
 _COMPARISONS: dict[type, Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
     ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
-_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def evaluated(node: ast.expr, row: dict[str, Any]) -> Any:
@@ -102,20 +156,31 @@ def evaluated(node: ast.expr, row: dict[str, Any]) -> Any:
         case ast.BoolOp(op=op, values=values):
             found = [_truth(evaluated(each, row)) for each in values]
             decides = isinstance(op, ast.Or)
-            return decides if decides in found else None if None in found else not decides
+            return (
+                decides if decides in found else None if None in found else not decides
+            )
         case ast.BinOp(left=left, op=op, right=right):
             one, two = evaluated(left, row), evaluated(right, row)
-            if one is None or two is None or (isinstance(op, ast.Div) and _number(two) == 0):
+            if (
+                one is None
+                or two is None
+                or (isinstance(op, ast.Div) and _number(two) == 0)
+            ):
                 return None
             return _whole(_ARITHMETIC[type(op)](_number(one), _number(two)))
         case ast.Compare(left=left, ops=ops, comparators=comparators):
             sides = [left, *comparators]
-            found = [_compared(a, op, b, row) for a, op, b in zip(sides, ops, comparators, strict=False)]
+            found = [
+                _compared(a, op, b, row)
+                for a, op, b in zip(sides, ops, comparators, strict=False)
+            ]
             return False if False in found else None if None in found else True
     raise Unknown
 
 
-def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, row: dict[str, Any]) -> bool | None:
+def _compared(
+    left: ast.expr, op: ast.cmpop, right: ast.expr, row: dict[str, Any]
+) -> bool | None:
     one = evaluated(left, row)
     if isinstance(op, ast.In | ast.NotIn):
         assert isinstance(right, ast.List)
@@ -123,11 +188,19 @@ def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, row: dict[str, Any
         if one is None:
             found = None in values if None in values or not values else None
         else:
-            found = any(_same_kind(one, value) and one == value for value in values if value is not None)
+            found = any(
+                _same_kind(one, value) and one == value
+                for value in values
+                if value is not None
+            )
         return found if found is None or isinstance(op, ast.In) else not found
     two = evaluated(right, row)
     for side, other in ((right, one), (left, two)):
-        if isinstance(op, ast.Eq | ast.NotEq) and isinstance(side, ast.Constant) and side.value is None:
+        if (
+            isinstance(op, ast.Eq | ast.NotEq)
+            and isinstance(side, ast.Constant)
+            and side.value is None
+        ):
             return (other is None) == isinstance(op, ast.Eq)
     if one is None or two is None:
         return None
@@ -172,7 +245,10 @@ def check(expression: str) -> str:
         assert "store.filter" in str(error) and len(str(error)) < 1500, error
         if "is true for none" not in str(error):
             return "refused"
-        keep, tree = np.zeros(NUM, bool), ast.parse(expression.strip(), mode="eval").body
+        keep, tree = (
+            np.zeros(NUM, bool),
+            ast.parse(expression.strip(), mode="eval").body,
+        )
     assert time.process_time() - start < 10
     try:
         expected = [_truth(evaluated(tree, row)) is True for row in ROWS]
@@ -198,7 +274,9 @@ def test_an_expression_is_true_where_plain_python_finds_it(expression: str) -> N
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(_EXPRESSIONS, _DAMAGE)
-def test_a_damaged_expression_is_another_one_or_one_error(expression: str, damage: list[Any]) -> None:
+def test_a_damaged_expression_is_another_one_or_one_error(
+    expression: str, damage: list[Any]
+) -> None:
     for at, cut, put in damage:
         at %= len(expression) + 1
         expression = expression[:at] + put + expression[at + cut :]
@@ -209,11 +287,19 @@ def test_most_plain_expressions_are_evaluated() -> None:
     found: Counter[str] = Counter()
     numbers = ["whole", "gaps", "real", "holes", "byte", "label", "large", "nothing"]
     others = ["text", "words", "nothing"]
-    for names, values in ((numbers, ["1", "0", "2.0", "-7"]), (others, ["'a'", "''"]), (["flag"], ["True"])):
+    for names, values in (
+        (numbers, ["1", "0", "2.0", "-7"]),
+        (others, ["'a'", "''"]),
+        (["flag"], ["True"]),
+    ):
         for name in names:
             for value in values:
                 for op in ("==", "!=", "<", "<=", ">", ">="):
                     found[check(f"{name} {op} {value} or label == 9")] += 1
                 for op in ("in", "not in"):
-                    found[check(f"{name} {op} [{value}, None] or not ({name} {op} [{value}])")] += 1
+                    found[
+                        check(
+                            f"{name} {op} [{value}, None] or not ({name} {op} [{value}])"
+                        )
+                    ] += 1
     assert found["equal"] > 0.9 * found.total(), found

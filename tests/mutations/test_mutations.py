@@ -67,7 +67,14 @@ def run(kind: str, first: int, count: int, folder: Path) -> Report:
     program = Path(__file__).with_name("run_mutations.py")
     command = [sys.executable, str(program), kind, str(first), str(count), str(folder)]
     environment = os.environ | {"PYTHONPATH": str(Path(raypipe.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, errors="replace")
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=500,
+        errors="replace",
+    )
     if done.returncode == 0:
         return Report(**json.loads(done.stdout.splitlines()[-1]))
     numbers = [int(line) for line in done.stderr.splitlines() if line.isdigit()]
@@ -75,13 +82,19 @@ def run(kind: str, first: int, count: int, folder: Path) -> Report:
     last = numbers[-1]
     rest = first + count - last - 1
     report = run(kind, last + 1, rest, folder / "rest") if rest else Report()
-    report.wrong.insert(0, f"{kind} {last}: the process ended with {done.returncode}: {done.stderr[-1500:]}")
+    report.wrong.insert(
+        0,
+        f"{kind} {last}: the process ended with {done.returncode}: {done.stderr[-1500:]}",
+    )
     return report
 
 
 @pytest.fixture(scope="module")
 def num_inputs(pytestconfig: pytest.Config) -> dict[str, int]:
-    return {kind: num if is_soak(pytestconfig) else max(120, num // 10) for kind, num in NUM_INPUTS.items()}
+    return {
+        kind: num if is_soak(pytestconfig) else max(120, num // 10)
+        for kind, num in NUM_INPUTS.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +106,13 @@ def reports(
     with ThreadPoolExecutor(2) as pool:
         yield {
             kind: [
-                pool.submit(run, kind, first, min(BATCH, num - first), folder / kind / str(first))
+                pool.submit(
+                    run,
+                    kind,
+                    first,
+                    min(BATCH, num - first),
+                    folder / kind / str(first),
+                )
                 for first in range(0, num, BATCH)
             ]
             for kind, num in num_inputs.items()
@@ -128,14 +147,37 @@ def test_every_column_and_target_has_damaged_values_in_every_format() -> None:
 
 
 def test_every_type_of_a_label_has_damaged_values() -> None:
-    forms = {store: {case.form for case in cases() if case.store == store} for store in raypipe.stores._STORES}
-    others = [pa.null(), pa.date32(), pa.timestamp("s"), pa.duration("s"), pa.string(), pa.binary()]
-    others += [pa.decimal128(5), pa.decimal256(5), pa.decimal32(5), pa.binary(4), pa.list_(pa.string())]
+    forms = {
+        store: {case.form for case in cases() if case.store == store}
+        for store in raypipe.stores._STORES
+    }
+    others = [
+        pa.null(),
+        pa.date32(),
+        pa.timestamp("s"),
+        pa.duration("s"),
+        pa.string(),
+        pa.binary(),
+    ]
+    others += [
+        pa.decimal128(5),
+        pa.decimal256(5),
+        pa.decimal32(5),
+        pa.binary(4),
+        pa.list_(pa.string()),
+    ]
     accepted = [kind for kind in [*numeric_types(), *others] if is_target(kind)]
     assert {f"label {kind}" for kind in accepted} <= forms["parquet"]
     numbers = [kind for kind in COLUMN_TYPES if kind not in ("binary", "string")]
-    assert {f"label {kind}" for kind in numbers} <= forms["lmdb"] and set(RECORD.values()) >= set(COLUMN_TYPES)
-    assert {"label cls", "label JSON integer", "label JSON number", "label JSON list"} <= forms["tar"]
+    assert {f"label {kind}" for kind in numbers} <= forms["lmdb"] and set(
+        RECORD.values()
+    ) >= set(COLUMN_TYPES)
+    assert {
+        "label cls",
+        "label JSON integer",
+        "label JSON number",
+        "label JSON list",
+    } <= forms["tar"]
 
 
 @pytest.mark.timeout(600)
@@ -147,14 +189,25 @@ def test_every_mutated_input_has_a_clear_outcome(
     for batch in reports[kind]:
         report.add(batch.result())
     total = sum(report.outcomes.values(), Counter())
-    print(f"\n{kind:10} {'mutation':22} {'good':>6} {'bad sample':>11} {'clear error':>12} {'wrong':>6}")
+    print(
+        f"\n{kind:10} {'mutation':22} {'good':>6} {'bad sample':>11} {'clear error':>12} {'wrong':>6}"
+    )
     for name, counts in [*sorted(report.outcomes.items()), ("all", total)]:
-        wrong = counts.total() - counts["good"] - counts["bad sample"] - counts["clear error"]
+        wrong = (
+            counts.total()
+            - counts["good"]
+            - counts["bad sample"]
+            - counts["clear error"]
+        )
         columns = f"{counts['good']:6} {counts['bad sample']:11} {counts['clear error']:12} {wrong:6}"
         print(f"{'':10} {name:22} {columns}")
     cpu_s, number, name = report.slowest
-    print(f"slowest: {cpu_s:.1f} s, input {number} ({name}); peak of memory: {report.peak_mib:.0f} MiB")
+    print(
+        f"slowest: {cpu_s:.1f} s, input {number} ({name}); peak of memory: {report.peak_mib:.0f} MiB"
+    )
     assert not report.wrong, "\n".join(report.wrong)
     assert total.total() == num_inputs[kind]
-    assert total["good"] and total["bad sample"], "the mutations reach nothing, or spoil everything"
+    assert total["good"] and total["bad sample"], (
+        "the mutations reach nothing, or spoil everything"
+    )
     assert cpu_s < MAX_CPU_S and report.peak_mib < PEAK_MIB

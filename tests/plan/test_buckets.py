@@ -22,7 +22,9 @@ THREE = ["192x256", "224x224", "256x192"]
 SIDES = [(192, 256), (224, 224), (256, 192)]
 
 
-def store(widths: Any, heights: Any, labels: list[int] | None = None, **options: Any) -> MemoryStore:
+def store(
+    widths: Any, heights: Any, labels: list[int] | None = None, **options: Any
+) -> MemoryStore:
     columns = {"width": np.asarray(widths), "height": np.asarray(heights)}
     images = [bytes([i % 256]) for i in range(len(widths))]
     return MemoryStore(images, labels, columns=columns, **options)
@@ -34,7 +36,14 @@ def varied(num: int, seed: int = 0, labels: list[int] | None = None) -> MemorySt
 
 
 def plan_of(train: Any, exclude: Any = (), **config: Any) -> Plan:
-    given = {"epochs": 2, "micro_batch_size": 4, "global_batch_size": 8, "seed": 3, "buckets": THREE, **config}
+    given = {
+        "epochs": 2,
+        "micro_batch_size": 4,
+        "global_batch_size": 8,
+        "seed": 3,
+        "buckets": THREE,
+        **config,
+    }
     selections = [Selection(exclude, len(train))] if exclude else None
     return make_plan(PlanConfig(**given), train, varied(5), selections=selections)
 
@@ -50,7 +59,11 @@ def draws(plan: Plan, at: MicroBatchId) -> Drawn:
 
 def micro_batches(plan: Plan) -> list[tuple[MicroBatchId, Drawn]]:
     """Those of the training."""
-    return [(at, draws(plan, at)) for at in plan.micro_batches(plan.start()) if at.split == "train"]
+    return [
+        (at, draws(plan, at))
+        for at in plan.micro_batches(plan.start())
+        if at.split == "train"
+    ]
 
 
 # One by one
@@ -61,30 +74,49 @@ def test_epochs_leave_over_other_samples_and_draw_in_another_order() -> None:
     found, left, orders = micro_batches(plan), [], set()
     for epoch in range(8):
         of_epoch = [each for each in found if each[0].epoch == epoch]
-        left.append(set(range(50)) - {index for _, drawn in of_epoch for index, _ in drawn})
+        left.append(
+            set(range(50)) - {index for _, drawn in of_epoch for index, _ in drawn}
+        )
         orders.add(tuple(plan.bucket_of(at) for at, _ in of_epoch))
-    assert len(set(map(frozenset, left))) > 4 < len(orders) and not set.intersection(*left)
+    assert len(set(map(frozenset, left))) > 4 < len(orders) and not set.intersection(
+        *left
+    )
 
 
 def test_epochs_of_a_length_walk_through_all_places_of_a_pass() -> None:
-    plan = plan_of(varied(50), micro_batch_size=2, global_batch_size=4, epoch_samples=12, epochs=12)
+    plan = plan_of(
+        varied(50), micro_batch_size=2, global_batch_size=4, epoch_samples=12, epochs=12
+    )
     assert plan.steps_per_epoch == 3
     assert plan.training
-    per_pass = sum(bucket.selection.size // 2 * 2 for bucket in plan.training.store_samplers[0])
+    per_pass = sum(
+        bucket.selection.size // 2 * 2 for bucket in plan.training.store_samplers[0]
+    )
     run = [index for _, drawn in micro_batches(plan) for index, _ in drawn]
-    assert 46 <= per_pass <= 50 and len(set(run[:per_pass])) == per_pass == len(set(run[per_pass : 2 * per_pass]))
+    assert 46 <= per_pass <= 50 and len(set(run[:per_pass])) == per_pass == len(
+        set(run[per_pass : 2 * per_pass])
+    )
 
 
 def test_a_mixture_with_buckets_walks_through_every_sample() -> None:
     # One store has a single wide image, which alone would fill no micro-batch.
-    stores = {"a": store([50] * 29 + [90], [50] * 30), "b": store([50] * 15 + [90] * 15, [50] * 30)}
-    plan = plan_of(JoinedStore(stores), buckets=["8x8", "8x14"], mixture={"a": 3, "b": 1}, epochs=8)
+    stores = {
+        "a": store([50] * 29 + [90], [50] * 30),
+        "b": store([50] * 15 + [90] * 15, [50] * 30),
+    }
+    plan = plan_of(
+        JoinedStore(stores), buckets=["8x8", "8x14"], mixture={"a": 3, "b": 1}, epochs=8
+    )
     seen = Counter(index for _, drawn in micro_batches(plan) for index, _ in drawn)
     assert len(seen) == 60
-    assert {repeat for _, drawn in micro_batches(plan) for _, repeat in drawn} == {0}, "a pass has each once"
+    assert {repeat for _, drawn in micro_batches(plan) for _, repeat in drawn} == {0}, (
+        "a pass has each once"
+    )
     assert all(abs(seen[index] - 8 * 40 * 0.75 / 30) <= 2 for index in range(30))
     mixed_inside = [
-        {index < 30 for index, _ in drawn} for at, drawn in micro_batches(plan) if plan.bucket_of(at) == (8, 8)
+        {index < 30 for index, _ in drawn}
+        for at, drawn in micro_batches(plan)
+        if plan.bucket_of(at) == (8, 8)
     ]
     assert sum(len(each) == 2 for each in mixed_inside) > len(mixed_inside) / 4
 
@@ -99,7 +131,11 @@ def test_padding_of_validations_is_told_apart_from_their_samples() -> None:
         if at.split == "val"
     ]
     padding = (256, 192), [-1, -1, -1, -1]
-    assert found == [((192, 256), [0, 1, 2, 3]), ((256, 192), [4, -1, -1, -1]), padding, padding] * 2
+    assert (
+        found
+        == [((192, 256), [0, 1, 2, 3]), ((256, 192), [4, -1, -1, -1]), padding, padding]
+        * 2
+    )
     assert (plan.num_val, plan.val_steps, plan.without_draws().val_steps) == (5, 1, 1)
 
 
@@ -126,9 +162,17 @@ def test_buckets_are_part_of_the_fingerprint_and_plain_plans_keep_theirs() -> No
     ]
     assert len(set(found)) == len(found)
     both = JoinedStore({"a": train, "b": varied(30, 1)})
-    mixed = [{}, {"mixture": {"a": 1, "b": 1}}, {"buckets": THREE[:2]}, {"weights": "width"}, {"buckets": []}]
+    mixed = [
+        {},
+        {"mixture": {"a": 1, "b": 1}},
+        {"buckets": THREE[:2]},
+        {"weights": "width"},
+        {"buckets": []},
+    ]
     assert len({plan_of(both, **config).fingerprint for config in mixed}) == len(mixed)
-    other = store(*(np.array(list(train.read(np.arange(60), ("width", "height")).values())) + 1))
+    other = store(
+        *(np.array(list(train.read(np.arange(60), ("width", "height")).values())) + 1)
+    )
     assert plan_of(other).fingerprint != found[0]
 
 
@@ -142,45 +186,75 @@ def test_buckets_are_part_of_the_fingerprint_and_plain_plans_keep_theirs() -> No
         ({"global_batch_size": 80}, "smaller than a global batch of 80"),
     ],
 )
-def test_settings_that_do_not_go_with_a_store_are_named(config: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_go_with_a_store_are_named(
+    config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of(varied(50), **config)
 
 
 def test_stores_without_sizes_or_with_parts_are_told_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"no column 'width' for plan\.buckets; .*`raypipe convert` adds it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no column 'width' for plan\.buckets; .*`raypipe convert` adds it",
+    ):
         plan_of(MemoryStore([b"x"] * 20, [0] * 20))
     unknown = store([5] * 17 + [-1, 0, 3], [5] * 19 + [-1])
     with pytest.raises(
-        ConfigError, match=r"none for 3 samples, the first of them 17: set store\.filter to width > 0"
+        ConfigError,
+        match=r"none for 3 samples, the first of them 17: set store\.filter to width > 0",
     ):
         plan_of(unknown)
     assert plan_of(unknown, [17, 18, 19]).steps_per_epoch == 2
     with pytest.raises(ConfigError, match=r"none for 1 samples, the first of them 1"):
-        plan_of(MemoryStore([b"x"] * 3, None, columns={"width": [4, None, 5], "height": [4, 4, 5]}))
-    with pytest.raises(ConfigError, match=r"plan\.shuffle 'window' reads .*: set plan\.shuffle=global"):
+        plan_of(
+            MemoryStore(
+                [b"x"] * 3, None, columns={"width": [4, None, 5], "height": [4, 4, 5]}
+            )
+        )
+    with pytest.raises(
+        ConfigError, match=r"plan\.shuffle 'window' reads .*: set plan\.shuffle=global"
+    ):
         plan_of(grouped := store([5] * 20, [5] * 20, group_size=5))
     assert plan_of(grouped, shuffle="global").steps_per_epoch == 2
 
 
 def test_validation_buckets_need_buckets_and_errors_name_the_validation() -> None:
-    with pytest.raises(ConfigError, match=r"plan\.val_buckets must be false without plan\.buckets"):
+    with pytest.raises(
+        ConfigError, match=r"plan\.val_buckets must be false without plan\.buckets"
+    ):
         PlanConfig(val_buckets=True)
     config = PlanConfig(micro_batch_size=4, buckets=THREE, val_buckets=True)
-    with pytest.raises(ConfigError, match=r"none for 1 samples, .*: set store\.filter to \{val: width > 0\}"):
+    with pytest.raises(
+        ConfigError,
+        match=r"none for 1 samples, .*: set store\.filter to \{val: width > 0\}",
+    ):
         make_plan(config, varied(50), store([4, 0], [4, 4]))
-    assert make_plan(config, varied(50), store([4, 0], [4, 4]), val_selection=Selection([1], 2)).num_val == 1
+    assert (
+        make_plan(
+            config, varied(50), store([4, 0], [4, 4]), val_selection=Selection([1], 2)
+        ).num_val
+        == 1
+    )
     assert make_plan(config, varied(50)).val_steps == 0
 
 
-@pytest.mark.parametrize("buckets", [["224"], ["0x5"], ["5x-1"], ["192x256", "0192x256"], ["4x4", "4x4"], [224]])
+@pytest.mark.parametrize(
+    "buckets",
+    [["224"], ["0x5"], ["5x-1"], ["192x256", "0192x256"], ["4x4", "4x4"], [224]],
+)
 def test_what_is_no_bucket_is_refused(buckets: Any) -> None:
-    with pytest.raises(ConfigError, match=r"plan\.buckets.* must be (different sizes HEIGHTxWIDTH|a string)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"plan\.buckets.* must be (different sizes HEIGHTxWIDTH|a string)",
+    ):
         PlanConfig(buckets=buckets)
 
 
 def test_a_plan_without_draws_has_the_same_schedule_and_little_weight() -> None:
     plan = plan_of(varied(3000))
     light = plan.without_draws()
-    assert list(light.micro_batches(light.start())) == list(plan.micro_batches(plan.start()))
+    assert list(light.micro_batches(light.start())) == list(
+        plan.micro_batches(plan.start())
+    )
     assert len(pickle.dumps(light)) < 3000 < 6000 < len(pickle.dumps(plan))

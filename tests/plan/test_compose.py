@@ -25,23 +25,38 @@ def store(size: int, group_size: int | None = None, salt: int = 0) -> MemoryStor
     weights = np.arange(size) % 4 + salt + 0.5
     labels = (np.arange(size) ** 2 % 5).tolist()
     images = [bytes([i % 256, i // 256, salt]) for i in range(size)]
-    return MemoryStore(images, labels, columns={"weight": weights}, group_size=group_size)
+    return MemoryStore(
+        images, labels, columns={"weight": weights}, group_size=group_size
+    )
 
 
 def plan_of(train: Store, exclude: Sequence[list[int]] = (), **config: Any) -> Plan:
     """`exclude` has a list for each part."""
-    settings = {"epochs": 3, "micro_batch_size": 2, "global_batch_size": 8, "seed": 3, **config}
+    settings = {
+        "epochs": 3,
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "seed": 3,
+        **config,
+    }
     parts = list(train.parts.values()) if isinstance(train, JoinedStore) else [train]
-    selections = [Selection(excluded, len(part)) for excluded, part in zip(exclude, parts, strict=False)]
+    selections = [
+        Selection(excluded, len(part))
+        for excluded, part in zip(exclude, parts, strict=False)
+    ]
     selections += [Selection([], len(part)) for part in parts[len(selections) :]]
-    return make_plan(PlanConfig(**settings), train, store(5, salt=9), selections=selections)
+    return make_plan(
+        PlanConfig(**settings), train, store(5, salt=9), selections=selections
+    )
 
 
 def stream(plan: Plan) -> list[tuple[MicroBatchId, list[tuple[int, int]]]]:
     found = []
     for at in plan.micro_batches(plan.start()):
         draws = plan.draw(at)
-        found.append((at, list(zip(draws.indices.tolist(), draws.repeats.tolist(), strict=True))))
+        found.append(
+            (at, list(zip(draws.indices.tolist(), draws.repeats.tolist(), strict=True)))
+        )
     return found
 
 
@@ -75,7 +90,10 @@ def test_balanced_classes_are_drawn_equally_often() -> None:
 
 def test_repeats_draw_each_sample_so_often_and_no_more() -> None:
     for drawn in epochs(plan_of(store(20), aug_repeats=2)):
-        assert set(Counter(index for index, _ in drawn).values()) == {2} and len(drawn) == 40
+        assert (
+            set(Counter(index for index, _ in drawn).values()) == {2}
+            and len(drawn) == 40
+        )
     # As in Hoffer et al. and timm, an epoch may draw fewer samples instead.
     drawn = epochs(plan_of(store(20), aug_repeats=2, epoch_samples=20))
     assert [len(each) for each in drawn] == [16] * 3
@@ -84,11 +102,18 @@ def test_repeats_draw_each_sample_so_often_and_no_more() -> None:
 
 def test_an_epoch_length_walks_through_the_store_and_leaves_nothing_out() -> None:
     drawn = epochs(plan_of(store(12), epoch_samples=9))
-    assert sorted(index for each in drawn for index, _ in each) == sorted([*range(12), *range(12)])
+    assert sorted(index for each in drawn for index, _ in each) == sorted(
+        [*range(12), *range(12)]
+    )
 
 
 def mixed(**config: Any) -> Plan:
-    return plan_of(JoinedStore({"a": store(64), "b": store(16, salt=1), "c": store(200, 10, salt=2)}), **config)
+    return plan_of(
+        JoinedStore(
+            {"a": store(64), "b": store(16, salt=1), "c": store(200, 10, salt=2)}
+        ),
+        **config,
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,19 +127,35 @@ def mixed(**config: Any) -> Plan:
         ({"mixture": {"a": 2, "b": 1, "c": 1}, "epoch_samples": 100}, 12),
     ],
 )
-def test_a_mixture_lasts_until_its_first_store_ends_or_as_said(config: dict[str, Any], steps: int) -> None:
+def test_a_mixture_lasts_until_its_first_store_ends_or_as_said(
+    config: dict[str, Any], steps: int
+) -> None:
     assert mixed(**config).steps_per_epoch == steps
 
 
 def test_each_global_batch_of_a_mixture_has_its_weights() -> None:
-    plan = mixed(mixture={0: {"a": 0.5, "b": 0.3, "c": 0.2}, 1: {"a": 0, "b": 0.5, "c": 0.5}})
-    shares = {epoch: as_shares(w) for epoch, w in {0: (0.5, 0.3, 0.2), 1: (0, 1, 1), 2: (0, 1, 1)}.items()}
+    plan = mixed(
+        mixture={0: {"a": 0.5, "b": 0.3, "c": 0.2}, 1: {"a": 0, "b": 0.5, "c": 0.5}}
+    )
+    shares = {
+        epoch: as_shares(w)
+        for epoch, w in {0: (0.5, 0.3, 0.2), 1: (0, 1, 1), 2: (0, 1, 1)}.items()
+    }
     for epoch, drawn in enumerate(epochs(plan)):
         sources = plan.source_of(np.array([index for index, _ in drawn])).reshape(-1, 8)
         for batch in sources:
-            for count, share in zip(np.bincount(batch, minlength=3), shares[epoch], strict=True):
+            for count, share in zip(
+                np.bincount(batch, minlength=3), shares[epoch], strict=True
+            ):
                 assert 8 * share // ONE <= count <= -(-8 * share // ONE)
-    assert plan.source_of(np.array([0, 63, 64, 80, 279, -1])).tolist() == [0, 0, 1, 2, 2, -1]
+    assert plan.source_of(np.array([0, 63, 64, 80, 279, -1])).tolist() == [
+        0,
+        0,
+        1,
+        2,
+        2,
+        -1,
+    ]
 
 
 def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
@@ -141,34 +182,47 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
     found += [mixed(**config).fingerprint for config in several]
     assert len(set(found)) == len(found)
     assert (
-        mixed(mixture={"a": 2, "b": 1, "c": 1}).fingerprint == mixed(mixture={"c": 2, "a": 4, "b": 2}).fingerprint
+        mixed(mixture={"a": 2, "b": 1, "c": 1}).fingerprint
+        == mixed(mixture={"c": 2, "a": 4, "b": 2}).fingerprint
     )
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"mixture": {"a": 1}}, r"plan\.mixture has weights of a, and store\.train is a single store"),
+        (
+            {"mixture": {"a": 1}},
+            r"plan\.mixture has weights of a, and store\.train is a single store",
+        ),
         (
             {"weights": "weigth"},
             r"'weigth' for plan\.weights; did you mean weight\? its columns are label, weight",
         ),
         ({"weights": "image"}, r"no column 'image' for plan\.weights"),
-        ({"epoch_samples": 7}, "an epoch of 7 draws from .* is smaller than a global batch of 8"),
+        (
+            {"epoch_samples": 7},
+            "an epoch of 7 draws from .* is smaller than a global batch of 8",
+        ),
     ],
 )
-def test_settings_that_do_not_go_with_a_store_are_named(config: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_go_with_a_store_are_named(
+    config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of(store(20), **config)
 
 
 def test_a_mixture_names_the_stores_that_have_no_weight() -> None:
-    with pytest.raises(ConfigError, match=r"weights of a, d; the stores of store\.train are a, b, c"):
+    with pytest.raises(
+        ConfigError, match=r"weights of a, d; the stores of store\.train are a, b, c"
+    ):
         mixed(mixture={"a": 1, "d": 1})
 
 
 def test_a_plan_without_draws_has_the_same_schedule_and_little_weight() -> None:
     plan = plan_of(store(3000), weights="weight")
     light = plan.without_draws()
-    assert list(light.micro_batches(light.start())) == list(plan.micro_batches(plan.start()))
+    assert list(light.micro_batches(light.start())) == list(
+        plan.micro_batches(plan.start())
+    )
     assert len(pickle.dumps(light)) < 3000 < 24_000 < len(pickle.dumps(plan))

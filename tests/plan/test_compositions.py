@@ -67,7 +67,10 @@ def store_of(size: int, seed: int, group_size: int | None = None) -> MemoryStore
     }
     labels = rng.integers(0, 5, size).tolist()
     return MemoryStore(
-        [bytes([i, seed % 256]) for i in range(size)], labels, columns=columns, group_size=group_size
+        [bytes([i, seed % 256]) for i in range(size)],
+        labels,
+        columns=columns,
+        group_size=group_size,
     )
 
 
@@ -90,10 +93,17 @@ def compositions(draw: st.DrawFn) -> Composition:
         return draw(st.integers(least, most))
 
     per_step, micro_batch = pick(1, 2, 4, 6), pick(1, 2, 4, 8)
-    buckets = draw(st.lists(st.sampled_from(BUCKETS), min_size=0, max_size=3, unique=True))
+    buckets = draw(
+        st.lists(st.sampled_from(BUCKETS), min_size=0, max_size=3, unique=True)
+    )
     group_size = None if buckets else pick(None, 3, 10)
-    stores = [store_of(whole(2, 50), whole(0, 99), group_size) for _ in range(pick(1, 2, 3))]
-    keeps = [kept_of(each, pick("", "label != 3", "width >= 8 and label != 1")) for each in stores]
+    stores = [
+        store_of(whole(2, 50), whole(0, 99), group_size) for _ in range(pick(1, 2, 3))
+    ]
+    keeps = [
+        kept_of(each, pick("", "label != 3", "width >= 8 and label != 1"))
+        for each in stores
+    ]
     for keep in keeps:
         keep[draw(st.lists(st.integers(0, len(keep) - 1), max_size=4))] = False
     by = pick({}, {"weights": "weight"}, {"weights": 1.0}, {"weights": 0.5})
@@ -101,7 +111,9 @@ def compositions(draw: st.DrawFn) -> Composition:
     if len(stores) > 1 and pick(True, False):
         for epoch in pick([0], [0, 1], [0, 2]):
             values = draw(st.tuples(*[st.integers(0, 5)] * len(stores)).filter(any))
-            mixture[epoch] = {f"s{number}": value for number, value in enumerate(values)}
+            mixture[epoch] = {
+                f"s{number}": value for number, value in enumerate(values)
+            }
     config = PlanConfig(
         epochs=3,
         micro_batch_size=micro_batch,
@@ -124,23 +136,44 @@ def compositions(draw: st.DrawFn) -> Composition:
         train = JoinedStore({f"s{number}": each for number, each in enumerate(stores)})
     selections = list(map(Selection.where, keeps))
     try:
-        plan = make_plan(config, train, val, selections=selections, val_selection=Selection.where(val_keep))
+        plan = make_plan(
+            config,
+            train,
+            val,
+            selections=selections,
+            val_selection=Selection.where(val_keep),
+        )
     except ConfigError as error:
-        too_few = "has no samples", "has 0 samples", "fewer than a global batch", "smaller than a global batch"
-        assert any(each in str(error) for each in (*too_few, "has the samples of a micro-batch", "is 0 for all"))
+        too_few = (
+            "has no samples",
+            "has 0 samples",
+            "fewer than a global batch",
+            "smaller than a global batch",
+        )
+        assert any(
+            each in str(error)
+            for each in (*too_few, "has the samples of a micro-batch", "is 0 for all")
+        )
         assume(False)
         raise
     columns = {
-        name: np.concatenate([each.read(np.arange(len(each)), (name,))[name] for each in stores])
+        name: np.concatenate(
+            [each.read(np.arange(len(each)), (name,))[name] for each in stores]
+        )
         for name in ("width", "height", "weight", "label")
     }
     weights = columns["weight"] if isinstance(config.weights, str) else None
-    kept = [offset + np.flatnonzero(keep) for offset, keep in zip(offsets, keeps, strict=False)]
+    kept = [
+        offset + np.flatnonzero(keep)
+        for offset, keep in zip(offsets, keeps, strict=False)
+    ]
     if config.weights and not isinstance(config.weights, str):
         weights = np.zeros(len(columns["label"]))
         for samples in kept:
             sizes = Counter(columns["label"][samples].tolist())
-            weights[samples] = [sizes[label] ** -config.weights for label in columns["label"][samples]]
+            weights[samples] = [
+                sizes[label] ** -config.weights for label in columns["label"][samples]
+            ]
     sides = config.bucket_sides or [(1, 1)]
     return Composition(
         plan,
@@ -162,12 +195,22 @@ def stream(plan: Plan) -> Found:
         segments[at.split, at.epoch].append(at)
     for places in segments.values():
         draws = plan.draw_block(places)
-        found += [(at, triples(Draws(*columns))) for at, *columns in zip(places, *draws, strict=True)]
+        found += [
+            (at, triples(Draws(*columns)))
+            for at, *columns in zip(places, *draws, strict=True)
+        ]
     return found
 
 
 def triples(draws: Draws) -> list[Draw]:
-    return list(zip(draws.indices.tolist(), draws.laps.tolist(), draws.repeats.tolist(), strict=True))
+    return list(
+        zip(
+            draws.indices.tolist(),
+            draws.laps.tolist(),
+            draws.repeats.tolist(),
+            strict=True,
+        )
+    )
 
 
 # What is declared
@@ -182,11 +225,18 @@ def declared_steps(made: Composition) -> int:
         return wanted // plan.global_batch_size
     if len(sizes) > 1 and config.mixture:
         of_store = list(config.mixture_by_epoch[0].values())
-        ends = [Fraction(n * sum(of_store), w) // 1 for n, w in zip(sizes, of_store, strict=True) if w]
+        ends = [
+            Fraction(n * sum(of_store), w) // 1
+            for n, w in zip(sizes, of_store, strict=True)
+            if w
+        ]
         draws = max(ends) if wanted == "longest" else min(ends)
     elif len(sizes) == 1 and config.buckets and made.weights is None:
         unit = config.micro_batch_size
-        draws = sum(n // unit * unit for n in Counter(made.buckets[made.kept[0]].tolist()).values())
+        draws = sum(
+            n // unit * unit
+            for n in Counter(made.buckets[made.kept[0]].tolist()).values()
+        )
     else:
         draws = sum(sizes)
     return draws * config.aug_repeats // plan.global_batch_size
@@ -203,17 +253,29 @@ def steps_of(found: Found, per_step: int) -> Iterator[tuple[int, list[list[Draw]
     """The epoch of each training step, and the draws of its micro-batches."""
     training = [each for each in found if each[0].split == "train"]
     for first in range(0, len(training), per_step):
-        yield training[first][0].epoch, [drawn for _, drawn in training[first : first + per_step]]
+        yield (
+            training[first][0].epoch,
+            [drawn for _, drawn in training[first : first + per_step]],
+        )
 
 
 def without_copies(step: list[list[Draw]], config: PlanConfig) -> list[list[Draw]]:
     """Places of a step that are copied, without the copies; each draw has as many as declared, where declared."""
     times = config.aug_repeats
-    units = Counter((index, lap, repeat // times) for drawn in step for index, lap, repeat in drawn)
+    units = Counter(
+        (index, lap, repeat // times) for drawn in step for index, lap, repeat in drawn
+    )
     assert set(units.values()) == {times}
-    spread = Counter(each for drawn in step for each in {(i, lap, repeat // times) for i, lap, repeat in drawn})
+    spread = Counter(
+        each
+        for drawn in step
+        for each in {(i, lap, repeat // times) for i, lap, repeat in drawn}
+    )
     assert set(spread.values()) == {times}
-    first = [[(i, lap, repeat // times) for i, lap, repeat in drawn if repeat % times == 0] for drawn in step]
+    first = [
+        [(i, lap, repeat // times) for i, lap, repeat in drawn if repeat % times == 0]
+        for drawn in step
+    ]
     return [drawn for drawn in first if drawn]
 
 
@@ -222,8 +284,17 @@ def check_draws(made: Composition, found: Found) -> None:
     plan, kept = made.plan, np.concatenate(made.kept)
     assert plan.steps_per_epoch == declared_steps(made)
     for epoch in range(plan.config.epochs):
-        of_epoch = [draw for at, drawn in found if (at.split, at.epoch) == ("train", epoch) for draw in drawn]
-        assert len(of_epoch) == len(set(of_epoch)) == plan.steps_per_epoch * plan.global_batch_size
+        of_epoch = [
+            draw
+            for at, drawn in found
+            if (at.split, at.epoch) == ("train", epoch)
+            for draw in drawn
+        ]
+        assert (
+            len(of_epoch)
+            == len(set(of_epoch))
+            == plan.steps_per_epoch * plan.global_batch_size
+        )
         indices, laps, repeats = np.array(of_epoch).T
         assert np.isin(indices, kept).all()
         keys = plan.sample_keys("train", Draws(indices, laps, repeats, 0 * indices))
@@ -235,14 +306,18 @@ def check_draws(made: Composition, found: Found) -> None:
             (bucket,) = {int(made.buckets[index]) for index, _, _ in drawn}
             assert plan.bucket_of(at) == plan.config.bucket_sides[bucket]
             now, last = made.transform.size_at(at.epoch), made.transform.final_size
-            exact = [Fraction(side * now, last) for side in plan.config.bucket_sides[bucket]]
+            exact = [
+                Fraction(side * now, last) for side in plan.config.bucket_sides[bucket]
+            ]
             size = size_in(made.transform, "train", at.epoch, plan.bucket_of(at))
             assert isinstance(size, tuple)
             for side, wanted in zip(size, exact, strict=True):
                 assert abs(side - wanted) <= Fraction(1, 2)
 
 
-def check_one_store(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) -> None:
+def check_one_store(
+    made: Composition, epochs: dict[int, list[list[list[Draw]]]]
+) -> None:
     """Each sample once in a pass, or, in each epoch, as often as its weight says."""
     plan, config, (kept,) = made.plan, made.plan.config, made.kept
     unit, sizes = config.micro_batch_size, Counter(made.buckets[kept].tolist())
@@ -251,7 +326,11 @@ def check_one_store(made: Composition, epochs: dict[int, list[list[list[Draw]]]]
         for epoch, steps in epochs.items()
     }
     if made.weights is None:
-        size = sum(n // unit * unit for n in sizes.values()) if config.buckets else len(kept)
+        size = (
+            sum(n // unit * unit for n in sizes.values())
+            if config.buckets
+            else len(kept)
+        )
         walks = isinstance(config.epoch_samples, int) and config.epoch_samples
         passes = list(drawn.values())
         if walks:
@@ -261,25 +340,43 @@ def check_one_store(made: Composition, epochs: dict[int, list[list[list[Draw]]]]
             assert len(set(of_pass)) == len(of_pass) <= size
             if len(of_pass) == size:  # all but what fills no micro-batch of its bucket
                 counts = Counter(made.buckets[of_pass].tolist())
-                assert not config.buckets or counts == {b: n // unit * unit for b, n in sizes.items() if n >= unit}
-            assert walks or size - len(of_pass) < config.samples_per_step // config.aug_repeats
+                assert not config.buckets or counts == {
+                    b: n // unit * unit for b, n in sizes.items() if n >= unit
+                }
+            assert (
+                walks
+                or size - len(of_pass) < config.samples_per_step // config.aug_repeats
+            )
         return
     total = made.weights[kept].sum()
     for of_epoch in drawn.values():
         samples = Counter(of_epoch)
         for bucket in sizes:
             inside = kept[made.buckets[kept] == bucket]
-            weight, count = float(made.weights[inside].sum()), sum(samples[index] for index in inside.tolist())
+            weight, count = (
+                float(made.weights[inside].sum()),
+                sum(samples[index] for index in inside.tolist()),
+            )
             if config.buckets:
                 assert count % unit == 0
-                check_is_share(count // unit, float(len(of_epoch) // unit * weight / total))
+                check_is_share(
+                    count // unit, float(len(of_epoch) // unit * weight / total)
+                )
             for index in inside.tolist() if weight else ():
-                check_is_share(samples[index], float(count * made.weights[index] / weight))
-            if not isinstance(config.weights, str) and plan.config.shuffle != "off" and not is_windowed(plan):
+                check_is_share(
+                    samples[index], float(count * made.weights[index] / weight)
+                )
+            if (
+                not isinstance(config.weights, str)
+                and plan.config.shuffle != "off"
+                and not is_windowed(plan)
+            ):
                 for label in set(made.labels[inside].tolist()):
                     of_class = inside[made.labels[inside] == label]
                     exact = float(count * made.weights[of_class].sum() / weight)
-                    check_is_share(sum(samples[index] for index in of_class.tolist()), exact)
+                    check_is_share(
+                        sum(samples[index] for index in of_class.tolist()), exact
+                    )
 
 
 def is_windowed(plan: Plan) -> bool:
@@ -295,18 +392,29 @@ def check_mixture(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) 
         sources[samples] = number
     all_buckets = range(len(config.buckets) or 1)
     weights = np.ones(len(sources)) if made.weights is None else made.weights
-    leaves = {(s, b): samples[made.buckets[samples] == b] for s, samples in enumerate(stores) for b in all_buckets}
+    leaves = {
+        (s, b): samples[made.buckets[samples] == b]
+        for s, samples in enumerate(stores)
+        for b in all_buckets
+    }
     totals = [float(weights[samples].sum()) for samples in stores]
-    inside = {(s, b): float(weights[samples].sum()) / totals[s] for (s, b), samples in leaves.items()}
+    inside = {
+        (s, b): float(weights[samples].sum()) / totals[s]
+        for (s, b), samples in leaves.items()
+    }
     had: Counter[tuple[int, int]] = Counter()
     times: Counter[int] = Counter()
     for epoch, steps in epochs.items():
         given = list(config.mixture_by_epoch.items()) or [
             (0, {str(s): len(stores[s]) for s in range(len(stores))})
         ]
-        now = list(next(values for first, values in reversed(given) if first <= epoch).values())
+        now = list(
+            next(values for first, values in reversed(given) if first <= epoch).values()
+        )
         joint = {(s, b): now[s] / sum(now) * part for (s, b), part in inside.items()}
-        of_bucket = {b: sum(joint[s, b] for s in range(len(stores))) for b in all_buckets}
+        of_bucket = {
+            b: sum(joint[s, b] for s in range(len(stores))) for b in all_buckets
+        }
         for step in steps:
             indices = [[index for index, _, _ in place] for place in step]
             if not config.buckets:
@@ -319,7 +427,9 @@ def check_mixture(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) 
                 bucket = int(made.buckets[place[0]])
                 counts = Counter(sources[place].tolist())
                 for s in range(len(stores)):
-                    check_is_share(counts[s], len(place) * joint[s, bucket] / of_bucket[bucket])
+                    check_is_share(
+                        counts[s], len(place) * joint[s, bucket] / of_bucket[bucket]
+                    )
                 had.update((source, bucket) for source in sources[place].tolist())
                 times.update(place)
             for leaf, samples in leaves.items():
@@ -330,10 +440,14 @@ def check_mixture(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) 
                 for index, exact in zip(samples.tolist(), part.tolist(), strict=True):
                     near = round(exact) if abs(exact - round(exact)) < 1e-9 else exact
                     least, most = math.floor(near), math.ceil(near)
-                    assert passes * least <= times[index] <= (passes + (rest > 0)) * most
+                    assert (
+                        passes * least <= times[index] <= (passes + (rest > 0)) * most
+                    )
         # A pass has each sample once, so that a draw in it needs no repeat.
         if made.weights is None:
-            assert not any(repeat for step in steps for place in step for _, _, repeat in place)
+            assert not any(
+                repeat for step in steps for place in step for _, _, repeat in place
+            )
 
 
 def check_declared(made: Composition, found: Found) -> None:
@@ -348,27 +462,52 @@ def check_validations(made: Composition, found: Found) -> None:
     """Each sample exactly once; with buckets of one at a time, of which the last micro-batch alone has padding."""
     plan, config = made.plan, made.plan.config
     for epoch in range(config.epochs):
-        places = [(at, [i for i, *_ in drawn]) for at, drawn in found if (at.split, at.epoch) == ("val", epoch)]
-        drawn = [index for _, indices in places for index in indices if index != PADDING]
-        assert sorted(drawn) == (np.flatnonzero(made.val_keep).tolist() if plan.has_val(epoch) else [])
+        places = [
+            (at, [i for i, *_ in drawn])
+            for at, drawn in found
+            if (at.split, at.epoch) == ("val", epoch)
+        ]
+        drawn = [
+            index for _, indices in places for index in indices if index != PADDING
+        ]
+        assert sorted(drawn) == (
+            np.flatnonzero(made.val_keep).tolist() if plan.has_val(epoch) else []
+        )
         padded = Counter(
-            plan.bucket_of(at) for at, indices in places if PADDING in indices and set(indices) != {-1}
+            plan.bucket_of(at)
+            for at, indices in places
+            if PADDING in indices and set(indices) != {-1}
         )
         assert set(padded.values()) <= {1}
         for at, indices in places:
             bucket = plan.bucket_of(at)
-            assert (bucket in config.bucket_sides) if config.val_buckets else (bucket is None)
+            assert (
+                (bucket in config.bucket_sides)
+                if config.val_buckets
+                else (bucket is None)
+            )
             for index in indices if config.val_buckets else ():
-                assert index == PADDING or config.bucket_sides[made.val_buckets[index]] == bucket
+                assert (
+                    index == PADDING
+                    or config.bucket_sides[made.val_buckets[index]] == bucket
+                )
 
 
 def check_ranks(plan: Plan, found: Found) -> None:
     """Ranks of every world size share each step; together they have the stream of one."""
     places = [at for at, _ in found]
-    for world_size in (w for w in range(1, plan.config.per_step + 1) if plan.config.per_step % w == 0):
-        ranks = [[at for at, _ in found][rank::world_size] for rank in range(world_size)]
+    for world_size in (
+        w for w in range(1, plan.config.per_step + 1) if plan.config.per_step % w == 0
+    ):
+        ranks = [
+            [at for at, _ in found][rank::world_size] for rank in range(world_size)
+        ]
         assert [at for turn in zip(*ranks, strict=True) for at in turn] == places
-        assert all(at.micro % world_size == rank for rank, of_rank in enumerate(ranks) for at in of_rank)
+        assert all(
+            at.micro % world_size == rank
+            for rank, of_rank in enumerate(ranks)
+            for at in of_rank
+        )
 
 
 def check_resumes(plan: Plan, found: Found) -> None:
@@ -378,7 +517,9 @@ def check_resumes(plan: Plan, found: Found) -> None:
     for global_step in range(plan.config.epochs * plan.steps_per_epoch):
         left = list(again.micro_batches(again.cursor_at(global_step)))
         assert left == [at for at, _ in found[tails[left[0]] :]]
-        assert triples(again.draw(left[0])) == found[tails[left[0]]][1]  # alone, without what came before
+        assert (
+            triples(again.draw(left[0])) == found[tails[left[0]]][1]
+        )  # alone, without what came before
 
 
 def check(made: Composition) -> None:
@@ -391,7 +532,9 @@ def check(made: Composition) -> None:
 
 @given(compositions())
 @settings(max_examples=25, deadline=None)
-def test_any_composition_draws_what_it_declares_for_any_ranks_and_step(made: Composition) -> None:
+def test_any_composition_draws_what_it_declares_for_any_ranks_and_step(
+    made: Composition,
+) -> None:
     check(made)
 
 
@@ -405,19 +548,34 @@ def test_many_compositions_draw_what_they_declare(made: Composition) -> None:
 
 @given(compositions(), st.data())
 @settings(max_examples=10, deadline=None)
-def test_substitutes_keep_to_a_samples_source_and_bucket(made: Composition, data: st.DataObject) -> None:
+def test_substitutes_keep_to_a_samples_source_and_bucket(
+    made: Composition, data: st.DataObject
+) -> None:
     plan = made.plan
-    places = [(at, drawn) for at, drawn in stream(plan) if (at.split, at.epoch) == ("train", 1)]
+    places = [
+        (at, drawn)
+        for at, drawn in stream(plan)
+        if (at.split, at.epoch) == ("train", 1)
+    ]
     first: dict[int, tuple[MicroBatchId, int]] = {}
     for at, drawn in places:
         for row, (index, *_) in enumerate(drawn):
             first.setdefault(index, (at, row))
-    wanted = data.draw(st.lists(st.sampled_from(np.concatenate(made.kept).tolist()), max_size=3))
+    wanted = data.draw(
+        st.lists(st.sampled_from(np.concatenate(made.kept).tolist()), max_size=3)
+    )
     assert find(plan, 1, wanted) == [first.get(index, (None, 0)) for index in wanted]
-    kept = {index: number for number, samples in enumerate(made.kept) for index in samples.tolist()}
+    kept = {
+        index: number
+        for number, samples in enumerate(made.kept)
+        for index in samples.tolist()
+    }
     for at, drawn in data.draw(st.lists(st.sampled_from(places), max_size=3)):
         for attempt in range(2):
             found = plan.substitute(at, drawn[0][0], attempt)
             assert kept[found] == kept[drawn[0][0]]
-            assert not plan.config.buckets or made.buckets[found] == made.buckets[drawn[0][0]]
+            assert (
+                not plan.config.buckets
+                or made.buckets[found] == made.buckets[drawn[0][0]]
+            )
             assert made.weights is None or made.weights[found] > 0

@@ -23,11 +23,18 @@ def store(size: int, salt: int = 0, group_size: int | None = None) -> MemoryStor
     columns = {name: rng.integers(4, 20, size) for name in ("width", "height")}
     columns["weight"] = rng.integers(0, 4, size) + 0.5
     images = [bytes([i % 256, i // 256, salt]) for i in range(size)]
-    return MemoryStore(images, rng.integers(0, 5, size).tolist(), columns=columns, group_size=group_size)
+    return MemoryStore(
+        images,
+        rng.integers(0, 5, size).tolist(),
+        columns=columns,
+        group_size=group_size,
+    )
 
 
 def several(group_size: int | None = None) -> JoinedStore:
-    return JoinedStore({"a": store(64), "b": store(16, 1), "c": store(200, 2, group_size)})
+    return JoinedStore(
+        {"a": store(64), "b": store(16, 1), "c": store(200, 2, group_size)}
+    )
 
 
 ONE = {"size": 90}
@@ -52,18 +59,50 @@ OTHERS: dict[str, dict[str, Any]] = {
     "epoch of 40": {**ONE, "epoch_samples": 40},
     "window, epoch of 40, repeats": {**GROUPED, "epoch_samples": 40, "aug_repeats": 2},
     "weights": {**ONE, "weights": "weight"},
-    "weights, window": {**GROUPED, "weights": "weight", "window_groups": 3, "epoch_samples": 50},
-    "weights, off, excluded": {**ONE, "weights": "weight", "shuffle": "off", "exclude": [2, 9], "aug_repeats": 2},
+    "weights, window": {
+        **GROUPED,
+        "weights": "weight",
+        "window_groups": 3,
+        "epoch_samples": 50,
+    },
+    "weights, off, excluded": {
+        **ONE,
+        "weights": "weight",
+        "shuffle": "off",
+        "exclude": [2, 9],
+        "aug_repeats": 2,
+    },
     "class balance": {**ONE, "weights": 0.5},
     "buckets": {**ONE, "buckets": BUCKETS, "val_buckets": True},
-    "buckets, off, repeats": {**ONE, "buckets": BUCKETS, "shuffle": "off", "aug_repeats": 2, "exclude": [1]},
+    "buckets, off, repeats": {
+        **ONE,
+        "buckets": BUCKETS,
+        "shuffle": "off",
+        "aug_repeats": 2,
+        "exclude": [1],
+    },
     "buckets, epoch of 40": {**ONE, "buckets": BUCKETS, "epoch_samples": 40},
     "buckets, weights": {**ONE, "buckets": BUCKETS, "weights": "weight"},
-    "buckets, class balance": {**ONE, "buckets": BUCKETS, "weights": 1.0, "aug_repeats": 2},
+    "buckets, class balance": {
+        **ONE,
+        "buckets": BUCKETS,
+        "weights": 1.0,
+        "aug_repeats": 2,
+    },
     "mixture by sizes": {},
     "mixture": MIXTURE,
-    "mixture, longest": {**MIXTURE, "epoch_samples": "longest", "exclude": [5, 70, 79], "group_size": 9},
-    "mixture, weights, repeats": {**MIXTURE, "weights": "weight", "aug_repeats": 2, "epoch_samples": 100},
+    "mixture, longest": {
+        **MIXTURE,
+        "epoch_samples": "longest",
+        "exclude": [5, 70, 79],
+        "group_size": 9,
+    },
+    "mixture, weights, repeats": {
+        **MIXTURE,
+        "weights": "weight",
+        "aug_repeats": 2,
+        "epoch_samples": 100,
+    },
     "mixture, buckets": {**MIXTURE, "buckets": BUCKETS},
     "mixture, buckets, weights, repeats": {
         **MIXTURE,
@@ -73,9 +112,19 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def plan_of(
-    size: int = 0, group_size: int | None = None, exclude: Any = (), val_exclude: Any = (), **config: Any
+    size: int = 0,
+    group_size: int | None = None,
+    exclude: Any = (),
+    val_exclude: Any = (),
+    **config: Any,
 ) -> Plan:
-    usual = {"epochs": 3, "micro_batch_size": 4, "global_batch_size": 8, "seed": 3, "val_interval": 2}
+    usual = {
+        "epochs": 3,
+        "micro_batch_size": 4,
+        "global_batch_size": 8,
+        "seed": 3,
+        "val_interval": 2,
+    }
     train: Store = store(size, group_size=group_size) if size else several(group_size)
     keep = ~np.isin(np.arange(len(train)), list(exclude))
     cuts = train.offsets[1:-1] if isinstance(train, JoinedStore) else []
@@ -98,8 +147,14 @@ def hashes_of(plan: Plan) -> tuple[str, str]:
         line = f"{at} {indices.tolist()} {plan.bucket_of(at)}\n".encode()
         drawn.update(line)
         keys = plan.sample_keys(at.split, draws).tolist()
-        again = [plan.substitute(at, int(indices[0]), n) for n in range(2)] if at.split == "train" else []
-        all_of_it.update(line + f"{keys} {plan.micro_batch_seed(at)} {again}\n".encode())
+        again = (
+            [plan.substitute(at, int(indices[0]), n) for n in range(2)]
+            if at.split == "train"
+            else []
+        )
+        all_of_it.update(
+            line + f"{keys} {plan.micro_batch_seed(at)} {again}\n".encode()
+        )
     return drawn.hexdigest(), all_of_it.hexdigest()
 
 
@@ -147,4 +202,7 @@ def test_plain_plans_have_version_1_and_long_seeds_the_next() -> None:
     contents = [plan_of(**config).training.content for config in PLAIN.values()]  # type: ignore[union-attr]
     assert {content[0] for content in contents} == {1}
     others = [plan_of(**config).training.content for config in OTHERS.values()]  # type: ignore[union-attr]
-    assert {content[0][0] if isinstance(content[0], list) else content[0] for content in others} == {2}
+    assert {
+        content[0][0] if isinstance(content[0], list) else content[0]
+        for content in others
+    } == {2}

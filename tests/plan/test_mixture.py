@@ -15,11 +15,20 @@ from raypipe.plan.order import Shuffle
 from raypipe.plan.samplers import Permuted
 from raypipe.plan.selection import Selection
 
-weight_lists = st.lists(st.integers(0, 20) | st.floats(0.001, 5), min_size=1, max_size=6).filter(any)
+weight_lists = st.lists(
+    st.integers(0, 20) | st.floats(0.001, 5), min_size=1, max_size=6
+).filter(any)
 
 
-@given(st.integers(0, 60), st.integers(1, 50), st.integers(-200, 200), st.integers(-300, 300))
-def test_floor_sums_are_those_of_the_terms(num: int, modulus: int, factor: int, addend: int) -> None:
+@given(
+    st.integers(0, 60),
+    st.integers(1, 50),
+    st.integers(-200, 200),
+    st.integers(-300, 300),
+)
+def test_floor_sums_are_those_of_the_terms(
+    num: int, modulus: int, factor: int, addend: int
+) -> None:
     expected = sum((factor * n + addend) // modulus for n in range(num))
     assert floor_sum(num, modulus, factor, addend) == expected
 
@@ -33,7 +42,9 @@ def test_shares_add_up_to_one_in_proportion(weights: list[float]) -> None:
         assert abs(share - Fraction(weight) / total * ONE) < 1
 
 
-@given(weight_lists, st.integers(1, 70), st.integers(0, 2**64 - 1), st.integers(0, 10**12))
+@given(
+    weight_lists, st.integers(1, 70), st.integers(0, 2**64 - 1), st.integers(0, 10**12)
+)
 @settings(max_examples=60, deadline=None)
 def test_each_batch_rounds_shares_and_totals_are_their_sums(
     weights: list[float], batch_size: int, seed: int, first: int
@@ -46,7 +57,9 @@ def test_each_batch_rounds_shares_and_totals_are_their_sums(
         for count, share in zip(counts, shares, strict=True):
             assert math.floor(Fraction(batch_size * share, ONE)) <= count
             assert count <= math.ceil(Fraction(batch_size * share, ONE))
-    totals = np.array([quotas.before(batch) for batch in range(first, first + 21)], object)
+    totals = np.array(
+        [quotas.before(batch) for batch in range(first, first + 21)], object
+    )
     assert (totals[1:] - totals[:-1]).tolist() == found
     assert quotas.before(0) == [0] * len(weights)
     # The golden ratio keeps what a store has had near its share of all.
@@ -62,7 +75,11 @@ def mixture_of(
         Permuted(Shuffle("global", size, number), Selection([], size), offset)
         for number, (size, offset) in enumerate(zip(sizes, offsets, strict=False))
     ]
-    quotas = Quotas({batch: as_shares(of_batch) for batch, of_batch in shares.items()}, batch_size, seed)
+    quotas = Quotas(
+        {batch: as_shares(of_batch) for batch, of_batch in shares.items()},
+        batch_size,
+        seed,
+    )
     return Mixture(parts, quotas, seed), quotas
 
 
@@ -78,9 +95,13 @@ def test_each_batch_has_its_weights_and_each_store_is_walked_through() -> None:
         seen |= set(zip(draws.indices.tolist(), draws.laps.tolist(), strict=True))
         sources = np.searchsorted([50, 57], draws.indices, side="right")
         counts = np.bincount(sources, minlength=3).tolist()
-        assert counts == quotas.counts(batch) == ([5, 2, 1] if batch < 10 else [0, 4, 4])
+        assert (
+            counts == quotas.counts(batch) == ([5, 2, 1] if batch < 10 else [0, 4, 4])
+        )
         for source in range(3):
-            walked[source] += (draws.indices[sources == source] - [0, 50, 57][source]).tolist()
+            walked[source] += (
+                draws.indices[sources == source] - [0, 50, 57][source]
+            ).tolist()
     assert len(seen) == 160, "no sample is drawn twice in a pass"
     # 50 of the first store in ten batches, once each; the second in passes of 7.
     assert sorted(walked[0]) == list(range(50))
@@ -89,13 +110,19 @@ def test_each_batch_has_its_weights_and_each_store_is_walked_through() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [8, 5000])
-def test_a_mixture_is_the_same_one_at_a_time_and_mixes_within_a_batch(batch_size: int) -> None:
+def test_a_mixture_is_the_same_one_at_a_time_and_mixes_within_a_batch(
+    batch_size: int,
+) -> None:
     mixed, quotas = mixture_of([50, 7, 20], {0: [1, 1, 1]}, batch_size, 3)
     together = mixed.draw(np.arange(5 * batch_size)).indices
     some = range(0, 5 * batch_size, max(1, batch_size // 100))
-    assert [int(mixed.draw(np.array([position])).indices[0]) for position in some] == together[some].tolist()
+    assert [
+        int(mixed.draw(np.array([position])).indices[0]) for position in some
+    ] == together[some].tolist()
     sources = np.searchsorted([50, 57], together, side="right").reshape(5, batch_size)
-    assert [np.bincount(batch).tolist() for batch in sources] == [quotas.counts(batch) for batch in range(5)]
+    assert [np.bincount(batch).tolist() for batch in sources] == [
+        quotas.counts(batch) for batch in range(5)
+    ]
     assert any(batch.tolist() != sorted(batch) for batch in sources)
 
 
@@ -106,11 +133,15 @@ def test_weights_change_where_the_schedule_says(steps: int) -> None:
     batches = np.array([quotas.counts(batch) for batch in range(5 * steps)])
     found = batches.reshape(5, steps, 3).sum(axis=1).tolist()
     assert found == [[n * steps for n in each] for each in expected]
-    assert list(accumulate(each[1] for each in found)) == [n * steps for n in (0, 6, 12, 14, 16)]
+    assert list(accumulate(each[1] for each in found)) == [
+        n * steps for n in (0, 6, 12, 14, 16)
+    ]
 
 
 def test_a_place_among_a_billion_mixed_samples_costs_no_memory() -> None:
-    mixed, _ = mixture_of([10**9, 10**8, 10**7], {0: [0.7, 0.2, 0.1], 9 * 10**6: [1, 1, 1]}, 1024, seed=1)
+    mixed, _ = mixture_of(
+        [10**9, 10**8, 10**7], {0: [0.7, 0.2, 0.1], 9 * 10**6: [1, 1, 1]}, 1024, seed=1
+    )
     mixed.draw(np.arange(128))  # numpy imports what it needs at first use
     tracemalloc.start()
     draws = mixed.draw(np.arange(128) + 32 * 10**9)

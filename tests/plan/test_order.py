@@ -42,7 +42,9 @@ def whole(shuffle: Shuffle, lap: int = 0) -> list[int]:
 
 def test_every_size_to_300_is_a_bijection() -> None:
     for size in range(1, 301):
-        assert sorted(whole(everywhere(size, seed=5), size % 3)) == list(range(size)), size
+        assert sorted(whole(everywhere(size, seed=5), size % 3)) == list(range(size)), (
+            size
+        )
 
 
 @pytest.mark.parametrize("size", [2**20 - 1, 2**20, 2**20 + 1, BILLION, 2**40 + 7])
@@ -68,7 +70,9 @@ def test_all_permutations_are_about_equally_frequent(size: int, sorts: bool) -> 
         keys = [derive_keys(1, 11, Domain.ORDER, epoch)[0] for epoch in range(epochs)]
         counts = Counter(tuple(shuffled(size, key).tolist()) for key in keys)
     else:
-        counts = Counter(tuple(whole(everywhere(size, seed=11), epoch)) for epoch in range(epochs))
+        counts = Counter(
+            tuple(whole(everywhere(size, seed=11), epoch)) for epoch in range(epochs)
+        )
     possible = list(permutations(range(size)))
     expected = epochs / len(possible)
     chi_square = sum((counts[p] - expected) ** 2 / expected for p in possible)
@@ -86,7 +90,9 @@ def test_each_position_of_an_order_sees_every_index_equally_often() -> None:
     assert chi_square < 126.1  # 99.9 % quantile with 81 degrees of freedom
 
 
-@pytest.mark.parametrize("order", [everywhere(97, 4), windowed(UNEVEN, 4, 2), Shuffle("off", 12, 0)])
+@pytest.mark.parametrize(
+    "order", [everywhere(97, 4), windowed(UNEVEN, 4, 2), Shuffle("off", 12, 0)]
+)
 def test_vectorised_equals_one_at_a_time_in_any_order(order: Shuffle) -> None:
     together = whole(order, 3)
     for position in reversed(range(order.size)):
@@ -100,9 +106,15 @@ def test_permute_keeps_the_shape() -> None:
 
 
 def test_seed_and_epoch_are_hashed_not_added() -> None:
-    orders = {(s, e): tuple(whole(everywhere(50, s), e)) for s in range(6) for e in range(6)}
+    orders = {
+        (s, e): tuple(whole(everywhere(50, s), e)) for s in range(6) for e in range(6)
+    }
     assert len(set(orders.values())) == 36
-    by_window = {tuple(whole(windowed(np.arange(0, 51, 5), s, 3), e)) for s in range(6) for e in range(6)}
+    by_window = {
+        tuple(whole(windowed(np.arange(0, 51, 5), s, 3), e))
+        for s in range(6)
+        for e in range(6)
+    }
     assert len(by_window) == 36
 
 
@@ -139,16 +151,27 @@ def test_golden_window_order() -> None:
 @pytest.mark.parametrize("window_groups", [1, 2, 3, 7, 100])
 @pytest.mark.parametrize(
     "groups",
-    [UNEVEN, np.arange(0, 101, 10), np.array([0, 4]), np.array([0, 0, 0, 5, 5]), np.array([0, 1, 50, 51, 51])],
+    [
+        UNEVEN,
+        np.arange(0, 101, 10),
+        np.array([0, 4]),
+        np.array([0, 0, 0, 5, 5]),
+        np.array([0, 1, 50, 51, 51]),
+    ],
 )
-def test_window_order_reads_every_row_once(groups: np.ndarray, window_groups: int) -> None:
+def test_window_order_reads_every_row_once(
+    groups: np.ndarray, window_groups: int
+) -> None:
     order = windowed(groups, 7, window_groups)
     for epoch in range(4):
         assert sorted(whole(order, epoch)) == list(range(groups[-1]))
 
 
 def test_each_group_is_read_within_one_window_and_rows_mix_within_it() -> None:
-    groups, k = np.arange(0, 241, 8), 4  # 30 groups of 8: windows of 32 rows, the last one of 16
+    groups, k = (
+        np.arange(0, 241, 8),
+        4,
+    )  # 30 groups of 8: windows of 32 rows, the last one of 16
     order = windowed(groups, 7, k)
     for epoch in range(3):
         rows = np.array(whole(order, epoch))
@@ -157,7 +180,9 @@ def test_each_group_is_read_within_one_window_and_rows_mix_within_it() -> None:
             window = rows[start : start + 32]
             inside = np.unique(window // 8)
             assert len(inside) == len(window) // 8  # whole groups only
-            assert len(np.unique(window[:8] // 8)) > 1  # a group's worth of rows holds rows of several
+            assert (
+                len(np.unique(window[:8] // 8)) > 1
+            )  # a group's worth of rows holds rows of several
             seen += inside.tolist()
         assert sorted(seen) == list(range(30))
 
@@ -193,9 +218,15 @@ def test_default_window_holds_ten_groups_and_4096_rows() -> None:
 
 # Keys
 
-numbers = st.integers(0, 3) | st.sampled_from([2**32 - 1, 2**32, 2**32 + 7, 2**33, 2**63, 2**64 - 1])
+numbers = st.integers(0, 3) | st.sampled_from(
+    [2**32 - 1, 2**32, 2**32 + 7, 2**33, 2**63, 2**64 - 1]
+)
 derived = st.sampled_from([domain for domain in Domain if domain.num_parts is not None])
-inputs = derived.flatmap(lambda domain: st.tuples(numbers, st.just(domain), *[numbers] * (domain.num_parts or 0)))
+inputs = derived.flatmap(
+    lambda domain: st.tuples(
+        numbers, st.just(domain), *[numbers] * (domain.num_parts or 0)
+    )
+)
 
 
 @given(inputs, inputs)
@@ -212,7 +243,10 @@ def test_distinct_seeds_uses_and_parts_never_share_the_input_of_a_key(
 
 def test_a_long_seed_does_not_repeat_keys_of_another_seeds_later_pass() -> None:
     # As words end to end, both are 7, 1, 1.
-    later, wide = derive_keys(8, 7, Domain.ORDER, 1), derive_keys(8, 7 + 2**32, Domain.ORDER, 0)
+    later, wide = (
+        derive_keys(8, 7, Domain.ORDER, 1),
+        derive_keys(8, 7 + 2**32, Domain.ORDER, 0),
+    )
     assert not set(later.tolist()) & set(wide.tolist())
 
 
@@ -222,7 +256,9 @@ def test_quotas_and_the_first_shuffle_of_a_mixture_have_their_own_keys() -> None
 
 def test_what_fits_32_bits_is_hashed_as_it_always_was() -> None:
     expected = np.random.SeedSequence((3, 4, 1, 0, 9, 2)).generate_state(2, np.uint64)
-    assert derive_keys(2, 3, Domain.MICRO_BATCH, 1, 0, 9, 2).tolist() == expected.tolist()
+    assert (
+        derive_keys(2, 3, Domain.MICRO_BATCH, 1, 0, 9, 2).tolist() == expected.tolist()
+    )
 
 
 def test_a_use_has_a_fixed_number_of_parts() -> None:

@@ -12,14 +12,25 @@ from hypothesis import strategies as st
 
 from raypipe.plan.order import Shuffle
 from raypipe.plan.places import PADDING
-from raypipe.plan.samplers import Permuted, Repeated, Sampler, Sequential, Weighted, as_integers
+from raypipe.plan.samplers import (
+    Permuted,
+    Repeated,
+    Sampler,
+    Sequential,
+    Weighted,
+    as_integers,
+)
 from raypipe.plan.selection import Selection
 
 UNEVEN = np.array([0, 3, 5, 5, 9, 12])  # the third group is empty
-weight_lists = st.lists(st.integers(0, 9) | st.floats(0.01, 3), min_size=1, max_size=30).filter(any)
+weight_lists = st.lists(
+    st.integers(0, 9) | st.floats(0.01, 3), min_size=1, max_size=30
+).filter(any)
 
 
-def permuted(kind: Any, size: int, seed: int = 3, per_lap: int = 0, offset: int = 0) -> Permuted:
+def permuted(
+    kind: Any, size: int, seed: int = 3, per_lap: int = 0, offset: int = 0
+) -> Permuted:
     return Permuted(Shuffle(kind, size, seed), Selection([], size), offset, per_lap)
 
 
@@ -33,13 +44,17 @@ def weighted(
     classes: Any = None,
 ) -> Weighted:
     num, weights = len(weights), as_integers(np.asarray(weights))
-    return Weighted(weights, Shuffle(kind, num, seed, groups, k), Selection([], num), size, classes)
+    return Weighted(
+        weights, Shuffle(kind, num, seed, groups, k), Selection([], num), size, classes
+    )
 
 
 def drawn(sampler: Sampler, first: int, num: int) -> list[tuple[int, int, int]]:
     """Index, lap and repeat."""
     draws = sampler.draw(np.arange(first, first + num))
-    assert {column.dtype for column in draws} == {np.dtype(np.int64)} and not draws.buckets.any()
+    assert {column.dtype for column in draws} == {
+        np.dtype(np.int64)
+    } and not draws.buckets.any()
     return list(zip(*(column.tolist() for column in draws[:3]), strict=True))
 
 
@@ -67,19 +82,33 @@ def test_what_is_left_over_of_a_pass_is_not_drawn() -> None:
 
 
 def test_over_a_run_all_samples_are_drawn_equally_often() -> None:
-    assert np.bincount([index for index, _, _ in drawn(permuted("global", 7), 0, 28)]).tolist() == [4] * 7
+    assert (
+        np.bincount(
+            [index for index, _, _ in drawn(permuted("global", 7), 0, 28)]
+        ).tolist()
+        == [4] * 7
+    )
 
 
 @given(st.sets(st.integers(0, 39), max_size=39), st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
-def test_each_sample_that_is_not_excluded_is_drawn_once_in_a_pass(excluded: set[int], lap: int) -> None:
-    selection, indices = Selection(sorted(excluded), 40), sorted(set(range(40)) - excluded)
+def test_each_sample_that_is_not_excluded_is_drawn_once_in_a_pass(
+    excluded: set[int], lap: int
+) -> None:
+    selection, indices = (
+        Selection(sorted(excluded), 40),
+        sorted(set(range(40)) - excluded),
+    )
     size, groups = len(indices), selection.numbers(np.array([0, 7, 7, 19, 20, 40]))
     windows = [Shuffle("window", size, 4, groups, k) for k in (1, 3)]
     for shuffle in (Shuffle("global", size, 4), Shuffle("off", size, 4), *windows):
         sampler = Permuted(shuffle, selection)
-        assert sorted(index for index, _, _ in drawn(sampler, lap * size, size)) == indices
-        assert {sampler.sample_of(key) for key in range(2**63, 2**63 + size)} == set(indices)
+        assert (
+            sorted(index for index, _, _ in drawn(sampler, lap * size, size)) == indices
+        )
+        assert {sampler.sample_of(key) for key in range(2**63, 2**63 + size)} == set(
+            indices
+        )
 
 
 def test_golden_order_of_what_is_left() -> None:
@@ -93,7 +122,9 @@ def test_golden_order_of_what_is_left() -> None:
 
 def test_the_rest_of_a_billion_samples_costs_no_memory() -> None:
     billion = 10**9
-    sampler = Permuted(Shuffle("global", billion - 2, 0), Selection([5, billion // 2], billion))
+    sampler = Permuted(
+        Shuffle("global", billion - 2, 0), Selection([5, billion // 2], billion)
+    )
     sampler.draw(np.arange(2))  # numpy imports what it needs at first use
     tracemalloc.start()
     sampler.draw(np.arange(7 * billion - 1000, 7 * billion))
@@ -129,38 +160,64 @@ def test_what_is_repeated_is_the_same_one_at_a_time(stride: int) -> None:
 
 
 def test_validations_have_bucket_after_bucket_and_padding_to_whole_places() -> None:
-    buckets = [Selection([1, 5], 9, includes=True), Selection([], 0), Selection([0, 2, 3], 9, includes=True)]
+    buckets = [
+        Selection([1, 5], 9, includes=True),
+        Selection([], 0),
+        Selection([0, 2, 3], 9, includes=True),
+    ]
     sampler = Sequential(buckets, 2)
     draws = sampler.draw(np.arange(8))  # two more than it has
     assert draws.indices.tolist() == [1, 5, 0, 2, 3, *[PADDING] * 3]
-    assert draws.buckets.tolist() == [0, 0, *[2] * 6] and not draws.laps.any() and not draws.repeats.any()
+    assert (
+        draws.buckets.tolist() == [0, 0, *[2] * 6]
+        and not draws.laps.any()
+        and not draws.repeats.any()
+    )
     assert (sampler.size, sampler.counts) == (6, [1, 0, 2])
 
 
 # By weights
 
 
-@given(weight_lists, st.integers(1, 60), st.sampled_from(["global", "window", "off"]), st.integers(0, 9))
+@given(
+    weight_lists,
+    st.integers(1, 60),
+    st.sampled_from(["global", "window", "off"]),
+    st.integers(0, 9),
+)
 @settings(max_examples=80, deadline=None)
 def test_each_sample_is_drawn_by_its_weight_rounded_down_or_up(
     weights: list[float], size: int, shuffle: str, lap: int
 ) -> None:
     groups = np.unique([0, len(weights) // 3, len(weights)])
-    sampler = weighted(weights, size, shuffle, 7, groups if shuffle == "window" else None, 1)
+    sampler = weighted(
+        weights, size, shuffle, 7, groups if shuffle == "window" else None, 1
+    )
     draws = draws_of(sampler, lap)
-    counts, exact = Counter(index for index, _ in draws), as_integers(np.array(weights)).tolist()
+    counts, exact = (
+        Counter(index for index, _ in draws),
+        as_integers(np.array(weights)).tolist(),
+    )
     for index, weight in enumerate(exact):
         least = weight * size // sum(exact)
         assert least <= counts[index] <= least + (weight * size % sum(exact) > 0)
-        assert sorted(repeat for each, repeat in draws if each == index) == list(range(counts[index]))
+        assert sorted(repeat for each, repeat in draws if each == index) == list(
+            range(counts[index])
+        )
 
 
 def test_classes_in_turn_are_not_in_step_with_the_draws() -> None:
-    labels = np.arange(200) ** 2 % 5  # 40 of 0, 80 of 1, 80 of 4, the same in every five
+    labels = (
+        np.arange(200) ** 2 % 5
+    )  # 40 of 0, 80 of 1, 80 of 4, the same in every five
     weights = 1 / np.bincount(labels)[labels]
     sampler = weighted(weights, 200, seed=1, classes=labels)
     for lap in range(3):
-        assert sorted(np.bincount(labels[[index for index, _ in draws_of(sampler, lap)]])[[0, 1, 4]]) == [
+        assert sorted(
+            np.bincount(labels[[index for index, _ in draws_of(sampler, lap)]])[
+                [0, 1, 4]
+            ]
+        ) == [
             66,
             67,
             67,
@@ -176,19 +233,31 @@ def test_golden_weighted_draws() -> None:
 def test_passes_round_differently_so_that_all_is_in_proportion_over_a_run() -> None:
     sampler = weighted([0.5, 1.5, 1, 0], 3, seed=1)
     counts = Counter(index for lap in range(400) for index, _ in draws_of(sampler, lap))
-    assert abs(counts[0] - 200) < 40 and abs(counts[1] - 600) < 40 and counts[2] == 400 and counts[3] == 0
+    assert (
+        abs(counts[0] - 200) < 40
+        and abs(counts[1] - 600) < 40
+        and counts[2] == 400
+        and counts[3] == 0
+    )
 
 
 def test_samples_of_a_group_stay_in_its_window() -> None:
     sampler = weighted(np.tile([1, 2, 3], 20), 120, "window", 5, np.arange(0, 61, 6), 2)
     for lap in range(3):
         indices = sampler.draw(np.arange(120 * lap, 120 * lap + 120)).indices
-        groups = [set((indices[start : start + 24] // 6).tolist()) for start in range(0, 120, 24)]
-        assert [len(each) for each in groups] == [2] * 5 and len(set().union(*groups)) == 10
+        groups = [
+            set((indices[start : start + 24] // 6).tolist())
+            for start in range(0, 120, 24)
+        ]
+        assert [len(each) for each in groups] == [2] * 5 and len(
+            set().union(*groups)
+        ) == 10
 
 
 def test_what_is_left_out_is_never_drawn_and_indices_are_the_stores() -> None:
-    sampler = Weighted(np.array([1, 1, 2]), Shuffle("off", 3, 5), Selection([0, 2], 5), 8)
+    sampler = Weighted(
+        np.array([1, 1, 2]), Shuffle("off", 3, 5), Selection([0, 2], 5), 8
+    )
     assert Counter(index for index, _ in draws_of(sampler, 0)) == {1: 2, 3: 2, 4: 4}
 
 
@@ -196,7 +265,10 @@ def test_a_pickled_sampler_draws_the_same_and_has_no_layout() -> None:
     sampler = weighted(np.arange(1, 50), 49, "window", 5, np.arange(0, 50, 7), 2)
     cold = len(pickle.dumps(sampler))
     before = draws_of(sampler, 3)
-    assert len(pickle.dumps(sampler)) == cold and draws_of(pickle.loads(pickle.dumps(sampler)), 3) == before
+    assert (
+        len(pickle.dumps(sampler)) == cold
+        and draws_of(pickle.loads(pickle.dumps(sampler)), 3) == before
+    )
 
 
 def test_numbers_beyond_64_bits_are_exact() -> None:
@@ -211,17 +283,28 @@ def test_numbers_beyond_64_bits_are_exact() -> None:
 def test_whole_weights_stay_and_others_keep_their_proportions() -> None:
     assert as_integers(np.array([3.0, 0, 5])).tolist() == [3, 0, 5]
     scaled = as_integers(np.array([0.1, 0.2, 0.4]))
-    assert scaled[1] == 2 * scaled[0] and scaled[2] == 4 * scaled[0] and 2**59 < scaled.sum() < 2**61
+    assert (
+        scaled[1] == 2 * scaled[0]
+        and scaled[2] == 4 * scaled[0]
+        and 2**59 < scaled.sum() < 2**61
+    )
     assert as_integers(np.full(1000, 2.0**70)).sum() <= 2**61
 
 
 def test_weights_whose_sum_overflows_keep_their_proportions() -> None:
-    large, small = as_integers(np.array([1.7e308, 1.7e308, 0.85e308])), as_integers(np.array([2.0, 2.0, 1.0]) / 3)
-    assert large.tolist() == pytest.approx((small * (large[0] / small[0])).tolist(), rel=1e-12)
+    large, small = (
+        as_integers(np.array([1.7e308, 1.7e308, 0.85e308])),
+        as_integers(np.array([2.0, 2.0, 1.0]) / 3),
+    )
+    assert large.tolist() == pytest.approx(
+        (small * (large[0] / small[0])).tolist(), rel=1e-12
+    )
     assert as_integers(np.array([5e-324, 1.7e308, 1.7e308])).tolist()[0] == 0
 
 
-@pytest.mark.parametrize("weights", [[], [0, 0], [1, -1], [1, np.nan], [1, np.inf], [[1]]])
+@pytest.mark.parametrize(
+    "weights", [[], [0, 0], [1, -1], [1, np.nan], [1, np.inf], [[1]]]
+)
 def test_what_are_no_weights_is_refused(weights: Any) -> None:
     with pytest.raises(ValueError, match="weights are finite numbers of at least 0"):
         as_integers(np.array(weights))

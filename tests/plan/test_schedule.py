@@ -25,7 +25,9 @@ from raypipe.streaming.planning import make_plan
 
 @cache
 def store(size: int, group_size: int | None = None, salt: int = 0) -> MemoryStore:
-    return MemoryStore([bytes([i % 256, salt]) for i in range(size)], [0] * size, group_size=group_size)
+    return MemoryStore(
+        [bytes([i % 256, salt]) for i in range(size)], [0] * size, group_size=group_size
+    )
 
 
 def plan_of(
@@ -55,8 +57,14 @@ def plans(draw: st.DrawFn) -> Plan:
         size,
         num_val,
         draw(st.sampled_from([None, 1, 4, 1000])),
-        exclude=draw(st.sets(st.integers(0, size - 1), min_size=num_left_out, max_size=num_left_out)),
-        val_exclude=draw(st.sets(st.integers(0, num_val - 1), max_size=num_val - 1)) if num_val else (),
+        exclude=draw(
+            st.sets(
+                st.integers(0, size - 1), min_size=num_left_out, max_size=num_left_out
+            )
+        ),
+        val_exclude=draw(st.sets(st.integers(0, num_val - 1), max_size=num_val - 1))
+        if num_val
+        else (),
         epochs=draw(st.integers(1, 4)),
         micro_batch_size=micro_batch,
         global_batch_size=micro_batch * per_step,
@@ -68,7 +76,9 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def properties(examples: int = 60) -> Any:
-    return lambda test: settings(max_examples=examples, deadline=None)(given(plans())(test))
+    return lambda test: settings(max_examples=examples, deadline=None)(
+        given(plans())(test)
+    )
 
 
 def whole(plan: Plan) -> list[MicroBatchId]:
@@ -76,7 +86,9 @@ def whole(plan: Plan) -> list[MicroBatchId]:
 
 
 def pass_over(plan: Plan, split: str, epoch: int) -> list[np.ndarray]:
-    return [plan.indices(at) for at in whole(plan) if (at.split, at.epoch) == (split, epoch)]
+    return [
+        plan.indices(at) for at in whole(plan) if (at.split, at.epoch) == (split, epoch)
+    ]
 
 
 def num_stored(plan: Plan, split: Split) -> int:
@@ -98,7 +110,9 @@ def order_of(plan: Plan) -> Shuffle:
     return sampler_of(plan).shuffle
 
 
-def keys_of(plan: Plan, at: MicroBatchId, indices: Any, repeats: Any = None) -> np.ndarray:
+def keys_of(
+    plan: Plan, at: MicroBatchId, indices: Any, repeats: Any = None
+) -> np.ndarray:
     """The keys of samples that a pass of the number of the place's epoch draws, or a validation."""
     indices = np.asarray(indices)
     laps = np.full(len(indices), at.epoch if at.split == "train" else 0)
@@ -111,7 +125,9 @@ def cursors(plan: Plan) -> dict[Cursor, int]:
     found, before = {}, 0
     for epoch in range(plan.config.epochs):
         for step in range(plan.steps_per_epoch + 1):
-            found[Cursor(epoch, step, plan.fingerprint)] = before + step * plan.config.per_step
+            found[Cursor(epoch, step, plan.fingerprint)] = (
+                before + step * plan.config.per_step
+            )
         before += plan.steps_per_epoch * plan.config.per_step
         before += plan.val_steps * plan.config.per_step if plan.has_val(epoch) else 0
     found[Cursor(plan.config.epochs, 0, plan.fingerprint)] = before
@@ -127,10 +143,18 @@ def test_training_reads_samples_at_most_once_and_omits_under_a_step(plan: Plan) 
         batches = pass_over(plan, "train", epoch)
         assert {batch.shape for batch in batches} == {(plan.config.micro_batch_size,)}
         read = np.concatenate(batches)
-        assert read.dtype == np.int64 and read.min() >= 0 and read.max() < num_stored(plan, "train")
+        assert (
+            read.dtype == np.int64
+            and read.min() >= 0
+            and read.max() < num_stored(plan, "train")
+        )
         assert len(np.unique(read)) == len(read)
         assert not np.isin(read, excluded_of(plan, "train")).any()
-        assert 0 <= plan.num_train - len(read) < plan.config.micro_batch_size * plan.config.per_step
+        assert (
+            0
+            <= plan.num_train - len(read)
+            < plan.config.micro_batch_size * plan.config.per_step
+        )
 
 
 @properties()
@@ -142,7 +166,9 @@ def test_validation_reads_each_sample_once_in_order_then_pads(plan: Plan) -> Non
             assert batches == []
             continue
         read = np.concatenate(batches)
-        kept = np.setdiff1d(np.arange(num_stored(plan, "val")), excluded_of(plan, "val")).tolist()
+        kept = np.setdiff1d(
+            np.arange(num_stored(plan, "val")), excluded_of(plan, "val")
+        ).tolist()
         assert read[: plan.num_val].tolist() == kept
         assert (read[plan.num_val :] == PADDING).all()
         assert len(read) % global_batch == 0 and len(read) - plan.num_val < global_batch
@@ -153,7 +179,10 @@ def test_ranks_share_each_step_evenly_and_interleave_to_the_stream(plan: Plan) -
     stream, per_step = whole(plan), plan.config.per_step
     for world_size in (w for w in range(1, per_step + 1) if per_step % w == 0):
         plan.check_workers(world_size)
-        shares = [[at for at in stream if at.micro % world_size == rank] for rank in range(world_size)]
+        shares = [
+            [at for at in stream if at.micro % world_size == rank]
+            for rank in range(world_size)
+        ]
         assert {len(share) for share in shares} == {len(stream) // world_size}
         assert [at for turn in zip(*shares, strict=True) for at in turn] == stream
 
@@ -178,11 +207,23 @@ def test_segments_micro_batches_and_their_number_agree(plan: Plan) -> None:
 def test_the_schedule_validates_at_intervals_and_at_the_end() -> None:
     def passes(**config: Any) -> list[str]:
         plan = plan_of(val=3, epochs=5, **config)
-        return [f"{segment.split} {segment.epoch}" for segment in plan.segments(plan.start())]
+        return [
+            f"{segment.split} {segment.epoch}"
+            for segment in plan.segments(plan.start())
+        ]
 
     train = [f"train {epoch}" for epoch in range(5)]
-    assert passes(val_interval=1) == [f"{split} {epoch}" for epoch in range(5) for split in ("train", "val")]
-    assert passes(val_interval=2) == [*train[:2], "val 1", *train[2:4], "val 3", train[4], "val 4"]
+    assert passes(val_interval=1) == [
+        f"{split} {epoch}" for epoch in range(5) for split in ("train", "val")
+    ]
+    assert passes(val_interval=2) == [
+        *train[:2],
+        "val 1",
+        *train[2:4],
+        "val 3",
+        train[4],
+        "val 4",
+    ]
     assert passes(val_interval=9) == [*train, "val 4"]
     assert passes(val_interval=0) == train
 
@@ -194,9 +235,12 @@ def test_micro_batch_ids_sort_as_text() -> None:
 @properties(30)
 def test_plans_cut_off_at_steps_tile_the_schedule(plan: Plan) -> None:
     stream, num_steps = whole(plan), plan.config.epochs * plan.steps_per_epoch
-    bounds = sorted({0, num_steps // 3, plan.steps_per_epoch, num_steps - 1, num_steps} - {-1})
+    bounds = sorted(
+        {0, num_steps // 3, plan.steps_per_epoch, num_steps - 1, num_steps} - {-1}
+    )
     tiles = [
-        list(plan.until(end).micro_batches(plan.cursor_at(start))) for start, end in itertools.pairwise(bounds)
+        list(plan.until(end).micro_batches(plan.cursor_at(start)))
+        for start, end in itertools.pairwise(bounds)
     ]
     assert [at for tile in tiles for at in tile] == stream
     for (start, end), tile in zip(itertools.pairwise(bounds), tiles, strict=True):
@@ -212,8 +256,13 @@ def test_a_validation_belongs_to_the_range_that_ends_with_its_epoch() -> None:
     plan = plan_of(7, val=3)
     start = plan.start()
     assert list(plan.until(2).segments(start)) == [Segment("train", 0, 0, 2)]
-    assert list(plan.until(3).segments(start)) == [Segment("train", 0, 0, 3), Segment("val", 0, 0, 2)]
-    assert list(plan.until(4).segments(plan.cursor_at(3))) == [Segment("train", 1, 0, 1)]
+    assert list(plan.until(3).segments(start)) == [
+        Segment("train", 0, 0, 3),
+        Segment("val", 0, 0, 2),
+    ]
+    assert list(plan.until(4).segments(plan.cursor_at(3))) == [
+        Segment("train", 1, 0, 1)
+    ]
     assert list(plan.until(3).segments(plan.cursor_at(3))) == []
 
 
@@ -223,7 +272,9 @@ def test_a_block_has_the_samples_of_its_micro_batches(plan: Plan) -> None:
         segment = list(group)
         for block in (segment, segment[1::3], segment[-1:]):
             if block:
-                assert plan.draw_block(block).indices.tolist() == [plan.indices(at).tolist() for at in block]
+                assert plan.draw_block(block).indices.tolist() == [
+                    plan.indices(at).tolist() for at in block
+                ]
 
 
 # Resume
@@ -236,7 +287,9 @@ def test_resume_from_every_cursor_gives_exactly_the_tail(plan: Plan) -> None:
     for cursor, before in cursors(plan).items():
         restored = Cursor.from_json(cursor.to_json())
         assert restored == cursor
-        assert [(at, again.indices(at).tolist()) for at in again.micro_batches(restored)] == stream[before:]
+        assert [
+            (at, again.indices(at).tolist()) for at in again.micro_batches(restored)
+        ] == stream[before:]
 
 
 def test_a_cursor_at_the_end_of_an_epoch_leads_into_its_validation() -> None:
@@ -244,7 +297,9 @@ def test_a_cursor_at_the_end_of_an_epoch_leads_into_its_validation() -> None:
     end = Cursor(0, plan.steps_per_epoch, plan.fingerprint)
     assert next(plan.segments(end)) == Segment("val", 0, 0, 2)
     plan = plan_of(7)
-    assert next(plan.segments(replace(end, fingerprint=plan.fingerprint))) == Segment("train", 1, 0, 3)
+    assert next(plan.segments(replace(end, fingerprint=plan.fingerprint))) == Segment(
+        "train", 1, 0, 3
+    )
 
 
 def test_cursor_at_counts_steps_through_all_epochs() -> None:
@@ -257,16 +312,24 @@ def test_cursor_at_counts_steps_through_all_epochs() -> None:
 
 def test_the_cursor_of_another_plan_names_both_fingerprints() -> None:
     plan, other = plan_of(seed=0), plan_of(seed=1)
-    with pytest.raises(CursorError, match=f"under plan {other.fingerprint}, this run has plan {plan.fingerprint}"):
+    with pytest.raises(
+        CursorError,
+        match=f"under plan {other.fingerprint}, this run has plan {plan.fingerprint}",
+    ):
         plan.check(other.start())
     with pytest.raises(CursorError):
         next(plan.segments(other.start()))
 
 
 @pytest.mark.parametrize(("epoch", "step"), [(-1, 0), (3, 0), (0, -1), (0, 4)])
-def test_a_cursor_out_of_range_names_its_place_and_the_plans_size(epoch: int, step: int) -> None:
+def test_a_cursor_out_of_range_names_its_place_and_the_plans_size(
+    epoch: int, step: int
+) -> None:
     plan = plan_of(7)
-    with pytest.raises(CursorError, match=f"epoch {epoch}, step {step}; this run has 2 epochs of 3 steps"):
+    with pytest.raises(
+        CursorError,
+        match=f"epoch {epoch}, step {step}; this run has 2 epochs of 3 steps",
+    ):
         plan.check(Cursor(epoch, step, plan.fingerprint))
 
 
@@ -297,12 +360,17 @@ def test_text_that_is_no_cursor_is_refused(text: str) -> None:
 
 def test_a_store_smaller_than_a_step_names_the_numbers() -> None:
     assert plan_of(6, micro_batch_size=2, global_batch_size=6).steps_per_epoch == 1
-    with pytest.raises(ConfigError, match=r"has 5 samples, fewer than a global batch of 6: lower plan\.glob"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has 5 samples, fewer than a global batch of 6: lower plan\.glob",
+    ):
         plan_of(5, micro_batch_size=2, global_batch_size=6)
 
 
 def test_shuffle_needs_groups_for_windows_and_takes_them_by_itself() -> None:
-    with pytest.raises(ConfigError, match=r"memory:\w+ is not read in groups: use plan\.shuffle=global"):
+    with pytest.raises(
+        ConfigError, match=r"memory:\w+ is not read in groups: use plan\.shuffle=global"
+    ):
         plan_of(shuffle="window")
     assert order_of(plan_of()).kind == "global"
     assert order_of(plan_of(group_size=3)).kind == "window"
@@ -314,7 +382,10 @@ def test_check_workers_lists_the_divisors() -> None:
     for world_size in (1, 2, 3, 4, 6, 12):
         plan.check_workers(world_size)
     for world_size in (5, 24):
-        with pytest.raises(ConfigError, match=rf"{world_size} workers .* the 12 .* use 1, 2, 3, 4, 6, 12 workers"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"{world_size} workers .* the 12 .* use 1, 2, 3, 4, 6, 12 workers",
+        ):
             plan.check_workers(world_size)
 
 
@@ -338,21 +409,32 @@ def test_check_workers_refuses_what_is_no_number_of_workers(world_size: int) -> 
         {"group_size": 3},
     ],
 )
-def test_the_fingerprint_changes_with_all_that_orders_the_stream(change: dict[str, Any]) -> None:
+def test_the_fingerprint_changes_with_all_that_orders_the_stream(
+    change: dict[str, Any],
+) -> None:
     assert plan_of(**change).fingerprint != plan_of().fingerprint
 
 
 def test_the_fingerprint_changes_with_contents_groups_and_windows() -> None:
     config = PlanConfig(micro_batch_size=2)
-    assert make_plan(config, store(7, salt=1)).fingerprint != make_plan(config, store(7)).fingerprint
-    windows = {plan_of(group_size=g, window_groups=k).fingerprint for g in (2, 3) for k in (1, 2)}
+    assert (
+        make_plan(config, store(7, salt=1)).fingerprint
+        != make_plan(config, store(7)).fingerprint
+    )
+    windows = {
+        plan_of(group_size=g, window_groups=k).fingerprint
+        for g in (2, 3)
+        for k in (1, 2)
+    }
     assert len(windows) == 4
 
 
 def test_lengthening_or_watching_a_run_keeps_the_fingerprint() -> None:
     assert plan_of(epochs=9, val=3, val_interval=2).fingerprint == plan_of().fingerprint
     assert plan_of(shuffle="global").fingerprint == plan_of(shuffle="auto").fingerprint
-    assert plan_of(window_groups=5).fingerprint == plan_of().fingerprint  # no groups, no windows
+    assert (
+        plan_of(window_groups=5).fingerprint == plan_of().fingerprint
+    )  # no groups, no windows
 
 
 # Samples that are left out
@@ -367,19 +449,42 @@ def test_leaving_nothing_out_changes_nothing() -> None:
 def test_golden_order_of_what_is_left() -> None:
     plan = plan_of(9, seed=3, exclude=[4, 1], micro_batch_size=1)
     # The order of seven samples, see test_order, by the indices that the seven kept ones have.
-    assert [plan.indices(at)[0] for at in whole(plan)] == [6, 3, 7, 2, 0, 5, 8, 2, 0, 5, 6, 7, 3, 8]
+    assert [plan.indices(at)[0] for at in whole(plan)] == [
+        6,
+        3,
+        7,
+        2,
+        0,
+        5,
+        8,
+        2,
+        0,
+        5,
+        6,
+        7,
+        3,
+        8,
+    ]
     assert plan.fingerprint == "87bacb2fcfc83799"
 
 
 @pytest.mark.parametrize("exclude", [[1], [1, 4], [5]])
-def test_the_fingerprint_changes_with_what_is_left_out_of_training(exclude: list[int]) -> None:
-    others = {plan_of(9, exclude=other).fingerprint for other in ([], [1], [1, 4], [5]) if other != exclude}
+def test_the_fingerprint_changes_with_what_is_left_out_of_training(
+    exclude: list[int],
+) -> None:
+    others = {
+        plan_of(9, exclude=other).fingerprint
+        for other in ([], [1], [1, 4], [5])
+        if other != exclude
+    }
     assert plan_of(9, exclude=exclude).fingerprint not in others
     # In any order, and named twice.
     again = plan_of(9, exclude=[*reversed(exclude), exclude[0]])
     assert again.fingerprint == plan_of(9, exclude=exclude).fingerprint
     # As with the validation store itself: it is not part of what a cursor needs.
-    assert plan_of(9, val=5, val_exclude=[1]).fingerprint == plan_of(9, val=5).fingerprint
+    assert (
+        plan_of(9, val=5, val_exclude=[1]).fingerprint == plan_of(9, val=5).fingerprint
+    )
 
 
 def test_the_keys_of_kept_samples_are_what_they_were() -> None:
@@ -391,21 +496,29 @@ def test_the_keys_of_kept_samples_are_what_they_were() -> None:
 
 def test_a_store_of_which_too_little_is_left_names_the_numbers() -> None:
     with pytest.raises(
-        ConfigError, match="has 5 samples beside the 2 that are left out, fewer than a global batch"
+        ConfigError,
+        match="has 5 samples beside the 2 that are left out, fewer than a global batch",
     ):
         plan_of(7, micro_batch_size=2, global_batch_size=6, exclude=[0, 6])
 
 
 @given(st.sets(st.integers(0, 59), max_size=50), st.integers(1, 7), st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
-def test_windows_keep_to_the_groups_of_the_store(left_out: set[int], group_size: int, k: int) -> None:
+def test_windows_keep_to_the_groups_of_the_store(
+    left_out: set[int], group_size: int, k: int
+) -> None:
     plan = plan_of(60, group_size=group_size, window_groups=k, exclude=left_out)
     num_drawn = plan.steps_per_epoch * plan.global_batch_size
     rows = sampler_of(plan).draw_lap(1, np.arange(plan.num_train)).indices
-    assert np.array_equal(rows[:num_drawn], plan.draw_epoch(1, np.arange(num_drawn)).indices)
+    assert np.array_equal(
+        rows[:num_drawn], plan.draw_epoch(1, np.arange(num_drawn)).indices
+    )
     assert sorted(rows.tolist()) == sorted(set(range(60)) - left_out)
     starts = [*order_of(plan).layout(1)[2][::k].tolist(), plan.num_train]
-    windows = [np.unique(rows[start:end] // group_size).tolist() for start, end in itertools.pairwise(starts)]
+    windows = [
+        np.unique(rows[start:end] // group_size).tolist()
+        for start, end in itertools.pairwise(starts)
+    ]
     assert max(map(len, windows)) <= k
     groups = [group for window in windows for group in window]
     assert len(groups) == len(set(groups)), "a group is read in one window only"
@@ -418,12 +531,16 @@ TRAIN, VAL = MicroBatchId("train", 1, 0, 0), MicroBatchId("val", 1, 0, 0)
 
 def test_golden_fingerprint_keys_and_seeds() -> None:
     plan = plan_of(7, val=7, seed=3)
-    assert plan.fingerprint == "fb9ae5d1b8292732"  # a changed order needs a new version in compose.py
+    assert (
+        plan.fingerprint == "fb9ae5d1b8292732"
+    )  # a changed order needs a new version in compose.py
     assert keys_of(plan, TRAIN, [0, 5]).tolist() == [
         [11069706689143024590, 12736252317321350365],
         [5993206361209865364, 10375007407380955260],
     ]
-    assert keys_of(plan, VAL, [5]).tolist() == [[3224146318154999709, 948313413179275884]]
+    assert keys_of(plan, VAL, [5]).tolist() == [
+        [3224146318154999709, 948313413179275884]
+    ]
     assert plan.micro_batch_seed(TRAIN) == 4391540000262246917
     assert plan.micro_batch_seed(VAL) == 2064475990490837291
     assert [plan.substitute(TRAIN, 5, attempt) for attempt in range(4)] == [0, 1, 3, 2]
@@ -434,7 +551,11 @@ def test_sample_keys_differ_between_samples_epochs_splits_and_seeds() -> None:
     seen = [
         keys_of(plan_of(seed=seed), at, indices)
         for seed in (0, 1)
-        for at in (MicroBatchId("train", 0, 0, 0), MicroBatchId("train", 1, 0, 0), MicroBatchId("val", 0, 0, 0))
+        for at in (
+            MicroBatchId("train", 0, 0, 0),
+            MicroBatchId("train", 1, 0, 0),
+            MicroBatchId("val", 0, 0, 0),
+        )
     ]
     for word in (0, 1):
         words = np.concatenate([keys[:, word] for keys in seen])
@@ -457,7 +578,10 @@ def test_repeat_0_has_the_plain_key_and_all_others_have_keys_of_their_own() -> N
 
 def test_validation_has_the_same_keys_in_every_epoch() -> None:
     plan = plan_of(val=5)
-    first, later = (plan.sample_keys("val", plan.draw(MicroBatchId("val", epoch, 0, 0))) for epoch in (0, 1))
+    first, later = (
+        plan.sample_keys("val", plan.draw(MicroBatchId("val", epoch, 0, 0)))
+        for epoch in (0, 1)
+    )
     assert (first == later).all()
 
 
@@ -499,7 +623,9 @@ def test_attempts_at_a_substitute_differ() -> None:
 def test_the_clock_of_the_run_counts_training_steps_alone(plan: Plan) -> None:
     done, total = 0, plan.config.epochs * plan.steps_per_epoch
     for at in whole(plan):
-        assert plan.global_step(at) == done, "before the step of each micro-batch, of either split"
+        assert plan.global_step(at) == done, (
+            "before the step of each micro-batch, of either split"
+        )
         assert 0 <= plan.progress(plan.global_step(at)) <= 1
         done += at.split == "train" and at.micro + 1 == plan.config.per_step
     assert done == total and plan.progress(plan.global_step(plan.cursor_at(total))) == 1

@@ -11,9 +11,13 @@ from raypipe.plan.selection import JoinedSelection, Selection
 
 @given(st.sets(st.integers(0, 40)), st.integers(1, 60))
 @settings(max_examples=80, deadline=None)
-def test_kept_samples_are_numbered_in_their_order(left_out: set[int], size: int) -> None:
+def test_kept_samples_are_numbered_in_their_order(
+    left_out: set[int], size: int
+) -> None:
     kept = Selection(sorted(left_out, reverse=True), 61)
-    indices = np.array([index for index in range(size) if index not in left_out], np.int64)
+    indices = np.array(
+        [index for index in range(size) if index not in left_out], np.int64
+    )
     numbers = np.arange(len(indices))
     assert kept.indices(numbers).tolist() == indices.tolist()
     assert kept.numbers(indices).tolist() == numbers.tolist()
@@ -21,12 +25,18 @@ def test_kept_samples_are_numbered_in_their_order(left_out: set[int], size: int)
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 @settings(max_examples=80, deadline=None)
-def test_what_is_selected_is_numbered_in_its_order_however_it_is_held(keep: list[bool]) -> None:
+def test_what_is_selected_is_numbered_in_its_order_however_it_is_held(
+    keep: list[bool],
+) -> None:
     indices, found = np.flatnonzero(keep), Selection.where(np.array(keep))
     assert found.num_left_out == len(keep) - len(indices)
     assert found.includes == (len(indices) < found.num_left_out)
     included = Selection(indices, len(keep), includes=True)
-    for selection in (found, included, Selection(np.flatnonzero(~np.array(keep)), len(keep))):
+    for selection in (
+        found,
+        included,
+        Selection(np.flatnonzero(~np.array(keep)), len(keep)),
+    ):
         assert (selection.size, selection.num_samples) == (len(indices), len(keep))
         assert selection.indices(np.arange(len(indices))).tolist() == indices.tolist()
         before = [sum(keep[:index]) for index in range(len(keep) + 1)]
@@ -39,15 +49,28 @@ def test_a_selection_takes_the_smallest_integers_and_the_shorter_list() -> None:
     few = Selection.where(keep)
     assert not few.includes and few.listed.dtype == np.uint8
     assert few.indices(np.array([252, 253, 69_997])).tolist() == [253, 255, 69_999]
-    assert few.numbers(np.array([254, 255, 256, 69_999])).tolist() == [253, 253, 254, 69_997]
+    assert few.numbers(np.array([254, 255, 256, 69_999])).tolist() == [
+        253,
+        253,
+        254,
+        69_997,
+    ]
     most = Selection.where(~keep)
-    assert most.includes and most.listed.dtype == np.uint8 and most.num_left_out == 69_998
-    assert Selection.where(np.arange(70_000) % 3 == 0).indices(np.array([0, 23_333])).tolist() == [0, 69_999]
+    assert (
+        most.includes and most.listed.dtype == np.uint8 and most.num_left_out == 69_998
+    )
+    assert Selection.where(np.arange(70_000) % 3 == 0).indices(
+        np.array([0, 23_333])
+    ).tolist() == [0, 69_999]
 
 
 def test_a_selection_may_leave_out_a_sample_beyond_32_bits() -> None:
     kept = Selection([5, 1 << 33], 1 << 34)
-    assert kept.indices(np.array([4, 5, (1 << 33) - 1])).tolist() == [4, 6, (1 << 33) + 1]
+    assert kept.indices(np.array([4, 5, (1 << 33) - 1])).tolist() == [
+        4,
+        6,
+        (1 << 33) + 1,
+    ]
     assert kept.numbers(np.array([(1 << 33) + 1])).tolist() == [(1 << 33) - 1]
 
 

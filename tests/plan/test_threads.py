@@ -34,7 +34,9 @@ def interrupted(shared: Any, memo: str, interrupt: Any) -> Any:
         return self.__dict__[state]
 
     kind = type(shared)
-    watched = property(read, lambda self, value: self.__dict__.__setitem__(state, value))
+    watched = property(
+        read, lambda self, value: self.__dict__.__setitem__(state, value)
+    )
     shared.__dict__[state] = shared.__dict__.pop(memo)
     shared.__class__ = type(kind.__name__, (kind,), {memo: watched})
     return shared
@@ -43,8 +45,20 @@ def interrupted(shared: Any, memo: str, interrupt: Any) -> Any:
 @pytest.mark.parametrize("lap", [0, 1, 5])
 def test_a_pass_is_the_same_while_another_thread_is_in_another_pass(lap: int) -> None:
     positions = np.arange(12)
-    shuffle = interrupted(windowed(), "_pass", lambda other: other.numbers(3, positions))
-    assert shuffle.numbers(lap, positions).tolist() == windowed().numbers(lap, positions).tolist()
-    sampler = interrupted(weighted(), "_lap_shuffle", lambda other: other.draw_lap(3, positions))
-    drawn, expected = sampler.draw_lap(lap, positions), weighted().draw_lap(lap, positions)
-    assert all(np.array_equal(one, other) for one, other in zip(drawn, expected, strict=True))
+    shuffle = interrupted(
+        windowed(), "_pass", lambda other: other.numbers(3, positions)
+    )
+    assert (
+        shuffle.numbers(lap, positions).tolist()
+        == windowed().numbers(lap, positions).tolist()
+    )
+    sampler = interrupted(
+        weighted(), "_lap_shuffle", lambda other: other.draw_lap(3, positions)
+    )
+    drawn, expected = (
+        sampler.draw_lap(lap, positions),
+        weighted().draw_lap(lap, positions),
+    )
+    assert all(
+        np.array_equal(one, other) for one, other in zip(drawn, expected, strict=True)
+    )

@@ -20,7 +20,9 @@ def those(*names: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("nodes", "has_labelled_type", "fallback"),
     [
-        pytest.param([CPU, GPU], False, those("bb"), id="a GPU node that is there, and no other"),
+        pytest.param(
+            [CPU, GPU], False, those("bb"), id="a GPU node that is there, and no other"
+        ),
         pytest.param([GPU, PLAIN], False, those("bb", "cc"), id="GPUs and no label"),
         pytest.param([CPU], False, None, id="CPU nodes alone"),
         pytest.param([PLAIN], True, those("cc"), id="no node of the label yet"),
@@ -28,8 +30,16 @@ def those(*names: str) -> list[dict[str, Any]]:
     ],
 )
 def test_actors_prefer_the_label_and_else_take_nodes_that_are_there(
-    nodes: list[dict[str, Any]], has_labelled_type: bool, fallback: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: list[dict[str, Any]],
+    has_labelled_type: bool,
+    fallback: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "nodes", lambda: nodes)
-    monkeypatch.setattr(module, "has_labelled_type", lambda label, value: has_labelled_type)
-    assert placement() == {"label_selector": {"raypipe": "transform"}, "fallback_strategy": fallback}
+    monkeypatch.setattr(
+        module, "has_labelled_type", lambda label, value: has_labelled_type
+    )
+    assert placement() == {
+        "label_selector": {"raypipe": "transform"},
+        "fallback_strategy": fallback,
+    }

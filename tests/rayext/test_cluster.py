@@ -32,7 +32,9 @@ def offered(monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("allowed", [{0}, {0, 1, 5}])
-def test_ray_offers_the_cpus_that_this_process_may_use(allowed: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_offers_the_cpus_that_this_process_may_use(
+    allowed: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
     monkeypatch.setattr("raypipe.rayext.cluster.ray_utils.get_num_cpus", lambda: 64)
     monkeypatch.setattr("raypipe.lookup._quota", lambda *_: 1 << 20)
@@ -52,7 +54,9 @@ def test_ray_offers_the_cpus_that_this_process_may_use(allowed: set[int], monkey
         ({"": "300000 100000", "a/b": "400000 100000"}, 3.0),
     ],
 )
-def test_a_control_groups_quota_limits_the_cpus(quotas: dict[str, str], expected: float, tmp_path: Path) -> None:
+def test_a_control_groups_quota_limits_the_cpus(
+    quotas: dict[str, str], expected: float, tmp_path: Path
+) -> None:
     root, own = tmp_path / "cgroup", tmp_path / "own"
     (root / "a" / "b").mkdir(parents=True)
     own.write_text("4:cpu:/x\n0::/a/b\n")
@@ -63,7 +67,9 @@ def test_a_control_groups_quota_limits_the_cpus(quotas: dict[str, str], expected
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o000])
-def test_rays_token_is_its_owners_alone(umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rays_token_is_its_owners_alone(
+    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     before = os.umask(umask)
     try:

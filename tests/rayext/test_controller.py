@@ -20,24 +20,35 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(get_node_id=lambda: "here")
-    monkeypatch.setattr(controller, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    monkeypatch.setattr(
+        controller, "ray", SimpleNamespace(get_runtime_context=lambda: context)
+    )
     monkeypatch.setattr(controller, "process_of", lambda handle: handle)
 
 
-def test_a_silent_head_is_told_ever_less_often_and_ends_the_run_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_head_is_told_ever_less_often_and_ends_the_run_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     reasons: list[str] = []
     watch = DriverWatch(None, 100.0, reasons.append)
     watch._answered_at = 0.0
     for now in range(100):
         watch.turn(float(now))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(";")[0].split()[-2] for line in lines] == ["10", "20", "40", "80"] and not reasons
+    assert [line.split(";")[0].split()[-2] for line in lines] == [
+        "10",
+        "20",
+        "40",
+        "80",
+    ] and not reasons
     assert lines[0].endswith("the run ends in 90 s (pool.stall_timeout_s)")
     watch.turn(100.0)
     assert reasons == ["the head of the Ray cluster has not answered for 100 s"]
 
 
-def test_a_dead_head_ends_the_run_before_ray_ends_its_driver(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_head_ends_the_run_before_ray_ends_its_driver(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         head = f"127.0.0.1:{listening.getsockname()[1]}"
         assert not controller._refuses(head)
@@ -47,11 +58,15 @@ def test_a_dead_head_ends_the_run_before_ray_ends_its_driver(capsys: pytest.Capt
     watch._answered_at, watch._is_gone = 0.0, True
     for now in range(31):
         watch.turn(float(now))
-    assert reasons == ["the head of the Ray cluster is gone, and refuses connections, for 30 s"]
+    assert reasons == [
+        "the head of the Ray cluster is gone, and refuses connections, for 30 s"
+    ]
     assert "the run ends in 20 s (Ray's limit)" in capsys.readouterr().out
 
 
-def test_a_head_that_answers_again_is_told_anew_when_it_falls_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_head_that_answers_again_is_told_anew_when_it_falls_silent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     watch = DriverWatch(None, 100.0, lambda reason: None)
     for answered_at in (0.0, 50.0):
         watch._answered_at = answered_at
@@ -65,7 +80,9 @@ def test_a_stopped_controller_of_this_node_is_killed(node: str) -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         faults: list[str] = []
-        process = Process("Ray Train's controller", busy.pid, _stat(busy.pid)[1], "10.0.0.1", node)
+        process = Process(
+            "Ray Train's controller", busy.pid, _stat(busy.pid)[1], "10.0.0.1", node
+        )
         watch = DriverWatch(process, 100.0, lambda reason: None, faults.append)
         watch._answered_at = 0.0
         watch.turn(0.0)

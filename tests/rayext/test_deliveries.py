@@ -47,15 +47,27 @@ def bundle(name: str, maker: str, rank: int | None = None) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_makers_of_blocks_that_ranks_may_still_wait_for_are_known(ranks: int) -> None:
+def test_the_makers_of_blocks_that_ranks_may_still_wait_for_are_known(
+    ranks: int,
+) -> None:
     queue = Queue(ranks)
     known = Deliveries(queue)
     for number in range(4 * ranks):
-        queue.append(bundle(f"b{number}", f"a{number}", number % ranks if ranks > 1 else None))
+        queue.append(
+            bundle(f"b{number}", f"a{number}", number % ranks if ranks > 1 else None)
+        )
     assert known.makers() == {f"a{number}" for number in range(4 * ranks)}
-    taken = [queue.pop(rank if ranks > 1 else None) for rank in range(ranks) for _ in range(3)]
-    assert all(taken) and {f"a{number}" for number in range(ranks)}.isdisjoint(known.makers())
-    assert known.makers() == {f"a{number}" for number in range(ranks, 4 * ranks)}, "the last two, and those queued"
+    taken = [
+        queue.pop(rank if ranks > 1 else None)
+        for rank in range(ranks)
+        for _ in range(3)
+    ]
+    assert all(taken) and {f"a{number}" for number in range(ranks)}.isdisjoint(
+        known.makers()
+    )
+    assert known.makers() == {f"a{number}" for number in range(ranks, 4 * ranks)}, (
+        "the last two, and those queued"
+    )
     while any(queue.pop(rank if ranks > 1 else None) for rank in range(ranks)):
         pass
     assert len(known.makers()) == 2 * ranks
@@ -63,7 +75,9 @@ def test_the_makers_of_blocks_that_ranks_may_still_wait_for_are_known(ranks: int
     assert known.makers() == set()
 
 
-def test_a_block_without_a_copy_on_a_living_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_without_a_copy_on_a_living_node_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     queue = Queue(1)
     known = Deliveries(queue)
     places = {
@@ -77,11 +91,21 @@ def test_a_block_without_a_copy_on_a_living_node_is_lost(monkeypatch: pytest.Mon
     ]
     monkeypatch.setattr(deliveries, "nodes", lambda: [{"NodeID": "alive"}])
     monkeypatch.setattr(
-        deliveries, "get_object_locations", lambda blocks, limit: {block: at[block.name] for block in blocks}
+        deliveries,
+        "get_object_locations",
+        lambda blocks, limit: {block: at[block.name] for block in blocks},
     )
-    for at in [places, {"lost": others[0], "dead": others[1]}, {"lost": others[2], "dead": others[0]}]:
+    for at in [
+        places,
+        {"lost": others[0], "dead": others[1]},
+        {"lost": others[2], "dead": others[0]},
+    ]:
         for name in at:
             queue.append(bundle(name, "a"))
             queue.pop()
-        lost = ["object lost was on a node that is gone", "object dead was on gonegone"] if at is places else []
+        lost = (
+            ["object lost was on a node that is gone", "object dead was on gonegone"]
+            if at is places
+            else []
+        )
         assert known.lost() == lost

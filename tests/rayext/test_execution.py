@@ -35,11 +35,16 @@ def test_a_store_of_ten_object_stores_streams_without_spilling(
     num_cases = 4 if is_soak(request.config) else 1
     script = Path(__file__).parents[2] / "benchmarks" / "flow.py"
     command = [sys.executable, str(script), f"--cases={num_cases}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=380, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(*found, sep="\n")
-    assert len(found) == num_cases and found[0]["streamed_mib"] >= 10 * found[0]["store_mib"]
+    assert (
+        len(found) == num_cases
+        and found[0]["streamed_mib"] >= 10 * found[0]["store_mib"]
+    )
     for case in found:
         assert case["micro_batches"] == case["expected"]
         assert case["spilled_mib"] == 0
@@ -50,13 +55,24 @@ def test_a_store_of_ten_object_stores_streams_without_spilling(
 
 def test_rays_guards_against_stalls_spare_a_stream_whose_trainer_pauses() -> None:
     context = context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
-    assert context.execution_no_progress_timeout_s == -1  # else half an hour, in Ray 2.60
-    assert context.output_backpressure_guard_release_interval_s >= 1e9  # else a block every ten seconds
+    assert (
+        context.execution_no_progress_timeout_s == -1
+    )  # else half an hour, in Ray 2.60
+    assert (
+        context.output_backpressure_guard_release_interval_s >= 1e9
+    )  # else a block every ten seconds
 
 
 def test_no_setting_of_a_users_context_decides_what_a_stream_delivers() -> None:
-    settings, own, names = Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), object(), set[str]()
-    with warnings.catch_warnings(), ray.data.DataContext.current(ray.data.DataContext()):
+    settings, own, names = (
+        Settings(PoolConfig(), 2, 0, reads=False, supervisor=None),
+        object(),
+        set[str](),
+    )
+    with (
+        warnings.catch_warnings(),
+        ray.data.DataContext.current(ray.data.DataContext()),
+    ):
         warnings.simplefilter("ignore")
         expected = context_of(settings, 1)
         users = ray.data.DataContext.get_current()
@@ -70,11 +86,15 @@ def test_no_setting_of_a_users_context_decides_what_a_stream_delivers() -> None:
             names.add(field.name)
         else:
             assert value == default or type(value) is type(default), field.name
-    assert names and all("log" in name or "stats" in name or "metrics" in name for name in names)
+    assert names and all(
+        "log" in name or "stats" in name or "metrics" in name for name in names
+    )
     assert found.max_errored_blocks == 0 and found.get_config("of the user") is None
 
 
-def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: Path) -> None:
+def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(
+    tmp_path: Path,
+) -> None:
     context = context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
     (tmp_path / "context").write_bytes(cloudpickle.dumps(context))
     code = (
@@ -83,7 +103,9 @@ def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: 
         "print(made.__module__, hasattr(made, '__wrapped__'))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "context")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.split() == ["ray.data._internal.actor_autoscaler", "True"]
 
 
@@ -97,15 +119,23 @@ def test_the_reader_stays_on_its_executions_node_until_that_drains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = ray.NodeID.from_random().hex()
-    context = SimpleNamespace(get_node_id=lambda: node, worker=SimpleNamespace(mode=ray.SCRIPT_MODE))
+    context = SimpleNamespace(
+        get_node_id=lambda: node, worker=SimpleNamespace(mode=ray.SCRIPT_MODE)
+    )
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     actors = SimpleNamespace(per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0))
     reader = Operator(get_autoscaling_actor_pools=list, _ray_remote_args={})
-    pool = Operator(get_autoscaling_actor_pools=lambda: [actors], input_dependencies=[reader])
-    states = {op: SimpleNamespace(output_queue=OpBufferQueue(1)) for op in (reader, pool)}
+    pool = Operator(
+        get_autoscaling_actor_pools=lambda: [actors], input_dependencies=[reader]
+    )
+    states = {
+        op: SimpleNamespace(output_queue=OpBufferQueue(1)) for op in (reader, pool)
+    }
     StreamAutoscaler(states, Settings(PoolConfig(), 2, 0, reads=False, supervisor=None))
     strategy = reader._ray_remote_args["scheduling_strategy"]
-    assert strategy.node_id == node and strategy.soft  # hard, Ray fails the task once the node drains
+    assert (
+        strategy.node_id == node and strategy.soft
+    )  # hard, Ray fails the task once the node drains
 
 
 @pytest.mark.cluster
@@ -120,9 +150,22 @@ def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
     )
     supervisor = start_supervisor()
     with pytest.raises(ResourceError) as caught:
-        next(host_batches(splits(spec, spec.plan.start(), max_actors=1, supervisor=supervisor)[0]))
-    for part in ("the stream has stalled", "for 5 s", "1 have not started", "0 free CPUs", "Add CPU nodes"):
+        next(
+            host_batches(
+                splits(spec, spec.plan.start(), max_actors=1, supervisor=supervisor)[0]
+            )
+        )
+    for part in (
+        "the stream has stalled",
+        "for 5 s",
+        "1 have not started",
+        "0 free CPUs",
+        "Add CPU nodes",
+    ):
         assert part in str(caught.value)
     ((kind, text),) = ray.get(supervisor.events.remote(0))
     assert kind == "fault"
-    assert re.match(r"no transform actor runs: 1 wait for 1 CPUs each; the run ends in [0-4] s", text), text
+    assert re.match(
+        r"no transform actor runs: 1 wait for 1 CPUs each; the run ends in [0-4] s",
+        text,
+    ), text

@@ -7,13 +7,28 @@ from collections.abc import Callable
 import pytest
 import ray
 import torch
-from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, OutOfDiskError, RayTaskError
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.exceptions import (
+    ActorDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfDiskError,
+    RayTaskError,
+)
+from ray.train.v2._internal.exceptions import (
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from raypipe.errors import ConfigError, CursorError, OutageError, ResourceError, SampleError
+from raypipe.errors import (
+    ConfigError,
+    CursorError,
+    OutageError,
+    ResourceError,
+    SampleError,
+)
 from raypipe.rayext.failures import cause_of, explanation, is_final
 from raypipe.rayext.trainer import OnlyDeathsPolicy
 
@@ -22,7 +37,9 @@ LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
 GLOO = RuntimeError(
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:33093"
 )
-NCCL = torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error")
+NCCL = torch.distributed.DistBackendError(
+    "NCCL error: remote process exited or there was a network error"
+)
 
 
 def disk_full() -> OSError:
@@ -36,13 +53,19 @@ def of_a_task(cause: Exception) -> RayTaskError:
 
 def test_what_ray_data_adds_to_an_error_of_ours_is_taken_away() -> None:
     added = "\nFailed to apply UDF transform after 1/1 attempts (total backoff 0.0s).\nTo change retry attempts, …"
-    assert str(cause_of(of_a_task(SampleError(f"sample 3: it is cut off{added}")))) == "sample 3: it is cut off"
+    assert (
+        str(cause_of(of_a_task(SampleError(f"sample 3: it is cut off{added}"))))
+        == "sample 3: it is cut off"
+    )
 
 
 @pytest.mark.parametrize(
     ("failures", "said"),
     [
-        ({0: GLOO, 1: ValueError("in the user's\n  code")}, "ValueError: in the user's code"),
+        (
+            {0: GLOO, 1: ValueError("in the user's\n  code")},
+            "ValueError: in the user's code",
+        ),
         ({0: GLOO}, "RuntimeError: [/pytorch"),
         ({0: GLOO, 1: LOST}, "ActorDiedError: The actor died"),
         ({1: LOST}, "ActorDiedError: The actor died"),
@@ -50,8 +73,12 @@ def test_what_ray_data_adds_to_an_error_of_ours_is_taken_away() -> None:
         ({0: ValueError("long " * 1000)}, "ValueError: long long"),
     ],
 )
-def test_a_line_tells_the_error_that_explains_a_runs_end(failures: dict[int, Exception], said: str) -> None:
-    found = explanation(WorkerGroupError("Traceback (most recent call last): …", failures))
+def test_a_line_tells_the_error_that_explains_a_runs_end(
+    failures: dict[int, Exception], said: str
+) -> None:
+    found = explanation(
+        WorkerGroupError("Traceback (most recent call last): …", failures)
+    )
     assert found.startswith(said) and "\n" not in found and len(found) < 450
 
 
@@ -67,7 +94,9 @@ def test_a_line_tells_the_error_that_explains_a_runs_end(failures: dict[int, Exc
         FileNotFoundError(errno.ENOENT, "no such file"),
         ValueError("in the user's code"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
-        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        RuntimeError(
+            "PytorchStreamWriter failed writing file data/0: file write failed"
+        ),
         torch.OutOfMemoryError("CUDA out of memory"),
         MemoryError(),
     ],
@@ -128,9 +157,18 @@ def raised_while_handled(error: Exception) -> Exception:
 
 
 @pytest.mark.parametrize(
-    "wrapper", [of_a_task, wrapped_in_workers, ControllerError, raised_while_handled, lambda error: error]
+    "wrapper",
+    [
+        of_a_task,
+        wrapped_in_workers,
+        ControllerError,
+        raised_while_handled,
+        lambda error: error,
+    ],
 )
-def test_the_cause_is_raypipes_own_error_beneath_any_wrapper(wrapper: Callable[[Exception], Exception]) -> None:
+def test_the_cause_is_raypipes_own_error_beneath_any_wrapper(
+    wrapper: Callable[[Exception], Exception],
+) -> None:
     own = CursorError("another plan")
     assert cause_of(wrapper(own)) is own
     assert cause_of(wrapped_in_workers(wrapper(own))) is own
@@ -144,7 +182,11 @@ def test_what_a_real_task_raises_is_told_apart(ray_cluster: None) -> None:
     def fails(how: str) -> None:
         if how == "dies":
             os._exit(1)
-        raise ConfigError("a wrong size") if how == "config" else OSError(errno.ENOSPC, "No space left on device")
+        raise (
+            ConfigError("a wrong size")
+            if how == "config"
+            else OSError(errno.ENOSPC, "No space left on device")
+        )
 
     errors = []
     for how in ("config", "disk", "dies"):
@@ -152,13 +194,24 @@ def test_what_a_real_task_raises_is_told_apart(ray_cluster: None) -> None:
             ray.get(fails.remote(how))
         errors.append(caught.value)
     assert [is_final([error]) for error in errors] == [True, True, False]
-    assert isinstance(cause_of(errors[0]), ConfigError) and str(cause_of(errors[0])) == "a wrong size"
+    assert (
+        isinstance(cause_of(errors[0]), ConfigError)
+        and str(cause_of(errors[0])) == "a wrong size"
+    )
 
 
 def test_ray_train_ends_at_the_first_final_error_and_tries_deaths_again() -> None:
     policy = OnlyDeathsPolicy(FailureConfig(max_failures=1), "run")
     decisions = [
         policy.make_decision(WorkerGroupError("", failures))
-        for failures in ({0: GLOO, 1: LOST}, {0: ResourceError("after 900 s"), 1: GLOO}, {1: LOST})
+        for failures in (
+            {0: GLOO, 1: LOST},
+            {0: ResourceError("after 900 s"), 1: GLOO},
+            {1: LOST},
+        )
     ]
-    assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE, FailureDecision.RAISE]
+    assert decisions == [
+        FailureDecision.RETRY,
+        FailureDecision.RAISE,
+        FailureDecision.RAISE,
+    ]

@@ -22,7 +22,11 @@ from raypipe.rayext.ours import is_ours, ours
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import block_dataset
 
-CALLS = ["register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"]
+CALLS = [
+    "register_dataset_to_stats_actor",
+    "update_execution_metrics",
+    "update_iteration_metrics",
+]
 
 
 @pytest.fixture
@@ -37,14 +41,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         def remote(self, *args: Any, **options: Any) -> Any:
             called.append(self.name)
-            return ray.put("an identifier") if ray.is_initialized() else None  # it would start a cluster
+            return (
+                ray.put("an identifier") if ray.is_initialized() else None
+            )  # it would start a cluster
 
     class Actor:
         def __getattr__(self, name: str) -> Method:
             return Method(name)
 
     monkeypatch.setattr(stats, "get_or_create_stats_actor", Actor)
-    context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)  # puts the patches in place
+    context_of(
+        Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1
+    )  # puts the patches in place
     return called
 
 
@@ -57,7 +65,10 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             found.append(record.getMessage())
 
-    logger, handler = logging.getLogger("ray.data._internal.execution.streaming_executor"), Handler()
+    logger, handler = (
+        logging.getLogger("ray.data._internal.execution.streaming_executor"),
+        Handler(),
+    )
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)
@@ -69,8 +80,16 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(
     asked: list[str], lines: list[str], stores: dict[str, Path]
 ) -> None:
-    plan, transform = PlanConfig(micro_batch_size=10), TransformConfig(train="small", size=8)
-    spec = open_stream(stores["train"], plan=plan, transform=transform, pool=PoolConfig(cpus_per_actor=0.5))
+    plan, transform = (
+        PlanConfig(micro_batch_size=10),
+        TransformConfig(train="small", size=8),
+    )
+    spec = open_stream(
+        stores["train"],
+        plan=plan,
+        transform=transform,
+        pool=PoolConfig(cpus_per_actor=0.5),
+    )
     stream = block_dataset(spec, spec.plan.start(), max_actors=1)
     with ours():
         rows = iter(stream.iter_batches(batch_size=None, prefetch_batches=0))
@@ -85,7 +104,10 @@ def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(
     others = iter(own.iter_batches(batch_size=None))
     assert next(others)["id"].tolist()
     executor = own._current_executor
-    of = {type(each).__module__.partition(".")[0] for each in executor._backpressure_policies}
+    of = {
+        type(each).__module__.partition(".")[0]
+        for each in executor._backpressure_policies
+    }
     of |= {
         type(each).__module__.partition(".")[0]
         for each in (executor._cluster_autoscaler, executor._actor_autoscaler)
@@ -101,9 +123,13 @@ def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(
     assert (len(asked), len(lines)) == before
 
 
-def test_in_a_local_cluster_our_executions_ask_for_none_of_the_actors(asked: list[str]) -> None:
+def test_in_a_local_cluster_our_executions_ask_for_none_of_the_actors(
+    asked: list[str],
+) -> None:
     with ours():
-        first, second = (_StatsManager.gen_dataset_id_from_stats_actor() for _ in range(2))
+        first, second = (
+            _StatsManager.gen_dataset_id_from_stats_actor() for _ in range(2)
+        )
         assert first != second and len(first) == 32
         for name in CALLS:
             getattr(_StatsManager, name)(1, 2, 3)
@@ -123,16 +149,23 @@ def test_an_execution_outlives_the_node_that_knows_where_actors_are(
     def gone() -> Any:
         raise ray.exceptions.ActorUnschedulableError("its node does not exist any more")
 
-    monkeypatch.setattr("ray.data._internal.utils.cached_ray_internals.get_or_create_actor_location_tracker", gone)
+    monkeypatch.setattr(
+        "ray.data._internal.utils.cached_ray_internals.get_or_create_actor_location_tracker",
+        gone,
+    )
     locate: Any = actor_pool_map_operator.get_actor_locations
-    locate.__wrapped__.cache_clear() if hasattr(locate.__wrapped__, "cache_clear") else None
+    locate.__wrapped__.cache_clear() if hasattr(
+        locate.__wrapped__, "cache_clear"
+    ) else None
     with ours():
         assert locate(("actor",)) == {}
     with pytest.raises(ray.exceptions.RayError):
         locate(("another actor",))
 
 
-def test_in_any_other_cluster_ray_keeps_its_statistics(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_any_other_cluster_ray_keeps_its_statistics(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
     monkeypatch.setattr("raypipe.rayext.cluster.started_here", lambda: False)
     with ours():
@@ -150,7 +183,9 @@ def test_work_is_ours_by_thread_and_by_context() -> None:
         assert is_ours() and seen == [False]
     assert not is_ours()
     before = DataContext.get_current()
-    DataContext._set_current(context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1))
+    DataContext._set_current(
+        context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
+    )
     try:
         assert is_ours()
     finally:

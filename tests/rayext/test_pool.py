@@ -30,29 +30,63 @@ BENCH = Path(__file__).parents[1] / "autoscale_bench.py"
 def test_nodes_come_and_go_for_a_starved_stream_not_a_slow_trainer(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    soak = is_soak(request.config)  # without: that a slow trainer gets no more, this file shows
+    soak = is_soak(
+        request.config
+    )  # without: that a slow trainer gets no more, this file shows
     output = tmp_path / "timeline.json"
-    command = [sys.executable, str(BENCH), "--starving-s=60", "--slow-s=40", f"--output={output}"]
+    command = [
+        sys.executable,
+        str(BENCH),
+        "--starving-s=60",
+        "--slow-s=40",
+        f"--output={output}",
+    ]
     command += [] if soak else ["--streams=fast", "--max-nodes=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(output.read_text())
-    assert found["max_actors"] == (7 if soak else 5)  # of nodes that were not there yet, and one more
-    assert not any(seen["gpus"] for seen in found["timeline"])  # the GPU group never grows for actors
-    assert all(found["reached"].values()), found["reached"]  # no nodes before, between and after the streams
+    assert found["max_actors"] == (
+        7 if soak else 5
+    )  # of nodes that were not there yet, and one more
+    assert not any(
+        seen["gpus"] for seen in found["timeline"]
+    )  # the GPU group never grows for actors
+    assert all(found["reached"].values()), found[
+        "reached"
+    ]  # no nodes before, between and after the streams
 
     def most(what: str, phase: str) -> int:
         return max(seen[what] for seen in found["timeline"] if seen["phase"] == phase)
 
-    assert most("nodes", "the trainer takes all") >= 2 and most("actors", "the trainer takes all") >= 3
+    assert (
+        most("nodes", "the trainer takes all") >= 2
+        and most("actors", "the trainer takes all") >= 3
+    )
     assert most("actors", "the trainer is slow") >= 3  # at first; and at last:
-    at_last = [seen for seen in found["timeline"] if seen["phase"] == "the trainer is slow"][-1]
+    at_last = [
+        seen for seen in found["timeline"] if seen["phase"] == "the trainer is slow"
+    ][-1]
     assert at_last["actors"] == 1
-    texts = {name: [text for which, text in found["events"] if which == name] for name in ("fast", "slow")}
-    assert any("the ranks waited for" in text and "of the actors were busy" in text for text in texts["fast"])
-    assert any(re.search(r"→ 1 transform actors: the ranks waited for \d%", text) for text in texts["fast"])
+    texts = {
+        name: [text for which, text in found["events"] if which == name]
+        for name in ("fast", "slow")
+    }
+    assert any(
+        "the ranks waited for" in text and "of the actors were busy" in text
+        for text in texts["fast"]
+    )
+    assert any(
+        re.search(r"→ 1 transform actors: the ranks waited for \d%", text)
+        for text in texts["fast"]
+    )
     if soak:
-        assert most("nodes", "slow from the start") == most("actors", "slow from the start") == 1
+        assert (
+            most("nodes", "slow from the start")
+            == most("actors", "slow from the start")
+            == 1
+        )
         assert not [
             text for text in texts["slow"] if "→" in text
         ]  # beside: its first actor had to wait for a node
@@ -77,7 +111,9 @@ def watch(
     found = []
     for tick in range(1, round(seconds * 10) + 1):
         now = start + tick / 10
-        decision = sizer.observe(now, waiting=waiting, active=active, running=running, pending=pending)
+        decision = sizer.observe(
+            now, waiting=waiting, active=active, running=running, pending=pending
+        )
         if decision:
             found.append((now, decision))
     return found
@@ -86,7 +122,10 @@ def watch(
 def test_a_busy_pool_that_is_awaited_grows_by_the_factor() -> None:
     ((when, decision), *_) = watch(6, waiting=1, active=4, running=4)
     assert when == pytest.approx(5, abs=0.11) and decision.size == 8
-    assert decision.reason == "the ranks waited for 100% of the last 5 s, and 100% of the actors were busy"
+    assert (
+        decision.reason
+        == "the ranks waited for 100% of the last 5 s, and 100% of the actors were busy"
+    )
 
 
 def test_growth_stops_at_the_most_actors() -> None:
@@ -97,32 +136,50 @@ def test_growth_stops_at_the_most_actors() -> None:
 @pytest.mark.parametrize(
     "seen",
     [
-        pytest.param({"waiting": 0, "active": 8, "running": 8}, id="a busy pool that nobody waits for"),
         pytest.param(
-            {"waiting": 1, "active": 3, "running": 8}, id="idle actors: the reader or a straggler is slow"
+            {"waiting": 0, "active": 8, "running": 8},
+            id="a busy pool that nobody waits for",
         ),
-        pytest.param({"waiting": 1, "active": 4, "running": 4, "pending": 4}, id="more are coming already"),
-        pytest.param({"waiting": 0.1, "active": 8, "running": 8}, id="waiting within the limit"),
+        pytest.param(
+            {"waiting": 1, "active": 3, "running": 8},
+            id="idle actors: the reader or a straggler is slow",
+        ),
+        pytest.param(
+            {"waiting": 1, "active": 4, "running": 4, "pending": 4},
+            id="more are coming already",
+        ),
+        pytest.param(
+            {"waiting": 0.1, "active": 8, "running": 8}, id="waiting within the limit"
+        ),
     ],
 )
-def test_a_pool_that_more_actors_would_not_help_does_not_grow(seen: dict[str, float]) -> None:
+def test_a_pool_that_more_actors_would_not_help_does_not_grow(
+    seen: dict[str, float],
+) -> None:
     assert [d for _, d in watch(50, **seen) if d.size > 8] == []  # type: ignore[arg-type]
 
 
 def test_after_the_cool_down_the_pool_shrinks_to_busy_actors_and_a_few() -> None:
     ((when, decision),) = watch(61, waiting=0, active=4, running=16)
     assert when == pytest.approx(60, abs=0.11) and decision.size == 5
-    assert decision.reason == "the ranks waited for 0% of the last 60 s, in which 4.0 actors were busy"
+    assert (
+        decision.reason
+        == "the ranks waited for 0% of the last 60 s, in which 4.0 actors were busy"
+    )
 
 
 def test_a_paused_trainer_leaves_the_least_actors() -> None:
     assert [d.size for _, d in watch(61, waiting=0, active=0, running=16)] == [1]
     rules = PoolConfig(min_actors=3, max_actors=16)
-    assert [d.size for _, d in watch(61, waiting=0, active=0, running=16, rules=rules)] == [3]
+    assert [
+        d.size for _, d in watch(61, waiting=0, active=0, running=16, rules=rules)
+    ] == [3]
 
 
 def test_pending_actors_are_given_up_when_no_longer_needed() -> None:
-    assert [d.size for _, d in watch(61, waiting=0, active=1, running=2, pending=6)] == [2]
+    assert [
+        d.size for _, d in watch(61, waiting=0, active=1, running=2, pending=6)
+    ] == [2]
 
 
 def test_a_pool_that_is_waited_for_a_little_keeps_its_size() -> None:
@@ -140,25 +197,39 @@ def test_waiting_starts_the_cool_down_anew() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.floats(0, 1), st.integers(0, 20), st.integers(1, 20), st.integers(0, 20), st.floats(0.01, 30)
+            st.floats(0, 1),
+            st.integers(0, 20),
+            st.integers(1, 20),
+            st.integers(0, 20),
+            st.floats(0.01, 30),
         ),
         max_size=50,
     ),
     st.integers(1, 5),
     st.integers(0, 20),
 )
-def test_no_history_leads_out_of_the_bounds(history: list[tuple], fewest: int, more: int) -> None:
+def test_no_history_leads_out_of_the_bounds(
+    history: list[tuple], fewest: int, more: int
+) -> None:
     rules = PoolConfig(min_actors=fewest, max_actors=fewest + more)
     sizer, now = PoolSizer(rules, 0), 0.0
     for waiting, active, running, pending, seconds in history:
         now += seconds
         decision = sizer.observe(
-            now, waiting=waiting, active=min(active, running), running=running, pending=pending
+            now,
+            waiting=waiting,
+            active=min(active, running),
+            running=running,
+            pending=pending,
         )
         if decision:
             grows = decision.size > running + pending
             assert decision.size != running + pending
-            assert decision.size <= rules.max_actors if grows else decision.size >= rules.min_actors
+            assert (
+                decision.size <= rules.max_actors
+                if grows
+                else decision.size >= rules.min_actors
+            )
 
 
 # Room for actors that wait for CPUs. That it mends a real stream, after a real node has gone, tests/faults shows.
@@ -174,7 +245,9 @@ class Pool:
     def __init__(self, **states: tuple[bool, int] | tuple[bool, int, str]) -> None:
         self._running_actors = {
             name: SimpleNamespace(
-                is_restarting=restarting, num_tasks_in_flight=tasks, actor_location="".join(node) or "cpu"
+                is_restarting=restarting,
+                num_tasks_in_flight=tasks,
+                actor_location="".join(node) or "cpu",
             )
             for name, (restarting, tasks, *node) in states.items()
         }
@@ -230,7 +303,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     free = {"CPU": 0.0}
     monkeypatch.setattr(pool, "_free_cpus", lambda: free["CPU"])
     there = [
-        {"NodeID": "cpu", "Labels": {"raypipe": "transform"}, "Resources": {"CPU": 8.0}},
+        {
+            "NodeID": "cpu",
+            "Labels": {"raypipe": "transform"},
+            "Resources": {"CPU": 8.0},
+        },
         {"NodeID": "gpu", "Labels": {}, "Resources": {"CPU": 8.0, "GPU": 1.0}},
     ]
     monkeypatch.setattr(pool, "nodes", lambda: there)
@@ -239,14 +316,20 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return free
 
 
-def told(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, int, int, bool]) -> list[str]:
+def told(
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    *looks: tuple[float, int, int, bool],
+) -> list[str]:
     """What is said after looks at a pool.
 
     Args:
         looks: seconds, actors that run, actors that do not yet, and whether one is queued for CPUs.
     """
     for seconds, running, restarting, queued in looks:
-        monkeypatch.setattr(pool, "_pending_cpus", lambda queued=queued: {1.0} if queued else set())
+        monkeypatch.setattr(
+            pool, "_pending_cpus", lambda queued=queued: {1.0} if queued else set()
+        )
         info = SimpleNamespace(running=running, restarting=restarting, pending=0)
         keeper.op.get_actor_info = lambda info=info: info
         keeper._report_no_actors(seconds)
@@ -257,61 +340,109 @@ def test_the_loss_of_all_actors_without_room_is_told_at_once_and_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = [(second, 0, 2, True) for second in range(10, 30)]
-    assert told(Keeper(Pool()), monkeypatch, (9, 2, 0, False), *looks, (30, 1, 1, True)) == [
+    assert told(
+        Keeper(Pool()), monkeypatch, (9, 2, 0, False), *looks, (30, 1, 1, True)
+    ) == [
         "no transform actor runs: 2 wait for 1 CPUs each; the run ends in 48 s (pool.stall_timeout_s). "
         "Add CPU nodes, or stop other jobs (`ray job list`)",
     ]
 
 
-def test_actors_that_only_start_are_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_that_only_start_are_not_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     starting = [(second, 0, 2, False) for second in range(20)]
-    assert told(Keeper(Pool()), monkeypatch, *starting, (20, 0, 2, True), (21, 2, 0, False)) == []
-    assert told(Keeper(Pool()), monkeypatch, *[(second, 1, 3, True) for second in range(20)]) == []
+    assert (
+        told(
+            Keeper(Pool()), monkeypatch, *starting, (20, 0, 2, True), (21, 2, 0, False)
+        )
+        == []
+    )
+    assert (
+        told(
+            Keeper(Pool()), monkeypatch, *[(second, 1, 3, True) for second in range(20)]
+        )
+        == []
+    )
 
 
 def test_a_stream_stalls_while_a_rank_waits_and_not_while_trainers_pause() -> None:
     keeper, active = Keeper(Pool()), [0]
     keeper.op.num_active_tasks = lambda: active[0]
-    keeper.op.get_actor_info = lambda: SimpleNamespace(running=2, restarting=0, pending=0)
+    keeper.op.get_actor_info = lambda: SimpleNamespace(
+        running=2, restarting=0, pending=0
+    )
     for now in (0, 50, 1000):  # both ranks pause, and the buffer is full
         keeper._end_stall(now, finished=8, waiting=8, ranks_waiting=0.0)
     keeper._end_stall(1060, finished=8, waiting=4, ranks_waiting=0.5)
-    with pytest.raises(RaypipeError, match=r"for 60 s .*, while 4 finished blocks wait for other"):
+    with pytest.raises(
+        RaypipeError, match=r"for 60 s .*, while 4 finished blocks wait for other"
+    ):
         keeper._end_stall(1061, finished=8, waiting=4, ranks_waiting=0.5)
     for active[0], waiting in ((1, 4), (0, 0)):  # an actor hangs, or the reader
         keeper._end_stall(1060, finished=7, waiting=waiting, ranks_waiting=0.5)
         keeper._end_stall(1061, finished=8, waiting=waiting, ranks_waiting=0.5)
-        with pytest.raises(ResourceError, match=r"for 60 s .* Transform actors: 2 run, 0 died"):
+        with pytest.raises(
+            ResourceError, match=r"for 60 s .* Transform actors: 2 run, 0 died"
+        ):
             keeper._end_stall(1122, finished=8, waiting=waiting, ranks_waiting=0.5)
 
 
 def test_idle_actors_make_room_for_as_many_as_are_waited_for() -> None:
-    keeper = Keeper(Pool(lost=(True, 2), busy=(False, 1), idle=(False, 0), spare=(False, 0)))
+    keeper = Keeper(
+        Pool(lost=(True, 2), busy=(False, 1), idle=(False, 0), spare=(False, 0))
+    )
     assert keeper.left_after(0, 6) == ["lost", "busy", "spare"]
-    assert len(keeper.notes) == 1 and "1 transform actors that died with blocks" in keeper.notes[0]
-    assert keeper.left_after(7) == ["lost", "busy", "spare"]  # the CPUs are given time to reach it
+    assert (
+        len(keeper.notes) == 1
+        and "1 transform actors that died with blocks" in keeper.notes[0]
+    )
+    assert keeper.left_after(7) == [
+        "lost",
+        "busy",
+        "spare",
+    ]  # the CPUs are given time to reach it
     assert keeper.left_after(12) == ["lost", "busy"]
 
 
 def test_actors_of_a_lost_node_get_room_before_idle_ones() -> None:
     keeper = Keeper(
-        Pool(a=(True, 1, "gone"), b=(True, 2, "gone"), c=(True, 0, "gone"), i=(False, 0), j=(False, 0))
+        Pool(
+            a=(True, 1, "gone"),
+            b=(True, 2, "gone"),
+            c=(True, 0, "gone"),
+            i=(False, 0),
+            j=(False, 0),
+        )
     )
     assert keeper.left_after(0) == ["a", "b"]
     assert keeper.left_after(1, 4) == ["a", "b"] and len(keeper.notes) == 1
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_the_maker_of_a_lost_block_gets_room_while_a_rank_waits_for_it(waits: bool) -> None:
-    keeper = Keeper(Pool(maker=(True, 0, "gone"), other=(True, 0, "gone"), i=(False, 0), j=(False, 0)))
+def test_the_maker_of_a_lost_block_gets_room_while_a_rank_waits_for_it(
+    waits: bool,
+) -> None:
+    keeper = Keeper(
+        Pool(
+            maker=(True, 0, "gone"), other=(True, 0, "gone"), i=(False, 0), j=(False, 0)
+        )
+    )
     keeper._make_room(0.0, lambda: {"maker"}, fetches=waits)
-    assert list(keeper.pool._running_actors) == (["maker", "j"] if waits else ["maker", "other", "i", "j"])
+    assert list(keeper.pool._running_actors) == (
+        ["maker", "j"] if waits else ["maker", "other", "i", "j"]
+    )
 
 
 @pytest.mark.parametrize("restarts", [True, False])
 def test_no_pool_grows_while_its_dead_actors_wait_for_cpus(restarts: bool) -> None:
     states = Pool(busy=(False, 2), dead=(restarts, 1))
-    sizes = {"min_size": 1, "current_size": 2, "num_running_actors": 2, "num_pending_actors": 0}
+    sizes = {
+        "min_size": 1,
+        "current_size": 2,
+        "num_running_actors": 2,
+        "num_pending_actors": 0,
+    }
     for name, number in (sizes | {"num_active_actors": 2}).items():
         setattr(states, name, lambda number=number: number)
     keeper = Keeper(states)
@@ -323,10 +454,21 @@ def test_no_pool_grows_while_its_dead_actors_wait_for_cpus(restarts: bool) -> No
 
 def test_no_pool_shrinks_while_no_rank_takes_a_block() -> None:
     sizer, still = PoolSizer(RULES, 0), [float(now) for now in range(1, 1000)]
-    looks = [sizer.observe(now, waiting=0, active=1, running=8, pending=0, moved=False) for now in still]
-    assert not any(looks), "trainers that wait for a checkpoint do not say how many actors they need"
-    assert sizer.observe(1000.0, waiting=0, active=1, running=8, pending=0, moved=True) is None
-    slow = [sizer.observe(1000.0 + 20 * n, waiting=0, active=1, running=8, pending=0) for n in range(1, 40)]
+    looks = [
+        sizer.observe(now, waiting=0, active=1, running=8, pending=0, moved=False)
+        for now in still
+    ]
+    assert not any(looks), (
+        "trainers that wait for a checkpoint do not say how many actors they need"
+    )
+    assert (
+        sizer.observe(1000.0, waiting=0, active=1, running=8, pending=0, moved=True)
+        is None
+    )
+    slow = [
+        sizer.observe(1000.0 + 20 * n, waiting=0, active=1, running=8, pending=0)
+        for n in range(1, 40)
+    ]
     assert any(slow), "slow trainers that take blocks do"
 
 
@@ -335,7 +477,9 @@ def test_room_is_made_once_for_an_actor_that_starts_slowly(
 ) -> None:
     monkeypatch.setattr(pool, "_pending_cpus", lambda: set())
     keeper = Keeper(Pool(lost=(True, 1, "gone"), idle=(False, 0), spare=(False, 0)))
-    assert keeper.left_after(0, 6, 12, 60) == ["lost", "spare"] and len(keeper.notes) == 1
+    assert (
+        keeper.left_after(0, 6, 12, 60) == ["lost", "spare"] and len(keeper.notes) == 1
+    )
 
 
 def test_none_is_let_go_before_a_restart_has_had_its_time() -> None:
@@ -367,13 +511,22 @@ def test_none_is_let_go_without_need(states: dict[str, tuple[bool, int]]) -> Non
 
 
 def test_a_pool_shrinks_on_nodes_without_the_label_first() -> None:
-    keeper = Keeper(Pool(a=(False, 0, "cpu"), b=(False, 0, "cpu"), c=(False, 0, "gpu"), d=(False, 0, "gpu")))
+    keeper = Keeper(
+        Pool(
+            a=(False, 0, "cpu"),
+            b=(False, 0, "cpu"),
+            c=(False, 0, "gpu"),
+            d=(False, 0, "gpu"),
+        )
+    )
     keeper._shrink(2)
     assert list(keeper.pool._running_actors) == ["a", "b"]
 
 
 def test_the_last_actor_that_runs_stays_while_others_only_restart() -> None:
-    keeper = Keeper(Pool(lost=(True, 1), idle=(False, 0), spare=(False, 0), more=(True, 0)))
+    keeper = Keeper(
+        Pool(lost=(True, 1), idle=(False, 0), spare=(False, 0), more=(True, 0))
+    )
     keeper._shrink(3)  # to one: not the one that does not run
     assert list(keeper.pool._running_actors) == ["lost", "spare"]
 
@@ -382,7 +535,9 @@ def test_the_last_actor_that_runs_stays_while_others_only_restart() -> None:
 
 
 @given(st.integers(0, 6), st.integers(0, 6), st.lists(st.integers(0, 8), max_size=6))
-def test_a_pool_gives_way_to_other_streams_down_to_its_least(running: int, pending: int, asked: list[int]) -> None:
+def test_a_pool_gives_way_to_other_streams_down_to_its_least(
+    running: int, pending: int, asked: list[int]
+) -> None:
     keeper = Keeper(Pool(**{f"a{number}": (False, 0) for number in range(running)}))
     keeper.pool.num_pending = pending
     least, given = max(1, running + pending), 0
@@ -414,7 +569,9 @@ def test_a_busy_pool_gives_way_as_its_actors_finish_and_grows_again() -> None:
 
 
 def test_actors_on_a_draining_node_are_replaced_and_finish_first() -> None:
-    keeper = Keeper(Pool(a=(False, 1, "going"), b=(False, 0, "going"), c=(False, 2, "cpu")))
+    keeper = Keeper(
+        Pool(a=(False, 1, "going"), b=(False, 0, "going"), c=(False, 2, "cpu"))
+    )
     keeper._leave({"going": 0})
     assert keeper.grown == [2] and list(keeper.pool._running_actors) == ["a", "c"]
     keeper._leave({"going": 0})
@@ -430,7 +587,9 @@ def test_actors_on_a_draining_node_are_replaced_and_finish_first() -> None:
 def test_the_only_actors_on_a_draining_node_stay_until_others_run() -> None:
     keeper = Keeper(Pool(a=(False, 0, "going"), b=(False, 0, "going")))
     keeper._leave({"going": int((time.time() + 90) * 1000)})
-    assert list(keeper.pool._running_actors) == ["a", "b"] and re.search("go in (90|8.) s:", keeper.notes[0])
+    assert list(keeper.pool._running_actors) == ["a", "b"] and re.search(
+        "go in (90|8.) s:", keeper.notes[0]
+    )
     keeper.pool._running_actors |= Pool(c=(False, 0, "cpu"))._running_actors
     keeper._leave({"going": 0})
     assert list(keeper.pool._running_actors) == ["c"] and keeper.grown == [2]
@@ -439,4 +598,6 @@ def test_the_only_actors_on_a_draining_node_stay_until_others_run() -> None:
 def test_nodes_that_are_about_to_go_without_actors_change_nothing() -> None:
     keeper = Keeper(Pool(a=(False, 0, "cpu"), b=(True, 1, "going")))
     keeper._leave({"going": 0, "other": 0})
-    assert list(keeper.pool._running_actors) == ["a", "b"] and not (keeper.grown or keeper.notes)
+    assert list(keeper.pool._running_actors) == ["a", "b"] and not (
+        keeper.grown or keeper.notes
+    )

@@ -26,7 +26,9 @@ class Supervisor:
         self.heard: list[tuple[int, float]] = []
         self.notes: list[str] = []
         self.hears = SimpleNamespace(remote=self._hears)
-        self.note = SimpleNamespace(remote=lambda text, kind: self.notes.append(f"{kind}: {text}"))
+        self.note = SimpleNamespace(
+            remote=lambda text, kind: self.notes.append(f"{kind}: {text}")
+        )
 
     def _hears(self, rank: int, waited_s: float) -> Any:
         self.heard.append((rank, waited_s))
@@ -42,8 +44,12 @@ def busy() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def supervisor(busy: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> Supervisor:
-    made = Supervisor(Process("supervisor", busy.pid, _stat(busy.pid)[1], "10.0.0.1", "here"))
+def supervisor(
+    busy: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> Supervisor:
+    made = Supervisor(
+        Process("supervisor", busy.pid, _stat(busy.pid)[1], "10.0.0.1", "here")
+    )
     ray = SimpleNamespace(
         wait=lambda asked, timeout: (asked, []) if made.answers else ([], asked),
         get=lambda asked: asked.process,
@@ -74,10 +80,14 @@ def test_a_stopped_supervisor_is_killed_and_a_busy_one_is_not(
     watch.turn(101.0)
     assert busy.wait(20) == -9
     (note,) = supervisor.notes
-    assert note.startswith("stopped: killed a stopped process (SIGSTOP) that watched the stream: supervisor")
+    assert note.startswith(
+        "stopped: killed a stopped process (SIGSTOP) that watched the stream: supervisor"
+    )
 
 
-def test_a_supervisor_that_answers_is_not_looked_at(busy: subprocess.Popen[bytes], supervisor: Supervisor) -> None:
+def test_a_supervisor_that_answers_is_not_looked_at(
+    busy: subprocess.Popen[bytes], supervisor: Supervisor
+) -> None:
     stop(busy)
     watch = Sentry(supervisor, 0, lambda: 0.0)
     for now in range(10):

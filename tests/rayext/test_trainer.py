@@ -20,12 +20,25 @@ from ray.train import FailureConfig, RunConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.env_callback import _initialize_env_callbacks
 from ray.train.v2._internal.constants import HEALTH_CHECK_INTERVAL_S_ENV_VAR
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
-from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
+from ray.train.v2._internal.execution.failure_handling import (
+    DefaultFailurePolicy,
+    FailureDecision,
+)
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
-from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2._internal.execution.worker_group.poll import (
+    WorkerGroupPollStatus,
+    WorkerStatus,
+)
 from ray.train.v2.api.config import ScalingConfig
-from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
+from ray.train.v2.api.exceptions import (
+    ControllerError,
+    PreemptionError,
+    WorkerGroupError,
+)
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from raypipe.errors import ConfigError, ResourceError
@@ -43,11 +56,17 @@ from raypipe.rayext.trainer import (
 
 
 def decided(
-    monkeypatch: pytest.MonkeyPatch, per_step: int, fewest: int, most: int, nodes: dict[str, dict[str, float]]
+    monkeypatch: pytest.MonkeyPatch,
+    per_step: int,
+    fewest: int,
+    most: int,
+    nodes: dict[str, dict[str, float]],
 ) -> int | None:
     """How many workers Ray Train's policy starts where these resources are reserved; None = it waits."""
     policy = DivisorScalingPolicy(
-        ScalingConfig(num_workers=(fewest, most), resources_per_worker={"CPU": 2}), 900, per_step
+        ScalingConfig(num_workers=(fewest, most), resources_per_worker={"CPU": 2}),
+        900,
+        per_step,
     )
     # Both ask an actor of Ray Train, which there is in a run only.
     monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
@@ -61,12 +80,22 @@ def decided(
 
 @pytest.mark.parametrize(
     ("per_step", "cpus", "workers"),
-    [(12, 24, 12), (12, 22, 6), (12, 10, 4), (8, 14, 4), (7, 12, 1), (4, 100, 4), (6, 5, 2)],
+    [
+        (12, 24, 12),
+        (12, 22, 6),
+        (12, 10, 4),
+        (8, 14, 4),
+        (7, 12, 1),
+        (4, 100, 4),
+        (6, 5, 2),
+    ],
 )
 def test_elastic_training_takes_the_largest_divisor_of_m_with_room(
     per_step: int, cpus: float, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert decided(monkeypatch, per_step, 1, per_step, {"node": {"CPU": cpus}}) == workers
+    assert (
+        decided(monkeypatch, per_step, 1, per_step, {"node": {"CPU": cpus}}) == workers
+    )
 
 
 def test_room_is_counted_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +103,9 @@ def test_room_is_counted_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decided(monkeypatch, 8, 1, 8, nodes) == 4  # 1 + 1 + 2, and not 11 // 2
 
 
-def test_fewer_divisors_than_the_fewest_workers_means_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_divisors_than_the_fewest_workers_means_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # There is room for 3, of which 2 divide M = 4: too few where 4 are wanted.
     assert decided(monkeypatch, 4, 4, 8, {"node": {"CPU": 6}}) is None
     assert decided(monkeypatch, 4, 2, 8, {"node": {"CPU": 6}}) == 2
@@ -89,10 +120,14 @@ def test_trainers_without_room_say_so_and_do_not_wait_for_ever(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("raypipe.rayext.trainer.time.monotonic", lambda: now[0])
-    policy: BoundedScalingPolicy = FixedPolicy(ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2}), 60)
+    policy: BoundedScalingPolicy = FixedPolicy(
+        ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2}), 60
+    )
     if elastic:
         policy = DivisorScalingPolicy(
-            ScalingConfig(num_workers=(2, 4), resources_per_worker={"CPU": 2}), 60, per_step=4
+            ScalingConfig(num_workers=(2, 4), resources_per_worker={"CPU": 2}),
+            60,
+            per_step=4,
         )
         monkeypatch.setattr(policy, "_get_reserved_resources", dict)
     # It asks an actor of Ray Train, which there is in a run only.
@@ -103,7 +138,11 @@ def test_trainers_without_room_say_so_and_do_not_wait_for_ever(
         caplog.clear()
         now[0] = 100 + seconds
         policy.make_decision_for_non_running_worker_group()
-        return [record.getMessage() for record in caplog.records if record.name == "raypipe.rayext.trainer"]
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if record.name == "raypipe.rayext.trainer"
+        ]
 
     assert said_after(0) == []
     assert said_after(10) == [
@@ -111,7 +150,9 @@ def test_trainers_without_room_say_so_and_do_not_wait_for_ever(
         "stop other jobs (`ray job list`)"
     ]
     assert said_after(59) == []
-    with pytest.raises(ResourceError, match=r"2 trainers of 2 CPU each have had no room for 60 s"):
+    with pytest.raises(
+        ResourceError, match=r"2 trainers of 2 CPU each have had no room for 60 s"
+    ):
         said_after(61)
 
 
@@ -123,23 +164,34 @@ NO_ROOM = ResourceError("2 trainers and 1 transform actor need 3 CPUs")
 
 def failed(*errors: Exception | None) -> WorkerGroupPollStatus:
     """The workers' state as Ray Train's controller sees it, by rank."""
-    return WorkerGroupPollStatus({rank: WorkerStatus(error is None, error) for rank, error in enumerate(errors)})
+    return WorkerGroupPollStatus(
+        {rank: WorkerStatus(error is None, error) for rank, error in enumerate(errors)}
+    )
 
 
 def test_a_plain_trainer_does_not_retry_an_error_of_raypipe() -> None:
     (callback,) = _initialize_env_callbacks()  # as `TorchTrainer.fit` makes it
     callback.after_worker_group_poll_status(failed(None, None))
     with pytest.raises(ControllerError, match="need 3 CPUs") as caught:
-        callback.after_worker_group_poll_status(failed(NO_ROOM, RuntimeError("gloo/ Connection closed by peer")))
+        callback.after_worker_group_poll_status(
+            failed(NO_ROOM, RuntimeError("gloo/ Connection closed by peer"))
+        )
     policy = DefaultFailurePolicy(FailureConfig(max_failures=3))
-    assert policy.make_decision(caught.value) == FailureDecision.RAISE and cause_of(caught.value) is NO_ROOM
+    assert (
+        policy.make_decision(caught.value) == FailureDecision.RAISE
+        and cause_of(caught.value) is NO_ROOM
+    )
 
 
 def test_a_plain_trainer_retries_losses_and_user_errors_as_told() -> None:
     (callback,) = _initialize_env_callbacks()
     callback.after_worker_group_poll_status(failed(ValueError("of the user's")))
-    callback.after_worker_group_poll_status(failed(ConfigError("since its peer is gone"), LOST))
-    callback.after_worker_group_poll_status(failed(NO_ROOM))  # a node that was lost may come back
+    callback.after_worker_group_poll_status(
+        failed(ConfigError("since its peer is gone"), LOST)
+    )
+    callback.after_worker_group_poll_status(
+        failed(NO_ROOM)
+    )  # a node that was lost may come back
     with pytest.raises(ControllerError, match="a setting"):
         callback.after_worker_group_poll_status(failed(ConfigError("a setting")))
 
@@ -147,7 +199,9 @@ def test_a_plain_trainer_retries_losses_and_user_errors_as_told() -> None:
 @pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_an_error_of_raypipe_ends_a_plain_trainer_at_its_first_try(tmp_path: Path) -> None:
+def test_an_error_of_raypipe_ends_a_plain_trainer_at_its_first_try(
+    tmp_path: Path,
+) -> None:
     def train_fn(config: dict[str, Any]) -> None:
         with Path(config["tries"]).open("a") as file:
             file.write("tried\n")
@@ -157,16 +211,22 @@ def test_an_error_of_raypipe_ends_a_plain_trainer_at_its_first_try(tmp_path: Pat
         train_fn,
         train_loop_config={"tries": str(tmp_path / "tries"), "error": NO_ROOM},
         scaling_config=ScalingConfig(num_workers=1),
-        run_config=RunConfig(storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=3)),
+        run_config=RunConfig(
+            storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=3)
+        ),
     )
     with pytest.raises(ControllerError, match="need 3 CPUs"):
         trainer.fit()
     assert (tmp_path / "tries").read_text() == "tried\n"
     # It would wait for a dashboard, which a local cluster has not, and end `fit` late, with a traceback.
-    assert "PlacementGroupCleaner" not in {actor["ActorClassName"] for actor in state.actors().values()}
+    assert "PlacementGroupCleaner" not in {
+        actor["ActorClassName"] for actor in state.actors().values()
+    }
 
 
-def test_restarts_of_the_trainers_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_of_the_trainers_are_counted_by_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counted: list[tuple[str, dict[str, str]]] = []
 
     class Counter:
@@ -180,12 +240,19 @@ def test_restarts_of_the_trainers_are_counted_by_reason(monkeypatch: pytest.Monk
     policy = OnlyDeathsPolicy(FailureConfig(max_failures=2), "first")
     gone = ActorDiedError()
     preempted = ActorDiedError()
-    monkeypatch.setattr(type(preempted), "preempted", property(lambda error: error is preempted), raising=False)
+    monkeypatch.setattr(
+        type(preempted),
+        "preempted",
+        property(lambda error: error is preempted),
+        raising=False,
+    )
     for error in (
         WorkerGroupError("a trainer died", {0: gone}),
         WorkerGroupError("a node was preempted", {0: gone, 1: preempted}),
         ControllerError(WorkerGroupStartupTimeoutError(2)),
-        WorkerGroupError("a mistake", {0: ValueError("x")}),  # would come again: no restart
+        WorkerGroupError(
+            "a mistake", {0: ValueError("x")}
+        ),  # would come again: no restart
     ):
         policy.make_decision(error)
     assert counted == [
@@ -204,23 +271,43 @@ def test_what_dies_after_a_notice_counts_as_preempted() -> None:
         WorkerHealthCheckFailedError("", ActorDiedError()),
     )
 
-    def polled(*errors: BaseException | None, notice: Any = None) -> WorkerGroupPollStatus:
+    def polled(
+        *errors: BaseException | None, notice: Any = None
+    ) -> WorkerGroupPollStatus:
         return WorkerGroupPollStatus(
-            {rank: WorkerStatus(error is None, error, preemption_info=notice) for rank, error in enumerate(errors)}
+            {
+                rank: WorkerStatus(error is None, error, preemption_info=notice)
+                for rank, error in enumerate(errors)
+            }
         )
 
-    policy = OnlyDeathsPolicy(FailureConfig(max_failures=0, max_preemption_failures=1), "first")
-    assert polled(leaving, leaving).has_preempted_worker()  # so that Ray Train waits for all ranks
+    policy = OnlyDeathsPolicy(
+        FailureConfig(max_failures=0, max_preemption_failures=1), "first"
+    )
+    assert polled(
+        leaving, leaving
+    ).has_preempted_worker()  # so that Ray Train waits for all ranks
     assert policy.make_decision(PreemptionError(info)) == FailureDecision.RETRY
-    assert policy.make_decision(WorkerGroupError("", {0: pickle.loads(pickle.dumps(leaving))})).name == "RAISE"
+    assert (
+        policy.make_decision(
+            WorkerGroupError("", {0: pickle.loads(pickle.dumps(leaving))})
+        ).name
+        == "RAISE"
+    )
     assert policy._preemption_failures == 2 and policy._worker_group_failures == 0
 
     callback = FinalErrors()
-    callback.after_worker_group_poll_status(polled(None, gone))  # without a notice it has died
+    callback.after_worker_group_poll_status(
+        polled(None, gone)
+    )  # without a notice it has died
     for notice, error in ((info, peer), (None, gone)):  # the notice comes once
         with pytest.raises(PreemptionError):
             callback.after_worker_group_poll_status(polled(error, None, notice=notice))
-    for error in (leaving, ValueError("a mistake"), None):  # Ray Train decides about these
+    for error in (
+        leaving,
+        ValueError("a mistake"),
+        None,
+    ):  # Ray Train decides about these
         callback.after_worker_group_poll_status(polled(error, None, notice=info))
     callback.after_worker_group_start(None)
     callback.after_worker_group_poll_status(polled(None, gone))
@@ -228,11 +315,23 @@ def test_what_dies_after_a_notice_counts_as_preempted() -> None:
 
 def test_ray_trains_controller_polls_twice_a_second_by_default() -> None:
     show = "import raypipe; from ray.train.v2._internal.constants import *; print(get_env_vars_to_propagate())"
-    others = {name: value for name, value in os.environ.items() if name != HEALTH_CHECK_INTERVAL_S_ENV_VAR}
+    others = {
+        name: value
+        for name, value in os.environ.items()
+        if name != HEALTH_CHECK_INTERVAL_S_ENV_VAR
+    }
     for told, expected in ((None, "0.5"), ("3", "3")):
         environment = others | ({HEALTH_CHECK_INTERVAL_S_ENV_VAR: told} if told else {})
-        shown = subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, check=True)
-        assert f"'{HEALTH_CHECK_INTERVAL_S_ENV_VAR}': '{expected}'" in shown.stdout.decode()
+        shown = subprocess.run(
+            [sys.executable, "-c", show],
+            env=environment,
+            capture_output=True,
+            check=True,
+        )
+        assert (
+            f"'{HEALTH_CHECK_INTERVAL_S_ENV_VAR}': '{expected}'"
+            in shown.stdout.decode()
+        )
 
 
 DEAD = """The actor died unexpectedly before finishing this task.
@@ -241,7 +340,9 @@ DEAD = """The actor died unexpectedly before finishing this task.
 \tnamespace: ba92b562
 \tip: 192.0.2.2
 The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"""
-KILLED = WorkerHealthCheckFailedError("A worker health check failed. Worker info: …", RuntimeError(DEAD))
+KILLED = WorkerHealthCheckFailedError(
+    "A worker health check failed. Worker info: …", RuntimeError(DEAD)
+)
 WHO = "trainer 1 died: process 11115 on 192.0.2.2, worker process has died. Worker exit type: SYSTEM_ERROR"
 
 
@@ -249,14 +350,22 @@ def test_who_died_is_told_and_not_who_survived() -> None:
     survivor = RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer")
     error = WorkerGroupError("", {0: survivor, 1: KILLED, 2: survivor})
     assert who_died(error) == WHO
-    assert who_died(WorkerGroupError("", {0: survivor})).startswith("trainer 0 failed: RuntimeError")
+    assert who_died(WorkerGroupError("", {0: survivor})).startswith(
+        "trainer 0 failed: RuntimeError"
+    )
     taken = Exception()
-    taken.preemption_info = SimpleNamespace(preempted_node_ids=["abcdefghij"], preempted_ranks=[0, 1])  # type: ignore
+    taken.preemption_info = SimpleNamespace(
+        preempted_node_ids=["abcdefghij"], preempted_ranks=[0, 1]
+    )  # type: ignore
     assert who_died(taken) == "the node of trainers 0, 1 was preempted (abcdefgh)"
 
 
-def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n{"kind": "train", "step": 7}\n{"cut')
+def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"kind": "start", "step": 0}\n{"kind": "train", "step": 7}\n{"cut'
+    )
     policy = OnlyDeathsPolicy(FailureConfig(max_failures=1), "run", tmp_path.as_uri())
     assert policy.make_decision(WorkerGroupError("", {1: KILLED})).name == "RETRY"
     assert policy.make_decision(WorkerGroupError("", {1: KILLED})).name == "RAISE"
@@ -297,7 +406,12 @@ def test_the_controller_has_ended_when_fit_returns_or_raises(
     monkeypatch.setattr(TorchTrainer, "fit", fit)
     monkeypatch.setattr(ray, "kill", lambda actor: actor.calls.append("killed"))
     monkeypatch.setattr(ray, "get", get)
-    trainer = RunTrainer(print, per_step=1, timeout_s=1, take_signals=lambda: controller.calls.append("begun"))
+    trainer = RunTrainer(
+        print,
+        per_step=1,
+        timeout_s=1,
+        take_signals=lambda: controller.calls.append("begun"),
+    )
     with pytest.raises(error) if error else contextlib.nullcontext():
         assert trainer.fit() == "result"
     assert controller.calls == ["begun", "killed", "state asked for"]
@@ -326,9 +440,15 @@ def test_no_controller_outlives_its_run(tmp_path: Path) -> None:
 def test_the_death_of_a_trainer_is_a_line_and_no_traceback_of_rays() -> None:
     noisy = logging.getLogger("ray.train.v2._internal.callbacks.backend_setup")
     # As Ray Train does when a run begins: this resets the levels of loggers below its own.
-    levels = {"version": 1, "disable_existing_loggers": False, "loggers": {"ray.train": {"level": "INFO"}}}
+    levels = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "loggers": {"ray.train": {"level": "INFO"}},
+    }
     logging.config.dictConfig(levels)
-    warning = noisy.makeRecord(noisy.name, logging.WARNING, "", 0, "Graceful shutdown failed", (), None)
+    warning = noisy.makeRecord(
+        noisy.name, logging.WARNING, "", 0, "Graceful shutdown failed", (), None
+    )
     error = noisy.makeRecord(noisy.name, logging.ERROR, "", 0, "an error", (), None)
     assert not noisy.filter(warning) and noisy.filter(error)
 
@@ -337,9 +457,17 @@ def test_the_wait_for_room_is_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, float]] = []
     now = [100.0]
     monkeypatch.setattr("raypipe.rayext.trainer.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("raypipe.rayext.trainer.Recorder.set", lambda _, values, **labels: found.append(values))
-    policy = FixedPolicy(ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2}), 60, "mine")
+    monkeypatch.setattr(
+        "raypipe.rayext.trainer.Recorder.set",
+        lambda _, values, **labels: found.append(values),
+    )
+    policy = FixedPolicy(
+        ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2}), 60, "mine"
+    )
     monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
     for now[0] in (100.0, 130.0):
         policy.make_decision_for_non_running_worker_group()
-    assert found == [{"trainer_room_wait_seconds": 0.0}, {"trainer_room_wait_seconds": 30.0}]
+    assert found == [
+        {"trainer_room_wait_seconds": 0.0},
+        {"trainer_room_wait_seconds": 30.0},
+    ]

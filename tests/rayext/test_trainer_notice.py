@@ -17,7 +17,9 @@ from raypipe.rayext.trainer_notice import Notice, noticed
 def given(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ray Train's place for a notice, in a worker of its."""
     given = SimpleNamespace(preemption_info=None)
-    monkeypatch.setattr(context, "get_train_context", lambda: SimpleNamespace(preemption_context=given))
+    monkeypatch.setattr(
+        context, "get_train_context", lambda: SimpleNamespace(preemption_context=given)
+    )
     return given
 
 
@@ -42,14 +44,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def info(*nodes: str, left_s: float | None = None) -> Any:
     deadline_ms = None if left_s is None else (Clock().now + left_s) * 1000
-    return SimpleNamespace(preempted_node_ids=list(nodes), preempted_ranks=[1], deadline_ms=deadline_ms)
+    return SimpleNamespace(
+        preempted_node_ids=list(nodes), preempted_ranks=[1], deadline_ms=deadline_ms
+    )
 
 
-def test_no_notice_comes_outside_of_ray_train_or_before_its_version_2_60(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_notice_comes_outside_of_ray_train_or_before_its_version_2_60(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(LookupError):
         noticed()
     assert not Notice(print).is_due() and not Notice(print).agreed(0)
-    monkeypatch.setattr(context, "get_train_context", SimpleNamespace)  # it has no such context
+    monkeypatch.setattr(
+        context, "get_train_context", SimpleNamespace
+    )  # it has no such context
     assert not Notice(print).is_due() and not Notice(print).agreed(0)
 
 
@@ -62,7 +70,8 @@ def test_each_notice_is_told_and_asks_for_a_checkpoint_at_once(given: Any) -> No
     given.preemption_info = info("abcdefghij", "other")
     assert notice.is_due() and not notice.is_due()
     assert told == [
-        f"the node of trainers 1 is about to go ({name}): making a checkpoint" for name in ("abcdefgh", "other")
+        f"the node of trainers 1 is about to go ({name}): making a checkpoint"
+        for name in ("abcdefgh", "other")
     ]
 
 
@@ -73,7 +82,9 @@ def step(notice: Notice, clock: Clock, seconds: float) -> bool:
     return notice.is_due()
 
 
-@pytest.mark.parametrize(("left_s", "then_s"), [(None, 15), (120, 15), (21, 10), (5, 2)])
+@pytest.mark.parametrize(
+    ("left_s", "then_s"), [(None, 15), (120, 15), (21, 10), (5, 2)]
+)
 def test_checkpoints_come_more_often_as_the_nodes_end_comes_near(
     given: Any, clock: Clock, left_s: float | None, then_s: float
 ) -> None:
@@ -89,12 +100,16 @@ def test_checkpoints_come_more_often_as_the_nodes_end_comes_near(
 
 
 @pytest.mark.parametrize("left_s", [None, 300.0, 30.0, 12.0, 3.0])
-@pytest.mark.parametrize(("step_s", "checkpoint_s"), [(0.01, 0.01), (0.3, 0.5), (2.0, 0.2), (0.5, 9.0)])
+@pytest.mark.parametrize(
+    ("step_s", "checkpoint_s"), [(0.01, 0.01), (0.3, 0.5), (2.0, 0.2), (0.5, 9.0)]
+)
 def test_a_train_function_ends_before_its_node_after_a_checkpoint(
     given: Any, clock: Clock, left_s: float | None, step_s: float, checkpoint_s: float
 ) -> None:
     notice, choose, checkpoints = Notice(print), random.Random(0), 0
-    ends_at = clock.now + (left_s or 120)  # Ray Train's default where the end is not known
+    ends_at = clock.now + (
+        left_s or 120
+    )  # Ray Train's default where the end is not known
     notice.saved_in(checkpoint_s)
     given.preemption_info, is_due = info("a", left_s=left_s), False
     with pytest.raises(RayActorError) as error:
@@ -106,10 +121,14 @@ def test_a_train_function_ends_before_its_node_after_a_checkpoint(
                 clock.now += checkpoint_s
     assert error.value.preempted and is_due and checkpoints <= 40
     if step_s + checkpoint_s < ends_at - 1000 - 1:  # there was time for one
-        assert ends_at - max(10.0, 3 * (step_s + checkpoint_s)) < clock.now < ends_at - 0.5
+        assert (
+            ends_at - max(10.0, 3 * (step_s + checkpoint_s)) < clock.now < ends_at - 0.5
+        )
 
 
-def test_before_a_validation_a_checkpoint_is_due_in_any_case(given: Any, clock: Clock) -> None:
+def test_before_a_validation_a_checkpoint_is_due_in_any_case(
+    given: Any, clock: Clock
+) -> None:
     notice = Notice(print)
     assert not notice.is_due(at_end=True)
     given.preemption_info = info("a", left_s=100)
@@ -120,7 +139,10 @@ def test_ranks_agree_once_a_second_and_at_last_after_each_step(
     given: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda data: sent.append(data) or data)
+    monkeypatch.setattr(
+        "ray.train.collective.broadcast_from_rank_zero",
+        lambda data: sent.append(data) or data,
+    )
 
     def agreed(seconds: float, at_end: bool = False) -> bool:
         notice.begin_step()
@@ -130,9 +152,15 @@ def test_ranks_agree_once_a_second_and_at_last_after_each_step(
     notice = Notice(print)
     assert not agreed(0.125) and sent == [(False, False, 8)]  # a step took 0.125 s
     given.preemption_info = info("a")
-    assert [agreed(0.125) for _ in range(8)] == [False] * 7 + [True] and sent[1:] == [(True, False, 8)]
+    assert [agreed(0.125) for _ in range(8)] == [False] * 7 + [True] and sent[1:] == [
+        (True, False, 8)
+    ]
     assert agreed(0.125, at_end=True)
     given.preemption_info = info("a", left_s=clock.now - 1000 + 5)
-    assert [agreed(0.125) for _ in range(8)] == [False] * 8 and sent[-1] == (False, False, 1)
+    assert [agreed(0.125) for _ in range(8)] == [False] * 8 and sent[-1] == (
+        False,
+        False,
+        1,
+    )
     clock.now += 3
     assert agreed(0.125) and notice.is_last and sent[-1] == (True, True, 1)

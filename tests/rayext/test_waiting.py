@@ -13,16 +13,30 @@ import ray
 
 from raypipe.errors import ResourceError
 from raypipe.rayext.cluster import connect
-from raypipe.rayext.waiting import Wait, _Starting, is_head_lost, only_start, wait_for_head
+from raypipe.rayext.waiting import (
+    Wait,
+    _Starting,
+    is_head_lost,
+    only_start,
+    wait_for_head,
+)
 from raypipe.rayext.watch import Process, _stat
 
 
-def test_a_wait_ends_with_what_it_was_for_and_lines_tell_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_ends_with_what_it_was_for_and_lines_tell_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     wait = Wait(1.5, setting="pool.stall_timeout_s")
-    with pytest.raises(ResourceError, match=r"^waited 1\.5 s \(pool\.stall_timeout_s\) for room: 2 CPUs$"):
+    with pytest.raises(
+        ResourceError,
+        match=r"^waited 1\.5 s \(pool\.stall_timeout_s\) for room: 2 CPUs$",
+    ):
         while True:
             wait.turn("room: 2 CPUs", 0.1)
-    assert capsys.readouterr().out == "waiting up to 0 s more (pool.stall_timeout_s) for room: 2 CPUs\n"
+    assert (
+        capsys.readouterr().out
+        == "waiting up to 0 s more (pool.stall_timeout_s) for room: 2 CPUs\n"
+    )
 
 
 def test_a_missing_cluster_is_named_and_the_wait_can_be_ended(
@@ -31,7 +45,10 @@ def test_a_missing_cluster_is_named_and_the_wait_can_be_ended(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(ResourceError, match=rf"waited 1 s for the Ray cluster at {address} \(.*refused\)"):
+    with pytest.raises(
+        ResourceError,
+        match=rf"waited 1 s for the Ray cluster at {address} \(.*refused\)",
+    ):
         wait_for_head(address, Wait(1.0))
 
     def interrupted() -> None:
@@ -55,7 +72,9 @@ def test_an_interrupt_is_held_until_ray_has_started_but_no_second_one(
     monkeypatch: pytest.MonkeyPatch, num: int
 ) -> None:
     returned = []
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a finished `fit` leaves Ray's
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a finished `fit` leaves Ray's
 
     def start(**_: object) -> None:
         for number in range(num):
@@ -76,7 +95,9 @@ def test_a_head_that_does_not_answer_is_not_awaited_in_silence() -> None:
         frozen.bind(("0.0.0.0", 0))
         frozen.listen()
         address = f"127.0.0.1:{frozen.getsockname()[1]}"
-        with pytest.raises(ResourceError, match=r"\(it accepts connections, but does not answer\)"):
+        with pytest.raises(
+            ResourceError, match=r"\(it accepts connections, but does not answer\)"
+        ):
             wait_for_head(address, Wait(2.0))
 
 
@@ -87,10 +108,16 @@ def test_of_two_runs_that_start_together_one_waits_for_the_other() -> None:
     order: list[str] = []
     with only_start(Wait(60.0), "first") as first:
         another = r"waited 0\.5 s for another run, until its trainers and its pool have started: run first "
-        for thing, why in (("", ""), ("room: 9 CPUs", ", which waits for room: 9 CPUs")):
+        for thing, why in (
+            ("", ""),
+            ("room: 9 CPUs", ", which waits for room: 9 CPUs"),
+        ):
             ray.get(first.tell.remote(thing))
             told = another + rf"\(process {os.getpid()} on \S+, node \w+\){why}$"
-            with pytest.raises(ResourceError, match=told), only_start(Wait(0.5), "second"):
+            with (
+                pytest.raises(ResourceError, match=told),
+                only_start(Wait(0.5), "second"),
+            ):
                 pass
 
         def release() -> None:
@@ -116,9 +143,14 @@ def test_a_stopped_run_that_holds_up_others_is_named() -> None:
         sleeping.send_signal(signal.SIGSTOP)
         while _stat(sleeping.pid)[0] != "T":
             time.sleep(0.01)
-        stopped = Process("driver", sleeping.pid, _stat(sleeping.pid)[1], "10.0.0.1", node)
+        stopped = Process(
+            "driver", sleeping.pid, _stat(sleeping.pid)[1], "10.0.0.1", node
+        )
         holder: Any = ray.remote(_Starting).options(num_cpus=0).remote("night", stopped)
         text = ray.get(holder.state.remote())
-        assert text == f"run night ({stopped}), which is stopped (SIGSTOP): continue or end it"
+        assert (
+            text
+            == f"run night ({stopped}), which is stopped (SIGSTOP): continue or end it"
+        )
         ray.kill(holder)
         sleeping.kill()

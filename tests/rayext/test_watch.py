@@ -38,7 +38,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.01)
 
 
-def test_a_stopped_process_is_killed_and_a_busy_one_is_not(processes: list[subprocess.Popen[bytes]]) -> None:
+def test_a_stopped_process_is_killed_and_a_busy_one_is_not(
+    processes: list[subprocess.Popen[bytes]],
+) -> None:
     stopped, busy = processes
     known = [(each.pid, _stat(each.pid)[1]) for each in processes]
     assert end_stopped(known) == []
@@ -47,14 +49,18 @@ def test_a_stopped_process_is_killed_and_a_busy_one_is_not(processes: list[subpr
     assert stopped.wait(20) == -signal.SIGKILL and busy.poll() is None
 
 
-def test_a_later_process_of_the_same_number_is_left_alone(processes: list[subprocess.Popen[bytes]]) -> None:
+def test_a_later_process_of_the_same_number_is_left_alone(
+    processes: list[subprocess.Popen[bytes]],
+) -> None:
     stopped, _ = processes
     stop(stopped)
     assert end_stopped([(stopped.pid, "1"), (stopped.pid, ""), (2**22 + 1, "1")]) == []
     assert stopped.poll() is None
 
 
-def test_a_process_that_goes_on_within_a_moment_is_left_alone(processes: list[subprocess.Popen[bytes]]) -> None:
+def test_a_process_that_goes_on_within_a_moment_is_left_alone(
+    processes: list[subprocess.Popen[bytes]],
+) -> None:
     paused, _ = processes
     stop(paused)
     resume = subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -CONT {paused.pid}"])
@@ -81,7 +87,9 @@ class Actor:
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
     notes: list[tuple[str, str]] = []
-    watch = Watch(lambda *note: notes.append(note), lambda key: f"in the block of {key}")
+    watch = Watch(
+        lambda *note: notes.append(note), lambda key: f"in the block of {key}"
+    )
     stopped, busy = (ray.remote(num_cpus=0)(Actor).remote() for _ in range(2))
     process = ray.get(stopped.process.remote())
     watch.add("a", process)
@@ -97,7 +105,12 @@ def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
         watch.turn(time.monotonic())
         time.sleep(0.1)
     text = f"transform actor ({process}, in the block of a)"
-    assert notes == [(f"killed a stopped process (SIGSTOP) that blocked the stream: {text}", "stopped")]
+    assert notes == [
+        (
+            f"killed a stopped process (SIGSTOP) that blocked the stream: {text}",
+            "stopped",
+        )
+    ]
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(stopped.process.remote(), timeout=60)
     assert ray.get(busy.process.remote(), timeout=60)

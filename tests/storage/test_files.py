@@ -5,11 +5,19 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import ConfigError
-from raypipe.storage.files import check_place, read_json, read_text, write_json, write_text
+from raypipe.storage.files import (
+    check_place,
+    read_json,
+    read_text,
+    write_json,
+    write_text,
+)
 
 
 @pytest.mark.parametrize("as_uri", [False, True])
-def test_what_is_written_is_read_and_takes_the_place_of_what_was_there(tmp_path: Path, as_uri: bool) -> None:
+def test_what_is_written_is_read_and_takes_the_place_of_what_was_there(
+    tmp_path: Path, as_uri: bool
+) -> None:
     file = tmp_path / "a file#1.json"
     address = file.as_uri() if as_uri else str(file)
     for content in ({"a": [1, None, "ü"]}, {}):
@@ -19,7 +27,9 @@ def test_what_is_written_is_read_and_takes_the_place_of_what_was_there(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-def test_a_relative_path_is_of_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_of_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     check_place("x.json")
     write_json("x.json", {"a": 1})
@@ -27,7 +37,9 @@ def test_a_relative_path_is_of_this_folder(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("place", ["nowhere/x.json", "."])
-def test_a_place_where_no_file_can_be(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_where_no_file_can_be(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"{place} cannot be written"):
         check_place(place)
@@ -65,8 +77,14 @@ def test_what_is_not_there(place: str) -> None:
 
 def test_a_text_is_read_up_to_its_bound(tmp_path: Path) -> None:
     write_text(tmp_path / "x.txt", "ü 1234")
-    assert read_text(tmp_path / "x.txt", 7) == read_text((tmp_path / "x.txt").as_uri(), 100) == "ü 1234"
-    with pytest.raises(ConfigError, match=r"x\.txt cannot be read: it has more than 6 bytes"):
+    assert (
+        read_text(tmp_path / "x.txt", 7)
+        == read_text((tmp_path / "x.txt").as_uri(), 100)
+        == "ü 1234"
+    )
+    with pytest.raises(
+        ConfigError, match=r"x\.txt cannot be read: it has more than 6 bytes"
+    ):
         read_text(tmp_path / "x.txt", 6)
     (tmp_path / "x.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"x\.txt is not text"):

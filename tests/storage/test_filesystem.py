@@ -34,14 +34,18 @@ from raypipe.stores import open_store
 @pytest.fixture(autouse=True)
 def no_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "RAYPIPE_STORAGE_", "KERBEROS_")):
+        if name.startswith(
+            ("AWS_", "AZURE_", "GOOGLE_", "RAYPIPE_STORAGE_", "KERBEROS_")
+        ):
             monkeypatch.delenv(name)
 
 
 # Addresses
 
 
-def test_as_uri_makes_paths_absolute_and_leaves_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_uri_makes_paths_absolute_and_leaves_uris(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/somewhere")
     assert as_uri("runs") == (tmp_path / "runs").as_uri()
@@ -71,7 +75,9 @@ def test_a_bare_name_has_no_folder() -> None:
 
 
 def test_what_is_remote() -> None:
-    assert [is_remote(a) for a in ("a", Path("/a"), "file:///a", "s3://a", "az://a/b")] == [False] * 3 + [True] * 2
+    assert [
+        is_remote(a) for a in ("a", Path("/a"), "file:///a", "s3://a", "az://a/b")
+    ] == [False] * 3 + [True] * 2
 
 
 @pytest.mark.parametrize("as_file", [False, True])
@@ -84,31 +90,50 @@ def test_local_paths_and_file_uris_are_local(tmp_path: Path, as_file: bool) -> N
 # What each scheme becomes
 
 
-def test_s3_has_time_outs_and_the_environments_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_has_time_outs_and_the_environments_endpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
     filesystem, path = open_filesystem("s3://bucket/a%20b/c/")
-    assert isinstance(filesystem.handler.inner(), pyarrow.fs.S3FileSystem) and path == "bucket/a b/c"
+    assert (
+        isinstance(filesystem.handler.inner(), pyarrow.fs.S3FileSystem)
+        and path == "bucket/a b/c"
+    )
     made = filesystem.handler.inner().__reduce__()[1][0]
-    assert (made["endpoint_override"], made["scheme"], made["region"]) == ("127.0.0.1:9000", "http", "us-east-1")
+    assert (made["endpoint_override"], made["scheme"], made["region"]) == (
+        "127.0.0.1:9000",
+        "http",
+        "us-east-1",
+    )
     assert (made["connect_timeout"], made["request_timeout"]) == (5, 20)
 
 
-def test_s3_has_the_environments_region_and_may_be_anonymous(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_has_the_environments_region_and_may_be_anonymous(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     filesystem, path = open_filesystem("s3://anonymous@bucket/a")
     made = filesystem.handler.inner().__reduce__()[1][0]
     assert path == "bucket/a"
-    assert (made["endpoint_override"], made["region"], made["anonymous"]) == ("", "eu-west-1", True)
+    assert (made["endpoint_override"], made["region"], made["anonymous"]) == (
+        "",
+        "eu-west-1",
+        True,
+    )
 
 
-def test_a_file_system_keeps_its_patience_through_pickling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_keeps_its_patience_through_pickling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
     filesystem, _ = open_filesystem("s3://bucket")
     again = pickle.loads(pickle.dumps(filesystem))
     assert type(again) is type(filesystem) and again.equals(filesystem)
 
 
-def test_another_environment_makes_another_filesystem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_environment_makes_another_filesystem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
     one = open_filesystem("s3://bucket/a")[0]
     assert open_filesystem("s3://bucket/b")[0] is one
@@ -119,7 +144,10 @@ def test_another_environment_makes_another_filesystem(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("scheme", ["gs", "gcs"])
 def test_gs_is_google_with_a_limit_for_retries(scheme: str) -> None:
     filesystem, path = open_filesystem(f"{scheme}://anonymous@bucket/a/b")
-    assert type(filesystem.handler.inner()) is pyarrow.fs.GcsFileSystem and path == "bucket/a/b"
+    assert (
+        type(filesystem.handler.inner()) is pyarrow.fs.GcsFileSystem
+        and path == "bucket/a/b"
+    )
     made = filesystem.handler.inner().__reduce__()[1][0]
     assert made["retry_time_limit"] == timedelta(seconds=15) and made["anonymous"]
 
@@ -132,11 +160,16 @@ def test_gs_is_google_with_a_limit_for_retries(scheme: str) -> None:
         ("abfss://container@mine.dfs.core.windows.net/a/b", "mine"),
     ],
 )
-def test_az_and_abfs_are_azure(address: str, account: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_az_and_abfs_are_azure(
+    address: str, account: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "of-the-environment")
     monkeypatch.setenv("AZURE_STORAGE_KEY", "a2V5")
     filesystem, path = open_filesystem(address)
-    assert type(filesystem.handler.inner()) is pyarrow.fs.AzureFileSystem and path == "container/a/b"
+    assert (
+        type(filesystem.handler.inner()) is pyarrow.fs.AzureFileSystem
+        and path == "container/a/b"
+    )
     made = filesystem.handler.inner().__reduce__()[1][0]
     assert (made["account_name"], made["account_key"]) == (account, "a2V5")
 
@@ -146,13 +179,20 @@ def test_any_scheme_of_fsspec_reads_and_writes_whole_files(tmp_path: Path) -> No
     try:
         write_json(f"{folder}/one.json", {"a": 1})
         write_json(f"{folder}/one.json", {"a": 2})
-        assert read_json(f"{folder}/one.json") == {"a": 2} and exists(f"{folder}/one.json")
+        assert read_json(f"{folder}/one.json") == {"a": 2} and exists(
+            f"{folder}/one.json"
+        )
         (tmp_path / "file").write_bytes(b"abc")
         upload(str(tmp_path / "file"), *open_filesystem(f"{folder}/file"))
         filesystem, path = open_filesystem(folder)
         found = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
-        assert sorted((Path(file.path).name, file.size) for file in found) == [("file", 3), ("one.json", 11)]
-        with open_filesystem(f"{folder}/file")[0].open_input_file(f"{path}/file") as file:
+        assert sorted((Path(file.path).name, file.size) for file in found) == [
+            ("file", 3),
+            ("one.json", 11),
+        ]
+        with open_filesystem(f"{folder}/file")[0].open_input_file(
+            f"{path}/file"
+        ) as file:
             assert file.read_at(2, 1) == b"bc"
         check_bucket(folder)
     finally:
@@ -165,7 +205,9 @@ def test_a_store_at_an_address_of_fsspec_is_read_in_place(
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
     local = open_store(str(stores["parquet"]))
     try:
-        upload(str(stores["parquet"]), *open_filesystem("memory://raypipe/train.parquet"))
+        upload(
+            str(stores["parquet"]), *open_filesystem("memory://raypipe/train.parquet")
+        )
         store = open_store("memory://raypipe/train.parquet")
         indices = np.array([3, 97, 42])
         assert list(store.read(indices)["image"]) == list(local.read(indices)["image"])
@@ -173,7 +215,9 @@ def test_a_store_at_an_address_of_fsspec_is_read_in_place(
         fsspec.filesystem("memory").rm("/raypipe", recursive=True)
 
 
-def test_hdfs_without_java_is_one_error_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hdfs_without_java_is_one_error_that_names_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def loads(host: str, port: int, kerb_ticket: str | None) -> None:
         made.append((host, port, kerb_ticket))
         raise OSError("Unable to load libjvm\ndlopen(a) failed\ndlopen(b) failed")
@@ -183,7 +227,8 @@ def test_hdfs_without_java_is_one_error_that_names_the_remedy(monkeypatch: pytes
     monkeypatch.setenv("KERBEROS_TICKET_CACHE_PATH", "/tmp/ticket")
     for address in ("hdfs://namenode:8020/a/b", "hdfs:///a", "viewfs://cluster/a"):
         with pytest.raises(
-            ConfigError, match=r"^\w+://\w*: Unable to load libjvm: .* JAVA_HOME.*webhdfs://"
+            ConfigError,
+            match=r"^\w+://\w*: Unable to load libjvm: .* JAVA_HOME.*webhdfs://",
         ) as told:
             open_filesystem(address)
         assert "\n" not in str(told.value)
@@ -197,16 +242,33 @@ def test_hdfs_without_java_is_one_error_that_names_the_remedy(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("fttp://a/b", r"unsupported scheme in fttp://a/b; use a local path, file://, s3://.* that fsspec knows"),
+        (
+            "fttp://a/b",
+            r"unsupported scheme in fttp://a/b; use a local path, file://, s3://.* that fsspec knows",
+        ),
         ("lacks://a/b", r"lacks://a/b: Install no_such_package \(on every node\)"),
         ("s3:///a", "names no bucket"),
-        ("s3://b/a?", "contains credentials or options, .* Write %3F for a . in a name"),
-        ("gs://me@b/a", r"gs://…@b/a contains credentials or options, .* set GOOGLE_APPLICATION_CREDENTIALS"),
-        ("az://c/a", r"set AZURE_STORAGE_ACCOUNT; addresses are az://container/path, or abfs://"),
-        ("abfs://c@a.dfs.core.windows.net/b?colour=red", r"/b\?colour=… contains credentials or options"),
+        (
+            "s3://b/a?",
+            "contains credentials or options, .* Write %3F for a . in a name",
+        ),
+        (
+            "gs://me@b/a",
+            r"gs://…@b/a contains credentials or options, .* set GOOGLE_APPLICATION_CREDENTIALS",
+        ),
+        (
+            "az://c/a",
+            r"set AZURE_STORAGE_ACCOUNT; addresses are az://container/path, or abfs://",
+        ),
+        (
+            "abfs://c@a.dfs.core.windows.net/b?colour=red",
+            r"/b\?colour=… contains credentials or options",
+        ),
     ],
 )
-def test_a_wrong_address(address: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_address(
+    address: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lacks = {"class": "no_such_package.FileSystem", "err": "Install no_such_package"}
     monkeypatch.setitem(known_implementations, "lacks", lacks)
     with pytest.raises(ConfigError, match=message):
@@ -217,14 +279,38 @@ def test_a_wrong_address(address: str, message: str, monkeypatch: pytest.MonkeyP
     ("address", "shown", "variable"),
     [
         ("s3://AKIA:SECRET@bucket/a", "s3://…@bucket/a", "AWS_SECRET_ACCESS_KEY"),
-        ("s3://AKIA:SEC/RET+SECRET@bucket/a", "s3://…@bucket/a", "AWS_SECRET_ACCESS_KEY"),
+        (
+            "s3://AKIA:SEC/RET+SECRET@bucket/a",
+            "s3://…@bucket/a",
+            "AWS_SECRET_ACCESS_KEY",
+        ),
         ("s3://SECRET@bucket/a", "s3://…@bucket/a", "AWS_SECRET_ACCESS_KEY"),
-        ("s3://bucket/a?endpoint_override=me:SECRET@host", "a?endpoint_override=… contains", "AWS_ACCESS_KEY_ID"),
-        ("s3://bucket/a?secret_key=SECRET", "a?secret_key=… contains", "AWS_ACCESS_KEY_ID"),
-        ("gs://me:SECRET@bucket/a", "gs://…@bucket/a", "GOOGLE_APPLICATION_CREDENTIALS"),
+        (
+            "s3://bucket/a?endpoint_override=me:SECRET@host",
+            "a?endpoint_override=… contains",
+            "AWS_ACCESS_KEY_ID",
+        ),
+        (
+            "s3://bucket/a?secret_key=SECRET",
+            "a?secret_key=… contains",
+            "AWS_ACCESS_KEY_ID",
+        ),
+        (
+            "gs://me:SECRET@bucket/a",
+            "gs://…@bucket/a",
+            "GOOGLE_APPLICATION_CREDENTIALS",
+        ),
         ("gs://SECRET@bucket/a", "gs://…@bucket/a", "GOOGLE_APPLICATION_CREDENTIALS"),
-        ("az://container/a?sv=2024&sig=SECRET", "a?sv=…&sig=… contains", "AZURE_STORAGE_SAS_TOKEN"),
-        ("abfs://c:SECRET@account.dfs.core.windows.net/a", "abfs://…@account", "AZURE_STORAGE_SAS_TOKEN"),
+        (
+            "az://container/a?sv=2024&sig=SECRET",
+            "a?sv=…&sig=… contains",
+            "AZURE_STORAGE_SAS_TOKEN",
+        ),
+        (
+            "abfs://c:SECRET@account.dfs.core.windows.net/a",
+            "abfs://…@account",
+            "AZURE_STORAGE_SAS_TOKEN",
+        ),
         ("https://me:SECRET@host/a", "https://…@host/a", ""),
     ],
 )
@@ -232,17 +318,30 @@ def test_an_address_with_credentials_is_refused_and_nothing_shows_them(
     address: str, shown: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "mine")
-    for use in (open_filesystem, check_bucket, check_place, read_json, lambda a: len(open_store(f"{a}.lmdb"))):
+    for use in (
+        open_filesystem,
+        check_bucket,
+        check_place,
+        read_json,
+        lambda a: len(open_store(f"{a}.lmdb")),
+    ):
         with pytest.raises(RaypipeError, match=re.escape(shown)) as caught:
             use(address)
         assert variable in str(caught.value)
-        told = "".join(traceback.format_exception(pickle.loads(pickle.dumps(caught.value))))
+        told = "".join(
+            traceback.format_exception(pickle.loads(pickle.dumps(caught.value)))
+        )
         assert "SECRET" not in told.replace("AWS_SECRET_", ""), told
 
 
-def test_a_login_in_the_environments_endpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_login_in_the_environments_endpoint_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:password@host")
-    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL must not contain a login: set AWS_ACCESS_KEY_ID") as e:
+    with pytest.raises(
+        ConfigError,
+        match="AWS_ENDPOINT_URL must not contain a login: set AWS_ACCESS_KEY_ID",
+    ) as e:
         open_filesystem("s3://bucket/a")
     assert "password" not in str(e.value)
 
@@ -264,7 +363,10 @@ def test_errors_show_addresses_without_credentials_as_they_are(text: str) -> Non
 def test_a_wrong_setting(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", value)
-    with pytest.raises(ConfigError, match=rf"STORAGE_PATIENCE_S must be a number of seconds, got '{value}'"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"STORAGE_PATIENCE_S must be a number of seconds, got '{value}'",
+    ):
         open_filesystem("s3://bucket")
 
 
@@ -272,12 +374,16 @@ def test_a_missing_bucket_is_told_before_work_begins(bucket: str) -> None:
     check_bucket(f"{bucket}/runs/mine")
     check_bucket("/nowhere")
     with pytest.raises(
-        ConfigError, match="s3://no-such/runs cannot be used: bucket no-such does not exist: create it"
+        ConfigError,
+        match="s3://no-such/runs cannot be used: bucket no-such does not exist: create it",
     ):
         check_bucket("s3://no-such/runs")
     filesystem, path = open_filesystem("s3://no-such/x")
     with (
-        pytest.raises(StoreError, match=r"^it cannot be written: .*create the bucket, or correct the address$"),
+        pytest.raises(
+            StoreError,
+            match=r"^it cannot be written: .*create the bucket, or correct the address$",
+        ),
         explained(StoreError, "it cannot be written"),
         filesystem.open_output_stream(path) as file,
     ):
@@ -289,7 +395,8 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
     with pytest.raises(
-        OutageError, match=r"s3://bucket was unavailable .*check the network, and AWS_ENDPOINT_URL"
+        OutageError,
+        match=r"s3://bucket was unavailable .*check the network, and AWS_ENDPOINT_URL",
     ):
         check_bucket("s3://bucket/a")
 
@@ -300,7 +407,10 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_written_is_read_through_every_kind_of_fault(
     bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contents = [os.urandom(300_000), os.urandom(11_000_000)]  # one request; several parts
+    contents = [
+        os.urandom(300_000),
+        os.urandom(11_000_000),
+    ]  # one request; several parts
     rates = {"throttle": 0.1, "drop": 0.1, "cut": 0.1, "slow": 0.1}
     with FaultyProxy(s3_endpoint, seed=243, rates=rates) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
@@ -310,7 +420,10 @@ def test_what_is_written_is_read_through_every_kind_of_fault(
                 file.write(content)
             with filesystem.open_input_file(path) as file:
                 assert (
-                    b"".join(file.read_at(100_000, at) for at in range(0, 300_000, 100_000)) == content[:300_000]
+                    b"".join(
+                        file.read_at(100_000, at) for at in range(0, 300_000, 100_000)
+                    )
+                    == content[:300_000]
                 )
             assert exists(f"{bucket}/a%20{number}") and not exists(f"{bucket}/b")
         assert set(proxy.faults) == set(rates), proxy.faults
@@ -324,13 +437,17 @@ def test_a_place_in_rays_copy_of_a_jobs_folder_is_none_that_lasts(
     check_lasting(str(tmp_path), "runs")
     monkeypatch.chdir(copy)
     for address in ("runs", "./runs/x", copy.as_uri(), str(copy)):
-        with pytest.raises(ConfigError, match=r"^runs leads to .*_ray_pkg_1.*, Ray's temporary copy"):
+        with pytest.raises(
+            ConfigError, match=r"^runs leads to .*_ray_pkg_1.*, Ray's temporary copy"
+        ):
             check_lasting(address, "runs")
     with pytest.raises(ConfigError, match=r"^the file to write leads to"):
         check_place("found.json")
 
 
-def test_a_file_that_cannot_be_uploaded_is_an_error(bucket: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_uploaded_is_an_error(
+    bucket: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("x")
     filesystem, path = open_filesystem(f"{bucket}-gone/file")
     with pytest.raises(OSError, match="NO_SUCH_BUCKET"):

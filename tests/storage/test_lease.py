@@ -28,7 +28,12 @@ from raypipe.train.run_folder import store_config
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits of the module, in tenths of seconds instead of seconds."""
-    for name, seconds in (("_RENEW_S", 0.5), ("_LOOK_S", 0.1), ("_RACE_S", 0.5), ("_EXPIRES_S", 2.5)):
+    for name, seconds in (
+        ("_RENEW_S", 0.5),
+        ("_LOOK_S", 0.1),
+        ("_RACE_S", 0.5),
+        ("_EXPIRES_S", 2.5),
+    ):
         monkeypatch.setattr(lease, name, seconds)
 
 
@@ -53,7 +58,9 @@ def child_with_lease(run_uri: str) -> Iterator[int]:
             os.waitpid(child, 0)
 
 
-def test_a_second_start_is_refused_at_once_and_told_who_has_the_folder(tmp_path: Path) -> None:
+def test_a_second_start_is_refused_at_once_and_told_who_has_the_folder(
+    tmp_path: Path,
+) -> None:
     run_uri = (tmp_path / "runs" / "mine").as_uri()
     with child_with_lease(run_uri) as child:
         message = rf"runs/mine is in use by process {child} on .*, since 20.* UTC: .*`raypipe stop`.*--name"
@@ -76,7 +83,9 @@ def test_a_process_that_was_killed_loses_the_folder_at_once(tmp_path: Path) -> N
 def test_a_folder_that_was_given_back_is_as_before(tmp_path: Path) -> None:
     with leased((tmp_path / "new").as_uri()) as mine:
         assert is_held((tmp_path / "new").as_uri(), mine)
-    assert not (tmp_path / "new").exists() and not is_held((tmp_path / "new").as_uri(), mine)
+    assert not (tmp_path / "new").exists() and not is_held(
+        (tmp_path / "new").as_uri(), mine
+    )
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text("")
     with pytest.raises(KeyError), leased((tmp_path / "old").as_uri()):
@@ -109,7 +118,10 @@ def test_of_many_that_start_at_one_time_exactly_one_has_the_folder(
     for child in children:
         os.waitpid(child, 0)
     names = [path.name for path in had.iterdir()]
-    assert len([name for name in names if name.endswith(".refused")]) == 5 and len(names) == 6
+    assert (
+        len([name for name in names if name.endswith(".refused")]) == 5
+        and len(names) == 6
+    )
 
 
 def claim_of_another_machine(run_uri: str) -> tuple[str, bytes]:
@@ -121,7 +133,9 @@ def claim_of_another_machine(run_uri: str) -> tuple[str, bytes]:
         "started": 1,
         "machine": "elsewhere",
     }
-    return open_filesystem(join(run_uri, "lease", "ab.json"))[1], json.dumps(owner).encode()
+    return open_filesystem(join(run_uri, "lease", "ab.json"))[1], json.dumps(
+        owner
+    ).encode()
 
 
 def write_claim(run_uri: str) -> None:
@@ -135,13 +149,22 @@ def write_claim(run_uri: str) -> None:
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("where", ["disk", "bucket"])
 def test_another_machines_silent_run_loses_the_folder(
-    where: str, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+    where: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run_uri = tmp_path.as_uri() if where == "disk" else request.getfixturevalue("bucket") + "/runs/mine"
+    run_uri = (
+        tmp_path.as_uri()
+        if where == "disk"
+        else request.getfixturevalue("bucket") + "/runs/mine"
+    )
     write_claim(run_uri)
     begun = time.monotonic()
     with caplog.at_level("WARNING"), leased(run_uri) as mine:
-        assert time.monotonic() - begun > 1.5  # the storage may know times to the second only
+        assert (
+            time.monotonic() - begun > 1.5
+        )  # the storage may know times to the second only
         assert caplog.messages == [
             "the run's folder is held by process 1 of u on far; waiting up to a minute to see if it is alive"
         ]
@@ -161,7 +184,10 @@ def test_another_machines_run_that_is_heard_of_keeps_the_folder(bucket: str) -> 
     other = threading.Thread(target=renew)
     other.start()
     try:
-        with pytest.raises(RunExistsError, match="in use by process 1 of u on far"), leased(run_uri):
+        with (
+            pytest.raises(RunExistsError, match="in use by process 1 of u on far"),
+            leased(run_uri),
+        ):
             pass
         assert is_held(run_uri, "ab")
     finally:
@@ -170,7 +196,9 @@ def test_another_machines_run_that_is_heard_of_keeps_the_folder(bucket: str) -> 
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_lease_is_renewed_on_a_full_disk_and_stays_lost_once_lost(full_disk: Path) -> None:
+def test_a_lease_is_renewed_on_a_full_disk_and_stays_lost_once_lost(
+    full_disk: Path,
+) -> None:
     from full_disk import fill
 
     with leased(full_disk.as_uri()) as mine:
@@ -182,7 +210,9 @@ def test_a_lease_is_renewed_on_a_full_disk_and_stays_lost_once_lost(full_disk: P
             time.sleep(0.05)
         assert file.stat().st_mtime > before
         file.unlink()  # another process took it for dead
-        (renewing,) = (thread for thread in threading.enumerate() if thread.name == "raypipe-lease")
+        (renewing,) = (
+            thread for thread in threading.enumerate() if thread.name == "raypipe-lease"
+        )
         renewing.join(20)
         assert not renewing.is_alive() and not is_held(full_disk.as_uri(), mine)
 
@@ -242,7 +272,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "planted", raising=False)  # of the test before
     run = RunConfig(trust_run_code=True)
-    run = dataclasses.replace(run, augment=dataclasses.replace(run.augment, module="planted:module"))
+    run = dataclasses.replace(
+        run, augment=dataclasses.replace(run.augment, module="planted:module")
+    )
     store_config(run, (tmp_path / "run").as_uri())
     config = tmp_path / "run" / "config.yaml"
     assert "trust_run_code" not in config.read_text()
@@ -250,9 +282,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("whose", [".", "config.yaml", "checkpoint_1/state.pt", "tune/link"])
+@pytest.mark.parametrize(
+    "whose", [".", "config.yaml", "checkpoint_1/state.pt", "tune/link"]
+)
 def test_a_resume_from_another_users_run_needs_trust(
-    whose: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    whose: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("checkpoint_1/state.pt", "tune/tuner.pkl"):
         (folder / name).parent.mkdir()
@@ -263,23 +300,43 @@ def test_a_resume_from_another_users_run_needs_trust(
     with pytest.raises(SystemExit):
         _finish(lambda: train(parse_run([f"--resume={folder}"], None)))
     shown = capfd.readouterr().err
-    assert f"{folder}" in shown and "belongs to user" in shown and "add --trust-run-code" in shown
+    assert (
+        f"{folder}" in shown
+        and "belongs to user" in shown
+        and "add --trust-run-code" in shown
+    )
     with pytest.raises(ConfigError, match="belongs to user"):
         train(RunConfig(resume=str(folder)))
     assert not (folder.parent / "ran").exists()
     # The word is the user's, and then it goes on: to what the configuration names.
     with pytest.raises(SystemExit):
-        _finish(lambda: train(parse_run([f"--resume={folder}", "--trust-run-code"], None)))
-    assert (folder.parent / "ran").exists() and "planted:module" in capfd.readouterr().err
+        _finish(
+            lambda: train(parse_run([f"--resume={folder}", "--trust-run-code"], None))
+        )
+    assert (
+        folder.parent / "ran"
+    ).exists() and "planted:module" in capfd.readouterr().err
 
 
-def test_the_stored_configuration_is_not_even_parsed_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stored_configuration_is_not_even_parsed_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "config.yaml").write_text("no: [yaml")
     give_away(folder / "config.yaml", monkeypatch)
-    with pytest.raises(ConfigError, match=r"config\.yaml belongs to user|run belongs to user"):
+    with pytest.raises(
+        ConfigError, match=r"config\.yaml belongs to user|run belongs to user"
+    ):
         parse_run([f"--resume={folder}"], None)
 
 
-def test_ones_own_folder_roots_and_a_bucket_need_no_word(tmp_path: Path, bucket: str) -> None:
-    for run in (str(tmp_path), tmp_path.as_uri(), "/etc/ssl", f"{bucket}/runs/mine", str(tmp_path / "nowhere")):
+def test_ones_own_folder_roots_and_a_bucket_need_no_word(
+    tmp_path: Path, bucket: str
+) -> None:
+    for run in (
+        str(tmp_path),
+        tmp_path.as_uri(),
+        "/etc/ssl",
+        f"{bucket}/runs/mine",
+        str(tmp_path / "nowhere"),
+    ):
         check_owner(run, trusted=False)

@@ -26,7 +26,9 @@ Put = Callable[..., RemoteFile]
 
 
 @pytest.fixture
-def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+def proxy(
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultyProxy]:
     """A faultless proxy before the server, to count what passes."""
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
@@ -36,7 +38,9 @@ def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture
 def put(bucket: str, proxy: FaultyProxy) -> Put:
-    def write(name: str = "a", content: bytes | None = None, num_bytes: int = SIZE) -> RemoteFile:
+    def write(
+        name: str = "a", content: bytes | None = None, num_bytes: int = SIZE
+    ) -> RemoteFile:
         filesystem, path = open_filesystem(f"{bucket}/{name}")
         with filesystem.open_output_stream(path) as file:
             file.write(content or secrets.token_bytes(num_bytes))
@@ -63,7 +67,9 @@ def sent(proxy: FaultyProxy) -> int:
     return num_bytes
 
 
-def program(tmp_path: Path, file: RemoteFile, then: str, limit: int = 0) -> subprocess.Popen[str]:
+def program(
+    tmp_path: Path, file: RemoteFile, then: str, limit: int = 0
+) -> subprocess.Popen[str]:
     """A process that uses a shard of the cache, prints its digest, and does one thing more while it is open."""
     code = f"""
 import hashlib, os, sys, time
@@ -76,10 +82,17 @@ path = LocalCache(Path({str(tmp_path / "shards")!r}), {limit}).get(RemoteFile(**
 print(hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(), flush=True)
 {then}
 """
-    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
-def test_a_shard_is_fetched_once_and_stays(put: Put, proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_a_shard_is_fetched_once_and_stays(
+    put: Put, proxy: FaultyProxy, tmp_path: Path
+) -> None:
     file = put()
     for _ in range(2):
         cache = LocalCache(tmp_path / "shards")
@@ -94,7 +107,10 @@ def test_processes_and_threads_that_want_one_shard_share_one_download(
     file = put()
     others = [program(tmp_path, file, "pass") for _ in range(3)]
     cache, found = LocalCache(tmp_path / "shards"), []
-    threads = [threading.Thread(target=lambda: found.append(content_of(cache, file))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append(content_of(cache, file)))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -106,7 +122,11 @@ def test_processes_and_threads_that_want_one_shard_share_one_download(
 
 
 def test_a_killed_download_goes_on_where_it_was(
-    put: Put, bucket: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    put: Put,
+    bucket: str,
+    s3_endpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = put(num_bytes=2_000_000)
     folder = LocalCache(tmp_path / "shards").folder_of(file)
@@ -155,14 +175,18 @@ def test_a_download_that_fails_in_the_end_leaves_what_has_arrived(
             raise OSError("the network is gone")
 
     monkeypatch.setattr(patience, "on_progress", [fail])
-    with pytest.raises(StoreError, match=r"s3://.*/a cannot be read: the network is gone"):
+    with pytest.raises(
+        StoreError, match=r"s3://.*/a cannot be read: the network is gone"
+    ):
         content_of(cache, file)
     sent(proxy)
     assert content_of(cache, file) == remote_bytes(file)
     assert sent(proxy) == SIZE - 80_000 + SIZE
 
 
-def test_the_least_recently_opened_shards_make_room(put: Put, proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_the_least_recently_opened_shards_make_room(
+    put: Put, proxy: FaultyProxy, tmp_path: Path
+) -> None:
     files = [put(name) for name in "abcd"]
     cache = LocalCache(tmp_path / "shards", limit_bytes=2 * SIZE + 100)
     for name in "abacad":
@@ -170,7 +194,12 @@ def test_the_least_recently_opened_shards_make_room(put: Put, proxy: FaultyProxy
         held = sum(path.stat().st_size for path in (tmp_path / "shards").glob("*/data"))
         assert held <= 2 * SIZE
         time.sleep(0.01)
-    assert [(cache.folder_of(file) / "data").exists() for file in files] == [True, False, False, True]
+    assert [(cache.folder_of(file) / "data").exists() for file in files] == [
+        True,
+        False,
+        False,
+        True,
+    ]
     assert sent(proxy) == 4 * SIZE
 
 
@@ -183,7 +212,11 @@ def test_readers_of_an_evicted_shard_read_on_and_then_free_its_room(
     assert content_of(caches[1], other) == remote_bytes(other)
     assert not (caches[0].folder_of(one) / "data").exists()
     caches[0].close_evicted()
-    assert os.pread(held.descriptor, SIZE, 0) == held.path.read_bytes() == remote_bytes(one)
+    assert (
+        os.pread(held.descriptor, SIZE, 0)
+        == held.path.read_bytes()
+        == remote_bytes(one)
+    )
     descriptor = held.descriptor
     del held
     deadline = time.monotonic() + 10
@@ -199,7 +232,11 @@ def test_readers_of_an_evicted_shard_read_on_and_then_free_its_room(
 
 
 def test_a_node_downloads_one_shard_at_a_time(
-    put: Put, bucket: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    put: Put,
+    bucket: str,
+    s3_endpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, other = put("a"), put("b")
     with FaultyProxy(s3_endpoint, rates={"slow": 1.0}, slow_s=0.1) as slow:
@@ -215,7 +252,9 @@ def test_a_node_downloads_one_shard_at_a_time(
         first.join()
 
 
-def test_a_download_does_not_continue_across_a_reboot(put: Put, proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_a_download_does_not_continue_across_a_reboot(
+    put: Put, proxy: FaultyProxy, tmp_path: Path
+) -> None:
     file = put()
     cache = LocalCache(tmp_path / "shards")
     cache.folder_of(file).mkdir(parents=True)
@@ -225,19 +264,25 @@ def test_a_download_does_not_continue_across_a_reboot(put: Put, proxy: FaultyPro
     assert sorted(path.name for path in cache.folder_of(file).iterdir()) == ["data"]
 
 
-def test_a_forked_child_has_a_view_of_its_own(put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_has_a_view_of_its_own(
+    put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
     one = put("a")
     cache = shared_cache()
     held = cache.get(one, OpenFile)
     child = os.fork()
     if not child:
-        os._exit(0 if shared_cache() is not cache and content_of(shared_cache(), one) else 1)
+        os._exit(
+            0 if shared_cache() is not cache and content_of(shared_cache(), one) else 1
+        )
     assert os.waitpid(child, 0)[1] == 0
     assert os.pread(held.descriptor, SIZE, 0) == remote_bytes(one)
 
 
-def test_a_shard_larger_than_the_cache_is_one_error(put: Put, proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_a_shard_larger_than_the_cache_is_one_error(
+    put: Put, proxy: FaultyProxy, tmp_path: Path
+) -> None:
     file = put()
     message = r"/a has 200,000 bytes, but the cache in .* has a limit of 199,999: raise RAYPIPE_CACHE_BYTES"
     with pytest.raises(StoreError, match=message):
@@ -245,7 +290,9 @@ def test_a_shard_larger_than_the_cache_is_one_error(put: Put, proxy: FaultyProxy
     assert sent(proxy) == 0
 
 
-def test_an_object_that_has_changed_is_refused_by_who_knew_the_old_one(put: Put, tmp_path: Path) -> None:
+def test_an_object_that_has_changed_is_refused_by_who_knew_the_old_one(
+    put: Put, tmp_path: Path
+) -> None:
     old = put()
     cache = LocalCache(tmp_path / "shards")
     before = content_of(cache, old)
@@ -253,7 +300,10 @@ def test_an_object_that_has_changed_is_refused_by_who_knew_the_old_one(put: Put,
     assert new.version != old.version
     assert content_of(cache, new) == remote_bytes(new) != before
     assert content_of(cache, old) == before  # it is still here
-    with pytest.raises(StoreError, match=r"/a has changed since the store was opened: 200000 bytes of version"):
+    with pytest.raises(
+        StoreError,
+        match=r"/a has changed since the store was opened: 200000 bytes of version",
+    ):
         content_of(LocalCache(tmp_path / "elsewhere"), old)
 
 
@@ -284,12 +334,15 @@ def test_an_object_that_is_gone(put: Put, bucket: str, tmp_path: Path) -> None:
         look_up(file.address)
 
 
-def test_content_without_the_recorded_digest_is_refused(put: Put, tmp_path: Path) -> None:
+def test_content_without_the_recorded_digest_is_refused(
+    put: Put, tmp_path: Path
+) -> None:
     file = put()
     wrong = RemoteFile(file.address, file.num_bytes, file.version, "0" * 32)
     cache = LocalCache(tmp_path / "shards")
     with pytest.raises(
-        StoreError, match=r"/a is damaged: its checksum is [0-9a-f]{32}, but it was written with 0{32}"
+        StoreError,
+        match=r"/a is damaged: its checksum is [0-9a-f]{32}, but it was written with 0{32}",
     ):
         content_of(cache, wrong)
     assert content_of(cache, file) == remote_bytes(file)
@@ -317,29 +370,42 @@ def test_a_damaged_file_of_the_cache_is_fetched_again(
     assert sent(proxy) == 2 * SIZE
 
 
-def test_settings_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
     monkeypatch.setenv("RAYPIPE_CACHE_BYTES", "1000")
     cache = shared_cache()
     assert cache is shared_cache()
     assert cache.folder_of(RemoteFile("s3://b/a", 1, "")).parent == tmp_path / "shards"
     monkeypatch.setenv("RAYPIPE_CACHE_BYTES", "50 GB")
-    with pytest.raises(ConfigError, match="RAYPIPE_CACHE_BYTES must be a whole number of bytes, got '50 GB'"):
+    with pytest.raises(
+        ConfigError,
+        match="RAYPIPE_CACHE_BYTES must be a whole number of bytes, got '50 GB'",
+    ):
         shared_cache()
 
 
 def test_a_folder_that_cannot_be_made_is_one_error(put: Put, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"cannot be written to: .*or set RAYPIPE_CACHE to another disk"):
+    with pytest.raises(
+        StoreError,
+        match=r"cannot be written to: .*or set RAYPIPE_CACHE to another disk",
+    ):
         content_of(LocalCache(tmp_path / "file" / "shards"), put())
 
 
-def test_a_cache_that_others_have_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_others_have_made_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "shards").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StoreError, match=r"/shards belongs to another user, or is a link.* set RAYPIPE_CACHE"):
+    with pytest.raises(
+        StoreError,
+        match=r"/shards belongs to another user, or is a link.* set RAYPIPE_CACHE",
+    ):
         shared_cache()
     (tmp_path / "cache" / "shards").unlink()
     (tmp_path / "cache" / "shards").mkdir(mode=0o700)
@@ -347,7 +413,9 @@ def test_a_cache_that_others_have_made_is_not_used(tmp_path: Path, monkeypatch: 
         pytest.skip("only root can give a folder to somebody else")
     for folder in ("cache/shards", "cache"):
         os.chown(tmp_path / folder, 12345, 12345)
-        with pytest.raises(StoreError, match=rf"/{folder} belongs to another user.* set RAYPIPE_CACHE"):
+        with pytest.raises(
+            StoreError, match=rf"/{folder} belongs to another user.* set RAYPIPE_CACHE"
+        ):
             shared_cache()
         os.chown(tmp_path / folder, 0, 0)
     assert shared_cache()

@@ -14,7 +14,13 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_cache import shared_cache
-from raypipe.storage.local_file import locked, make_cache_folder, open_lock, open_regular, try_lock
+from raypipe.storage.local_file import (
+    locked,
+    make_cache_folder,
+    open_lock,
+    open_regular,
+    try_lock,
+)
 from raypipe.stores import open_writer
 
 from pictures import write_tar  # isort: skip
@@ -101,7 +107,10 @@ Read = Callable[[str, Path], str]
 def read() -> Iterator[Read]:
     """What becomes of a reader at a path, in a process of its own with a limit on time and memory."""
     with subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as server:
         assert server.stdin and server.stdout
         requests, answers = server.stdin, server.stdout
@@ -117,7 +126,9 @@ def read() -> Iterator[Read]:
 def check_refused(outcome: str, name: str, kind: str) -> None:
     error, _, text = outcome.partition(": ")
     assert error in ("error", "StoreError", "ConfigError") and name in text, outcome
-    assert f"{KINDS[kind][1]}, not a regular file" in text and text.count("\n") == 0, outcome
+    assert f"{KINDS[kind][1]}, not a regular file" in text and text.count("\n") == 0, (
+        outcome
+    )
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -133,7 +144,12 @@ def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reader", "suffix"),
-    [("inspect", "tar"), ("inspect", "parquet"), ("convert", "tar"), ("convert", "parquet")],
+    [
+        ("inspect", "tar"),
+        ("inspect", "parquet"),
+        ("convert", "tar"),
+        ("convert", "parquet"),
+    ],
 )
 def test_a_command(suffix: str, reader: str, read: Read, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"train.{suffix}")
@@ -142,7 +158,9 @@ def test_a_command(suffix: str, reader: str, read: Read, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])
 @pytest.mark.parametrize("suffix", ["tar", "parquet", "lmdb"])
-def test_one_of_several_shards(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
+def test_one_of_several_shards(
+    suffix: str, kind: str, read: Read, tmp_path: Path
+) -> None:
     shards = tmp_path / "shards"
     shards.mkdir()
     if suffix == "tar":
@@ -156,7 +174,9 @@ def test_one_of_several_shards(suffix: str, kind: str, read: Read, tmp_path: Pat
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])
 @pytest.mark.parametrize("name", ["class/a.jpg", "class/within/a.PNG"])
-def test_an_image_in_a_class_folder(name: str, kind: str, read: Read, tmp_path: Path) -> None:
+def test_an_image_in_a_class_folder(
+    name: str, kind: str, read: Read, tmp_path: Path
+) -> None:
     for file in (tmp_path / "class" / "b.jpg", tmp_path / name):
         file.parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / "class" / "b.jpg").write_bytes(b"x")
@@ -172,7 +192,9 @@ def test_a_folder_that_is_called_as_an_image(read: Read, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("reader", ["bad list", "digests"])
-def test_a_file_of_settings_or_results(reader: str, kind: str, read: Read, tmp_path: Path) -> None:
+def test_a_file_of_settings_or_results(
+    reader: str, kind: str, read: Read, tmp_path: Path
+) -> None:
     path = tmp_path / "a.json"
     KINDS[kind][0](path)
     check_refused(read(reader, path), "a.json", kind)
@@ -195,7 +217,9 @@ def test_a_regular_file_and_a_link_to_one_are_opened(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to("a")
     for name in "ab":
         descriptor = open_regular(tmp_path / name)
-        assert os.read(descriptor, 100) == b"content" and not os.get_inheritable(descriptor)
+        assert os.read(descriptor, 100) == b"content" and not os.get_inheritable(
+            descriptor
+        )
         os.close(descriptor)
     with pytest.raises(FileNotFoundError):
         open_regular(tmp_path / "c")
@@ -207,17 +231,23 @@ def test_what_takes_a_files_place_after_the_first_look_is_refused(
     (tmp_path / "a").touch()
     os.mkfifo(tmp_path / "b")
     found, real = (tmp_path / "a").stat(), os.stat
-    monkeypatch.setattr(os, "stat", lambda at, **how: found if at == tmp_path / "b" else real(at, **how))
+    monkeypatch.setattr(
+        os, "stat", lambda at, **how: found if at == tmp_path / "b" else real(at, **how)
+    )
     with pytest.raises(OSError, match="it is a FIFO"):
         open_regular(tmp_path / "b")
 
 
-def test_a_folder_of_ones_own_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_ones_own_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
     for _ in range(2):
         assert stat.S_IMODE(make_cache_folder("new").stat().st_mode) == 0o700
     (tmp_path / "link").symlink_to("new")
-    with pytest.raises(PermissionError, match="link belongs to another user, or is a link"):
+    with pytest.raises(
+        PermissionError, match="link belongs to another user, or is a link"
+    ):
         make_cache_folder("link")
 
 
@@ -228,9 +258,14 @@ def test_a_folder_that_others_can_write_to_is_not_used(
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
     for name in ("shards", "scans"):
         make_cache_folder(name).chmod(mode)
-        with pytest.raises(PermissionError, match=rf"{name} can be written to by other users \(mode {mode:o}\)"):
+        with pytest.raises(
+            PermissionError,
+            match=rf"{name} can be written to by other users \(mode {mode:o}\)",
+        ):
             make_cache_folder(name)
-    with pytest.raises(StoreError, match=r"shards can be written to by other users.* set RAYPIPE_CACHE"):
+    with pytest.raises(
+        StoreError, match=r"shards can be written to by other users.* set RAYPIPE_CACHE"
+    ):
         shared_cache()
 
 
@@ -259,7 +294,9 @@ def test_a_planted_link_is_not_followed(there: bool, tmp_path: Path) -> None:
     if there:
         (tmp_path / "precious").write_bytes(b"content")
     (tmp_path / "lock").symlink_to("precious")
-    with pytest.raises(StoreError, match="cannot be written to: lock: it is a link, not a regular file"):
+    with pytest.raises(
+        StoreError, match="cannot be written to: lock: it is a link, not a regular file"
+    ):
         open_lock(tmp_path / "lock")
     assert (tmp_path / "precious").exists() == there
 
@@ -267,5 +304,8 @@ def test_a_planted_link_is_not_followed(there: bool, tmp_path: Path) -> None:
 @pytest.mark.timeout(20)
 def test_a_pipe_in_its_place_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lock")
-    with pytest.raises(StoreError, match="it is a FIFO, not a regular file"), locked(tmp_path / "lock"):
+    with (
+        pytest.raises(StoreError, match="it is a FIFO, not a regular file"),
+        locked(tmp_path / "lock"),
+    ):
         pass

@@ -19,13 +19,22 @@ from raypipe.rayext.failures import is_final
 from raypipe.storage import patience
 from raypipe.storage.files import look_up, read_whole, write_bytes
 from raypipe.storage.filesystem import exists, explained, open_filesystem
-from raypipe.storage.patience import be_patient, impatient, lose_patience, outages_s, take_counts
+from raypipe.storage.patience import (
+    be_patient,
+    impatient,
+    lose_patience,
+    outages_s,
+    take_counts,
+)
 
-MANY = 9  # more than pyarrow tries a request by itself, and than it ever did for raypipe
+# more than pyarrow tries a request by itself, and than it ever did for raypipe
+MANY = 9
 
 
 @pytest.fixture
-def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+def proxy(
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultyProxy]:
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
         write_bytes(f"{bucket}/a", b"content")
@@ -41,7 +50,10 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_pauses")
 def test_an_outage_is_waited_for_and_told_in_two_lines(
-    bucket: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bucket: str,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(patience, "_LOG_AFTER_S", 0.0)
     signs: list[None] = []
@@ -52,7 +64,10 @@ def test_an_outage_is_waited_for_and_told_in_two_lines(
     assert proxy.faults["SlowDown"] == MANY
     waiting, back = [record.getMessage() for record in caplog.records]
     assert waiting.startswith(f"waiting for {bucket}/a, for ")
-    assert "(RAYPIPE_STORAGE_PATIENCE_S): open: " in waiting and "HTTP status 503" in waiting
+    assert (
+        "(RAYPIPE_STORAGE_PATIENCE_S): open: " in waiting
+        and "HTTP status 503" in waiting
+    )
     assert back.startswith(f"{bucket}/a answers again, after ")
     assert len(signs) > 3  # of life, while it waited
 
@@ -74,7 +89,9 @@ def test_expired_credentials_are_read_anew(
     file = tmp_path / "credentials"
 
     def put(key: str) -> None:
-        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = test\n")
+        file.write_text(
+            f"[default]\naws_access_key_id = {key}\naws_secret_access_key = test\n"
+        )
 
     def refuse(authorization: str) -> tuple[int, str] | None:
         if "Credential=new/" in authorization:
@@ -92,7 +109,10 @@ def test_expired_credentials_are_read_anew(
         proxy.outage = refuse
         assert opened.read() == b"content"  # by a file of the old ones
     write_bytes(f"{bucket}/b", b"new content")
-    assert read_whole(f"{bucket}/b") == b"new content" and proxy.faults["ExpiredToken"] == 2
+    assert (
+        read_whole(f"{bucket}/b") == b"new content"
+        and proxy.faults["ExpiredToken"] == 2
+    )
 
 
 def test_credentials_that_stay_refused_are_a_final_error(
@@ -106,7 +126,9 @@ def test_credentials_that_stay_refused_are_a_final_error(
     assert is_final([caught.value])
 
 
-def test_what_would_come_again_is_not_waited_for(bucket: str, proxy: FaultyProxy) -> None:
+def test_what_would_come_again_is_not_waited_for(
+    bucket: str, proxy: FaultyProxy
+) -> None:
     proxy.requests.clear()
     assert read_whole(f"{bucket}/none") is None and proxy.requests.total() == 1
     with pytest.raises(OSError, match="NO_SUCH_BUCKET"):
@@ -115,7 +137,9 @@ def test_what_would_come_again_is_not_waited_for(bucket: str, proxy: FaultyProxy
     assert not exists(f"{bucket}/none")
 
 
-def test_what_can_be_left_out_is_not_waited_for(bucket: str, proxy: FaultyProxy) -> None:
+def test_what_can_be_left_out_is_not_waited_for(
+    bucket: str, proxy: FaultyProxy
+) -> None:
     proxy.outage = first(10**6)
     told = r"^x: .*503.*; the server is down, or limits the request rate"
     with pytest.raises(StoreError, match=told), explained(StoreError, "x"), impatient():
@@ -123,7 +147,9 @@ def test_what_can_be_left_out_is_not_waited_for(bucket: str, proxy: FaultyProxy)
     assert proxy.faults["SlowDown"] == 3  # pyarrow's own attempts
 
 
-def test_a_deletion_whose_answer_was_lost_is_done(bucket: str, proxy: FaultyProxy) -> None:
+def test_a_deletion_whose_answer_was_lost_is_done(
+    bucket: str, proxy: FaultyProxy
+) -> None:
     filesystem, path = open_filesystem(f"{bucket}/a")
     inner, done = filesystem.handler.inner(), []
 
@@ -145,17 +171,25 @@ def test_a_deletion_whose_answer_was_lost_is_done(bucket: str, proxy: FaultyProx
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_what_others_write_is_written_through_an_outage(bucket: str, proxy: FaultyProxy) -> None:
+def test_what_others_write_is_written_through_an_outage(
+    bucket: str, proxy: FaultyProxy
+) -> None:
     filesystem, path = open_filesystem(f"{bucket}/marker")
     proxy.outage = first(MANY)
-    with filesystem.open_output_stream(path) as file:  # as Ray Train does when a run begins
+    with filesystem.open_output_stream(
+        path
+    ) as file:  # as Ray Train does when a run begins
         file.write(b"of ")
         file.write(b"Ray")
-    assert read_whole(f"{bucket}/marker") == b"of Ray" and proxy.faults["SlowDown"] == MANY
+    assert (
+        read_whole(f"{bucket}/marker") == b"of Ray" and proxy.faults["SlowDown"] == MANY
+    )
 
 
 @pytest.mark.parametrize("by", ["this thread", "others"])
-def test_ctrl_c_ends_the_waiting_at_once(by: str, bucket: str, proxy: FaultyProxy) -> None:
+def test_ctrl_c_ends_the_waiting_at_once(
+    by: str, bucket: str, proxy: FaultyProxy
+) -> None:
     proxy.outage = first(10**6)
     code = f"""
 from raypipe.storage import patience
@@ -167,7 +201,9 @@ if {by == "others"}:
         list(threads.map(read_whole, ["{bucket}/a"] * 8))
 read_whole("{bucket}/a")
 """
-    program = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    program = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True
+    )
     assert program.stderr is not None
     try:
         assert program.stderr.readline().startswith("waiting for s3://")
@@ -178,7 +214,9 @@ read_whole("{bucket}/a")
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_a_process_that_ends_waits_for_no_storage(bucket: str, proxy: FaultyProxy) -> None:
+def test_a_process_that_ends_waits_for_no_storage(
+    bucket: str, proxy: FaultyProxy
+) -> None:
     proxy.outage = first(10**6)
     failed: list[BaseException] = []
 
@@ -199,14 +237,18 @@ def test_a_process_that_ends_waits_for_no_storage(bucket: str, proxy: FaultyProx
             exists(f"{bucket}/a")
         assert len(failed) == 1 and "503" in str(failed[0])
         proxy.outage = None
-        assert read_whole(f"{bucket}/a") == b"content", "storage that answers is asked as ever"
+        assert read_whole(f"{bucket}/a") == b"content", (
+            "storage that answers is asked as ever"
+        )
     finally:
         be_patient()
     proxy.outage = first(MANY)
     assert read_whole(f"{bucket}/a") == b"content"
 
 
-def test_a_process_counts_what_it_asks_of_storage(bucket: str, proxy: FaultyProxy) -> None:
+def test_a_process_counts_what_it_asks_of_storage(
+    bucket: str, proxy: FaultyProxy
+) -> None:
     take_counts()
     proxy.outage = first(MANY)
     read_whole(f"{bucket}/a")
@@ -220,7 +262,9 @@ def test_a_process_counts_what_it_asks_of_storage(bucket: str, proxy: FaultyProx
     assert take_counts() == {}
 
 
-def test_a_process_knows_for_how_long_storage_did_not_answer(bucket: str, proxy: FaultyProxy) -> None:
+def test_a_process_knows_for_how_long_storage_did_not_answer(
+    bucket: str, proxy: FaultyProxy
+) -> None:
     before_s = outages_s()
     read_whole(f"{bucket}/a")
     assert outages_s() == before_s

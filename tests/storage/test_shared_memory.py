@@ -18,7 +18,9 @@ from raypipe.storage.shared_memory import Arena, open_arena
 KEY = "ab" * 16
 CELLS = np.arange(4)
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux shares memory by descriptors")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="only Linux shares memory by descriptors"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,9 @@ def as_another_process() -> Arena:
 
 
 def num_entries(entries: Path) -> int:
-    return len([path for path in entries.iterdir() if not path.name.startswith(".lock")])
+    return len(
+        [path for path in entries.iterdir() if not path.name.startswith(".lock")]
+    )
 
 
 def test_cells_are_written_once_and_seen_by_all() -> None:
@@ -51,7 +55,10 @@ def test_cells_are_written_once_and_seen_by_all() -> None:
     used = one.used_bytes
     assert other.write(CELLS, [[b"other"]] * 4) and one.values(CELLS) == expected
     assert other.used_bytes == used
-    assert other.write(np.array([9]), [[b""]]) and one.values(np.array([9, 8])) == [b"", None]
+    assert other.write(np.array([9]), [[b""]]) and one.values(np.array([9, 8])) == [
+        b"",
+        None,
+    ]
 
 
 def test_the_memory_and_its_entry_go_with_the_last_user(entries: Path) -> None:
@@ -69,7 +76,9 @@ def test_the_memory_and_its_entry_go_with_the_last_user(entries: Path) -> None:
     assert as_another_process().values(CELLS) == [None] * 4
 
 
-def test_a_killed_process_leaves_what_others_use_and_nothing_else(entries: Path) -> None:
+def test_a_killed_process_leaves_what_others_use_and_nothing_else(
+    entries: Path,
+) -> None:
     code = f"""
 import sys
 import numpy as np
@@ -81,7 +90,9 @@ alone.write(np.arange(1), [[bytes(500_000)]])
 print(flush=True)
 sys.stdin.read()
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     process.stdout.readline()
     mine = open_arena(KEY, 10)
@@ -108,14 +119,19 @@ def test_all_arenas_together_stay_within_the_limit() -> None:
 
 
 def test_a_table_beyond_the_limit_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"room for 1,048,576 bytes, and .* 1,000,000 values .* RAYPIPE_"):
+    with pytest.raises(
+        ConfigError,
+        match=r"room for 1,048,576 bytes, and .* 1,000,000 values .* RAYPIPE_",
+    ):
         open_arena(KEY, 1_000_000)
     monkeypatch.setenv("RAYPIPE_MEMORY_BYTES", "much")
     with pytest.raises(ConfigError, match="must be a whole number of bytes"):
         open_arena(KEY, 10)
 
 
-def test_the_limit_is_half_of_what_is_free_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_is_half_of_what_is_free_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("RAYPIPE_MEMORY_BYTES")
     limit = shared_memory._limit_bytes(0)
     assert 0 < limit < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 + 1

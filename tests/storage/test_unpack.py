@@ -15,7 +15,11 @@ from raypipe.errors import StoreError
 from raypipe.storage import unpack
 
 CONTENT = np.random.default_rng(0).bytes(300_000) + bytes(200_000)
-PACKERS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+}
 
 
 def pieces(data: bytes, size: int = 1000) -> Iterator[bytes]:
@@ -38,7 +42,9 @@ def test_one_stream_and_several_and_padding_come_back_whole(kind: str) -> None:
 @pytest.mark.parametrize("kind", PACKERS)
 def test_a_cut_or_damaged_stream_is_one_error(kind: str) -> None:
     packed = PACKERS[kind](CONTENT)
-    with pytest.raises(StoreError, match=r"a\.tar\.gz cannot be unpacked: .*copy it again"):
+    with pytest.raises(
+        StoreError, match=r"a\.tar\.gz cannot be unpacked: .*copy it again"
+    ):
         unpacked(packed[:-20])
     damaged = bytearray(packed)
     damaged[len(packed) // 2] ^= 0xFF
@@ -53,13 +59,17 @@ def test_what_is_not_compressed_is_refused_by_its_first_bytes() -> None:
 
 
 @pytest.mark.parametrize("kind", PACKERS)
-def test_a_bomb_ends_at_its_limit_and_takes_no_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bomb_ends_at_its_limit_and_takes_no_memory(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(unpack, "LEAST_BYTES", 8 << 20)
     bomb = PACKERS[kind](bytes(64 << 20))
     assert unpack.GROWTH * len(bomb) < 64 << 20
     tracemalloc.start()
     total = 0
-    with pytest.raises(StoreError, match=r"unpacks from [\d,]+ to more than [\d,]+ bytes"):
+    with pytest.raises(
+        StoreError, match=r"unpacks from [\d,]+ to more than [\d,]+ bytes"
+    ):
         for piece in unpack.unpacked(pieces(bomb, 1 << 20), "a.tar.gz", len(bomb)):
             total += len(piece)
     _, peak = tracemalloc.get_traced_memory()

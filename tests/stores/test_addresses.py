@@ -23,7 +23,10 @@ def make(folder: Path, *names: str) -> Path:
 
 
 def listed(address: Path) -> list[str]:
-    return [Path(file.address).name for file in list_files(str(address), lambda name: name.endswith(".x"), "*.x")]
+    return [
+        Path(file.address).name
+        for file in list_files(str(address), lambda name: name.endswith(".x"), "*.x")
+    ]
 
 
 def test_a_file_a_folder_a_pattern_and_a_range(tmp_path: Path) -> None:
@@ -40,7 +43,9 @@ def test_a_file_a_folder_a_pattern_and_a_range(tmp_path: Path) -> None:
 
 def test_nothing_is_an_error_that_names_the_address(tmp_path: Path) -> None:
     for address in (tmp_path, tmp_path / "*.x", tmp_path / "absent" / "*.x"):
-        with pytest.raises(StoreError, match=rf"{re.escape(str(address))} has no \*\.x files"):
+        with pytest.raises(
+            StoreError, match=rf"{re.escape(str(address))} has no \*\.x files"
+        ):
             listed(address)
     with pytest.raises(StoreError, match="stands for 0 shards"):
         listed(tmp_path / "{9..1}.x")
@@ -74,20 +79,27 @@ def test_parts_of_a_split(name: str, split: str | None) -> None:
         ["Train-1.x", "TEST-1.x"],
     ],
 )
-def test_several_splits_in_one_folder_are_never_mixed(tmp_path: Path, names: list[str]) -> None:
+def test_several_splits_in_one_folder_are_never_mixed(
+    tmp_path: Path, names: list[str]
+) -> None:
     folder = make(tmp_path / "f", *names)
     with pytest.raises(
-        StoreError, match=r"f has files of several splits: .*train \([12]\).*choose it, such as .*/f/[\w-]+\*?\.x"
+        StoreError,
+        match=r"f has files of several splits: .*train \([12]\).*choose it, such as .*/f/[\w-]+\*?\.x",
     ):
         listed(folder)
-    assert listed(folder / f"{names[0][:5]}*.x") == [name for name in sorted(names) if name[:5] == names[0][:5]]
+    assert listed(folder / f"{names[0][:5]}*.x") == [
+        name for name in sorted(names) if name[:5] == names[0][:5]
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["lmdb", "parquet", "tar"])
 def test_a_folder_of_two_stores_is_none(tmp_path: Path, suffix: str) -> None:
     for name in ("train", "val"):
         path = tmp_path / f"{name}.{suffix}"
-        write_tar(path, samples(3)) if suffix == "tar" else write_atomically(str(path), samples(3), CLASSES)
+        write_tar(path, samples(3)) if suffix == "tar" else write_atomically(
+            str(path), samples(3), CLASSES
+        )
     message = rf"several splits: train \(1\), val \(1\)\. A store is one .*, such as {tmp_path}/val\.{suffix}"
     with pytest.raises(StoreError, match=message):
         len(open_store(tmp_path))
@@ -96,7 +108,13 @@ def test_a_folder_of_two_stores_is_none(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["a.x", "b.x"], ["train-0.x", "train-1.x"], ["train.x", "training_more.x", "latest.x"], ["trains.x"]]
+    "names",
+    [
+        ["a.x", "b.x"],
+        ["train-0.x", "train-1.x"],
+        ["train.x", "training_more.x", "latest.x"],
+        ["trains.x"],
+    ],
 )
 def test_other_names_are_one_store(tmp_path: Path, names: list[str]) -> None:
     if "train.x" in names:
@@ -109,7 +127,8 @@ def test_other_names_are_one_store(tmp_path: Path, names: list[str]) -> None:
 def test_a_part_that_is_missing_is_missed(tmp_path: Path) -> None:
     folder = make(tmp_path / "f", *(f"train-{i:05d}-of-00004.x" for i in (0, 1, 3)))
     with pytest.raises(
-        StoreError, match="has only 3 of the 4 files of train: fetch the rest, or choose these with a pattern"
+        StoreError,
+        match="has only 3 of the 4 files of train: fetch the rest, or choose these with a pattern",
     ):
         listed(folder)
     assert len(listed(folder / "train-*.x")) == 3

@@ -49,20 +49,37 @@ def write_parquet(path: Path, **more: Any) -> Path:
 def test_lists_of_a_fixed_size_and_tensors_are_arrays(tmp_path: Path) -> None:
     store = open_store(write_parquet(tmp_path / "a.parquet"))
     found = store.read(ORDER, ("embedding", "grid", "tensor", "ragged"))
-    for column, expected in (("embedding", EMBEDDINGS), ("grid", GRIDS), ("tensor", EMBEDDINGS)):
-        assert isinstance(found[column], np.ndarray) and found[column].dtype == expected.dtype
+    for column, expected in (
+        ("embedding", EMBEDDINGS),
+        ("grid", GRIDS),
+        ("tensor", EMBEDDINGS),
+    ):
+        assert (
+            isinstance(found[column], np.ndarray)
+            and found[column].dtype == expected.dtype
+        )
         assert np.array_equal(found[column], expected[ORDER])
-        assert store.read(ORDER[:0], (column,))[column].shape == (0, *expected.shape[1:])
+        assert store.read(ORDER[:0], (column,))[column].shape == (
+            0,
+            *expected.shape[1:],
+        )
     assert found["ragged"] == [[4], [1], [2, 3], [2, 3]]
 
 
 def test_a_null_is_none_and_the_others_keep_their_type(tmp_path: Path) -> None:
     lists = [[1, 2], None, [None, 3], [4, 5]]
-    more = {"num": pa.array([1, None, 3, 4], pa.int32()), "pair": pa.array(lists, pa.list_(pa.int8(), 2))}
+    more = {
+        "num": pa.array([1, None, 3, 4], pa.int32()),
+        "pair": pa.array(lists, pa.list_(pa.int8(), 2)),
+    }
     store = open_store(write_parquet(tmp_path / "a.parquet", **more))
     found = store.read(np.array([3, 1, 0, 2]), ("num", "pair"))
     assert found["num"] == [4, None, 1, 3] and isinstance(found["num"][0], np.int32)
-    assert found["pair"][1] is None and found["pair"][3] is None and found["pair"][0].tolist() == [4, 5]
+    assert (
+        found["pair"][1] is None
+        and found["pair"][3] is None
+        and found["pair"][0].tolist() == [4, 5]
+    )
     assert matching(store, "num < 4").tolist() == [True, False, True, False]
     whole = store.read(np.array([3, 0]), ("num",))["num"]
     assert whole.dtype == np.int32 and whole.tolist() == [4, 1]
@@ -70,7 +87,9 @@ def test_a_null_is_none_and_the_others_keep_their_type(tmp_path: Path) -> None:
 
 def test_labels_are_any_numbers_and_integers_are_classes(tmp_path: Path) -> None:
     path = write_parquet(
-        tmp_path / "a.parquet", score=pa.array([0.5, 1, 2, 3], pa.float32()), kind=pa.array([3, 2, 1, 0])
+        tmp_path / "a.parquet",
+        score=pa.array([0.5, 1, 2, 3], pa.float32()),
+        kind=pa.array([3, 2, 1, 0]),
     )
     for column, expected, of_class in (
         ("score", np.array([0.5, 1, 2, 3], np.float32), False),
@@ -81,28 +100,56 @@ def test_labels_are_any_numbers_and_integers_are_classes(tmp_path: Path) -> None
         found = store.read(ORDER)["label"]
         assert is_class(store) == of_class and found.dtype == expected.dtype
         assert np.array_equal(found, expected[ORDER])
-    assert open_store(path, target_column="ragged").read(ORDER)["label"] == [[4], [1], [2, 3], [2, 3]]
+    assert open_store(path, target_column="ragged").read(ORDER)["label"] == [
+        [4],
+        [1],
+        [2, 3],
+        [2, 3],
+    ]
     with pytest.raises(StoreError, match="labels must be numbers, or lists of numbers"):
-        len(open_store(write_parquet(tmp_path / "b.parquet", text=pa.array(list("abcd"))), target_column="text"))
+        len(
+            open_store(
+                write_parquet(tmp_path / "b.parquet", text=pa.array(list("abcd"))),
+                target_column="text",
+            )
+        )
     nulls = open_store(
-        write_parquet(tmp_path / "c.parquet", score=pa.array([0.5, None, 2, 3])), target_column="score"
+        write_parquet(tmp_path / "c.parquet", score=pa.array([0.5, None, 2, 3])),
+        target_column="score",
     )
     with pytest.raises(StoreError, match="has a null label"):
         nulls.read(np.arange(2))
 
 
-TYPES = {"image": "binary", "label": "int64", "embedding": "float32[3]", "grid": "uint8[2,3]"}
+TYPES = {
+    "image": "binary",
+    "label": "int64",
+    "embedding": "float32[3]",
+    "grid": "uint8[2,3]",
+}
 
 
 @pytest.mark.parametrize("name", ["a.lmdb", "a.parquet"])
 def test_writers_keep_arrays(name: str, tmp_path: Path) -> None:
     with open_writer(tmp_path / name, TYPES) as writer:
         for row in range(4):
-            writer.append({"image": b"x", "label": row, "embedding": EMBEDDINGS[row], "grid": GRIDS[row]})
+            writer.append(
+                {
+                    "image": b"x",
+                    "label": row,
+                    "embedding": EMBEDDINGS[row],
+                    "grid": GRIDS[row],
+                }
+            )
     store = open_store(tmp_path / name)
     found = store.read(ORDER, store.columns)
-    assert np.array_equal(found["embedding"], EMBEDDINGS[ORDER]) and found["embedding"].dtype == np.float32
-    assert np.array_equal(found["grid"], GRIDS[ORDER]) and found["grid"].dtype == np.uint8
+    assert (
+        np.array_equal(found["embedding"], EMBEDDINGS[ORDER])
+        and found["embedding"].dtype == np.float32
+    )
+    assert (
+        np.array_equal(found["grid"], GRIDS[ORDER]) and found["grid"].dtype == np.uint8
+    )
     assert found["label"].tolist() == ORDER.tolist() and is_class(store)
     as_target = open_store(tmp_path / name, target_column="embedding")
     assert "embedding" not in as_target.columns and not is_class(as_target)
@@ -110,17 +157,23 @@ def test_writers_keep_arrays(name: str, tmp_path: Path) -> None:
     assert as_target.fingerprint != store.fingerprint
 
 
-@pytest.mark.parametrize("value", [np.zeros(4, np.float32), np.array(["a", "b", "c"]), [[1], [2], [3]]])
+@pytest.mark.parametrize(
+    "value", [np.zeros(4, np.float32), np.array(["a", "b", "c"]), [[1], [2], [3]]]
+)
 def test_a_writer_refuses_an_array_of_another_shape(value: Any, tmp_path: Path) -> None:
     with (
-        pytest.raises(StoreError, match=r"column 'embedding' must be float32 \(3,\), got"),
+        pytest.raises(
+            StoreError, match=r"column 'embedding' must be float32 \(3,\), got"
+        ),
         open_writer(tmp_path / "a.lmdb", TYPES) as writer,
     ):
         writer.append({"image": b"x", "label": 0, "embedding": value, "grid": GRIDS[0]})
 
 
 def test_lmdb_has_its_label_by_name(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "a.lmdb", {"image": "binary", "score": "float64", "name": "string"}) as writer:
+    with open_writer(
+        tmp_path / "a.lmdb", {"image": "binary", "score": "float64", "name": "string"}
+    ) as writer:
         for row in range(4):
             writer.append({"image": b"x", "score": row / 2, "name": "a"})
     store = open_store(tmp_path / "a.lmdb", target_column="score")
@@ -135,7 +188,9 @@ def test_lmdb_has_its_label_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["b.lmdb", "b.parquet"])
 def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", label=pa.array([0.5, 1, 2, 3], pa.float32()))
+    path = write_parquet(
+        tmp_path / "a.parquet", label=pa.array([0.5, 1, 2, 3], pa.float32())
+    )
     store = open_store(path)
     columns = column_types(store.read(np.arange(4), store.columns), "a")
     assert columns["embedding"] == "float32[3]" and columns["grid"] == "uint8[2,3]"
@@ -162,9 +217,15 @@ def webdataset(path: Path, *contents: Any) -> Store:
 
 @pytest.mark.parametrize(
     ("labels", "expected"),
-    [([1, 2], np.array([1, 2])), ([1, 2.5], np.array([1, 2.5])), ([[1, 0], [0, 1]], np.array([[1, 0], [0, 1]]))],
+    [
+        ([1, 2], np.array([1, 2])),
+        ([1, 2.5], np.array([1, 2.5])),
+        ([[1, 0], [0, 1]], np.array([[1, 0], [0, 1]])),
+    ],
 )
-def test_webdataset_has_labels_of_any_numbers(labels: Any, expected: np.ndarray, tmp_path: Path) -> None:
+def test_webdataset_has_labels_of_any_numbers(
+    labels: Any, expected: np.ndarray, tmp_path: Path
+) -> None:
     store = webdataset(tmp_path / "a.tar", *({"label": label} for label in labels))
     found = store.read(np.arange(2))["label"]
     assert found.dtype == expected.dtype and np.array_equal(found, expected)
@@ -172,8 +233,12 @@ def test_webdataset_has_labels_of_any_numbers(labels: Any, expected: np.ndarray,
 
 
 @pytest.mark.parametrize("labels", [[[1], [1, 2]], [1, [1]]])
-def test_webdataset_refuses_labels_of_several_shapes(labels: Any, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"\.tar: its labels and .*lists of different lengths"):
+def test_webdataset_refuses_labels_of_several_shapes(
+    labels: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        StoreError, match=r"\.tar: its labels and .*lists of different lengths"
+    ):
         len(webdataset(tmp_path / "a.tar", *({"label": label} for label in labels)))
 
 
@@ -183,7 +248,8 @@ def test_a_mixture_of_arrays_of_several_shapes_is_one_error() -> None:
         for name, side in (("one", 2), ("two", 3))
     }
     with pytest.raises(
-        StoreError, match=r"column 'a' must have arrays of one shape in all stores, got \[\(2,\), \(3,\)\]"
+        StoreError,
+        match=r"column 'a' must have arrays of one shape in all stores, got \[\(2,\), \(3,\)\]",
     ):
         JoinedStore(parts).read(np.arange(4), ("a",))
 
@@ -191,7 +257,9 @@ def test_a_mixture_of_arrays_of_several_shapes_is_one_error() -> None:
 @pytest.mark.parametrize("labels", [[0.5, 1.0], np.eye(2)])
 def test_stores_in_memory_keep_their_targets(labels: Any) -> None:
     store = MemoryStore([b"x"] * 2, labels)
-    assert np.array_equal(store.read(np.array([1, 0]))["label"], np.asarray(labels)[[1, 0]])
+    assert np.array_equal(
+        store.read(np.array([1, 0]))["label"], np.asarray(labels)[[1, 0]]
+    )
     assert not is_class(store) and not is_class(JoinedStore({"a": store}))
 
 
@@ -200,6 +268,9 @@ def test_a_fingerprint_in_memory_shows_each_number_and_no_memory_address() -> No
     other = one.copy()
     other[1500] = 1e-12  # NumPy shows neither
     images = [b"x"] * 2
-    of_columns = {MemoryStore(images, [0, 1], columns={"a": [one, last]}).fingerprint for last in (one, other)}
+    of_columns = {
+        MemoryStore(images, [0, 1], columns={"a": [one, last]}).fingerprint
+        for last in (one, other)
+    }
     assert len(of_columns) == 2
     assert MemoryStore(images, labels).fingerprint == "e7997e5a384533baf699f3b653102f98"

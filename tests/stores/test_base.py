@@ -42,7 +42,9 @@ def is_decoded(data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("suffix", FILES)
-def test_a_suffix_is_an_images_if_a_decoder_reads_its_files(suffix: str, tmp_path: Path) -> None:
+def test_a_suffix_is_an_images_if_a_decoder_reads_its_files(
+    suffix: str, tmp_path: Path
+) -> None:
     _, data = FILES[suffix]
     assert (suffix in IMAGE_SUFFIXES) == is_decoded(data)
     for name in (f"a/1{suffix}", f"b/2{suffix.upper()}", "b/3.png"):

@@ -28,13 +28,17 @@ from raypipe.stores.tar import TarStore
 from raypipe.streaming.spec import StreamSpec
 
 NUM_TARS, PER_TAR = 4, 12
-PLAN = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8, seed=3, window_groups=3)
+PLAN = PlanConfig(
+    epochs=2, micro_batch_size=4, global_batch_size=8, seed=3, window_groups=3
+)
 GROUP = 8000
 """Bytes of a group: 4 or 5 images."""
 
 
 @pytest.fixture
-def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+def proxy(
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultyProxy]:
     for module in (tar_module, tar_samples):
         monkeypatch.setattr(module, "GROUP_BYTES", GROUP)
     monkeypatch.setattr(tar_samples, "_GAP_BYTES", 2048)
@@ -89,7 +93,10 @@ def test_with_an_index_a_read_fetches_its_group_and_nothing_else(
     assert len(store) == NUM_TARS * PER_TAR and sent(proxy) == 0
     groups = store.groups
     assert groups is not None and len(groups) > 2 * NUM_TARS
-    assert store.read(np.array([20]))["image"] == open_store(local).read(np.array([20]))["image"]
+    assert (
+        store.read(np.array([20]))["image"]
+        == open_store(local).read(np.array([20]))["image"]
+    )
     assert 0 < sent(proxy) < GROUP + 8000
     before = sent(proxy)
     of_group = np.arange(*groups[np.searchsorted(groups, 20, "right") - 1 :][:2])
@@ -99,7 +106,9 @@ def test_with_an_index_a_read_fetches_its_group_and_nothing_else(
     assert "000020.jpg" in store.sample_name(20)  # type: ignore[attr-defined]
 
 
-def test_an_epoch_and_all_later_ones_read_each_byte_once(tars: tuple[Path, str], proxy: FaultyProxy) -> None:
+def test_an_epoch_and_all_later_ones_read_each_byte_once(
+    tars: tuple[Path, str], proxy: FaultyProxy
+) -> None:
     local, address = tars
     stored = sum(path.stat().st_size for path in local.glob("*.tar"))
     spec = spec_of(address)
@@ -108,22 +117,37 @@ def test_an_epoch_and_all_later_ones_read_each_byte_once(tars: tuple[Path, str],
     assert 0.7 * stored < sent(proxy) <= stored
 
 
-def test_all_processes_and_threads_of_a_node_share_a_part(tars: tuple[Path, str], proxy: FaultyProxy) -> None:
+def test_all_processes_and_threads_of_a_node_share_a_part(
+    tars: tuple[Path, str], proxy: FaultyProxy
+) -> None:
     store = open_store(tars[1])
     indices = np.arange(len(store))
     copies = [pickle.loads(pickle.dumps(store)) for _ in range(3)]
     found: list[Any] = []
-    threads = [threading.Thread(target=lambda s=s: found.append(s.read(indices)["image"])) for s in copies]
+    threads = [
+        threading.Thread(target=lambda s=s: found.append(s.read(indices)["image"]))
+        for s in copies
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     once = sent(proxy)
     shared_cache().close_evicted()
-    assert len(found) == 3 and found[0] == found[1] == found[2] == open_store(tars[0]).read(indices)["image"]
+    assert (
+        len(found) == 3
+        and found[0]
+        == found[1]
+        == found[2]
+        == open_store(tars[0]).read(indices)["image"]
+    )
     local_cache._caches.clear()  # as in another process
     assert pickle.loads(pickle.dumps(store)).read(indices)["image"] == found[0]
-    assert sent(proxy) == once <= sum(path.stat().st_size for path in tars[0].glob("*.tar"))
+    assert (
+        sent(proxy)
+        == once
+        <= sum(path.stat().st_size for path in tars[0].glob("*.tar"))
+    )
 
 
 def test_a_cache_below_a_window_delivers_the_same_within_its_limit(
@@ -131,26 +155,38 @@ def test_a_cache_below_a_window_delivers_the_same_within_its_limit(
 ) -> None:
     limit = 6 * GROUP
     monkeypatch.setenv("RAYPIPE_CACHE_BYTES", str(limit))
-    store, indices = open_store(tars[1]), np.random.default_rng(0).permutation(NUM_TARS * PER_TAR)
+    store, indices = (
+        open_store(tars[1]),
+        np.random.default_rng(0).permutation(NUM_TARS * PER_TAR),
+    )
     for first in range(0, len(indices), 3):
         wanted = indices[first : first + 3]
         assert store.read(wanted)["image"] == open_store(tars[0]).read(wanted)["image"]
-        kept = sum(path.stat().st_size for path in (tmp_path / "cache" / "shards").glob("*.part"))
+        kept = sum(
+            path.stat().st_size
+            for path in (tmp_path / "cache" / "shards").glob("*.part")
+        )
         assert kept <= limit
 
 
-def test_the_digest_is_the_local_ones_in_windows_and_in_the_whole(tars: tuple[Path, str]) -> None:
+def test_the_digest_is_the_local_ones_in_windows_and_in_the_whole(
+    tars: tuple[Path, str],
+) -> None:
     local, address = tars
     in_windows = without_ray.digests(spec_of(address))
     assert in_windows == without_ray.digests(spec_of(local, shuffle="window"))
     whole = without_ray.digests(spec_of(local))
-    assert whole == without_ray.digests(spec_of(address, shuffle="global")) != in_windows
+    assert (
+        whole == without_ray.digests(spec_of(address, shuffle="global")) != in_windows
+    )
     assert without_ray.digests(spec_of(address, shuffle="off")) == without_ray.digests(
         spec_of(local, shuffle="off")
     )
 
 
-def test_a_resume_in_mid_epoch_goes_on_with_the_same_for_any_w(tars: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_resume_in_mid_epoch_goes_on_with_the_same_for_any_w(
+    tars: tuple[Path, str], tmp_path: Path
+) -> None:
     spec = spec_of(tars[1])
     whole = without_ray.digests(spec)
     with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +197,9 @@ def test_a_resume_in_mid_epoch_goes_on_with_the_same_for_any_w(tars: tuple[Path,
 
     cursor = spec.plan.cursor_at(3)
     ranks = [inline_batches(spec, cursor, rank, 2) for rank in range(2)]
-    of_both = [batch_digest(batch) for pair in zip(*ranks, strict=True) for batch in pair]
+    of_both = [
+        batch_digest(batch) for pair in zip(*ranks, strict=True) for batch in pair
+    ]
     assert of_both == whole[6:]
 
 
@@ -194,20 +232,34 @@ def test_a_scan_of_large_members_reads_headers_only(
     assert store.fingerprint == open_store(file).fingerprint and len(store) == 20
     assert sent(proxy) <= 20 * 2 * 8192 + 8192
     values = store.read(np.arange(20))
-    assert values["image"] == [image for image, _ in images] and values["label"].tolist() == [
-        i % 3 for i in range(20)
-    ]
+    assert values["image"] == [image for image, _ in images] and values[
+        "label"
+    ].tolist() == [i % 3 for i in range(20)]
 
 
 def test_an_index_of_another_version_or_damaged_costs_a_scan(
-    tars: tuple[Path, str], proxy: FaultyProxy, bucket: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tars: tuple[Path, str],
+    proxy: FaultyProxy,
+    bucket: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (index,) = [p for p in _names(f"{bucket}/tars/_raypipe_index") if p.startswith("t-0.tar")]
+    (index,) = [
+        p for p in _names(f"{bucket}/tars/_raypipe_index") if p.startswith("t-0.tar")
+    ]
     good = _content(f"{bucket}/tars/_raypipe_index/{index}")
-    put(write_tar(tmp_path / "new.tar", [(picture(77), 4)] * PER_TAR), f"{bucket}/tars/t-0.tar")
+    put(
+        write_tar(tmp_path / "new.tar", [(picture(77), 4)] * PER_TAR),
+        f"{bucket}/tars/t-0.tar",
+    )
     store = open_store(tars[1])
-    assert len(store) == NUM_TARS * PER_TAR and store.read(np.array([0]))["label"].tolist() == [4]
-    assert "belongs to another version of the tar" in caplog.text and "raypipe index" in caplog.text
+    assert len(store) == NUM_TARS * PER_TAR and store.read(np.array([0]))[
+        "label"
+    ].tolist() == [4]
+    assert (
+        "belongs to another version of the tar" in caplog.text
+        and "raypipe index" in caplog.text
+    )
     for damaged in (b"", good[:50], b"junk", b"\x1f\x8b" + bytes(50)):
         (tmp_path / "index").write_bytes(damaged)
         put(tmp_path / "index", f"{bucket}/tars/_raypipe_index/{index}")
@@ -221,19 +273,28 @@ def test_a_tar_that_changed_since_the_store_was_opened_is_refused(
 ) -> None:
     store = open_store(tars[1])
     assert len(store) == NUM_TARS * PER_TAR
-    put(write_tar(tmp_path / "new.tar", [(picture(77), 4)] * PER_TAR), f"{bucket}/tars/t-2.tar")
-    with pytest.raises(StoreError, match=r"t-2\.tar has changed since the store was opened"):
+    put(
+        write_tar(tmp_path / "new.tar", [(picture(77), 4)] * PER_TAR),
+        f"{bucket}/tars/t-2.tar",
+    )
+    with pytest.raises(
+        StoreError, match=r"t-2\.tar has changed since the store was opened"
+    ):
         store.read(np.array([2 * PER_TAR]))
 
 
-def test_runs_share_an_index_through_their_folder(tars: tuple[Path, str], bucket: str, proxy: FaultyProxy) -> None:
+def test_runs_share_an_index_through_their_folder(
+    tars: tuple[Path, str], bucket: str, proxy: FaultyProxy
+) -> None:
     address = put(tars[0] / "t-3.tar", f"{bucket}/other/t-3.tar")
     assert len(open_store(address)) == PER_TAR  # so that this node knows it already
     store = TarStore(address).adapted("auto", f"{bucket}/run/index")
     assert len(store) == PER_TAR and len(_names(f"{bucket}/run/index")) == 1
     forget(proxy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAYPIPE_CACHE", "/proc/none")  # of another node, which cannot keep anything
+        patch.setenv(
+            "RAYPIPE_CACHE", "/proc/none"
+        )  # of another node, which cannot keep anything
         assert len(pickle.loads(pickle.dumps(store))) == PER_TAR and sent(proxy) == 0
 
 
@@ -241,7 +302,9 @@ def test_index_says_what_has_none(stores: dict[str, Path], tmp_path: Path) -> No
     from raypipe.commands.index import index
     from raypipe.config import RunConfig, StoreConfig
 
-    with pytest.raises(ConfigError, match=r"train\.lmdb has no tars: only they need an index"):
+    with pytest.raises(
+        ConfigError, match=r"train\.lmdb has no tars: only they need an index"
+    ):
         index(RunConfig(store=StoreConfig(train=str(stores["train"]))))
     with pytest.raises(ConfigError, match="needs the address of tars"):
         index(RunConfig())
@@ -264,7 +327,9 @@ def _content(address: str) -> bytes:
 def test_groups_are_a_function_of_sizes_that_never_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert tar_samples.GROUP_BYTES == 8 << 20  # the order of every run in windows depends on it
+    assert (
+        tar_samples.GROUP_BYTES == 8 << 20
+    )  # the order of every run in windows depends on it
     monkeypatch.setattr(tar_samples, "GROUP_BYTES", GROUP)
     for name, sizes in (("a", [3000] * 8), ("b", [10, 30_000, 10, 7980, 20])):
         write_tar(tmp_path / f"{name}.tar", [(bytes(size), 0) for size in sizes])

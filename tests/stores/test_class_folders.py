@@ -29,7 +29,9 @@ def write(root: Path, *names: str) -> None:
         (root / name).write_bytes(name.encode())
 
 
-def build(*names: str, folders: str = "", links: dict[str, str] | None = None, hard: str = "") -> Build:
+def build(
+    *names: str, folders: str = "", links: dict[str, str] | None = None, hard: str = ""
+) -> Build:
     """Names of files, each with its name as content; of empty folders; links; and `FILE=OTHER`, hard links."""
 
     def make(root: Path) -> None:
@@ -57,40 +59,94 @@ def with_holes(root: Path) -> None:
 
 
 TWO = "cat/1.png", "dog/2.png"
-SUFFIXES = "a/1.JPG", "a/2.jfif", "b/3.jpe", "b/4.WebP", "b/5.dib", "c/6.hif", "c/7.ppm", "c/notes.txt"
+SUFFIXES = (
+    "a/1.JPG",
+    "a/2.jfif",
+    "b/3.jpe",
+    "b/4.WebP",
+    "b/5.dib",
+    "c/6.hif",
+    "c/7.ppm",
+    "c/notes.txt",
+)
 OF_SYSTEMS = (
-    *("__MACOSX/cat/1.png", "__MACOSX/._cat", "cat/._1.png", "cat/.DS_Store", "lost+found/3.png", ".hidden/6.png"),
-    *("cat/@eaDir/4.png", "$RECYCLE.BIN/5.png", "cat/.cache/7.png", "dog/__MACOSX/8.png"),
+    *(
+        "__MACOSX/cat/1.png",
+        "__MACOSX/._cat",
+        "cat/._1.png",
+        "cat/.DS_Store",
+        "lost+found/3.png",
+        ".hidden/6.png",
+    ),
+    *(
+        "cat/@eaDir/4.png",
+        "$RECYCLE.BIN/5.png",
+        "cat/.cache/7.png",
+        "dog/__MACOSX/8.png",
+    ),
 )
 TREES: dict[str, Build] = {
     "plain": build(*TWO),
-    "nested": build("cat/x/1.png", "cat/x-1/2.png", "cat/x.png", "cat/z/y/3.png", "dog/1.png"),
+    "nested": build(
+        "cat/x/1.png", "cat/x-1/2.png", "cat/x.png", "cat/z/y/3.png", "dog/1.png"
+    ),
     "suffixes": build(*SUFFIXES),
     "classes with _": build("_a/1.png", "__b__/1.png", "c_d/1.png", "_/1.png"),
     "only classes with _": build("_a/1.png", "_b/2.png"),
-    "odd letters": build("a b/1.png", "é/2.png", "a+b/3.png", "a-b/4.png", "A/5.png", "#/6.png"),
+    "odd letters": build(
+        "a b/1.png", "é/2.png", "a+b/3.png", "a-b/4.png", "A/5.png", "#/6.png"
+    ),
     "an empty class": build(*TWO, folders="bird ant"),
     "a class of hidden files": build(*TWO, "bird/.gitkeep"),
     "a class of other files": build(*TWO, "bird/notes.txt"),
     "one top folder": build("train/cat/1.png", "train/dog/2.png"),
     "several top folders": build("data/train/cat/1.png", "data/train/dog/x/2.png"),
-    "one top folder, and an empty class": build("train/cat/1.png", "train/dog/2.png", folders="train/bird"),
-    "one top folder, and a hidden one": build("train/cat/1.png", "train/dog/2.png", ".git/3.png"),
-    "one top folder beside documents": build("data/cat/1.png", "data/dog/2.png", "docs/readme.txt", "LICENSE"),
+    "one top folder, and an empty class": build(
+        "train/cat/1.png", "train/dog/2.png", folders="train/bird"
+    ),
+    "one top folder, and a hidden one": build(
+        "train/cat/1.png", "train/dog/2.png", ".git/3.png"
+    ),
+    "one top folder beside documents": build(
+        "data/cat/1.png", "data/dog/2.png", "docs/readme.txt", "LICENSE"
+    ),
     "one class": build("cat/1.png", "cat/2.png"),
     "one class, deeper": build("cat/2020/1.png", "cat/2021/2.png"),
-    "one class, deeper, beside an empty one": build("cat/2020/1.png", "cat/2021/2.png", folders="dog"),
+    "one class, deeper, beside an empty one": build(
+        "cat/2020/1.png", "cat/2021/2.png", folders="dog"
+    ),
     "files of systems": build(*TWO, *OF_SYSTEMS),
     "files at the top": build(*TWO, "3.png", "labels.csv", "Thumbs.db"),
     "arrays": build("a/1.npy", "b/2.npy"),
     "arrays beside images": build("a/1.npy", "b/2.npy", "b/3.png"),
-    "hard links": build(*TWO, "z/0.png", hard="dog/as.png=cat/1.png ant/as.png=z/0.png zoo/x/1.png=cat/1.png"),
-    "hard links to hidden files": build(".x/1.png", ".x/2.png", hard="cat/1.png=.x/1.png dog/2.png=.x/2.png"),
-    "links": build(*TWO, links={"dog/as.png": "../cat/1.png", "dog/b.png": "as.png", "ant/1.png": "../dog/2.png"}),
-    "links that lead nowhere": build(*TWO, links={"dog/3.png": "no.png", "dog/4.png": "4.png", "dog/x": "../y"}),
-    "links to folders": build(*TWO, links={"bird": "cat", "dog/more": "../cat", "dog/other": "../bird"}),
-    "links in a ring": build(*TWO, links={"cat/up": "..", "cat/self": ".", "dog/cat": "../cat"}),
-    "links to hidden folders": build(".all/1.png", ".all/x/2.png", links={"cat": ".all", "dog": ".all/x"}),
+    "hard links": build(
+        *TWO,
+        "z/0.png",
+        hard="dog/as.png=cat/1.png ant/as.png=z/0.png zoo/x/1.png=cat/1.png",
+    ),
+    "hard links to hidden files": build(
+        ".x/1.png", ".x/2.png", hard="cat/1.png=.x/1.png dog/2.png=.x/2.png"
+    ),
+    "links": build(
+        *TWO,
+        links={
+            "dog/as.png": "../cat/1.png",
+            "dog/b.png": "as.png",
+            "ant/1.png": "../dog/2.png",
+        },
+    ),
+    "links that lead nowhere": build(
+        *TWO, links={"dog/3.png": "no.png", "dog/4.png": "4.png", "dog/x": "../y"}
+    ),
+    "links to folders": build(
+        *TWO, links={"bird": "cat", "dog/more": "../cat", "dog/other": "../bird"}
+    ),
+    "links in a ring": build(
+        *TWO, links={"cat/up": "..", "cat/self": ".", "dog/cat": "../cat"}
+    ),
+    "links to hidden folders": build(
+        ".all/1.png", ".all/x/2.png", links={"cat": ".all", "dog": ".all/x"}
+    ),
     "sparse files": with_holes,
 }
 
@@ -100,11 +156,27 @@ def random_tree(seed: int) -> Build:
 
     def make(root: Path) -> None:
         draw = random.Random(seed)
-        names = ["a", "b", "_c", "d-1", "d", "e e", ".h", "__MACOSX", "lost+found", "train", "x.png"]
+        names = [
+            "a",
+            "b",
+            "_c",
+            "d-1",
+            "d",
+            "e e",
+            ".h",
+            "__MACOSX",
+            "lost+found",
+            "train",
+            "x.png",
+        ]
         folders, files = [Path()], list[Path]()
         for _ in range(draw.randint(3, 25)):
             kind = draw.choice(["folder"] * 2 + ["file"] * 4 + ["hard", "link"])
-            suffix = "" if kind == "folder" else draw.choice([".png", ".png", ".JPG", ".npy", ".md"])
+            suffix = (
+                ""
+                if kind == "folder"
+                else draw.choice([".png", ".png", ".JPG", ".npy", ".md"])
+            )
             path = draw.choice(folders) / f"{draw.choice(names)}{suffix}"
             if (root / path).is_symlink() or (root / path).exists():
                 continue
@@ -115,7 +187,9 @@ def random_tree(seed: int) -> Build:
                 os.link(root / draw.choice(files), root / path)
             elif kind == "link":
                 target = draw.choice([*folders, *files, Path("absent.png")])
-                (root / path).symlink_to(os.path.relpath(root / target, (root / path).parent))
+                (root / path).symlink_to(
+                    os.path.relpath(root / target, (root / path).parent)
+                )
             else:
                 (root / path).write_bytes(str(path).encode())
                 files.append(path)
@@ -130,7 +204,13 @@ def contents(make: Callable[..., Store], path: Path) -> Any:
         read = store.read(np.arange(len(store)), ("image", "label"))
     except StoreError as error:
         return str(error)
-    return read["image"], read["label"].tolist(), store.classes, store.columns, store.label_is_class
+    return (
+        read["image"],
+        read["label"].tolist(),
+        store.classes,
+        store.columns,
+        store.label_is_class,
+    )
 
 
 def in_tar(root: Path, path: Path, form: int = tarfile.PAX_FORMAT) -> Path:
@@ -159,19 +239,26 @@ def gnu_tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make(tree)
     if shutil.which("tar"):
         script = f"tar --version | grep -q GNU || exit 0; {GNU_TAR}"
-        subprocess.run(["sh", "-c", script], cwd=folder, check=True)  # one program for all of them
+        subprocess.run(
+            ["sh", "-c", script], cwd=folder, check=True
+        )  # one program for all of them
     return folder
 
 
 @pytest.mark.parametrize("number", range(len(TREES)), ids=TREES)
-def test_a_folder_and_its_tar_are_one_data_set(number: int, gnu_tars: Path, tmp_path: Path) -> None:
+def test_a_folder_and_its_tar_are_one_data_set(
+    number: int, gnu_tars: Path, tmp_path: Path
+) -> None:
     make = [*TREES.values()][number]
     (tmp_path / "root").mkdir()
     make(tmp_path / "root")
     expected = contents(FolderStore, tmp_path / "root")
     assert not isinstance(expected, str) and len(expected[0]), expected
     for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
-        assert contents(TarStore, in_tar(tmp_path / "root", tmp_path / "a.tar", form)) == expected
+        assert (
+            contents(TarStore, in_tar(tmp_path / "root", tmp_path / "a.tar", form))
+            == expected
+        )
     with tarfile.open(tmp_path / "b.tar", "w") as tar:
         tar.add(tmp_path / "root", ".")
     made = sorted(gnu_tars.glob(f"{number}.*.tar"))
@@ -181,13 +268,18 @@ def test_a_folder_and_its_tar_are_one_data_set(number: int, gnu_tars: Path, tmp_
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))
-def test_folders_by_chance_and_their_tars_are_one_data_set(first: int, tmp_path: Path) -> None:
+def test_folders_by_chance_and_their_tars_are_one_data_set(
+    first: int, tmp_path: Path
+) -> None:
     num_stores = 0
     for seed in range(first, first + 50):
         root = tmp_path / str(seed)
         root.mkdir()
         random_tree(seed)(root)
-        expected, found = contents(FolderStore, root), contents(TarStore, in_tar(root, tmp_path / f"{seed}.tar"))
+        expected, found = (
+            contents(FolderStore, root),
+            contents(TarStore, in_tar(root, tmp_path / f"{seed}.tar")),
+        )
         if isinstance(expected, str):  # the errors of a tar name its other layouts too
             assert isinstance(found, str), seed
         else:
@@ -196,9 +288,20 @@ def test_folders_by_chance_and_their_tars_are_one_data_set(first: int, tmp_path:
     assert num_stores > 20
 
 
-def test_what_is_left_out_is_said_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_left_out_is_said_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root = tmp_path / "root"
-    write(root, *TWO, "cat/.DS_Store", "__MACOSX/x", "cat/notes.txt", "cat/7.ppm", "dog/8.ppm", "labels.csv")
+    write(
+        root,
+        *TWO,
+        "cat/.DS_Store",
+        "__MACOSX/x",
+        "cat/notes.txt",
+        "cat/7.ppm",
+        "dog/8.ppm",
+        "labels.csv",
+    )
     for path in (root, in_tar(root, tmp_path / "a.tar")):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -206,25 +309,39 @@ def test_what_is_left_out_is_said_in_one_line(tmp_path: Path, caplog: pytest.Log
         (line,) = caplog.messages
         start, _, told = line.partition("; left out: ")
         assert start == f"{path}: 2 samples"
-        expected = ["2 hidden or of the system", "2 .ppm", "1 outside the class folders", "1 .txt"]
+        expected = [
+            "2 hidden or of the system",
+            "2 .ppm",
+            "1 outside the class folders",
+            "1 .txt",
+        ]
         assert sorted(told.split(", ")) == sorted(expected)
     write(tmp_path / "clean", *TWO)
     caplog.clear()
     assert len(open_store(tmp_path / "clean")) == 2 and not caplog.messages
 
 
-@pytest.mark.parametrize("suffix", ["label", "txt", "json", "xml", "lbl", "jpg.json", "cls", "caption.txt"])
-def test_files_that_belong_to_images_are_named_with_the_setting(suffix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "suffix", ["label", "txt", "json", "xml", "lbl", "jpg.json", "cls", "caption.txt"]
+)
+def test_files_that_belong_to_images_are_named_with_the_setting(
+    suffix: str, tmp_path: Path
+) -> None:
     root = tmp_path / "root"
     write(root, "cat/a.jpg", "dog/b.jpg", f"dog/b.{suffix}", "dog/c.jpg")
     message = rf"dog/b\.{suffix} belong to images by their names.* Set store\.target_column to 'folder' to train"
     with pytest.raises(StoreError, match=message):
         len(open_store(root))
     for column in ("folder", ""):
-        assert open_store(root, target_column=column).read(np.arange(3))["label"].tolist() == [0, 1, 1]
+        assert open_store(root, target_column=column).read(np.arange(3))[
+            "label"
+        ].tolist() == [0, 1, 1]
     path = in_tar(root, tmp_path / "a.tar")
     # A WebDataset's labels must be numbers, and each sample has one.
-    with pytest.raises(StoreError, match=message if suffix not in ("label", "cls") else "the label dog/b"):
+    with pytest.raises(
+        StoreError,
+        match=message if suffix not in ("label", "cls") else "the label dog/b",
+    ):
         len(open_store(path))
     assert open_store(path, target_column="folder").classes == ("cat", "dog")
 
@@ -236,7 +353,9 @@ def sparse_header(name: str, parts: list[tuple[int, int]], num_bytes: int) -> by
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
     block[156:157] = b"S"
     for number, part in enumerate(parts):
-        block[386 + 24 * number : 410 + 24 * number] = b"".join(b"%011o\0" % value for value in part)
+        block[386 + 24 * number : 410 + 24 * number] = b"".join(
+            b"%011o\0" % value for value in part
+        )
     block[483:495], block[148:156] = b"%011o\0" % num_bytes, b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
     return bytes(block)
@@ -259,10 +378,14 @@ def test_parts_of_a_sparse_member_are_in_it(
 ) -> None:
     stored = b"abcdefg"[: sum(length for _, length in parts)]
     data = stored + bytes(-len(stored) % 512)
-    (tmp_path / "a.tar").write_bytes(sparse_header("a/1.png", parts, num_bytes) + data + bytes(1024))
+    (tmp_path / "a.tar").write_bytes(
+        sparse_header("a/1.png", parts, num_bytes) + data + bytes(1024)
+    )
     store = TarStore(tmp_path / "a.tar")
     if not is_good:
-        with pytest.raises(StoreError, match=r"cannot be read as tar: .*a sparse member of"):
+        with pytest.raises(
+            StoreError, match=r"cannot be read as tar: .*a sparse member of"
+        ):
             len(store)
         return
     expected = bytearray(num_bytes)
@@ -271,7 +394,9 @@ def test_parts_of_a_sparse_member_are_in_it(
     assert store.read(np.arange(1))["image"] == [bytes(expected)]
 
 
-@pytest.mark.parametrize("target", ["/etc/passwd", "../../etc/passwd", "../../../a/1.png", "..", ""])
+@pytest.mark.parametrize(
+    "target", ["/etc/passwd", "../../etc/passwd", "../../../a/1.png", "..", ""]
+)
 def test_a_link_out_of_a_tar_reads_nothing(target: str, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, kind in (("a/1.png", tarfile.SYMTYPE), ("a/2.png", tarfile.LNKTYPE)):

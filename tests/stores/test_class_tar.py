@@ -19,9 +19,14 @@ def make(path: Path, *members: str | tuple[str, bytes | None]) -> TarStore:
     """A tar of members, whose content is their name or what is given; None makes a link."""
     with tarfile.open(path, "w") as tar:
         for member in members:
-            name, content = member if isinstance(member, tuple) else (member, member.encode())
+            name, content = (
+                member if isinstance(member, tuple) else (member, member.encode())
+            )
             info = tarfile.TarInfo(name)
-            info.size, info.type = len(content or b""), tarfile.REGTYPE if content is not None else tarfile.SYMTYPE
+            info.size, info.type = (
+                len(content or b""),
+                tarfile.REGTYPE if content is not None else tarfile.SYMTYPE,
+            )
             tar.addfile(info, io.BytesIO(content or b""))
     return TarStore(path)
 
@@ -31,13 +36,28 @@ def images_of(store: TarStore) -> list[bytes]:
 
 
 def test_order_and_classes_are_those_of_a_folder(tmp_path: Path) -> None:
-    names = ["b/1.JPG", "a-b/1.png", "a/x.webp", "b/0/z.jpeg", "a/X.png", "a/1.2.png", "a/1.3.png"]
+    names = [
+        "b/1.JPG",
+        "a-b/1.png",
+        "a/x.webp",
+        "b/0/z.jpeg",
+        "a/X.png",
+        "a/1.2.png",
+        "a/1.3.png",
+    ]
     for name in names:
         file = tmp_path / "root" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(name.encode())
     folder = FolderStore(tmp_path / "root")
-    store = make(tmp_path / "a.tar", *names, "root.png", "a/notes.txt", "a/.hidden.png", "../evil.png")
+    store = make(
+        tmp_path / "a.tar",
+        *names,
+        "root.png",
+        "a/notes.txt",
+        "a/.hidden.png",
+        "../evil.png",
+    )
     assert store.classes == folder.classes == ("a", "a-b", "b") and store.label_is_class
     samples, expected = store.read(np.arange(7)), folder.read(np.arange(7))
     assert samples["image"] == expected["image"]
@@ -55,7 +75,9 @@ def test_order_and_classes_are_those_of_a_folder(tmp_path: Path) -> None:
         (["one/a/1.png", "two/a/1.png"], ("one", "two")),
     ],
 )
-def test_a_folder_around_the_classes_is_none(tmp_path: Path, names: list[str], classes: tuple[str, ...]) -> None:
+def test_a_folder_around_the_classes_is_none(
+    tmp_path: Path, names: list[str], classes: tuple[str, ...]
+) -> None:
     assert make(tmp_path / "a.tar", *names).classes == classes
 
 
@@ -65,15 +87,25 @@ def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
         (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "folder" / name).touch()
     for store in (make(tmp_path / "a.tar", *names), open_store(tmp_path / "folder")):
-        with pytest.raises(StoreError, match="has the folders train, val, which are splits, not classes"):
+        with pytest.raises(
+            StoreError,
+            match="has the folders train, val, which are splits, not classes",
+        ):
             len(store)
 
 
 def test_the_last_member_of_a_name_counts(tmp_path: Path) -> None:
     store = make(
-        tmp_path / "a.tar", ("a/1.png", b"old"), ("a/2.png", b"old"), ("./a/1.png", b"new"), ("a/2.png", None)
+        tmp_path / "a.tar",
+        ("a/1.png", b"old"),
+        ("a/2.png", b"old"),
+        ("./a/1.png", b"new"),
+        ("a/2.png", None),
     )
-    assert images_of(store) == [b"new", None]  # a link that leads nowhere is a sample that cannot be read
+    assert images_of(store) == [
+        b"new",
+        None,
+    ]  # a link that leads nowhere is a sample that cannot be read
 
 
 def test_the_classes_of_several_tars_are_those_of_all(tmp_path: Path) -> None:
@@ -92,7 +124,10 @@ def test_arrays_are_samples_where_there_is_no_image(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_is_of_names_and_sizes(tmp_path: Path) -> None:
-    store, same = make(tmp_path / "a.tar", "a/1.png", "b/2.png"), make(tmp_path / "b.tar", "b/2.png", "a/1.png")
+    store, same = (
+        make(tmp_path / "a.tar", "a/1.png", "b/2.png"),
+        make(tmp_path / "b.tar", "b/2.png", "a/1.png"),
+    )
     other = make(tmp_path / "c.tar", "a/1.png", "b/3.png")
     assert store.fingerprint == same.fingerprint != other.fingerprint
 
@@ -100,13 +135,21 @@ def test_the_fingerprint_is_of_names_and_sizes(tmp_path: Path) -> None:
 def test_tars_of_both_layouts_are_no_store(tmp_path: Path) -> None:
     make(tmp_path / "t-0.tar", "a/1.png")
     make(tmp_path / "t-1.tar", "1.png", ("1.cls", b"3"))
-    with pytest.raises(StoreError, match=r"t-1\.tar is a tar of WebDataset, but .*t-0\.tar has class folders"):
+    with pytest.raises(
+        StoreError,
+        match=r"t-1\.tar is a tar of WebDataset, but .*t-0\.tar has class folders",
+    ):
         len(open_store(tmp_path / "t-{0..1}.tar"))
 
 
 @pytest.mark.parametrize("names", [["0001.jpg", "0002.jpg"], ["a/notes.txt"], []])
-def test_a_tar_without_labels_is_an_error_that_says_the_layouts(tmp_path: Path, names: list[str]) -> None:
-    with pytest.raises(StoreError, match=r"a\.tar has no labels: the layout is class/image\.jpg, or WebDataset's"):
+def test_a_tar_without_labels_is_an_error_that_says_the_layouts(
+    tmp_path: Path, names: list[str]
+) -> None:
+    with pytest.raises(
+        StoreError,
+        match=r"a\.tar has no labels: the layout is class/image\.jpg, or WebDataset's",
+    ):
         len(make(tmp_path / "a.tar", *names))
     make(tmp_path / "b.tar", "a/1.png")
     with pytest.raises(StoreError, match="has no"):

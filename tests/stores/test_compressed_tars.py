@@ -36,17 +36,28 @@ def test_a_folder_of_them_has_a_group_for_each(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store(write_three(tmp_path / "a", kind))
-    assert len(store) == 9 and store.groups is not None and store.groups.tolist() == [0, 3, 6, 9]
+    assert (
+        len(store) == 9
+        and store.groups is not None
+        and store.groups.tolist() == [0, 3, 6, 9]
+    )
     values = store.read(np.array([8, 0, 4]))
-    assert values["image"] == [SAMPLES[i][0] for i in (8, 0, 4)] and values["label"].tolist() == [2, 0, 1]
-    assert "3 compressed tars of 0.0 GB cannot be entered: each is unpacked whole" in caplog.text
+    assert values["image"] == [SAMPLES[i][0] for i in (8, 0, 4)] and values[
+        "label"
+    ].tolist() == [2, 0, 1]
+    assert (
+        "3 compressed tars of 0.0 GB cannot be entered: each is unpacked whole"
+        in caplog.text
+    )
     plain = write_tar(tmp_path / "plain.tar", SAMPLES)
     one = write_tar(tmp_path / f"one.tar.{kind}", SAMPLES, mode=f"w:{kind}")
     assert open_store(one).fingerprint == open_store(plain).fingerprint
     assert TarStore(one).adapted("global").groups is None
 
 
-def test_one_that_was_evicted_is_unpacked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_was_evicted_is_unpacked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(write_three(tmp_path / "a", "gz"))
     assert len(store) == 9
     store.close()
@@ -80,11 +91,15 @@ def test_a_folder_with_plain_tars_ignores_compressed_ones(tmp_path: Path) -> Non
     assert len(open_store(folder)) == 2
 
 
-def test_damage_and_bombs_are_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_and_bombs_are_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_tar(tmp_path / "a.tar.gz", SAMPLES, mode="w:gz")
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
-    with pytest.raises(StoreError, match=r"a\.tar\.gz cannot be unpacked: .*truncated; copy it again"):
+    with pytest.raises(
+        StoreError, match=r"a\.tar\.gz cannot be unpacked: .*truncated; copy it again"
+    ):
         len(open_store(path))
     path.write_bytes(b"plain")
     with pytest.raises(StoreError, match=r"a\.tar\.gz is not gzip, bzip2 or xz"):
@@ -92,12 +107,19 @@ def test_damage_and_bombs_are_one_error(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(unpack, "LEAST_BYTES", 1000)
     monkeypatch.setattr(unpack, "GROWTH", 2)
     write_tar(path, [(bytes(100_000), 1)], mode="w:gz")
-    with pytest.raises(StoreError, match=r"a\.tar\.gz unpacks from [\d,]+ to more than"):
+    with pytest.raises(
+        StoreError, match=r"a\.tar\.gz unpacks from [\d,]+ to more than"
+    ):
         len(open_store(path))
 
 
-def test_one_beyond_the_limit_of_the_cache_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_beyond_the_limit_of_the_cache_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE_BYTES", "10000")
     path = write_tar(tmp_path / "a.tar.gz", SAMPLES, mode="w:gz")
-    with pytest.raises(StoreError, match=r"a\.tar\.gz has .* bytes, but the cache .* RAYPIPE_CACHE_BYTES"):
+    with pytest.raises(
+        StoreError,
+        match=r"a\.tar\.gz has .* bytes, but the cache .* RAYPIPE_CACHE_BYTES",
+    ):
         len(open_store(path))

@@ -28,7 +28,9 @@ LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
 IMAGES = [b"\x89PNG\r\n\x1a\n" + bytes([i]) * (700 * i) for i in range(len(LABELS))]
 
 
-def _write(path: Path, images: list[bytes], labels: list[int], **options: object) -> None:
+def _write(
+    path: Path, images: list[bytes], labels: list[int], **options: object
+) -> None:
     with open_writer(path, classes=CLASSES, **options) as writer:
         for image, label in zip(images, labels, strict=True):
             writer.append({"image": image, "label": label})
@@ -54,7 +56,10 @@ def make_lmdb_of_lsun(folder: Path, images: list[bytes]) -> Store:
 
 
 def make_lmdb_of_pickles(folder: Path, images: list[bytes]) -> Store:
-    return open_store(write_values(folder / "data", images, LABELS, DUMPS["pickle"]), trust_pickles=True)
+    return open_store(
+        write_values(folder / "data", images, LABELS, DUMPS["pickle"]),
+        trust_pickles=True,
+    )
 
 
 def make_lmdb_of_msgpack(folder: Path, images: list[bytes]) -> Store:
@@ -83,7 +88,10 @@ def make_parquet_hf(folder: Path, images: list[bytes]) -> Store:
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     schema = pa.schema([("image", kind), ("label", pa.int64())], metadata=metadata)
     for number, (start, end) in enumerate([(0, 6), (6, 10)]):
-        column = [{"bytes": image, "path": f"{i}.png"} for i, image in enumerate(images[start:end])]
+        column = [
+            {"bytes": image, "path": f"{i}.png"}
+            for i, image in enumerate(images[start:end])
+        ]
         table = pa.table({"image": column, "label": LABELS[start:end]}, schema=schema)
         pq.write_table(table, folder / f"train-{number}.parquet", row_group_size=4)
     return open_store(folder)
@@ -100,7 +108,10 @@ def make_folder(folder: Path, images: list[bytes]) -> Store:
 def _write_webdataset(path: Path, start: int, end: int, images: list[bytes]) -> None:
     with tarfile.open(path, "w") as tar:
         for number in range(start, end):
-            for suffix, content in (("png", images[number]), ("cls", b"%d" % LABELS[number])):
+            for suffix, content in (
+                ("png", images[number]),
+                ("cls", b"%d" % LABELS[number]),
+            ):
                 member = tarfile.TarInfo(f"{number:03d}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
@@ -175,13 +186,17 @@ def test_reads_all_in_order(store: Store) -> None:
     assert list(batch) == ["image", "label"]
     assert batch["image"] == IMAGES
     for image in batch["image"]:  # a view is of uint8, and so equals its bytes
-        assert type(image) is bytes or (type(image) is memoryview and image.format == "B" and image.readonly)
+        assert type(image) is bytes or (
+            type(image) is memoryview and image.format == "B" and image.readonly
+        )
     assert isinstance(batch["label"], np.ndarray)
     assert batch["label"].dtype == np.int64
     assert batch["label"].tolist() == LABELS
 
 
-@pytest.mark.parametrize("indices", [[7], [9, 0, 4, 4, 3, 9, 1], [5, 5, 5], list(range(9, -1, -1))])
+@pytest.mark.parametrize(
+    "indices", [[7], [9, 0, 4, 4, 3, 9, 1], [5, 5, 5], list(range(9, -1, -1))]
+)
 def test_reads_in_the_order_asked_for(store: Store, indices: list[int]) -> None:
     batch = store.read(np.array(indices))
     assert batch["image"] == [IMAGES[i] for i in indices]
@@ -206,7 +221,10 @@ def test_reads_nothing(store: Store) -> None:
 
 def test_reads_the_columns_asked_for(store: Store) -> None:
     assert list(store.read(np.array([1]), columns=("label",))) == ["label"]
-    assert list(store.read(np.array([1]), columns=("label", "image"))) == ["label", "image"]
+    assert list(store.read(np.array([1]), columns=("label", "image"))) == [
+        "label",
+        "image",
+    ]
 
 
 def test_result_belongs_to_the_reader(store: Store) -> None:
@@ -215,7 +233,11 @@ def test_result_belongs_to_the_reader(store: Store) -> None:
 
 
 def test_columns_and_classes(store: Store, kind: str) -> None:
-    assert store.columns == ("image", "label", *(["key"] if kind.startswith("lmdb_of") else []))
+    assert store.columns == (
+        "image",
+        "label",
+        *(["key"] if kind.startswith("lmdb_of") else []),
+    )
     assert store.classes == (CLASSES if kind not in WITHOUT_CLASSES else None)
 
 
@@ -257,7 +279,9 @@ def test_index_outside(store: Store, index: int) -> None:
 
 
 def test_unknown_column(store: Store) -> None:
-    with pytest.raises(StoreError, match=r"no column 'caption'; its columns are image, label"):
+    with pytest.raises(
+        StoreError, match=r"no column 'caption'; its columns are image, label"
+    ):
         store.read(np.array([0]), columns=("image", "caption"))
 
 
@@ -279,17 +303,24 @@ def test_pickles_without_its_contents(store: Store, kind: str) -> None:
         assert len(pickle.dumps(store)) < 500
 
 
-def test_a_node_with_other_contents_is_found_out(store: Store, kind: str, tmp_path: Path) -> None:
+def test_a_node_with_other_contents_is_found_out(
+    store: Store, kind: str, tmp_path: Path
+) -> None:
     if kind.startswith("memory"):
         pytest.skip("it is sent with its contents")
-    sent = [pickle.dumps(store), pickle.dumps(store) if len(store) else b""]  # closed, and open
+    sent = [
+        pickle.dumps(store),
+        pickle.dumps(store) if len(store) else b"",
+    ]  # closed, and open
     for path in tmp_path.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     MAKERS[kind](tmp_path, [image + b"more" for image in IMAGES])
     if kind == "folder":  # of which the paths are compared, and no sizes
         (tmp_path / "ant" / "000.PNG").rename(tmp_path / "ant" / "00.PNG")
     assert len(pickle.loads(sent[0])) == 10
-    with pytest.raises(StoreError, match=r"has other contents on this machine \(.+\), or by now"):
+    with pytest.raises(
+        StoreError, match=r"has other contents on this machine \(.+\), or by now"
+    ):
         pickle.loads(sent[1]).read(np.array([0]))
     with pytest.raises(StoreError, match="has other contents"):
         len(pickle.loads(pickle.dumps(pickle.loads(sent[1]))))
@@ -304,7 +335,9 @@ def test_fingerprint(store: Store, kind: str, tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(store)).fingerprint == store.fingerprint
 
 
-def test_fingerprint_shows_other_contents(store: Store, kind: str, tmp_path: Path) -> None:
+def test_fingerprint_shows_other_contents(
+    store: Store, kind: str, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     images = [*IMAGES[:-1], IMAGES[-1] + b"!"]
@@ -317,7 +350,9 @@ def test_fingerprint_of_writers_shows_one_bit(tmp_path: Path) -> None:
         folders = tmp_path / make.__name__ / "a", tmp_path / make.__name__ / "b"
         for folder in folders:
             folder.mkdir(parents=True)
-        assert make(folders[0], IMAGES).fingerprint != make(folders[1], images).fingerprint
+        assert (
+            make(folders[0], IMAGES).fingerprint != make(folders[1], images).fingerprint
+        )
 
 
 def test_reads_after_close(store: Store) -> None:
@@ -328,7 +363,9 @@ def test_reads_after_close(store: Store) -> None:
     assert store.read(np.array([3]))["image"] == [IMAGES[3]]
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "lmdb_shards", "lmdb_of_pickles", "parquet", "webdataset"])
+@pytest.mark.parametrize(
+    "kind", ["lmdb", "lmdb_shards", "lmdb_of_pickles", "parquet", "webdataset"]
+)
 def test_reads_in_another_process(store: Store, kind: str, tmp_path: Path) -> None:
     store.read(np.array([0]))
     (tmp_path / "store.pickle").write_bytes(pickle.dumps(store))
@@ -339,6 +376,11 @@ def test_reads_in_another_process(store: Store, kind: str, tmp_path: Path) -> No
     )
     command = [sys.executable, "-c", program, str(tmp_path / "store.pickle")]
     result = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], timeout=60
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        timeout=60,
     )
     assert result.stdout.split() == [store.fingerprint, str(len(IMAGES[9]))]

@@ -21,7 +21,10 @@ def test_a_store_appears_whole_and_makes_its_folder(tmp_path: Path) -> None:
 
 def test_digits_that_have_no_place_name_the_variable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"file/digits-v1 cannot be written to \(RAYPIPE_CACHE may name"):
+    with pytest.raises(
+        StoreError,
+        match=r"file/digits-v1 cannot be written to \(RAYPIPE_CACHE may name",
+    ):
         digits_stores(tmp_path / "file")
 
 
@@ -56,7 +59,10 @@ def test_a_folder_with_files_of_others_is_not_overwritten(tmp_path: Path) -> Non
 def test_the_second_of_two_writers_is_refused(tmp_path: Path) -> None:
     with new_path(tmp_path / "x.lmdb", False) as partial:
         partial.write_bytes(b"first")
-        with pytest.raises(StoreError, match="another process is writing"), new_path(tmp_path / "x.lmdb", False):
+        with (
+            pytest.raises(StoreError, match="another process is writing"),
+            new_path(tmp_path / "x.lmdb", False),
+        ):
             pass
     assert (tmp_path / "x.lmdb").read_bytes() == b"first"
 
@@ -64,7 +70,9 @@ def test_the_second_of_two_writers_is_refused(tmp_path: Path) -> None:
 def test_a_link_in_the_place_of_its_lock_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "precious").write_bytes(b"content")
     (tmp_path / ".x.lmdb.lock").symlink_to("precious")
-    with pytest.raises(StoreError, match=r"cannot be written to: \.x\.lmdb\.lock: it is a link"):
+    with pytest.raises(
+        StoreError, match=r"cannot be written to: \.x\.lmdb\.lock: it is a link"
+    ):
         write_atomically(str(tmp_path / "x.lmdb"), SAMPLES, None)
     assert (tmp_path / "precious").read_bytes() == b"content"
 
@@ -72,4 +80,6 @@ def test_a_link_in_the_place_of_its_lock_is_not_written_to(tmp_path: Path) -> No
 def test_all_who_ask_for_the_digits_first_get_them(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         (stores, *others) = pool.map(digits_stores, [tmp_path] * 4)
-    assert others == [stores] * 3 and [len(open_store(address)) for address in stores] == [1437, 360]
+    assert others == [stores] * 3 and [
+        len(open_store(address)) for address in stores
+    ] == [1437, 360]

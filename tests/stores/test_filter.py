@@ -34,7 +34,9 @@ STORE = MemoryStore(
         ("ratio > 1", [2, 3, 4]),
     ],
 )
-def test_a_filter_keeps_the_samples_that_it_is_true_for(expression: str, expected: list[int]) -> None:
+def test_a_filter_keeps_the_samples_that_it_is_true_for(
+    expression: str, expected: list[int]
+) -> None:
     keep = matching(STORE, expression)
     assert keep.dtype == bool and np.flatnonzero(keep).tolist() == expected
 
@@ -42,15 +44,24 @@ def test_a_filter_keeps_the_samples_that_it_is_true_for(expression: str, expecte
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("image == 3", r"no column 'image' for store\.filter; its columns are label, width, name, ratio"),
-        ("widht > 1", r"no column 'widht' for store\.filter; did you mean width\? its columns are label, width, "),
+        (
+            "image == 3",
+            r"no column 'image' for store\.filter; its columns are label, width, name, ratio",
+        ),
+        (
+            "widht > 1",
+            r"no column 'widht' for store\.filter; did you mean width\? its columns are label, width, ",
+        ),
         ("width == 'a'", "cannot be evaluated on memory:.*int64, string"),
         ("width", "not true or false"),
         ("width > 1000", "is true for none of the 6 samples of memory"),
         ("width %", "invalid syntax; it may contain comparisons"),
         ("1 > 0", "it names no column; it may contain"),
         ("width.real > 3", "'width.real' is not allowed"),
-        ("__import__('os').getcwd() == name", "is not allowed; it may contain comparisons"),
+        (
+            "__import__('os').getcwd() == name",
+            "is not allowed; it may contain comparisons",
+        ),
         ("width ** 2 > 3", "is not allowed"),
         ("label in width", "'label in width' is not allowed: `in` takes a list"),
         ("label in [width]", "it may contain"),
@@ -58,30 +69,48 @@ def test_a_filter_keeps_the_samples_that_it_is_true_for(expression: str, expecte
         ("(" * 3000 + "width" + ")" * 3000, "it may contain"),
     ],
 )
-def test_what_is_no_filter_names_the_setting_and_what_is_allowed(expression: str, message: str) -> None:
+def test_what_is_no_filter_names_the_setting_and_what_is_allowed(
+    expression: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         matching(STORE, expression)
 
 
-def test_a_filter_reads_the_columns_that_it_names_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_reads_the_columns_that_it_names_a_part_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
 
     class Watched(MemoryStore):
-        def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> dict[str, object]:
+        def read(
+            self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+        ) -> dict[str, object]:
             asked.append((len(indices), columns))
             return super().read(indices, columns)
 
     monkeypatch.setattr("raypipe.stores.scan._CHUNK", 4)
     store = Watched([b""] * 6, list(range(6)), columns={"width": list(range(6))})
-    assert np.flatnonzero(matching(store, "width > 1 and label < 5")).tolist() == [2, 3, 4]
+    assert np.flatnonzero(matching(store, "width > 1 and label < 5")).tolist() == [
+        2,
+        3,
+        4,
+    ]
     assert asked == [(4, ("width", "label")), (2, ("width", "label"))]
 
 
-def test_a_column_has_one_type_where_many_samples_in_a_row_have_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_column_has_one_type_where_many_samples_in_a_row_have_no_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("raypipe.stores.scan._CHUNK", 4)
     none: list[object] = [None] * 5
-    columns = {"c": [*none, "a", "b", None], "flag": [*none, True, False, None], "n": [*none, 1, 2.5, None]}
-    store = MemoryStore([b""] * 8, list(range(8)), columns={**columns, "empty": [None] * 8})
+    columns = {
+        "c": [*none, "a", "b", None],
+        "flag": [*none, True, False, None],
+        "n": [*none, 1, 2.5, None],
+    }
+    store = MemoryStore(
+        [b""] * 8, list(range(8)), columns={**columns, "empty": [None] * 8}
+    )
     for expression, expected in {
         "c in ['a']": [5],
         "c not in ['a']": [6],
@@ -92,11 +121,15 @@ def test_a_column_has_one_type_where_many_samples_in_a_row_have_no_value(monkeyp
         "n in [1, 2.5]": [5, 6],
         "empty in ['a'] or empty in [1] or empty in [True] or label > 6": [7],
     }.items():
-        assert np.flatnonzero(matching(store, expression)).tolist() == expected, expression
+        assert np.flatnonzero(matching(store, expression)).tolist() == expected, (
+            expression
+        )
 
 
 def test_a_quotient_by_zero_is_no_value() -> None:
-    store = MemoryStore([b""] * 4, [0, 1, 2, 3], columns={"width": [4, 4, 4, 0], "height": [0, 2, 4, 0]})
+    store = MemoryStore(
+        [b""] * 4, [0, 1, 2, 3], columns={"width": [4, 4, 4, 0], "height": [0, 2, 4, 0]}
+    )
     assert np.flatnonzero(matching(store, "width / height > 1")).tolist() == [1]
     assert np.flatnonzero(matching(store, "not (width / height > 1)")).tolist() == [2]
     assert np.flatnonzero(matching(store, "width / height == None")).tolist() == [0, 3]
@@ -105,7 +138,9 @@ def test_a_quotient_by_zero_is_no_value() -> None:
 def test_sixty_thousand_terms_are_evaluated() -> None:
     terms = " or ".join(f"label == {number}" for number in range(3, 60_003))
     assert np.flatnonzero(matching(STORE, terms)).tolist() == [3, 4, 5]
-    assert np.flatnonzero(matching(STORE, f"label in {list(range(3, 60_003))}")).tolist() == [3, 4, 5]
+    assert np.flatnonzero(
+        matching(STORE, f"label in {list(range(3, 60_003))}")
+    ).tolist() == [3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +148,10 @@ def test_sixty_thousand_terms_are_evaluated() -> None:
     [
         ("label == 9223372036854775808", "9223372036854775808 is beyond 64 bits"),
         ("label in [1, 1" + "0" * 30 + "]", "is beyond 64 bits"),
-        ("label in [1, 'a']", r"the list of `in` must have one type: numbers, strings or booleans, and None"),
+        (
+            "label in [1, 'a']",
+            r"the list of `in` must have one type: numbers, strings or booleans, and None",
+        ),
         ("name in [1]", "cannot be evaluated"),
         ("label in ['1']", "cannot be evaluated"),
         ("- " * 100_000 + "label == 1", "it may contain"),
@@ -121,8 +159,12 @@ def test_sixty_thousand_terms_are_evaluated() -> None:
         ("large == 1", "cannot be evaluated"),
     ],
 )
-def test_numbers_and_lists_that_cannot_be_compared_are_refused(expression: str, message: str) -> None:
-    store = MemoryStore([b""] * 2, [0, 1], columns={"name": ["a", "1"], "large": [None, 1 << 70]})
+def test_numbers_and_lists_that_cannot_be_compared_are_refused(
+    expression: str, message: str
+) -> None:
+    store = MemoryStore(
+        [b""] * 2, [0, 1], columns={"name": ["a", "1"], "large": [None, 1 << 70]}
+    )
     with pytest.raises(ConfigError, match=message) as caught:
         matching(store, expression)
     assert len(str(caught.value)) < 700
@@ -131,18 +173,27 @@ def test_numbers_and_lists_that_cannot_be_compared_are_refused(expression: str, 
 def test_the_least_integer_and_an_empty_list_are_known() -> None:
     store = MemoryStore([b""] * 2, [-(1 << 63), 1])
     assert matching(store, "label == -9223372036854775808").tolist() == [True, False]
-    assert matching(store, "label in [] or label in [-9223372036854775808]").tolist() == [True, False]
+    assert matching(
+        store, "label in [] or label in [-9223372036854775808]"
+    ).tolist() == [True, False]
     assert matching(store, "label not in []").all()
 
 
 def test_large_integers_compare_with_fractions() -> None:
     store = MemoryStore([b""] * 2, [17_000_001, 3])
-    assert matching(store, "label > 0.5 and label * label > 1e9 and label / 2 > 8e6").tolist() == [True, False]
+    assert matching(
+        store, "label > 0.5 and label * label > 1e9 and label / 2 > 8e6"
+    ).tolist() == [True, False]
     assert matching(store, "label in [17000001.0, 0.5]").tolist() == [True, False]
 
 
 def test_a_text_is_no_number_in_arithmetic() -> None:
     store = MemoryStore([b""] * 2, [1, 2], columns={"digits": ["1", "2"]})
-    for expression in ("digits / 2 > 0", "digits * 2 > 0", "-digits < 0", "digits in [1]"):
+    for expression in (
+        "digits / 2 > 0",
+        "digits * 2 > 0",
+        "-digits < 0",
+        "digits in [1]",
+    ):
         with pytest.raises(ConfigError, match="cannot be evaluated"):
             matching(store, expression)

@@ -26,7 +26,16 @@ def names_of(store: FolderStore) -> list[str]:
 
 
 def test_order_and_suffixes(tmp_path: Path) -> None:
-    names = ["b/1.JPG", "b/0/z.jpeg", "a/x.webp", "a/X.png", "a-b/1.tiff", "c/1.gif", "c/2.bmp", "c/3.tif"]
+    names = [
+        "b/1.JPG",
+        "b/0/z.jpeg",
+        "a/x.webp",
+        "a/X.png",
+        "a-b/1.tiff",
+        "c/1.gif",
+        "c/2.bmp",
+        "c/3.tif",
+    ]
     store = make(tmp_path, *names, "a/notes.txt", "a/jpg", "root.jpg")
     assert store.classes == ("a", "a-b", "b", "c")
     assert names_of(store) == [
@@ -75,7 +84,9 @@ def test_links_in_a_lattice_or_a_ring_bring_each_folder_once(tmp_path: Path) -> 
     for level in range(20):  # 2^20 paths lead to the last
         (tmp_path / f"level{level}").mkdir()
         for name in "xy":
-            (tmp_path / f"level{level}" / name).symlink_to(tmp_path / f"level{level + 1}")
+            (tmp_path / f"level{level}" / name).symlink_to(
+                tmp_path / f"level{level + 1}"
+            )
     make(tmp_path, "level20/1.png")
     root = tmp_path / "root"
     for name in "abcdefghijkl":  # 12! paths
@@ -121,18 +132,26 @@ def test_a_file_too_large_for_an_image_is_a_missing_sample(tmp_path: Path) -> No
 
 def test_images_in_no_folder_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     make(tmp_path, "1.png", "2.jpg", "a/notes.txt")
-    with pytest.raises(StoreError, match=r"has 2 images and no class folders.* such as .*/cat/1\.png, or set"):
+    with pytest.raises(
+        StoreError,
+        match=r"has 2 images and no class folders.* such as .*/cat/1\.png, or set",
+    ):
         len(open_store(tmp_path))
     store = open_store(tmp_path, target_column="")
     assert store.columns == ("image",) and store.classes is None
     assert store.read(np.arange(2), ("image",))["image"] == [b"1.png", b"2.jpg"]
-    with pytest.raises(ConfigError, match=r"target_column='kind': .* is a folder of images, whose labels are"):
+    with pytest.raises(
+        ConfigError,
+        match=r"target_column='kind': .* is a folder of images, whose labels are",
+    ):
         open_store(tmp_path, target_column="kind")
 
 
 @pytest.mark.parametrize("names", [[], ["a/notes.txt"]])
 def test_nothing_there(tmp_path: Path, names: list[str]) -> None:
-    with pytest.raises(StoreError, match=r"has no class folders with images .*root/class/image\.jpg"):
+    with pytest.raises(
+        StoreError, match=r"has no class folders with images .*root/class/image\.jpg"
+    ):
         len(make(tmp_path, *names))
 
 

@@ -19,7 +19,9 @@ from raypipe.stores.base import MemoryStore
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux shares memory by descriptors")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="only Linux shares memory by descriptors"
+)
 
 NUM = 20
 COLUMNS = {
@@ -59,7 +61,9 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert list(found) == list(expected)
     for name, values in expected.items():
         if isinstance(values, np.ndarray):
-            assert found[name].dtype == values.dtype and np.array_equal(found[name], values), name
+            assert found[name].dtype == values.dtype and np.array_equal(
+                found[name], values
+            ), name
         else:
             assert found[name] == values, name
 
@@ -67,11 +71,17 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_what_is_read_is_what_the_store_has_and_is_read_once() -> None:
     inner, plain = make(), make()
     store = InMemoryStore(inner)
-    assert (len(store), store.columns, store.fingerprint) == (NUM, plain.columns, plain.fingerprint)
+    assert (len(store), store.columns, store.fingerprint) == (
+        NUM,
+        plain.columns,
+        plain.fingerprint,
+    )
     rng = np.random.default_rng(0)
     for _ in range(30):
         wanted = rng.integers(0, NUM, 7)
-        assert_same(store.read(wanted, store.columns), plain.read(wanted, plain.columns))
+        assert_same(
+            store.read(wanted, store.columns), plain.read(wanted, plain.columns)
+        )
     assert inner.num_read["words"] > 200  # of a kind that is not kept
     kept = {name: num for name, num in inner.num_read.items() if name != "words"}
     # The first read of all was made twice, to find that.
@@ -106,7 +116,11 @@ def test_beyond_the_limit_the_rest_is_read_from_the_store(
         assert_same(store.read(np.arange(NUM)), make().read(np.arange(NUM)))
     assert NUM < inner.num_read["image"] < 3 * NUM
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and "RAYPIPE_MEMORY_BYTES" in told[0] and "there is no room for more" in told[0]
+    assert (
+        len(told) == 1
+        and "RAYPIPE_MEMORY_BYTES" in told[0]
+        and "there is no room for more" in told[0]
+    )
 
 
 def test_a_stream_is_the_same_and_reads_each_sample_once(tmp_path: Path) -> None:
@@ -129,7 +143,9 @@ def test_a_stream_is_the_same_and_reads_each_sample_once(tmp_path: Path) -> None
 
 
 def test_close_gives_the_memory_back(tmp_path: Path) -> None:
-    store = InMemoryStore(MemoryStore([picture(1)] * 2, [0, 1]))  # that no other test keeps
+    store = InMemoryStore(
+        MemoryStore([picture(1)] * 2, [0, 1])
+    )  # that no other test keeps
     store.read(np.arange(2))
     folder = tmp_path / "cache" / "memory"
     assert len([path for path in folder.iterdir() if path.name != ".lock"]) == 1

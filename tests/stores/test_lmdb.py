@@ -27,13 +27,18 @@ PAGE_BYTES = 4096
 METADATA = {
     "version": 1,
     "count": 1,
-    "columns": [{"name": "image", "type": "binary"}, {"name": "label", "type": "int64"}],
+    "columns": [
+        {"name": "image", "type": "binary"},
+        {"name": "label", "type": "int64"},
+    ],
     "classes": None,
     "fingerprint": "0" * 32,
 }
 
 
-def write(path: Path, num_samples: int = 20, num_bytes: int = 9_000, **options: object) -> Path:
+def write(
+    path: Path, num_samples: int = 20, num_bytes: int = 9_000, **options: object
+) -> Path:
     with LMDBWriter(path, **options) as writer:
         for i in range(num_samples):
             writer.append({"image": bytes([i % 256]) * num_bytes, "label": i})
@@ -41,14 +46,20 @@ def write(path: Path, num_samples: int = 20, num_bytes: int = 9_000, **options: 
 
 
 def write_raw(path: Path, entries: Mapping[bytes, bytes], subdir: bool = False) -> Path:
-    with lmdb.open(str(path), subdir=subdir, lock=False) as env, env.begin(write=True) as txn:
+    with (
+        lmdb.open(str(path), subdir=subdir, lock=False) as env,
+        env.begin(write=True) as txn,
+    ):
         for key, value in entries.items():
             txn.put(key, value)
     return path
 
 
 def edit(path: Path, change: Callable[[lmdb.Transaction], object]) -> None:
-    with lmdb.open(str(path), subdir=False, lock=False) as env, env.begin(write=True) as txn:
+    with (
+        lmdb.open(str(path), subdir=False, lock=False) as env,
+        env.begin(write=True) as txn,
+    ):
         change(txn)
 
 
@@ -60,24 +71,38 @@ def test_layout_is_as_documented(tmp_path: Path) -> None:
     with LMDBWriter(tmp_path / "a.lmdb", classes=["x", "y"]) as writer:
         writer.append({"image": b"abc", "label": 1})
     with (
-        lmdb.open(str(tmp_path / "a.lmdb"), subdir=False, readonly=True, lock=False) as env,
+        lmdb.open(
+            str(tmp_path / "a.lmdb"), subdir=False, readonly=True, lock=False
+        ) as env,
         env.begin() as txn,
     ):
         entries = dict(txn.cursor())
     metadata = json.loads(entries.pop(b"__raypipe__"))
     assert entries == {bytes(8): bytes([1, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0]) + b"abc"}
     fingerprint = hashlib.blake2b(digest_size=16)
-    for part in (b'[[["image", "binary"], ["label", "int64"]], ["x", "y"]]', record(b"abc", 1)):
+    for part in (
+        b'[[["image", "binary"], ["label", "int64"]], ["x", "y"]]',
+        record(b"abc", 1),
+    ):
         fingerprint.update(len(part).to_bytes(8, "little") + part)
-    assert metadata == METADATA | {"classes": ["x", "y"], "fingerprint": fingerprint.hexdigest()}
+    assert metadata == METADATA | {
+        "classes": ["x", "y"],
+        "fingerprint": fingerprint.hexdigest(),
+    }
 
 
-@pytest.mark.parametrize("missing_bytes", [1, PAGE_BYTES, 5 * PAGE_BYTES, "half", "most", "header", "all"])
+@pytest.mark.parametrize(
+    "missing_bytes", [1, PAGE_BYTES, 5 * PAGE_BYTES, "half", "most", "header", "all"]
+)
 def test_truncated(tmp_path: Path, missing_bytes: int | str) -> None:
     path = write(tmp_path / "a.lmdb")
     num_bytes = path.stat().st_size
     left = {"half": num_bytes // 2, "most": 2 * PAGE_BYTES, "header": 1000, "all": 0}
-    remaining = num_bytes - missing_bytes if isinstance(missing_bytes, int) else left[missing_bytes]
+    remaining = (
+        num_bytes - missing_bytes
+        if isinstance(missing_bytes, int)
+        else left[missing_bytes]
+    )
     os.truncate(path, remaining)
     with pytest.raises(StoreError, match="copy or convert it again") as raised:
         LMDBStore(path).read(np.arange(20))
@@ -93,7 +118,9 @@ def test_no_lmdb(tmp_path: Path) -> None:
 
 
 def test_absent(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"a\.lmdb cannot be opened as LMDB: .*No such file"):
+    with pytest.raises(
+        StoreError, match=r"a\.lmdb cannot be opened as LMDB: .*No such file"
+    ):
         len(LMDBStore(tmp_path / "a.lmdb"))
     with pytest.raises(StoreError, match=r"has no \*\.lmdb files"):
         len(LMDBStore(tmp_path))
@@ -126,7 +153,9 @@ def test_missing_key_is_a_missing_sample(tmp_path: Path) -> None:
 def test_count_mismatch(tmp_path: Path) -> None:
     path = write(tmp_path / "a.lmdb", num_samples=3)
     edit(path, lambda txn: txn.delete(KEY.pack(1)))
-    with pytest.raises(StoreError, match=r"a\.lmdb has 2 samples, but was written with 3"):
+    with pytest.raises(
+        StoreError, match=r"a\.lmdb has 2 samples, but was written with 3"
+    ):
         len(LMDBStore(path))
 
 
@@ -137,16 +166,32 @@ def test_count_mismatch(tmp_path: Path) -> None:
         (b"[1]", "bad __raypipe__ record"),
         (b"\xff\xfe\xfd", "bad __raypipe__ record"),
         (b"{}", "bad __raypipe__ record: 'version'"),
-        (json.dumps(METADATA | {"version": 2}).encode(), "version 2; this raypipe reads version 1"),
-        (json.dumps(METADATA | {"columns": [{"name": "image"}]}).encode(), "bad __raypipe__ record: 'type'"),
-        (json.dumps(METADATA | {"columns": [{"name": "a", "type": "int8"}]}).encode(), "type 'int8'"),
+        (
+            json.dumps(METADATA | {"version": 2}).encode(),
+            "version 2; this raypipe reads version 1",
+        ),
+        (
+            json.dumps(METADATA | {"columns": [{"name": "image"}]}).encode(),
+            "bad __raypipe__ record: 'type'",
+        ),
+        (
+            json.dumps(
+                METADATA | {"columns": [{"name": "a", "type": "int8"}]}
+            ).encode(),
+            "type 'int8'",
+        ),
         (json.dumps(METADATA | {"count": "many"}).encode(), "bad __raypipe__ record"),
-        (json.dumps(METADATA).replace('"count": 1', '"count": 1e999').encode(), "bad __raypipe__ record"),
+        (
+            json.dumps(METADATA).replace('"count": 1', '"count": 1e999').encode(),
+            "bad __raypipe__ record",
+        ),
         (b"[" * 100_000, "bad __raypipe__ record"),
     ],
 )
 def test_bad_metadata(tmp_path: Path, metadata: bytes, message: str) -> None:
-    path = write_raw(tmp_path / "a.lmdb", {KEY.pack(0): record(b"x", 1), METADATA_KEY: metadata})
+    path = write_raw(
+        tmp_path / "a.lmdb", {KEY.pack(0): record(b"x", 1), METADATA_KEY: metadata}
+    )
     with pytest.raises(StoreError, match=rf"a\.lmdb.*{message}"):
         len(LMDBStore(path))
 
@@ -176,14 +221,19 @@ def test_pickles_are_never_run(tmp_path: Path) -> None:
 def test_lmdb_of_other_programs_is_named_as_such(tmp_path: Path) -> None:
     for name, subdir in (("a.lmdb", False), ("environment", True)):
         write_raw(tmp_path / name, {b"key": b"value"}, subdir=subdir)
-        with pytest.raises(StoreError, match=rf"{name} is LMDB of an unknown layout .* Read it with the library"):
+        with pytest.raises(
+            StoreError,
+            match=rf"{name} is LMDB of an unknown layout .* Read it with the library",
+        ):
             len(raypipe.open_store(tmp_path / name))
 
 
 def test_shards_must_agree(tmp_path: Path) -> None:
     write(tmp_path / "0.lmdb", classes=["a"])
     write(tmp_path / "1.lmdb", classes=["b"])
-    with pytest.raises(StoreError, match=r"1\.lmdb and .*0\.lmdb differ in columns or classes"):
+    with pytest.raises(
+        StoreError, match=r"1\.lmdb and .*0\.lmdb differ in columns or classes"
+    ):
         len(LMDBStore(tmp_path))
 
 
@@ -202,7 +252,10 @@ def test_stores_of_one_file_close_apart(tmp_path: Path) -> None:
         assert store.read(np.array([7]))["label"].tolist() == [7]
     stores[0].close()
     assert stores[1].read(np.array([7]))["label"].tolist() == [7]
-    with lmdb.open(str(path), subdir=False, readonly=True, lock=False) as env, env.begin() as txn:
+    with (
+        lmdb.open(str(path), subdir=False, readonly=True, lock=False) as env,
+        env.begin() as txn,
+    ):
         assert txn.get(METADATA_KEY)  # nor are they in the way of the library
 
 
@@ -211,7 +264,9 @@ def test_a_page_of_garbage_is_bad_samples_and_no_more(tmp_path: Path) -> None:
     good = path.read_bytes()
     num_bad = []
     for start in range(2 * PAGE_BYTES, len(good), PAGE_BYTES):
-        path.write_bytes(good[:start] + b"\xa5" * PAGE_BYTES + good[start + PAGE_BYTES :])
+        path.write_bytes(
+            good[:start] + b"\xa5" * PAGE_BYTES + good[start + PAGE_BYTES :]
+        )
         try:
             batch = LMDBStore(path).read(np.arange(30))
         except StoreError:
@@ -236,7 +291,9 @@ def test_replaced_file_is_seen_by_the_next_open(tmp_path: Path) -> None:
     write(tmp_path / "b.lmdb", num_samples=5)
     (tmp_path / "b.lmdb").replace(path)
     assert len(LMDBStore(path)) == 5
-    assert old.read(np.array([2]))["label"].tolist() == [2]  # what it has open is still there
+    assert old.read(np.array([2]))["label"].tolist() == [
+        2
+    ]  # what it has open is still there
     old.close()
     assert len(old) == 5
 
@@ -259,7 +316,9 @@ def test_threads(tmp_path: Path) -> None:
     assert wrong == []
 
 
-def _read_in_child(store: LMDBStore, path: Path, answers: multiprocessing.Queue) -> None:
+def _read_in_child(
+    store: LMDBStore, path: Path, answers: multiprocessing.Queue
+) -> None:
     inherited = store.read(np.array([3, 1]))["label"].tolist()
     opened_anew = LMDBStore(path).read(np.array([3, 1]))["label"].tolist()
     answers.put((inherited, opened_anew))
@@ -271,7 +330,10 @@ def test_forks(tmp_path: Path) -> None:
     store.read(np.arange(20))
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
-    children = [fork.Process(target=_read_in_child, args=(store, path, answers)) for _ in range(3)]
+    children = [
+        fork.Process(target=_read_in_child, args=(store, path, answers))
+        for _ in range(3)
+    ]
     for child in children:
         child.start()
     for _ in children:
@@ -283,7 +345,9 @@ def test_forks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [10, 3_000, 200_000])
-def test_writer_grows_its_map(tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_grows_its_map(
+    tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("raypipe.stores.writers._FIRST_MAP_BYTES", 64 << 10)
     path = write(tmp_path / "a.lmdb", num_samples=300, num_bytes=num_bytes)
     batch = LMDBStore(path).read(np.arange(300))

@@ -44,7 +44,10 @@ FEW = {b"a": IMAGES[0], b"b": IMAGES[1]}
 
 def read(store: Store, *columns: str) -> list[Any]:
     values = store.read(np.arange(len(store)), columns)
-    return [each.tolist() if isinstance(each, np.ndarray) else list(map(_plain, each)) for each in values.values()]
+    return [
+        each.tolist() if isinstance(each, np.ndarray) else list(map(_plain, each))
+        for each in values.values()
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -56,7 +59,11 @@ def _plain(value: Any) -> Any:
 
 def test_lsun_is_a_store_of_images(tmp_path: Path) -> None:
     keys = sorted(os.urandom(20).hex().encode() for _ in IMAGES)
-    path = write_entries(tmp_path / "bedroom_train_lmdb", dict(zip(keys, IMAGES, strict=True)), folder=True)
+    path = write_entries(
+        tmp_path / "bedroom_train_lmdb",
+        dict(zip(keys, IMAGES, strict=True)),
+        folder=True,
+    )
     for address in (path, path / "data.mdb"):
         store = open_store(address)
         assert store.columns == ("image", "key") and store.classes is None
@@ -66,7 +73,9 @@ def test_lsun_is_a_store_of_images(tmp_path: Path) -> None:
 def test_the_classes_of_lsun_are_its_databases(tmp_path: Path) -> None:
     write_lsun(tmp_path, IMAGES, LABELS, ("bridge", "church_outdoor", "tower"))
     write_entries(tmp_path / "tower_val_lmdb", {b"0": IMAGES[0]}, folder=True)
-    with pytest.raises(StoreError, match=r"several splits: train, val\. .*/\*_val_lmdb, in quotes"):
+    with pytest.raises(
+        StoreError, match=r"several splits: train, val\. .*/\*_val_lmdb, in quotes"
+    ):
         len(open_store(tmp_path))
     store = open_store(tmp_path / "*_train_lmdb")
     assert store.classes == ("bridge", "church_outdoor", "tower")
@@ -74,23 +83,39 @@ def test_the_classes_of_lsun_are_its_databases(tmp_path: Path) -> None:
 
 
 def test_folders_in_keys_are_classes(tmp_path: Path) -> None:
-    keys = [f"train/n{number % 2}/below/{number:02}.JPEG".encode() for number in range(12)]
-    store = open_store(write_entries(tmp_path / "a.lmdb", dict(zip(keys, IMAGES, strict=True))))
+    keys = [
+        f"train/n{number % 2}/below/{number:02}.JPEG".encode() for number in range(12)
+    ]
+    store = open_store(
+        write_entries(tmp_path / "a.lmdb", dict(zip(keys, IMAGES, strict=True)))
+    )
     assert store.classes == ("n0", "n1") and read(store, "label") == [[0] * 6 + [1] * 6]
     splits = write_folders(tmp_path / "b.lmdb", IMAGES, LABELS, ("train", "val", "x"))
-    with pytest.raises(StoreError, match=r"b\.lmdb has the folders train, val, x, which are splits"):
+    with pytest.raises(
+        StoreError, match=r"b\.lmdb has the folders train, val, x, which are splits"
+    ):
         len(open_store(splits))
     with pytest.raises(StoreError, match=r"not class/name\.jpg of several classes"):
-        len(open_store(write_entries(tmp_path / "c.lmdb", PLAIN), target_column="folder"))
+        len(
+            open_store(
+                write_entries(tmp_path / "c.lmdb", PLAIN), target_column="folder"
+            )
+        )
 
 
 def test_scene_text_has_its_texts(tmp_path: Path) -> None:
     texts = [f"wörd {number}" for number in range(12)]
     path = write_texts(tmp_path / "a.lmdb", IMAGES, texts)
     store = open_store(path)
-    assert store.columns == ("image", "text", "key") and read(store, "image", "text") == [IMAGES, texts]
+    assert store.columns == ("image", "text", "key") and read(
+        store, "image", "text"
+    ) == [IMAGES, texts]
     # Entries beyond num-samples do not count, and a sample may lack its text.
-    more = {b"image-%09d" % 13: IMAGES[0], b"path-%09d" % 1: b"x", b"label-%09d" % 2: b"\xff"}
+    more = {
+        b"image-%09d" % 13: IMAGES[0],
+        b"path-%09d" % 1: b"x",
+        b"label-%09d" % 2: b"\xff",
+    }
     write_entries(path, more)
     assert read(open_store(path), "text") == [[texts[0], None, *texts[2:]]]
 
@@ -100,15 +125,27 @@ def test_values_come_in_the_order_of_keys(kind: str, tmp_path: Path) -> None:
     path = write_values(tmp_path / "a", IMAGES, LABELS, DUMPS[kind])
     store = open_store(path, trust_pickles=kind == "pickle")
     assert store.columns == ("image", "label", "key")
-    assert read(store, "image", "label", "key") == [IMAGES, LABELS, [str(number) for number in range(12)]]
+    assert read(store, "image", "label", "key") == [
+        IMAGES,
+        LABELS,
+        [str(number) for number in range(12)],
+    ]
     names = [f"{number * 7 % 12:02}.jpg".encode() for number in range(12)]
-    entries = {name: DUMPS[kind]((IMAGES[row], LABELS[row])) for row, name in enumerate(names)}
-    shuffled = write_entries(tmp_path / "b.lmdb", {**entries, b"__keys__": DUMPS[kind](names)})
+    entries = {
+        name: DUMPS[kind]((IMAGES[row], LABELS[row])) for row, name in enumerate(names)
+    }
+    shuffled = write_entries(
+        tmp_path / "b.lmdb", {**entries, b"__keys__": DUMPS[kind](names)}
+    )
     store = open_store(shuffled, trust_pickles=kind == "pickle")
     assert read(store, "image", "label") == [IMAGES, LABELS]
     assert store.sample_name(1).endswith("b.lmdb, key 07.jpg")  # type: ignore[attr-defined]
-    missing = write_entries(tmp_path / "c.lmdb", {**entries, b"__keys__": DUMPS[kind]([*names, b"gone"])})
-    with pytest.raises(StoreError, match=r"c\.lmdb has no key b'gone', which its __keys__ names"):
+    missing = write_entries(
+        tmp_path / "c.lmdb", {**entries, b"__keys__": DUMPS[kind]([*names, b"gone"])}
+    )
+    with pytest.raises(
+        StoreError, match=r"c\.lmdb has no key b'gone', which its __keys__ names"
+    ):
         len(open_store(missing, trust_pickles=kind == "pickle"))
 
 
@@ -117,12 +154,17 @@ def test_lists_of_keys_of_any_length_are_read(num: int) -> None:
     keys = [str(number).encode() for number in range(num)]
     for dumps in (pickle.dumps, msgpack.packb, arrow_serialized):
         assert keys_in(memoryview(dumps(keys)), may_unpickle=True) == keys
-    assert keys_in(memoryview(json.dumps([*range(num)]).encode()), may_unpickle=False) == keys
+    assert (
+        keys_in(memoryview(json.dumps([*range(num)]).encode()), may_unpickle=False)
+        == keys
+    )
     assert keys_in(memoryview(pickle.dumps(keys)), may_unpickle=False) is None
 
 
 def test_keys_that_are_numbers_come_in_their_order(tmp_path: Path) -> None:
-    assert read(open_store(write_entries(tmp_path / "a.lmdb", PLAIN)), "image") == [IMAGES]
+    assert read(open_store(write_entries(tmp_path / "a.lmdb", PLAIN)), "image") == [
+        IMAGES
+    ]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -139,34 +181,72 @@ def test_caffes_datums(tmp_path: Path) -> None:
     assert read(store, "image", "label") == [IMAGES, [-1, *LABELS[1:]]]
     pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 3), np.uint8)
     planes = pixels[..., ::-1].transpose(2, 0, 1).tobytes()  # blue first
-    entries = {b"0": datum(planes, 1, (3, 4, 5)), b"1": datum(pixels[..., 0].tobytes(), 2, (1, 4, 5))}
-    color, gray = read(open_store(write_entries(tmp_path / "b.lmdb", entries)), "image")[0]
+    entries = {
+        b"0": datum(planes, 1, (3, 4, 5)),
+        b"1": datum(pixels[..., 0].tobytes(), 2, (1, 4, 5)),
+    }
+    color, gray = read(
+        open_store(write_entries(tmp_path / "b.lmdb", entries)), "image"
+    )[0]
     assert (decode(color) == pixels).all() and (decode(gray) == pixels[..., :1]).all()
 
 
 def test_parts_of_a_value_are_found_by_content(tmp_path: Path) -> None:
     rows = list(enumerate(IMAGES[:3]))
-    array = {b"nd": True, b"type": b"|u1", b"kind": b"", b"shape": [len(IMAGES[0])], b"data": IMAGES[0]}
+    array = {
+        b"nd": True,
+        b"type": b"|u1",
+        b"kind": b"",
+        b"shape": [len(IMAGES[0])],
+        b"data": IMAGES[0],
+    }
     number = {b"nd": False, b"type": b"<i8", b"data": (5).to_bytes(8, "little")}
     for name, values, labels in (
-        ("dict", [msgpack.packb({"img": image, "target": row, "id": 7}) for row, image in rows], [0, 1, 2]),
-        ("label first", [msgpack.packb([row, image]) for row, image in rows], [0, 1, 2]),
-        ("float", [msgpack.packb([image, row / 2]) for row, image in rows], [0.0, 0.5, 1.0]),
-        ("lists", [msgpack.packb([image, [row, 1.5]]) for row, image in rows], [[0, 1.5], [1, 1.5], [2, 1.5]]),
+        (
+            "dict",
+            [
+                msgpack.packb({"img": image, "target": row, "id": 7})
+                for row, image in rows
+            ],
+            [0, 1, 2],
+        ),
+        (
+            "label first",
+            [msgpack.packb([row, image]) for row, image in rows],
+            [0, 1, 2],
+        ),
+        (
+            "float",
+            [msgpack.packb([image, row / 2]) for row, image in rows],
+            [0.0, 0.5, 1.0],
+        ),
+        (
+            "lists",
+            [msgpack.packb([image, [row, 1.5]]) for row, image in rows],
+            [[0, 1.5], [1, 1.5], [2, 1.5]],
+        ),
         ("msgpack_numpy", [msgpack.packb([array, number])] * 3, [5, 5, 5]),
         ("image alone", [msgpack.packb(image) for _, image in rows], None),
-        ("text", [arrow_serialized((image, f"word {row}")) for row, image in rows], None),
+        (
+            "text",
+            [arrow_serialized((image, f"word {row}")) for row, image in rows],
+            None,
+        ),
     ):
         entries = {str(row).encode(): value for row, value in enumerate(values)}
         store = open_store(write_entries(tmp_path / f"{name}.lmdb", entries))
-        assert read(store, "image") == [[IMAGES[0]] * 3 if name == "msgpack_numpy" else IMAGES[:3]], name
+        assert read(store, "image") == [
+            [IMAGES[0]] * 3 if name == "msgpack_numpy" else IMAGES[:3]
+        ], name
         if labels is not None:
             assert read(store, "label") == [labels], name
         assert ("text" in store.columns) == (name == "text")
     named = {b"a": msgpack.packb({"image": IMAGES[0], "fine": 3, "label": 1})}
     path = write_entries(tmp_path / "named.lmdb", named)
     assert read(open_store(path, target_column="fine"), "label") == [[3]]
-    with pytest.raises(StoreError, match=r"named\.lmdb has no column 'coarse' for target_column"):
+    with pytest.raises(
+        StoreError, match=r"named\.lmdb has no column 'coarse' for target_column"
+    ):
         len(open_store(path, target_column="coarse"))
 
 
@@ -176,9 +256,13 @@ def test_parts_of_a_value_are_found_by_content(tmp_path: Path) -> None:
 def test_labels_of_a_list_beside(tmp_path: Path) -> None:
     path, beside = write_entries(tmp_path / "train.lmdb", PLAIN), tmp_path / "train.txt"
     before = open_store(path).fingerprint
-    beside.write_text("".join(f"{number} {number % 5}\n" for number in reversed(range(13))))
+    beside.write_text(
+        "".join(f"{number} {number % 5}\n" for number in reversed(range(13)))
+    )
     store = open_store(path)
-    assert store.classes is None and read(store, "label") == [[number % 5 for number in range(12)]]
+    assert store.classes is None and read(store, "label") == [
+        [number % 5 for number in range(12)]
+    ]
     assert store.fingerprint != before
     (tmp_path / "names.csv").write_text(
         "key,class\n" + "".join(f"{n},{'dog' if n % 2 else 'cat'}\n" for n in range(12))
@@ -187,12 +271,17 @@ def test_labels_of_a_list_beside(tmp_path: Path) -> None:
     assert store.classes == ("cat", "dog") and read(store, "label") == [[0, 1] * 6]
     assert open_store(path, target_column="").columns == ("image", "key")
     beside.write_text("0 1\n")
-    with pytest.raises(StoreError, match=r"train\.txt has 1 lines, and none for the key b'1' of .*train\.lmdb"):
+    with pytest.raises(
+        StoreError,
+        match=r"train\.txt has 1 lines, and none for the key b'1' of .*train\.lmdb",
+    ):
         len(open_store(path))
     with pytest.raises(StoreError, match=r"absent\.txt cannot be read"):
         len(open_store(path, target_column="absent.txt"))
     folder = write_entries(tmp_path / "env", PLAIN, folder=True)
-    (folder / "labels.txt").write_text("".join(f"{number}\t{number}\n" for number in range(12)))
+    (folder / "labels.txt").write_text(
+        "".join(f"{number}\t{number}\n" for number in range(12))
+    )
     assert read(open_store(folder), "label") == [list(range(12))]
 
 
@@ -201,7 +290,9 @@ def test_labels_of_a_list_beside(tmp_path: Path) -> None:
 
 def test_pickles_need_the_word_of_trust(tmp_path: Path) -> None:
     path = write_values(tmp_path / "a", IMAGES, LABELS, DUMPS["pickle"])
-    with pytest.raises(StoreError, match=r"/a has pickled values.*--store\.trust-pickles true"):
+    with pytest.raises(
+        StoreError, match=r"/a has pickled values.*--store\.trust-pickles true"
+    ):
         len(open_store(path))
     with pytest.raises(StoreError, match="trust_pickles=True in Python"):
         raypipe.open_stream(path, plan=PLAN)
@@ -220,12 +311,27 @@ class Trap:
 def test_a_trusted_pickle_runs_nothing(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     trap = pickle.dumps((IMAGES[0], Trap(marker)))
-    good = {str(number).encode(): pickle.dumps((image, 1)) for number, image in enumerate(IMAGES)}
-    store = open_store(write_entries(tmp_path / "a.lmdb", {**good, b"5": trap}), trust_pickles=True)
-    assert [image is None for image in read(store, "image")[0]] == [number == 5 for number in range(12)]
-    with pytest.raises(StoreError, match=r"it names pathlib\.Path\.?touch|it names pathlib"):
-        len(open_store(write_entries(tmp_path / "b.lmdb", {b"0": trap}), trust_pickles=True))
-    keys = write_entries(tmp_path / "c.lmdb", {**good, b"__keys__": pickle.dumps(Trap(marker))})
+    good = {
+        str(number).encode(): pickle.dumps((image, 1))
+        for number, image in enumerate(IMAGES)
+    }
+    store = open_store(
+        write_entries(tmp_path / "a.lmdb", {**good, b"5": trap}), trust_pickles=True
+    )
+    assert [image is None for image in read(store, "image")[0]] == [
+        number == 5 for number in range(12)
+    ]
+    with pytest.raises(
+        StoreError, match=r"it names pathlib\.Path\.?touch|it names pathlib"
+    ):
+        len(
+            open_store(
+                write_entries(tmp_path / "b.lmdb", {b"0": trap}), trust_pickles=True
+            )
+        )
+    keys = write_entries(
+        tmp_path / "c.lmdb", {**good, b"__keys__": pickle.dumps(Trap(marker))}
+    )
     assert len(open_store(keys, trust_pickles=True)) == 12
     assert not marker.exists()
     pickle.loads(trap)
@@ -233,8 +339,13 @@ def test_a_trusted_pickle_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_numpys_numbers_in_pickles_are_refused_by_name(tmp_path: Path) -> None:
-    path = write_entries(tmp_path / "a.lmdb", {b"0": pickle.dumps((IMAGES[0], np.int64(3)))})
-    with pytest.raises(StoreError, match=r"a\.lmdb has values .*it names numpy.*scalar.*`raypipe\.convert`"):
+    path = write_entries(
+        tmp_path / "a.lmdb", {b"0": pickle.dumps((IMAGES[0], np.int64(3)))}
+    )
+    with pytest.raises(
+        StoreError,
+        match=r"a\.lmdb has values .*it names numpy.*scalar.*`raypipe\.convert`",
+    ):
         len(open_store(path, trust_pickles=True))
 
 
@@ -254,7 +365,9 @@ def test_numpys_numbers_in_pickles_are_refused_by_name(tmp_path: Path) -> None:
         ({}, "has no samples: 0 keys"),
     ],
 )
-def test_others_are_refused_by_name(entries: dict[bytes, bytes], message: str, tmp_path: Path) -> None:
+def test_others_are_refused_by_name(
+    entries: dict[bytes, bytes], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(StoreError, match=rf"a\.lmdb.*{message}"):
         len(open_store(write_entries(tmp_path / "a.lmdb", entries)))
 
@@ -262,45 +375,70 @@ def test_others_are_refused_by_name(entries: dict[bytes, bytes], message: str, t
 def test_stores_of_two_kinds_are_refused(tmp_path: Path) -> None:
     write_entries(tmp_path / "0.lmdb", FEW)
     write_entries(tmp_path / "1.lmdb", {b"0": msgpack.packb([IMAGES[0], 1])})
-    with pytest.raises(StoreError, match=r"1\.lmdb and .*0\.lmdb differ: msgpack with labels of type int64"):
+    with pytest.raises(
+        StoreError,
+        match=r"1\.lmdb and .*0\.lmdb differ: msgpack with labels of type int64",
+    ):
         len(open_store(tmp_path))
     (tmp_path / "1.lmdb").unlink()
     with open_writer(tmp_path / "1.lmdb") as writer:
         writer.append({"image": IMAGES[0], "label": 1})
-    with pytest.raises(StoreError, match=r"0\.lmdb is LMDB from another program, and .*1\.lmdb is raypipe's"):
+    with pytest.raises(
+        StoreError,
+        match=r"0\.lmdb is LMDB from another program, and .*1\.lmdb is raypipe's",
+    ):
         len(open_store(tmp_path))
 
 
 def test_several_files_are_one_store(tmp_path: Path) -> None:
     for number, classes in enumerate([("a", "b"), ("b", "c")]):
         write_folders(tmp_path / f"{number}.lmdb", IMAGES[:4], [0, 0, 1, 1], classes)
-        write_texts(tmp_path / "texts" / f"part{number}" / "env", IMAGES[:2], ["x", "y"])
+        write_texts(
+            tmp_path / "texts" / f"part{number}" / "env", IMAGES[:2], ["x", "y"]
+        )
     store = open_store(tmp_path)
-    assert store.classes == ("a", "b", "c") and read(store, "label") == [[0, 0, 1, 1, 1, 1, 2, 2]]
+    assert store.classes == ("a", "b", "c") and read(store, "label") == [
+        [0, 0, 1, 1, 1, 1, 2, 2]
+    ]
 
 
 def test_an_lmdb_may_have_any_name(tmp_path: Path) -> None:
     assert len(open_store(write_entries(tmp_path / "train_db", FEW))) == 2
-    assert len(open_store(write_entries(tmp_path / "train.lmdb", FEW, folder=True))) == 2
+    assert (
+        len(open_store(write_entries(tmp_path / "train.lmdb", FEW, folder=True))) == 2
+    )
     assert len(open_store(tmp_path / "*.lmdb")) == 2
 
 
 def test_damaged_values_are_bad_samples(tmp_path: Path) -> None:
-    entries = {str(number).encode(): msgpack.packb((image, 1)) for number, image in enumerate(IMAGES)}
-    entries |= {b"3": b"\x92\xc6\xff", b"4": msgpack.packb([7]), b"5": msgpack.packb((IMAGES[5], "x"))}
+    entries = {
+        str(number).encode(): msgpack.packb((image, 1))
+        for number, image in enumerate(IMAGES)
+    }
+    entries |= {
+        b"3": b"\x92\xc6\xff",
+        b"4": msgpack.packb([7]),
+        b"5": msgpack.packb((IMAGES[5], "x")),
+    }
     store = open_store(write_entries(tmp_path / "a.lmdb", entries))
     images, labels = read(store, "image", "label")
-    assert [image is None for image in images] == [number in (3, 4) for number in range(12)]
+    assert [image is None for image in images] == [
+        number in (3, 4) for number in range(12)
+    ]
     assert labels == [None if number in (3, 4, 5) else 1 for number in range(12)]
 
 
 def test_a_truncated_file_is_one_clear_error(tmp_path: Path) -> None:
-    path = write_entries(tmp_path / "a", {**PLAIN, b"x": IMAGES[0] + bytes(50_000)}, folder=True)
+    path = write_entries(
+        tmp_path / "a", {**PLAIN, b"x": IMAGES[0] + bytes(50_000)}, folder=True
+    )
     whole = (path / "data.mdb").read_bytes()
     expected = open_store(path).read(np.arange(13), ("image",))["image"]
     for num_bytes in (0, 1000, 4096, 8192, len(whole) // 2, len(whole) - 8192):
         (path / "data.mdb").write_bytes(whole[:num_bytes])
-        with pytest.raises(StoreError, match=r"/a.* (is truncated|cannot be opened as LMDB|is damaged)"):
+        with pytest.raises(
+            StoreError, match=r"/a.* (is truncated|cannot be opened as LMDB|is damaged)"
+        ):
             read(open_store(path), "image")
     (path / "data.mdb").write_bytes(whole[:-1])  # the last page is not full
     assert open_store(path).read(np.arange(13), ("image",))["image"] == expected
@@ -312,7 +450,10 @@ def test_noise_anywhere_is_an_error_or_bad_samples(tmp_path: Path) -> None:
     whole, rng = path.read_bytes(), np.random.default_rng(0)
     outcomes = set()
     for _ in range(150):
-        start, size = int(rng.integers(len(whole))), int(rng.choice([1, 2, 8, 64, 4096]))
+        start, size = (
+            int(rng.integers(len(whole))),
+            int(rng.choice([1, 2, 8, 64, 4096])),
+        )
         path.write_bytes(whole[:start] + rng.bytes(size) + whole[start + size :])
         try:
             store = open_store(path)
@@ -324,8 +465,15 @@ def test_noise_anywhere_is_an_error_or_bad_samples(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [*READERS, "keys"])
 def test_noise_in_a_value_raises_value_errors_alone(kind: str) -> None:
-    value = datum(IMAGES[0], 1) if kind == "datum" else DUMPS.get(kind, json.dumps)(("a", 1))
-    whole, rng = value.encode() if isinstance(value, str) else value, np.random.default_rng(0)
+    value = (
+        datum(IMAGES[0], 1)
+        if kind == "datum"
+        else DUMPS.get(kind, json.dumps)(("a", 1))
+    )
+    whole, rng = (
+        value.encode() if isinstance(value, str) else value,
+        np.random.default_rng(0),
+    )
     for _ in range(1500):
         damaged = bytearray(whole)
         for place in rng.integers(0, len(whole), int(rng.integers(1, 4))).tolist():
@@ -350,7 +498,9 @@ def test_keys_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     first = open_store(path)
     before = first.fingerprint, read(first, "image", "label", "key")
     with monkeypatch.context() as patch:
-        patch.delattr("raypipe.stores.lmdb_pages.LMDBFile.leaves")  # a second listing would fail
+        patch.delattr(
+            "raypipe.stores.lmdb_pages.LMDBFile.leaves"
+        )  # a second listing would fail
         again = open_store(path)
         assert (again.fingerprint, read(again, "image", "label", "key")) == before
         assert again.classes == ("x", "y", "z")
@@ -362,7 +512,9 @@ def test_keys_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(open_store(path)) == 13
 
 
-def test_a_listing_needs_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_needs_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_entries(tmp_path / "a.lmdb", PLAIN)
     (tmp_path / "file").touch()
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "file"))
@@ -372,7 +524,9 @@ def test_a_listing_needs_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_fingerprint_is_of_contents_and_order(tmp_path: Path) -> None:
     def fingerprint(name: str, entries: dict[bytes, bytes], **options: Any) -> str:
-        return open_store(write_entries(tmp_path / name, entries), **options).fingerprint
+        return open_store(
+            write_entries(tmp_path / name, entries), **options
+        ).fingerprint
 
     first = fingerprint("a.lmdb", PLAIN)
     assert re.fullmatch("[0-9a-f]{32}", first)
@@ -381,7 +535,10 @@ def test_the_fingerprint_is_of_contents_and_order(tmp_path: Path) -> None:
     assert fingerprint("c.lmdb", {**PLAIN, b"3": IMAGES[3][:-1] + b"!"}) != first
     values = {key: msgpack.packb((image, 1)) for key, image in PLAIN.items()}
     orders = [msgpack.packb(list(PLAIN)), msgpack.packb(list(backwards))]
-    by_order = {fingerprint(f"{n}.lmdb", {**values, b"__keys__": keys}) for n, keys in enumerate(orders)}
+    by_order = {
+        fingerprint(f"{n}.lmdb", {**values, b"__keys__": keys})
+        for n, keys in enumerate(orders)
+    }
     assert len(by_order) == 2
 
 
@@ -406,5 +563,10 @@ def test_filters_weights_and_epochs_work(tmp_path: Path) -> None:
         pool=raypipe.PoolConfig(engine="inline"),
     )
     epochs = raypipe.loader(spec).epochs()
-    labels = [label for epoch in epochs for batch in epoch.train for label in batch.target.tolist()]
+    labels = [
+        label
+        for epoch in epochs
+        for batch in epoch.train
+        for label in batch.target.tolist()
+    ]
     assert len(labels) == 8 and set(labels) == {0, 1}

@@ -14,7 +14,13 @@ from raypipe.errors import StoreError
 from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.writers import LMDBWriter
 
-TYPES = {"image": "binary", "label": "int64", "weight": "float64", "note": "string", "box": "float32[4]"}
+TYPES = {
+    "image": "binary",
+    "label": "int64",
+    "weight": "float64",
+    "note": "string",
+    "box": "float32[4]",
+}
 NUM = 700
 
 
@@ -31,7 +37,9 @@ def write(path: Path) -> Path:
             long = 30_000 if index % 50 == 7 else 300
             writer.append(
                 {
-                    "image": None if index % 13 == 5 else rng.bytes(int(rng.integers(0, long))),
+                    "image": None
+                    if index % 13 == 5
+                    else rng.bytes(int(rng.integers(0, long))),
                     "label": index - 20,
                     "weight": index / 7,
                     "note": None if index % 11 == 3 else f"note {index}",
@@ -50,12 +58,20 @@ def outcome(path: Path, indices: np.ndarray, columns: tuple[str, ...]) -> Any:
     return {
         name: [str(values.dtype), values.shape, values.tobytes()]
         if isinstance(values, np.ndarray)
-        else [value.tobytes() if isinstance(value, np.ndarray) else value for value in values]
+        else [
+            value.tobytes() if isinstance(value, np.ndarray) else value
+            for value in values
+        ]
         for name, values in read.items()
     }
 
 
-def both(path: Path, indices: np.ndarray, columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Any:
+def both(
+    path: Path,
+    indices: np.ndarray,
+    columns: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Any:
     by_extension = outcome(path, indices, columns)
     with monkeypatch.context() as patched:
         patched.setattr(native, "module", lambda: None)
@@ -63,20 +79,39 @@ def both(path: Path, indices: np.ndarray, columns: tuple[str, ...], monkeypatch:
     return by_extension
 
 
-def test_all_columns_are_those_of_the_python_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_columns_are_those_of_the_python_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "a.lmdb")
     rng = np.random.default_rng(1)
-    for columns in (("image", "label"), ("label",), ("note", "image"), ("box",), tuple(TYPES)):
+    for columns in (
+        ("image", "label"),
+        ("label",),
+        ("note", "image"),
+        ("box",),
+        tuple(TYPES),
+    ):
         both(path, rng.integers(0, NUM, 300), columns, monkeypatch)
-    assert both(path, np.empty(0, np.int64), ("image", "label"), monkeypatch)["image"] == []
+    assert (
+        both(path, np.empty(0, np.int64), ("image", "label"), monkeypatch)["image"]
+        == []
+    )
     read = LMDBStore(path).read(np.arange(NUM))
-    assert read["label"].tolist() == list(range(-20, NUM - 20)) and read["image"][5] is None
+    assert (
+        read["label"].tolist() == list(range(-20, NUM - 20))
+        and read["image"][5] is None
+    )
 
 
-def test_the_compiled_reader_is_the_one_that_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_reader_is_the_one_that_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = LMDBStore(write(tmp_path / "a.lmdb"))
     expected = store.read(np.arange(NUM))["image"]
-    monkeypatch.setattr("raypipe.stores.lmdb_pages.LMDBFile.get", lambda self, key: pytest.fail("it was asked"))
+    monkeypatch.setattr(
+        "raypipe.stores.lmdb_pages.LMDBFile.get",
+        lambda self, key: pytest.fail("it was asked"),
+    )
     assert store.read(np.arange(NUM))["image"] == expected
 
 
@@ -89,7 +124,9 @@ def test_damaged_files_have_the_outcome_of_the_python_reader(
     expected = outcome(tmp_path / "sound.lmdb", indices, tuple(TYPES))
     for number in range(100):
         content = bytearray(sound)
-        start = 8192 * (number % 2)  # half of them in any page, half behind the meta pages
+        start = 8192 * (
+            number % 2
+        )  # half of them in any page, half behind the meta pages
         for place in rng.integers(start, len(content), rng.integers(1, 40)).tolist():
             content[place] = int(rng.integers(0, 256))
         if number % 10 == 9:
@@ -100,7 +137,9 @@ def test_damaged_files_have_the_outcome_of_the_python_reader(
     assert num_other > 60
 
 
-def test_a_file_that_is_cut_short_while_it_is_open_costs_samples_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_short_while_it_is_open_costs_samples_alone(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path / "a.lmdb")
     store = LMDBStore(path)
     assert None not in store.read(np.arange(4))["image"]
@@ -109,11 +148,22 @@ def test_a_file_that_is_cut_short_while_it_is_open_costs_samples_alone(tmp_path:
     assert store.read(np.arange(4))["image"] == [None] * 4
 
 
-@pytest.mark.parametrize(("kind", "num"), [("string", 63), ("string", 64), ("string", 70), ("int64", 1030)])
-def test_a_store_may_have_any_number_of_columns(kind: str, num: int, tmp_path: Path) -> None:
-    types = {"image": "binary", "label": "int64", **{f"c{number}": kind for number in range(num)}}
+@pytest.mark.parametrize(
+    ("kind", "num"), [("string", 63), ("string", 64), ("string", 70), ("int64", 1030)]
+)
+def test_a_store_may_have_any_number_of_columns(
+    kind: str, num: int, tmp_path: Path
+) -> None:
+    types = {
+        "image": "binary",
+        "label": "int64",
+        **{f"c{number}": kind for number in range(num)},
+    }
     rows = [
-        [f"{row} {number}" if kind == "string" else row * num + number for number in range(num)]
+        [
+            f"{row} {number}" if kind == "string" else row * num + number
+            for number in range(num)
+        ]
         for row in range(3)
     ]
     with LMDBWriter(tmp_path / "a.lmdb", types) as writer:
@@ -127,12 +177,17 @@ def test_a_store_may_have_any_number_of_columns(kind: str, num: int, tmp_path: P
     assert list(read[f"c{num - 1}"]) == [values[-1] for values in rows]
     assert [bytes(image) for image in read["image"]] == [b"\0", b"\1", b"\2"]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("raypipe.stores.lmdb_pages.LMDBFile.get", lambda self, key: pytest.fail("it was asked"))
+        patched.setattr(
+            "raypipe.stores.lmdb_pages.LMDBFile.get",
+            lambda self, key: pytest.fail("it was asked"),
+        )
         assert list(store.read(np.arange(3), names)["label"]) == [0, 1, 2]
 
 
 def test_the_memory_of_a_large_record_is_given_back(tmp_path: Path) -> None:
-    with LMDBWriter(tmp_path / "a.lmdb", {"image": "binary", "label": "int64"}) as writer:
+    with LMDBWriter(
+        tmp_path / "a.lmdb", {"image": "binary", "label": "int64"}
+    ) as writer:
         for row in range(3):
             writer.append({"image": bytes(64 << 20 if row == 1 else 9), "label": row})
     store = LMDBStore(tmp_path / "a.lmdb")

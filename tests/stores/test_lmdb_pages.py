@@ -16,7 +16,12 @@ from raypipe.errors import StoreError
 from raypipe.stores.lmdb_pages import LMDBFile
 
 PAGE = 4096
-ROOT, ENTRIES, DEPTH, FLAGS = 16 + 24 + 88, 16 + 24 + 80, 16 + 24 + 54, 16 + 24 + 52  # of the main tree, in a meta
+ROOT, ENTRIES, DEPTH, FLAGS = (
+    16 + 24 + 88,
+    16 + 24 + 80,
+    16 + 24 + 54,
+    16 + 24 + 52,
+)  # of the main tree, in a meta
 # Empty, in the leaf, the longest in a leaf and one byte more; a page less its header, and one byte more.
 EDGES = [
     0,
@@ -51,7 +56,9 @@ def histories(draw: st.DrawFn) -> list[list[tuple[bytes, int | None]]]:
     key = number | st.binary(min_size=1, max_size=511)
     change = st.tuples(key, sizes() | st.none())
     run = st.builds(  # neighbouring keys, which fill pages, or empty them
-        lambda first, num, size: [(b"%04d" % i + padding, size) for i in range(first, first + num)],
+        lambda first, num, size: [
+            (b"%04d" % i + padding, size) for i in range(first, first + num)
+        ],
         st.integers(0, 400),
         st.integers(1, 200),
         st.sampled_from([0, 8, 500, 3000]) | st.none(),
@@ -74,15 +81,24 @@ def check(path: Path, entries: dict[bytes, bytes], absent: set[bytes]) -> None:
         assert file.get(key) is None
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(history=histories())
 def test_reads_what_liblmdb_wrote_and_reads(
-    history: list[list[tuple[bytes, int | None]]], tmp_path_factory: pytest.TempPathFactory
+    history: list[list[tuple[bytes, int | None]]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("lmdb")
     entries: dict[bytes, bytes] = {}
-    absent = {b"\0", b"\xff" * 511, b"0000x"} | {key for changes in history for key, _ in changes}
-    with lmdb.open(str(folder / "a"), subdir=False, lock=False, sync=False, map_size=64 << 20) as env:
+    absent = {b"\0", b"\xff" * 511, b"0000x"} | {
+        key for changes in history for key, _ in changes
+    }
+    with lmdb.open(
+        str(folder / "a"), subdir=False, lock=False, sync=False, map_size=64 << 20
+    ) as env:
         for number, changes in enumerate(history):
             with env.begin(write=True) as txn:
                 for key, size in changes:
@@ -107,13 +123,17 @@ def test_another_transaction_goes_on_beside_what_is_open(tmp_path: Path) -> None
         before = LMDBFile(path)
         with env.begin(write=True) as txn:
             txn.put(b"a", b"2")
-        assert bytes(before.get(b"a") or b"") == b"1"  # its pages are left alone by one transaction more
+        assert (
+            bytes(before.get(b"a") or b"") == b"1"
+        )  # its pages are left alone by one transaction more
         assert bytes(LMDBFile(path).get(b"a") or b"") == b"2"
 
 
 def tree(path: Path, num_keys: int = 300, num_bytes: int = 3_000) -> Path:
     """A file with two levels of pages, long values, and both meta pages written."""
-    with lmdb.open(str(path), subdir=False, lock=False, sync=False, map_size=64 << 20) as env:
+    with lmdb.open(
+        str(path), subdir=False, lock=False, sync=False, map_size=64 << 20
+    ) as env:
         for _ in range(2):
             with env.begin(write=True) as txn:
                 for i in range(num_keys):
@@ -123,7 +143,10 @@ def tree(path: Path, num_keys: int = 300, num_bytes: int = 3_000) -> Path:
 
 def newest(data: bytearray) -> int:
     """Where the meta page that counts starts."""
-    return max((0, PAGE), key=lambda at: struct.unpack_from("<Q", data, at + 16 + 24 + 96 + 8)[0])
+    return max(
+        (0, PAGE),
+        key=lambda at: struct.unpack_from("<Q", data, at + 16 + 24 + 96 + 8)[0],
+    )
 
 
 def put(at: int, code: str, number: int) -> Callable[[bytearray], None]:
@@ -140,7 +163,10 @@ def put(at: int, code: str, number: int) -> Callable[[bytearray], None]:
         (put(16 + 24, "<I", 5000), "its pages have 5000 bytes"),
         (put(16 + 24, "<I", 65_536), "its pages have 65536 bytes"),
         (put(16 + 24, "<I", 8192), "page 1 is not a meta page"),
-        (lambda data: struct.pack_into("<I", data, PAGE + 16 + 24, 8192), "its pages have 4096 or 8192 bytes"),
+        (
+            lambda data: struct.pack_into("<I", data, PAGE + 16 + 24, 8192),
+            "its pages have 4096 or 8192 bytes",
+        ),
         (put(FLAGS, "<H", 4), "flags 0x4: duplicate"),
         (put(DEPTH, "<H", 33), "its tree has depth 33"),
         (put(DEPTH, "<H", 0), "its tree has depth 0"),
@@ -153,7 +179,10 @@ def test_a_damaged_meta_page_is_an_error_on_opening(
     data = bytearray(tree(tmp_path / "a").read_bytes())
     damage(data)
     (tmp_path / "a").write_bytes(data)
-    with pytest.raises(StoreError, match=rf"a cannot be opened as LMDB: .*{message}.*; copy or convert it again"):
+    with pytest.raises(
+        StoreError,
+        match=rf"a cannot be opened as LMDB: .*{message}.*; copy or convert it again",
+    ):
         LMDBFile(tmp_path / "a")
 
 
@@ -198,13 +227,25 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], None], str]] = {
     "no free space": (in_root(12, "<H", 15), "free space from byte 15"),
     "free space beyond the page": (in_root(14, "<H", 5000), r"to 5000"),
     "no nodes": (in_root(12, "<H", 16), "is empty"),
-    "node beyond the page": (in_root(16, "<H", 4090), "a node at byte 4090 of a page of 4096"),
+    "node beyond the page": (
+        in_root(16, "<H", 4090),
+        "a node at byte 4090 of a page of 4096",
+    ),
     "key beyond the page": (in_leaf(6, "<H", 5000), "a key of 5000 bytes"),
     "value beyond the page": (in_leaf(4, "<H", 0), "a value of 3000 bytes at byte"),
     "a database within": (in_leaf(4, "<H", 2), "a nested database"),
-    "long value beyond its pages": (in_leaf(0, "<I", 9_000), "a value of 9000 bytes in 1 pages"),
-    "long value beyond the file": (in_leaf(0, "<I", 1 << 28), "268435472 bytes, in a file of"),
-    "long value beyond all images": (in_leaf(0, "<I", 0xFFFFFFFF), "4294967295 bytes; the limit is 536870912"),
+    "long value beyond its pages": (
+        in_leaf(0, "<I", 9_000),
+        "a value of 9000 bytes in 1 pages",
+    ),
+    "long value beyond the file": (
+        in_leaf(0, "<I", 1 << 28),
+        "268435472 bytes, in a file of",
+    ),
+    "long value beyond all images": (
+        in_leaf(0, "<I", 0xFFFFFFFF),
+        "4294967295 bytes; the limit is 536870912",
+    ),
     "long value elsewhere": (in_leaf(16, "<Q", 2), "must be a long value"),
     "long value beyond all": (in_leaf(16, "<Q", 1 << 52), "page 4503599627370496"),
 }
@@ -216,7 +257,9 @@ def test_a_damaged_page_is_an_error_of_its_keys(tmp_path: Path, name: str) -> No
     data = bytearray(tree(tmp_path / "a").read_bytes())
     damage(data)
     (tmp_path / "a").write_bytes(data)
-    with pytest.raises(StoreError, match=rf"a is damaged at key b'00000000': .*{message}"):
+    with pytest.raises(
+        StoreError, match=rf"a is damaged at key b'00000000': .*{message}"
+    ):
         LMDBFile(tmp_path / "a").get(b"00000000")
 
 

@@ -33,7 +33,9 @@ U63, U64 = np.uint64(1 << 63), np.uint64((1 << 64) - 1)
 )
 def test_a_cast_that_changes_no_number_is_made(values: Any, dtype: Any) -> None:
     made = exactly(values, dtype)
-    assert np.array_equal(made, np.asarray(values, dtype), equal_nan=True) and made.dtype == (dtype or "float64")
+    assert np.array_equal(
+        made, np.asarray(values, dtype), equal_nan=True
+    ) and made.dtype == (dtype or "float64")
 
 
 @pytest.mark.parametrize(
@@ -54,13 +56,17 @@ def test_a_cast_that_changes_no_number_is_made(values: Any, dtype: Any) -> None:
         ([1.5], "int64"),
     ],
 )
-def test_a_cast_that_changes_a_number_is_refused_with_the_number(values: Any, dtype: Any) -> None:
+def test_a_cast_that_changes_a_number_is_refused_with_the_number(
+    values: Any, dtype: Any
+) -> None:
     with pytest.raises(InexactError, match=r"the number \S+, and \w+ cannot hold it"):
         exactly(values, dtype)
 
 
 def test_labels_that_int64_cannot_hold_have_no_value() -> None:
-    assert labels_of(np.array([1, 1 << 63], np.uint64)) == [1, None] and labels_of([2, None]) == [2, None]
+    assert labels_of(np.array([1, 1 << 63], np.uint64)) == [1, None] and labels_of(
+        [2, None]
+    ) == [2, None]
     assert labels_of(np.array([3], np.uint8)).dtype == np.int64
 
 
@@ -71,8 +77,15 @@ def npy(array: np.ndarray) -> bytes:
 
 
 def declared(descr: str, shape: str, num_bytes: int = 8) -> bytes:
-    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".encode()
-    return b"\x93NUMPY\x01\0" + len(header).to_bytes(2, "little") + header + bytes(num_bytes)
+    header = (
+        f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".encode()
+    )
+    return (
+        b"\x93NUMPY\x01\0"
+        + len(header).to_bytes(2, "little")
+        + header
+        + bytes(num_bytes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +102,11 @@ def declared(descr: str, shape: str, num_bytes: int = 8) -> bytes:
 def test_a_sound_npy_is_what_numpy_reads(array: np.ndarray) -> None:
     found = read_npy(npy(array))
     assert np.array_equal(found, array) and found.shape == array.shape
-    assert found.dtype == array.dtype.newbyteorder("=") and found.flags.writeable and found.flags.c_contiguous
+    assert (
+        found.dtype == array.dtype.newbyteorder("=")
+        and found.flags.writeable
+        and found.flags.c_contiguous
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +129,9 @@ def test_a_sound_npy_is_what_numpy_reads(array: np.ndarray) -> None:
         (b"", "damaged"),
     ],
 )
-def test_a_npy_that_is_not_what_it_declares_is_refused(data: bytes, message: str) -> None:
+def test_a_npy_that_is_not_what_it_declares_is_refused(
+    data: bytes, message: str
+) -> None:
     with pytest.raises(SampleError, match=message):
         read_npy(data)
 
@@ -122,31 +141,58 @@ def test_a_npy_that_is_not_what_it_declares_is_refused(data: bytes, message: str
 
 @pytest.mark.parametrize(
     ("kind", "value"),
-    [("int8[2]", [300, 1]), ("float32[1]", [1e39]), ("float32[1]", [(1 << 24) + 1]), ("float64", (1 << 53) + 1)],
+    [
+        ("int8[2]", [300, 1]),
+        ("float32[1]", [1e39]),
+        ("float32[1]", [(1 << 24) + 1]),
+        ("float64", (1 << 53) + 1),
+    ],
 )
-def test_a_record_refuses_a_number_that_its_column_cannot_hold(kind: str, value: Any) -> None:
+def test_a_record_refuses_a_number_that_its_column_cannot_hold(
+    kind: str, value: Any
+) -> None:
     with pytest.raises(StoreError, match=r"the number \S+, and \w+ cannot hold it"):
         RecordLayout({"image": "binary", "a": kind}).pack({"image": b"x", "a": value})
 
 
 def test_stores_of_several_dtypes_are_joined_without_a_change() -> None:
     def joined(first: Any, second: Any) -> Any:
-        parts = [MemoryStore([b"x"], None, columns={"a": np.array([value])}) for value in (first, second)]
-        return JoinedStore(dict(zip("ab", parts, strict=True))).read(np.arange(2), ("a",))["a"].tolist()
+        parts = [
+            MemoryStore([b"x"], None, columns={"a": np.array([value])})
+            for value in (first, second)
+        ]
+        return (
+            JoinedStore(dict(zip("ab", parts, strict=True)))
+            .read(np.arange(2), ("a",))["a"]
+            .tolist()
+        )
 
-    assert joined(np.int8(-1), U63 - np.uint64(1 << 62)) == [-1, 1 << 62] and joined(np.float32(0.5), 3) == [
+    assert joined(np.int8(-1), U63 - np.uint64(1 << 62)) == [-1, 1 << 62] and joined(
+        np.float32(0.5), 3
+    ) == [
         0.5,
         3,
     ]
-    with pytest.raises(StoreError, match=r"column 'a' as float64 has the number 9007199254740993"):
+    with pytest.raises(
+        StoreError, match=r"column 'a' as float64 has the number 9007199254740993"
+    ):
         joined(0.5, (1 << 53) + 1)
 
 
 def test_a_store_in_memory_keeps_its_numbers_or_refuses_them() -> None:
-    for labels, columns in (([int(U64)], {}), ([1], {"a": [int(U64)]}), ([1, 2], {"a": [(1 << 53) + 1, 0.5]})):
+    for labels, columns in (
+        ([int(U64)], {}),
+        ([1], {"a": [int(U64)]}),
+        ([1, 2], {"a": [(1 << 53) + 1, 0.5]}),
+    ):
         images = [b"x"] * len(labels)
         if columns == {"a": [int(U64)]}:
-            assert MemoryStore(images, labels, columns=columns).read(np.array([0]), ("a",))["a"][0] == U64
+            assert (
+                MemoryStore(images, labels, columns=columns).read(
+                    np.array([0]), ("a",)
+                )["a"][0]
+                == U64
+            )
             continue
         with pytest.raises(InexactError):
             MemoryStore(images, labels, columns=columns)

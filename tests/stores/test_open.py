@@ -30,7 +30,9 @@ def write(path: Path, **options: object) -> Path:
 
 def test_importing_is_cheap() -> None:
     heavy = "('lmdb', 'pyarrow', 'torch', 'ray')"
-    program = f"import sys, raypipe.stores; print([m for m in {heavy} if m in sys.modules])"
+    program = (
+        f"import sys, raypipe.stores; print([m for m in {heavy} if m in sys.modules])"
+    )
     result = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -57,15 +59,25 @@ def test_unknown(tmp_path: Path) -> None:
 
 def test_a_tar_of_another_compression_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.tar.lz4").write_bytes(b"x")
-    with pytest.raises(StoreError, match=r"raypipe reads \.tar\.gz, \.tar\.bz2 and \.tar\.xz"):
+    with pytest.raises(
+        StoreError, match=r"raypipe reads \.tar\.gz, \.tar\.bz2 and \.tar\.xz"
+    ):
         open_store(tmp_path / "a.tar.lz4")
 
 
-@pytest.mark.parametrize("name", ["train.h5", "train.rec", "train-00000-of-00001", "train.zip", "module:samples"])
-def test_a_source_is_named_with_the_command_that_converts_it(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["train.h5", "train.rec", "train-00000-of-00001", "train.zip", "module:samples"],
+)
+def test_a_source_is_named_with_the_command_that_converts_it(
+    tmp_path: Path, name: str
+) -> None:
     address = name if ":" in name else str(tmp_path / name)
     Path(tmp_path, name).write_bytes(b"")
-    with pytest.raises(StoreError, match=rf"read once, in order: `raypipe convert {address} train\.lmdb` makes a"):
+    with pytest.raises(
+        StoreError,
+        match=rf"read once, in order: `raypipe convert {address} train\.lmdb` makes a",
+    ):
         open_store(address)
 
 
@@ -81,7 +93,9 @@ def test_an_option_that_the_store_has_not(tmp_path: Path, address: str) -> None:
     write(tmp_path / "a.lmdb")
     write(tmp_path / "a.parquet")
     (tmp_path / "class" / "x").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=rf"{address} is \w+, which has no option 'colour'"):
+    with pytest.raises(
+        ConfigError, match=rf"{address} is \w+, which has no option 'colour'"
+    ):
         open_store(tmp_path / address, colour="red")
 
 
@@ -98,7 +112,9 @@ def test_options_are_those_that_are_not_usual() -> None:
         ("{00..99}.tar", TarStore),
     ],
 )
-def test_a_remote_store_is_known_by_its_name_and_opened_later(address: str, kind: type) -> None:
+def test_a_remote_store_is_known_by_its_name_and_opened_later(
+    address: str, kind: type
+) -> None:
     store = open_store(f"s3://bucket/{address}")
     assert type(store) is kind and store.address == f"s3://bucket/{address}"
 
@@ -109,7 +125,9 @@ def test_file_uri(tmp_path: Path, name: str) -> None:
     assert open_store(path.as_uri()).read(np.array([0]))["image"] == [b"x"]
 
 
-def test_a_folder_of_tars_is_one_store_and_class_folders_stay_so(tmp_path: Path) -> None:
+def test_a_folder_of_tars_is_one_store_and_class_folders_stay_so(
+    tmp_path: Path,
+) -> None:
     for name in ("b.tar", "a.tar", ".hidden.tar"):
         write_tar(tmp_path / name, SAMPLES)
     assert isinstance(open_store(tmp_path), TarStore) and len(open_store(tmp_path)) == 2
@@ -118,7 +136,9 @@ def test_a_folder_of_tars_is_one_store_and_class_folders_stay_so(tmp_path: Path)
     assert isinstance(open_store(tmp_path), FolderStore)
 
 
-def test_relative_address_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_address_becomes_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "a.lmdb")
     monkeypatch.chdir(tmp_path)
     store = open_store("a.lmdb")
@@ -127,7 +147,9 @@ def test_relative_address_becomes_absolute(tmp_path: Path, monkeypatch: pytest.M
     assert len(store) == 1
 
 
-def test_a_home_folder_is_found_as_in_every_other_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_found_as_in_every_other_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a" / "cat").mkdir(parents=True)
     (tmp_path / "a" / "cat" / "1.jpg").touch()
@@ -151,7 +173,10 @@ class TestWriters:
         assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]
 
     def test_exception_removes_the_file(self, tmp_path: Path, suffix: str) -> None:
-        with pytest.raises(RuntimeError, match="half way"), open_writer(tmp_path / f"a{suffix}") as writer:
+        with (
+            pytest.raises(RuntimeError, match="half way"),
+            open_writer(tmp_path / f"a{suffix}") as writer,
+        ):
             writer.append({"image": b"x", "label": 1})
             raise RuntimeError("half way")
         assert list(tmp_path.iterdir()) == []
@@ -171,11 +196,22 @@ class TestWriters:
         assert store.read(np.array([]))["image"] == []
 
     def test_extra_columns(self, tmp_path: Path, suffix: str) -> None:
-        columns = {"caption": "string", "image": "binary", "width": "int64", "label": "int64"}
+        columns = {
+            "caption": "string",
+            "image": "binary",
+            "width": "int64",
+            "label": "int64",
+        }
         columns |= {"score": "float64", "mask": "binary"}
         with open_writer(tmp_path / f"a{suffix}", columns, ["a", "b"]) as writer:
             for i in range(3):
-                sample = {"image": b"i" * i, "label": i % 2, "caption": f"ä{i}", "width": -i, "score": i / 4}
+                sample = {
+                    "image": b"i" * i,
+                    "label": i % 2,
+                    "caption": f"ä{i}",
+                    "width": -i,
+                    "score": i / 4,
+                }
                 writer.append({**sample, "mask": None if i == 1 else b"m"})
         store = open_store(tmp_path / f"a{suffix}")
         assert store.columns == ("image", "label", "caption", "width", "score", "mask")
@@ -184,7 +220,10 @@ class TestWriters:
         assert batch["caption"] == ["ä2", "ä1"]
         assert batch["mask"] == [b"m", None]
         assert (batch["width"].dtype, batch["width"].tolist()) == (np.int64, [-2, -1])
-        assert (batch["score"].dtype, batch["score"].tolist()) == (np.float64, [0.5, 0.25])
+        assert (batch["score"].dtype, batch["score"].tolist()) == (
+            np.float64,
+            [0.5, 0.25],
+        )
 
     def test_no_labels(self, tmp_path: Path, suffix: str) -> None:
         with open_writer(tmp_path / f"a{suffix}", {"image": "binary"}) as writer:
@@ -205,8 +244,13 @@ class TestWriters:
             ({"image": b"x", "label": None}, "do not fit"),
         ],
     )
-    def test_bad_sample(self, tmp_path: Path, suffix: str, sample: dict, message: str) -> None:
-        with pytest.raises(StoreError, match=message), open_writer(tmp_path / f"a{suffix}") as writer:
+    def test_bad_sample(
+        self, tmp_path: Path, suffix: str, sample: dict, message: str
+    ) -> None:
+        with (
+            pytest.raises(StoreError, match=message),
+            open_writer(tmp_path / f"a{suffix}") as writer,
+        ):
             writer.append(sample)
         assert list(tmp_path.iterdir()) == []
 
@@ -216,7 +260,9 @@ class TestWriters:
 
 
 def test_memory_extras() -> None:
-    store = MemoryStore([b"a", None], None, columns={"size": [1, 2], "name": ["x", "y"]})
+    store = MemoryStore(
+        [b"a", None], None, columns={"size": [1, 2], "name": ["x", "y"]}
+    )
     assert store.columns == ("image", "size", "name")
     batch = store.read(np.array([1, 0]), columns=store.columns)
     assert batch["image"] == [None, b"a"]
@@ -228,7 +274,9 @@ def test_memory_extras() -> None:
 
 @pytest.mark.parametrize("suffix", ["lmdb", "parquet", "tar"])
 @pytest.mark.parametrize("pattern", ["train-*.{}", "train-{{0..1}}.{}"])
-def test_several_files_are_a_pattern_whatever_their_kind(tmp_path: Path, suffix: str, pattern: str) -> None:
+def test_several_files_are_a_pattern_whatever_their_kind(
+    tmp_path: Path, suffix: str, pattern: str
+) -> None:
     for name in ("train-0", "train-1", "val"):
         path = tmp_path / f"{name}.{suffix}"
         write_tar(path, SAMPLES) if suffix == "tar" else write(path)
@@ -242,5 +290,7 @@ def test_a_pattern_that_only_a_shell_knows_does_not_exist(tmp_path: Path) -> Non
 
 def test_a_name_near_the_missing_one_is_proposed(tmp_path: Path) -> None:
     (tmp_path / "train.lmdb").touch()
-    with pytest.raises(StoreError, match=r"trian\.lmdb does not exist; did you mean .*/train\.lmdb\?$"):
+    with pytest.raises(
+        StoreError, match=r"trian\.lmdb does not exist; did you mean .*/train\.lmdb\?$"
+    ):
         open_store(tmp_path / "trian.lmdb")

@@ -28,7 +28,9 @@ DATA = Path(__file__).with_name("data")
 HF_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
-def write(path: Path, num_samples: int = 20, num_bytes: int = 100, **options: Any) -> Path:
+def write(
+    path: Path, num_samples: int = 20, num_bytes: int = 100, **options: Any
+) -> Path:
     with ParquetWriter(path, **options) as writer:
         for i in range(num_samples):
             writer.append({"image": bytes([i % 256]) * num_bytes, "label": i})
@@ -48,13 +50,19 @@ IMAGES = pa.array([b"a", b"bb", b"ccc"])
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
 def test_image_types(tmp_path: Path, kind: pa.DataType) -> None:
-    path = write_table(tmp_path / "a.parquet", image=IMAGES.cast(kind), label=pa.array([0, 1, 2]))
+    path = write_table(
+        tmp_path / "a.parquet", image=IMAGES.cast(kind), label=pa.array([0, 1, 2])
+    )
     assert ParquetStore(path).read(np.array([2, 0]))["image"] == [b"ccc", b"a"]
 
 
-@pytest.mark.parametrize("kind", [pa.int8(), pa.uint8(), pa.int32(), pa.uint32(), pa.int64()])
+@pytest.mark.parametrize(
+    "kind", [pa.int8(), pa.uint8(), pa.int32(), pa.uint32(), pa.int64()]
+)
 def test_label_types(tmp_path: Path, kind: pa.DataType) -> None:
-    path = write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2], kind))
+    path = write_table(
+        tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2], kind)
+    )
     for indices in ([2, 0], []):
         labels = ParquetStore(path).read(np.array(indices))["label"]
         assert labels.dtype == np.int64
@@ -71,20 +79,28 @@ def test_hugging_face_nulls(tmp_path: Path, names: tuple[str, str]) -> None:
         {"bytes": b"d", "path": "d"},
     ]
     images = pa.array(rows, pa.struct([(name, kinds[name]) for name in names]))
-    path = write_table(tmp_path / "a.parquet", image=images, label=pa.array([0, 1, 2, 3]))
+    path = write_table(
+        tmp_path / "a.parquet", image=images, label=pa.array([0, 1, 2, 3])
+    )
     assert ParquetStore(path).read(np.arange(4))["image"] == [b"a", None, None, b"d"]
 
 
 def test_flat_null(tmp_path: Path) -> None:
-    path = write_table(tmp_path / "a.parquet", image=pa.array([b"a", None]), label=pa.array([0, 1]))
+    path = write_table(
+        tmp_path / "a.parquet", image=pa.array([b"a", None]), label=pa.array([0, 1])
+    )
     assert ParquetStore(path).read(np.arange(2))["image"] == [b"a", None]
 
 
 def test_null_label_is_loud(tmp_path: Path) -> None:
-    path = write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, None, 2]))
+    path = write_table(
+        tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, None, 2])
+    )
     store = ParquetStore(path)
     assert store.read(np.array([0, 2]))["label"].tolist() == [0, 2]
-    with pytest.raises(StoreError, match=r"a\.parquet, column 'label' has a null label"):
+    with pytest.raises(
+        StoreError, match=r"a\.parquet, column 'label' has a null label"
+    ):
         store.read(np.array([0, 1]))
 
 
@@ -98,15 +114,23 @@ def test_null_label_is_loud(tmp_path: Path) -> None:
         (None, None),
     ],
 )
-def test_classes_in_the_metadata(tmp_path: Path, feature: dict | None, classes: tuple | None) -> None:
+def test_classes_in_the_metadata(
+    tmp_path: Path, feature: dict | None, classes: tuple | None
+) -> None:
     metadata = {"info": {"features": {"image": {"_type": "Image"}, "label": feature}}}
-    path = write_table(tmp_path / "a.parquet", metadata, image=IMAGES, label=pa.array([0, 1, 1]))
+    path = write_table(
+        tmp_path / "a.parquet", metadata, image=IMAGES, label=pa.array([0, 1, 1])
+    )
     assert ParquetStore(path).classes == classes
 
 
 def test_renamed_columns(tmp_path: Path) -> None:
     metadata = {"info": {"features": {"fine": {"names": ["x", "y"]}}}}
-    columns = {"coarse": pa.array([7, 8, 9]), "img": IMAGES, "fine": pa.array([0, 1, 1])}
+    columns = {
+        "coarse": pa.array([7, 8, 9]),
+        "img": IMAGES,
+        "fine": pa.array([0, 1, 1]),
+    }
     path = write_table(tmp_path / "a.parquet", metadata, **columns)
     store = ParquetStore(path, image_column="img", target_column="fine")
     assert store.columns == ("image", "label", "coarse")
@@ -118,12 +142,16 @@ def test_renamed_columns(tmp_path: Path) -> None:
         match=r"a\.parquet has no column 'image' .*; did you mean img\? .* coarse, img, fine",
     ):
         len(ParquetStore(path))
-    with pytest.raises(StoreError, match="no column 'fien' for target_column; did you mean fine"):
+    with pytest.raises(
+        StoreError, match="no column 'fien' for target_column; did you mean fine"
+    ):
         len(ParquetStore(path, image_column="img", target_column="fien"))
     without_label = ParquetStore(path, image_column="img")
     assert without_label.columns == ("image", "coarse", "fine")
     assert without_label.fingerprint != store.fingerprint
-    with pytest.raises(StoreError, match="no column 'label' for target_column; its columns are image, "):
+    with pytest.raises(
+        StoreError, match="no column 'label' for target_column; its columns are image, "
+    ):
         without_label.read(np.array([0]))
 
 
@@ -136,7 +164,9 @@ def test_what_the_datasets_library_wrote_is_read() -> None:
         assert store.columns == ("image", "label", "caption")
         batch = store.read(np.arange(len(store)), store.columns)
         rows = expected[split]
-        assert [hashlib.sha256(image).hexdigest() for image in batch["image"]] == [row["sha256"] for row in rows]
+        assert [hashlib.sha256(image).hexdigest() for image in batch["image"]] == [
+            row["sha256"] for row in rows
+        ]
         assert batch["label"].tolist() == [row["label"] for row in rows]
         assert batch["caption"] == [row["caption"] for row in rows]
         assert len(list((DATA / "hugging-face").glob(f"{split}-*"))) == num_files
@@ -144,16 +174,23 @@ def test_what_the_datasets_library_wrote_is_read() -> None:
 
 def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(
-        StoreError, match=r"several splits: test \(1\), train \(2\)\. .*choose it, such as .*/train\*\.parquet"
+        StoreError,
+        match=r"several splits: test \(1\), train \(2\)\. .*choose it, such as .*/train\*\.parquet",
     ):
         len(open_store(DATA / "hugging-face"))
     for name in ("train-00000-of-00002", "train-00001-of-00002"):
-        (tmp_path / f"{name}.parquet").write_bytes((DATA / "hugging-face" / f"{name}.parquet").read_bytes())
+        (tmp_path / f"{name}.parquet").write_bytes(
+            (DATA / "hugging-face" / f"{name}.parquet").read_bytes()
+        )
         if name.startswith("train-00000"):
             with pytest.raises(StoreError, match="has only 1 of the 2 files of train"):
                 len(open_store(tmp_path))
             assert len(open_store(tmp_path / "train-*.parquet")) == 4
-    assert len(open_store(tmp_path)) == len(open_store(tmp_path / "train-{00000..00001}-of-00002.parquet")) == 7
+    assert (
+        len(open_store(tmp_path))
+        == len(open_store(tmp_path / "train-{00000..00001}-of-00002.parquet"))
+        == 7
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,8 +201,14 @@ def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
             r"'image' has type string; images must be bytes \(binary",
         ),
         ({"image": pa.array([[1]]), "label": pa.array([0])}, "'image' has type list"),
-        ({"image": pa.array([b"a"]), "label": pa.array(["x"])}, "'label' has type string; labels must be num"),
-        ({"image": pa.array([b"a"]), "label": pa.array([["x"]])}, "'label' has type list"),
+        (
+            {"image": pa.array([b"a"]), "label": pa.array(["x"])},
+            "'label' has type string; labels must be num",
+        ),
+        (
+            {"image": pa.array([b"a"]), "label": pa.array([["x"]])},
+            "'label' has type list",
+        ),
     ],
 )
 def test_unusable_types(tmp_path: Path, columns: dict, message: str) -> None:
@@ -174,9 +217,13 @@ def test_unusable_types(tmp_path: Path, columns: dict, message: str) -> None:
 
 
 def test_two_columns_of_one_name(tmp_path: Path) -> None:
-    table = pa.table([IMAGES, pa.array([0, 1, 2]), pa.array([0, 1, 2])], ["image", "label", "label"])
+    table = pa.table(
+        [IMAGES, pa.array([0, 1, 2]), pa.array([0, 1, 2])], ["image", "label", "label"]
+    )
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(StoreError, match=r"a\.parquet has several columns called 'label'"):
+    with pytest.raises(
+        StoreError, match=r"a\.parquet has several columns called 'label'"
+    ):
         len(ParquetStore(tmp_path / "a.parquet"))
 
 
@@ -193,13 +240,21 @@ def test_extra_columns(tmp_path: Path) -> None:
     assert store.columns == ("image", "label", "weight", "tags", "ok", "text")
     batch = store.read(np.array([2, 1]), columns=("weight", "tags", "ok", "text"))
     assert batch["weight"] == [2.0, None]
-    assert (batch["tags"], batch["ok"], batch["text"]) == ([None, []], [None, False], ["z", None])
+    assert (batch["tags"], batch["ok"], batch["text"]) == (
+        [None, []],
+        [None, False],
+        ["z", None],
+    )
 
 
 def test_several_files(tmp_path: Path) -> None:
     for name, labels in (("b", [2, 3]), ("a", [0, 1]), ("c", []), ("d", [4])):
         images = pa.array([bytes([label]) for label in labels], pa.binary())
-        write_table(tmp_path / f"{name}.parquet", image=images, label=pa.array(labels, pa.int64()))
+        write_table(
+            tmp_path / f"{name}.parquet",
+            image=images,
+            label=pa.array(labels, pa.int64()),
+        )
     (tmp_path / "_metadata.parquet").write_bytes(b"not ours")
     (tmp_path / "README.md").write_bytes(b"not ours")
     store = ParquetStore(tmp_path)
@@ -211,9 +266,12 @@ def test_several_files(tmp_path: Path) -> None:
 
 def test_files_must_agree(tmp_path: Path) -> None:
     write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]))
-    write_table(tmp_path / "b.parquet", image=IMAGES, label=pa.array([0, 1, 2], pa.int32()))
+    write_table(
+        tmp_path / "b.parquet", image=IMAGES, label=pa.array([0, 1, 2], pa.int32())
+    )
     with pytest.raises(
-        StoreError, match=r"b\.parquet and .*a\.parquet differ in schema or classes \(label: int32, label: int64\)"
+        StoreError,
+        match=r"b\.parquet and .*a\.parquet differ in schema or classes \(label: int32, label: int64\)",
     ):
         len(ParquetStore(tmp_path))
 
@@ -222,7 +280,10 @@ def test_files_must_agree(tmp_path: Path) -> None:
 def test_truncated(tmp_path: Path, remaining: float) -> None:
     path = write(tmp_path / "a.parquet", num_samples=200)
     num_bytes = path.stat().st_size
-    os.truncate(path, int(remaining * num_bytes) if 0 < remaining < 1 else int(remaining) % num_bytes)
+    os.truncate(
+        path,
+        int(remaining * num_bytes) if 0 < remaining < 1 else int(remaining) % num_bytes,
+    )
     with pytest.raises(StoreError, match=r"a\.parquet is truncated or not Parquet"):
         len(ParquetStore(path))
 
@@ -241,14 +302,21 @@ def test_broken_footer(tmp_path: Path) -> None:
     [
         ([0], r"a broken footer: 62 rows, in row groups of 61,"),
         ([-1], r"a broken footer: 61 rows, in row groups of 62,"),
-        ([0, -1], r"row group 0: has 61 rows, but declares 62; copy or convert it again"),
+        (
+            [0, -1],
+            r"row group 0: has 61 rows, but declares 62; copy or convert it again",
+        ),
     ],
 )
-def test_a_footer_that_miscounts_its_rows(tmp_path: Path, changed: list[int], message: str) -> None:
+def test_a_footer_that_miscounts_its_rows(
+    tmp_path: Path, changed: list[int], message: str
+) -> None:
     content = bytearray(write(tmp_path / "a.parquet", num_samples=61).read_bytes())
     # 61 as Thrift has it, after the mark of an int64: of the file first, of columns, of the row group last.
     start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
-    places = [at for at in range(start, len(content)) if content[at : at + 2] == b"\x16\x7a"]
+    places = [
+        at for at in range(start, len(content)) if content[at : at + 2] == b"\x16\x7a"
+    ]
     for number in changed:
         content[places[number] + 1] = 0x7C
     (tmp_path / "a.parquet").write_bytes(content)
@@ -256,28 +324,43 @@ def test_a_footer_that_miscounts_its_rows(tmp_path: Path, changed: list[int], me
         ParquetStore(tmp_path / "a.parquet").read(np.arange(60))
 
 
-def test_a_footer_with_foreign_null_counts_does_not_end_the_process(tmp_path: Path) -> None:
+def test_a_footer_with_foreign_null_counts_does_not_end_the_process(
+    tmp_path: Path,
+) -> None:
     path = write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]))
     # In the schema, before a column's name: it has nulls (1, as Thrift has it); and now it has none.
     content = path.read_bytes()
     assert content.count(b"\x25\x02\x18\x05image") == 1
-    path.write_bytes(content.replace(b"\x25\x02\x18\x05image", b"\x25\x00\x18\x05image"))
-    with pytest.raises(StoreError, match=r"a\.parquet, row group 0: cannot be read: .*; copy or convert it again"):
+    path.write_bytes(
+        content.replace(b"\x25\x02\x18\x05image", b"\x25\x00\x18\x05image")
+    )
+    with pytest.raises(
+        StoreError,
+        match=r"a\.parquet, row group 0: cannot be read: .*; copy or convert it again",
+    ):
         ParquetStore(path).read(np.arange(3))
-    assert ParquetStore(path).read(np.arange(3), ("label",))["label"].tolist() == [0, 1, 2]
+    assert ParquetStore(path).read(np.arange(3), ("label",))["label"].tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_a_footer_with_less_than_no_rows(tmp_path: Path) -> None:
     content = write(tmp_path / "a.parquet", num_samples=61).read_bytes()
     start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
-    (tmp_path / "a.parquet").write_bytes(content[:start] + content[start:].replace(b"\x16\x7a", b"\x16\x79"))
+    (tmp_path / "a.parquet").write_bytes(
+        content[:start] + content[start:].replace(b"\x16\x7a", b"\x16\x79")
+    )
     with pytest.raises(StoreError, match="a broken footer: -61 rows"):
         len(ParquetStore(tmp_path / "a.parquet"))
 
 
 def test_text_that_is_no_utf_8_is_none(tmp_path: Path) -> None:
     names = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
-    path = write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]), name=names)
+    path = write_table(
+        tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]), name=names
+    )
     assert ParquetStore(path).read(np.arange(3), ("name",))["name"] == ["a", None, "c"]
 
 
@@ -295,19 +378,25 @@ def test_broken_data(tmp_path: Path) -> None:
     path.write_bytes(content)
     store = ParquetStore(path)
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"a\.parquet, row group 0: cannot be read: .*again"):
+        with pytest.raises(
+            StoreError, match=r"a\.parquet, row group 0: cannot be read: .*again"
+        ):
             store.read(np.arange(200))
 
 
 def test_absent(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"a\.parquet cannot be read as Parquet: .*No such file"):
+    with pytest.raises(
+        StoreError, match=r"a\.parquet cannot be read as Parquet: .*No such file"
+    ):
         len(ParquetStore(tmp_path / "a.parquet"))
     with pytest.raises(StoreError, match=r"no \*\.parquet files"):
         len(ParquetStore(tmp_path))
 
 
 def test_cache_is_bounded(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
+    path = write(
+        tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4
+    )
     store = ParquetStore(path, cache_bytes=100_000)
     rng = np.random.default_rng(0)
     for _ in range(30):
@@ -319,8 +408,12 @@ def test_cache_is_bounded(tmp_path: Path) -> None:
     assert store._opened is None
 
 
-def test_images_are_views_and_keep_a_quarter_of_the_cache_beyond_it(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
+def test_images_are_views_and_keep_a_quarter_of_the_cache_beyond_it(
+    tmp_path: Path,
+) -> None:
+    path = write(
+        tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4
+    )
     store = ParquetStore(path, cache_bytes=400_000)
     images = store.read(np.arange(40))["image"]
     kinds = [type(image) for image in images]
@@ -328,13 +421,19 @@ def test_images_are_views_and_keep_a_quarter_of_the_cache_beyond_it(tmp_path: Pa
     assert len({id(view.obj) for view in images[:4]}) == 1
     store.close()
     assert images == [bytes([i]) * 10_000 for i in range(40)]
-    assert {type(image) for image in store.forwards().read(np.arange(4))["image"]} == {bytes}
+    assert {type(image) for image in store.forwards().read(np.arange(4))["image"]} == {
+        bytes
+    }
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
 def test_images_in_several_chunks_with_and_without_nulls(kind: pa.DataType) -> None:
     values = [b"a", None, b"ccc", b"", None, b"ff"]
-    chunks = [pa.array(values[:2], kind), pa.array([], kind), pa.array([b"-", *values[2:]], kind)[1:]]
+    chunks = [
+        pa.array(values[:2], kind),
+        pa.array([], kind),
+        pa.array([b"-", *values[2:]], kind)[1:],
+    ]
     schema = pa.schema({"image": kind})
     columns = TableColumns([("a.parquet", schema)], "image", "label")
     image = columns.opened("image", pa.chunked_array(chunks), "a.parquet")
@@ -343,11 +442,17 @@ def test_images_in_several_chunks_with_and_without_nulls(kind: pa.DataType) -> N
     assert image.take(np.array([], np.int64)) == []
 
 
-def test_cache_keeps_the_last_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
+def test_cache_keeps_the_last_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(
+        tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4
+    )
     store = ParquetStore(path, cache_bytes=0)
     reads: list[int] = []
-    monkeypatch.setattr(parquet, "_check_size", lambda group, leaves: reads.append(group.number))
+    monkeypatch.setattr(
+        parquet, "_check_size", lambda group, leaves: reads.append(group.number)
+    )
     for index in (0, 1, 3, 4, 5, 39, 38, 0):
         store.read(np.array([index]))
     assert reads == [0, 1, 9, 0]
@@ -356,34 +461,53 @@ def test_cache_keeps_the_last_group(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert reads[4:] == list(range(1, 10))  # group 0 was there
 
 
-def test_a_store_for_one_pass_is_the_same_store_with_one_group_held(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
+def test_a_store_for_one_pass_is_the_same_store_with_one_group_held(
+    tmp_path: Path,
+) -> None:
+    path = write(
+        tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4
+    )
     store = ParquetStore(path).forwards()
-    assert (store.address, store.fingerprint) == (str(path), ParquetStore(path).fingerprint)
+    assert (store.address, store.fingerprint) == (
+        str(path),
+        ParquetStore(path).fingerprint,
+    )
     for start in range(0, 40, 8):
-        assert store.read(np.arange(start, start + 8))["label"].tolist() == list(range(start, start + 8))
+        assert store.read(np.arange(start, start + 8))["label"].tolist() == list(
+            range(start, start + 8)
+        )
         assert 40_000 < store._contents.num_bytes() < 50_000
 
 
 def test_reading_labels_leaves_the_images_alone(tmp_path: Path) -> None:
     store = ParquetStore(write(tmp_path / "a.parquet", num_bytes=10_000))
-    assert store.read(np.arange(20), columns=("label",))["label"].tolist() == list(range(20))
+    assert store.read(np.arange(20), columns=("label",))["label"].tolist() == list(
+        range(20)
+    )
     assert store._contents.num_bytes() < 1_000
     assert store.read(np.array([1]))["image"] == [b"\x01" * 10_000]
 
 
 def test_writer_groups_are_about_8_mib(tmp_path: Path) -> None:
     num_bytes = 1 << 20
-    store = ParquetStore(write(tmp_path / "a.parquet", num_samples=20, num_bytes=num_bytes))
+    store = ParquetStore(
+        write(tmp_path / "a.parquet", num_samples=20, num_bytes=num_bytes)
+    )
     assert store.groups.tolist() == [0, 8, 16, 20]
     assert 8 * num_bytes == GROUP_BYTES
 
 
 def test_writer_leaves_images_as_they_are(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", num_samples=50, num_bytes=1_000, classes=["a", "b"])
+    path = write(
+        tmp_path / "a.parquet", num_samples=50, num_bytes=1_000, classes=["a", "b"]
+    )
     metadata = pq.read_metadata(path)
     image = metadata.row_group(0).column(0)
-    assert (image.path_in_schema, image.compression, image.statistics) == ("image", "UNCOMPRESSED", None)
+    assert (image.path_in_schema, image.compression, image.statistics) == (
+        "image",
+        "UNCOMPRESSED",
+        None,
+    )
     assert not image.has_dictionary_page
     features = json.loads(metadata.metadata[b"huggingface"])["info"]["features"]
     assert features["label"] == {"names": ["a", "b"], "_type": "ClassLabel"}
@@ -411,7 +535,12 @@ print(json.dumps({"found": found, "mib": (peak - before) / 1024}))
 @pytest.mark.parametrize(
     ("kind", "size", "num", "found"),
     [
-        ("values", 1 << 26, 17, "row group 0: .* unpack to 1,[0-9,]* bytes; the limit is 536,870,912"),
+        (
+            "values",
+            1 << 26,
+            17,
+            "row group 0: .* unpack to 1,[0-9,]* bytes; the limit is 536,870,912",
+        ),
         ("values", 1 << 20, 20, {"image": 1, "label": 1}),
         ("labels", 1 << 20, 60, "row group 0: .* unpack to .* bytes; the limit is"),
     ],
@@ -422,22 +551,40 @@ def test_a_row_group_that_its_footer_says_is_too_large_is_not_unpacked(
     path = tmp_path / "bomb.parquet"
     bombs.parquet(path, kind, size, num)
     read = read_within(4 << 30, path)
-    assert re.search(found, read["found"]) if isinstance(found, str) else read["found"] == found
+    assert (
+        re.search(found, read["found"])
+        if isinstance(found, str)
+        else read["found"] == found
+    )
     assert read["mib"] < 200
 
 
-@pytest.mark.parametrize("kind", ["dictionary", "lists"])  # 84 GB of one value of 4 MiB; 4 GB of it in one row
-def test_values_that_repeat_beyond_a_processs_memory_are_an_error_in_it(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["dictionary", "lists"]
+)  # 84 GB of one value of 4 MiB; 4 GB of it in one row
+def test_values_that_repeat_beyond_a_processs_memory_are_an_error_in_it(
+    tmp_path: Path, kind: str
+) -> None:
     path = tmp_path / "bomb.parquet"
     bombs.parquet(path, kind, 1 << 22, 20)
-    assert re.search("row group 0: cannot be read: .*(alloc|memory)", read_within(2 << 30, path)["found"])
+    assert re.search(
+        "row group 0: cannot be read: .*(alloc|memory)",
+        read_within(2 << 30, path)["found"],
+    )
 
 
 def read_within(num_bytes: int, path: Path) -> dict[str, Any]:
     """What READ finds in a process with so much memory."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))  # noqa: E731
     command = [sys.executable, "-c", READ, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=100, check=True)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        timeout=100,
+        check=True,
+    )
     return json.loads(done.stdout)
 
 
@@ -446,11 +593,19 @@ def test_a_row_group_that_hardly_shrinks_may_be_as_large_as_stored(
 ) -> None:
     monkeypatch.setattr("raypipe.stores.parquet.MAX_GROUP_BYTES", 1 << 20)
     rng = np.random.default_rng(1)
-    for name, images in (("photos", [rng.bytes(1 << 17) for _ in range(32)]), ("zeros", [bytes(1 << 17)] * 32)):
+    for name, images in (
+        ("photos", [rng.bytes(1 << 17) for _ in range(32)]),
+        ("zeros", [bytes(1 << 17)] * 32),
+    ):
         table = pa.table({"image": images, "label": list(range(32))})
         pq.write_table(table, tmp_path / f"{name}.parquet", use_dictionary=False)
-    assert ParquetStore(tmp_path / "photos.parquet").read(np.array([31]))["label"].tolist() == [31]
-    with pytest.raises(StoreError, match=r"unpack to .* bytes; the limit is 1,048,576: write smaller row groups"):
+    assert ParquetStore(tmp_path / "photos.parquet").read(np.array([31]))[
+        "label"
+    ].tolist() == [31]
+    with pytest.raises(
+        StoreError,
+        match=r"unpack to .* bytes; the limit is 1,048,576: write smaller row groups",
+    ):
         ParquetStore(tmp_path / "zeros.parquet").read(np.array([0]))
 
 

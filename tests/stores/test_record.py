@@ -19,12 +19,17 @@ def test_what_is_written_is_read(metadata: Metadata) -> None:
     ("changed", "reason"),
     [
         ({"version": 2}, "version 2; this raypipe reads version 1"),
-        ({"columns": [{"name": "image", "type": "int8"}]}, "column 'image' has type 'int8'"),
+        (
+            {"columns": [{"name": "image", "type": "int8"}]},
+            "column 'image' has type 'int8'",
+        ),
         ({"columns": 3}, "not iterable"),
         ({"count": "many"}, "invalid literal"),
     ],
 )
-def test_what_does_not_fit_is_one_error_with_its_place(changed: dict[str, object], reason: str) -> None:
+def test_what_does_not_fit_is_one_error_with_its_place(
+    changed: dict[str, object], reason: str
+) -> None:
     text = json.dumps(json.loads(ONE.to_json()) | changed).encode()
     with pytest.raises(StoreError, match=f"^x.lmdb has a bad record: .*{reason}"):
         Metadata.from_json(text, "x.lmdb has a bad record")

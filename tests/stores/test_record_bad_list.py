@@ -67,7 +67,11 @@ def test_no_list_leaves_nothing_out() -> None:
 )
 def test_a_file_that_is_no_list(tmp_path: Path, text: str | bytes) -> None:
     file = tmp_path / "list.json"
-    file.write_bytes(text if isinstance(text, bytes) else text.replace("FINGERPRINT", STORE.fingerprint).encode())
+    file.write_bytes(
+        text
+        if isinstance(text, bytes)
+        else text.replace("FINGERPRINT", STORE.fingerprint).encode()
+    )
     expected = r"exclude: .*list.json is not (JSON|text|a list of bad samples .*raypipe verify memory:\w+`)"
     with pytest.raises(ConfigError, match=expected):
         read(file)
@@ -76,19 +80,25 @@ def test_a_file_that_is_no_list(tmp_path: Path, text: str | bytes) -> None:
 @pytest.mark.parametrize("index", [-1, 10, 2.0, "3", None, True])
 def test_an_index_that_is_no_sample(tmp_path: Path, index: Any) -> None:
     write_bad_list(tmp_path / "list.json", STORE, [{"index": index, "error": ""}])
-    with pytest.raises(ConfigError, match=f"names sample {index!r}, outside the samples 0 to 9"):
+    with pytest.raises(
+        ConfigError, match=f"names sample {index!r}, outside the samples 0 to 9"
+    ):
         read(tmp_path / "list.json")
 
 
 def test_the_list_of_another_store_names_both(tmp_path: Path) -> None:
     write_bad_list(tmp_path / "list.json", OTHER, BAD)
-    expected = f"{STORE.fingerprint} .*made for {OTHER.address} with .*{OTHER.fingerprint}"
+    expected = (
+        f"{STORE.fingerprint} .*made for {OTHER.address} with .*{OTHER.fingerprint}"
+    )
     with pytest.raises(ConfigError, match=expected):
         read(tmp_path / "list.json")
 
 
 def test_a_list_of_all_samples(tmp_path: Path) -> None:
-    write_bad_list(tmp_path / "list.json", STORE, [{"index": i, "error": ""} for i in range(10)])
+    write_bad_list(
+        tmp_path / "list.json", STORE, [{"index": i, "error": ""} for i in range(10)]
+    )
     with pytest.raises(ConfigError, match="excludes all 10 samples"):
         read(tmp_path / "list.json")
 
@@ -111,27 +121,42 @@ def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
         exclude={"train": tmp_path / "train.json", "val": str(tmp_path / "val.json")},
     )
     assert (spec.plan.num_train, spec.plan.num_val) == (8, 9)
-    stream = [(at.split, spec.plan.indices(at)) for at in spec.plan.micro_batches(spec.plan.start())]
-    train, val = (np.concatenate([found for split, found in stream if split == name]) for name in ("train", "val"))
+    stream = [
+        (at.split, spec.plan.indices(at))
+        for at in spec.plan.micro_batches(spec.plan.start())
+    ]
+    train, val = (
+        np.concatenate([found for split, found in stream if split == name])
+        for name in ("train", "val")
+    )
     assert sorted(train.tolist()) == [0, 1, 3, 4, 5, 6, 8, 9]
     assert val.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, -1]
     with pytest.raises(
-        ConfigError, match=r"store.exclude: there is .*val\.json.* for validation, and no store\.val"
+        ConfigError,
+        match=r"store.exclude: there is .*val\.json.* for validation, and no store\.val",
     ):
         open_stream(STORE, exclude={"val": tmp_path / "val.json"})
 
 
-def test_the_size_of_a_validation_is_not_told_by_excluded_samples(tmp_path: Path) -> None:
+def test_the_size_of_a_validation_is_not_told_by_excluded_samples(
+    tmp_path: Path,
+) -> None:
     from raypipe.plan.places import MicroBatchId
     from raypipe.streaming.maker import MicroBatchMaker
 
     class Broken(MemoryStore):
-        def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+        def read(
+            self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+        ) -> Any:
             assert (indices > 1).all(), "a sample that is left out was read"
             return super().read(indices, columns)
 
     val = Broken([None, None, picture(2)], [0, 0, 0])
-    write_bad_list(tmp_path / "val.json", val, [{"index": 0, "error": ""}, {"index": 1, "error": ""}])
+    write_bad_list(
+        tmp_path / "val.json",
+        val,
+        [{"index": 0, "error": ""}, {"index": 1, "error": ""}],
+    )
     spec = open_stream(
         STORE,
         val,
@@ -140,5 +165,7 @@ def test_the_size_of_a_validation_is_not_told_by_excluded_samples(tmp_path: Path
         val_transform=None,
         exclude={"val": tmp_path / "val.json"},
     )
-    batch = MicroBatchMaker(spec).batch(MicroBatchId("val", 0, 0, 1))  # nothing but padding
+    batch = MicroBatchMaker(spec).batch(
+        MicroBatchId("val", 0, 0, 1)
+    )  # nothing but padding
     assert batch["image"].shape == (2, 40, 48, 3) and batch.index.tolist() == [-1, -1]

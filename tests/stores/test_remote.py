@@ -33,14 +33,20 @@ SHARDS = [(0, 4), (4, 5), (5, 12)]
 
 
 @pytest.fixture
-def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    monkeypatch.setattr(patience, "_FIRST_S", 0.01)  # pyarrow has pauses of its own between its attempts
+def proxy(
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultyProxy]:
+    monkeypatch.setattr(
+        patience, "_FIRST_S", 0.01
+    )  # pyarrow has pauses of its own between its attempts
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
         yield made
 
 
-def write(path: Path, start: int = 0, end: int = len(IMAGES), first: bytes = b"") -> None:
+def write(
+    path: Path, start: int = 0, end: int = len(IMAGES), first: bytes = b""
+) -> None:
     with open_writer(path, classes=CLASSES) as writer:
         for image, label in zip(IMAGES[start:end], LABELS[start:end], strict=True):
             writer.append({"image": first + image, "label": label})
@@ -49,7 +55,10 @@ def write(path: Path, start: int = 0, end: int = len(IMAGES), first: bytes = b""
 def write_tar(path: Path, start: int, end: int) -> None:
     with tarfile.open(path, "w") as tar:
         for number in range(start, end):
-            for suffix, content in (("png", IMAGES[number]), ("cls", b"%d" % LABELS[number])):
+            for suffix, content in (
+                ("png", IMAGES[number]),
+                ("cls", b"%d" % LABELS[number]),
+            ):
                 member = tarfile.TarInfo(f"{number:03d}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
@@ -107,7 +116,9 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_remote_store_is_the_local_one(kind: str, bucket: str, tmp_path: Path) -> None:
+def test_a_remote_store_is_the_local_one(
+    kind: str, bucket: str, tmp_path: Path
+) -> None:
     path, address = MAKERS[kind](tmp_path, bucket)
     local, remote = open_store(path), open_store(address)
     assert remote.address == address
@@ -117,7 +128,10 @@ def test_a_remote_store_is_the_local_one(kind: str, bucket: str, tmp_path: Path)
         assert (remote.columns, remote.classes) == (local.columns, local.classes)
         for wanted in (np.arange(len(IMAGES)), np.array([11, 0, 5, 5, 3])):
             expected, found = local.read(wanted), remote.read(wanted)
-            assert found["image"] == expected["image"] and found["label"].tolist() == expected["label"].tolist()
+            assert (
+                found["image"] == expected["image"]
+                and found["label"].tolist() == expected["label"].tolist()
+            )
         remote.close()
         remote = pickle.loads(pickle.dumps(remote))
 
@@ -129,21 +143,34 @@ def test_an_outage_while_a_store_is_read_is_waited_for(
     path, address = MAKERS[kind](tmp_path, bucket)
     store, wanted = open_store(address), np.arange(len(IMAGES))
     num = len(store)
-    for file in (tmp_path / "cache").glob("shards/*/data"):  # of tars, which were read when they were opened
+    for file in (tmp_path / "cache").glob(
+        "shards/*/data"
+    ):  # of tars, which were read when they were opened
         file.unlink()
     shared_cache().close_evicted()
     store = pickle.loads(pickle.dumps(store))
     proxy.outage = first(9)
-    assert len(store) == num and store.read(wanted)["image"] == open_store(path).read(wanted)["image"]
+    assert (
+        len(store) == num
+        and store.read(wanted)["image"] == open_store(path).read(wanted)["image"]
+    )
     assert proxy.faults["SlowDown"] == 9
 
 
-def test_the_samples_of_several_tars_are_those_of_each_after_one_another(tmp_path: Path, bucket: str) -> None:
+def test_the_samples_of_several_tars_are_those_of_each_after_one_another(
+    tmp_path: Path, bucket: str
+) -> None:
     path, _ = several_tars(tmp_path, bucket)
     store = open_store(path)
     columns = store.read(np.arange(len(IMAGES)))
-    assert isinstance(store, TarStore) and columns["image"] == IMAGES and columns["label"].tolist() == LABELS
-    with pytest.raises(StoreError, match=r"t-03\.tar cannot be read as tar: .*No such file"):
+    assert (
+        isinstance(store, TarStore)
+        and columns["image"] == IMAGES
+        and columns["label"].tolist() == LABELS
+    )
+    with pytest.raises(
+        StoreError, match=r"t-03\.tar cannot be read as tar: .*No such file"
+    ):
         len(open_store(tmp_path / "t-{00..03}.tar"))
 
 
@@ -152,7 +179,12 @@ def test_what_a_driver_asks_of_an_lmdb_store_downloads_nothing(
 ) -> None:
     _, address = MAKERS["lmdb_shards"](tmp_path, bucket)
     store = open_store(address)
-    assert len(store) == len(IMAGES) and store.classes and store.columns and store.fingerprint
+    assert (
+        len(store) == len(IMAGES)
+        and store.classes
+        and store.columns
+        and store.fingerprint
+    )
     assert sum(proxy.sent.values()) < 40_000  # of 600,000
     assert not (tmp_path / "cache").exists()
     # Other processes are told what this one has found: a read costs them the shard and nothing else.
@@ -162,7 +194,9 @@ def test_what_a_driver_asks_of_an_lmdb_store_downloads_nothing(
         proxy.sent.clear()
     assert len(store) == len(IMAGES) and not proxy.requests
     assert store.read(np.array([4]))["image"] == [IMAGES[4]]
-    assert [path for path in proxy.sent if ".lmdb" in path] == [f"/{bucket[5:]}/train/001%20%2541.lmdb"]
+    assert [path for path in proxy.sent if ".lmdb" in path] == [
+        f"/{bucket[5:]}/train/001%20%2541.lmdb"
+    ]
 
 
 def test_the_index_of_a_tar_outlives_the_tar_in_the_cache(
@@ -184,14 +218,18 @@ def test_the_index_of_a_tar_outlives_the_tar_in_the_cache(
     assert open_store(address).fingerprint == store.fingerprint
 
 
-def test_a_shard_that_is_another_one_by_now_is_refused(bucket: str, tmp_path: Path) -> None:
+def test_a_shard_that_is_another_one_by_now_is_refused(
+    bucket: str, tmp_path: Path
+) -> None:
     _, address = MAKERS["lmdb_shards"](tmp_path, bucket)
     store = open_store(address)
     assert len(store) == len(IMAGES)
     write(tmp_path / "other.lmdb", 4, 5, first=b"!")
     put(tmp_path / "other.lmdb", join(address, "001 %41.lmdb"))
     assert store.read(np.array([0]))["image"] == [IMAGES[0]]
-    with pytest.raises(StoreError, match=r"001%20%2541\.lmdb has changed since the store was opened"):
+    with pytest.raises(
+        StoreError, match=r"001%20%2541\.lmdb has changed since the store was opened"
+    ):
         store.read(np.array([4]))
 
 
@@ -219,16 +257,22 @@ def test_what_is_no_store(name: str, message: str, bucket: str, tmp_path: Path) 
 
 def test_ranges_stand_for_their_shards() -> None:
     assert expand("a") == ["a"]
-    assert expand("s3://b/{08..11}.tar") == [f"s3://b/{n}.tar" for n in ("08", "09", "10", "11")]
+    assert expand("s3://b/{08..11}.tar") == [
+        f"s3://b/{n}.tar" for n in ("08", "09", "10", "11")
+    ]
     assert expand("{0..1}-{0..1}") == ["0-0", "0-1", "1-0", "1-1"]
-    with pytest.raises(StoreError, match="stands for 1,000,000 shards; a store has from 1 to 100,000"):
+    with pytest.raises(
+        StoreError, match="stands for 1,000,000 shards; a store has from 1 to 100,000"
+    ):
         expand("{0..999}{0..999}")
 
 
 # Writing
 
 
-def upload(folder: Path, address: str, first: bytes = b"", overwrite: bool = False) -> Store:
+def upload(
+    folder: Path, address: str, first: bytes = b"", overwrite: bool = False
+) -> Store:
     with new_remote(address, overwrite) as path:
         path.mkdir()
         for number, (start, end) in enumerate(SHARDS):
@@ -237,13 +281,20 @@ def upload(folder: Path, address: str, first: bytes = b"", overwrite: bool = Fal
 
 
 @pytest.mark.parametrize("name", ["x.lmdb", "x.parquet"])
-def test_an_uploaded_store_reads_back_and_leaves_nothing_here(name: str, bucket: str, tmp_path: Path) -> None:
+def test_an_uploaded_store_reads_back_and_leaves_nothing_here(
+    name: str, bucket: str, tmp_path: Path
+) -> None:
     store = upload(tmp_path, f"{bucket}/{name}")
-    assert store.read(np.arange(len(IMAGES)))["image"] == IMAGES and store.classes == CLASSES
+    assert (
+        store.read(np.arange(len(IMAGES)))["image"] == IMAGES
+        and store.classes == CLASSES
+    )
     assert not list((tmp_path / "cache").glob("convert-*"))
     manifest = read_json(f"{bucket}/{name}/{MANIFEST}")
     assert len(manifest["shards"]) == 3
-    with pytest.raises(StoreError, match=rf"{name} exists: choose another destination, or overwrite it"):
+    with pytest.raises(
+        StoreError, match=rf"{name} exists: choose another destination, or overwrite it"
+    ):
         upload(tmp_path, f"{bucket}/{name}")
 
 
@@ -260,7 +311,9 @@ def test_a_store_is_written_over_as_a_whole(bucket: str, tmp_path: Path) -> None
     assert len(lmdb_files(address)) == 3
     filesystem, path = open_filesystem(address)
     assert len(filesystem.get_file_info(pyarrow.fs.FileSelector(path))) == 4
-    with pytest.raises(StoreError, match="does not exist"):  # it read the old one, and none of it is cached
+    with pytest.raises(
+        StoreError, match="does not exist"
+    ):  # it read the old one, and none of it is cached
         old.read(np.array([3]))
 
 
@@ -279,7 +332,9 @@ def test_an_upload_that_fails_leaves_the_old_store_or_none(
     monkeypatch.setattr(destination, "_copy", fail_at_the_second)
     for name, overwrite in (("new.lmdb", False), ("old.lmdb", True)):
         copied.clear()
-        with pytest.raises(StoreError, match=rf"{name} cannot be written: the network is gone"):
+        with pytest.raises(
+            StoreError, match=rf"{name} cannot be written: the network is gone"
+        ):
             upload(tmp_path, f"{bucket}/{name}", b"new", overwrite)
     with pytest.raises(StoreError, match=r"new\.lmdb has no \*\.lmdb files"):
         len(open_store(f"{bucket}/new.lmdb"))
@@ -287,11 +342,16 @@ def test_an_upload_that_fails_leaves_the_old_store_or_none(
     assert store.read(np.arange(len(IMAGES)))["image"] == IMAGES
 
 
-def test_an_incomplete_store_is_neither_read_nor_overwritten_unasked(bucket: str, tmp_path: Path) -> None:
+def test_an_incomplete_store_is_neither_read_nor_overwritten_unasked(
+    bucket: str, tmp_path: Path
+) -> None:
     address = f"{bucket}/x.lmdb"
     write(tmp_path / "a.lmdb")
     put(tmp_path / "a.lmdb", f"{address}/00000-0123abcd.lmdb")
-    with pytest.raises(StoreError, match=r"x\.lmdb is not complete: a conversion is still running or was"):
+    with pytest.raises(
+        StoreError,
+        match=r"x\.lmdb is not complete: a conversion is still running or was",
+    ):
         len(open_store(address))
     with pytest.raises(StoreError, match=r"x\.lmdb exists: choose another destination"):
         upload(tmp_path, address)
@@ -300,16 +360,27 @@ def test_an_incomplete_store_is_neither_read_nor_overwritten_unasked(bucket: str
 
 
 @pytest.mark.parametrize(
-    "content", [{}, {"version": 2}, {"version": 1, "shards": [{}]}, {"version": 1, "shards": []}, []]
+    "content",
+    [
+        {},
+        {"version": 2},
+        {"version": 1, "shards": [{}]},
+        {"version": 1, "shards": []},
+        [],
+    ],
 )
 def test_a_manifest_that_is_none(content: object, bucket: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(json.dumps(content))
     put(tmp_path / MANIFEST, f"{bucket}/x.lmdb/{MANIFEST}")
-    with pytest.raises(StoreError, match=r"_raypipe\.json (is not a manifest|has version 2)"):
+    with pytest.raises(
+        StoreError, match=r"_raypipe\.json (is not a manifest|has version 2)"
+    ):
         len(open_store(f"{bucket}/x.lmdb"))
 
 
-def test_lmdb_that_others_wrote_is_read_by_way_of_the_cache(bucket: str, tmp_path: Path) -> None:
+def test_lmdb_that_others_wrote_is_read_by_way_of_the_cache(
+    bucket: str, tmp_path: Path
+) -> None:
     labels = [number % 3 for number in range(len(IMAGES))]
     local = write_values(tmp_path / "local", IMAGES, labels, DUMPS["msgpack"])
     put(local / "data.mdb", f"{bucket}/train/data.mdb")
@@ -319,7 +390,10 @@ def test_lmdb_that_others_wrote_is_read_by_way_of_the_cache(bucket: str, tmp_pat
         assert read["image"] == IMAGES and read["label"].tolist() == labels
         assert store.fingerprint == open_store(local).fingerprint
     for name in "ab":
-        with lmdb.open(str(tmp_path / name), subdir=False, lock=False) as env, env.begin(write=True) as txn:
+        with (
+            lmdb.open(str(tmp_path / name), subdir=False, lock=False) as env,
+            env.begin(write=True) as txn,
+        ):
             txn.put(b"0", IMAGES[1])
         put(tmp_path / name, f"{bucket}/lsun/{name}_train_lmdb/data.mdb")
     for address in (f"{bucket}/lsun", f"{bucket}/lsun/*_train_lmdb"):
@@ -329,7 +403,10 @@ def test_lmdb_that_others_wrote_is_read_by_way_of_the_cache(bucket: str, tmp_pat
 def test_a_pattern_of_remote_files(bucket: str, tmp_path: Path) -> None:
     for split, count in (("train", 4), ("test", 3)):
         write(tmp_path / f"{split}.parquet", 0, count)
-        put(tmp_path / f"{split}.parquet", f"{bucket}/data/{split}-00000-of-00001.parquet")
+        put(
+            tmp_path / f"{split}.parquet",
+            f"{bucket}/data/{split}-00000-of-00001.parquet",
+        )
     assert len(open_store(f"{bucket}/data/train-*.parquet")) == 4
     with pytest.raises(StoreError, match=r"several splits: test \(1\), train \(1\)"):
         len(open_store(f"{bucket}/data"))
@@ -337,17 +414,23 @@ def test_a_pattern_of_remote_files(bucket: str, tmp_path: Path) -> None:
         len(open_store(f"{bucket}/data/val-*.parquet"))
 
 
-def test_a_shard_of_another_size_than_it_was_written_with(bucket: str, tmp_path: Path) -> None:
+def test_a_shard_of_another_size_than_it_was_written_with(
+    bucket: str, tmp_path: Path
+) -> None:
     address = f"{bucket}/x.lmdb"
     upload(tmp_path, address)
     shard = lmdb_files(address)[0]
     write(tmp_path / "a.lmdb")
     put(tmp_path / "a.lmdb", shard.address)
-    with pytest.raises(StoreError, match=rf"has \d+ bytes, but was written with {shard.num_bytes}"):
+    with pytest.raises(
+        StoreError, match=rf"has \d+ bytes, but was written with {shard.num_bytes}"
+    ):
         len(open_store(address))
 
 
-def test_a_bucket_that_is_not_there_is_told_before_anything_is_written(bucket: str, tmp_path: Path) -> None:
+def test_a_bucket_that_is_not_there_is_told_before_anything_is_written(
+    bucket: str, tmp_path: Path
+) -> None:
     with (
         pytest.raises(ConfigError, match="bucket no-such does not exist"),
         new_remote("s3://no-such/x.lmdb", False),
@@ -355,7 +438,9 @@ def test_a_bucket_that_is_not_there_is_told_before_anything_is_written(bucket: s
         raise AssertionError
 
 
-def test_a_shard_of_other_content_than_it_was_written_with(bucket: str, tmp_path: Path) -> None:
+def test_a_shard_of_other_content_than_it_was_written_with(
+    bucket: str, tmp_path: Path
+) -> None:
     address = f"{bucket}/x.lmdb"
     upload(tmp_path, address)
     shard = lmdb_files(address)[0]
@@ -366,6 +451,7 @@ def test_a_shard_of_other_content_than_it_was_written_with(bucket: str, tmp_path
     with filesystem.open_output_stream(path) as target:
         target.write(content)
     with pytest.raises(
-        StoreError, match=rf"is damaged: its checksum is \w+, but it was written with {shard.digest}"
+        StoreError,
+        match=rf"is damaged: its checksum is \w+, but it was written with {shard.digest}",
     ):
         open_store(address).read(np.arange(2))

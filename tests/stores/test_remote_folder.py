@@ -32,12 +32,21 @@ NAMES = [
         "ä/1.gif",
         "ä/2.bmp",
     ),
-    *("a/notes.txt", "a/.hidden.png", "a/.cache/2.png", ".git/3.png", "root.jpg", "empty/notes.txt"),
+    *(
+        "a/notes.txt",
+        "a/.hidden.png",
+        "a/.cache/2.png",
+        ".git/3.png",
+        "root.jpg",
+        "empty/notes.txt",
+    ),
 ]
 
 
 @pytest.fixture
-def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+def proxy(
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultyProxy]:
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
         yield made
@@ -59,7 +68,9 @@ def write(root: Path, address: str, names: list[str] = NAMES) -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "/train", "/data%20set/train/"])
-def test_a_folder_copied_to_a_bucket_is_the_same_store(folder: str, bucket: str, tmp_path: Path) -> None:
+def test_a_folder_copied_to_a_bucket_is_the_same_store(
+    folder: str, bucket: str, tmp_path: Path
+) -> None:
     address = bucket + folder
     write(tmp_path / "root", address)
     local, remote = FolderStore(tmp_path / "root"), open_store(address)
@@ -77,8 +88,14 @@ def test_a_folder_copied_to_a_bucket_is_the_same_store(folder: str, bucket: str,
     for indices in (np.arange(9), np.array([8, 0, 3, 3, 1]), np.empty(0, np.int64)):
         found, expected = remote.read(indices), local.read(indices)
         assert found["image"] == expected["image"]
-        assert found["label"].dtype == np.int64 and found["label"].tolist() == expected["label"].tolist()
-    assert name_of(remote, 2) == f"{address.rstrip('/')}/a/%C3%A9%20%2541%2B%23.png" and name_of(remote, 9) == ""
+        assert (
+            found["label"].dtype == np.int64
+            and found["label"].tolist() == expected["label"].tolist()
+        )
+    assert (
+        name_of(remote, 2) == f"{address.rstrip('/')}/a/%C3%A9%20%2541%2B%23.png"
+        and name_of(remote, 9) == ""
+    )
     with pytest.raises(IndexError):
         remote.read(np.array([9]))
 
@@ -98,7 +115,11 @@ def test_it_is_listed_once_and_other_processes_get_what_was_found(
     monkeypatch.setattr(folder_module, "_list_objects", never)
     before = proxy.requests.total()
     copy = pickle.loads(sent)
-    assert copy.fingerprint == fingerprint and len(copy) == 9 and proxy.requests.total() == before
+    assert (
+        copy.fingerprint == fingerprint
+        and len(copy) == 9
+        and proxy.requests.total() == before
+    )
     assert copy.read(np.arange(9))["image"] == store.read(np.arange(9))["image"]
     store.close()
     assert len(store) == 9
@@ -107,7 +128,11 @@ def test_it_is_listed_once_and_other_processes_get_what_was_found(
 
 def test_a_listing_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [
-        [(f"n{c:08d}/n{c:08d}_{i * 7919 % 100_000}.JPEG", 100_000 + i) for i in range(1000)] for c in range(100)
+        [
+            (f"n{c:08d}/n{c:08d}_{i * 7919 % 100_000}.JPEG", 100_000 + i)
+            for i in range(1000)
+        ]
+        for c in range(100)
     ]
     found = MemoryTree(missing=0)
     for path, num_bytes in itertools.chain.from_iterable(paths):
@@ -117,7 +142,10 @@ def test_a_listing_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(store) == 100_000
     assert len(pickle.dumps(store)) < 6 * 100_000
     copy = pickle.loads(pickle.dumps(store))
-    assert len(copy) == 100_000 and copy.sample_name(99_999) == f"s3://bucket/train/{max(paths[-1])[0]}"
+    assert (
+        len(copy) == 100_000
+        and copy.sample_name(99_999) == f"s3://bucket/train/{max(paths[-1])[0]}"
+    )
 
 
 def test_reads_are_made_at_the_same_time(
@@ -150,16 +178,21 @@ def test_reads_are_made_at_the_same_time(
     assert 4 <= most <= NUM_REQUESTS
 
 
-def test_a_vanished_object_is_a_missing_sample_and_a_changed_one_an_error(bucket: str, tmp_path: Path) -> None:
+def test_a_vanished_object_is_a_missing_sample_and_a_changed_one_an_error(
+    bucket: str, tmp_path: Path
+) -> None:
     write(tmp_path / "root", f"{bucket}/train")
     store = open_store(f"{bucket}/train")
     images = store.read(np.arange(9))["image"]
     filesystem, path = open_filesystem(f"{bucket}/train/a-b/1.tiff")
     filesystem.delete_file(path)
-    assert store.read(np.arange(9))["image"] == [None if i == 3 else image for i, image in enumerate(images)]
+    assert store.read(np.arange(9))["image"] == [
+        None if i == 3 else image for i, image in enumerate(images)
+    ]
     put(f"{bucket}/train/b/0.png", b"another")
     with pytest.raises(
-        StoreError, match=r"/train/b/0\.png has changed since the store was opened: \d+ bytes then, 7"
+        StoreError,
+        match=r"/train/b/0\.png has changed since the store was opened: \d+ bytes then, 7",
     ):
         store.read(np.array([4]))
     assert open_store(f"{bucket}/train").read(np.array([3]))["image"] == [b"another"]
@@ -174,7 +207,9 @@ def test_an_object_too_large_for_an_image_is_never_asked_for(
     monkeypatch.setattr(folder_module, "MAX_SAMPLE_BYTES", sorted(sizes)[4])
     before = proxy.requests["GET"]
     found = store.read(np.arange(9))["image"]
-    assert [image is None for image in found] == [size > sorted(sizes)[4] for size in sizes]
+    assert [image is None for image in found] == [
+        size > sorted(sizes)[4] for size in sizes
+    ]
     assert proxy.requests["GET"] - before == 5
 
 
@@ -183,20 +218,27 @@ def test_network_faults_are_retried_and_a_missing_bucket_is_an_error(
 ) -> None:
     write(tmp_path / "root", f"{bucket}/train")
     expected = FolderStore(tmp_path / "root").read(np.arange(9))["image"]
-    with FaultyProxy(s3_endpoint, seed=1, rates={"throttle": 0.1, "drop": 0.1}) as faulty:
+    with FaultyProxy(
+        s3_endpoint, seed=1, rates={"throttle": 0.1, "drop": 0.1}
+    ) as faulty:
         monkeypatch.setenv("AWS_ENDPOINT_URL", faulty.endpoint)
         store = open_store(f"{bucket}/train")
         assert store.read(np.arange(9))["image"] == expected
         assert faulty.faults.total() > 0
     monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
-    with pytest.raises(OutageError, match=rf"{bucket}/train.* was unavailable.*check the network"):
+    with pytest.raises(
+        OutageError, match=rf"{bucket}/train.* was unavailable.*check the network"
+    ):
         store.read(np.arange(2))
 
 
 @pytest.mark.parametrize("names", [["a/notes.txt"], ["a/.b.png"]])
 def test_nothing_there(names: list[str], bucket: str, tmp_path: Path) -> None:
     write(tmp_path / "root", f"{bucket}/train", names)
-    with pytest.raises(StoreError, match=r"/train has no class folders with images .*root/class/image\.jpg"):
+    with pytest.raises(
+        StoreError,
+        match=r"/train has no class folders with images .*root/class/image\.jpg",
+    ):
         len(open_store(f"{bucket}/train"))
     with pytest.raises(StoreError, match="does not exist"):
         open_store(f"{bucket}/none")

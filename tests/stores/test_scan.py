@@ -15,14 +15,23 @@ from raypipe.stores.scan import numbers_of
 
 
 def test_a_mixture_has_the_columns_of_all_its_stores() -> None:
-    a, b = (MemoryStore([b""] * len(widths), None, columns={"width": widths}) for widths in ([640, -1], [5]))
-    assert numbers_of(JoinedStore({"a": a, "b": b}), "width", "plan.weights").tolist() == [640, -1, 5]
+    a, b = (
+        MemoryStore([b""] * len(widths), None, columns={"width": widths})
+        for widths in ([640, -1], [5])
+    )
+    assert numbers_of(
+        JoinedStore({"a": a, "b": b}), "width", "plan.weights"
+    ).tolist() == [640, -1, 5]
 
 
 def test_without_sizes_the_error_says_how_to_make_them(tmp_path: Path) -> None:
     with open_writer(tmp_path / "a.lmdb") as writer:
         writer.append({"image": b"x", "label": 0})
-    with pytest.raises(ConfigError, match=r"'width' .* are label; `raypipe convert` adds it"):
+    with pytest.raises(
+        ConfigError, match=r"'width' .* are label; `raypipe convert` adds it"
+    ):
         matching(open_store(tmp_path / "a.lmdb"), "width > 1")
-    with pytest.raises(ConfigError, match=r"no column 'size' for store.filter; its columns are $"):
+    with pytest.raises(
+        ConfigError, match=r"no column 'size' for store.filter; its columns are $"
+    ):
         matching(MemoryStore([b""], None), "size > 1")

@@ -15,7 +15,9 @@ from raypipe.stores.base import name_of
 from raypipe.stores.tar import TarStore
 
 
-def add(tar: tarfile.TarFile, name: str, content: bytes | None = None, **fields: object) -> None:
+def add(
+    tar: tarfile.TarFile, name: str, content: bytes | None = None, **fields: object
+) -> None:
     member = tarfile.TarInfo(name)
     if content is None:
         content = b"1" if name.endswith(".cls") else name.encode()
@@ -37,14 +39,19 @@ def names_of(store: TarStore) -> list[str]:
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_names_are_told_without_control_characters_and_long_ones_in_part(tmp_path: Path, form: int) -> None:
+def test_names_are_told_without_control_characters_and_long_ones_in_part(
+    tmp_path: Path, form: int
+) -> None:
     names = ["a/1.png", "a/\x1b[31m\n.png", f"a/{'z' * 300}.png"]
     with tarfile.open(tmp_path / "x.tar", "w", format=form) as tar:
         for name in names:
             add(tar, name, b"")
             add(tar, f"{name[:-4]}.cls")
     store = TarStore(tmp_path / "x.tar")
-    told = {name_of(store, index).removeprefix(f"{tmp_path}/x.tar, ") for index in range(len(names))}
+    told = {
+        name_of(store, index).removeprefix(f"{tmp_path}/x.tar, ")
+        for index in range(len(names))
+    }
     assert told == {"a/1.png", r"a/\x1b[31m\n.png", f"a/{'z' * 98}"}
 
 
@@ -67,18 +74,34 @@ def test_odd_members_do_not_count(tmp_path: Path) -> None:
         add(tar, "a/" + "long" * 60 + ".cls")
     store = TarStore(folder / "a.tar")
     assert names_of(store) == ["a/1.png", "a/1.png", "long"]
-    assert store._contents.left_out == {"outside the tar by their names": 4, "links to no member": 1, "a FIFO": 1}
+    assert store._contents.left_out == {
+        "outside the tar by their names": 4,
+        "links to no member": 1,
+        "a FIFO": 1,
+    }
     assert [path.name for path in tmp_path.rglob("*")] == ["store", "a.tar"]
 
 
-@pytest.mark.parametrize("cut", ["data", "padding", "header", "between", "end", "empty"])
+@pytest.mark.parametrize(
+    "cut", ["data", "padding", "header", "between", "end", "empty"]
+)
 def test_truncated(tmp_path: Path, cut: str) -> None:
     path = tmp_path / "a.tar"
     make(path, "a/1.png", "a/1.cls", "b/3.png")
     # A header and a block of data each: members start at 0, 1024 and 2048, the end mark at 3072.
-    places = {"data": 2562, "padding": 3000, "header": 2100, "between": 2048, "end": 3072, "empty": 0}
+    places = {
+        "data": 2562,
+        "padding": 3000,
+        "header": 2100,
+        "between": 2048,
+        "end": 3072,
+        "empty": 0,
+    }
     os.truncate(path, places[cut])
-    with pytest.raises(StoreError, match=r"a\.tar cannot be read as tar: .*; it is compressed, .* truncated"):
+    with pytest.raises(
+        StoreError,
+        match=r"a\.tar cannot be read as tar: .*; it is compressed, .* truncated",
+    ):
         len(TarStore(path))
 
 
@@ -88,7 +111,9 @@ def test_broken_header(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[1024:1100] = b"x" * 76
     path.write_bytes(content)
-    with pytest.raises(StoreError, match="no valid member and no end mark at byte 1024"):
+    with pytest.raises(
+        StoreError, match="no valid member and no end mark at byte 1024"
+    ):
         len(TarStore(path))
 
 
@@ -108,19 +133,33 @@ DIGITS = b"9" * 100_000
     ("damage", "message"),
     [
         (header(b"\xff" * 10 + b"\xfc\0"), "a member of -1024 bytes at byte 2048"),
-        (header(b"%011o\0" % 14, b"x") + PAX_MINUS + bytes(498) + header(), "a member of -1024 bytes"),
-        (header(b"%011o\0" % len(DIGITS), b"x") + DIGITS + bytes(352), "at byte 2560 contains an endless number"),
-        (header(b"\x80" + bytes(6) + b"\xff" * 5, b"L"), "an extended header of 1099511627776 bytes"),
+        (
+            header(b"%011o\0" % 14, b"x") + PAX_MINUS + bytes(498) + header(),
+            "a member of -1024 bytes",
+        ),
+        (
+            header(b"%011o\0" % len(DIGITS), b"x") + DIGITS + bytes(352),
+            "at byte 2560 contains an endless number",
+        ),
+        (
+            header(b"\x80" + bytes(6) + b"\xff" * 5, b"L"),
+            "an extended header of 1099511627776 bytes",
+        ),
         (header(b"\xff" * 10 + b"\xfc\0", b"L"), "an extended header of -1024 bytes"),
         (header(b"%011o\0" % 512, b"L") * 2000, "RecursionError"),
-        (header(b"%011o\0" % 17, b"x") + b"17 hdrcharset=\xff\xff\n" + bytes(495), "UnicodeDecodeError"),
+        (
+            header(b"%011o\0" % 17, b"x") + b"17 hdrcharset=\xff\xff\n" + bytes(495),
+            "UnicodeDecodeError",
+        ),
     ],
 )
 def test_headers_that_lead_nowhere(tmp_path: Path, damage: bytes, message: str) -> None:
     path = tmp_path / "a.tar"
     make(path, "a/1.png", "a/1.cls")
     path.write_bytes(path.read_bytes()[:2048] + damage + bytes(1024))
-    with pytest.raises(StoreError, match=rf"a\.tar cannot be read as tar: .*({message})"):
+    with pytest.raises(
+        StoreError, match=rf"a\.tar cannot be read as tar: .*({message})"
+    ):
         len(TarStore(path))
 
 
@@ -137,7 +176,10 @@ def test_a_member_too_large_for_an_image_is_a_missing_sample(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
 def test_compressed(tmp_path: Path, mode: str) -> None:
-    with pytest.raises(StoreError, match=r"a\.tar .*it is compressed, and must then be named \*\.tar\.gz"):
+    with pytest.raises(
+        StoreError,
+        match=r"a\.tar .*it is compressed, and must then be named \*\.tar\.gz",
+    ):
         len(make(tmp_path / "a.tar", "a/1.png", mode=mode))
 
 
@@ -151,7 +193,10 @@ def test_shrunk_after_opening(tmp_path: Path) -> None:
 
 
 def test_absent(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"a\.tar cannot be read as tar: .*No such file.*check the path"):
+    with pytest.raises(
+        StoreError,
+        match=r"a\.tar cannot be read as tar: .*No such file.*check the path",
+    ):
         len(TarStore(tmp_path / "a.tar"))
 
 

@@ -19,19 +19,39 @@ from raypipe.errors import StoreError
 from raypipe.stores import tar as tar_module
 from raypipe.stores.tar import TarStore
 
-WRONG: list[Any] = [None, -1, 1 << 70, 1.5, "x", [], {}, [[]], [1, "x"], {"x": []}, True]
+WRONG: list[Any] = [
+    None,
+    -1,
+    1 << 70,
+    1.5,
+    "x",
+    [],
+    {},
+    [[]],
+    [1, "x"],
+    {"x": []},
+    True,
+]
 
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tar_module, "_SMALL_BYTES", 0)  # so that small ones have an index
+    monkeypatch.setattr(
+        tar_module, "_SMALL_BYTES", 0
+    )  # so that small ones have an index
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value in a JSON."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from places(inner, (*path, key))
 
@@ -71,7 +91,9 @@ def test_a_wrong_index_is_a_scan_or_one_error_and_reads_no_other_bytes(
         store = TarStore(path)
         try:
             images = store.read(np.arange(len(store)))["image"]
-        except StoreError as error:  # labels of other kinds, which a tar may have as well
+        except (
+            StoreError
+        ) as error:  # labels of other kinds, which a tar may have as well
             assert "a.tar" in str(error)
             continue
         num_scanned += images == expected

@@ -20,7 +20,10 @@ from raypipe.stores.webdataset import Scan
 def make(path: Path, *names: str) -> TarStore:
     with tarfile.open(path, "w") as tar:
         for name in names:
-            for member_name, content in ((name, name.encode()), (name.replace(".jpg", ".cls"), b"1")):
+            for member_name, content in (
+                (name, name.encode()),
+                (name.replace(".jpg", ".cls"), b"1"),
+            ):
                 member = tarfile.TarInfo(member_name)
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
@@ -43,7 +46,9 @@ def scans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_a_large_one_is_scanned_once_by_all_processes_of_a_node(tmp_path: Path, scans: list[str]) -> None:
+def test_a_large_one_is_scanned_once_by_all_processes_of_a_node(
+    tmp_path: Path, scans: list[str]
+) -> None:
     store = make(tmp_path / "a.tar", "x/1.jpg", "y/2.jpg")
     assert len(store) == 2 and scans == ["a.tar"]
     for other in (TarStore(tmp_path / "a.tar"), pickle.loads(pickle.dumps(store))):
@@ -59,21 +64,35 @@ def test_one_that_has_changed_is_scanned_anew(tmp_path: Path, scans: list[str]) 
     make(path, "x/3.jpg")  # of the same size
     os.utime(path, ns=(1, 1))
     assert TarStore(path).fingerprint != before and len(scans) == 2
-    assert TarStore(path).read(np.array([0]))["image"] == [b"x/3.jpg"] and len(scans) == 2
+    assert (
+        TarStore(path).read(np.array([0]))["image"] == [b"x/3.jpg"] and len(scans) == 2
+    )
 
 
-def test_damage_and_a_folder_that_cannot_be_made_cost_a_scan(tmp_path: Path, scans: list[str]) -> None:
+def test_damage_and_a_folder_that_cannot_be_made_cost_a_scan(
+    tmp_path: Path, scans: list[str]
+) -> None:
     store = make(tmp_path / "a.tar", "x/1.jpg")
     assert len(store) == 1
     (index,) = (tmp_path / "cache" / "scans").glob("*.json")
     index.write_text(index.read_text()[:-9])
-    assert TarStore(tmp_path / "a.tar").fingerprint == store.fingerprint and len(scans) == 2
+    assert (
+        TarStore(tmp_path / "a.tar").fingerprint == store.fingerprint
+        and len(scans) == 2
+    )
     (tmp_path / "file").write_text("")
-    os.environ["RAYPIPE_CACHE"] = str(tmp_path / "file" / "cache")  # the fixture takes it back
-    assert TarStore(tmp_path / "a.tar").fingerprint == store.fingerprint and len(scans) == 3
+    os.environ["RAYPIPE_CACHE"] = str(
+        tmp_path / "file" / "cache"
+    )  # the fixture takes it back
+    assert (
+        TarStore(tmp_path / "a.tar").fingerprint == store.fingerprint
+        and len(scans) == 3
+    )
 
 
-def test_a_small_one_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_one_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
     assert len(make(tmp_path / "a.tar", "x/1.jpg")) == 1
     assert not (tmp_path / "cache").exists()

@@ -26,7 +26,10 @@ def make(path: Path, *members: tuple[str, bytes], **options: Any) -> TarStore:
 
 
 def read(store: TarStore) -> dict[str, list[Any]]:
-    return {name: list(column) for name, column in store.read(np.arange(len(store)), store.columns).items()}
+    return {
+        name: list(column)
+        for name, column in store.read(np.arange(len(store)), store.columns).items()
+    }
 
 
 # The real library
@@ -34,7 +37,9 @@ def read(store: TarStore) -> dict[str, list[Any]]:
 
 def test_what_webdataset_writes_is_read(tmp_path: Path) -> None:
     pixels = [np.full((8, 8, 3), 20 * i, np.uint8) for i in range(7)]
-    with webdataset.ShardWriter(f"{tmp_path}/x-%04d.tar", maxcount=3, verbose=0) as writer:
+    with webdataset.ShardWriter(
+        f"{tmp_path}/x-%04d.tar", maxcount=3, verbose=0
+    ) as writer:
         for i, image in enumerate(pixels):
             found = {
                 "__key__": f"some/{i:06d}",
@@ -44,9 +49,14 @@ def test_what_webdataset_writes_is_read(tmp_path: Path) -> None:
                 "npy": np.arange(i),
             }
             writer.write({**found, "png" if i % 2 else "jpg": image})
-    expected = list(webdataset.WebDataset(f"{tmp_path}/x-{{0000..0002}}.tar", shardshuffle=False))
+    expected = list(
+        webdataset.WebDataset(f"{tmp_path}/x-{{0000..0002}}.tar", shardshuffle=False)
+    )
     store = open_store(f"{tmp_path}/x-{{0000..0002}}.tar")
-    assert store.columns == ("image", "label", "json", "npy", "txt") and store.classes is None
+    assert (
+        store.columns == ("image", "label", "json", "npy", "txt")
+        and store.classes is None
+    )
     assert read(store) == {
         "image": [found.get("png") or found["jpg"] for found in expected],
         "label": [int(found["cls"]) for found in expected],
@@ -60,9 +70,15 @@ def test_what_webdataset_writes_is_read(tmp_path: Path) -> None:
 def test_the_fingerprint_shows_every_label(tmp_path: Path) -> None:
     fingerprints = set()
     for label in (b"1", b"2"):
-        fingerprints.add(make(tmp_path / "a.tar", ("1.jpg", b"x"), ("1.cls", label)).fingerprint)
         fingerprints.add(
-            make(tmp_path / "a.tar", ("1.jpg", b"x"), ("1.json", b'{"label": %s}' % label)).fingerprint
+            make(tmp_path / "a.tar", ("1.jpg", b"x"), ("1.cls", label)).fingerprint
+        )
+        fingerprints.add(
+            make(
+                tmp_path / "a.tar",
+                ("1.jpg", b"x"),
+                ("1.json", b'{"label": %s}' % label),
+            ).fingerprint
         )
     assert len(fingerprints) == 4
 
@@ -83,10 +99,16 @@ def test_labels_are_of_cls_of_another_member_or_of_json(
 ) -> None:
     members = []
     for i, label in enumerate([b"3\n", b" -4 "]):
-        members += [(f"{i}.jpg", b"x"), (f"{i}.cls", label), (f"{i}.ID", b"%d" % (7 + i))]
+        members += [
+            (f"{i}.jpg", b"x"),
+            (f"{i}.cls", label),
+            (f"{i}.ID", b"%d" % (7 + i)),
+        ]
         members += [(f"{i}.json", b'{"index": %d, "label": true}' % (10 + i))]
     assert read(make(tmp_path / "a.tar", *members, **options))["label"] == labels
-    assert read(make(tmp_path / "b.tar", ("a.jpg", b""), ("a.json", b'{"label": 5}')))["label"] == [5]
+    assert read(make(tmp_path / "b.tar", ("a.jpg", b""), ("a.json", b'{"label": 5}')))[
+        "label"
+    ] == [5]
 
 
 @pytest.mark.parametrize(
@@ -97,37 +119,68 @@ def test_labels_are_of_cls_of_another_member_or_of_json(
         ([("2.cls", b"")], r"label 2\.cls must be .*, got b''"),
         ([("2.cls", b"9" * 19)], "must be an integer of 64 bits"),
         ([("2.cls", b"1" + b" " * 100)], "must be an integer of 64 bits"),
-        ([("2.json", b'{"label": "cat"}')], r"'label' of 2\.json must be .*, got 'cat'"),
+        (
+            [("2.json", b'{"label": "cat"}')],
+            r"'label' of 2\.json must be .*, got 'cat'",
+        ),
         ([("2.json", b'{"label": true}')], r"'label' of 2\.json must be .*, got True"),
         ([], "sample '2' has no label, but others have one"),
         ([("2.json", b"{")], "sample '2' has no label"),
         ([("2.json", b"[" * 100_000)], "sample '2' has no label"),
         ([("2.json", b"[1]")], "sample '2' has no label"),
         ([("2.cls", b"1"), ("2.cls", b"2")], r"sample '2' has two members \.cls"),
-        ([("x.jpg", b""), ("2.cls", b"1")], "sample '2' has no label.*must be consecutive"),
+        (
+            [("x.jpg", b""), ("2.cls", b"1")],
+            "sample '2' has no label.*must be consecutive",
+        ),
     ],
 )
-def test_a_label_that_is_none_is_one_error(members: list[tuple[str, bytes]], message: str, tmp_path: Path) -> None:
+def test_a_label_that_is_none_is_one_error(
+    members: list[tuple[str, bytes]], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(StoreError, match=rf"a\.tar: .*{message}"):
-        len(make(tmp_path / "a.tar", ("1.jpg", b"x"), ("1.cls", b"0"), ("2.jpg", b"x"), *members))
+        len(
+            make(
+                tmp_path / "a.tar",
+                ("1.jpg", b"x"),
+                ("1.cls", b"0"),
+                ("2.jpg", b"x"),
+                *members,
+            )
+        )
 
 
 def test_a_shard_without_labels_among_others_is_one_error(tmp_path: Path) -> None:
     make(tmp_path / "a.tar", ("1.jpg", b"x"), ("1.cls", b"0"))
     make(tmp_path / "b.tar", ("k.jpg", b"x"), ("k.txt", b"0"))
-    with pytest.raises(StoreError, match=r"b\.tar: sample 'k' has no label, but samples of other shards have one"):
+    with pytest.raises(
+        StoreError,
+        match=r"b\.tar: sample 'k' has no label, but samples of other shards have one",
+    ):
         len(open_store(tmp_path))
     make(tmp_path / "b.tar", ("class/k.jpg", b"x"))
-    with pytest.raises(StoreError, match=r"a\.tar is a tar of WebDataset, but .*b\.tar has class folders"):
+    with pytest.raises(
+        StoreError,
+        match=r"a\.tar is a tar of WebDataset, but .*b\.tar has class folders",
+    ):
         len(open_store(tmp_path))
     with pytest.raises(StoreError, match=r"a\.tar: sample 'class/k' has no label"):
-        len(make(tmp_path / "a.tar", ("1.jpg", b"x"), ("1.cls", b"0"), ("class/k.jpg", b"x")))
+        len(
+            make(
+                tmp_path / "a.tar",
+                ("1.jpg", b"x"),
+                ("1.cls", b"0"),
+                ("class/k.jpg", b"x"),
+            )
+        )
 
 
 # Samples and columns
 
 
-def test_keys_end_at_the_first_dot_and_what_does_not_count_does_not(tmp_path: Path) -> None:
+def test_keys_end_at_the_first_dot_and_what_does_not_count_does_not(
+    tmp_path: Path,
+) -> None:
     store = make(
         tmp_path / "a.tar",
         ("./d.x/a.depth.png", b"depth"),
@@ -143,7 +196,11 @@ def test_keys_end_at_the_first_dot_and_what_does_not_count_does_not(tmp_path: Pa
         ("d.x/b.cls", b"1"),
         ("d.x/b.jpg", b"b"),
     )
-    assert read(store) == {"image": [b"a", b"b"], "label": [0, 1], "depth.png": [b"depth", b"depth b"]}
+    assert read(store) == {
+        "image": [b"a", b"b"],
+        "label": [0, 1],
+        "depth.png": [b"depth", b"depth b"],
+    }
 
 
 def test_a_key_that_comes_again_is_another_sample(tmp_path: Path) -> None:
@@ -157,12 +214,17 @@ def test_a_key_that_comes_again_is_another_sample(tmp_path: Path) -> None:
     ]
     store = make(tmp_path / "a.tar", *members)
     assert read(store) == {"image": [b"a", b"b", b"c"], "label": [1, 2, 3]}
-    assert len(list(webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False))) == 3
+    assert (
+        len(list(webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)))
+        == 3
+    )
 
 
 def test_a_column_is_what_all_samples_of_all_shards_have(tmp_path: Path) -> None:
     members = [("1.jpg", b"a"), ("1.cls", b"1"), ("1.txt", b"\xff"), ("1.npy", b"n")]
-    make(tmp_path / "a.tar", *members, ("2.cls", b"2"), ("2.txt", b"t"), ("2.npy", b"n"))
+    make(
+        tmp_path / "a.tar", *members, ("2.cls", b"2"), ("2.txt", b"t"), ("2.npy", b"n")
+    )
     assert read(open_store(tmp_path)) == {
         "image": [b"a", None],
         "label": [1, 2],
@@ -174,23 +236,50 @@ def test_a_column_is_what_all_samples_of_all_shards_have(tmp_path: Path) -> None
 
 
 def test_images_of_another_suffix(tmp_path: Path) -> None:
-    store = make(tmp_path / "a.tar", ("1.cls", b"1"), ("1.jpg", b"j"), ("1.seg.PNG", b"s"), image_column="seg.png")
+    store = make(
+        tmp_path / "a.tar",
+        ("1.cls", b"1"),
+        ("1.jpg", b"j"),
+        ("1.seg.PNG", b"s"),
+        image_column="seg.png",
+    )
     assert read(store) == {"image": [b"s"], "label": [1], "jpg": [b"j"]}
 
 
-def test_captions_beside_every_image_make_a_store_without_labels(tmp_path: Path) -> None:
+def test_captions_beside_every_image_make_a_store_without_labels(
+    tmp_path: Path,
+) -> None:
     members = [("x/1.jpg", b"a"), ("x/1.txt", b"t"), ("x/2.jpg", b"b")]
     with pytest.raises(StoreError, match=r"x/1\.txt belong to images by their names"):
         len(make(tmp_path / "a.tar", *members))
     store = make(tmp_path / "a.tar", *members, target_column="folder")
-    assert store.classes == ("x",) and read(store) == {"image": [b"a", b"b"], "label": [0, 0]}
+    assert store.classes == ("x",) and read(store) == {
+        "image": [b"a", b"b"],
+        "label": [0, 0],
+    }
     store = make(tmp_path / "a.tar", *members, ("x/2.txt", b"u"))
-    assert store.classes is None and read(store) == {"image": [b"a", b"b"], "txt": ["t", "u"]}
+    assert store.classes is None and read(store) == {
+        "image": [b"a", b"b"],
+        "txt": ["t", "u"],
+    }
 
 
 def test_an_unknown_suffix_or_field_is_told_with_the_known_ones(tmp_path: Path) -> None:
     members = [("1.jpg", b"j"), ("1.seg.png", b"s"), ("1.json", b'{"species": 3}')]
-    with pytest.raises(StoreError, match=r"no column 'spcies' for target_column; did you mean species\? its"):
+    with pytest.raises(
+        StoreError,
+        match=r"no column 'spcies' for target_column; did you mean species\? its",
+    ):
         len(make(tmp_path / "a.tar", *members, target_column="spcies"))
-    with pytest.raises(StoreError, match=r"no column 'seg\.pgn' for image_column; did you mean seg\.png"):
-        len(make(tmp_path / "b.tar", *members, image_column="seg.pgn", target_column="species"))
+    with pytest.raises(
+        StoreError,
+        match=r"no column 'seg\.pgn' for image_column; did you mean seg\.png",
+    ):
+        len(
+            make(
+                tmp_path / "b.tar",
+                *members,
+                image_column="seg.pgn",
+                target_column="species",
+            )
+        )

@@ -37,7 +37,13 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 NUM_KILLS = 10
 # In 8 micro-batches of a step, so that 1, 2 and 4 workers share it.
-PLAN: dict[str, Any] = {"epochs": 3, "micro_batch_size": 4, "global_batch_size": 32, "aug_repeats": 2, "seed": 7}
+PLAN: dict[str, Any] = {
+    "epochs": 3,
+    "micro_batch_size": 4,
+    "global_batch_size": 32,
+    "aug_repeats": 2,
+    "seed": 7,
+}
 
 
 def slowly(columns: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +56,9 @@ def pictures(num: int, first: int) -> MemoryStore:
     sizes = [[(40, 60), (50, 50), (60, 40)][i % 3] for i in range(num)]
     heights, widths = zip(*sizes, strict=True)
     images = [picture(first + i, *size) for i, size in enumerate(sizes)]
-    return MemoryStore(images, np.arange(num) % 5, columns={"width": widths, "height": heights})
+    return MemoryStore(
+        images, np.arange(num) % 5, columns={"width": widths, "height": heights}
+    )
 
 
 def spec_of(train: Any, plan: dict[str, Any], **options: Any) -> StreamSpec:
@@ -67,7 +75,9 @@ def spec_of(train: Any, plan: dict[str, Any], **options: Any) -> StreamSpec:
 
 def mixture() -> StreamSpec:
     plan = {"mixture": {0: {"a": 3, "b": 1}, 2: {"a": 1, "b": 1}}, "weights": 0.5}
-    return spec_of({"a": pictures(60, 0), "b": pictures(40, 100)}, plan, filter={"a": "label != 3"})
+    return spec_of(
+        {"a": pictures(60, 0), "b": pictures(40, 100)}, plan, filter={"a": "label != 3"}
+    )
 
 
 def mixture_in_buckets() -> StreamSpec:
@@ -77,7 +87,9 @@ def mixture_in_buckets() -> StreamSpec:
         "buckets": ["8x12", "10x10", "12x8"],
         "val_buckets": True,
     }
-    return spec_of({"a": pictures(60, 0), "b": pictures(40, 100)}, plan, filter={"b": "label != 3"})
+    return spec_of(
+        {"a": pictures(60, 0), "b": pictures(40, 100)}, plan, filter={"b": "label != 3"}
+    )
 
 
 def kill_an_actor(rng: random.Random) -> bool:
@@ -95,9 +107,15 @@ def test_the_digest_is_one_for_any_workers_any_actors_and_ten_kills(plan: Any) -
     assert len(alone) == len(set(alone))
     cases = [(workers, actors) for workers in (1, 2, 4) for actors in (1, 2, 3)]
     for number, (workers, actors) in enumerate(cases):
-        pool = PoolConfig(min_actors=actors, cpus_per_actor=0.5, micro_batches_per_block=(1, 3, 0)[number % 3])
+        pool = PoolConfig(
+            min_actors=actors,
+            cpus_per_actor=0.5,
+            micro_batches_per_block=(1, 3, 0)[number % 3],
+        )
         start = spec.plan.start()
-        iterators = splits(replace(spec, pool=pool), start, max_actors=actors, world_size=workers)
+        iterators = splits(
+            replace(spec, pool=pool), start, max_actors=actors, world_size=workers
+        )
         found, ended = list[bytes](), threading.Event()
 
         def hurt(times: int, ended: threading.Event = ended) -> None:
@@ -111,7 +129,9 @@ def test_the_digest_is_one_for_any_workers_any_actors_and_ten_kills(plan: Any) -
         killer = threading.Thread(target=hurt, args=(wanted,))
         killer.start()
         try:
-            found += [one.digest for one in iterate_digests(spec.plan, start, iterators)]
+            found += [
+                one.digest for one in iterate_digests(spec.plan, start, iterators)
+            ]
         finally:
             ended.set()
             killer.join()

@@ -39,7 +39,9 @@ INLINE = PoolConfig(engine="inline")
 
 def some(dtype: str, index: int, *shape: int) -> np.ndarray:
     values = np.random.default_rng(index).random(shape)
-    return (values * (np.iinfo(dtype).max if np.dtype(dtype).kind in "ui" else 1000)).astype(dtype)
+    return (
+        values * (np.iinfo(dtype).max if np.dtype(dtype).kind in "ui" else 1000)
+    ).astype(dtype)
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -53,18 +55,31 @@ def store_of(dtype: str, channels: int, num: int = NUM) -> MemoryStore:
     return MemoryStore(images, np.arange(num) % 3, ["a", "b", "c"])
 
 
-def spec_of(store: Any, train: Any = "none", val: Any = None, **settings: Any) -> StreamSpec:
-    config = TransformConfig(**{"decode_as": "array", "train": "none", "size": 16} | settings)
+def spec_of(
+    store: Any, train: Any = "none", val: Any = None, **settings: Any
+) -> StreamSpec:
+    config = TransformConfig(
+        **{"decode_as": "array", "train": "none", "size": 16} | settings
+    )
     plan = PlanConfig(epochs=1, micro_batch_size=4, val_interval=int(val is not None))
-    return open_stream(store, val, plan=plan, transform=config, pool=INLINE, train_transform=train)
+    return open_stream(
+        store, val, plan=plan, transform=config, pool=INLINE, train_transform=train
+    )
 
 
-@pytest.mark.parametrize(("dtype", "channels"), [("uint16", 4), ("float32", 5), ("uint8", 1), ("int16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "channels"), [("uint16", 4), ("float32", 5), ("uint8", 1), ("int16", 2)]
+)
 def test_each_value_reaches_the_batch_in_its_dtype(dtype: str, channels: int) -> None:
     spec = spec_of(store_of(dtype, channels))
     num = 0
     for batch in without_ray.every_batch(raypipe.loader(spec)):
-        assert batch.image.dtype == getattr(torch, dtype) and batch.image.shape == (4, channels, 24, 20)
+        assert batch.image.dtype == getattr(torch, dtype) and batch.image.shape == (
+            4,
+            channels,
+            24,
+            20,
+        )
         for row, index in enumerate(batch.index.tolist()):
             found = batch.image[row].permute(1, 2, 0).numpy()
             np.testing.assert_array_equal(found, some(dtype, index, 24, 20, channels))
@@ -73,14 +88,21 @@ def test_each_value_reaches_the_batch_in_its_dtype(dtype: str, channels: int) ->
 
 
 @pytest.mark.parametrize("preset", ["light", "center", "resize", "flip-crop", "small"])
-@pytest.mark.parametrize(("dtype", "channels"), [("uint16", 4), ("float32", 4), ("uint16", 6)])
-def test_presets_that_move_pixels_take_any_channels_and_are_seeded(preset: str, dtype: str, channels: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "channels"), [("uint16", 4), ("float32", 4), ("uint16", 6)]
+)
+def test_presets_that_move_pixels_take_any_channels_and_are_seeded(
+    preset: str, dtype: str, channels: int
+) -> None:
     spec = spec_of(store_of(dtype, channels), train=preset)
     batches = list(without_ray.host_batches(spec))
     assert all(
-        batch["image"].shape == (4, 16, 16, channels) and batch["image"].dtype == dtype for batch in batches
+        batch["image"].shape == (4, 16, 16, channels) and batch["image"].dtype == dtype
+        for batch in batches
     )
-    assert max(batch["image"].max() for batch in batches) > 255  # nothing went by 8 bits, or was cut off at 1
+    assert (
+        max(batch["image"].max() for batch in batches) > 255
+    )  # nothing went by 8 bits, or was cut off at 1
     assert without_ray.digests(spec) == list(map(batch_digest, batches))
     made = {
         index: pixels
@@ -89,23 +111,34 @@ def test_presets_that_move_pixels_take_any_channels_and_are_seeded(preset: str, 
     }
     if preset == "resize":
         for index, pixels in made.items():
-            whole = cv2.resize(some(dtype, index, 24, 20, channels), (16, 16), interpolation=cv2.INTER_LINEAR)
+            whole = cv2.resize(
+                some(dtype, index, 24, 20, channels),
+                (16, 16),
+                interpolation=cv2.INTER_LINEAR,
+            )
             np.testing.assert_array_equal(pixels, whole)
 
 
 def test_uint8_rgb_as_an_array_has_the_pixels_and_digests_of_rgb() -> None:
     store = MemoryStore([picture(i) for i in range(NUM)], [0] * NUM)
     for train in ("center", "flip-crop", "small"):
-        as_array, as_rgb = (spec_of(store, train=train, decode_as=how) for how in ("array", "rgb"))
+        as_array, as_rgb = (
+            spec_of(store, train=train, decode_as=how) for how in ("array", "rgb")
+        )
         assert without_ray.digests(as_array) == without_ray.digests(as_rgb)
 
 
 def test_a_row_of_the_stream_keeps_dtype_and_channels() -> None:
     spec = spec_of(store_of("float32", 5), train="light")
-    maker, places = MicroBatchMaker(spec), list(spec.plan.micro_batches(spec.plan.start()))
+    maker, places = (
+        MicroBatchMaker(spec),
+        list(spec.plan.micro_batches(spec.plan.start())),
+    )
     all_made, memory = maker.block(places)
     row = block_row([made.batch for made in all_made], memory)
-    assert row["image"].shape == (1, 3, 4, 16, 16, 5) and row["image"].dtype == np.float32
+    assert (
+        row["image"].shape == (1, 3, 4, 16, 16, 5) and row["image"].dtype == np.float32
+    )
     assert list(map(batch_digest, batches_of(row))) == without_ray.digests(spec)
 
 
@@ -116,13 +149,26 @@ def test_a_digest_knows_the_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [some("uint16", 0, 24, 20, 3), some("float32", 0, 24, 20, 4), some("uint16", 0, 24, 21, 4)]
+    "odd",
+    [
+        some("uint16", 0, 24, 20, 3),
+        some("float32", 0, 24, 20, 4),
+        some("uint16", 0, 24, 21, 4),
+    ],
 )
-def test_a_sample_of_another_dtype_or_shape_ends_the_run_by_its_name(odd: np.ndarray) -> None:
+def test_a_sample_of_another_dtype_or_shape_ends_the_run_by_its_name(
+    odd: np.ndarray,
+) -> None:
     store = store_of("uint16", 4)
     store._columns["image"][7] = npy(odd)
-    with pytest.raises(ConfigError, match=rf"sample 7.*{odd.dtype} .*uint16 \(24, 20, 4\) is expected"):
-        list(without_ray.host_batches(dataclasses.replace(spec_of(store), plan=_in_order(store))))
+    with pytest.raises(
+        ConfigError, match=rf"sample 7.*{odd.dtype} .*uint16 \(24, 20, 4\) is expected"
+    ):
+        list(
+            without_ray.host_batches(
+                dataclasses.replace(spec_of(store), plan=_in_order(store))
+            )
+        )
 
 
 def _in_order(store: MemoryStore) -> Any:
@@ -134,44 +180,91 @@ def test_a_damaged_array_is_substituted_and_one_in_a_validation_is_black() -> No
     store = store_of("uint16", 4)
     store._columns["image"][7] = store._columns["image"][7][:-1]
     batches = list(without_ray.host_batches(spec_of(store, val=store)))
-    train, val = ([batch for batch in batches if batch.position.split == split] for split in ("train", "val"))
-    assert sum(batch.num_bad for batch in train) == 1 and 7 not in np.concatenate([each.index for each in train])
-    (black,) = (batch["image"][batch.weight == 0] for batch in val if (batch.weight == 0).any())
+    train, val = (
+        [batch for batch in batches if batch.position.split == split]
+        for split in ("train", "val")
+    )
+    assert sum(batch.num_bad for batch in train) == 1 and 7 not in np.concatenate(
+        [each.index for each in train]
+    )
+    (black,) = (
+        batch["image"][batch.weight == 0] for batch in val if (batch.weight == 0).any()
+    )
     assert black.shape == (1, 16, 16, 4) and not black.any()
 
 
 def test_views_and_masks_and_functions_of_another_dtype_go_with_arrays() -> None:
     store = store_of("uint16", 4)
-    views = {"crop": {"transform": "light", "count": 2, "size": 8}, "whole": {"transform": "none"}}
+    views = {
+        "crop": {"transform": "light", "count": 2, "size": 8},
+        "whole": {"transform": "none"},
+    }
     batch = next(without_ray.host_batches(spec_of(store, train=views)))
-    assert batch["view.crop"].shape == (4, 2, 8, 8, 4) and batch["view.crop"].dtype == np.uint16
-    loader = raypipe.loader(spec_of(store, train=views), augment=AugmentConfig(mean=(0.5,) * 4, std=(1.0,) * 4))
+    assert (
+        batch["view.crop"].shape == (4, 2, 8, 8, 4)
+        and batch["view.crop"].dtype == np.uint16
+    )
+    loader = raypipe.loader(
+        spec_of(store, train=views),
+        augment=AugmentConfig(mean=(0.5,) * 4, std=(1.0,) * 4),
+    )
     seen = next(next(loader.epochs()).train)
-    whole = torch.from_numpy(some("uint16", int(seen.index[0]), 24, 20, 4)).permute(2, 0, 1)
+    whole = torch.from_numpy(some("uint16", int(seen.index[0]), 24, 20, 4)).permute(
+        2, 0, 1
+    )
     torch.testing.assert_close(seen.views["whole"][0], whole.float() / 65535 - 0.5)
 
-    masks = [cv2.imencode(".png", np.full((24, 20), i, np.uint8))[1].tobytes() for i in range(NUM)]
+    masks = [
+        cv2.imencode(".png", np.full((24, 20), i, np.uint8))[1].tobytes()
+        for i in range(NUM)
+    ]
     masked = MemoryStore(store._columns["image"], [0] * NUM, columns={"mask": masks})
-    batch = next(without_ray.host_batches(spec_of(masked, train="resize", mask_column="mask")))
+    batch = next(
+        without_ray.host_batches(spec_of(masked, train="resize", mask_column="mask"))
+    )
     assert batch["mask"].shape == (4, 16, 16) and batch["image"].shape == (4, 16, 16, 4)
 
-    batch = next(without_ray.host_batches(spec_of(store, train=lambda image: image[..., 0] / np.float32(65535))))
+    batch = next(
+        without_ray.host_batches(
+            spec_of(store, train=lambda image: image[..., 0] / np.float32(65535))
+        )
+    )
     image = batch["image"]
-    assert image.shape == (4, 24, 20, 1) and image.dtype == np.float32 and image.max() <= 1
+    assert (
+        image.shape == (4, 24, 20, 1) and image.dtype == np.float32 and image.max() <= 1
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "pool", "message"),
     [
-        ({"apply_exif": True}, {}, r"transform\.apply_exif must be False with transform\.decode_as='array'"),
-        ({"crop_decode": "scaled"}, {}, r"transform\.crop_decode must be .* with transform\.decode_as='array'"),
-        ({"train": "heavy"}, {}, r"preset 'heavy' needs uint8 RGB, and transform\.decode_as is 'array'"),
+        (
+            {"apply_exif": True},
+            {},
+            r"transform\.apply_exif must be False with transform\.decode_as='array'",
+        ),
+        (
+            {"crop_decode": "scaled"},
+            {},
+            r"transform\.crop_decode must be .* with transform\.decode_as='array'",
+        ),
+        (
+            {"train": "heavy"},
+            {},
+            r"preset 'heavy' needs uint8 RGB, and transform\.decode_as is 'array'",
+        ),
         ({"train": "randaugment"}, {}, r"preset 'randaugment' needs uint8 RGB"),
         ({"train": "dino"}, {}, r"preset 'dino' needs uint8 RGB"),
-        ({"train": {"a": {"transform": "tv-light"}}}, {}, r"view 'a': the preset 'tv-light' needs uint8 RGB"),
+        (
+            {"train": {"a": {"transform": "tv-light"}}},
+            {},
+            r"view 'a': the preset 'tv-light' needs uint8 RGB",
+        ),
     ],
 )
-def test_what_needs_rgb_is_refused_by_both_settings(settings: Any, pool: Any, message: str) -> None:
+def test_what_needs_rgb_is_refused_by_both_settings(
+    settings: Any, pool: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         config = TransformConfig(decode_as="array", **settings)
         open_stream(store_of("uint16", 4), transform=config, pool=PoolConfig(**pool))
@@ -179,13 +272,17 @@ def test_what_needs_rgb_is_refused_by_both_settings(settings: Any, pool: Any, me
 
 def test_images_need_as_many_channels_as_the_mean() -> None:
     spec = spec_of(store_of("uint16", 4))
-    with pytest.raises(ConfigError, match=r"4 channels, and augment\.mean and augment\.std are of 3"):
+    with pytest.raises(
+        ConfigError, match=r"4 channels, and augment\.mean and augment\.std are of 3"
+    ):
         next(without_ray.every_batch(raypipe.loader(spec, augment=AugmentConfig())))
 
 
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("dtype", ["uint16", "float32", "int16", "uint32", "float64"])
-def test_the_device_scales_integers_by_their_largest_and_leaves_floats(dtype: str, ring: bool) -> None:
+def test_the_device_scales_integers_by_their_largest_and_leaves_floats(
+    dtype: str, ring: bool
+) -> None:
     spec = spec_of(store_of(dtype, 4))
     (batch, *_) = on_device(without_ray.host_batches(spec), CPU, lambda _: 1, ring=ring)
     image = batch.image
@@ -198,11 +295,18 @@ def test_the_device_scales_integers_by_their_largest_and_leaves_floats(dtype: st
     for config in (AugmentConfig(mean=mean, std=std), flip):
         augment = DeviceAugment(config, CPU)
         out, _ = augment(image, batch.target, np.ones(4, bool), seed=3)
-        assert out.dtype == torch.float32 and out.is_contiguous(memory_format=torch.channels_last)
+        assert out.dtype == torch.float32 and out.is_contiguous(
+            memory_format=torch.channels_last
+        )
         for row in range(4):
-            same = [np.allclose(out[row].numpy(), each, rtol=1e-5, atol=1e-5) for each in _flips(expected[row])]
+            same = [
+                np.allclose(out[row].numpy(), each, rtol=1e-5, atol=1e-5)
+                for each in _flips(expected[row])
+            ]
             assert any(same) and (config is flip or same[0])
-    mixing = DeviceAugment(dataclasses.replace(flip, mixup_alpha=1.0, cutmix_alpha=1.0), CPU)
+    mixing = DeviceAugment(
+        dataclasses.replace(flip, mixup_alpha=1.0, cutmix_alpha=1.0), CPU
+    )
     out, mixed = mixing(image, batch.target, np.ones(4, bool), seed=3)
     assert mixed is not None and out.isfinite().all()
     np.testing.assert_array_equal(image.numpy(), kept)
@@ -213,13 +317,18 @@ def _flips(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_colour_presets_of_16_bit_rgb_do_what_they_do_to_8_bits() -> None:
-    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3), np.uint8)).permute(
-        0, 3, 1, 2
-    )
-    wide = torch.from_numpy(pixels.numpy().astype(np.uint16) * 257)  # 255 * 257 = 65,535
+    pixels = torch.from_numpy(
+        np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3), np.uint8)
+    ).permute(0, 3, 1, 2)
+    wide = torch.from_numpy(
+        pixels.numpy().astype(np.uint16) * 257
+    )  # 255 * 257 = 65,535
     for preset in ("standard", "strong"):
         augment = DeviceAugment(AugmentConfig(preset=preset), CPU)
-        made = [augment(image, torch.zeros(4), np.ones(4, bool), seed=5)[0] for image in (pixels, wide)]
+        made = [
+            augment(image, torch.zeros(4), np.ones(4, bool), seed=5)[0]
+            for image in (pixels, wide)
+        ]
         torch.testing.assert_close(made[0], made[1], rtol=1e-4, atol=1e-4)
 
 
@@ -234,18 +343,30 @@ def test_colour_presets_of_16_bit_rgb_do_what_they_do_to_8_bits() -> None:
             {"ops": [{"op": "ColorJitter", "saturation": 0.2, "p": 0.001}]},
             "ColorJitter.*on 4 channels, of which augment.mean is",
         ),
-        ({"ops": [{"op": "RandAugment", "n": 1, "m": 5}]}, "RandAugment needs red, green and blue"),
-        ({"ops": [{"op": "RandomGrayscale", "p": 1.0}]}, "RandomGrayscale needs red, green and blue"),
+        (
+            {"ops": [{"op": "RandAugment", "n": 1, "m": 5}]},
+            "RandAugment needs red, green and blue",
+        ),
+        (
+            {"ops": [{"op": "RandomGrayscale", "p": 1.0}]},
+            "RandomGrayscale needs red, green and blue",
+        ),
         ({"std": (1.0,)}, "augment.mean must be as many numbers as augment.std, 1"),
     ],
 )
-def test_operations_of_rgb_are_refused_for_other_channels(settings: Any, message: str) -> None:
+def test_operations_of_rgb_are_refused_for_other_channels(
+    settings: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        DeviceAugment(AugmentConfig(**{"mean": (0.5,) * 4, "std": (0.5,) * 4} | settings), CPU)
+        DeviceAugment(
+            AugmentConfig(**{"mean": (0.5,) * 4, "std": (0.5,) * 4} | settings), CPU
+        )
 
 
 def test_a_geometric_operation_of_kornia_takes_four_channels() -> None:
-    config = AugmentConfig(mean=(0.0,) * 4, std=(1.0,) * 4, ops=[{"op": "RandomVerticalFlip", "p": 1.0}])
+    config = AugmentConfig(
+        mean=(0.0,) * 4, std=(1.0,) * 4, ops=[{"op": "RandomVerticalFlip", "p": 1.0}]
+    )
     image = torch.from_numpy(some("uint16", 0, 2, 4, 8, 8))
     out, _ = DeviceAugment(config, CPU)(image, torch.zeros(2), np.ones(2, bool), seed=1)
     torch.testing.assert_close(out, image.float().flip(2) / 65535)
@@ -261,13 +382,23 @@ def folder_of(root: Path) -> Path:
 
 def test_npy_files_are_samples_where_there_is_no_image(tmp_path: Path) -> None:
     root = folder_of(tmp_path / "arrays")
-    tar_of(tmp_path / "w.tar", {f"{i}.{s}": c for i in range(4) for s, c in _of_key(i).items()})
+    tar_of(
+        tmp_path / "w.tar",
+        {f"{i}.{s}": c for i in range(4) for s, c in _of_key(i).items()},
+    )
     stores = [open_store(address) for address in (root, tmp_path / "w.tar")]
     for store, order in zip(stores, ([0, 2, 1, 3], range(4)), strict=True):
-        assert store.read(np.arange(4), ("image",))["image"] == [npy(some("uint16", i, 6, 5, 4)) for i in order]
-        assert store.read(np.arange(4), ("label",))["label"].tolist() == [i % 2 for i in order]
+        assert store.read(np.arange(4), ("image",))["image"] == [
+            npy(some("uint16", i, 6, 5, 4)) for i in order
+        ]
+        assert store.read(np.arange(4), ("label",))["label"].tolist() == [
+            i % 2 for i in order
+        ]
     before = None
-    for extra in ("x.jpg", "x.npy"):  # beside an image an array is none, as it was before there were arrays
+    for extra in (
+        "x.jpg",
+        "x.npy",
+    ):  # beside an image an array is none, as it was before there were arrays
         (root / "class0" / extra).write_bytes(picture(1))
         store = open_store(root)
         assert len(store) == 1 and before in (None, store.fingerprint)
@@ -290,9 +421,15 @@ def test_arrays_are_inspected_as_they_are_stored() -> None:
     store = store_of("uint16", 4)
     store._columns["image"][3] = store._columns["image"][3][:-1]
     samples = list(check_samples(store, np.arange(NUM)))
-    assert [sample.index for sample in samples if sample.error] == [3] and "truncated" in samples[3].error
+    assert [sample.index for sample in samples if sample.error] == [
+        3
+    ] and "truncated" in samples[3].error
     found = describe(store)
-    assert found["formats"] == {"npy": NUM} and found["height_px"][0] == 24 and found["bad_samples"] == 1
+    assert (
+        found["formats"] == {"npy": NUM}
+        and found["height_px"][0] == 24
+        and found["bad_samples"] == 1
+    )
     image = store._columns["image"][0]
     assert size_of(image) == {"width": 20, "height": 24}
     with pytest.raises(SampleError, match="damaged"):
@@ -300,7 +437,10 @@ def test_arrays_are_inspected_as_they_are_stored() -> None:
 
 
 def test_an_array_is_previewed(tmp_path: Path) -> None:
-    plan, transform = PlanConfig(micro_batch_size=4), TransformConfig(decode_as="array", train="light", size=8)
+    plan, transform = (
+        PlanConfig(micro_batch_size=4),
+        TransformConfig(decode_as="array", train="light", size=8),
+    )
     found = preview(
         open_stream(store_of("uint16", 4), plan=plan, transform=transform),
         str(tmp_path / "p.png"),

@@ -53,10 +53,15 @@ def test_a_full_disk_is_warned_of_once_and_leaves_no_torn_record(
     (warned,) = warnings(caplog)
     assert str(folder) in warned and "No space left" in warned
     assert len(caplog.messages) == 1 + 150 + 1  # each is in the log
-    assert json.loads((folder / f"{place(0)}.jsonl").read_text()) == {**vars(place(0)), **BAD[0]}
+    assert json.loads((folder / f"{place(0)}.jsonl").read_text()) == {
+        **vars(place(0)),
+        **BAD[0],
+    }
 
 
-def test_a_place_that_cannot_be_used_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_place_that_cannot_be_used_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     for folder in ((tmp_path / "file" / "quarantine").as_uri(), "nowhere://x"):
         record_bad(folder, place(0), BAD)
@@ -107,11 +112,18 @@ def test_bad_samples_are_named_without_control_characters(
 ) -> None:
     name = f"{folder}/a/07\\x1b[31m.jpg"
     digests(spec_of(folder, tmp_path / "quarantine"))
-    records = [json.loads(line) for file in (tmp_path / "quarantine").iterdir() for line in file.open()]
+    records = [
+        json.loads(line)
+        for file in (tmp_path / "quarantine").iterdir()
+        for line in file.open()
+    ]
     assert sorted(record["split"] for record in records) == ["train", "val"]
     assert {(record["index"], record["name"]) for record in records} == {(7, name)}
     monkeypatch.setattr(maker, "BadSampleBudget", partial(BadSampleBudget, grace=0))
-    for error, config in ((SampleError, {"max_bad_fraction": 0}), (BadSamplesError, {})):
+    for error, config in (
+        (SampleError, {"max_bad_fraction": 0}),
+        (BadSamplesError, {}),
+    ):
         with pytest.raises(error) as failure:
             digests(spec_of(folder, tmp_path / "quarantine", **config))
         assert f"{folder} sample 7 ({name}): not an image" in str(failure.value)
@@ -119,7 +131,13 @@ def test_bad_samples_are_named_without_control_characters(
 
 # The budget
 
-LAST = WHERE | {"store": "x.lmdb", "index": 77, "name": "cats/7.jpg", "error": "no value", "fault": "store"}
+LAST = WHERE | {
+    "store": "x.lmdb",
+    "index": 77,
+    "name": "cats/7.jpg",
+    "error": "no value",
+    "fault": "store",
+}
 
 
 def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
@@ -135,7 +153,10 @@ def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
 
 
 def test_faulty_user_code_is_named_by_line_in_error_record_and_log(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def picky(image: np.ndarray) -> np.ndarray:
         if image.mean() > 0:
@@ -143,26 +164,49 @@ def test_faulty_user_code_is_named_by_line_in_error_record_and_log(
         return image[:16, :16]
 
     place = r"test_bad_samples\.py:\d+ in picky: LookupError: too bright"
-    given: Any = {"train_transform": picky, "val_transform": None, "plan": PlanConfig(micro_batch_size=4)}
+    given: Any = {
+        "train_transform": picky,
+        "val_transform": None,
+        "plan": PlanConfig(micro_batch_size=4),
+    }
     for fraction, advice in (
         (0, "pool.engine=inline"),
         (1, "8 substitutes were bad as well.*pool.engine=inline"),
     ):
-        spec = open_stream(str(folder), transform=TransformConfig(size=16, max_bad_fraction=fraction), **given)
-        with pytest.raises(TransformError, match=rf"sample \d+ .*the transform failed at .*{place}.*{advice}"):
+        spec = open_stream(
+            str(folder),
+            transform=TransformConfig(size=16, max_bad_fraction=fraction),
+            **given,
+        )
+        with pytest.raises(
+            TransformError,
+            match=rf"sample \d+ .*the transform failed at .*{place}.*{advice}",
+        ):
             digests(spec)
 
     def now_and_then(image: np.ndarray) -> np.ndarray:
         return picky(image) if image[0, 0, 0] % 2 else image[:16, :16]
 
-    given |= {"train_transform": now_and_then, "quarantine": (tmp_path / "records").as_uri()}
+    given |= {
+        "train_transform": now_and_then,
+        "quarantine": (tmp_path / "records").as_uri(),
+    }
     monkeypatch.setattr(maker, "BadSampleBudget", partial(BadSampleBudget, grace=1))
     spec = open_stream(str(folder), transform=TransformConfig(size=16), **given)
-    with pytest.raises(BadSamplesError, match=rf"{place}\. Raise .*, or fix the transform: .*pool.engine=inline"):
+    with pytest.raises(
+        BadSamplesError,
+        match=rf"{place}\. Raise .*, or fix the transform: .*pool.engine=inline",
+    ):
         digests(spec)
-    records = [json.loads(line) for file in (tmp_path / "records").iterdir() for line in file.open()]
+    records = [
+        json.loads(line)
+        for file in (tmp_path / "records").iterdir()
+        for line in file.open()
+    ]
     of_transform = [record for record in records if record["fault"] == "transform"]
-    assert of_transform and all(re.search(place, record["error"]) for record in of_transform)
+    assert of_transform and all(
+        re.search(place, record["error"]) for record in of_transform
+    )
     assert any(re.search(place, text) for text in caplog.messages)
 
 
@@ -180,10 +224,15 @@ def test_budget_of_nothing_stops_at_the_first() -> None:
         BadSampleBudget(max_fraction=0.0, grace=0).spend([LAST], 1000)
 
 
-def test_a_label_beyond_int64_makes_a_bad_sample_and_no_other_class(tmp_path: Path) -> None:
+def test_a_label_beyond_int64_makes_a_bad_sample_and_no_other_class(
+    tmp_path: Path,
+) -> None:
     store = tmp_path / "labels.parquet"
     labels = pa.array([1] * 5 + [(1 << 64) - 1, 1, 1], pa.uint64())
-    pq.write_table(pa.table({"image": [picture(number) for number in range(8)], "label": labels}), store)
+    pq.write_table(
+        pa.table({"image": [picture(number) for number in range(8)], "label": labels}),
+        store,
+    )
     spec = open_stream(
         store,
         store,
@@ -191,13 +240,23 @@ def test_a_label_beyond_int64_makes_a_bad_sample_and_no_other_class(tmp_path: Pa
         transform=TransformConfig(train="none", val="none"),
         quarantine=(tmp_path / "quarantine").as_uri(),
     )
-    rows = [row for batch in inline_batches(spec, spec.plan.start()) for row in zip(*rows_of(batch), strict=True)]
+    rows = [
+        row
+        for batch in inline_batches(spec, spec.plan.start())
+        for row in zip(*rows_of(batch), strict=True)
+    ]
     assert {label for label, index, weight in rows if weight} == {1}
-    assert [weight for _, index, weight in rows if index == 5] == [0]  # of the validation
-    records = [json.loads(path.read_text()) for path in (tmp_path / "quarantine").iterdir()]
+    assert [weight for _, index, weight in rows if index == 5] == [
+        0
+    ]  # of the validation
+    records = [
+        json.loads(path.read_text()) for path in (tmp_path / "quarantine").iterdir()
+    ]
     assert {record["split"] for record in records} == {"train", "val"}
     for record in records:
-        assert record["index"] == 5 and record["name"] and "the label" in record["error"]
+        assert (
+            record["index"] == 5 and record["name"] and "the label" in record["error"]
+        )
 
 
 def rows_of(batch: MicroBatch) -> list[list[float]]:
@@ -219,6 +278,8 @@ def test_a_substitute_has_other_pixels_than_its_own_draw() -> None:
     )
     seen = [batch["image"] for batch in without_ray.host_batches(spec)]
     again = [batch["image"] for batch in without_ray.host_batches(spec)]
-    assert all(np.array_equal(one, other) for one, other in zip(seen, again, strict=True))
+    assert all(
+        np.array_equal(one, other) for one, other in zip(seen, again, strict=True)
+    )
     pixels = [image.tobytes() for batch in seen for image in batch]
     assert len(set(pixels)) == len(pixels) == 24

@@ -12,14 +12,24 @@ from raypipe.streaming.blocks import MAX_BYTES, cut, fitting, most, most_bytes, 
 from raypipe.streaming.planning import make_plan
 
 
-def plan(num_train: int = 60, num_val: int = 25, per_step: int = 4, epochs: int = 2) -> Plan:
-    train, val = (MemoryStore([b""] * size, np.zeros(size)) for size in (num_train, num_val))
-    return make_plan(PlanConfig(epochs=epochs, micro_batch_size=2, global_batch_size=per_step * 2), train, val)
+def plan(
+    num_train: int = 60, num_val: int = 25, per_step: int = 4, epochs: int = 2
+) -> Plan:
+    train, val = (
+        MemoryStore([b""] * size, np.zeros(size)) for size in (num_train, num_val)
+    )
+    return make_plan(
+        PlanConfig(epochs=epochs, micro_batch_size=2, global_batch_size=per_step * 2),
+        train,
+        val,
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_ranks_get_micro_batches_in_order_in_blocks_of_one_segment(ranks: int, size: int) -> None:
+def test_ranks_get_micro_batches_in_order_in_blocks_of_one_segment(
+    ranks: int, size: int
+) -> None:
     whole = plan()
     for step in (0, 1, 3):
         places = list(whole.micro_batches(whole.cursor_at(step)))
@@ -27,7 +37,9 @@ def test_ranks_get_micro_batches_in_order_in_blocks_of_one_segment(ranks: int, s
         for rank in range(ranks):
             of_rank = [at for block in blocks[rank::ranks] for at in block]
             assert of_rank == [at for at in places if at.micro % ranks == rank]
-        assert len(blocks) % ranks == 0  # none is left out where blocks are dealt out evenly
+        assert (
+            len(blocks) % ranks == 0
+        )  # none is left out where blocks are dealt out evenly
         for block in blocks:
             assert 1 <= len(block) <= (size if block[0].split == "train" else 2 * size)
             assert len({(at.split, at.epoch) for at in block}) == 1
@@ -37,15 +49,23 @@ def test_ranks_get_micro_batches_in_order_in_blocks_of_one_segment(ranks: int, s
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 @pytest.mark.parametrize("rounds", [0, 1, 5, 100, 3000, 10**6])
-def test_tasks_follow_each_other_in_whole_rounds_and_are_few(rounds: int, ranks: int) -> None:
+def test_tasks_follow_each_other_in_whole_rounds_and_are_few(
+    rounds: int, ranks: int
+) -> None:
     total = rounds * ranks
     found = tasks(total, ranks)
-    assert [first for first, _ in found] == [0, *np.cumsum([count for _, count in found])[:-1].tolist()]
+    assert [first for first, _ in found] == [
+        0,
+        *np.cumsum([count for _, count in found])[:-1].tolist(),
+    ]
     assert sum(count for _, count in found) == total
     assert all(count % ranks == 0 for _, count in found)
     assert len(found) <= 256 + 8
     longest = max(1024, total // 256) + ranks
-    assert all(second <= 2 * count and second <= longest for (_, count), (_, second) in pairwise(found))
+    assert all(
+        second <= 2 * count and second <= longest
+        for (_, count), (_, second) in pairwise(found)
+    )
 
 
 def test_blocks_grow_with_the_tasks() -> None:
@@ -72,5 +92,7 @@ def test_a_block_is_as_large_as_its_limits_let_it(
 
 def test_blocks_of_few_cpus_are_smaller_and_all_fit_the_object_store() -> None:
     assert most_bytes(2, room=1e12) == 64 << 20 and most_bytes(1, room=1e12) == 32 << 20
-    assert most_bytes(8, room=1e12) == most_bytes(100, room=1e12) == MAX_BYTES == 256 << 20
+    assert (
+        most_bytes(8, room=1e12) == most_bytes(100, room=1e12) == MAX_BYTES == 256 << 20
+    )
     assert most_bytes(100, room=5e6) == 5_000_000

@@ -24,7 +24,9 @@ from bucketed import BUCKETS, SIDES, pictures, spec_of  # isort: skip
 
 
 def shapes(batches: list[MicroBatch], split: str = "train") -> set[tuple[int, ...]]:
-    return {batch["image"].shape[1:3] for batch in batches if batch.position.split == split}
+    return {
+        batch["image"].shape[1:3] for batch in batches if batch.position.split == split
+    }
 
 
 def test_micro_batches_have_their_buckets_shape_and_validations_their_own() -> None:
@@ -32,14 +34,19 @@ def test_micro_batches_have_their_buckets_shape_and_validations_their_own() -> N
     found = list(host_batches(spec))
     assert shapes(found) == SIDES and shapes(found, "val") == {(8, 8)}
     pixels = [height * width for height, width in SIDES]
-    assert pixel_range(spec.transform, spec.plan.config.bucket_sides) == (min(pixels), max(pixels))
+    assert pixel_range(spec.transform, spec.plan.config.bucket_sides) == (
+        min(pixels),
+        max(pixels),
+    )
     assert all(
         batch["image"].shape[1:3] == spec.plan.bucket_of(batch.position)
         for batch in found
         if batch.position.split == "train"
     )
     tail = digests(spec_of(), 4)
-    assert tail == [batch_digest(batch) for batch in found][-len(tail) :] and 0 < len(tail) < len(found)
+    assert tail == [batch_digest(batch) for batch in found][-len(tail) :] and 0 < len(
+        tail
+    ) < len(found)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -65,7 +72,9 @@ def test_masks_go_with_images_of_each_shape() -> None:
     columns = plain.read(np.arange(40), ("height", "width"))
     masks = [
         cv2.imencode(".png", np.full((h, w), i % 200, np.uint8))[1].tobytes()
-        for i, (h, w) in enumerate(zip(columns["height"], columns["width"], strict=True))
+        for i, (h, w) in enumerate(
+            zip(columns["height"], columns["width"], strict=True)
+        )
     ]
     train = pictures(40, seg=masks)
     transform = TransformConfig(train="light", size=8, mask_column="seg")
@@ -84,29 +93,53 @@ def test_masks_go_with_images_of_each_shape() -> None:
 def test_the_loader_hands_out_images_of_each_shape() -> None:
     spec = spec_of()
     found = set()
-    for epoch in loader(spec, augment=AugmentConfig(preset="light", mixup_alpha=1.0)).epochs():
-        found |= {(batch.position.split, tuple(batch.image.shape[2:])) for batch in epoch.train}
-        found |= {(batch.position.split, tuple(batch.image.shape[2:])) for batch in epoch.val}
+    for epoch in loader(
+        spec, augment=AugmentConfig(preset="light", mixup_alpha=1.0)
+    ).epochs():
+        found |= {
+            (batch.position.split, tuple(batch.image.shape[2:]))
+            for batch in epoch.train
+        }
+        found |= {
+            (batch.position.split, tuple(batch.image.shape[2:])) for batch in epoch.val
+        }
     assert found == {*(("train", sides) for sides in SIDES), ("val", (8, 8))}
 
 
 def test_a_schedule_of_sizes_makes_the_buckets_smaller() -> None:
     found = list(host_batches(spec_of(size={0: 4, 1: 8})))
-    assert shapes([batch for batch in found if batch.position.epoch == 0]) == {(6, 8), (7, 7), (8, 6)}
+    assert shapes([batch for batch in found if batch.position.epoch == 0]) == {
+        (6, 8),
+        (7, 7),
+        (8, 6),
+    }
     assert shapes([batch for batch in found if batch.position.epoch == 1]) == SIDES
 
 
 def test_a_bad_sample_is_replaced_by_one_of_its_bucket_and_source() -> None:
     num_bad, bad = 0, {3, 8, 52}
-    for train in (pictures(50, (3, 8)), {"a": pictures(50, (3, 8)), "b": pictures(20, (2,))}):
+    for train in (
+        pictures(50, (3, 8)),
+        {"a": pictures(50, (3, 8)), "b": pictures(20, (2,))},
+    ):
         spec = spec_of(train, {"weights": 0.5}, max_bad_fraction=1.0)
-        columns = spec.stores["train"].read(np.arange(len(spec.stores["train"])), ("width", "height"))
+        columns = spec.stores["train"].read(
+            np.arange(len(spec.stores["train"])), ("width", "height")
+        )
         for batch in host_batches(spec):
             num_bad += batch.num_bad
             if batch.position.split == "train":
                 assert not bad & set(batch.index.tolist()) and batch.weight.all()
-                (sides,) = set(zip(columns["height"][batch.index], columns["width"][batch.index], strict=True))
-                expected = {(40, 60): (12, 16), (50, 50): (14, 14), (60, 40): (16, 12)}[sides]
+                (sides,) = set(
+                    zip(
+                        columns["height"][batch.index],
+                        columns["width"][batch.index],
+                        strict=True,
+                    )
+                )
+                expected = {(40, 60): (12, 16), (50, 50): (14, 14), (60, 40): (16, 12)}[
+                    sides
+                ]
                 assert batch["image"].shape[1:3] == expected
                 planned = spec.plan.indices(batch.position)
                 assert ((planned < 50) == (batch.index < 50)).all()
@@ -123,26 +156,37 @@ def test_validations_in_buckets_have_each_sample_once_in_its_shape() -> None:
         for batch in epoch.val:
             counted = batch.index[batch.weight > 0].tolist()
             seen[epoch.number] += counted
-            shape = tuple(batch.image.shape[2:])  # the same in both epochs: a schedule is of the training alone
+            shape = tuple(
+                batch.image.shape[2:]
+            )  # the same in both epochs: a schedule is of the training alone
             assert {(sides["height"][i], sides["width"][i]) for i in counted} <= {
                 {(12, 16): (40, 60), (14, 14): (50, 50), (16, 12): (60, 40)}[shape]
             }
-            assert (batch.target[batch.weight > 0] == batch.index[batch.weight > 0] % 5).all()
+            assert (
+                batch.target[batch.weight > 0] == batch.index[batch.weight > 0] % 5
+            ).all()
     assert sorted(seen[0]) == list(range(23)) and seen[0] == seen[1]
 
 
 def test_a_validation_of_one_size_and_a_store_without_sizes_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"transform\.val is .*CenterCrop, which is made once, and plan\.buckets has"
+        ConfigError,
+        match=r"transform\.val is .*CenterCrop, which is made once, and plan\.buckets has",
     ):
-        spec_of(plan={"val_buckets": True}, val_store=pictures(9), val=[{"CenterCrop": {"height": 8, "width": 8}}])
+        spec_of(
+            plan={"val_buckets": True},
+            val_store=pictures(9),
+            val=[{"CenterCrop": {"height": 8, "width": 8}}],
+        )
     with pytest.raises(ConfigError, match=r"no column 'width' for plan\.buckets"):
         spec_of(plan={"val_buckets": True})
 
 
 def test_a_transform_that_has_one_size_is_refused() -> None:
     steps = [{"Resize": {"height": 8, "width": 8}}]
-    with pytest.raises(ConfigError, match=r"Resize, which is made once, and plan\.buckets has"):
+    with pytest.raises(
+        ConfigError, match=r"Resize, which is made once, and plan\.buckets has"
+    ):
         spec_of(train=steps)
 
 
@@ -159,13 +203,22 @@ def test_a_function_of_the_user_gets_height_and_width_and_must_make_them(
     follows = spec_of(train="bucket_transforms:follows")
     assert shapes(list(host_batches(follows))) == SIDES
     stays = spec_of(train="bucket_transforms:stays")
-    with pytest.raises(ConfigError, match=r"made an image of .*14.*14.*must be \(12, 16\)"):
+    with pytest.raises(
+        ConfigError, match=r"made an image of .*14.*14.*must be \(12, 16\)"
+    ):
         list(host_batches(stays))
 
 
 def test_a_filter_omits_samples_of_buckets() -> None:
     plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)
     transform = TransformConfig(train="light", size=8)
-    spec = open_stream(pictures(40), plan=plan, transform=transform, filter="label != 3 and width > height")
-    assert shapes(list(host_batches(spec))) == {(12, 16)} and 0 < spec.plan.num_train < 16
+    spec = open_stream(
+        pictures(40),
+        plan=plan,
+        transform=transform,
+        filter="label != 3 and width > height",
+    )
+    assert (
+        shapes(list(host_batches(spec))) == {(12, 16)} and 0 < spec.plan.num_train < 16
+    )
     assert spec.plan.bucket_of(MicroBatchId("train", 0, 0, 0)) == (12, 16)

@@ -21,7 +21,13 @@ from raypipe.errors import ConfigError, CursorError, OutageError
 from raypipe.plan.places import Cursor
 from raypipe.storage.files import read_by
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.streaming.checkpoints import find_newest, find_start, has_checkpoints, read_state, write_checkpoint
+from raypipe.streaming.checkpoints import (
+    find_newest,
+    find_start,
+    has_checkpoints,
+    read_state,
+    write_checkpoint,
+)
 
 PLAN = "0123456789abcdef"
 
@@ -35,15 +41,23 @@ def content(cursor: Cursor, size: int = 5000) -> bytes:
     return random.Random(f"{cursor.epoch} {cursor.step}").randbytes(size)
 
 
-def write(run_uri: str, epoch: int, step: int, plan: str = PLAN, size: int = 5000) -> str:
+def write(
+    run_uri: str, epoch: int, step: int, plan: str = PLAN, size: int = 5000
+) -> str:
     """As a run does that has gone on from the newest."""
     newest, _ = find_newest(run_uri, check, with_state=True)
     cursor, before = Cursor(epoch, step, plan), newest.name if newest else ""
-    return write_checkpoint(run_uri, cursor, content(cursor, size), {"steps": step}, before)
+    return write_checkpoint(
+        run_uri, cursor, content(cursor, size), {"steps": step}, before
+    )
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -59,7 +73,11 @@ def step_of(run: Path | str) -> int | None:
     found, _ = find_newest(run_uri, check, with_state=True)
     if found is None:
         return None
-    assert found.state == content(found.cursor) == read_state(open_filesystem(found.address))
+    assert (
+        found.state
+        == content(found.cursor)
+        == read_state(open_filesystem(found.address))
+    )
     return found.cursor.step
 
 
@@ -73,10 +91,15 @@ def test_a_checkpoint_is_written_and_read_through_outages(
         proxy.outage = first(9, after=12)  # while it is written
         write(run_uri, 1, 6)
         proxy.outage = first(3, 403, "ExpiredToken", after=4)
-        assert step_of(run_uri) == 6 and proxy.faults == {"SlowDown": 9, "ExpiredToken": 3}
+        assert step_of(run_uri) == 6 and proxy.faults == {
+            "SlowDown": 9,
+            "ExpiredToken": 3,
+        }
 
 
-def test_an_outage_is_not_taken_for_damage(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_is_not_taken_for_damage(
+    bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_uri = f"{bucket}/mine"
     write(run_uri, 1, 3)
     monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
@@ -99,12 +122,18 @@ def test_the_newest_is_found_as_it_was_written_and_two_are_kept(run: Path) -> No
 
 
 def test_a_run_without_a_folder_starts_from_its_beginning(tmp_path: Path) -> None:
-    assert step_of(tmp_path / "none") is None and not has_checkpoints((tmp_path / "none").as_uri())
+    assert step_of(tmp_path / "none") is None and not has_checkpoints(
+        (tmp_path / "none").as_uri()
+    )
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_and_nothing_is_removed(run: Path, damage: str) -> None:
-    (run / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_resu')  # what Ray Train may leave
+def test_a_damaged_checkpoint_is_passed_over_and_nothing_is_removed(
+    run: Path, damage: str
+) -> None:
+    (run / "checkpoint_manager_snapshot.json").write_text(
+        '{"checkpoint_resu'
+    )  # what Ray Train may leave
     broken, (harm, reason) = newest(run), DAMAGE[damage]
     harm(broken)
     before = tree(run)
@@ -141,16 +170,24 @@ def test_a_place_reached_repeatedly_has_two_checkpoints_at_most(run: Path) -> No
 def test_if_none_can_be_read_one_error_has_all_the_reasons(run: Path) -> None:
     for path in run.glob("checkpoint_*"):
         (path / "state.pt").unlink()
-    with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read \(.*0006.*missing; .*0003.*missing\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no checkpoint of .* can be read \(.*0006.*missing; .*0003.*missing\)",
+    ):
         find_newest(run.as_uri(), check)
 
 
-def test_without_the_state_only_manifest_cursor_and_size_are_looked_at(run: Path) -> None:
+def test_without_the_state_only_manifest_cursor_and_size_are_looked_at(
+    run: Path,
+) -> None:
     path = newest(run) / "state.pt"
     flip(path)
     found, passed_over = find_newest(run.as_uri(), check)
     assert found and found.cursor.step == 6 and not found.state and not passed_over
-    with pytest.raises(ConfigError, match=r"0006.*is damaged \(the content of its state\.pt has changed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"0006.*is damaged \(the content of its state\.pt has changed",
+    ):
         read_state(open_filesystem(found.address))
 
 
@@ -170,17 +207,32 @@ def test_the_state_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_new_run_starts_from_another_run_or_its_checkpoint(
     run: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    own, first = (tmp_path_factory.mktemp("new") / "own").as_uri(), newest(run, before=1)
+    own, first = (
+        (tmp_path_factory.mktemp("new") / "own").as_uri(),
+        newest(run, before=1),
+    )
     for start_from, step in ((str(run), 6), (run.as_uri(), 6), (str(first), 3)):
         found, _ = find_newest(own, check, with_state=True, start_from=start_from)
-        assert found and found.cursor.step == step and found.state == content(found.cursor) and not found.metrics
+        assert (
+            found
+            and found.cursor.step == step
+            and found.state == content(found.cursor)
+            and not found.metrics
+        )
     write(own, 1, 1)
     found, _ = find_newest(own, check, start_from=str(run))
     assert found and found.cursor.step == 1 and found.metrics
     for path in list(run.iterdir()):  # as Ray Train names them, one after the other
-        path.rename(run / f"checkpoint_2026-11-25_04-29-30.00000{9 - int(path.name.split('_')[2])}")
-    assert find_start(str(run), check).cursor.step == 3 and not has_checkpoints(run.as_uri())
-    with pytest.raises(ConfigError, match=r"start_from: no raypipe checkpoint at .*/none"):
+        path.rename(
+            run
+            / f"checkpoint_2026-11-25_04-29-30.00000{9 - int(path.name.split('_')[2])}"
+        )
+    assert find_start(str(run), check).cursor.step == 3 and not has_checkpoints(
+        run.as_uri()
+    )
+    with pytest.raises(
+        ConfigError, match=r"start_from: no raypipe checkpoint at .*/none"
+    ):
         find_newest(f"{own}s", check, start_from=str(tmp_path_factory.mktemp("none")))
 
 
@@ -194,7 +246,10 @@ def test_if_all_were_cut_off_the_run_starts_from_its_beginning(run: Path) -> Non
 def test_a_checkpoint_of_another_plan_is_passed_over_or_refused(run: Path) -> None:
     write(run.as_uri(), 1, 9, plan="f" * 16)
     _, passed_over = find_newest(run.as_uri(), check)
-    assert list(passed_over.values()) == [f"made under plan {'f' * 16}"] and step_of(run) == 6
+    assert (
+        list(passed_over.values()) == [f"made under plan {'f' * 16}"]
+        and step_of(run) == 6
+    )
     for path in (newest(run, before=1), *run.glob("checkpoint_0001_0000003_*")):
         shutil.rmtree(path)
     with pytest.raises(CursorError, match="made under plan"):
@@ -208,7 +263,10 @@ def test_a_full_disk_leaves_what_there_is_and_nothing_half(full_disk: Path) -> N
     for leave in (0, 4096, 8192, 12288):  # for the folder, for its first file, …
         fill(full_disk, leave)
         before = tree(run)
-        with pytest.raises(ConfigError, match=r"checkpoint .* of .* cannot be written .*No space left on device"):
+        with pytest.raises(
+            ConfigError,
+            match=r"checkpoint .* of .* cannot be written .*No space left on device",
+        ):
             write(run.as_uri(), 0, 3, size=9000)
         assert tree(run) == before and step_of(run) == 2
         make_room(full_disk)
@@ -216,7 +274,9 @@ def test_a_full_disk_leaves_what_there_is_and_nothing_half(full_disk: Path) -> N
     assert step_of(run) == 3
 
 
-def test_after_30_kills_while_writing_the_newest_checkpoint_is_whole(tmp_path: Path) -> None:
+def test_after_30_kills_while_writing_the_newest_checkpoint_is_whole(
+    tmp_path: Path,
+) -> None:
     run, random_moment, step = tmp_path / "run", random.Random(1), 0
     for _ in range(30):
         reading, writing = os.pipe()
@@ -237,7 +297,9 @@ def test_after_30_kills_while_writing_the_newest_checkpoint_is_whole(tmp_path: P
         found = step_of(run)
         assert done and found is not None and found - step in (done, done + 1)
         step = found
-    assert len(list(run.glob("checkpoint_*"))) <= 2 + 4  # what the last two kills have cut off
+    assert (
+        len(list(run.glob("checkpoint_*"))) <= 2 + 4
+    )  # what the last two kills have cut off
 
 
 def test_checkpoints_in_a_bucket_are_found_passed_over_and_removed(bucket: str) -> None:
@@ -248,7 +310,10 @@ def test_checkpoints_in_a_bucket_are_found_passed_over_and_removed(bucket: str) 
     filesystem, path = open_filesystem(run)
 
     def names() -> list[str]:
-        return sorted(info.base_name for info in filesystem.get_file_info(pyarrow.fs.FileSelector(path)))
+        return sorted(
+            info.base_name
+            for info in filesystem.get_file_info(pyarrow.fs.FileSelector(path))
+        )
 
     two, three = names()
     with filesystem.open_output_stream(f"{path}/{three}/state.pt") as file:

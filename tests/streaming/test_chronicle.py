@@ -42,7 +42,10 @@ def kinds(run: Path) -> list[str]:
 
 
 def test_an_own_loop_leaves_records_and_ends_with_a_diagnosis(
-    spec: StreamSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    spec: StreamSpec,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
     run = tmp_path / "runs" / "mine"
@@ -54,7 +57,15 @@ def test_an_own_loop_leaves_records_and_ends_with_a_diagnosis(
             loader.report({"loss": 0.5 / loader.global_step, "step": 1, "name": "x"})
             for _ in epoch.val:
                 pass
-    assert kinds(run) == ["start", "train", "report", "diagnosis", "train", "report", "diagnosis"]
+    assert kinds(run) == [
+        "start",
+        "train",
+        "report",
+        "diagnosis",
+        "train",
+        "report",
+        "diagnosis",
+    ]
     (said,) = capsys.readouterr().out.splitlines()
     assert "images/s; the time of a trainer is" in said and "CPU actor" in said
     records = read_records(run.as_uri())
@@ -65,8 +76,12 @@ def test_an_own_loop_leaves_records_and_ends_with_a_diagnosis(
     assert said.split(";")[0] in diagnosis["text"]
 
 
-def test_a_loop_that_never_asks_for_the_end_leaves_its_diagnosis_too(spec: StreamSpec, tmp_path: Path) -> None:
-    loaders = raypipe.plain_loaders(raypipe.loader(spec, run_dir=str(tmp_path / "mine")))
+def test_a_loop_that_never_asks_for_the_end_leaves_its_diagnosis_too(
+    spec: StreamSpec, tmp_path: Path
+) -> None:
+    loaders = raypipe.plain_loaders(
+        raypipe.loader(spec, run_dir=str(tmp_path / "mine"))
+    )
     for _ in range(spec.plan.config.epochs):
         for loader in loaders:
             batches = iter(loader)
@@ -75,13 +90,17 @@ def test_a_loop_that_never_asks_for_the_end_leaves_its_diagnosis_too(spec: Strea
     assert kinds(tmp_path / "mine") == ["start", *["train", "diagnosis"] * 2]
 
 
-def test_a_resume_keeps_what_was_recorded_before_it(spec: StreamSpec, tmp_path: Path) -> None:
+def test_a_resume_keeps_what_was_recorded_before_it(
+    spec: StreamSpec, tmp_path: Path
+) -> None:
     run = tmp_path / "mine"
     one = raypipe.loader(spec, run_dir=str(run))
     epoch = next(one.epochs())
     list(epoch.train)
     other = raypipe.loader(spec, run_dir=str(run))
-    other.load_state_dict(one.state_dict())  # as Lightning does, once the loader is open
+    other.load_state_dict(
+        one.state_dict()
+    )  # as Lightning does, once the loader is open
     assert len(list(every_batch(other))) > 0
     assert kinds(run) == ["start", "train", "start", "diagnosis", "train", "diagnosis"]
 
@@ -93,7 +112,9 @@ def test_what_a_loop_skips_is_no_throughput(spec: StreamSpec, tmp_path: Path) ->
 
 
 def test_a_line_now_and_then_says_what_the_first_batch_waits_for(
-    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    spec: StreamSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(chronicle, "_FIRST_TOLD_S", 0.01)
     said = []
@@ -106,11 +127,17 @@ def test_a_line_now_and_then_says_what_the_first_batch_waits_for(
 
     loader = Loader(spec, lambda _: Feed(slow()), cursor=spec.plan.start())
     next(next(loader.epochs()).train)
-    assert all(line.startswith("waiting for the first batch for 0 s: this process makes it") for line in said)
+    assert all(
+        line.startswith("waiting for the first batch for 0 s: this process makes it")
+        for line in said
+    )
 
 
 def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
-    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    spec: StreamSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(chronicle, "_FIRST_TOLD_S", 0.01)
     monkeypatch.setattr(chronicle, "_STATUS_S", 0.001)
@@ -128,7 +155,9 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
         yield from batches
 
     folder = open_filesystem(tmp_path.as_uri())
-    loader = Loader(spec, lambda _: Feed(stalled()), cursor=spec.plan.start(), folder=folder)
+    loader = Loader(
+        spec, lambda _: Feed(stalled()), cursor=spec.plan.start(), folder=folder
+    )
     batches = next(loader.epochs()).train
     for _ in range(8):
         asked, before = time.perf_counter(), loader.times()
@@ -137,11 +166,19 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
     begun = time.perf_counter()
     with loader.account.saving(lambda: "the previous one is being written"):
         until_told("s: the previous one is being written")
-        while (found := read_json(tmp_path / "status.json"))["waits_for"] != "the checkpoint":
+        while (found := read_json(tmp_path / "status.json"))[
+            "waits_for"
+        ] != "the checkpoint":
             time.sleep(0.01)
     stalled_s = time.perf_counter() - begun
-    assert found["whom"] == "the previous one is being written" and found["step"] == 2 and found["to_step"] == 6
-    until_told("training has asked for nothing for 0 s: the loop computes, or waits for other ranks")
+    assert (
+        found["whom"] == "the previous one is being written"
+        and found["step"] == 2
+        and found["to_step"] == 6
+    )
+    until_told(
+        "training has asked for nothing for 0 s: the loop computes, or waits for other ranks"
+    )
     next(batches)
     after = loader.times() - before
     assert 0.5 * stalled_s < after.checkpoint_s <= stalled_s
@@ -152,15 +189,26 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
 
 def test_the_supervisor_knows_what_a_stream_without_a_batch_is_at() -> None:
     supervisor = Supervisor(3)
-    assert supervisor.awaited() == "no transform actor has started yet, nor has the reader"
+    assert (
+        supervisor.awaited() == "no transform actor has started yet, nor has the reader"
+    )
     supervisor.reads("task", "3 micro-batches")
-    assert supervisor.awaited() == "no transform actor has started yet, and the reader has"
+    assert (
+        supervisor.awaited() == "no transform actor has started yet, and the reader has"
+    )
     supervisor.arrived("a", "process 1")
-    assert supervisor.awaited() == "1 transform actor has started, and so has the reader"
+    assert (
+        supervisor.awaited() == "1 transform actor has started, and so has the reader"
+    )
     supervisor.arrived("b", "process 2")
     supervisor.begins("a", ["train-0-0-0"])
-    assert supervisor.awaited() == "2 transform actors have started, and 1 of them makes blocks"
-    supervisor.moves("execution", 1.0, at="2 transform actors are idle and wait for the reader")
+    assert (
+        supervisor.awaited()
+        == "2 transform actors have started, and 1 of them makes blocks"
+    )
+    supervisor.moves(
+        "execution", 1.0, at="2 transform actors are idle and wait for the reader"
+    )
     assert supervisor.awaited() == "2 transform actors are idle and wait for the reader"
     supervisor.left("execution")
     assert supervisor.awaited().startswith("2 transform actors have started")

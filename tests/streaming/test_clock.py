@@ -26,13 +26,19 @@ def same(image: np.ndarray) -> np.ndarray:
 
 
 def store(num: int) -> MemoryStore:
-    return MemoryStore([picture(i, 4, 4) for i in range(num)], [0] * num, classes=("a",))
+    return MemoryStore(
+        [picture(i, 4, 4) for i in range(num)], [0] * num, classes=("a",)
+    )
 
 
 def loader_of(size: tuple[int, ...], strength: Any, at: int = 0) -> Loader:
     train, val, epochs, per_step, interval = size
     plan = PlanConfig(
-        epochs=epochs, micro_batch_size=2, global_batch_size=2 * per_step, val_interval=interval, seed=3
+        epochs=epochs,
+        micro_batch_size=2,
+        global_batch_size=2 * per_step,
+        val_interval=interval,
+        seed=3,
     )
     spec = raypipe.open_stream(
         store(train),
@@ -42,10 +48,14 @@ def loader_of(size: tuple[int, ...], strength: Any, at: int = 0) -> Loader:
         val_transform=same,
         pool=PoolConfig(engine="inline"),
     )
-    return raypipe.loader(spec, augment=AugmentConfig(strength=strength), cursor=spec.plan.cursor_at(at))
+    return raypipe.loader(
+        spec, augment=AugmentConfig(strength=strength), cursor=spec.plan.cursor_at(at)
+    )
 
 
-def strengths_of(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Cursor, float]]:
+def strengths_of(
+    loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, Cursor, float]]:
     """Each batch's split, the place before it, and the strength that its augmentation was given."""
     given, made = list[float](), loader.augment
     assert made
@@ -73,19 +83,31 @@ def test_each_batch_has_the_strength_of_the_training_before_it(
     for size in SIZES:
         steps = size[0] // (2 * size[3])
         for at in (0, steps):  # the second begins with a validation, or the next epoch
-            for split, before, given in strengths_of(loader_of(size, strength, at), monkeypatch):
+            for split, before, given in strengths_of(
+                loader_of(size, strength, at), monkeypatch
+            ):
                 done = before.epoch * steps + before.step
-                assert given == config.strength_at(done / (size[2] * steps)), (size, split, before)
+                assert given == config.strength_at(done / (size[2] * steps)), (
+                    size,
+                    split,
+                    before,
+                )
 
 
-def test_what_a_rank_exports_and_logs_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_exports_and_logs_follows_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for size in SIZES:
         loader = loader_of(size, (0.5, 1.0, 0.5))
         seen = list[float]()
         monkeypatch.setattr(loader.account.exported, "is_due", lambda: True)
         monkeypatch.setattr(
-            loader.account.exported, "record", lambda *_, seen=seen, **now: seen.append(now["trainer_step"])
+            loader.account.exported,
+            "record",
+            lambda *_, seen=seen, **now: seen.append(now["trainer_step"]),
         )
         for _ in every_batch(loader):
             pass
-        assert seen == sorted(seen) and seen[-1] == loader.global_step == size[2] * (size[0] // (2 * size[3]))
+        assert seen == sorted(seen) and seen[-1] == loader.global_step == size[2] * (
+            size[0] // (2 * size[3])
+        )

@@ -50,47 +50,74 @@ def corner(image: np.ndarray) -> np.ndarray:
 CORNERS = {"train_transform": corner, "val_transform": corner}
 
 
-def spec_of(stores: dict[str, Path], train: str = "train", **options: Any) -> StreamSpec:
-    return raypipe.open_stream(str(stores[train]), str(stores["val"]), **{"plan": PLAN, **options})
+def spec_of(
+    stores: dict[str, Path], train: str = "train", **options: Any
+) -> StreamSpec:
+    return raypipe.open_stream(
+        str(stores[train]), str(stores["val"]), **{"plan": PLAN, **options}
+    )
 
 
-def expected(spec: StreamSpec, split: str, epoch: int, first_step: int = 0) -> list[MicroBatch]:
+def expected(
+    spec: StreamSpec, split: str, epoch: int, first_step: int = 0
+) -> list[MicroBatch]:
     batches = [batch for batch in host_batches(spec) if batch.position.split == split]
-    return [batch for batch in batches if batch.position.epoch == epoch and batch.position.step >= first_step]
+    return [
+        batch
+        for batch in batches
+        if batch.position.epoch == epoch and batch.position.step >= first_step
+    ]
 
 
-def check_batches(found: list[dict[str, Any]], batches: list[MicroBatch], channels_first: bool = False) -> None:
+def check_batches(
+    found: list[dict[str, Any]], batches: list[MicroBatch], channels_first: bool = False
+) -> None:
     assert len(found) == len(batches)
     for columns, batch in zip(found, batches, strict=True):
         columns = {name: np.asarray(values) for name, values in columns.items()}
         at, images = batch.position, batch["image"]
-        assert {tuple(columns[name]) for name in PLACE} == {tuple([getattr(at, name)] * 8) for name in PLACE}
-        assert np.array_equal(columns["image"], images.transpose(0, 3, 1, 2) if channels_first else images)
+        assert {tuple(columns[name]) for name in PLACE} == {
+            tuple([getattr(at, name)] * 8) for name in PLACE
+        }
+        assert np.array_equal(
+            columns["image"], images.transpose(0, 3, 1, 2) if channels_first else images
+        )
         assert columns["label"].tolist() == batch["label"].tolist()
         assert columns["index"].tolist() == batch.index.tolist()
         assert columns["weight"].tolist() == batch.weight.tolist()
 
 
 @pytest.mark.cluster
-def test_torch_batches_are_the_micro_batches_of_the_loader(stores: dict[str, Path]) -> None:
+def test_torch_batches_are_the_micro_batches_of_the_loader(
+    stores: dict[str, Path],
+) -> None:
     import torch
 
     spec = spec_of(stores, transform=SMALL)
     dataset = raypipe.dataset(spec, epoch=1, first_step=2)
     found = list(dataset.iter_torch_batches(batch_size=8))
-    assert found[0]["image"].dtype == torch.uint8 and found[0]["label"].dtype == torch.int64
+    assert (
+        found[0]["image"].dtype == torch.uint8
+        and found[0]["label"].dtype == torch.int64
+    )
     check_batches(found, expected(spec, "train", 1, first_step=2))
 
 
 @pytest.mark.cluster
-def test_streaming_split_gives_each_rank_its_micro_batches(stores: dict[str, Path]) -> None:
+def test_streaming_split_gives_each_rank_its_micro_batches(
+    stores: dict[str, Path],
+) -> None:
     import ray
 
-    spec = spec_of(stores, "parquet", plan=replace(PLAN, window_groups=3), **CORNERS)  # a reader reads its groups
+    spec = spec_of(
+        stores, "parquet", plan=replace(PLAN, window_groups=3), **CORNERS
+    )  # a reader reads its groups
     dataset = raypipe.dataset(spec, epoch=None, channels_first=True)
     splits = dataset.streaming_split(2, equal=True)
     with ThreadPoolExecutor(2) as pool:
-        ranks = list(pool.map(lambda split: list(split.iter_batches(batch_size=None)), splits))
+        ranks = list(
+            pool.map(lambda split: list(split.iter_batches(batch_size=None)), splits)
+        )
     batches = [*expected(spec, "train", 0), *expected(spec, "train", 1)]
     for rank, found in enumerate(ranks):
         check_batches(found, batches[rank::2], channels_first=True)
@@ -100,9 +127,13 @@ def test_streaming_split_gives_each_rank_its_micro_batches(stores: dict[str, Pat
 
 
 @pytest.mark.cluster
-def test_rows_are_samples_and_a_validation_counts_each_once(stores: dict[str, Path]) -> None:
+def test_rows_are_samples_and_a_validation_counts_each_once(
+    stores: dict[str, Path],
+) -> None:
     spec = spec_of(stores, **CORNERS)
-    counted = raypipe.dataset(spec, split="val").filter(expr=col("weight") > 0).materialize()
+    counted = (
+        raypipe.dataset(spec, split="val").filter(expr=col("weight") > 0).materialize()
+    )
     rows = counted.take_all()
     assert [row["index"] for row in rows] == list(range(22))
     assert rows[0]["image"].shape == (9, 9, 3)
@@ -121,11 +152,17 @@ def test_columns_of_every_kind_become_columns_of_the_dataset() -> None:
         "column.meta.json": _ragged("json", [b'{"a": 1}', b"null", b"[2]"]),
         "column.tags": ragged,
     }
-    batch = MicroBatch(MicroBatchId("train", 1, 2, 3), np.arange(3), np.ones(3, np.float32), fields)
+    batch = MicroBatch(
+        MicroBatchId("train", 1, 2, 3), np.arange(3), np.ones(3, np.float32), fields
+    )
     table = BlockAccessor.batch_to_block(samples_of(batch, channels_first=True))
     assert table["text"].to_pylist() == texts and table["blob"].to_pylist() == blobs
     assert table["meta.json"].to_pylist() == ['{"a": 1}', "null", "[2]"]
-    assert [values.tolist() for values in table["tags"].to_pylist()] == [[0, 1], [], [0, 1, 2]]
+    assert [values.tolist() for values in table["tags"].to_pylist()] == [
+        [0, 1],
+        [],
+        [0, 1, 2],
+    ]
     assert table["step"].to_pylist() == [2] * 3
     small = BlockAccessor.for_block(table).to_numpy("small")
     assert np.array_equal(small, fields["view.small"].transpose(0, 3, 1, 2))
@@ -138,14 +175,20 @@ def _ragged(kind: Any, parts: list[bytes]) -> Ragged:
 
 def test_a_dataset_that_the_plan_does_not_have_is_one_error() -> None:
     def spec(**options: Any) -> StreamSpec:
-        store = MemoryStore([picture(number) for number in range(20)], np.arange(20), columns={"step": [1] * 20})
+        store = MemoryStore(
+            [picture(number) for number in range(20)],
+            np.arange(20),
+            columns={"step": [1] * 20},
+        )
         return raypipe.open_stream(store, plan=PLAN, transform=SMALL, **options)
 
     with pytest.raises(ConfigError, match="epoch is 2, and the plan has 2"):
         raypipe.dataset(spec(), epoch=2)
     with pytest.raises(ConfigError, match="first_step is 1, and the epoch has 1 steps"):
         raypipe.dataset(spec(), first_step=1)
-    with pytest.raises(ConfigError, match="no validation: give open_stream a second store"):
+    with pytest.raises(
+        ConfigError, match="no validation: give open_stream a second store"
+    ):
         raypipe.dataset(spec(), split="val")
     with pytest.raises(ConfigError, match="split must be 'train' or 'val', got 'test'"):
         raypipe.dataset(spec(), split="test")  # type: ignore[arg-type]

@@ -42,20 +42,36 @@ def damaged(image: Any) -> bytes:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """40 images: a PNG, a damaged JPEG, one that is cut short."""
     made, path = samples(40), tmp_path_factory.mktemp("decoding") / "train.lmdb"
-    made[3]["image"] = cv2.imencode(".png", np.full((50, 60, 3), 7, np.uint8))[1].tobytes()
+    made[3]["image"] = cv2.imencode(".png", np.full((50, 60, 3), 7, np.uint8))[
+        1
+    ].tobytes()
     made[7]["image"] = damaged(made[7]["image"])
     made[9]["image"] = bytes(made[9]["image"])[:-100]  # type: ignore[call-overload]
     with open_writer(path, columns=COLUMNS, classes=CLASSES) as writer:
         for sample in made:
-            writer.append({**sample, "width": 48, "height": 40})  # as `raypipe convert` adds them
+            writer.append(
+                {**sample, "width": 48, "height": 40}
+            )  # as `raypipe convert` adds them
     return path
 
 
 def open_spec(store: Path, decode: Any = "device", **options: Any) -> StreamSpec:
-    plan = {"epochs": 1, "micro_batch_size": 5, "global_batch_size": 10, **options.pop("plan", {})}
-    transform = raypipe.TransformConfig(**{"size": 24, "decode": decode, **options.pop("transform", {})})
+    plan = {
+        "epochs": 1,
+        "micro_batch_size": 5,
+        "global_batch_size": 10,
+        **options.pop("plan", {}),
+    }
+    transform = raypipe.TransformConfig(
+        **{"size": 24, "decode": decode, **options.pop("transform", {})}
+    )
     return raypipe.open_stream(
-        store, store, plan=raypipe.PlanConfig(**plan), transform=transform, pool=INLINE, **options
+        store,
+        store,
+        plan=raypipe.PlanConfig(**plan),
+        transform=transform,
+        pool=INLINE,
+        **options,
     )
 
 
@@ -66,25 +82,38 @@ def batches(spec: StreamSpec, **options: Any) -> list[Batch]:
 def records(folder: Path) -> dict[str, list[Any]]:
     """The quarantine: by micro-batch its bad samples, and their substitutes."""
     return {
-        path.name: sorted((record["index"], str(record["substitute"])) for record in map(json.loads, lines))
+        path.name: sorted(
+            (record["index"], str(record["substitute"]))
+            for record in map(json.loads, lines)
+        )
         for path in sorted(folder.iterdir())
         if (lines := path.read_text().splitlines())
     }
 
 
-def test_samples_targets_and_bad_samples_are_those_of_the_cpu_road(store: Path, tmp_path: Path) -> None:
+def test_samples_targets_and_bad_samples_are_those_of_the_cpu_road(
+    store: Path, tmp_path: Path
+) -> None:
     by_road = {
-        road: batches(open_spec(store, road, quarantine=str(tmp_path / road))) for road in ("cpu", "device")
+        road: batches(open_spec(store, road, quarantine=str(tmp_path / road)))
+        for road in ("cpu", "device")
     }
     for ours, other in zip(by_road["device"], by_road["cpu"], strict=True):
-        assert ours.position == other.position and ours.index.tolist() == other.index.tolist()
-        assert torch.equal(ours.weight, other.weight) and torch.equal(ours.target, other.target)
+        assert (
+            ours.position == other.position
+            and ours.index.tolist() == other.index.tolist()
+        )
+        assert torch.equal(ours.weight, other.weight) and torch.equal(
+            ours.target, other.target
+        )
         assert (ours.num_bad, ours.image.shape, ours.image.dtype) == (
             other.num_bad,
             other.image.shape,
             torch.uint8,
         )
-        assert (ours.image.int() - other.image.int()).abs().float().mean() < 3  # it shrinks without aliasing
+        assert (
+            ours.image.int() - other.image.int()
+        ).abs().float().mean() < 3  # it shrinks without aliasing
     assert records(tmp_path / "device") == records(tmp_path / "cpu")
     assert sum(batch.num_bad for batch in by_road["device"]) == 4
 
@@ -96,7 +125,10 @@ def test_the_digest_covers_the_encoded_bytes_and_the_maps(store: Path) -> None:
     other = data.values.copy()  # type: ignore[union-attr]
     other[0] ^= 1
     changed = [{MAP: maps}, {DATA: data._replace(values=other)}]  # type: ignore[union-attr]
-    digests = {batch_digest(replace(first, fields={**first.fields, **fields})) for fields in ({}, *changed)}
+    digests = {
+        batch_digest(replace(first, fields={**first.fields, **fields}))
+        for fields in ({}, *changed)
+    }
     assert len(digests) == 3
 
 
@@ -109,21 +141,30 @@ def test_two_ranks_and_threads_decode_what_one_does(store: Path) -> None:
         for host in inline_batches(threads, spec.plan.start(), rank, 2):
             rest, made = decode(host)
             alone = one[str(rest.position)]
-            assert torch.equal(made.image, alone.image) and rest.index.tolist() == alone.index.tolist()
+            assert (
+                torch.equal(made.image, alone.image)
+                and rest.index.tolist() == alone.index.tolist()
+            )
 
 
 def test_a_resumed_stream_goes_on_with_the_same_bits(store: Path) -> None:
     spec = open_spec(store)
     whole = batches(spec)
     resumed = batches(spec, cursor=spec.plan.cursor_at(2))
-    assert [batch.position for batch in resumed] == [batch.position for batch in whole[4:]]
-    assert all(torch.equal(a.image, b.image) for a, b in zip(resumed, whole[4:], strict=True))
+    assert [batch.position for batch in resumed] == [
+        batch.position for batch in whole[4:]
+    ]
+    assert all(
+        torch.equal(a.image, b.image) for a, b in zip(resumed, whole[4:], strict=True)
+    )
 
 
 def test_the_roads_do_not_resume_each_other(store: Path) -> None:
     with pytest.raises(CursorError):
         raypipe.loader(open_spec(store), cursor=open_spec(store, "cpu").plan.start())
-    settings = settings_of(open_spec(store), workers=1, actors=1, from_step=0, to_step=1)
+    settings = settings_of(
+        open_spec(store), workers=1, actors=1, from_step=0, to_step=1
+    )
     assert settings["transform.decode"] == "device"
 
 
@@ -132,7 +173,11 @@ def test_a_row_of_ray_has_the_encoded_images_of_its_micro_batches(store: Path) -
     again = list(batches_of(block_row(hosts)))
     assert [*map(batch_digest, again)] == [*map(batch_digest, hosts)]
     num_bytes = sum(column.nbytes for column in block_row(hosts).values())
-    assert num_bytes < sum(len(image) for host in hosts for image in host.fields[DATA].unpacked()) + 15 * 250  # type: ignore[union-attr]
+    assert (
+        num_bytes
+        < sum(len(image) for host in hosts for image in host.fields[DATA].unpacked())
+        + 15 * 250
+    )  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -153,7 +198,9 @@ def test_too_many_bad_samples_end_a_run_by_the_same_budget(tmp_path: Path) -> No
     for sample in made[:45]:
         sample["image"] = damaged(sample["image"])
     write_atomically(str(tmp_path / "bad.lmdb"), made, CLASSES)
-    with pytest.raises((BadSamplesError, SampleError), match=r"are bad|substitutes were bad"):
+    with pytest.raises(
+        (BadSamplesError, SampleError), match=r"are bad|substitutes were bad"
+    ):
         batches(open_spec(tmp_path / "bad.lmdb", plan={"epochs": 3}))
 
 
@@ -178,21 +225,34 @@ def test_the_stages_of_time_have_the_decoding(store: Path) -> None:
 
 def test_augmentation_sizes_and_buckets_go_on_top(store: Path) -> None:
     augment = raypipe.AugmentConfig(preset="standard", mixup_alpha=0.2)
-    assert {batch.image.dtype for batch in batches(open_spec(store), augment=augment)} == {torch.float32}
+    assert {
+        batch.image.dtype for batch in batches(open_spec(store), augment=augment)
+    } == {torch.float32}
     grows = open_spec(store, plan={"epochs": 2}, transform={"size": {0: 16, 1: 24}})
-    sizes = [batch.image.shape[-1] for batch in batches(grows) if batch.position.split == "train"]
+    sizes = [
+        batch.image.shape[-1]
+        for batch in batches(grows)
+        if batch.position.split == "train"
+    ]
     assert sizes == [16] * 8 + [24] * 8
     buckets = open_spec(store, plan={"buckets": ["16x24", "24x16"]})
-    assert {tuple(batch.image.shape[-2:]) for batch in batches(buckets)} == {(16, 24), (24, 24)}
+    assert {tuple(batch.image.shape[-2:]) for batch in batches(buckets)} == {
+        (16, 24),
+        (24, 24),
+    }
 
 
 def test_a_preview_and_a_saved_model_see_the_images(store: Path) -> None:
     spec = open_spec(store)
     rows, names = Preview(spec, raypipe.AugmentConfig()).tiles([3, 7], [0])
     assert names == ["transformed", "augmented"]
-    assert rows[0][1].image is not None and (rows[0][1].image == 7).all()  # the PNG is of one color
+    assert (
+        rows[0][1].image is not None and (rows[0][1].image == 7).all()
+    )  # the PNG is of one color
     described = input_of(spec, None)
-    model = SavedModel("here", 0, 0, {}, {}, None, "", described["transform"], described)
+    model = SavedModel(
+        "here", 0, 0, {}, {}, None, "", described["transform"], described
+    )
     last = next(batch for batch in batches(spec) if batch.position.split == "val")
     row = last.index.tolist().index(int(last.index[0]))
     image = spec.stores["val"].read(last.index[row : row + 1], ("image",))["image"][0]

@@ -41,14 +41,22 @@ def picture(seed: int) -> bytes:
     return cv2.imencode(".png", pixels)[1].tobytes()
 
 
-STORE = MemoryStore([picture(seed) for seed in range(16)], [seed % 3 for seed in range(16)])
+STORE = MemoryStore(
+    [picture(seed) for seed in range(16)], [seed % 3 for seed in range(16)]
+)
 
 
 def stream(train: Any, val: Any = None, **transform: Any) -> StreamSpec:
     config = TransformConfig(size=16, **transform)
     pool = PoolConfig(engine="inline")
     return raypipe.open_stream(
-        STORE, STORE, plan=PLAN, transform=config, train_transform=train, val_transform=val, pool=pool
+        STORE,
+        STORE,
+        plan=PLAN,
+        transform=config,
+        train_transform=train,
+        val_transform=val,
+        pool=pool,
     )
 
 
@@ -57,55 +65,104 @@ def first(spec: StreamSpec, split: str = "train", **options: Any) -> torch.Tenso
     return next(getattr(epoch, split)).image.clone()
 
 
-def test_batches_are_what_the_library_makes_of_the_same_pixels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_batches_are_what_the_library_makes_of_the_same_pixels(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     last = [A.Normalize(**NUMBERS), ToTensorV2()]
-    image = first(stream(A.Compose([*CROP, *last]), A.Compose([A.CenterCrop(16, 16), *last])))
+    image = first(
+        stream(A.Compose([*CROP, *last]), A.Compose([A.CenterCrop(16, 16), *last]))
+    )
     assert "Normalize (float32, mean (0.49, 0.48, 0.45), std" in capsys.readouterr().out
     pixels = first(stream(A.Compose(CROP), A.Compose([A.CenterCrop(16, 16)])))
-    assert pixels.dtype == torch.uint8 and image.dtype == torch.float32 and image.shape == (4, 3, 16, 16)
-    expected = [A.Compose(last)(image=row.permute(1, 2, 0).numpy())["image"] for row in pixels]
+    assert (
+        pixels.dtype == torch.uint8
+        and image.dtype == torch.float32
+        and image.shape == (4, 3, 16, 16)
+    )
+    expected = [
+        A.Compose(last)(image=row.permute(1, 2, 0).numpy())["image"] for row in pixels
+    ]
     torch.testing.assert_close(image, torch.stack(expected), atol=2e-6, rtol=1e-6)
 
 
 def test_an_ending_changes_the_plan_and_not_the_pixels_that_travel() -> None:
     with_ending, without = (
-        stream(A.Compose([*CROP, *last]), "center") for last in ([A.Normalize(**NUMBERS), ToTensorV2()], [])
+        stream(A.Compose([*CROP, *last]), "center")
+        for last in ([A.Normalize(**NUMBERS), ToTensorV2()], [])
     )
-    digests = [[*map(batch_digest, inline_batches(spec, spec.plan.start()))] for spec in (with_ending, without)]
-    assert digests[0] == digests[1] and with_ending.plan.fingerprint != without.plan.fingerprint
+    digests = [
+        [*map(batch_digest, inline_batches(spec, spec.plan.start()))]
+        for spec in (with_ending, without)
+    ]
+    assert (
+        digests[0] == digests[1]
+        and with_ending.plan.fingerprint != without.plan.fingerprint
+    )
     other = stream(A.Compose([*CROP, A.Normalize()]), "center")
     assert other.plan.fingerprint != with_ending.plan.fingerprint
     settings = settings_of(with_ending, workers=1, actors=1, from_step=0, to_step=1)
-    assert settings["ending.train"] == "float32, mean (0.49, 0.48, 0.45), std (0.25, 0.24, 0.26)"
-    assert settings["ending.val"] == settings["ending.train"], "a preset takes the other split's"
+    assert (
+        settings["ending.train"]
+        == "float32, mean (0.49, 0.48, 0.45), std (0.25, 0.24, 0.26)"
+    )
+    assert settings["ending.val"] == settings["ending.train"], (
+        "a preset takes the other split's"
+    )
 
 
 def test_device_augmentation_comes_before_the_normalization() -> None:
-    pipeline = v2.Compose([v2.RandomCrop(16), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+    pipeline = v2.Compose(
+        [
+            v2.RandomCrop(16),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(MEAN, STD),
+        ]
+    )
     spec, augment = stream(pipeline, "center"), AugmentConfig(preset="standard")
-    batch = next(next(raypipe.loader(stream(v2.Compose([v2.RandomCrop(16)]), "center")).epochs()).train)
-    by_config = DeviceAugment(AugmentConfig(preset="standard", **NUMBERS), torch.device("cpu"))
-    expected, _ = by_config(batch.image, batch.target, batch.index >= 0, seed=batch.seed)
+    batch = next(
+        next(
+            raypipe.loader(stream(v2.Compose([v2.RandomCrop(16)]), "center")).epochs()
+        ).train
+    )
+    by_config = DeviceAugment(
+        AugmentConfig(preset="standard", **NUMBERS), torch.device("cpu")
+    )
+    expected, _ = by_config(
+        batch.image, batch.target, batch.index >= 0, seed=batch.seed
+    )
     assert torch.equal(first(spec, augment=augment), expected)
     assert first(spec, augment=augment, dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert torch.equal(first(spec, "val", augment=augment), first(spec, "val")), "of which none is augmented"
+    assert torch.equal(first(spec, "val", augment=augment), first(spec, "val")), (
+        "of which none is augmented"
+    )
     with pytest.raises(ConfigError, match="images are normalized once"):
         raypipe.loader(spec, augment=AugmentConfig(mean=(0.5,) * 3, std=(0.5,) * 3))
 
 
 def test_train_and_val_may_end_differently() -> None:
     last = v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)
-    spec = stream(v2.Compose([v2.RandomCrop(16), *last]), v2.Compose([v2.CenterCrop(16), last[0]]))
+    spec = stream(
+        v2.Compose([v2.RandomCrop(16), *last]), v2.Compose([v2.CenterCrop(16), last[0]])
+    )
     train, val = first(spec), first(spec, "val")
     assert train.min() < 0 and 0 <= val.min() <= val.max() <= 1
-    assert input_of(spec, None)["mean"] == [0.0] * 3, "a model's input is that of the validation"
-    with pytest.raises(ConfigError, match=r"transform.train ends with ToDtype, Normalize, and transform.val is a"):
+    assert input_of(spec, None)["mean"] == [0.0] * 3, (
+        "a model's input is that of the validation"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"transform.train ends with ToDtype, Normalize, and transform.val is a",
+    ):
         stream(v2.Compose([v2.RandomCrop(16), *last]), v2.Compose([v2.CenterCrop(16)]))
 
 
 @pytest.mark.parametrize("form", ["numpy", "torch"])
-def test_a_function_that_returns_floats_is_taken_as_it_is(form: str, caplog: pytest.LogCaptureFixture) -> None:
-    whole = A.Compose([*CROP, A.Normalize(**NUMBERS), *([ToTensorV2()] if form == "torch" else [])])
+def test_a_function_that_returns_floats_is_taken_as_it_is(
+    form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = A.Compose(
+        [*CROP, A.Normalize(**NUMBERS), *([ToTensorV2()] if form == "torch" else [])]
+    )
 
     def function(image: np.ndarray) -> Any:
         return whole(image=image)["image"]
@@ -113,25 +170,38 @@ def test_a_function_that_returns_floats_is_taken_as_it_is(form: str, caplog: pyt
     with caplog.at_level(logging.WARNING):
         found = first(stream(function, function))
     assert found.dtype == torch.float32 and found.shape == (4, 3, 16, 16)
-    assert "transform.train returns float images, which are taken as they are: float32 travels" in caplog.text
+    assert (
+        "transform.train returns float images, which are taken as they are: float32 travels"
+        in caplog.text
+    )
     # Both pipelines have two random steps; the one in the function is seeded as well.
     assert torch.equal(found, first(stream(function, function)))
     assert found.min() < -1 and found.max() > 1
 
 
-def test_floats_in_the_middle_travel_and_a_line_names_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_floats_in_the_middle_travel_and_a_line_names_the_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     last = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     spec = stream(
-        v2.Compose([v2.RandomCrop(16), *last, v2.RandomErasing(p=1)]), v2.Compose([v2.CenterCrop(16), *last])
+        v2.Compose([v2.RandomCrop(16), *last, v2.RandomErasing(p=1)]),
+        v2.Compose([v2.CenterCrop(16), *last]),
     )
     train, val = first(spec), first(spec, "val")
-    assert (train == 0).float().mean() > 0.01 and train.dtype == val.dtype == torch.float32
     assert (
-        "transform.train: ToDtype stands before RandomErasing, so the CPU makes float32" in capsys.readouterr().out
+        train == 0
+    ).float().mean() > 0.01 and train.dtype == val.dtype == torch.float32
+    assert (
+        "transform.train: ToDtype stands before RandomErasing, so the CPU makes float32"
+        in capsys.readouterr().out
     )
     with pytest.raises(ConfigError, match="ToDtype stands before RandomErasing"):
         raypipe.loader(spec, augment=AugmentConfig(preset="light"))
-    mixed = next(next(raypipe.loader(spec, augment=AugmentConfig(mixup_alpha=1.0)).epochs()).train)
+    mixed = next(
+        next(
+            raypipe.loader(spec, augment=AugmentConfig(mixup_alpha=1.0)).epochs()
+        ).train
+    )
     assert mixed.mix is not None and mixed.image.min() < -1
     with pytest.raises(ConfigError, match="wire='rgb'"):
         first(stream(spec.transforms["train"], "center", wire="yuv420"))
@@ -139,9 +209,14 @@ def test_floats_in_the_middle_travel_and_a_line_names_the_step(capsys: pytest.Ca
 
 def test_views_end_alike_and_are_finished_each() -> None:
     last = [A.Normalize(**NUMBERS), ToTensorV2()]
-    views = {"a": (A.Compose([*CROP, *last]), 2), "b": A.Compose([A.CenterCrop(8, 8), *last])}
+    views = {
+        "a": (A.Compose([*CROP, *last]), 2),
+        "b": A.Compose([A.CenterCrop(8, 8), *last]),
+    }
     batch = next(next(raypipe.loader(stream(views, "center")).epochs()).train)
-    assert {name: (view.dtype, tuple(view.shape)) for name, view in batch.views.items()} == {
+    assert {
+        name: (view.dtype, tuple(view.shape)) for name, view in batch.views.items()
+    } == {
         "a": (torch.float32, (4, 2, 3, 16, 16)),
         "b": (torch.float32, (4, 3, 8, 8)),
     }
@@ -150,20 +225,36 @@ def test_views_end_alike_and_are_finished_each() -> None:
 
 def test_a_preview_shows_images_without_the_normalization() -> None:
     last = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    pixels = first(stream(v2.Compose([v2.RandomCrop(16)]), "center")).permute(0, 2, 3, 1).numpy().astype(int)
+    pixels = (
+        first(stream(v2.Compose([v2.RandomCrop(16)]), "center"))
+        .permute(0, 2, 3, 1)
+        .numpy()
+        .astype(int)
+    )
     nothing = v2.RandomErasing(p=0)
     for steps in (last, [*last, nothing]):
         spec = stream(v2.Compose([v2.RandomCrop(16), *steps]), "center")
         shown = Preview(spec, AugmentConfig())
         images, *_ = shown.stages(next(inline_batches(spec, spec.plan.start())))
-        assert all(np.abs(image.astype(int) - pixels).max() <= 1 for image in images.values())
+        assert all(
+            np.abs(image.astype(int) - pixels).max() <= 1 for image in images.values()
+        )
 
 
 def test_a_checkpoint_says_how_its_model_takes_images(tmp_path: Path) -> None:
     crop = {"RandomCrop": {"height": 16, "width": 16}}
-    spec = stream([crop, {"Normalize": {"mean": MEAN, "std": STD}}, {"ToTensorV2": None}], "center")
+    spec = stream(
+        [crop, {"Normalize": {"mean": MEAN, "std": STD}}, {"ToTensorV2": None}],
+        "center",
+    )
     described, content = input_of(spec, None), saved({"net": {"w": torch.ones(2)}})
-    write_checkpoint(tmp_path.as_uri(), Cursor(0, 1, spec.plan.fingerprint), content, {}, described=described)
+    write_checkpoint(
+        tmp_path.as_uri(),
+        Cursor(0, 1, spec.plan.fingerprint),
+        content,
+        {},
+        described=described,
+    )
     batch = next(next(raypipe.loader(spec).epochs()).val)
     prepared = raypipe.read_checkpoint(tmp_path).prepare(picture(int(batch.index[0])))
     torch.testing.assert_close(prepared, batch.image[0], atol=2e-6, rtol=1e-6)
@@ -172,14 +263,24 @@ def test_a_checkpoint_says_how_its_model_takes_images(tmp_path: Path) -> None:
 def test_old_pipelines_of_torchvision_work_as_they_stand() -> None:
     old = torchvision.transforms
     last = [old.ToTensor(), old.Normalize(MEAN, STD)]
-    spec = stream(old.Compose([old.RandomCrop(16), *last]), old.Compose([old.CenterCrop(16), *last]))
+    spec = stream(
+        old.Compose([old.RandomCrop(16), *last]),
+        old.Compose([old.CenterCrop(16), *last]),
+    )
     pixels = first(dataclasses.replace(spec, endings={}))
-    expected = torch.stack([old.Compose(last)(row.permute(1, 2, 0).numpy()) for row in pixels])
+    expected = torch.stack(
+        [old.Compose(last)(row.permute(1, 2, 0).numpy()) for row in pixels]
+    )
     torch.testing.assert_close(first(spec), expected, atol=2e-6, rtol=1e-6)
 
 
 def test_floats_before_an_ending_are_an_error_that_says_what_to_do() -> None:
     halved = v2.Lambda(lambda image: image / 2)
-    pipeline = v2.Compose([halved, v2.CenterCrop(16), v2.ToDtype(torch.float32, scale=True)])
-    with pytest.raises(ConfigError, match=r"makes floats before its ToDtype.* let the steps before make uint8"):
+    pipeline = v2.Compose(
+        [halved, v2.CenterCrop(16), v2.ToDtype(torch.float32, scale=True)]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"makes floats before its ToDtype.* let the steps before make uint8",
+    ):
         first(stream(pipeline, pipeline))

@@ -51,7 +51,9 @@ def store(kind: type[MemoryStore] = MemoryStore) -> MemoryStore:
 class KillsOnRead(MemoryStore):
     """A store whose reader, in C perhaps, dies of one sample."""
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
         if DEADLY_TO_READ in indices:
             self.fail()
         return super().read(indices, columns)
@@ -73,7 +75,9 @@ class FetchedFirst(MemoryStore):
 
     fetched = False
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
         for _ in range(0 if self.fetched else 10):
             progress()
             time.sleep(0.2)
@@ -103,7 +107,9 @@ def hangs(image: np.ndarray) -> np.ndarray:
     return crop(image)
 
 
-def spec_of(transform: Callable[..., Any], train: type[MemoryStore] = MemoryStore, **config: Any) -> StreamSpec:
+def spec_of(
+    transform: Callable[..., Any], train: type[MemoryStore] = MemoryStore, **config: Any
+) -> StreamSpec:
     return open_stream(
         store(train),
         plan=PlanConfig(epochs=1, micro_batch_size=8),
@@ -119,7 +125,13 @@ def row_of(batch: Batch | MicroBatch) -> tuple[Any, ...]:
         image, label = batch["image"], batch["label"]
     else:
         image, label = batch.image.permute(0, 2, 3, 1).numpy(), batch.target_host
-    return str(batch.position), batch.index.tolist(), label.tolist(), image.tobytes(), batch.num_bad
+    return (
+        str(batch.position),
+        batch.index.tolist(),
+        label.tolist(),
+        image.tobytes(),
+        batch.num_bad,
+    )
 
 
 def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:
@@ -147,7 +159,9 @@ def test_a_sample_that_crashes_or_hangs_its_process_is_replaced(
         found, faults = rows(spec_of(transform, train, time_limit_s=limit))
         assert found == expected
         # Of each sample two, and of each block the first.
-        assert 5 <= len(faults) <= 8 and all("a transform actor died" in fault for fault in faults)
+        assert 5 <= len(faults) <= 8 and all(
+            "a transform actor died" in fault for fault in faults
+        )
 
 
 def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
@@ -168,5 +182,7 @@ def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
 
 
 def test_under_raise_such_a_sample_is_the_one_clear_error() -> None:
-    with pytest.raises(SampleError, match=rf"sample {DEADLY}: its process died twice .*time_limit_s"):
+    with pytest.raises(
+        SampleError, match=rf"sample {DEADLY}: its process died twice .*time_limit_s"
+    ):
         rows(spec_of(crashes, max_bad_fraction=0))

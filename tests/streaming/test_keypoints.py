@@ -40,7 +40,9 @@ def scene(index: int) -> tuple[bytes, list[list[float]]]:
     rows, columns = np.mgrid[: SIZE[0], : SIZE[1]]
     for channel, label in enumerate((2, 0, 1)):
         x, y = rng.integers(15, [SIZE[1] - 15, SIZE[0] - 15]).tolist()
-        image[:, :, channel] = np.where((rows - y) ** 2 + (columns - x) ** 2 <= 100, 255, 0)
+        image[:, :, channel] = np.where(
+            (rows - y) ** 2 + (columns - x) ** 2 <= 100, 255, 0
+        )
         points.append([x, y, label])
     return encode_jpeg(image, 100), points
 
@@ -55,12 +57,16 @@ def store() -> MemoryStore:
 
 
 def content(transform: Any, **config: Any) -> Content:
-    return Content(transform, TransformConfig(size=128, keypoints_column="joints", **config))
+    return Content(
+        transform, TransformConfig(size=128, keypoints_column="joints", **config)
+    )
 
 
 PIPELINES: dict[str, Any] = {
     **{name: name for name in ("light", "heavy", "center", "resize", "small")},
-    "turned": A.Compose([A.Resize(128, 128), A.RandomRotate90(p=1), A.Transpose(p=0.5)]),
+    "turned": A.Compose(
+        [A.Resize(128, 128), A.RandomRotate90(p=1), A.Transpose(p=0.5)]
+    ),
     "perspective": A.Compose([A.Perspective(p=1), A.Resize(128, 128)]),
 }
 
@@ -72,8 +78,13 @@ def test_a_keypoint_is_where_its_disc_is_and_changes_no_pixel(name: str) -> None
     for (image, points), key in zip(SCENES, KEYS, strict=True):
         found = made.one(EncodedSample(image, 0, {"joints": points}), tuple(key))
         pixels = found["image"]
-        assert np.array_equal(pixels, alone.one(EncodedSample(image), tuple(key))["image"])
-        assert found["keypoints"].shape == (3, 3) and found["keypoints"].dtype == np.float32
+        assert np.array_equal(
+            pixels, alone.one(EncodedSample(image), tuple(key))["image"]
+        )
+        assert (
+            found["keypoints"].shape == (3, 3)
+            and found["keypoints"].dtype == np.float32
+        )
         for channel, (x, y, label) in enumerate(found["keypoints"].tolist()):
             inside = 0 <= x < 128 and 0 <= y < 128
             assert label == (points[channel][2] if inside else -2 - points[channel][2])
@@ -82,7 +93,9 @@ def test_a_keypoint_is_where_its_disc_is_and_changes_no_pixel(name: str) -> None
                 continue
             num_seen += 1
             rows, columns = np.nonzero(
-                pixels[:, :, channel] > 127 if name != "heavy" else pixels[:, :, channel] > 90
+                pixels[:, :, channel] > 127
+                if name != "heavy"
+                else pixels[:, :, channel] > 90
             )
             if name != "heavy":  # whose colours may change places
                 assert abs(columns.mean() - x) < 2 and abs(rows.mean() - y) < 2
@@ -90,7 +103,10 @@ def test_a_keypoint_is_where_its_disc_is_and_changes_no_pixel(name: str) -> None
 
 
 def test_a_crop_that_is_decoded_alone_has_the_same_keypoints() -> None:
-    exact, whole = content("light", crop_decode="exact"), content("light", crop_decode="off")
+    exact, whole = (
+        content("light", crop_decode="exact"),
+        content("light", crop_decode="off"),
+    )
     for (image, points), key in zip(SCENES, KEYS, strict=True):
         sample = EncodedSample(image, 0, {"joints": points})
         one, other = exact.one(sample, tuple(key)), whole.one(sample, tuple(key))
@@ -103,7 +119,9 @@ def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
     return open_stream(
         store(),
         plan=PlanConfig(epochs=2, micro_batch_size=4),
-        transform=TransformConfig(size=32, **{"keypoints_column": "joints", "max_targets": 5, **config}),
+        transform=TransformConfig(
+            size=32, **{"keypoints_column": "joints", "max_targets": 5, **config}
+        ),
         train_transform=transform,
         pool=PoolConfig(engine="inline"),
     )
@@ -113,19 +131,28 @@ def test_ring_and_readers_have_the_same_keypoints_with_room() -> None:
     spec = spec_of()
     hosts = list(without_ray.host_batches(spec))
     assert hosts[0]["keypoints"].shape == (4, 5, 3)
-    assert (hosts[0]["keypoints"][:, 3:] == [0, 0, -1]).all() and (hosts[0]["keypoints"][:, :3, 2] != -1).all()
-    ring = list(on_device(iter(hosts), torch.device("cpu"), lambda at: 0, keep=20, ring=True))
+    assert (hosts[0]["keypoints"][:, 3:] == [0, 0, -1]).all() and (
+        hosts[0]["keypoints"][:, :3, 2] != -1
+    ).all()
+    ring = list(
+        on_device(iter(hosts), torch.device("cpu"), lambda at: 0, keep=20, ring=True)
+    )
     fed = list(without_ray.every_batch(loader(spec)))
     for host, one, other in zip(hosts, ring, fed, strict=True):
-        assert np.array_equal(one.fields["keypoints"], host["keypoints"]) and np.array_equal(
-            other.fields["keypoints"], host["keypoints"]
-        )
+        assert np.array_equal(
+            one.fields["keypoints"], host["keypoints"]
+        ) and np.array_equal(other.fields["keypoints"], host["keypoints"])
     maker, block = MicroBatchMaker(spec), [batch.position for batch in hosts[:2]]
-    reads = [read_samples(spec.stores["train"], spec.plan.indices(at), spec.wanted) for at in block]
+    reads = [
+        read_samples(spec.stores["train"], spec.plan.indices(at), spec.wanted)
+        for at in block
+    ]
     unpacked = SourceRow.unpacked(SourceRow(block, reads).packed()).reads
     all_made, memory = maker.block(block, unpacked)
     row = block_row([made.batch for made in all_made], memory)
-    assert [batch_digest(batch) for batch in batches_of(row)] == [batch_digest(batch) for batch in hosts[:2]]
+    assert [batch_digest(batch) for batch in batches_of(row)] == [
+        batch_digest(batch) for batch in hosts[:2]
+    ]
     moved = with_fields(hosts[0], {"keypoints": hosts[0]["keypoints"] + 1})
     assert batch_digest(moved) != batch_digest(hosts[0])
 
@@ -133,19 +160,26 @@ def test_ring_and_readers_have_the_same_keypoints_with_room() -> None:
 def test_a_reader_ships_keypoints_only_where_there_are_any() -> None:
     for config, has_columns in (({}, True), ({"keypoints_column": ""}, False)):
         spec = spec_of(**config)
-        source = MicroBatchSource(spec.plan, spec.plan.start(), dict(spec.stores), wanted=spec.wanted)
+        source = MicroBatchSource(
+            spec.plan, spec.plan.start(), dict(spec.stores), wanted=spec.wanted
+        )
         (task, *_) = source.get_read_tasks(1)
         assert next(iter(task()))["columns"][0].is_valid == has_columns
 
 
 def test_what_does_not_go_with_keypoints_ends_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"it has 3 keypoints, and transform\.max_targets is 2"):
+    with pytest.raises(
+        ConfigError, match=r"it has 3 keypoints, and transform\.max_targets is 2"
+    ):
         next(without_ray.host_batches(spec_of(max_targets=2)))
     with pytest.raises(
-        ConfigError, match=r"transform\.keypoints_column needs an albumentations\.Compose, and the transform is"
+        ConfigError,
+        match=r"transform\.keypoints_column needs an albumentations\.Compose, and the transform is",
     ):
         spec_of(lambda image: image)
-    with pytest.raises(ConfigError, match=r"no column 'elbows' for transform\.keypoints_column"):
+    with pytest.raises(
+        ConfigError, match=r"no column 'elbows' for transform\.keypoints_column"
+    ):
         spec_of(keypoints_column="elbows")
     with pytest.raises(ConfigError, match="mixes images, not masks and the like"):
         loader(spec_of(), augment=AugmentConfig(mixup_alpha=0.2))

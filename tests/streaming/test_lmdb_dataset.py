@@ -26,13 +26,25 @@ LABELS: Any = [sample["label"] for sample in SAMPLES]
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """A store of two shards, with an array, text, and missing values."""
-    kinds = {"image": "binary", "label": "int64", "vector": "float32[3]", "note": "string"}
+    kinds = {
+        "image": "binary",
+        "label": "int64",
+        "vector": "float32[3]",
+        "note": "string",
+    }
     for number, part in enumerate((range(9), range(9, 23))):
         with open_writer(tmp_path / f"{number}.lmdb", kinds, CLASSES) as writer:
             for row in part:
                 vector = np.full(3, row, np.float32)
                 note = None if row < 12 else f"note {row}"
-                writer.append({"image": IMAGES[row], "label": LABELS[row], "vector": vector, "note": note})
+                writer.append(
+                    {
+                        "image": IMAGES[row],
+                        "label": LABELS[row],
+                        "vector": vector,
+                        "note": note,
+                    }
+                )
     return tmp_path
 
 
@@ -53,8 +65,12 @@ def test_ranges_of_keys_are_all_samples_in_order(own: Path, parallelism: int) ->
     read = table(source, parallelism)
     assert read.column_names == ["image", "label", "vector", "note"]
     assert read["image"].to_pylist() == IMAGES and read["label"].to_pylist() == LABELS
-    assert read["note"].to_pylist() == [None] * 12 + [f"note {row}" for row in range(12, 23)]
-    vectors = np.concatenate([chunk.to_numpy_ndarray() for chunk in read["vector"].chunks])
+    assert read["note"].to_pylist() == [None] * 12 + [
+        f"note {row}" for row in range(12, 23)
+    ]
+    vectors = np.concatenate(
+        [chunk.to_numpy_ndarray() for chunk in read["vector"].chunks]
+    )
     assert (vectors == np.arange(23)[:, None]).all()
 
 
@@ -62,7 +78,9 @@ def test_names_sizes_and_classes_are_columns(own: Path) -> None:
     columns = ["class_name", "index", "name", "width", "height"]
     read = table(LMDBDatasource(own, columns=columns), 3).to_pydict()
     assert list(read) == columns
-    assert read["class_name"] == [CLASSES[label] for label in LABELS] and read["index"] == list(range(23))
+    assert read["class_name"] == [CLASSES[label] for label in LABELS] and read[
+        "index"
+    ] == list(range(23))
     assert read["name"][10] == f"{own}/1.lmdb, key 1"
     assert set(read["width"]) == {48} and set(read["height"]) == {40}
 
@@ -71,18 +89,31 @@ def test_names_sizes_and_classes_are_columns(own: Path) -> None:
 def test_lmdbs_of_others_are_datasets(kind: str, tmp_path: Path) -> None:
     path = write_values(tmp_path / "a", IMAGES, LABELS, DUMPS[kind])
     read = table(LMDBDatasource(path, trust_pickles=kind == "pickle"), 4).to_pydict()
-    assert read == {"image": IMAGES, "label": LABELS, "key": [str(row) for row in range(23)]}
+    assert read == {
+        "image": IMAGES,
+        "label": LABELS,
+        "key": [str(row) for row in range(23)],
+    }
 
 
 def test_a_dataset_has_the_labels_of_keys_and_the_texts(tmp_path: Path) -> None:
     path = write_folders(tmp_path / "a.lmdb", IMAGES, LABELS, CLASSES)
-    read = table(LMDBDatasource(path, columns=["label", "class_name", "width"]), 2).to_pydict()
-    assert read["class_name"] == [CLASSES[label] for label in sorted(LABELS)] and set(read["width"]) == {48}
+    read = table(
+        LMDBDatasource(path, columns=["label", "class_name", "width"]), 2
+    ).to_pydict()
+    assert read["class_name"] == [CLASSES[label] for label in sorted(LABELS)] and set(
+        read["width"]
+    ) == {48}
     write_lsun(tmp_path / "lsun", IMAGES, LABELS, CLASSES)
     lsun = LMDBDatasource(tmp_path / "lsun" / "*_train_lmdb", columns=["label"])
     assert table(lsun, 3)["label"].to_pylist() == sorted(LABELS)
     words = [f"word {label}" for label in LABELS]
-    assert table(LMDBDatasource(write_texts(tmp_path / "t", IMAGES, words)), 3)["text"].to_pylist() == words
+    assert (
+        table(LMDBDatasource(write_texts(tmp_path / "t", IMAGES, words)), 3)[
+            "text"
+        ].to_pylist()
+        == words
+    )
 
 
 def test_the_size_of_a_dataset_is_known_before_it_is_read(own: Path) -> None:
@@ -96,7 +127,9 @@ def test_the_size_of_a_dataset_is_known_before_it_is_read(own: Path) -> None:
 
 
 def test_a_limit_of_rows_is_kept(own: Path) -> None:
-    tasks = LMDBDatasource(own, columns=["index"]).get_read_tasks(2, per_task_row_limit=3)
+    tasks = LMDBDatasource(own, columns=["index"]).get_read_tasks(
+        2, per_task_row_limit=3
+    )
     assert [_values(task.read_fn()) for task in tasks] == [[0, 1, 2], [11, 12, 13]]
 
 
@@ -109,7 +142,9 @@ def test_wrong_columns_and_stores_are_one_error(own: Path, tmp_path: Path) -> No
         raypipe.read_lmdb(own, columns=["lable"])
     with open_writer(tmp_path / "a.parquet") as writer:
         writer.append(SAMPLES[0])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"a\.parquet is not LMDB: see ray\.data\.read_parquet"):
+    with pytest.raises(
+        ConfigError, match=r"a\.parquet is not LMDB: see ray\.data\.read_parquet"
+    ):
         raypipe.read_lmdb(tmp_path / "a.parquet")
     with pytest.raises(StoreError, match="does not exist"):
         raypipe.read_lmdb(tmp_path / "absent.lmdb")
@@ -117,16 +152,22 @@ def test_wrong_columns_and_stores_are_one_error(own: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="has no class names: leave class_name out"):
         raypipe.read_lmdb(path, columns=["class_name"])
     with pytest.raises(StoreError, match="trust_pickles=True in Python"):
-        raypipe.read_lmdb(write_values(tmp_path / "pickles", IMAGES, LABELS, DUMPS["pickle"]))
+        raypipe.read_lmdb(
+            write_values(tmp_path / "pickles", IMAGES, LABELS, DUMPS["pickle"])
+        )
 
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_ray_reads_an_lmdb_in_parallel(own: Path) -> None:
-    dataset = raypipe.read_lmdb(own, columns=["index", "label", "image"], override_num_blocks=5)
+    dataset = raypipe.read_lmdb(
+        own, columns=["index", "label", "image"], override_num_blocks=5
+    )
     assert dataset.count() == 23
     rows = dataset.materialize()
     assert rows.num_blocks() == 5
     found = {row["index"]: (row["image"], row["label"]) for row in rows.iter_rows()}
     assert found == dict(enumerate(zip(IMAGES, LABELS, strict=True)))
-    (batch,) = raypipe.read_lmdb(own, columns=["label"]).iter_torch_batches(batch_size=23)
+    (batch,) = raypipe.read_lmdb(own, columns=["label"]).iter_torch_batches(
+        batch_size=23
+    )
     assert sorted(batch["label"].tolist()) == sorted(LABELS)

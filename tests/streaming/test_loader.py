@@ -60,8 +60,13 @@ class InProcess:
         self.spec, self.rank, self.world_size = spec, rank, world_size
 
     def iter_batches(self, **_: Any) -> Iterator[dict[str, np.ndarray]]:
-        maker, places = MicroBatchMaker(self.spec), self.spec.plan.micro_batches(self.spec.plan.start())
-        for number, block in enumerate(cut(places, self.world_size, {"train": 2, "val": 2})):
+        maker, places = (
+            MicroBatchMaker(self.spec),
+            self.spec.plan.micro_batches(self.spec.plan.start()),
+        )
+        for number, block in enumerate(
+            cut(places, self.world_size, {"train": 2, "val": 2})
+        ):
             if number % self.world_size == self.rank:
                 all_made, memory = maker.block(block)
                 for made in all_made:
@@ -112,7 +117,9 @@ def test_a_micro_batch_is_augmented_as_it_would_be_alone(spec: StreamSpec) -> No
     num_mixed = 0
     for place in train:
         at, raw = plain[place].position, plain[place]
-        progress = (at.epoch * spec.plan.steps_per_epoch + at.step) / (2 * spec.plan.steps_per_epoch)
+        progress = (at.epoch * spec.plan.steps_per_epoch + at.step) / (
+            2 * spec.plan.steps_per_epoch
+        )
         expected, mixed = DeviceAugment(AUGMENT, CPU)(
             raw.image,
             raw.target,
@@ -124,41 +131,63 @@ def test_a_micro_batch_is_augmented_as_it_would_be_alone(spec: StreamSpec) -> No
             assert torch.equal(found.image, expected)
             assert (found.mix is None) == (mixed is None)
             if mixed is not None and found.mix is not None:
-                assert found.mix.lam == mixed.lam and torch.equal(found.mix.target, mixed.target)
+                assert found.mix.lam == mixed.lam and torch.equal(
+                    found.mix.target, mixed.target
+                )
         num_mixed += mixed is not None
     assert 0 < num_mixed < len(train)
 
 
-def test_a_module_alone_makes_the_same_images_by_hand_and_for_two_ranks(spec: StreamSpec) -> None:
+def test_a_module_alone_makes_the_same_images_by_hand_and_for_two_ranks(
+    spec: StreamSpec,
+) -> None:
     import kornia.augmentation as K  # noqa: N812
     from torch import nn
 
     def module() -> nn.Module:
-        return nn.Sequential(K.RandomHorizontalFlip(), K.RandomAffine(15.0, p=0.7), K.RandomErasing(p=0.5))
+        return nn.Sequential(
+            K.RandomHorizontalFlip(),
+            K.RandomAffine(15.0, p=0.7),
+            K.RandomErasing(p=0.5),
+        )
 
     plain = delivered(spec, None)
-    one, two = (delivered(spec, replace(PLAIN, module=module()), world_size=ranks) for ranks in (1, 2))
+    one, two = (
+        delivered(spec, replace(PLAIN, module=module()), world_size=ranks)
+        for ranks in (1, 2)
+    )
     by_hand = module()
     for place, raw in plain.items():
         expected = scaled(raw.image)
         if raw.position.split == "train":
             torch.manual_seed(raw.seed)
             expected = by_hand(expected)
-        assert torch.equal(one[place].image, expected) and torch.equal(two[place].image, expected)
+        assert torch.equal(one[place].image, expected) and torch.equal(
+            two[place].image, expected
+        )
     inline = dataclasses.replace(spec, pool=PoolConfig(engine="inline"))
     epoch = next(loader(inline, augment=module()).epochs())
     batch = next(epoch.train)
     assert torch.equal(batch.image, one[str(batch.position)].image)
-    with pytest.raises(ConfigError, match=r"raypipe\.loader: augment must be an AugmentConfig, a module"):
+    with pytest.raises(
+        ConfigError,
+        match=r"raypipe\.loader: augment must be an AugmentConfig, a module",
+    ):
         loader(inline, augment="light")  # type: ignore[arg-type]
 
 
-def test_a_module_precedes_the_normalize_of_a_pipeline_and_has_no_other(stores: dict[str, Path]) -> None:
+def test_a_module_precedes_the_normalize_of_a_pipeline_and_has_no_other(
+    stores: dict[str, Path],
+) -> None:
     import kornia.augmentation as K  # noqa: N812
     from torch import nn
     from torchvision.transforms import v2
 
-    floats = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]
+    floats = [
+        v2.ToImage(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize([0.5] * 3, [0.25] * 3),
+    ]
     pipeline = v2.Compose([v2.CenterCrop(32), *floats])
     spec = open_stream(
         stores["train"],
@@ -169,11 +198,22 @@ def test_a_module_precedes_the_normalize_of_a_pipeline_and_has_no_other(stores: 
     )
     plain = [batch.image for epoch in loader(spec).epochs() for batch in epoch.train]
     inverted = nn.Sequential(K.RandomInvert(p=1.0))
-    found = [batch.image for epoch in loader(spec, augment=inverted).epochs() for batch in epoch.train]
+    found = [
+        batch.image
+        for epoch in loader(spec, augment=inverted).epochs()
+        for batch in epoch.train
+    ]
     for one, other in zip(plain, found, strict=True):
         torch.testing.assert_close(other, 0 - one, rtol=1e-4, atol=1e-4)  # of [-2, 2]
-    with pytest.raises(ConfigError, match=r"leave one of the two out|images are normalized once"):
-        loader(spec, augment=nn.Sequential(K.RandomInvert(), K.Normalize((0.1,) * 3, (0.2,) * 3)))
+    with pytest.raises(
+        ConfigError, match=r"leave one of the two out|images are normalized once"
+    ):
+        loader(
+            spec,
+            augment=nn.Sequential(
+                K.RandomInvert(), K.Normalize((0.1,) * 3, (0.2,) * 3)
+            ),
+        )
 
 
 def test_validation_is_normalised_and_nothing_else(spec: StreamSpec) -> None:
@@ -181,18 +221,25 @@ def test_validation_is_normalised_and_nothing_else(spec: StreamSpec) -> None:
     places = [place for place in plain if plain[place].position.split == "val"]
     assert places
     for place in places:
-        assert torch.equal(augmented[place].image, Normalize(AUGMENT, CPU)(plain[place].image))
+        assert torch.equal(
+            augmented[place].image, Normalize(AUGMENT, CPU)(plain[place].image)
+        )
         assert augmented[place].mix is None
 
 
 def test_without_augmentation_batches_stay_uint8(spec: StreamSpec) -> None:
-    assert all(batch.image.dtype == torch.uint8 for batch in delivered(spec, None).values())
+    assert all(
+        batch.image.dtype == torch.uint8 for batch in delivered(spec, None).values()
+    )
 
 
 def test_the_type_of_the_images_can_be_chosen(spec: StreamSpec) -> None:
     batches = delivered(spec, AugmentConfig(), dtype=torch.bfloat16).values()
     assert all(batch.image.dtype == torch.bfloat16 for batch in batches)
-    assert all(batch.image.is_contiguous(memory_format=torch.channels_last) for batch in batches)
+    assert all(
+        batch.image.is_contiguous(memory_format=torch.channels_last)
+        for batch in batches
+    )
 
 
 def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
@@ -203,7 +250,10 @@ def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
     assert train.images == 2 * spec.plan.steps_per_epoch * 24 and val.images == 2 * 22
     for times in (train, val):
         seconds = dataclasses.asdict(times)
-        assert all(seconds[name] > 0 for name in ("wait_s", "augment_s", "compute_s", "read_s", "work_s"))
+        assert all(
+            seconds[name] > 0
+            for name in ("wait_s", "augment_s", "compute_s", "read_s", "work_s")
+        )
         # The rows were made while the loader waited, the very first one apart.
         assert times.read_s < times.work_s
     assert train.augment_s > val.augment_s
@@ -218,13 +268,18 @@ def inline(spec: StreamSpec) -> StreamSpec:
     return dataclasses.replace(spec, pool=PoolConfig(engine="inline"))
 
 
-def test_an_epoch_trains_then_validates_and_tells_where_steps_end(inline: StreamSpec) -> None:
+def test_an_epoch_trains_then_validates_and_tells_where_steps_end(
+    inline: StreamSpec,
+) -> None:
     one, places, cursors = loader(inline), [], []
     for epoch in one.epochs():
         assert (len(epoch.train), len(epoch.val)) == (4 * 4, 4)
         for batch in chain(epoch.train, epoch.val):
             places.append(batch.position)
-            assert batch.ends_step == (batch.position.micro == 3) and batch.position.epoch == epoch.number
+            assert (
+                batch.ends_step == (batch.position.micro == 3)
+                and batch.position.epoch == epoch.number
+            )
             cursors.append((one.cursor.epoch, one.cursor.step))
     assert places == list(inline.plan.micro_batches(inline.plan.start()))
     # A step counts once its last micro-batch is handed out, a validation likewise.
@@ -233,13 +288,16 @@ def test_an_epoch_trains_then_validates_and_tells_where_steps_end(inline: Stream
     assert cursors == [*expected, *[(epoch + 1, step) for epoch, step in expected]]
 
 
-def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(inline: StreamSpec) -> None:
+def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(
+    inline: StreamSpec,
+) -> None:
     one, seen = loader(inline), []
     epochs: list[Epoch] = []
     for epoch in one.epochs():
         if epochs:
             with pytest.raises(
-                RaypipeError, match="the rest of epoch 0's train batches was skipped when the next"
+                RaypipeError,
+                match="the rest of epoch 0's train batches was skipped when the next",
             ):
                 next(epochs[0].train)
         seen.append(next(epoch.train).position)
@@ -248,11 +306,17 @@ def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(inline
     assert [(at.split, at.epoch, at.step) for at in seen] == [
         (split, epoch, 0) for epoch in range(2) for split in ("train", "val")
     ]
-    assert one.state_dict() == {"epoch": 2, "step": 0, "fingerprint": inline.plan.fingerprint}
+    assert one.state_dict() == {
+        "epoch": 2,
+        "step": 0,
+        "fingerprint": inline.plan.fingerprint,
+    }
     assert [*every_batch(loader(inline, cursor=one.cursor))] == []
 
 
-CALLS_LEFT = [0]  # of a module: threads have their own copies of what a transform itself holds
+CALLS_LEFT = [
+    0
+]  # of a module: threads have their own copies of what a transform itself holds
 
 
 @pytest.mark.parametrize("max_actors", [0, 2])
@@ -270,21 +334,30 @@ def test_after_an_error_a_stream_names_it_and_can_go_on(
 
     transforms: Any = {"train": fails_once, "val": fails_once}
     spec = dataclasses.replace(
-        inline, transforms=transforms, pool=PoolConfig(engine="inline", max_actors=max_actors)
+        inline,
+        transforms=transforms,
+        pool=PoolConfig(engine="inline", max_actors=max_actors),
     )
     one = loader(spec)
     train = next(one.epochs()).train
     with pytest.raises(error):
         list(train)
     for again in (lambda: next(train), lambda: next(one.epochs())):
-        with pytest.raises(RaypipeError, match=rf"its next batch failed with {error.__name__}: .* restarts it"):
+        with pytest.raises(
+            RaypipeError,
+            match=rf"its next batch failed with {error.__name__}: .* restarts it",
+        ):
             again()
     one.load_state_dict(one.state_dict())
-    assert [batch.position for batch in every_batch(one)] == [*spec.plan.micro_batches(one._start)]
+    assert [batch.position for batch in every_batch(one)] == [
+        *spec.plan.micro_batches(one._start)
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(inline: StreamSpec, world_size: int) -> None:
+def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(
+    inline: StreamSpec, world_size: int
+) -> None:
     plan, states = inline.plan, []
     whole = loader(inline)
     for batch in every_batch(whole):
@@ -296,13 +369,20 @@ def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(inline: Str
             rest = ranked(inline, rank, world_size)
             rest.load_state_dict(state)
             places = [batch.position for batch in every_batch(rest)]
-            assert places == sorted(places, key=places.index) and len(places) == len(left) / (world_size - rank)
+            assert places == sorted(places, key=places.index) and len(places) == len(
+                left
+            ) / (world_size - rank)
             left -= set(places)
         assert not left
 
 
 def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
-    return Loader(spec, lambda start: Feed(inline_batches(spec, start, rank, world_size)), rank, world_size)
+    return Loader(
+        spec,
+        lambda start: Feed(inline_batches(spec, start, rank, world_size)),
+        rank,
+        world_size,
+    )
 
 
 def test_a_loader_does_not_begin_anew_in_silence(
@@ -318,7 +398,9 @@ def test_a_loader_that_was_iterated_can_be_set_back(inline: StreamSpec) -> None:
     start = one.state_dict()
     first = [(batch.position, batch.index.tolist()) for batch in every_batch(one)]
     one.load_state_dict(start)
-    assert [(batch.position, batch.index.tolist()) for batch in every_batch(one)] == first
+    assert [
+        (batch.position, batch.index.tolist()) for batch in every_batch(one)
+    ] == first
 
 
 @pytest.mark.parametrize(
@@ -329,17 +411,23 @@ def test_a_loader_that_was_iterated_can_be_set_back(inline: StreamSpec) -> None:
         ([], "not a cursor"),
     ],
 )
-def test_a_state_of_something_else_is_refused(inline: StreamSpec, state: Any, message: str) -> None:
+def test_a_state_of_something_else_is_refused(
+    inline: StreamSpec, state: Any, message: str
+) -> None:
     one = loader(inline)
     with pytest.raises(CursorError, match=message):
         one.load_state_dict(state)
     assert next(every_batch(one)).position.step == 0
 
 
-def test_what_a_loader_saves_in_a_checkpoint_is_its_cursor(inline: StreamSpec, tmp_path: Path) -> None:
+def test_what_a_loader_saves_in_a_checkpoint_is_its_cursor(
+    inline: StreamSpec, tmp_path: Path
+) -> None:
     one = loader(inline, cursor=inline.plan.cursor_at(3))
     one.save(str(tmp_path))
-    assert Cursor.from_json((tmp_path / "cursor.json").read_text()) == inline.plan.cursor_at(3)
+    assert Cursor.from_json(
+        (tmp_path / "cursor.json").read_text()
+    ) == inline.plan.cursor_at(3)
 
 
 class Threaded(InProcess):
@@ -389,7 +477,10 @@ def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
     source, ends = Threaded(spec, 0, 1), list[bool]()
     one = Loader(
         spec,
-        lambda _: Feed(host_batches(cast(Any, source)), end=lambda: ends.append(source.thread.is_alive())),
+        lambda _: Feed(
+            host_batches(cast(Any, source)),
+            end=lambda: ends.append(source.thread.is_alive()),
+        ),
         cursor=spec.plan.start(),
     )
     leave(one)
@@ -398,17 +489,29 @@ def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
     assert ends == [False]
 
 
-@pytest.mark.parametrize("held", ["nothing", "the loader", "an epoch", "its batches", "its epochs"])
-def test_a_stream_ends_when_nothing_holds_it_without_the_collector(inline: StreamSpec, held: str) -> None:
+@pytest.mark.parametrize(
+    "held", ["nothing", "the loader", "an epoch", "its batches", "its epochs"]
+)
+def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
+    inline: StreamSpec, held: str
+) -> None:
     ends: list[str] = []
 
     def opened() -> Any:
-        source = Feed(inline_batches(inline, inline.plan.start()), end=lambda: ends.append("ended"))
+        source = Feed(
+            inline_batches(inline, inline.plan.start()),
+            end=lambda: ends.append("ended"),
+        )
         one = Loader(inline, lambda _: source, cursor=inline.plan.start())
         epochs = one.epochs()
         epoch = next(epochs)
         next(epoch.train)
-        return {"the loader": one, "an epoch": epoch, "its batches": epoch.train, "its epochs": epochs}.get(held)
+        return {
+            "the loader": one,
+            "an epoch": epoch,
+            "its batches": epoch.train,
+            "its epochs": epochs,
+        }.get(held)
 
     gc.disable()
     try:
@@ -420,20 +523,33 @@ def test_a_stream_ends_when_nothing_holds_it_without_the_collector(inline: Strea
         gc.enable()
 
 
-def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(inline: StreamSpec) -> None:
+def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(
+    inline: StreamSpec,
+) -> None:
     one = loader(inline)
     for epoch in one.epochs():
         places = [batch.position for batch in islice(epoch.train, 6)]
         break
     assert one._running.why == LEFT
-    places += [batch.position for batch in islice(epoch.train, 3)]  # as in the next cell of a notebook
+    places += [
+        batch.position for batch in islice(epoch.train, 3)
+    ]  # as in the next cell of a notebook
     assert places == list(islice(inline.plan.micro_batches(inline.plan.start()), 9))
     for epoch in one.epochs():  # the cell is run again: on, after the last whole step
-        assert [batch.position for batch in islice(epoch.train, 2)] == [*places[8:], replace_micro(places[8], 1)]
+        assert [batch.position for batch in islice(epoch.train, 2)] == [
+            *places[8:],
+            replace_micro(places[8], 1),
+        ]
         break
     one.close()
-    for ask in (lambda: next(one.epochs()), lambda: next(epoch.train), lambda: next(iter(epoch.val))):
-        with pytest.raises(RaypipeError, match=r"since the loader was closed: .* restarts it after"):
+    for ask in (
+        lambda: next(one.epochs()),
+        lambda: next(epoch.train),
+        lambda: next(iter(epoch.val)),
+    ):
+        with pytest.raises(
+            RaypipeError, match=r"since the loader was closed: .* restarts it after"
+        ):
             ask()
     one.load_state_dict(one.state_dict())
     assert next(next(one.epochs()).train).position == places[8]
@@ -465,20 +581,35 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
 ) -> None:
     while end_oldest():  # other tests may have left some
         pass
-    in_process, first, second = opened(inline, None), opened(inline, Remote()), opened(inline, Remote())
+    in_process, first, second = (
+        opened(inline, None),
+        opened(inline, Remote()),
+        opened(inline, Remote()),
+    )
     next(first[1].train)
-    assert end_oldest() and first[0]._running.why == GAVE_WAY and second[0]._running.why is None
+    assert (
+        end_oldest()
+        and first[0]._running.why == GAVE_WAY
+        and second[0]._running.why is None
+    )
     monkeypatch.setattr(Chronicle, "follow", lambda *_: None)
     assert next(first[1].train).position.micro == 1  # it starts again
     assert supervisors() == [one[0]._supervisor for one in (second, first)]
 
     def cluster() -> Resources:
-        return Resources(cpus=2.0, gpus=0.0, free_cpus=2.0 * (second[0]._running.why is not None), free_gpus=0.0)
+        return Resources(
+            cpus=2.0,
+            gpus=0.0,
+            free_cpus=2.0 * (second[0]._running.why is not None),
+            free_gpus=0.0,
+        )
 
     monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
     monkeypatch.setattr("raypipe.streaming.handover._SETTLE_S", 0.0)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    check_resources(inline, ScalingConfig(num_workers=2))  # a loader of a notebook, before the notebook trains
+    check_resources(
+        inline, ScalingConfig(num_workers=2)
+    )  # a loader of a notebook, before the notebook trains
     assert second[0]._running.why == GAVE_WAY and first[0]._running.why is None
     next(in_process[1].train)
     assert end_oldest() and not end_oldest()
@@ -493,7 +624,9 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
 
     def cluster() -> Resources:
         asked = [one[0]._supervisor.asked for one in (first, second)]
-        return Resources(cpus=4.0, gpus=0.0, free_cpus=free[0] + 2 * all(asked), free_gpus=0.0)
+        return Resources(
+            cpus=4.0, gpus=0.0, free_cpus=free[0] + 2 * all(asked), free_gpus=0.0
+        )
 
     monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -510,15 +643,29 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"plan": {"epochs": 3}}, "open_stream: plan must be a PlanConfig or none, got {'epochs': 3}"),
+        (
+            {"plan": {"epochs": 3}},
+            "open_stream: plan must be a PlanConfig or none, got {'epochs': 3}",
+        ),
         ({"plan": {}}, "open_stream: plan must be a PlanConfig or none, got {}"),
-        ({"transform": "light"}, "open_stream: transform must be a TransformConfig or none, got 'light'"),
-        ({"pool": PlanConfig()}, r"open_stream: pool must be a PoolConfig or none, got PlanConfig\("),
-        ({"columns": "caption"}, r"store.columns must be \[string, …\] or .*, got 'caption'"),
+        (
+            {"transform": "light"},
+            "open_stream: transform must be a TransformConfig or none, got 'light'",
+        ),
+        (
+            {"pool": PlanConfig()},
+            r"open_stream: pool must be a PoolConfig or none, got PlanConfig\(",
+        ),
+        (
+            {"columns": "caption"},
+            r"store.columns must be \[string, …\] or .*, got 'caption'",
+        ),
         ({"columns": 3}, "store.columns must be .*, got 3"),
     ],
 )
-def test_an_argument_of_a_stream_that_is_of_another_type_is_named(argument: Any, message: str) -> None:
+def test_an_argument_of_a_stream_that_is_of_another_type_is_named(
+    argument: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         open_stream(MemoryStore([b""] * 8, [0] * 8), **argument)
 
@@ -526,18 +673,36 @@ def test_an_argument_of_a_stream_that_is_of_another_type_is_named(argument: Any,
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"augment": {"preset": "light"}}, "raypipe.loader: augment must be an AugmentConfig, a module or none"),
+        (
+            {"augment": {"preset": "light"}},
+            "raypipe.loader: augment must be an AugmentConfig, a module or none",
+        ),
         ({"cursor": 3}, "raypipe.loader: cursor must be a Cursor or none, got 3"),
-        ({"prefetch_factor": 0}, "raypipe.loader: prefetch_factor must be a whole number of at least 1, got 0"),
-        ({"keep_batches": 1.5}, "raypipe.loader: keep_batches must be a whole number of at least 0, got 1.5"),
-        ({"max_actors": "8"}, "raypipe.loader: max_actors must be a whole number of at least 1 or none, got '8'"),
+        (
+            {"prefetch_factor": 0},
+            "raypipe.loader: prefetch_factor must be a whole number of at least 1, got 0",
+        ),
+        (
+            {"keep_batches": 1.5},
+            "raypipe.loader: keep_batches must be a whole number of at least 0, got 1.5",
+        ),
+        (
+            {"max_actors": "8"},
+            "raypipe.loader: max_actors must be a whole number of at least 1 or none, got '8'",
+        ),
     ],
 )
-def test_an_argument_of_a_loader_that_is_of_another_type_is_named(argument: Any, message: str) -> None:
-    spec = open_stream(MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(micro_batch_size=4))
+def test_an_argument_of_a_loader_that_is_of_another_type_is_named(
+    argument: Any, message: str
+) -> None:
+    spec = open_stream(
+        MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(micro_batch_size=4)
+    )
     with pytest.raises(ConfigError, match=message):
         loader(spec, **argument)
-    with pytest.raises(ConfigError, match=r"raypipe\.loader: spec must be a StreamSpec, got <"):
+    with pytest.raises(
+        ConfigError, match=r"raypipe\.loader: spec must be a StreamSpec, got <"
+    ):
         loader(MemoryStore([b""], [0]), **argument)  # type: ignore[arg-type]
 
 
@@ -547,10 +712,15 @@ def test_a_run_started_again_after_its_end_says_that_nothing_is_left(
     plan = inline.plan
     loader(inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch - 1))
     assert caplog.messages == []
-    ended = loader(inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch))
+    ended = loader(
+        inline, cursor=plan.cursor_at(plan.config.epochs * plan.steps_per_epoch)
+    )
     assert list(ended.epochs()) == []
     (told,) = caplog.messages
-    assert f"all {plan.config.epochs} epochs are done" in told and "set a larger plan.epochs" in told
+    assert (
+        f"all {plan.config.epochs} epochs are done" in told
+        and "set a larger plan.epochs" in told
+    )
 
 
 def test_processes_of_torchrun_do_not_each_get_the_whole_stream(
@@ -558,13 +728,18 @@ def test_processes_of_torchrun_do_not_each_get_the_whole_stream(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"started 2 processes.*init_process_group\(\) before raypipe\.loader"):
+    with pytest.raises(
+        ConfigError,
+        match=r"started 2 processes.*init_process_group\(\) before raypipe\.loader",
+    ):
         loader(inline)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert loader(inline).world_size == 1
 
 
-def test_a_function_of_ray_tune_gets_the_whole_stream(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_ray_tune_gets_the_whole_stream(
+    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse() -> None:
         raise DeprecationWarning(
             "`ray.train.get_context` is deprecated when running in a function passed to Ray Tune"
@@ -577,35 +752,52 @@ def test_a_function_of_ray_tune_gets_the_whole_stream(inline: StreamSpec, monkey
     one.restore()
 
 
-def test_ranks_of_other_plans_or_places_are_refused(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_other_plans_or_places_are_refused(
+    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handed: Any = ([], None, 1)
 
-    def hand_over(plan: str, place: str = "epoch 0, step 0", again: bool = False) -> Any:
+    def hand_over(
+        plan: str, place: str = "epoch 0, step 0", again: bool = False
+    ) -> Any:
         def broadcast(_: Any) -> Any:
             time.sleep(5 if place == "nowhere" else 0)
             return plan, place, handed
 
         monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
         quick = dataclasses.replace(inline, pool=PoolConfig(stall_timeout_s=0.2))
-        return handover._handed_round(quick, inline.plan.start(), None, 1, 2, True, apart=False, again=again)
+        return handover._handed_round(
+            quick, inline.plan.start(), None, 1, 2, True, apart=False, again=again
+        )
 
     assert hand_over(inline.plan.fingerprint) is handed
     assert hand_over(inline.plan.fingerprint, again=True) is handed
-    with pytest.raises(ConfigError, match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same",
+    ):
         hand_over("another")
-    with pytest.raises(RaypipeError, match="rank 1 starts the stream at epoch 0, step 0, and rank 0 at epoch 1,"):
+    with pytest.raises(
+        RaypipeError,
+        match="rank 1 starts the stream at epoch 0, step 0, and rank 0 at epoch 1,",
+    ):
         hand_over(inline.plan.fingerprint, "epoch 1, step 0", again=True)
     with pytest.raises(
-        RaypipeError, match="rank 1 starts the stream again at epoch 0, step 0, and other ranks have"
+        RaypipeError,
+        match="rank 1 starts the stream again at epoch 0, step 0, and other ranks have",
     ):
         hand_over(inline.plan.fingerprint, "nowhere", again=True)
 
 
-def test_a_loader_outside_of_ray_train_connects_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_outside_of_ray_train_connects_to_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_ray() -> None:
         raise ConnectionRefusedError
 
     monkeypatch.setattr("raypipe.rayext.cluster.connect", no_ray)
-    spec = open_stream(MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(epochs=1, micro_batch_size=4))
+    spec = open_stream(
+        MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(epochs=1, micro_batch_size=4)
+    )
     with pytest.raises(ConnectionRefusedError):
         next(loader(spec).epochs())

@@ -16,11 +16,21 @@ from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.spec import StreamSpec
 
 
-def mixed(stores: dict[str, Path], config: dict[str, Any], **options: Any) -> StreamSpec:
-    plan = PlanConfig(**{"epochs": 2, "micro_batch_size": 6, "global_batch_size": 24, **config})
+def mixed(
+    stores: dict[str, Path], config: dict[str, Any], **options: Any
+) -> StreamSpec:
+    plan = PlanConfig(
+        **{"epochs": 2, "micro_batch_size": 6, "global_batch_size": 24, **config}
+    )
     transform = TransformConfig(train="light", size=12)
     train = {"big": stores["train"], "small": stores["val"]}
-    return open_stream(train, plan=plan, transform=transform, pool=PoolConfig(engine="inline"), **options)
+    return open_stream(
+        train,
+        plan=plan,
+        transform=transform,
+        pool=PoolConfig(engine="inline"),
+        **options,
+    )
 
 
 def test_mixed_batches_say_their_sources_and_copies_differ(
@@ -33,7 +43,9 @@ def test_mixed_batches_say_their_sources_and_copies_differ(
         assert one.source is not None
         assert one.source.tolist() == spec.plan.source_of(one.index).tolist()
         assert one.index.tolist() == other.index.tolist()
-        assert not all(bool((a == b).all()) for a, b in zip(one.image, other.image, strict=True))
+        assert not all(
+            bool((a == b).all()) for a, b in zip(one.image, other.image, strict=True)
+        )
         sources += one.source.tolist()
     assert np.bincount(sources).tolist() == [len(sources) * 2 // 3, len(sources) // 3]
 
@@ -41,26 +53,42 @@ def test_mixed_batches_say_their_sources_and_copies_differ(
 def test_a_plain_plan_has_no_sources(stores: dict[str, Path]) -> None:
     plan = PlanConfig(epochs=1, micro_batch_size=6)
     spec = open_stream(
-        stores["train"], plan=plan, transform=TransformConfig(size=12), pool=PoolConfig(engine="inline")
+        stores["train"],
+        plan=plan,
+        transform=TransformConfig(size=12),
+        pool=PoolConfig(engine="inline"),
     )
     assert next(iter(next(loader(spec).epochs()).train)).source is None
 
 
-def test_filters_of_one_source_or_of_all_leave_the_others_as_they_are(stores: dict[str, Path]) -> None:
+def test_filters_of_one_source_or_of_all_leave_the_others_as_they_are(
+    stores: dict[str, Path],
+) -> None:
     whole = mixed(stores, {}).plan
     for given, sources in (({"small": "label == 0"}, [1]), ("label == 0", [0, 1])):
         plan = mixed(stores, {}, filter=given).plan
         parts = plan.kept["train"].parts  # type: ignore[union-attr]
-        assert [number for number, part in enumerate(parts) if part.num_left_out] == sources
+        assert [
+            number for number, part in enumerate(parts) if part.num_left_out
+        ] == sources
         assert plan.fingerprint != whole.fingerprint
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exclude": "bad.json"}, r"store\.exclude must be \{NAME: …\} by big, small, val, got 'bad.json'"),
-        ({"filter": {"large": "label > 1"}}, r"store\.filter must be .* big, small, val, got \{'large'"),
-        ({"filter": "labl > 1"}, r"no column 'labl' for store\.filter; did you mean label"),
+        (
+            {"exclude": "bad.json"},
+            r"store\.exclude must be \{NAME: …\} by big, small, val, got 'bad.json'",
+        ),
+        (
+            {"filter": {"large": "label > 1"}},
+            r"store\.filter must be .* big, small, val, got \{'large'",
+        ),
+        (
+            {"filter": "labl > 1"},
+            r"no column 'labl' for store\.filter; did you mean label",
+        ),
         (
             {"filter": {"val": "label > 1"}},
             r"store\.filter: there is 'label > 1' for validation, and no store\.val",
@@ -75,11 +103,15 @@ def test_what_is_given_for_sources_that_are_not_there_is_named(
 
 
 def test_a_filter_by_names_is_for_mixtures(stores: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"store\.filter must be .* by train, val, got \{'big'"):
+    with pytest.raises(
+        ConfigError, match=r"store\.filter must be .* by train, val, got \{'big'"
+    ):
         open_stream(stores["train"], filter={"big": "label > 1"})
     with pytest.raises(ConfigError, match=r"store\.train names no store"):
         open_stream({})
-    with pytest.raises(ConfigError, match=r"store\.train: 'val' is the name of the validation store"):
+    with pytest.raises(
+        ConfigError, match=r"store\.train: 'val' is the name of the validation store"
+    ):
         open_stream({"a": stores["train"], "val": stores["val"]})
 
 
@@ -92,6 +124,9 @@ def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(
         "  mixture: {0: {big: 1, small: 1}, 3: {big: 3, small: 1}}}\n"
     )
     run = parse_run([f"--config={tmp_path}/run.yaml", "--plan.weights=0.5"], None)
-    assert run.plan.mixture_by_epoch == {0: {"big": 1, "small": 1}, 3: {"big": 3, "small": 1}}
+    assert run.plan.mixture_by_epoch == {
+        0: {"big": 1, "small": 1},
+        3: {"big": 3, "small": 1},
+    }
     plan = spec_of(run).plan
     assert plan.sources == ("big", "small") and plan.kept["train"].num_left_out > 0

@@ -40,7 +40,9 @@ from tiers import is_soak  # isort: skip
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.usefixtures("idle_cluster"),
-    pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"),
+    pytest.mark.skipif(
+        not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
+    ),
     pytest.mark.timeout(900),
 ]
 
@@ -55,7 +57,9 @@ POOLS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (4, 1)]
 
 def pictures(num: int, first: int) -> list[bytes | None]:
     """JPEGs of several sizes, a PNG, and a damaged one."""
-    images: list[bytes | None] = [picture(first + i, *[(40, 60), (90, 70), (64, 64)][i % 3]) for i in range(num)]
+    images: list[bytes | None] = [
+        picture(first + i, *[(40, 60), (90, 70), (64, 64)][i % 3]) for i in range(num)
+    ]
     images[1] = cv2.imencode(".png", np.full((50, 70, 3), 99, np.uint8))[1].tobytes()
     images[2] = picture(first + 2)[:-300]
     return images
@@ -70,9 +74,16 @@ class Losing(MemoryStore):
         pause_s: that the read of a micro-batch takes, so that a stream is there long enough to be hurt.
     """
 
-    def __init__(self, images: list[bytes | None], folder: Path, without: Without, pause_s: float) -> None:
+    def __init__(
+        self, images: list[bytes | None], folder: Path, without: Without, pause_s: float
+    ) -> None:
         super().__init__(images, np.arange(len(images)) % 5)
-        self._folder, self._without, self._pause_s, self._driver = folder, without, pause_s, os.getpid()
+        self._folder, self._without, self._pause_s, self._driver = (
+            folder,
+            without,
+            pause_s,
+            os.getpid(),
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -88,10 +99,14 @@ class Losing(MemoryStore):
             with path.open("x") as file:
                 file.write(str(os.getpid()))
         except FileExistsError:
-            return path.read_text() == str(os.getpid())  # a store of another split has come before
+            return path.read_text() == str(
+                os.getpid()
+            )  # a store of another split has come before
         return True
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Any:
         if os.getpid() != self._driver:
             (self._folder / f"{os.getpid()} {kernel.available()}").touch()
             # Not while a restarted actor reads one at a time: it would blame that sample for a second death.
@@ -100,8 +115,13 @@ class Losing(MemoryStore):
 
 
 def spec_of(folder: Path, without: Without, pause_s: float, **pool: Any) -> StreamSpec:
-    stores = [Losing(pictures(*part), folder, without, pause_s) for part in ((80, 0), (20, 500))]
-    transform = TransformConfig(train="heavy", val="light", size=32, max_bad_fraction=0.5)
+    stores = [
+        Losing(pictures(*part), folder, without, pause_s)
+        for part in ((80, 0), (20, 500))
+    ]
+    transform = TransformConfig(
+        train="heavy", val="light", size=32, max_bad_fraction=0.5
+    )
     plan = PlanConfig(epochs=3, micro_batch_size=8, global_batch_size=8, seed=7)
     return open_stream(*stores, plan=plan, transform=transform, pool=PoolConfig(**pool))
 
@@ -109,7 +129,9 @@ def spec_of(folder: Path, without: Without, pause_s: float, **pool: Any) -> Stre
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     """The digests of the stream that this process makes, with the kernel; the reference's are equal."""
-    digests = without_ray.digests(spec_of(tmp_path_factory.mktemp("alone"), "no actor", 0))
+    digests = without_ray.digests(
+        spec_of(tmp_path_factory.mktemp("alone"), "no actor", 0)
+    )
     assert len(digests) == len(set(digests)) == 3 * (10 + 3)
     return digests
 
@@ -121,7 +143,9 @@ def killed(times: int, seed: int) -> Iterator[list[int]]:
 
     def kill() -> None:
         while len(pids) < times and not ended.wait(choose.uniform(0.1, 0.7)):
-            if actors := sorted(set(own_processes("MapWorker(MapBatches(Transform")) - set(pids)):
+            if actors := sorted(
+                set(own_processes("MapWorker(MapBatches(Transform")) - set(pids)
+            ):
                 pids.append(choose.choice(actors))
                 os.kill(pids[-1], signal.SIGKILL)
 
@@ -135,7 +159,12 @@ def killed(times: int, seed: int) -> Iterator[list[int]]:
 
 
 def digests_of(
-    folder: Path, without: Without, threads: int, actors: int, block: int, kills: int = 0
+    folder: Path,
+    without: Without,
+    threads: int,
+    actors: int,
+    block: int,
+    kills: int = 0,
 ) -> list[bytes]:
     """Of the stream that such actors make; checks that they were such."""
     folder.mkdir()
@@ -153,7 +182,9 @@ def digests_of(
         iterators = splits(spec, start, max_actors=actors)
         digests = [one.digest for one in iterate_digests(spec.plan, start, iterators)]
     has_extension = {path.name.partition(" ")[2] for path in folder.glob("* *")}
-    assert has_extension <= {"no actor": {"True"}, "every actor": {"False"}}.get(without, {"True", "False"})
+    assert has_extension <= {"no actor": {"True"}, "every actor": {"False"}}.get(
+        without, {"True", "False"}
+    )
     assert has_extension and len(pids) == kills
     return digests
 
@@ -177,12 +208,24 @@ def test_one_digest_with_or_without_kernel_for_any_threads_and_actors(
     ("without", "block"),
     [
         ("the first actor", 1),
-        *[pytest.param("no actor", block, marks=pytest.mark.soak) for block in (1, 3, 0)],
-        *[pytest.param("every actor", block, marks=pytest.mark.soak) for block in (1, 3, 0)],
+        *[
+            pytest.param("no actor", block, marks=pytest.mark.soak)
+            for block in (1, 3, 0)
+        ],
+        *[
+            pytest.param("every actor", block, marks=pytest.mark.soak)
+            for block in (1, 3, 0)
+        ],
     ],
 )
 def test_ten_kills_change_nothing(
-    alone: list[bytes], tmp_path: Path, without: Without, block: int, monkeypatch: pytest.MonkeyPatch
+    alone: list[bytes],
+    tmp_path: Path,
+    without: Without,
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("raypipe.streaming.supervisor.MAX_ATTEMPTS", NUM_KILLS + 1)  # all may hit one block
+    monkeypatch.setattr(
+        "raypipe.streaming.supervisor.MAX_ATTEMPTS", NUM_KILLS + 1
+    )  # all may hit one block
     assert digests_of(tmp_path / "killed", without, 1, 3, block, NUM_KILLS) == alone

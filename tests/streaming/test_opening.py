@@ -36,7 +36,9 @@ def corners(size: int) -> Any:
 
 def spec(val: Any = STORE, **options: Any) -> StreamSpec:
     plan = PlanConfig(epochs=1, micro_batch_size=4)
-    return open_stream(STORE, val, plan=plan, pool=PoolConfig(engine="inline"), **options)
+    return open_stream(
+        STORE, val, plan=plan, pool=PoolConfig(engine="inline"), **options
+    )
 
 
 class Odd(MemoryStore):
@@ -46,7 +48,9 @@ class Odd(MemoryStore):
         super().__init__([picture(number) for number in range(8)], range(8))
         self._made, self.groups = made, groups
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Any:
         read = super().read(indices, columns)
         return self._made(read) if self._made else read
 
@@ -54,11 +58,20 @@ class Odd(MemoryStore):
 @pytest.mark.parametrize(
     ("store", "problem"),
     [
-        (Odd(lambda read: tuple(read.values())), "return a dict with 4 values of 'image' for 4 indices"),
+        (
+            Odd(lambda read: tuple(read.values())),
+            "return a dict with 4 values of 'image' for 4 indices",
+        ),
         (Odd(lambda read: {"image": read["image"]}), "4 values of 'label'"),
         (Odd(lambda read: {**read, "image": read["image"][1:]}), "4 values of 'image'"),
-        (Odd(lambda read: {**read, "image": ["a.jpg"] * len(read["image"])}), "encoded, as bytes, and is a str"),
-        (Odd(lambda read: {**read, "label": ["cat"] * len(read["label"])}), "labels that are not integers"),
+        (
+            Odd(lambda read: {**read, "image": ["a.jpg"] * len(read["image"])}),
+            "encoded, as bytes, and is a str",
+        ),
+        (
+            Odd(lambda read: {**read, "label": ["cat"] * len(read["label"])}),
+            "labels that are not integers",
+        ),
         (Odd(groups=np.array([0, 4])), "ascend from 0 to its 8 samples"),
         (Odd(groups=np.array([0, 6, 4, 8])), "ascend from 0 to its 8 samples"),
         (["a.tar", "b.tar"], "a list is not a store: it lacks address"),
@@ -81,14 +94,24 @@ def test_a_mistake_in_a_users_store_is_one_line(store: Any, problem: str) -> Non
         ({"crop": (CROP, 2)}, "views crop"),
     ],
 )
-def test_a_train_transform_with_a_size_of_its_own_needs_a_val_transform(transform: Any, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"is {name}, and val_transform is not set: .* 224 px"):
+def test_a_train_transform_with_a_size_of_its_own_needs_a_val_transform(
+    transform: Any, name: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"is {name}, and val_transform is not set: .* 224 px"
+    ):
         spec(train_transform=transform)
-    for options in ({"val_transform": None}, {"transform": TransformConfig(size=8)}, {"val": None}):
+    for options in (
+        {"val_transform": None},
+        {"transform": TransformConfig(size=8)},
+        {"val": None},
+    ):
         assert spec(train_transform=transform, **options).plan.num_train == 8
 
 
-@pytest.mark.parametrize("transform", ["light", "simclr", f"{__name__}:corners", {"a": ("light", 2)}])
+@pytest.mark.parametrize(
+    "transform", ["light", "simclr", f"{__name__}:corners", {"a": ("light", 2)}]
+)
 def test_one_that_follows_the_size_of_the_settings_needs_none(transform: Any) -> None:
     assert spec(train_transform=transform).transforms["val"] == "center"
 
@@ -102,9 +125,16 @@ def test_one_that_follows_the_size_of_the_settings_needs_none(transform: Any) ->
         {"transform": TransformConfig(val=STEPS)},
     ],
 )
-def test_a_size_that_nobody_wrote_down_ends_the_run_before_its_first_step(options: dict[str, Any]) -> None:
-    made, sizes = spec(**options), r"differ: transform\.train makes (8 x 8|224 x 224), transform\.val makes "
-    with pytest.raises(ConfigError, match=rf"{sizes}.*; '(center|light)' .* 224 by default: set"):
+def test_a_size_that_nobody_wrote_down_ends_the_run_before_its_first_step(
+    options: dict[str, Any],
+) -> None:
+    made, sizes = (
+        spec(**options),
+        r"differ: transform\.train makes (8 x 8|224 x 224), transform\.val makes ",
+    )
+    with pytest.raises(
+        ConfigError, match=rf"{sizes}.*; '(center|light)' .* 224 by default: set"
+    ):
         next(host_batches(made))
     with pytest.raises(ConfigError, match=sizes):  # on the driver of jobs/train.py
         try_samples(made, 8)
@@ -113,12 +143,21 @@ def test_a_size_that_nobody_wrote_down_ends_the_run_before_its_first_step(option
 @pytest.mark.parametrize(
     ("options", "warns"),
     [
-        ({"train_transform": CROP, "val_transform": A.Compose([A.Resize(12, 12)])}, True),
+        (
+            {"train_transform": CROP, "val_transform": A.Compose([A.Resize(12, 12)])},
+            True,
+        ),
         ({"transform": TransformConfig(train=STEPS, size=12)}, True),
         ({"transform": TransformConfig(train=STEPS, val=LARGER)}, True),
         ({"transform": TransformConfig(size={0: 8, 1: 12})}, False),
         ({"train_transform": CROP, "transform": TransformConfig(size=8)}, False),
-        ({"train_transform": {"a": (CROP, 2)}, "val_transform": A.Compose([A.Resize(12, 12)])}, False),
+        (
+            {
+                "train_transform": {"a": (CROP, 2)},
+                "val_transform": A.Compose([A.Resize(12, 12)]),
+            },
+            False,
+        ),
     ],
 )
 def test_sizes_that_are_written_down_may_differ(
@@ -132,9 +171,13 @@ def test_sizes_that_are_written_down_may_differ(
 
 
 @pytest.mark.parametrize(
-    "options", [{"transform": TransformConfig(size={0: 8, 1: 12})}, {"train_transform": "simclr"}], ids=str
+    "options",
+    [{"transform": TransformConfig(size={0: 8, 1: 12})}, {"train_transform": "simclr"}],
+    ids=str,
 )
-def test_a_validation_that_cannot_be_made_is_found_before_the_first_step(options: dict[str, Any]) -> None:
+def test_a_validation_that_cannot_be_made_is_found_before_the_first_step(
+    options: dict[str, Any],
+) -> None:
     val = MemoryStore([picture(0), picture(1, 30, 30)], [0, 1])
     with pytest.raises(ConfigError, match=r"made image uint8 \(30, 30, 3\), where"):
         next(host_batches(spec(val, val_transform=None, **options)))
@@ -143,7 +186,11 @@ def test_a_validation_that_cannot_be_made_is_found_before_the_first_step(options
 def test_damaged_first_samples_of_a_validation_are_passed_over() -> None:
     val = MemoryStore([b"", *(picture(number) for number in range(7))], range(8))
     with pytest.raises(ConfigError, match="sizes of images differ"):
-        next(host_batches(spec(val, transform=TransformConfig(train=STEPS, max_bad_fraction=1))))
+        next(
+            host_batches(
+                spec(val, transform=TransformConfig(train=STEPS, max_bad_fraction=1))
+            )
+        )
 
 
 def test_stores_of_other_classes_are_refused_unless_nobody_asks() -> None:
@@ -151,7 +198,19 @@ def test_stores_of_other_classes_are_refused_unless_nobody_asks() -> None:
         return MemoryStore([picture(i) for i in range(8)], [0, 1] * 4, classes or None)
 
     options: Any = {"plan": PlanConfig(micro_batch_size=4), "train_transform": "light"}
-    with pytest.raises(ConfigError, match=r"has 2 classes, and .* 2 with other names or in another order"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has 2 classes, and .* 2 with other names or in another order",
+    ):
         open_stream(store("a", "b"), store("b", "a"), **options)
-    for val, target in ((store("a", "b"), "label"), (store(), "label"), (store("b", "a"), None)):
-        assert open_stream(store("a", "b"), val, target_column=target, **options).stores["val"] is val
+    for val, target in (
+        (store("a", "b"), "label"),
+        (store(), "label"),
+        (store("b", "a"), None),
+    ):
+        assert (
+            open_stream(store("a", "b"), val, target_column=target, **options).stores[
+                "val"
+            ]
+            is val
+        )

@@ -31,7 +31,16 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.running import Feed
 from raypipe.streaming.spec import StreamSpec
 
-OPERATIONS = ("train", "hold", "val", "val", "part of val", "earlier val", "validation", "next epoch")
+OPERATIONS = (
+    "train",
+    "hold",
+    "val",
+    "val",
+    "part of val",
+    "earlier val",
+    "validation",
+    "next epoch",
+)
 OPERATIONS += ("next epoch", "resume", "cell")
 
 
@@ -40,7 +49,12 @@ def spec(stores: dict[str, Path], request: pytest.FixtureRequest) -> StreamSpec:
     return open_stream(
         stores["train"],
         stores["val"],
-        plan=PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24, val_interval=request.param),
+        plan=PlanConfig(
+            epochs=3,
+            micro_batch_size=6,
+            global_batch_size=24,
+            val_interval=request.param,
+        ),
         transform=TransformConfig(train="small", val="resize", size=8),
         pool=PoolConfig(engine="inline"),
     )
@@ -66,12 +80,18 @@ class Reference:
         """Where a resume goes on: after what a loop has left."""
         if not self.left or self.cursor.epoch != self.epoch:
             return self.named(self.cursor)
-        after = (self.epoch + 1, 0) if self.left == "val" else (self.epoch, self.plan.steps_per_epoch)
+        after = (
+            (self.epoch + 1, 0)
+            if self.left == "val"
+            else (self.epoch, self.plan.steps_per_epoch)
+        )
         return self.named(Cursor(*after, self.plan.fingerprint))
 
     def named(self, place: Cursor) -> Cursor:
         """The same place, by its one name: the end of an epoch without a validation is the next one's start."""
-        if place.step == self.plan.steps_per_epoch and not self.plan.has_val(place.epoch):
+        if place.step == self.plan.steps_per_epoch and not self.plan.has_val(
+            place.epoch
+        ):
             return Cursor(place.epoch + 1, 0, place.fingerprint)
         return place
 
@@ -98,8 +118,16 @@ class Reference:
         if place.epoch >= self.plan.config.epochs:
             self.epoch = self.plan.config.epochs - 1
             return None
-        self.epoch, self.first, self.taken, self.is_held = place.epoch, place.step, 0, False
-        self.has_train, self.has_val = place.step < steps, self.plan.has_val(place.epoch)
+        self.epoch, self.first, self.taken, self.is_held = (
+            place.epoch,
+            place.step,
+            0,
+            False,
+        )
+        self.has_train, self.has_val = (
+            place.step < steps,
+            self.plan.has_val(place.epoch),
+        )
         return self.epoch
 
     def _stand_at(self, epoch: int, step: int) -> None:
@@ -110,7 +138,9 @@ class Reference:
         part = whole[self.taken : self.taken + num]
         self.taken += len(part)
         self.is_held = (self.is_held or held) and self.taken < len(whole)
-        if part and (steps := self.taken // (self.plan.config.per_step // self.world_size)):
+        if part and (
+            steps := self.taken // (self.plan.config.per_step // self.world_size)
+        ):
             self._stand_at(self.epoch, self.first + steps)
         if part:
             is_left = self.taken < len(whole) and not self.is_held
@@ -119,12 +149,16 @@ class Reference:
 
     @property
     def train_is_open(self) -> bool:
-        left = self.has_train and self.taken < len(self.of("train", self.epoch, self.first))
+        left = self.has_train and self.taken < len(
+            self.of("train", self.epoch, self.first)
+        )
         return left and (self.is_held or not self.taken)
 
     def val(self, epoch: int, num: int) -> list[MicroBatchId]:
         whole = self.of("val", epoch)
-        if epoch == self.epoch and not self.train_is_open:  # it is the one at the epoch's end
+        if (
+            epoch == self.epoch and not self.train_is_open
+        ):  # it is the one at the epoch's end
             if num < len(whole):
                 self.left = "val"
             elif self.cursor.epoch <= epoch:
@@ -148,10 +182,18 @@ class Program:
     """A random program on one rank, in step with the reference."""
 
     def __init__(
-        self, spec: StreamSpec, make: Callable[[Cursor | None], Loader], rank: int, world_size: int, seed: int
+        self,
+        spec: StreamSpec,
+        make: Callable[[Cursor | None], Loader],
+        rank: int,
+        world_size: int,
+        seed: int,
     ) -> None:
         self.make, self.loader = make, make(None)
-        self.reference, self.maker = Reference(spec, rank, world_size), MicroBatchMaker(spec)
+        self.reference, self.maker = (
+            Reference(spec, rank, world_size),
+            MicroBatchMaker(spec),
+        )
         self.random, self.num_delivered = random.Random(seed), 0
         self.epoch: Epoch | None = None
         self.earlier: list[Epoch] = []
@@ -163,7 +205,9 @@ class Program:
             name = self.random.choice(OPERATIONS)
             getattr(self, name.replace(" ", "_"))()
             assert self.loader.cursor == self.reference.cursor, name
-            assert self.loader.state_dict() == dataclasses.asdict(self.reference.place), name
+            assert self.loader.state_dict() == dataclasses.asdict(
+                self.reference.place
+            ), name
         self.loader.close()
 
     def expect(self, batches: Iterator[Batch], places: list[MicroBatchId]) -> None:
@@ -182,7 +226,12 @@ class Program:
         if self.epoch:
             assert bool(len(self.epoch.train)) == self.reference.has_train
             assert bool(len(self.epoch.val)) == self.reference.has_val
-        if left and len(left.train) and left.train.begun and left.train._num_taken < len(left.train):
+        if (
+            left
+            and len(left.train)
+            and left.train.begun
+            and left.train._num_taken < len(left.train)
+        ):
             with pytest.raises(RaypipeError, match="was skipped"):
                 next(left.train)
 
@@ -207,11 +256,15 @@ class Program:
 
     def val(self) -> None:
         if self.epoch and len(self.epoch.val):
-            self.expect(iter(self.epoch.val), self.reference.val(self.epoch.number, 100))
+            self.expect(
+                iter(self.epoch.val), self.reference.val(self.epoch.number, 100)
+            )
 
     def part_of_val(self) -> None:
         if self.epoch and len(self.epoch.val):
-            self.expect(islice(self.epoch.val, 2), self.reference.val(self.epoch.number, 2)[:2])
+            self.expect(
+                islice(self.epoch.val, 2), self.reference.val(self.epoch.number, 2)[:2]
+            )
 
     def earlier_val(self) -> None:
         for epoch in self.earlier[-1:]:
@@ -242,7 +295,9 @@ class Program:
         self.next_epoch(again=True)
 
 
-def loader_of(spec: StreamSpec, rank: int, world_size: int, cursor: Cursor | None) -> Loader:
+def loader_of(
+    spec: StreamSpec, rank: int, world_size: int, cursor: Cursor | None
+) -> Loader:
     def open_at(start: Cursor, only: Any = None) -> Feed:
         part = dataclasses.replace(spec, plan=spec.plan.only(only)) if only else spec
         return Feed(inline_batches(part, start, rank, world_size))
@@ -252,13 +307,23 @@ def loader_of(spec: StreamSpec, rank: int, world_size: int, cursor: Cursor | Non
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_each_pass_of_a_random_program_is_what_the_plan_says(spec: StreamSpec, world_size: int, seed: int) -> None:
+def test_each_pass_of_a_random_program_is_what_the_plan_says(
+    spec: StreamSpec, world_size: int, seed: int
+) -> None:
     for rank in range(world_size):
-        Program(spec, functools.partial(loader_of, spec, rank, world_size), rank, world_size, seed).run(40)
+        Program(
+            spec,
+            functools.partial(loader_of, spec, rank, world_size),
+            rank,
+            world_size,
+            seed,
+        ).run(40)
 
 
 @pytest.mark.parametrize("leave", ["break", "next", "epochs"])
-def test_what_a_loop_leaves_out_is_not_made(stores: dict[str, Path], leave: str) -> None:
+def test_what_a_loop_leaves_out_is_not_made(
+    stores: dict[str, Path], leave: str
+) -> None:
     made: list[int] = []
 
     def corner(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -284,11 +349,15 @@ def test_what_a_loop_leaves_out_is_not_made(stores: dict[str, Path], leave: str)
         num += sum(len(batch.index) for batch in islice(epoch.val, 2))
         if leave == "epochs":
             break
-    assert 0 < num <= len(made) <= num + 6  # the first block is made twice, once to learn its shapes
+    assert (
+        0 < num <= len(made) <= num + 6
+    )  # the first block is made twice, once to learn its shapes
 
 
 @pytest.mark.timeout(300)
-def test_passes_by_actors_are_what_the_plan_says(stores: dict[str, Path], ray_cluster: None) -> None:
+def test_passes_by_actors_are_what_the_plan_says(
+    stores: dict[str, Path], ray_cluster: None
+) -> None:
     spec = open_stream(
         stores["train"],
         stores["val"],
@@ -318,7 +387,9 @@ def test_passes_by_actors_are_what_the_plan_says(stores: dict[str, Path], ray_cl
 
 
 @pytest.mark.timeout(300)
-def test_two_loaders_of_one_process_share_the_cluster(stores: dict[str, Path], idle_cluster: None) -> None:
+def test_two_loaders_of_one_process_share_the_cluster(
+    stores: dict[str, Path], idle_cluster: None
+) -> None:
     def opened(size: int) -> StreamSpec:
         return open_stream(
             stores["train"],
@@ -331,7 +402,9 @@ def test_two_loaders_of_one_process_share_the_cluster(stores: dict[str, Path], i
     seen = [next(batches).position for _ in range(3)]  # its pool has all 4 CPUs
     assert first.account.actors == 4
     probe = loader(opened(12))
-    seen_by_probe = [batch.image.shape[-1] for batch in islice(next(probe.epochs()).train, 3)]
+    seen_by_probe = [
+        batch.image.shape[-1] for batch in islice(next(probe.epochs()).train, 3)
+    ]
     assert seen_by_probe == [12] * 3 and first._running.why is None
     seen += [batch.position for batch in batches]
     assert seen == Reference(first._spec, 0, 1).of("train", 0)
@@ -356,7 +429,11 @@ def train_on_two(config: dict[str, Any]) -> None:
         if is_last and one.rank == 0:
             time.sleep(1.0)  # the other rank says that it leaves it out
             texts = [text for _, text in ray.get(one._supervisor.events.remote(0))]
-            assert [text for text in texts if "iterates the validation of epoch 2, and rank 1 does not" in text]
+            assert [
+                text
+                for text in texts
+                if "iterates the validation of epoch 2, and rank 1 does not" in text
+            ]
         if is_last:
             Path(config["folder"], str(one.rank)).write_text(" ".join(seen))
 
@@ -384,4 +461,7 @@ def test_two_ranks_skip_together_and_a_validation_by_one_is_told(
         run_config=RunConfig(storage_path=str(tmp_path)),
     )
     trainer.fit()
-    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["0 0 1 1 2", "0 0 1 1"]
+    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == [
+        "0 0 1 1 2",
+        "0 0 1 1",
+    ]

@@ -18,7 +18,14 @@ from tiers import is_soak
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
-from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError, TransformError
+from raypipe.errors import (
+    BadSamplesError,
+    ConfigError,
+    CursorError,
+    ResourceError,
+    SampleError,
+    TransformError,
+)
 from raypipe.plan.places import Cursor
 from raypipe.rayext.allocation import preflight
 from raypipe.rayext.iteration import begun
@@ -45,8 +52,14 @@ PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5)
 SMALL = TransformConfig(train="light", val="center", size=24)
 
 
-def spec_of(stores: dict[str, Path], train: str = "train", **changes: Any) -> StreamSpec:
-    return open_stream(str(stores[train]), str(stores["val"]), **{"plan": PLAN, "transform": SMALL, **changes})
+def spec_of(
+    stores: dict[str, Path], train: str = "train", **changes: Any
+) -> StreamSpec:
+    return open_stream(
+        str(stores[train]),
+        str(stores["val"]),
+        **{"plan": PLAN, "transform": SMALL, **changes},
+    )
 
 
 def corner(image: np.ndarray) -> np.ndarray:
@@ -55,31 +68,54 @@ def corner(image: np.ndarray) -> np.ndarray:
 
 
 def digests_of(spec: StreamSpec, cursor: Cursor, **options: int) -> list[bytes]:
-    return [one.digest for one in iterate_digests(spec.plan, cursor, splits(spec, cursor, **options))]
+    return [
+        one.digest
+        for one in iterate_digests(spec.plan, cursor, splits(spec, cursor, **options))
+    ]
 
 
 def digests(
-    spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: int = 0, block: int = 0
+    spec: StreamSpec,
+    *,
+    actors: int = 1,
+    workers: int = 1,
+    from_step: int = 0,
+    block: int = 0,
 ) -> list[bytes]:
     spec = dataclasses.replace(
-        spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, micro_batches_per_block=block)
+        spec,
+        pool=PoolConfig(
+            min_actors=actors, cpus_per_actor=0.5, micro_batches_per_block=block
+        ),
     )
-    return digests_of(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
+    return digests_of(
+        spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers
+    )
 
 
 def pool_actors() -> dict[str, str]:
     """The live actors of streams: id → class. (Ray Data keeps others of its own, one of each in a cluster.)"""
     import ray
 
-    states = [actor for actor in ray._private.state.actors().values() if actor["State"] != "DEAD"]
+    states = [
+        actor
+        for actor in ray._private.state.actors().values()
+        if actor["State"] != "DEAD"
+    ]
     names = ("MapWorker", "SplitCoordinator")
-    return {a["ActorID"]: a["ActorClassName"] for a in states if a["ActorClassName"].startswith(names)}
+    return {
+        a["ActorID"]: a["ActorClassName"]
+        for a in states
+        if a["ActorClassName"].startswith(names)
+    }
 
 
 def wait_for_end(before: dict[str, str]) -> dict[str, str]:
     """The actors of streams that live on, 10 s after the last one was needed, beside those there were before."""
     deadline = time.monotonic() + 10
-    while left := {name: actor for name, actor in pool_actors().items() if name not in before}:
+    while left := {
+        name: actor for name, actor in pool_actors().items() if name not in before
+    }:
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
@@ -91,29 +127,53 @@ def test_the_digest_is_the_same_for_any_pool_workers_and_blocks(
 ) -> None:
     spec = spec_of(stores)
     alone = without_ray.digests(spec)
-    assert len(alone) == len(set(alone)) == spec.plan.num_micro_batches(spec.plan.start()) == 2 * (12 + 4)
+    assert (
+        len(alone)
+        == len(set(alone))
+        == spec.plan.num_micro_batches(spec.plan.start())
+        == 2 * (12 + 4)
+    )
     # Micro-batches in a block, workers, actors, and the step from which the stream goes on.
     cases = [(3, 2, 2, 7), (0, 1, 3, 0)]
     if is_soak(request.config):
-        cases = [(k, w, a, s) for k in (1, 2, 3, 0) for w in (1, 2) for a in (1, 3) for s in (0, 7)]
+        cases = [
+            (k, w, a, s)
+            for k in (1, 2, 3, 0)
+            for w in (1, 2)
+            for a in (1, 3)
+            for s in (0, 7)
+        ]
     before = pool_actors()
     for block, workers, actors, from_step in cases:
-        found = digests(spec, block=block, workers=workers, actors=actors, from_step=from_step)
+        found = digests(
+            spec, block=block, workers=workers, actors=actors, from_step=from_step
+        )
         expected = without_ray.digests(spec, from_step)
-        assert found == expected == alone[len(alone) - len(expected) :], (block, workers, actors, from_step)
+        assert found == expected == alone[len(alone) - len(expected) :], (
+            block,
+            workers,
+            actors,
+            from_step,
+        )
     assert wait_for_end(before) == {}
 
 
-def test_executions_in_an_actor_and_with_growing_blocks_have_one_digest(stores: dict[str, Path]) -> None:
+def test_executions_in_an_actor_and_with_growing_blocks_have_one_digest(
+    stores: dict[str, Path],
+) -> None:
     plan = PlanConfig(epochs=3, micro_batch_size=2, global_batch_size=4, seed=5)
     spec = spec_of(stores, plan=plan, train_transform=corner, val_transform=corner)
     alone, start = without_ray.digests(spec), spec.plan.start()
     in_an_actor = splits(spec, start, max_actors=1, apart=True)
-    assert [one.digest for one in iterate_digests(spec.plan, start, in_an_actor)] == alone
+    assert [
+        one.digest for one in iterate_digests(spec.plan, start, in_an_actor)
+    ] == alone
     rows = list(block_dataset(spec, start, max_actors=1).iter_batches(batch_size=None))
     assert [batch_digest(batch) for row in rows for batch in batches_of(row)] == alone
     sizes = [row["micro"].shape[1] for row in rows]
-    assert sizes[:16] == [1] * 16 and max(sizes) > 2, "they grow as soon as it is known what a micro-batch takes"
+    assert sizes[:16] == [1] * 16 and max(sizes) > 2, (
+        "they grow as soon as it is known what a micro-batch takes"
+    )
 
 
 def test_a_pool_works_before_its_ranks_ask_and_ends_with_them(
@@ -125,9 +185,16 @@ def test_a_pool_works_before_its_ranks_ask_and_ends_with_them(
     before, start = pool_actors(), spec.plan.start()
     for asks in (True, False):
         supervisor = start_supervisor()
-        iterators = splits(spec, start, max_actors=1, world_size=2, supervisor=supervisor)
-        ranks, deadline = [begun(iterator) for iterator in iterators], time.monotonic() + 60
-        while not ray.get(supervisor.awaited.remote()).startswith("1 transform actor has started"):
+        iterators = splits(
+            spec, start, max_actors=1, world_size=2, supervisor=supervisor
+        )
+        ranks, deadline = (
+            [begun(iterator) for iterator in iterators],
+            time.monotonic() + 60,
+        )
+        while not ray.get(supervisor.awaited.remote()).startswith(
+            "1 transform actor has started"
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         if asks:
@@ -138,11 +205,21 @@ def test_a_pool_works_before_its_ranks_ask_and_ends_with_them(
     assert wait_for_end(before) == {}
 
 
-def test_the_digest_depends_on_the_seed_and_not_on_who_reads(stores: dict[str, Path]) -> None:
-    spec = spec_of(stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3))
+def test_the_digest_depends_on_the_seed_and_not_on_who_reads(
+    stores: dict[str, Path],
+) -> None:
+    spec = spec_of(
+        stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3)
+    )
     read_apart = digests(spec)
-    assert without_ray.digests(spec) == read_apart  # there it is read by the one that transforms
-    other = spec_of(stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3, seed=6))
+    assert (
+        without_ray.digests(spec) == read_apart
+    )  # there it is read by the one that transforms
+    other = spec_of(
+        stores,
+        "parquet",
+        plan=dataclasses.replace(PLAN, epochs=1, window_groups=3, seed=6),
+    )
     assert not set(without_ray.digests(other)[:12]) & set(read_apart[:12])
 
 
@@ -150,30 +227,52 @@ def in_host_memory(batch: Batch) -> MicroBatch:
     fields = {name: values.numpy() for name, values in batch.fields.items()}
     assert fields.keys() == {"image", "label", "mask", "boxes"}
     fields["image"] = batch.image.permute(0, 2, 3, 1).numpy()
-    return MicroBatch(batch.position, batch.index, batch.weight.numpy(), fields, batch.num_bad)
+    return MicroBatch(
+        batch.position, batch.index, batch.weight.numpy(), fields, batch.num_bad
+    )
 
 
-def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: Path) -> None:
+def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(
+    tmp_path: Path,
+) -> None:
     rng = np.random.default_rng(0)
-    path, types = tmp_path / "a.parquet", {"image": "binary", "seg": "binary", "objects": "string"}
+    path, types = (
+        tmp_path / "a.parquet",
+        {"image": "binary", "seg": "binary", "objects": "string"},
+    )
     with ParquetWriter(path, types, row_group_size=10) as writer:
         for number in range(48):
-            mask = cv2.imencode(".png", rng.integers(0, 3, (40, 48), dtype=np.uint8))[1].tobytes()
-            objects = json.dumps(rng.integers([0, 0, 20, 20, 0], [20, 20, 48, 40, 9], (number % 3, 5)).tolist())
+            mask = cv2.imencode(".png", rng.integers(0, 3, (40, 48), dtype=np.uint8))[
+                1
+            ].tobytes()
+            objects = json.dumps(
+                rng.integers(
+                    [0, 0, 20, 20, 0], [20, 20, 48, 40, 9], (number % 3, 5)
+                ).tolist()
+            )
             seg = b"bad" if number == 5 else mask
             writer.append({"image": picture(number), "seg": seg, "objects": objects})
-    settings = dataclasses.replace(SMALL, mask_column="seg", boxes_column="objects", max_targets=3)
+    settings = dataclasses.replace(
+        SMALL, mask_column="seg", boxes_column="objects", max_targets=3
+    )
     plan = dataclasses.replace(PLAN, epochs=1)
     spec = open_stream(path, path, plan=plan, transform=settings, target_column="")
     alone = without_ray.digests(spec)
-    in_actors = dataclasses.replace(spec, pool=PoolConfig(reader="actors", cpus_per_actor=0.5))
+    in_actors = dataclasses.replace(
+        spec, pool=PoolConfig(reader="actors", cpus_per_actor=0.5)
+    )
     assert digests_of(in_actors, spec.plan.start(), max_actors=1, world_size=2) == alone
     # Of Parquet a task of its own reads.
     seen = list(without_ray.every_batch(loader(spec, max_actors=1)))
     assert [batch_digest(in_host_memory(batch)) for batch in seen] == alone
-    train, val = ([batch for batch in seen if batch.position.split == split] for split in ("train", "val"))
+    train, val = (
+        [batch for batch in seen if batch.position.split == split]
+        for split in ("train", "val")
+    )
     for batch in train:
-        assert batch.fields["mask"].shape == (8, 24, 24) and batch.fields["boxes"].shape == (8, 3, 5)
+        assert batch.fields["mask"].shape == (8, 24, 24) and batch.fields[
+            "boxes"
+        ].shape == (8, 3, 5)
         assert set(batch.fields["mask"].unique().tolist()) <= {0, 1, 2}
     assert sum(int((batch.weight == 0).sum()) for batch in val) == 1  # the bad one
     assert sum(batch.num_bad for batch in seen) == 2
@@ -187,8 +286,15 @@ def test_training_samples_come_at_most_once_and_validations_once(
     seen: dict[tuple[str, int], list[int]] = {}
     for batch in without_ray.host_batches(spec):
         real = batch.weight > 0
-        seen.setdefault((batch.position.split, batch.position.epoch), []).extend(batch.index[real].tolist())
-        assert batch["image"].dtype == np.uint8 and batch["image"].shape == (8, 24, 24, 3)
+        seen.setdefault((batch.position.split, batch.position.epoch), []).extend(
+            batch.index[real].tolist()
+        )
+        assert batch["image"].dtype == np.uint8 and batch["image"].shape == (
+            8,
+            24,
+            24,
+            3,
+        )
         assert not batch["image"][~real].any()
         if batch.position.split == "train":
             assert np.array_equal(batch["label"], labels[batch.index])
@@ -205,15 +311,26 @@ def test_a_dataset_has_rows_of_blocks_of_micro_batches(stores: dict[str, Path]) 
         train_transform=lambda image: np.ascontiguousarray(image[:10, :12]),
         pool=PoolConfig(micro_batches_per_block=3),
     )
-    rows = list(block_dataset(spec, spec.plan.start(), max_actors=1).iter_batches(batch_size=None))
+    rows = list(
+        block_dataset(spec, spec.plan.start(), max_actors=1).iter_batches(
+            batch_size=None
+        )
+    )
     assert [row["step"].tolist() for row in rows] == [[[0, 1, 2]], [[3]]]
-    assert [row["image"].shape for row in rows] == [(1, 3, 25, 10, 12, 3), (1, 1, 25, 10, 12, 3)]
+    assert [row["image"].shape for row in rows] == [
+        (1, 3, 25, 10, 12, 3),
+        (1, 1, 25, 10, 12, 3),
+    ]
     batches = [batch for row in rows for batch in batches_of(row)]
     assert [batch.position.step for batch in batches] == [0, 1, 2, 3]
-    assert np.concatenate([batch.index for batch in batches]).tolist() == list(range(100))
+    assert np.concatenate([batch.index for batch in batches]).tolist() == list(
+        range(100)
+    )
 
 
-def test_an_idle_consumer_has_little_in_flight_and_nothing_spins(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_an_idle_consumer_has_little_in_flight_and_nothing_spins(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
     def traced(image: np.ndarray) -> np.ndarray:
         with (tmp_path / "count").open("a") as file:
             file.write("x")
@@ -232,12 +349,22 @@ def test_an_idle_consumer_has_little_in_flight_and_nothing_spins(stores: dict[st
     time.sleep(2)  # until all is full
     began = time.process_time()
     time.sleep(2)
-    assert time.process_time() - began < 1, "Ray Data's own loop takes the whole of both seconds"
-    remade = NUM_REMADE + 1  # by the actor, to compare them; and one more for the other actors
+    assert time.process_time() - began < 1, (
+        "Ray Data's own loop takes the whole of both seconds"
+    )
+    remade = (
+        NUM_REMADE + 1
+    )  # by the actor, to compare them; and one more for the other actors
     done = ((tmp_path / "count").stat().st_size - remade) / 4
-    assert done <= 5 + 6 + 4, "beside what is in flight: one ahead for the rank, Ray's prefetch, what it unpacks"
+    assert done <= 5 + 6 + 4, (
+        "beside what is in flight: one ahead for the rank, Ray's prefetch, what it unpacks"
+    )
     # Ray Data's own threads, in a call after `ray.shutdown()`, would end the process without a word.
-    threads = [t for t in threading.enumerate() if t.name == "iter_threaded" and t not in before]
+    threads = [
+        t
+        for t in threading.enumerate()
+        if t.name == "iter_threaded" and t not in before
+    ]
     batches.close()
     assert threads and not any(thread.is_alive() for thread in threads)
 
@@ -251,7 +378,9 @@ BAD = {3: b"", 17: picture(17)[:-200], 40: None}
 ONE_EPOCH = PlanConfig(epochs=1, micro_batch_size=8)
 
 
-def test_bad_samples_are_substituted_by_the_plan_and_quarantined(tmp_path: Path) -> None:
+def test_bad_samples_are_substituted_by_the_plan_and_quarantined(
+    tmp_path: Path,
+) -> None:
     spec = open_stream(
         with_bad(BAD),
         with_bad(BAD),
@@ -262,7 +391,16 @@ def test_bad_samples_are_substituted_by_the_plan_and_quarantined(tmp_path: Path)
     )
 
     def rows_of(batches: Iterable[MicroBatch]) -> list[Any]:
-        return [(b.position, b.index.tolist(), b["label"].tolist(), b.weight.tolist(), b.num_bad) for b in batches]
+        return [
+            (
+                b.position,
+                b.index.tolist(),
+                b["label"].tolist(),
+                b.weight.tolist(),
+                b.num_bad,
+            )
+            for b in batches
+        ]
 
     rows = rows_of(host_batches(splits(spec, spec.plan.start(), max_actors=2)[0]))
     other = dataclasses.replace(spec, quarantine=(tmp_path / "two").as_uri())
@@ -270,15 +408,25 @@ def test_bad_samples_are_substituted_by_the_plan_and_quarantined(tmp_path: Path)
     assert sum(row[4] for row in rows) == 6
     for at, index, label, weight, _ in rows:
         if at.split == "train":
-            assert not set(index) & set(BAD) and label == [i % 5 for i in index] and min(weight) == 1
+            assert (
+                not set(index) & set(BAD)
+                and label == [i % 5 for i in index]
+                and min(weight) == 1
+            )
         else:
-            assert [i for i, w in zip(index, weight, strict=True) if w == 0] == [i for i in index if i in BAD]
+            assert [i for i, w in zip(index, weight, strict=True) if w == 0] == [
+                i for i in index if i in BAD
+            ]
     records = [
-        json.loads(line) for file in sorted((tmp_path / "one").iterdir()) for line in file.read_text().splitlines()
+        json.loads(line)
+        for file in sorted((tmp_path / "one").iterdir())
+        for line in file.read_text().splitlines()
     ]
     assert sorted(r["index"] for r in records if r["split"] == "train") == sorted(BAD)
     assert all(r["store"].startswith("memory:") and r["error"] for r in records)
-    assert {p.name for p in (tmp_path / "one").iterdir()} == {p.name for p in (tmp_path / "two").iterdir()}
+    assert {p.name for p in (tmp_path / "one").iterdir()} == {
+        p.name for p in (tmp_path / "two").iterdir()
+    }
 
 
 def test_an_error_of_user_code_names_its_line_and_opencv_has_one_thread() -> None:
@@ -286,9 +434,13 @@ def test_an_error_of_user_code_names_its_line_and_opencv_has_one_thread() -> Non
         raise LookupError(f"{cv2.getNumThreads()} thread")
 
     config = dataclasses.replace(SMALL, max_bad_fraction=0)
-    spec = open_stream(with_bad({}), plan=ONE_EPOCH, transform=config, train_transform=broken)
+    spec = open_stream(
+        with_bad({}), plan=ONE_EPOCH, transform=config, train_transform=broken
+    )
     place = r"the transform failed at .*test_pipeline\.py:\d+ in broken: LookupError: 1 thread "
-    with pytest.raises(TransformError, match=rf"memory:\w+ sample \d+: {place}.*pool\.engine=inline") as caught:
+    with pytest.raises(
+        TransformError, match=rf"memory:\w+ sample \d+: {place}.*pool\.engine=inline"
+    ) as caught:
         list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
     assert type(caught.value) is TransformError
 
@@ -296,18 +448,31 @@ def test_an_error_of_user_code_names_its_line_and_opencv_has_one_thread() -> Non
 @pytest.mark.parametrize(
     ("transform", "num_bad", "error", "message"),
     [
-        (dataclasses.replace(SMALL, max_bad_fraction=0), 1, SampleError, r"memory:\w+ sample \d+: .*"),
+        (
+            dataclasses.replace(SMALL, max_bad_fraction=0),
+            1,
+            SampleError,
+            r"memory:\w+ sample \d+: .*",
+        ),
         # Of another transform the same, by tests without a cluster.
-        pytest.param(SMALL, 12, BadSamplesError, "max_bad_fraction", marks=pytest.mark.soak),
         pytest.param(
-            dataclasses.replace(SMALL, train="none"), 1, ConfigError, "crop or resize", marks=pytest.mark.soak
+            SMALL, 12, BadSamplesError, "max_bad_fraction", marks=pytest.mark.soak
+        ),
+        pytest.param(
+            dataclasses.replace(SMALL, train="none"),
+            1,
+            ConfigError,
+            "crop or resize",
+            marks=pytest.mark.soak,
         ),
     ],
 )
 def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
     transform: TransformConfig, num_bad: int, error: type[Exception], message: str
 ) -> None:
-    store = with_bad({**BAD, 5: picture(5, 30, 30), **dict.fromkeys(range(6, 6 + num_bad), b"")})
+    store = with_bad(
+        {**BAD, 5: picture(5, 30, 30), **dict.fromkeys(range(6, 6 + num_bad), b"")}
+    )
     spec = open_stream(store, plan=ONE_EPOCH, transform=transform)
     with pytest.raises(error, match=message) as caught:
         list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
@@ -330,7 +495,11 @@ def test_a_transform_that_cannot_be_sent_or_exits_is_one_clear_error() -> None:
             ConfigError,
             r"^train_transform cannot be sent to the actors \(cannot pickle '_thread.lock' object\)",
         ),
-        (leaves, TransformError, r"test_pipeline.py:\d+ in leaves: SystemExit: no license"),
+        (
+            leaves,
+            TransformError,
+            r"test_pipeline.py:\d+ in leaves: SystemExit: no license",
+        ),
     )
     for transform, error, message in cases:
         spec = open_stream(with_bad({}), plan=ONE_EPOCH, train_transform=transform)
@@ -338,7 +507,9 @@ def test_a_transform_that_cannot_be_sent_or_exits_is_one_clear_error() -> None:
             list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
 
 
-def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: dict[str, Path]) -> None:
+def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(
+    stores: dict[str, Path],
+) -> None:
     few = [s["image"] for s in samples(3)]
     spec = open_stream(
         stores["train"],
@@ -347,15 +518,24 @@ def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: 
         transform=dataclasses.replace(SMALL, val="none", train="none"),
     )
     found = list(without_ray.host_batches(spec))
-    assert len(found) == 15 and sum(int((batch.weight > 0).sum()) for batch in found) == 103
+    assert (
+        len(found) == 15
+        and sum(int((batch.weight > 0).sum()) for batch in found) == 103
+    )
 
 
 def test_a_cursor_of_another_plan_is_refused(stores: dict[str, Path]) -> None:
-    spec, other = spec_of(stores), spec_of(stores, plan=dataclasses.replace(PLAN, seed=6))
+    spec, other = (
+        spec_of(stores),
+        spec_of(stores, plan=dataclasses.replace(PLAN, seed=6)),
+    )
     with pytest.raises(CursorError, match=other.plan.fingerprint):
         block_dataset(spec, other.plan.start(), max_actors=1)
 
 
 def test_a_run_that_the_cluster_cannot_hold_is_refused_at_once() -> None:
-    with pytest.raises(ResourceError, match=r"100 transform actors.*has or can scale to 4:.*pool\.min_actors"):
+    with pytest.raises(
+        ResourceError,
+        match=r"100 transform actors.*has or can scale to 4:.*pool\.min_actors",
+    ):
         preflight(PoolConfig(min_actors=100))

@@ -32,7 +32,9 @@ def spec(stores: dict[str, Path]) -> StreamSpec:
     )
 
 
-def test_each_iteration_is_the_next_epoch_and_the_validation_after_it(spec: StreamSpec) -> None:
+def test_each_iteration_is_the_next_epoch_and_the_validation_after_it(
+    spec: StreamSpec,
+) -> None:
     train, val = plain_loaders(loader(spec), "batch")
     assert (len(train), len(val), train.batch_size, val.batch_size) == (16, 4, 6, 6)
     seen = []
@@ -56,9 +58,14 @@ def test_dicts_have_targets_that_losses_ignore_for_padding(spec: StreamSpec) -> 
     dicts, batches = (validation_of(spec, form) for form in ("dict", "batch"))
     num = 0
     for named, batch in zip(dicts, batches, strict=True):
-        assert torch.equal(named["image"], batch.image) and torch.equal(named["weight"], batch.weight)
+        assert torch.equal(named["image"], batch.image) and torch.equal(
+            named["weight"], batch.weight
+        )
         counts, target = batch.weight > 0, named["target"]
-        assert torch.equal(target[counts], batch.target[counts]) and (target[~counts] == -100).all()
+        assert (
+            torch.equal(target[counts], batch.target[counts])
+            and (target[~counts] == -100).all()
+        )
         losses = cross_entropy(torch.randn(len(target), 10), target, reduction="none")
         assert not losses[~counts].any()
         num += int(counts.sum())
@@ -79,26 +86,42 @@ def test_a_state_that_either_of_them_saves_goes_on_in_both(spec: StreamSpec) -> 
     assert [batch.position for batch in train] == rest and len(list(val)) == 4
 
 
-def test_a_resume_before_a_validation_has_it_and_may_leave_it_out(spec: StreamSpec) -> None:
+def test_a_resume_before_a_validation_has_it_and_may_leave_it_out(
+    spec: StreamSpec,
+) -> None:
     val = validation_of(spec, "batch")
     assert {batch.position.epoch for batch in val} == {0}
     one = loader(spec, cursor=pending(spec))
     train, _ = plain_loaders(one, "batch")
     epochs = range(one.cursor.epoch, one.num_epochs)
-    assert [{batch.position.epoch for batch in train} for _ in epochs] == [set(), {1}, {2}]
+    assert [{batch.position.epoch for batch in train} for _ in epochs] == [
+        set(),
+        {1},
+        {2},
+    ]
 
 
-def test_a_loop_that_wants_more_epochs_than_the_plan_is_told_the_setting(spec: StreamSpec) -> None:
+def test_a_loop_that_wants_more_epochs_than_the_plan_is_told_the_setting(
+    spec: StreamSpec,
+) -> None:
     train, _ = plain_loaders(loader(spec), "batch")
     for _ in range(3):
         assert len(list(train)) == 16
-    with pytest.raises(ConfigError, match=r"more than the 3 epochs of the plan: set plan\.epochs"):
+    with pytest.raises(
+        ConfigError, match=r"more than the 3 epochs of the plan: set plan\.epochs"
+    ):
         list(train)
 
 
-def test_a_loop_validates_whenever_it_likes_and_trains_the_same(spec: StreamSpec) -> None:
-    config = dataclasses.replace(spec.plan.config, val_interval=2)  # none after the first epoch
-    one = loader(dataclasses.replace(spec, plan=dataclasses.replace(spec.plan, config=config)))
+def test_a_loop_validates_whenever_it_likes_and_trains_the_same(
+    spec: StreamSpec,
+) -> None:
+    config = dataclasses.replace(
+        spec.plan.config, val_interval=2
+    )  # none after the first epoch
+    one = loader(
+        dataclasses.replace(spec, plan=dataclasses.replace(spec.plan, config=config))
+    )
     train, val = plain_loaders(one, "batch")
     seen = [batch.position for batch in islice(val, 2)]  # a sanity check
     assert one.cursor == spec.plan.start()
@@ -117,23 +140,36 @@ def test_a_loop_validates_whenever_it_likes_and_trains_the_same(spec: StreamSpec
         at for at in spec.plan.micro_batches(spec.plan.start()) if at.split == "train"
     ]
     validation = [(step, micro) for step in range(1) for micro in range(4)]
-    assert [(at.step, at.micro) for at in seen if at.split == "val"] == [*validation[:2], *validation * 10]
+    assert [(at.step, at.micro) for at in seen if at.split == "val"] == [
+        *validation[:2],
+        *validation * 10,
+    ]
 
 
-def test_a_stream_without_validation_has_an_empty_one_after_each_epoch(spec: StreamSpec) -> None:
+def test_a_stream_without_validation_has_an_empty_one_after_each_epoch(
+    spec: StreamSpec,
+) -> None:
     plan = PlanConfig(epochs=2, micro_batch_size=6)
-    own = open_stream(spec.stores["train"], plan=plan, transform=spec.transform, pool=spec.pool)
+    own = open_stream(
+        spec.stores["train"], plan=plan, transform=spec.transform, pool=spec.pool
+    )
     train, val = plain_loaders(loader(own))
-    assert [(len(list(val)), len(list(train))) for _ in range(2)] == [(0, len(train))] * 2
+    assert [(len(list(val)), len(list(train))) for _ in range(2)] == [
+        (0, len(train))
+    ] * 2
     with pytest.raises(
-        ConfigError, match="format must be 'dict', 'batch' or a function of the Batch, got 'tuple'"
+        ConfigError,
+        match="format must be 'dict', 'batch' or a function of the Batch, got 'tuple'",
     ):
         plain_loaders(loader(own), "tuple")  # type: ignore[arg-type]
 
 
 def test_mixed_targets_need_a_function(spec: StreamSpec) -> None:
     mixing = AugmentConfig(mixup_alpha=0.4)
-    with pytest.raises(ConfigError, match="MixUp and CutMix make two targets of one, and 'dict' has room for one"):
+    with pytest.raises(
+        ConfigError,
+        match="MixUp and CutMix make two targets of one, and 'dict' has room for one",
+    ):
         plain_loaders(loader(spec, augment=mixing))
 
     def form(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

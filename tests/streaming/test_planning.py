@@ -41,7 +41,10 @@ sides = st.tuples(st.integers(1, 99_999), st.integers(1, 99_999))
 few = st.tuples(st.integers(1, 12), st.integers(1, 12))  # so that there are ties
 
 
-@given(st.lists(sides | few, min_size=1, max_size=6), st.lists(sides | few, min_size=1, max_size=20))
+@given(
+    st.lists(sides | few, min_size=1, max_size=6),
+    st.lists(sides | few, min_size=1, max_size=20),
+)
 @settings(max_examples=100, deadline=None)
 def test_a_samples_bucket_has_the_nearest_ratio_then_area(
     buckets: list[tuple[int, int]], images: list[tuple[int, int]]
@@ -68,33 +71,57 @@ def test_weights_from_a_file_are_those_of_a_column(tmp_path: Path) -> None:
     assert by_file.fingerprint == plan_of(20, weights="weight").fingerprint
     (tmp_path / "bad.npy").write_bytes(b"no array")
     header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,), }"
-    (tmp_path / "huge.npy").write_bytes(b"\x93NUMPY\x01\0" + bytes([len(header), 0]) + header)
+    (tmp_path / "huge.npy").write_bytes(
+        b"\x93NUMPY\x01\0" + bytes([len(header), 0]) + header
+    )
     for name in ("bad.npy", "none.npy", "huge.npy"):
-        with pytest.raises(ConfigError, match=rf"plan\.weights: .*{name} cannot be read"):
+        with pytest.raises(
+            ConfigError, match=rf"plan\.weights: .*{name} cannot be read"
+        ):
             plan_of(20, weights=str(tmp_path / name))
 
 
 def test_balanced_classes_have_equal_shares_by_the_exponent() -> None:
     labels = np.array([0] * 8 + [5] * 2 + [9])
-    for exponent, shares in {0.0: [8, 2, 1], 0.5: [8**0.5, 2**0.5, 1], 1.0: [1, 1, 1]}.items():
+    for exponent, shares in {
+        0.0: [8, 2, 1],
+        0.5: [8**0.5, 2**0.5, 1],
+        1.0: [1, 1, 1],
+    }.items():
         weights = balanced(labels, exponent)
-        assert [weights[labels == label].sum() for label in (0, 5, 9)] == pytest.approx(shares)
+        assert [weights[labels == label].sum() for label in (0, 5, 9)] == pytest.approx(
+            shares
+        )
 
 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (np.ones(3), r"plan\.weights has float64 of \(3,\): it must have one number for each of the store's 4"),
+        (
+            np.ones(3),
+            r"plan\.weights has float64 of \(3,\): it must have one number for each of the store's 4",
+        ),
         (np.array(["a"] * 4), r"plan\.weights has <U1 of \(4,\)"),
-        (np.array([1, 1, 1, -1]), "is -1.0 for sample 3: weights are finite numbers of at least 0"),
-        (np.array([1, 1, np.nan, 1]), "is nan for sample 2: weights are finite numbers of at least 0"),
+        (
+            np.array([1, 1, 1, -1]),
+            "is -1.0 for sample 3: weights are finite numbers of at least 0",
+        ),
+        (
+            np.array([1, 1, np.nan, 1]),
+            "is nan for sample 2: weights are finite numbers of at least 0",
+        ),
     ],
 )
-def test_weights_that_do_not_fit_the_store_name_the_setting(weights: np.ndarray, message: str) -> None:
+def test_weights_that_do_not_fit_the_store_name_the_setting(
+    weights: np.ndarray, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_weights(weights, Selection([0], 4), "plan.weights")
 
 
 def test_a_sample_that_is_left_out_needs_no_weight() -> None:
     weights = np.array([np.nan, 2, -1, 3])
-    assert check_weights(weights, Selection([0, 2], 4), "plan.weights").tolist() == [2, 3]
+    assert check_weights(weights, Selection([0, 2], 4), "plan.weights").tolist() == [
+        2,
+        3,
+    ]

@@ -28,7 +28,11 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.remake import copied
 
-STORE = MemoryStore([picture(number) for number in range(8)], np.zeros(8, np.int64), columns={"n": list(range(8))})
+STORE = MemoryStore(
+    [picture(number) for number in range(8)],
+    np.zeros(8, np.int64),
+    columns={"n": list(range(8))},
+)
 COUNTED = [0]
 SCRATCH = np.zeros((8, 8, 3), np.uint8)
 SEEN: dict[bytes, np.ndarray] = {}
@@ -115,7 +119,9 @@ def in_scratch(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 IMPURE: dict[str, Any] = {
     "counter": Counter(),
     "method": Counter().__call__,
-    "partial": functools.partial(lambda image, counter: counter(image), counter=Counter()),
+    "partial": functools.partial(
+        lambda image, counter: counter(image), counter=Counter()
+    ),
     "running mean": RunningMean(),
     "first image": First(),
     "buffer of a module": InPlace(),
@@ -154,7 +160,11 @@ class Counting:
         return of(image, np.random.randint(9))
 
 
-PURE: dict[str, Any] = {"cache": Cached(), "counting": Counting(), "lambda": lambda image: image[:8, :8]}
+PURE: dict[str, Any] = {
+    "cache": Cached(),
+    "counting": Counting(),
+    "lambda": lambda image: image[:8, :8],
+}
 
 
 def spec_of(transform: Any, threads: int = 0, **options: Any) -> Any:
@@ -170,25 +180,37 @@ def spec_of(transform: Any, threads: int = 0, **options: Any) -> Any:
 @pytest.mark.parametrize("name", IMPURE)
 def test_state_beside_the_key_is_an_error_that_names_the_transform(name: str) -> None:
     spec = spec_of(IMPURE[name])
-    with pytest.raises(ConfigError, match=r"transform\.train is a \w+, which does not make the same") as caught:
+    with pytest.raises(
+        ConfigError, match=r"transform\.train is a \w+, which does not make the same"
+    ) as caught:
         list(inline_batches(spec, spec.plan.start()))
     assert ("twice in a row" in str(caught.value)) == (name != "first image")
 
 
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("name", PURE)
-def test_caches_buffers_and_counts_that_no_pixel_shows_are_fine(name: str, threads: int) -> None:
+def test_caches_buffers_and_counts_that_no_pixel_shows_are_fine(
+    name: str, threads: int
+) -> None:
     spec = spec_of(PURE[name], threads)
     found = [batch["image"].copy() for batch in inline_batches(spec, spec.plan.start())]
     maker = MicroBatchMaker(spec_of(copied(PURE[name])))
-    again = [maker.batch(at)["image"].copy() for at in reversed(list(spec.plan.micro_batches(spec.plan.start())))]
-    assert all(np.array_equal(one, other) for one, other in zip(found, again[::-1], strict=True))
+    again = [
+        maker.batch(at)["image"].copy()
+        for at in reversed(list(spec.plan.micro_batches(spec.plan.start())))
+    ]
+    assert all(
+        np.array_equal(one, other)
+        for one, other in zip(found, again[::-1], strict=True)
+    )
 
 
 def test_a_buffer_that_threads_share_is_an_error_where_there_are_threads() -> None:
     list(inline_batches(alone := spec_of(in_scratch), alone.plan.start()))
     shared = spec_of(in_scratch, 3)
-    with pytest.raises(ConfigError, match="3 threads that run it at once get in each other's way"):
+    with pytest.raises(
+        ConfigError, match="3 threads that run it at once get in each other's way"
+    ):
         list(inline_batches(shared, shared.plan.start()))
 
 
@@ -198,7 +220,9 @@ def test_columns_that_are_made_are_checked_as_well() -> None:
         return {"n": COUNTED[0]}
 
     spec = spec_of("none", columns=["n"], make_columns=columns)
-    with pytest.raises(ConfigError, match=r"make_columns does not make the same of the same sample"):
+    with pytest.raises(
+        ConfigError, match=r"make_columns does not make the same of the same sample"
+    ):
         list(inline_batches(spec, spec.plan.start()))
 
 
@@ -217,7 +241,9 @@ def test_targets_and_padding_are_compared_by_their_fields() -> None:
         boxes,
         plan=PlanConfig(epochs=1, micro_batch_size=4),
         transform=TransformConfig(boxes_column="b", max_targets=3),
-        train_transform=A.Compose([A.Resize(8, 8), A.Lambda(image=functools.partial(same), p=1)]),
+        train_transform=A.Compose(
+            [A.Resize(8, 8), A.Lambda(image=functools.partial(same), p=1)]
+        ),
         pool=PoolConfig(engine="inline"),
     )
     assert len(list(inline_batches(spec, spec.plan.start()))) == 2
@@ -260,21 +286,40 @@ IN_A_PROCESS = """
 """
 
 
-@pytest.mark.parametrize(("name", "is_pure"), [("by_hash", False), ("by_first", False), ("pure", True)])
-def test_code_whose_results_hang_on_the_process_is_found_by_two(name: str, is_pure: bool, tmp_path: Path) -> None:
-    program = textwrap.dedent(IN_A_PROCESS.format(support=str(Path(pictures.__file__).parent)))
+@pytest.mark.parametrize(
+    ("name", "is_pure"), [("by_hash", False), ("by_first", False), ("pure", True)]
+)
+def test_code_whose_results_hang_on_the_process_is_found_by_two(
+    name: str, is_pure: bool, tmp_path: Path
+) -> None:
+    program = textwrap.dedent(
+        IN_A_PROCESS.format(support=str(Path(pictures.__file__).parent))
+    )
     for step in (0, 1):
-        command = [sys.executable, "-c", program, name, str(step), str(tmp_path / "probe")]
+        command = [
+            sys.executable,
+            "-c",
+            program,
+            name,
+            str(step),
+            str(tmp_path / "probe"),
+        ]
         environment = {**os.environ, "PYTHONHASHSEED": str(step + 1)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=False
+        )
     if is_pure:
         assert done.stdout.strip() == "compared" and not done.returncode, done.stderr
     else:
-        assert "transform.train is a function, which does not make the same" in done.stderr
+        assert (
+            "transform.train is a function, which does not make the same" in done.stderr
+        )
         assert "two processes differ" in done.stderr
 
 
-def test_an_actor_asks_the_supervisor_for_the_first_probe_and_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_asks_the_supervisor_for_the_first_probe_and_compares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from raypipe.streaming import worker
 
     asked: list[Any] = []
@@ -286,7 +331,10 @@ def test_an_actor_asks_the_supervisor_for_the_first_probe_and_compares(monkeypat
 
     spec = spec_of(PURE["lambda"])
     actor = object.__new__(worker.TransformWorker)
-    actor._maker, actor._supervisor = MicroBatchMaker(spec), SimpleNamespace(first_probe=Remote())
+    actor._maker, actor._supervisor = (
+        MicroBatchMaker(spec),
+        SimpleNamespace(first_probe=Remote()),
+    )
     actor._maker.batch(next(iter(spec.plan.micro_batches(spec.plan.start()))))
     monkeypatch.setattr(worker.ray, "get", lambda made, timeout: made)
     with pytest.raises(ConfigError, match="two processes differ"):

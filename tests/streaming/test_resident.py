@@ -28,7 +28,9 @@ def png(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def store_of(num: int = 70, sides: tuple[int, int] = (10, 12), **columns: Any) -> MemoryStore:
+def store_of(
+    num: int = 70, sides: tuple[int, int] = (10, 12), **columns: Any
+) -> MemoryStore:
     rng = np.random.default_rng(0)
     images = [png(rng.integers(1, 256, (*sides, 3), np.uint8)) for _ in range(num)]
     return MemoryStore(images, np.arange(num) % 7, columns=columns)
@@ -38,14 +40,22 @@ def test_order_keys_and_seeds_are_those_of_a_stream_with_the_plan() -> None:
     store = store_of()
     data = resident(store, plan=PLAN)
     spec = raypipe.open_stream(
-        store, plan=PLAN, transform=TransformConfig(train="none"), pool=PoolConfig(engine="inline")
+        store,
+        plan=PLAN,
+        transform=TransformConfig(train="none"),
+        pool=PoolConfig(engine="inline"),
     )
     assert data.plan.fingerprint == spec.plan.fingerprint and len(data) == 70
     for epoch in raypipe.loader(spec).epochs():
         for streamed, found in zip(epoch.train, data.epoch(epoch.number), strict=True):
             assert found.position == streamed.position and found.seed == streamed.seed
-            assert found.ends_step == streamed.ends_step and (found.index == streamed.index).all()
-            assert torch.equal(found.target, streamed.target) and torch.equal(found.image, streamed.image)
+            assert (
+                found.ends_step == streamed.ends_step
+                and (found.index == streamed.index).all()
+            )
+            assert torch.equal(found.target, streamed.target) and torch.equal(
+                found.image, streamed.image
+            )
             assert found.image.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -63,7 +73,11 @@ def test_crops_and_flips_are_pieces_of_padded_images_drawn_by_key() -> None:
                 for turned in (False, True)
                 for piece in [padded[index, :, y : y + 10, x : x + 12]]
             }
-            (found,) = (place for place, piece in pieces.items() if torch.equal(piece, batch.image[row]))
+            (found,) = (
+                place
+                for place, piece in pieces.items()
+                if torch.equal(piece, batch.image[row])
+            )
             places.add(found[:2])
             flips += found[2]
     assert len(places) == 25 and flips / (3 * 64) == pytest.approx(0.5, abs=0.12)
@@ -75,27 +89,40 @@ def test_crops_and_flips_are_pieces_of_padded_images_drawn_by_key() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_share_an_epoch_and_a_resume_is_its_rest(world_size: int) -> None:
-    whole = {batch.position: batch for batch in resident(store_of(), plan=PLAN, border=1, flip=0.5).epoch(1)}
+    whole = {
+        batch.position: batch
+        for batch in resident(store_of(), plan=PLAN, border=1, flip=0.5).epoch(1)
+    }
     found: dict[Any, Batch] = {}
     for rank in range(world_size):
-        data = resident(store_of(), plan=PLAN, border=1, flip=0.5, rank=rank, world_size=world_size)
+        data = resident(
+            store_of(), plan=PLAN, border=1, flip=0.5, rank=rank, world_size=world_size
+        )
         mine = list(data.epoch(1))
         assert all(batch.position.micro % world_size == rank for batch in mine)
         assert sum(batch.ends_step for batch in mine) == data.plan.steps_per_epoch
         rest = list(data.epoch(1, step=2))
-        assert [batch.position for batch in rest] == [at.position for at in mine if at.position.step >= 2]
-        found |= {batch.position: batch for batch in rest} | {at.position: at for at in mine}
+        assert [batch.position for batch in rest] == [
+            at.position for at in mine if at.position.step >= 2
+        ]
+        found |= {batch.position: batch for batch in rest} | {
+            at.position: at for at in mine
+        }
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[at].image, batch.image) for at, batch in whole.items())
     with pytest.raises(ConfigError, match=r"use 1, 2 workers"):
         resident(store_of(), plan=PLAN, world_size=3)
-    with pytest.raises(ConfigError, match=r"epoch 3, step 0 is not in a plan of 3 epochs of 4 steps"):
+    with pytest.raises(
+        ConfigError, match=r"epoch 3, step 0 is not in a plan of 3 epochs of 4 steps"
+    ):
         next(data.epoch(3))
 
 
 def test_a_module_and_a_configuration_augment_it_as_a_loader_does() -> None:
     data = resident(
-        store_of(), plan=PLAN, augment=torch.nn.Sequential(K.RandomInvert(p=0.5), K.RandomAffine(20.0))
+        store_of(),
+        plan=PLAN,
+        augment=torch.nn.Sequential(K.RandomInvert(p=0.5), K.RandomAffine(20.0)),
     )
     plain = resident(store_of(), plan=PLAN)
     module = torch.nn.Sequential(K.RandomInvert(p=0.5), K.RandomAffine(20.0))
@@ -109,7 +136,9 @@ def test_a_module_and_a_configuration_augment_it_as_a_loader_does() -> None:
     whole = list(mixed.whole(32))
     assert [len(batch.image) for batch in whole] == [32, 32, 6] and whole[2].mix is None
     assert np.concatenate([batch.index for batch in whole]).tolist() == list(range(70))
-    assert torch.equal(torch.cat([batch.target for batch in whole]), torch.arange(70) % 7)
+    assert torch.equal(
+        torch.cat([batch.target for batch in whole]), torch.arange(70) % 7
+    )
 
 
 def test_images_are_resized_where_a_size_is_given_and_else_must_agree() -> None:
@@ -117,24 +146,37 @@ def test_images_are_resized_where_a_size_is_given_and_else_must_agree() -> None:
     images = store.read(np.arange(3), ("image",))["image"]
     odd = MemoryStore([*images, png(np.zeros((9, 9, 3), np.uint8))], range(4))
     plan = PlanConfig(epochs=1, micro_batch_size=2)
-    with pytest.raises(ConfigError, match=r"sample 3: .*\(9, 9, 3\).*size=32\) resizes"):
+    with pytest.raises(
+        ConfigError, match=r"sample 3: .*\(9, 9, 3\).*size=32\) resizes"
+    ):
         resident(odd, plan=plan)
     assert resident(odd, plan=plan, size=16).images.shape == (4, 3, 16, 16)
 
 
-def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     broken = MemoryStore([png(np.zeros((4, 4, 3), np.uint8)), b"nothing"], range(2))
     plan = PlanConfig(epochs=1, micro_batch_size=2)
-    with pytest.raises(StoreError, match=r"sample 1.* cannot be used: .*`raypipe verify`"):
+    with pytest.raises(
+        StoreError, match=r"sample 1.* cannot be used: .*`raypipe verify`"
+    ):
         resident(broken, plan=plan)
-    with pytest.raises(ConfigError, match=r"border must be at least 0, and flip from 0 to 1, got 0 and 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"border must be at least 0, and flip from 0 to 1, got 0 and 2",
+    ):
         resident(store_of(), plan=plan, flip=2)
     with pytest.raises(ConfigError, match=r"plan\.buckets need a stream"):
-        resident(store_of(), plan=PlanConfig(epochs=1, micro_batch_size=2, buckets=["8x8"]))
+        resident(
+            store_of(), plan=PlanConfig(epochs=1, micro_batch_size=2, buckets=["8x8"])
+        )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20_000, 1 << 30))
     from raypipe.streaming.resident import _empty
 
-    with pytest.raises(ResourceError, match=r"70 images of 12x10 take 0\.0 GB of the GPU's memory"):
+    with pytest.raises(
+        ResourceError, match=r"70 images of 12x10 take 0\.0 GB of the GPU's memory"
+    ):
         _empty(70, (10, 12, 3), 2, torch.device("cuda", 0))
 
 

@@ -33,13 +33,26 @@ COLUMNS = [
 
 
 @pytest.mark.parametrize("columns", [[{}, {}], COLUMNS])
-def test_what_a_reader_has_read_is_what_an_actor_unpacks(columns: list[dict[str, Any]]) -> None:
+def test_what_a_reader_has_read_is_what_an_actor_unpacks(
+    columns: list[dict[str, Any]],
+) -> None:
     reads = [
-        as_samples([EncodedSample(b"a", 7, columns[0]), EncodedSample(None, 0, columns[1])]),
-        as_samples([EncodedSample(None, -1, columns[1]), EncodedSample(b"b", NO_LABEL, columns[1])]),
+        as_samples(
+            [EncodedSample(b"a", 7, columns[0]), EncodedSample(None, 0, columns[1])]
+        ),
+        as_samples(
+            [
+                EncodedSample(None, -1, columns[1]),
+                EncodedSample(b"b", NO_LABEL, columns[1]),
+            ]
+        ),
     ]
     row = SourceRow.unpacked(SourceRow(BLOCK, reads, 0.5, 0.25).packed())
-    assert row.reads is not None and (row.block, row.read_s, row.outage_s) == (BLOCK, 0.5, 0.25)
+    assert row.reads is not None and (row.block, row.read_s, row.outage_s) == (
+        BLOCK,
+        0.5,
+        0.25,
+    )
     for samples, expected in zip(row.reads, reads, strict=True):
         assert [sample[:2] for sample in samples] == [sample[:2] for sample in expected]
         for sample, other in zip(samples, expected, strict=True):
@@ -50,12 +63,16 @@ def test_what_a_reader_has_read_is_what_an_actor_unpacks(columns: list[dict[str,
 def made(at: MicroBatchId, fields: dict[str, Any]) -> MicroBatch:
     index, weight = np.array([at.micro, PADDING]), np.array([1, 0], np.float32)
     label = np.array([at.step, 0])
-    return MicroBatch(at, index, weight, {**fields, "label": label}, at.micro, 0.25, 0.5)
+    return MicroBatch(
+        at, index, weight, {**fields, "label": label}, at.micro, 0.25, 0.5
+    )
 
 
 def assert_same(found: list[MicroBatch], expected: list[MicroBatch]) -> None:
     assert [plain(batch) for batch in found] == [plain(batch) for batch in expected]
-    assert [list(batch.fields) for batch in found] == [list(batch.fields) for batch in expected]
+    assert [list(batch.fields) for batch in found] == [
+        list(batch.fields) for batch in expected
+    ]
 
 
 @pytest.mark.parametrize("names", [("image",), ("image", "mask", "boxes")])
@@ -75,15 +92,21 @@ def test_a_finished_row_copies_no_array_that_lies_in_one_piece(
         (at, at.micro, 0.5) for at in BLOCK
     ]
     for name in names:
-        assert all(np.shares_memory(memory.arrays[name], batch[name]) for batch in found)
+        assert all(
+            np.shares_memory(memory.arrays[name], batch[name]) for batch in found
+        )
 
 
 BYTES = "column.bytes"
 
 
-def with_bytes(at: MicroBatchId, values: tuple[bytes, ...] = (b"abc", b"")) -> MicroBatch:
+def with_bytes(
+    at: MicroBatchId, values: tuple[bytes, ...] = (b"abc", b"")
+) -> MicroBatch:
     flags = np.array([at.micro == 0, False])
-    return made(at, {BYTES: Ragged.of("bytes", values, Field("bytes")), "column.flags": flags})
+    return made(
+        at, {BYTES: Ragged.of("bytes", values, Field("bytes")), "column.flags": flags}
+    )
 
 
 def test_columns_of_bytes_come_out_of_a_block_as_they_went_in() -> None:
@@ -91,7 +114,11 @@ def test_columns_of_bytes_come_out_of_a_block_as_they_went_in() -> None:
     found = list(batches_of(block_row(all_made)))
     assert_same(found, all_made)
     data = found[1].fields[BYTES]
-    assert isinstance(data, Ragged) and bytes(data.values) == b"defghi" and data.offsets.tolist() == [0, 1, 6]
+    assert (
+        isinstance(data, Ragged)
+        and bytes(data.values) == b"defghi"
+        and data.offsets.tolist() == [0, 1, 6]
+    )
 
 
 def test_images_and_lists_of_any_size_come_out_of_a_block_unchanged() -> None:
@@ -124,7 +151,9 @@ def test_a_block_is_let_go_before_the_next_one_is_awaited() -> None:
 
     def row() -> dict[str, np.ndarray]:
         all_made = [with_bytes(at) for at in BLOCK]
-        found = {name: column.view(Array) for name, column in block_row(all_made).items()}
+        found = {
+            name: column.view(Array) for name, column in block_row(all_made).items()
+        }
         blocks.append(weakref.ref(found[BYTES]))
         return found
 
@@ -138,7 +167,10 @@ def test_a_block_is_let_go_before_the_next_one_is_awaited() -> None:
 
 
 def test_a_stream_at_its_end_needs_no_execution(stores: dict[str, Path]) -> None:
-    spec = open_stream(stores["train"], plan=PlanConfig(epochs=1, micro_batch_size=4, global_batch_size=8))
+    spec = open_stream(
+        stores["train"],
+        plan=PlanConfig(epochs=1, micro_batch_size=4, global_batch_size=8),
+    )
     end = Cursor(1, 0, spec.plan.fingerprint)
     for apart in (False, True):
         found = splits(spec, end, max_actors=1, world_size=2, apart=apart)

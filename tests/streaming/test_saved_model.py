@@ -14,7 +14,13 @@ import without_ray
 from small_runs import small_run
 
 import raypipe
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, RunConfig, TransformConfig
+from raypipe.config import (
+    AugmentConfig,
+    PlanConfig,
+    PoolConfig,
+    RunConfig,
+    TransformConfig,
+)
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Cursor
 from raypipe.stores import open_store
@@ -35,7 +41,9 @@ def run(stores: dict[str, Path], tmp_path: Path) -> RunConfig:
     return dataclasses.replace(run, name="trained", augment=augment)
 
 
-def test_a_run_leaves_all_that_its_model_needs(run: RunConfig, stores: dict[str, Path]) -> None:
+def test_a_run_leaves_all_that_its_model_needs(
+    run: RunConfig, stores: dict[str, Path]
+) -> None:
     folder = without_ray.train(run)["run_dir"]
     found = raypipe.read_checkpoint(folder)
     assert found.model == "small"
@@ -52,10 +60,18 @@ def test_a_run_leaves_all_that_its_model_needs(run: RunConfig, stores: dict[str,
     assert hits.mean() == pytest.approx(found.metrics["val_accuracy"])
 
 
-def test_the_input_is_the_one_that_a_validation_feeds(run: RunConfig, stores: dict[str, Path]) -> None:
+def test_the_input_is_the_one_that_a_validation_feeds(
+    run: RunConfig, stores: dict[str, Path]
+) -> None:
     without_ray.train(run)
     found = raypipe.read_checkpoint(Path(run.storage_path) / "trained")
-    spec = open_stream(stores["train"], stores["val"], plan=run.plan, transform=run.transform, pool=INLINE)
+    spec = open_stream(
+        stores["train"],
+        stores["val"],
+        plan=run.plan,
+        transform=run.transform,
+        pool=INLINE,
+    )
     stream = loader(spec, augment=run.augment)
     store = open_store(stores["val"])
     for epoch in stream.epochs():
@@ -63,24 +79,38 @@ def test_the_input_is_the_one_that_a_validation_feeds(run: RunConfig, stores: di
             for row, index in enumerate(batch.index.tolist()):
                 if index >= 0:
                     image = bytes(store.read(np.array([index]))["image"][0])
-                    torch.testing.assert_close(found.prepare(image), batch.image[row], rtol=0, atol=1e-6)
+                    torch.testing.assert_close(
+                        found.prepare(image), batch.image[row], rtol=0, atol=1e-6
+                    )
 
 
-def described(stores: dict[str, Path], folder: Path, **options: Any) -> raypipe.streaming.saved_model.SavedModel:
+def described(
+    stores: dict[str, Path], folder: Path, **options: Any
+) -> raypipe.streaming.saved_model.SavedModel:
     plan = PlanConfig(epochs=1, micro_batch_size=8)
-    spec = open_stream(stores["train"], stores["val"], plan=plan, pool=INLINE, **options)
+    spec = open_stream(
+        stores["train"], stores["val"], plan=plan, pool=INLINE, **options
+    )
     content = saved({"net": {"w": torch.ones(2)}})
     cursor = Cursor(0, 1, spec.plan.fingerprint)
-    write_checkpoint(folder.as_uri(), cursor, content, {"loss": 2.0}, described=input_of(spec, None))
+    write_checkpoint(
+        folder.as_uri(), cursor, content, {"loss": 2.0}, described=input_of(spec, None)
+    )
     return raypipe.read_checkpoint(folder)
 
 
-def test_an_own_loop_that_normalizes_gets_bytes(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_an_own_loop_that_normalizes_gets_bytes(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
     sizes = {0: 16, 3: 24}  # keys of JSON are text
     transform = TransformConfig(train="light", val="center", size=sizes)
     found = described(stores, tmp_path, transform=transform, val_transform="center")
     image = bytes(open_store(stores["train"]).read(np.array([0]))["image"][0])
-    assert found.prepare(image).dtype is torch.uint8 and found.prepare(image).shape == (3, 24, 24)
+    assert found.prepare(image).dtype is torch.uint8 and found.prepare(image).shape == (
+        3,
+        24,
+        24,
+    )
     assert found.metrics == {"loss": 2.0} and found.state["net"]["w"].tolist() == [1, 1]
 
 

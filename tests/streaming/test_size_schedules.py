@@ -20,21 +20,43 @@ from raypipe.transform.sizes import pixel_range
 SIZES = {0: 8, 1: 12, 2: 16}
 
 
-def spec_of(stores: dict[str, Path], plan: dict[str, Any] | None = None, **options: Any) -> StreamSpec:
-    given = {"epochs": 3, "micro_batch_size": 6, "global_batch_size": 12, **(plan or {})}
-    transform = TransformConfig(**{"train": "light", "val": "center", "size": SIZES, **options})
+def spec_of(
+    stores: dict[str, Path], plan: dict[str, Any] | None = None, **options: Any
+) -> StreamSpec:
+    given = {
+        "epochs": 3,
+        "micro_batch_size": 6,
+        "global_batch_size": 12,
+        **(plan or {}),
+    }
+    transform = TransformConfig(
+        **{"train": "light", "val": "center", "size": SIZES, **options}
+    )
     pool = PoolConfig(engine="inline")
-    return open_stream(stores["train"], stores["val"], plan=PlanConfig(**given), transform=transform, pool=pool)
+    return open_stream(
+        stores["train"],
+        stores["val"],
+        plan=PlanConfig(**given),
+        transform=transform,
+        pool=pool,
+    )
 
 
 def sides(batches: list[MicroBatch]) -> set[tuple[str, int, tuple[int, ...]]]:
-    return {(batch.position.split, batch.position.epoch, batch["image"].shape[1:3]) for batch in batches}
+    return {
+        (batch.position.split, batch.position.epoch, batch["image"].shape[1:3])
+        for batch in batches
+    }
 
 
-def test_images_grow_over_the_epochs_and_validations_have_the_last_size(stores: dict[str, Path]) -> None:
+def test_images_grow_over_the_epochs_and_validations_have_the_last_size(
+    stores: dict[str, Path],
+) -> None:
     spec = spec_of(stores)
     expected = {("train", epoch, (size, size)) for epoch, size in SIZES.items()}
-    assert sides(list(host_batches(spec))) == expected | {("val", epoch, (16, 16)) for epoch in SIZES}
+    assert sides(list(host_batches(spec))) == expected | {
+        ("val", epoch, (16, 16)) for epoch in SIZES
+    }
     assert pixel_range(spec.transform) == (min(SIZES.values()) ** 2, 16 * 16)
 
 
@@ -46,15 +68,24 @@ def test_each_epoch_has_the_bits_of_a_stream_of_its_size_alone(
     per_epoch, num_val = 16, len(found) // 3 - 16
     for epoch in range(3):
         first = epoch * (per_epoch + num_val)
-        assert found[first : first + per_epoch] == alone[epoch][first : first + per_epoch]
+        assert (
+            found[first : first + per_epoch] == alone[epoch][first : first + per_epoch]
+        )
     for step in (7, 8, 17):
         tail = digests(spec_of(stores), step)
         assert tail == found[len(found) - len(tail) :]
 
 
-def test_a_schedule_is_part_of_the_fingerprint_and_of_the_settings(stores: dict[str, Path]) -> None:
-    plain, growing, other = (spec_of(stores, size=size) for size in (16, SIZES, {**SIZES, 2: 20}))
-    assert len({plain.plan.fingerprint, growing.plan.fingerprint, other.plan.fingerprint}) == 3
+def test_a_schedule_is_part_of_the_fingerprint_and_of_the_settings(
+    stores: dict[str, Path],
+) -> None:
+    plain, growing, other = (
+        spec_of(stores, size=size) for size in (16, SIZES, {**SIZES, 2: 20})
+    )
+    assert (
+        len({plain.plan.fingerprint, growing.plan.fingerprint, other.plan.fingerprint})
+        == 3
+    )
     assert spec_of(stores, size={0: 16}).plan.fingerprint == plain.plan.fingerprint
     told = settings_of(growing, workers=1, actors=1, from_step=0, to_step=1)
     assert told["transform.size"] == {"0": 8, "1": 12, "2": 16}
@@ -63,9 +94,16 @@ def test_a_schedule_is_part_of_the_fingerprint_and_of_the_settings(stores: dict[
 def test_the_loader_hands_out_images_of_each_size(stores: dict[str, Path]) -> None:
     spec = spec_of(stores, {"epochs": 2, "val_interval": 2})
     found = set()
-    for epoch in loader(spec, augment=AugmentConfig(preset="light", mixup_alpha=1.0)).epochs():
-        found |= {("train", epoch.number, tuple(batch.image.shape[2:])) for batch in epoch.train}
-        found |= {("val", epoch.number, tuple(batch.image.shape[2:])) for batch in epoch.val}
+    for epoch in loader(
+        spec, augment=AugmentConfig(preset="light", mixup_alpha=1.0)
+    ).epochs():
+        found |= {
+            ("train", epoch.number, tuple(batch.image.shape[2:]))
+            for batch in epoch.train
+        }
+        found |= {
+            ("val", epoch.number, tuple(batch.image.shape[2:])) for batch in epoch.val
+        }
     assert found == {("train", 0, (8, 8)), ("train", 1, (12, 12)), ("val", 1, (16, 16))}
 
 
@@ -87,9 +125,16 @@ def test_a_function_of_the_user_is_called_with_each_size_and_must_make_it(
         "def stays(size):\n    return lambda image: cv2.resize(image, (8, 8))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    follows, stays = (spec_of(stores, train=f"sized_transforms:{name}") for name in ("follows", "stays"))
-    assert {(epoch, side) for split, epoch, side in sides(list(host_batches(follows))) if split == "train"} == {
-        (epoch, (size, size)) for epoch, size in SIZES.items()
-    }
-    with pytest.raises(ConfigError, match=r"made an image of \(8, 8\), .* it must be \(12, 12\)"):
+    follows, stays = (
+        spec_of(stores, train=f"sized_transforms:{name}")
+        for name in ("follows", "stays")
+    )
+    assert {
+        (epoch, side)
+        for split, epoch, side in sides(list(host_batches(follows)))
+        if split == "train"
+    } == {(epoch, (size, size)) for epoch, size in SIZES.items()}
+    with pytest.raises(
+        ConfigError, match=r"made an image of \(8, 8\), .* it must be \(12, 12\)"
+    ):
         next(batch for batch in host_batches(stays) if batch.position.epoch == 1)

@@ -42,15 +42,27 @@ def tables_of(source: MicroBatchSource) -> list[pa.Table]:
     return [table for task in source.get_read_tasks(1) for table in task()]
 
 
-def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1) -> list[dict[str, Any]]:
+def rows(
+    plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1
+) -> list[dict[str, Any]]:
     """With what `SourceRow` finds in each as "block"."""
     [task] = MicroBatchSource(plan, cursor, readers, block=block).get_read_tasks(1)
     tables = list(task())
-    assert all(table.schema == task.schema == SOURCE_SCHEMA and table.num_rows == 1 for table in tables)
-    found = [{**table.to_pylist()[0], "block": SourceRow.unpacked(table).block} for table in tables]
-    for table, row in zip(tables, found, strict=True):  # its time is measured, and no matter of the plan
+    assert all(
+        table.schema == task.schema == SOURCE_SCHEMA and table.num_rows == 1
+        for table in tables
+    )
+    found = [
+        {**table.to_pylist()[0], "block": SourceRow.unpacked(table).block}
+        for table in tables
+    ]
+    for table, row in zip(
+        tables, found, strict=True
+    ):  # its time is measured, and no matter of the plan
         read_s = SourceRow.unpacked(table).read_s
-        assert (row.pop("read_s") or 0.0) == read_s and (read_s > 0) == bool(row["image"])
+        assert (row.pop("read_s") or 0.0) == read_s and (read_s > 0) == bool(
+            row["image"]
+        )
         assert not row.pop("outage_s")
     return found
 
@@ -58,22 +70,34 @@ def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1
 @pytest.mark.parametrize("block", [1, 3])
 def test_the_source_yields_the_plans_micro_batches_a_row_per_block(block: int) -> None:
     train, val = store(9), store(3)
-    plan = make_plan(PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train, val)
+    plan = make_plan(
+        PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train, val
+    )
     found = rows(plan, plan.start(), {"train": train, "val": val}, block)
-    assert [at for row in found for at in row["block"]] == list(plan.micro_batches(plan.start()))
-    assert [len(row["block"]) for row in found] == ([1] * 12 if block == 1 else [3, 1, 2] * 2)
+    assert [at for row in found for at in row["block"]] == list(
+        plan.micro_batches(plan.start())
+    )
+    assert [len(row["block"]) for row in found] == (
+        [1] * 12 if block == 1 else [3, 1, 2] * 2
+    )
     for row in found:
         indices = np.concatenate([plan.indices(at) for at in row["block"]]).tolist()
-        assert row["image"] == [None if i == PADDING else bytes([i]) * 3 for i in indices]
+        assert row["image"] == [
+            None if i == PADDING else bytes([i]) * 3 for i in indices
+        ]
         assert row["label"] == [0 if i == PADDING else i * 10 for i in indices]
 
 
 def test_the_source_after_a_resume_yields_the_same_tail() -> None:
     train = store(9)
-    plan = make_plan(PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train)
+    plan = make_plan(
+        PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train
+    )
     unbroken = rows(plan, plan.start(), {"train": train})
     for step in range(4):
-        assert rows(plan, plan.cursor_at(step), {"train": train}) == unbroken[2 * step :]
+        assert (
+            rows(plan, plan.cursor_at(step), {"train": train}) == unbroken[2 * step :]
+        )
 
 
 def test_what_the_actors_read_themselves_travels_as_its_place_alone() -> None:
@@ -98,7 +122,9 @@ def test_a_long_schedule_is_cut_into_shares_that_follow_each_other() -> None:
     source = MicroBatchSource(plan, plan.cursor_at(2), {"val": val})
     tasks = source.get_read_tasks(1)
     assert len(tasks) == source.num_tasks == 10
-    found = [at for table in tables_of(source) for at in SourceRow.unpacked(table).block]
+    found = [
+        at for table in tables_of(source) for at in SourceRow.unpacked(table).block
+    ]
     assert found == list(plan.micro_batches(plan.cursor_at(2)))
 
 
@@ -111,7 +137,9 @@ def test_a_very_long_schedule_has_few_tasks() -> None:
 class KillsItsReader(ParquetStore):
     """A file of whose row groups one kills who reads it, be it by its size or by a defect of a reader in C."""
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
         if (indices // 10 == 3).any():
             os.kill(os.getpid(), signal.SIGKILL)
         return super().read(indices, columns)
@@ -143,7 +171,9 @@ def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(
 class ReadsSlowly(ParquetStore):
     """A file whose fourth row group is read once another file is there."""
 
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
         while (indices // 10 == 3).any() and not Path(f"{self.address}.go").exists():
             time.sleep(0.05)
         return super().read(indices, columns)
@@ -178,7 +208,10 @@ def test_a_slow_reader_is_told_while_it_is_awaited_and_at_the_end(
 
     looks = threading.Thread(target=look, daemon=True)
     looks.start()
-    assert len(list(without_ray.every_batch(loader(spec, max_actors=1, run_dir=str(run))))) == 20
+    assert (
+        len(list(without_ray.every_batch(loader(spec, max_actors=1, run_dir=str(run)))))
+        == 20
+    )
     records = read_records(run.as_uri())
     (diagnosis,) = (record for record in records if record["kind"] == "diagnosis")
     assert "Reading the store limits the run: its reader reads for" in diagnosis["text"]
@@ -191,13 +224,19 @@ def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None
     train = MemoryStore([b"%d" % number for number in range(6)], None, columns=columns)
     plan = make_plan(PlanConfig(epochs=1, micro_batch_size=3, shuffle="off"), train)
     wanted = Wanted(label=False, columns=("seg", "objects"))
-    source = MicroBatchSource(plan, plan.start(), {"train": train}, wanted=wanted, block=2)
+    source = MicroBatchSource(
+        plan, plan.start(), {"train": train}, wanted=wanted, block=2
+    )
     (table,) = tables_of(source)
     reads = SourceRow.unpacked(table).reads
     assert reads is not None
     samples = [sample for read in reads for sample in read]
-    assert [[sample.image for sample in read] for read in reads] == [[b"0", b"1", b"2"], [b"3", b"4", b"5"]]
+    assert [[sample.image for sample in read] for read in reads] == [
+        [b"0", b"1", b"2"],
+        [b"3", b"4", b"5"],
+    ]
     assert [sample.label for sample in samples] == [0] * 6
     assert [sample.columns for sample in samples] == [
-        {"seg": mask, "objects": each} for mask, each in zip(columns["seg"], boxes, strict=True)
+        {"seg": mask, "objects": each}
+        for mask, each in zip(columns["seg"], boxes, strict=True)
     ]

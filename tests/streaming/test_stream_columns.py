@@ -16,7 +16,13 @@ from ray.data.block import BlockAccessor
 from without_ray import digests, every_batch, host_batches
 
 import raypipe
-from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TransformConfig
+from raypipe.config import (
+    PlanConfig,
+    PoolConfig,
+    RunConfig,
+    StoreConfig,
+    TransformConfig,
+)
 from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING, MicroBatchId
@@ -42,7 +48,13 @@ VALUES: dict[str, Any] = {
     "raw": [bytes([number]) * (number % 3) for number in range(NUM)],
     "meta": [{"number": number} for number in range(NUM)],
 }
-ALL: dict[str, Any] = {"caption": {}, "embedding": {}, "tags": {"length": 3, "fill": -1}, "raw": {}, "meta": {}}
+ALL: dict[str, Any] = {
+    "caption": {},
+    "embedding": {},
+    "tags": {"length": 3, "fill": -1},
+    "raw": {},
+    "meta": {},
+}
 ALL |= {"meta.number": {"dtype": "int32"}}
 PLAN = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=8)
 TRANSFORM = TransformConfig(train="light", val="center", size=8)
@@ -55,26 +67,54 @@ def store(labels: Any = None, **options: Any) -> MemoryStore:
 
 
 def spec(train: Any = None, **options: Any) -> StreamSpec:
-    given: dict[str, Any] = {"plan": PLAN, "transform": TRANSFORM, "pool": INLINE, "columns": ALL}
+    given: dict[str, Any] = {
+        "plan": PLAN,
+        "transform": TRANSFORM,
+        "pool": INLINE,
+        "columns": ALL,
+    }
     return open_stream(train or store(np.arange(NUM)), **{**given, **options})
 
 
 def columns_of(batch: MicroBatch) -> dict[str, Any]:
     found = in_group(batch.fields, COLUMN)
-    return {name: values.unpacked() if isinstance(values, Ragged) else values for name, values in found.items()}
+    return {
+        name: values.unpacked() if isinstance(values, Ragged) else values
+        for name, values in found.items()
+    }
 
 
 def check(batch: MicroBatch) -> None:
     """What is in a batch is what the store holds of its samples."""
     found = columns_of(batch)
-    assert [*found] == ["caption", "embedding", "tags", "tags_length", "raw", "meta", "meta.number"]
+    assert [*found] == [
+        "caption",
+        "embedding",
+        "tags",
+        "tags_length",
+        "raw",
+        "meta",
+        "meta.number",
+    ]
     for row, index in enumerate(batch.index.tolist()):
         if index == PADDING:
-            assert found["caption"][row] == "" and found["raw"][row] == b"" and found["meta"][row] is None
-            assert not found["embedding"][row].any() and found["tags"][row].tolist() == [-1, -1, -1]
+            assert (
+                found["caption"][row] == ""
+                and found["raw"][row] == b""
+                and found["meta"][row] is None
+            )
+            assert not found["embedding"][row].any() and found["tags"][
+                row
+            ].tolist() == [-1, -1, -1]
             continue
-        assert found["caption"][row] == VALUES["caption"][index] and found["raw"][row] == VALUES["raw"][index]
-        assert found["meta"][row] == VALUES["meta"][index] and found["meta.number"][row] == index
+        assert (
+            found["caption"][row] == VALUES["caption"][index]
+            and found["raw"][row] == VALUES["raw"][index]
+        )
+        assert (
+            found["meta"][row] == VALUES["meta"][index]
+            and found["meta.number"][row] == index
+        )
         assert found["embedding"][row].tolist() == VALUES["embedding"][index].tolist()
         num = len(VALUES["tags"][index])
         assert found["tags"][row].tolist() == [*VALUES["tags"][index], -1, -1, -1][:3]
@@ -91,20 +131,28 @@ def test_a_batch_has_the_columns_of_its_samples_and_padding_is_empty() -> None:
 def test_images_and_order_are_those_without_columns() -> None:
     with_columns, without = host_batches(spec()), host_batches(spec(columns=()))
     for one, two in zip(with_columns, without, strict=True):
-        assert np.array_equal(one["image"], two["image"]) and np.array_equal(one.index, two.index)
+        assert np.array_equal(one["image"], two["image"]) and np.array_equal(
+            one.index, two.index
+        )
         assert not columns_of(two)
-        plain = dataclasses.replace(one, fields={name: one.fields[name] for name in two.fields})
+        plain = dataclasses.replace(
+            one, fields={name: one.fields[name] for name in two.fields}
+        )
         assert batch_digest(plain) == batch_digest(two)
         assert batch_digest(one) != batch_digest(two)
 
 
-@pytest.mark.parametrize("change", [{"caption": [*VALUES["caption"][:7], "b", *VALUES["caption"][8:]]}, {}])
+@pytest.mark.parametrize(
+    "change", [{"caption": [*VALUES["caption"][:7], "b", *VALUES["caption"][8:]]}, {}]
+)
 def test_the_digest_sees_each_column(change: dict[str, Any]) -> None:
     other = digests(spec(store(np.arange(NUM), values=change)))
     assert (other == digests(spec())) == (not change)
 
 
-def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(tmp_path: Path) -> None:
+def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(
+    tmp_path: Path,
+) -> None:
     kinds = {
         "caption": pa.string(),
         "embedding": pa.list_(pa.float32(), 3),
@@ -112,13 +160,19 @@ def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(tmp_pat
         "raw": pa.binary(),
         "meta": pa.struct([("number", pa.int64())]),
     }
-    schema = pa.schema([("image", pa.binary()), ("label", pa.float32()), *kinds.items()])
+    schema = pa.schema(
+        [("image", pa.binary()), ("label", pa.float32()), *kinds.items()]
+    )
     columns = {**VALUES, "embedding": VALUES["embedding"].tolist()}
-    table = pa.table({"image": IMAGES, "label": np.arange(NUM) / 2, **columns}, schema=schema)
+    table = pa.table(
+        {"image": IMAGES, "label": np.arange(NUM) / 2, **columns}, schema=schema
+    )
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=6)
     made = spec(str(tmp_path / "a.parquet"), val=str(tmp_path / "a.parquet"))
     maker, plan = MicroBatchMaker(made), made.plan
-    source = MicroBatchSource(plan, plan.start(), made.readers(), wanted=made.wanted, block=2)
+    source = MicroBatchSource(
+        plan, plan.start(), made.readers(), wanted=made.wanted, block=2
+    )
     expected = {str(batch.position): batch for batch in host_batches(made)}
     seen = 0
     for task in source.get_read_tasks(1):
@@ -126,10 +180,17 @@ def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(tmp_pat
             block, reads, *_ = SourceRow.unpacked(row)
             assert reads and row["columns"][0].is_valid
             all_made, memory = maker.block(block, reads)
-            for batch in batches_of(through_arrow(block_row([made.batch for made in all_made], memory))):
+            for batch in batches_of(
+                through_arrow(block_row([made.batch for made in all_made], memory))
+            ):
                 check(batch)
-                assert batch_digest(batch) == batch_digest(expected[str(batch.position)])
-                assert batch["label"].tolist() == np.where(batch.index < 0, 0, batch.index / 2).tolist()
+                assert batch_digest(batch) == batch_digest(
+                    expected[str(batch.position)]
+                )
+                assert (
+                    batch["label"].tolist()
+                    == np.where(batch.index < 0, 0, batch.index / 2).tolist()
+                )
                 assert batch["label"].dtype == np.float32
                 seen += 1
     assert seen == len(expected)
@@ -153,7 +214,9 @@ def test_without_columns_a_reader_sends_none() -> None:
     for readers in (made.readers(), {}):
         source = MicroBatchSource(made.plan, made.plan.start(), readers)
         (row, *_) = source.get_read_tasks(1)[0]()
-        assert not row["columns"][0].is_valid and row["image"][0].is_valid == bool(readers)
+        assert not row["columns"][0].is_valid and row["image"][0].is_valid == bool(
+            readers
+        )
 
 
 def test_what_a_reader_sends_of_any_value_is_what_an_actor_gets() -> None:
@@ -168,7 +231,9 @@ def test_what_a_reader_sends_of_any_value_is_what_an_actor_gets() -> None:
         "bool": True,
     }
     block = [MicroBatchId("train", 0, 0, 0)]
-    samples = as_samples([EncodedSample(b"x", 1, values), EncodedSample(None, 2, dict.fromkeys(values))])
+    samples = as_samples(
+        [EncodedSample(b"x", 1, values), EncodedSample(None, 2, dict.fromkeys(values))]
+    )
     read = SourceRow.unpacked(SourceRow(block, [samples]).packed()).reads
     assert read
     found, nothing = (sample.columns for sample in read[0])
@@ -177,21 +242,38 @@ def test_what_a_reader_sends_of_any_value_is_what_an_actor_gets() -> None:
         and nothing == dict.fromkeys(values)
         and [sample.label for sample in read[0]] == [1, 2]
     )
-    assert found["number"].dtype == np.float16 and found["array"].tolist() == [[0, 1], [2, 3]]
-    assert all(found[name] == values[name] for name in values if name not in ("number", "array"))
+    assert found["number"].dtype == np.float16 and found["array"].tolist() == [
+        [0, 1],
+        [2, 3],
+    ]
+    assert all(
+        found[name] == values[name]
+        for name in values
+        if name not in ("number", "array")
+    )
 
 
 def test_a_resume_and_two_ranks_give_the_same_columns() -> None:
     whole = digests(spec())
     assert digests(spec(), from_step=2) == whole[4:]
     made = spec()
-    ranks = [[batch for batch in host_batches(made) if batch.position.micro % 2 == rank] for rank in range(2)]
-    assert [batch_digest(batch) for pair in zip(*ranks, strict=True) for batch in pair] == whole
+    ranks = [
+        [batch for batch in host_batches(made) if batch.position.micro % 2 == rank]
+        for rank in range(2)
+    ]
+    assert [
+        batch_digest(batch) for pair in zip(*ranks, strict=True) for batch in pair
+    ] == whole
 
 
 def test_a_substitute_brings_its_own_columns_and_a_bad_value_is_recorded() -> None:
-    captions = [None if number == 3 else caption for number, caption in enumerate(VALUES["caption"])]
-    images = [b"damaged" if number == 5 else image for number, image in enumerate(IMAGES)]
+    captions = [
+        None if number == 3 else caption
+        for number, caption in enumerate(VALUES["caption"])
+    ]
+    images = [
+        b"damaged" if number == 5 else image for number, image in enumerate(IMAGES)
+    ]
     config = dataclasses.replace(TRANSFORM, max_bad_fraction=1)
     train = store(np.arange(NUM), images=images, values={"caption": captions})
     maker = MicroBatchMaker(spec(train, val=train, transform=config))
@@ -211,7 +293,10 @@ def test_a_substitute_brings_its_own_columns_and_a_bad_value_is_recorded() -> No
 
 def test_the_digest_sees_what_kind_of_numbers_targets_are() -> None:
     zeros = np.zeros(NUM)
-    kinds = [zeros.astype(dtype) for dtype in (np.float64, np.float32)] + [np.zeros((NUM, 2)), np.zeros(NUM, int)]
+    kinds = [zeros.astype(dtype) for dtype in (np.float64, np.float32)] + [
+        np.zeros((NUM, 2)),
+        np.zeros(NUM, int),
+    ]
     assert len({digests(spec(store(labels)))[0] for labels in kinds}) == len(kinds)
 
 
@@ -223,26 +308,47 @@ def test_a_bad_value_ends_the_run_where_that_is_asked_for() -> None:
         digests(made)
 
 
-@pytest.mark.parametrize("labels", [np.arange(NUM) / 4, np.eye(NUM, 3, dtype=np.uint8), None])
+@pytest.mark.parametrize(
+    "labels", [np.arange(NUM) / 4, np.eye(NUM, 3, dtype=np.uint8), None]
+)
 def test_targets_of_any_numbers_reach_the_device(labels: Any) -> None:
-    made = spec(store(labels), columns=["caption"], target_column=None if labels is None else "label")
+    made = spec(
+        store(labels),
+        columns=["caption"],
+        target_column=None if labels is None else "label",
+    )
     assert (made.columns.target is None) == (labels is None)
     for batch in every_batch(raypipe.loader(made, device="cpu")):
         expected = np.zeros(4, np.int64) if labels is None else labels[batch.index]
         assert torch.equal(batch.target, torch.from_numpy(expected))
-        assert [*batch.columns] == ["caption"] and np.array_equal(batch.target_host, expected)
+        assert [*batch.columns] == ["caption"] and np.array_equal(
+            batch.target_host, expected
+        )
 
 
-def test_a_store_without_labels_is_refused_unless_no_target_is_wanted(tmp_path: Path) -> None:
+def test_a_store_without_labels_is_refused_unless_no_target_is_wanted(
+    tmp_path: Path,
+) -> None:
     words = "; did you mean labels\\? its columns are image, labels, .* or to '' for batches without a target"
-    table = pa.table({"image": IMAGES, "labels": range(NUM), "caption": VALUES["caption"]})
+    table = pa.table(
+        {"image": IMAGES, "labels": range(NUM), "caption": VALUES["caption"]}
+    )
     pq.write_table(table, tmp_path / "a.parquet")
     path = str(tmp_path / "a.parquet")
-    making: Any = {"columns": ["caption"], "make_columns": lambda columns: {"length": len(columns["caption"])}}
-    masks = {"columns": (), "transform": dataclasses.replace(TRANSFORM, mask_column="caption")}
+    making: Any = {
+        "columns": ["caption"],
+        "make_columns": lambda columns: {"length": len(columns["caption"])},
+    }
+    masks = {
+        "columns": (),
+        "transform": dataclasses.replace(TRANSFORM, mask_column="caption"),
+    }
     for options in ({"columns": ()}, {"columns": ["caption"]}, making, masks):
         for given in (path, raypipe.open_store(path)):
-            with pytest.raises(ConfigError, match=rf"a\.parquet has no column 'label' for target_column{words}"):
+            with pytest.raises(
+                ConfigError,
+                match=rf"a\.parquet has no column 'label' for target_column{words}",
+            ):
                 spec(given, **options)
             without = spec(given, **{**options, "target_column": None})
             assert not without.columns.has_target
@@ -250,33 +356,60 @@ def test_a_store_without_labels_is_refused_unless_no_target_is_wanted(tmp_path: 
             assert all(not batch["label"].any() for batch in host_batches(without))
     (batch, *_) = host_batches(spec(path, columns=(), target_column="labels"))
     assert batch["label"].tolist() == batch.index.tolist()
-    with pytest.raises(ConfigError, match=r"store\.columns names 'label', the target, and target_column is ''"):
+    with pytest.raises(
+        ConfigError,
+        match=r"store\.columns names 'label', the target, and target_column is ''",
+    ):
         spec(columns=["label"], target_column="")
 
 
 def test_without_a_target_labels_are_not_read() -> None:
     labels = np.arange(1, NUM + 1)
-    options: Any = {"columns": (), "transform": dataclasses.replace(TRANSFORM, train="small")}
+    options: Any = {
+        "columns": (),
+        "transform": dataclasses.replace(TRANSFORM, train="small"),
+    }
     makers = [
-        raypipe.loader(spec(store(labels), target_column=name, **options), device="cpu") for name in ("label", "")
+        raypipe.loader(spec(store(labels), target_column=name, **options), device="cpu")
+        for name in ("label", "")
     ]
     for labeled, without in zip(*map(every_batch, makers), strict=True):
-        assert labeled.target.tolist() == (labeled.index + 1).tolist() and not without.target.any()
+        assert (
+            labeled.target.tolist() == (labeled.index + 1).tolist()
+            and not without.target.any()
+        )
 
 
 def test_columns_are_named_for_addresses_as_in_a_runs_settings(tmp_path: Path) -> None:
     table = pa.table({"img": IMAGES, "fine": range(NUM), "caption": VALUES["caption"]})
     pq.write_table(table, tmp_path / "a.parquet")
-    path, named = str(tmp_path / "a.parquet"), {"image_column": "img", "target_column": "fine"}
+    path, named = (
+        str(tmp_path / "a.parquet"),
+        {"image_column": "img", "target_column": "fine"},
+    )
     options: Any = {"columns": {"fine": {"dtype": "float32"}}}
-    config = RunConfig(StoreConfig(path, path, **named, **options), plan=PLAN, transform=TRANSFORM, pool=INLINE)
+    config = RunConfig(
+        StoreConfig(path, path, **named, **options),
+        plan=PLAN,
+        transform=TRANSFORM,
+        pool=INLINE,
+    )
     alone = spec(path, val=Path(path), **named, **options)
-    for each in (alone, spec({"a": path, "b": Path(path)}, **named, **options), spec_of(config)):
+    for each in (
+        alone,
+        spec({"a": path, "b": Path(path)}, **named, **options),
+        spec_of(config),
+    ):
         (batch, *_) = host_batches(each)
-        assert batch["label"].dtype == np.float32 and batch["label"].tolist() == (batch.index % NUM).tolist()
+        assert (
+            batch["label"].dtype == np.float32
+            and batch["label"].tolist() == (batch.index % NUM).tolist()
+        )
     assert digests(spec_of(config)) == digests(alone)
     for setting, name in named.items():
-        with pytest.raises(ConfigError, match=rf"{setting}='{name}' is for an address, and memory:"):
+        with pytest.raises(
+            ConfigError, match=rf"{setting}='{name}' is for an address, and memory:"
+        ):
             spec(**{setting: name})
 
 
@@ -285,10 +418,14 @@ def test_a_target_of_lists_has_its_declared_length(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": IMAGES, "tags": lists}), tmp_path / "a.parquet")
     named = StoreConfig(str(tmp_path / "a.parquet"), target_column="tags")
     run = RunConfig(store=named, plan=PLAN, transform=TRANSFORM, pool=INLINE)
-    with pytest.raises(ConfigError, match="is the target, and is lists of int64: targets are numbers"):
+    with pytest.raises(
+        ConfigError, match="is the target, and is lists of int64: targets are numbers"
+    ):
         spec_of(run)
     columns = {"tags": {"length": 2, "dtype": "float32"}}
-    made = spec_of(dataclasses.replace(run, store=dataclasses.replace(named, columns=columns)))
+    made = spec_of(
+        dataclasses.replace(run, store=dataclasses.replace(named, columns=columns))
+    )
     for batch in host_batches(made):
         assert batch["label"].dtype == np.float32 and not columns_of(batch)
         assert batch["label"].tolist() == [lists[index] for index in batch.index]
@@ -301,9 +438,14 @@ def test_tensors_go_through_the_ring_and_lists_stay_on_the_host() -> None:
     for host, batch in zip(batches, devices, strict=True):
         assert [*batch.columns] == [*in_group(host.fields, COLUMN)]
         assert batch.columns["embedding"].tolist() == host["column.embedding"].tolist()
-        assert batch.columns["meta.number"].dtype == torch.int32 and batch.target.dtype == torch.float64
+        assert (
+            batch.columns["meta.number"].dtype == torch.int32
+            and batch.target.dtype == torch.float64
+        )
         assert all(isinstance(tags, torch.Tensor) for tags in batch.columns["tags"])
-        assert [tags.tolist() for tags in batch.columns["tags"]] == [VALUES["tags"][i] for i in batch.index]
+        assert [tags.tolist() for tags in batch.columns["tags"]] == [
+            VALUES["tags"][i] for i in batch.index
+        ]
 
 
 def drawn(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -319,26 +461,50 @@ def test_a_function_of_the_configuration_makes_columns_and_the_target() -> None:
     again = spec(columns=["caption"], make_columns=drawn)
     assert words == [columns_of(batch)["word"] for batch in host_batches(again)]
     assert len({tuple(each) for each in words}) > 2
-    assert {batch["label"].dtype for batch in host_batches(made)} == {np.dtype(np.float32)}
+    assert {batch["label"].dtype for batch in host_batches(made)} == {
+        np.dtype(np.float32)
+    }
 
 
 def test_what_cannot_go_with_columns_is_refused_before_the_run() -> None:
     mixing = raypipe.AugmentConfig(mixup_alpha=0.2)
-    with pytest.raises(ConfigError, match=r"augment\.mixup_alpha mixes targets, and two that are int64 \(3,\)"):
-        raypipe.loader(spec(store(np.eye(NUM, 3, dtype=np.int64))), device="cpu", augment=mixing)
+    with pytest.raises(
+        ConfigError,
+        match=r"augment\.mixup_alpha mixes targets, and two that are int64 \(3,\)",
+    ):
+        raypipe.loader(
+            spec(store(np.eye(NUM, 3, dtype=np.int64))), device="cpu", augment=mixing
+        )
 
 
 def test_stores_of_a_mixture_have_one_type_of_a_column() -> None:
-    parts = {"a": store(np.arange(NUM)), "b": store(np.arange(NUM), images=IMAGES[::-1])}
+    parts = {
+        "a": store(np.arange(NUM)),
+        "b": store(np.arange(NUM), images=IMAGES[::-1]),
+    }
     made = spec(parts)
     for batch in host_batches(made):
-        assert columns_of(batch)["caption"] == [VALUES["caption"][i % NUM] for i in batch.index]
-    with pytest.raises(ConfigError, match=r"column 'embedding' is float32 .* in .*, and float64"):
-        spec({**parts, "b": store(np.arange(NUM), values={"embedding": VALUES["embedding"].astype(float)})})
+        assert columns_of(batch)["caption"] == [
+            VALUES["caption"][i % NUM] for i in batch.index
+        ]
+    with pytest.raises(
+        ConfigError, match=r"column 'embedding' is float32 .* in .*, and float64"
+    ):
+        spec(
+            {
+                **parts,
+                "b": store(
+                    np.arange(NUM),
+                    values={"embedding": VALUES["embedding"].astype(float)},
+                ),
+            }
+        )
 
 
 def test_the_target_is_named_in_columns_by_its_own_name() -> None:
-    named = StoreConfig(target_column="score", columns={"score": {"dtype": "float32"}, "caption": {}})
+    named = StoreConfig(
+        target_column="score", columns={"score": {"dtype": "float32"}, "caption": {}}
+    )
     assert [*renamed(named.columns, named.target_column)] == ["label", "caption"]
 
 
@@ -353,17 +519,23 @@ def test_classes_are_checked_and_other_targets_are_not() -> None:
 
 
 def test_plain_loaders_have_columns_by_their_names() -> None:
-    train, _ = raypipe.plain_loaders(raypipe.loader(spec(store(np.arange(NUM) / 2)), device="cpu"))
+    train, _ = raypipe.plain_loaders(
+        raypipe.loader(spec(store(np.arange(NUM) / 2)), device="cpu")
+    )
     batch = next(iter(train))
     assert batch.keys() == {"image", "target", "weight", *ALL, "tags_length"}
     assert batch["target"].dtype == torch.float64
-    clash = spec(store(values={"weight": np.arange(NUM)}), columns=["weight"], target_column="")
+    clash = spec(
+        store(values={"weight": np.arange(NUM)}), columns=["weight"], target_column=""
+    )
     with pytest.raises(ConfigError, match="column 'weight' has the name of an entry"):
         raypipe.plain_loaders(raypipe.loader(clash, device="cpu"))
 
 
 def test_the_settings_of_a_digest_name_the_columns() -> None:
-    found = settings_of(spec(columns=["caption"]), workers=1, actors=1, from_step=0, to_step=1)
+    found = settings_of(
+        spec(columns=["caption"]), workers=1, actors=1, from_step=0, to_step=1
+    )
     assert found["column.caption"] == "text"
 
 
@@ -372,7 +544,9 @@ def test_the_settings_of_a_digest_name_the_columns() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")
 @pytest.mark.parametrize("group_size", [None, 5])
-def test_a_stream_on_ray_has_the_digests_of_this_process(group_size: int | None) -> None:
+def test_a_stream_on_ray_has_the_digests_of_this_process(
+    group_size: int | None,
+) -> None:
     def shortened(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         return {**columns, "caption": columns["caption"][: rng.integers(20)]}
 

@@ -9,7 +9,13 @@ import ray
 
 from raypipe.rayext.watch import Process
 from raypipe.streaming.moves import Move
-from raypipe.streaming.supervisor import Orders, Supervisor, Word, events_of, start_supervisor
+from raypipe.streaming.supervisor import (
+    Orders,
+    Supervisor,
+    Word,
+    events_of,
+    start_supervisor,
+)
 
 AT = "train-e0000-s000003-m001"
 
@@ -79,20 +85,39 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
     told = again.events(number)
     assert again.events(0)[:number] == twin.events(0), "the events keep their numbers"
     assert told == [("fault", "the stream's supervisor died, and was restarted")]
-    assert again._watch.state() == twin._watch.state(), "it watches the same processes and executions"
-    in_work = {"begins", "touches", "measured"}  # of the blocks in work, actors tell again
+    assert again._watch.state() == twin._watch.state(), (
+        "it watches the same processes and executions"
+    )
+    in_work = {
+        "begins",
+        "touches",
+        "measured",
+    }  # of the blocks in work, actors tell again
     if CALLS[when - 1][0] not in in_work:
-        probes = [("begins", ("c", [AT])), ("sizes", ("task", 9, 10_000)), ("reads", ("task", "share 1"))]
+        probes = [
+            ("begins", ("c", [AT])),
+            ("sizes", ("task", 9, 10_000)),
+            ("reads", ("task", "share 1")),
+        ]
         probes += [("moves_to", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True)))]
-        probes += [("answer", (rank,)) for rank in (0, 1)] + [("moves", ("execution 1", 1.0))]
-        for name, args in [*probes, ("arrived", ("b", "elsewhere")), ("reading", ("task", "row group 3"))]:
+        probes += [("answer", (rank,)) for rank in (0, 1)] + [
+            ("moves", ("execution 1", 1.0))
+        ]
+        for name, args in [
+            *probes,
+            ("arrived", ("b", "elsewhere")),
+            ("reading", ("task", "row group 3")),
+        ]:
             if name != "sizes" or "task" in twin._sizes:
                 assert getattr(again, name)(*args) == getattr(twin, name)(*args), name
 
 
 def test_an_execution_is_told_how_many_ranks_wait() -> None:
     supervisor = Supervisor(3)
-    assert [supervisor.hears(rank, waited) for rank, waited in ((0, 5.0), (1, 0.0), (2, 0.1))] == [None] * 3
+    assert [
+        supervisor.hears(rank, waited)
+        for rank, waited in ((0, 5.0), (1, 0.0), (2, 0.1))
+    ] == [None] * 3
     assert supervisor.moves("execution", 0.0).num_waiting == 1
     supervisor.hears(1, 30.0)
     assert supervisor.moves("execution", 0.0).num_waiting == 2
@@ -113,7 +138,9 @@ def test_an_actor_that_is_new_has_not_died() -> None:
 def test_other_packages_of_a_node_are_told_once() -> None:
     supervisor = Supervisor(max_attempts=3)
     for _ in range(2):
-        supervisor.differs("10.0.0.1 has numpy 2.0.0 instead of 2.1.0: its pixels may differ")
+        supervisor.differs(
+            "10.0.0.1 has numpy 2.0.0 instead of 2.1.0: its pixels may differ"
+        )
     assert len(supervisor.events(0)) == 1
 
 
@@ -126,7 +153,9 @@ def test_after_a_death_only_its_micro_batch_is_done_carefully() -> None:
     assert supervisor.begins("a", ["train-e0000-s000003-m002"]) == Orders()
     ((kind, event),) = supervisor.events(0)
     assert kind == "fault"
-    assert AT in event and "process 1 on 10.0.0.1" in event and "another process" in event
+    assert (
+        AT in event and "process 1 on 10.0.0.1" in event and "another process" in event
+    )
 
 
 def test_a_sample_that_kills_twice_is_bad_and_the_attempts_begin_anew() -> None:
@@ -163,7 +192,11 @@ def test_deaths_without_a_culprit_end_the_run_with_what_to_do() -> None:
         assert not supervisor.begins("a", [AT]).error
         died(supervisor)
     error = supervisor.begins("a", [AT]).error
-    assert AT in error and "2 transform actors have died" in error and "lower plan.micro_batch_size" in error
+    assert (
+        AT in error
+        and "2 transform actors have died" in error
+        and "lower plan.micro_batch_size" in error
+    )
 
 
 def test_a_transform_that_kills_on_every_sample_ends_the_run() -> None:
@@ -176,7 +209,9 @@ def test_a_transform_that_kills_on_every_sample_ends_the_run() -> None:
         died(supervisor)
         deaths += 1
     assert (
-        deaths == 1 + 2 * 4 and "4 samples are to blame" in orders.error and f"{deaths} transform" in orders.error
+        deaths == 1 + 2 * 4
+        and "4 samples are to blame" in orders.error
+        and f"{deaths} transform" in orders.error
     )
 
 
@@ -186,7 +221,10 @@ def test_the_ledger_names_a_blocks_micro_batches_a_careful_actor_the_one() -> No
     supervisor.arrived("a", "")
     supervisor.begins("a", block)
     died(supervisor)
-    assert supervisor.begins("a", block).careful and not supervisor.begins("b", block[:1]).careful
+    assert (
+        supervisor.begins("a", block).careful
+        and not supervisor.begins("b", block[:1]).careful
+    )
     supervisor.touches("a", block[1], 5)
     died(supervisor)
     first, second = (event for _, event in supervisor.events(0))
@@ -210,7 +248,9 @@ def test_each_micro_batch_may_have_as_many_bad_samples_as_attempts() -> None:
     died(supervisor)
     kills(block[0], range(3))
     kills(block[1], range(10, 13))
-    assert supervisor.begins("a", block) == Orders(careful=True, bad=(0, 1, 2, 10, 11, 12))
+    assert supervisor.begins("a", block) == Orders(
+        careful=True, bad=(0, 1, 2, 10, 11, 12)
+    )
     kills(block[1], range(13, 14))
     assert "7 samples are to blame" in supervisor.begins("a", block).error
 
@@ -241,7 +281,9 @@ def test_a_delivered_block_costs_nothing_when_its_actor_dies() -> None:
 def test_a_reader_that_begins_the_same_share_again_was_restarted() -> None:
     supervisor = Supervisor(max_attempts=1)
     assert [supervisor.reads(task, "x") for task in "aba"] == [False, False, True]
-    assert supervisor.events(0) == [("fault", "the reader of x died, and was restarted")]
+    assert supervisor.events(0) == [
+        ("fault", "the reader of x died, and was restarted")
+    ]
     assert supervisor.events(1) == []
     supervisor.has_read("b")  # and then its rows were lost
     assert not supervisor.reads("b", "x")
@@ -254,11 +296,17 @@ def test_a_reader_that_keeps_dying_of_one_thing_ends_the_run_there() -> None:
         assert not supervisor.reading("a", f"row group {group} of a.parquet")
         assert supervisor.reads("a", "all")
     assert supervisor.events(3) == [
-        ("fault", "the reader of all died while it read row group 5 of a.parquet, and was restarted")
+        (
+            "fault",
+            "the reader of all died while it read row group 5 of a.parquet, and was restarted",
+        )
     ]
     assert not supervisor.reading("a", "row group 4 of a.parquet")
     error = supervisor.reading("a", "row group 5 of a.parquet")
-    assert "died 3 times while it read row group 5 of a.parquet: " in error and "smaller row groups" in error
+    assert (
+        "died 3 times while it read row group 5 of a.parquet: " in error
+        and "smaller row groups" in error
+    )
 
 
 def test_ranks_that_leave_are_counted_once_each() -> None:
@@ -287,5 +335,7 @@ def test_the_supervisor_says_how_often_finished_blocks_lay_ready() -> None:
     assert supervisor.ready() == 0
     supervisor.moves("a", 0.0, ready=1.0)  # it has brought none yet
     for ready in (1.0, 0.5, 0.0):
-        supervisor.moves("a", 0.0, at="2 transform actors work on 2 blocks", ready=ready)
+        supervisor.moves(
+            "a", 0.0, at="2 transform actors work on 2 blocks", ready=ready
+        )
     assert supervisor.ready() == 0.5

@@ -39,17 +39,28 @@ KINDS: dict[str, dict[str, Any]] = {
     "odd": {"size": 13, "train": "heavy"},
     "sizes": {"size": {0: 9, 1: 12}},
     "views": {"train_transform": VIEWS},
-    "plain": {"train_transform": lambda image: image[:17, :15].copy(), "val_transform": "center"},
+    "plain": {
+        "train_transform": lambda image: image[:17, :15].copy(),
+        "val_transform": "center",
+    },
 }
 
 
-def spec_of(stores: dict[str, Path], wire: str = "yuv420", pool: Any = None, **options: Any) -> StreamSpec:
-    transforms = {name: options.pop(name) for name in ("train_transform", "val_transform") if name in options}
+def spec_of(
+    stores: dict[str, Path], wire: str = "yuv420", pool: Any = None, **options: Any
+) -> StreamSpec:
+    transforms = {
+        name: options.pop(name)
+        for name in ("train_transform", "val_transform")
+        if name in options
+    }
     return open_stream(
         stores["train"],
         stores["val"],
         plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=12),
-        transform=TransformConfig(**{"train": "light", "val": "center", "size": 12, "wire": wire, **options}),
+        transform=TransformConfig(
+            **{"train": "light", "val": "center", "size": 12, "wire": wire, **options}
+        ),
         pool=pool or PoolConfig(engine="inline"),
         **transforms,
     )
@@ -61,7 +72,9 @@ def in_rgb(spec: StreamSpec) -> list[dict[str, np.ndarray]]:
 
 
 def images_of(batch: Batch) -> dict[str, np.ndarray]:
-    images = {f"view.{name}": view for name, view in batch.views.items()} or {"image": batch.image}
+    images = {f"view.{name}": view for name, view in batch.views.items()} or {
+        "image": batch.image
+    }
     return {name: image.movedim(-3, -1).numpy() for name, image in images.items()}
 
 
@@ -75,32 +88,52 @@ def test_a_batch_has_the_images_of_the_rgb_wire_but_for_their_color(
 ) -> None:
     spec, in_color = spec_of(stores, **kind), spec_of(stores, "rgb", **kind)
     host = in_rgb(spec)
-    batches, others = (list(without_ray.every_batch(loader(each))) for each in (spec, in_color))
+    batches, others = (
+        list(without_ray.every_batch(loader(each))) for each in (spec, in_color)
+    )
     assert len(batches) == len(others) == len(host)
     for batch, other, expected in zip(batches, others, host, strict=True):
-        assert batch.fields.keys() == other.fields.keys() and batch.image.dtype == torch.uint8
-        first = batch.image if batch.image.is_contiguous(memory_format=torch.channels_last) else None
+        assert (
+            batch.fields.keys() == other.fields.keys()
+            and batch.image.dtype == torch.uint8
+        )
+        first = (
+            batch.image
+            if batch.image.is_contiguous(memory_format=torch.channels_last)
+            else None
+        )
         assert first is not None or batch.views
-        assert torch.equal(batch.target, other.target) and torch.equal(batch.weight, other.weight)
+        assert torch.equal(batch.target, other.target) and torch.equal(
+            batch.weight, other.weight
+        )
         for name, image in images_of(batch).items():
             of_rgb = images_of(other)[name]
             assert np.array_equal(image, expected[name])
-            assert np.array_equal(image, wire.rgb(*wire.planes(of_rgb))), "padding is black"
+            assert np.array_equal(image, wire.rgb(*wire.planes(of_rgb))), (
+                "padding is black"
+            )
 
 
 def test_blocks_in_one_memory_or_of_unlike_sizes_hold_equal_bits(
     stores: dict[str, Path],
 ) -> None:
-    of_views, of_buckets = spec_of(stores, **KINDS["views"]), in_buckets(wire="yuv420", size=9)
+    of_views, of_buckets = (
+        spec_of(stores, **KINDS["views"]),
+        in_buckets(wire="yuv420", size=9),
+    )
     for spec, forms in ((of_views, {"array"}), (of_buckets, {"array", "flat"})):
         expected, maker = without_ray.digests(spec), MicroBatchMaker(spec)
-        block = [at for at in spec.plan.micro_batches(spec.plan.start()) if at.epoch == 0 and at.split == "train"][
-            :6
-        ]
+        block = [
+            at
+            for at in spec.plan.micro_batches(spec.plan.start())
+            if at.epoch == 0 and at.split == "train"
+        ][:6]
         outcomes, memory = maker.block(block)
         row = block_row([outcome.batch for outcome in outcomes], memory)
         assert set(json.loads(row["forms"].tobytes()).values()) == forms
-        assert [batch_digest(batch) for batch in batches_of(row)] == expected[: len(block)]
+        assert [batch_digest(batch) for batch in batches_of(row)] == expected[
+            : len(block)
+        ]
 
 
 def test_any_number_of_ranks_threads_and_any_start_have_the_same_bits(
@@ -108,10 +141,15 @@ def test_any_number_of_ranks_threads_and_any_start_have_the_same_bits(
 ) -> None:
     spec = spec_of(stores, **kind)
     expected, start = without_ray.digests(spec), spec.plan.start()
-    ranks = [[batch_digest(each) for each in inline_batches(spec, start, rank, 2)] for rank in range(2)]
+    ranks = [
+        [batch_digest(each) for each in inline_batches(spec, start, rank, 2)]
+        for rank in range(2)
+    ]
     assert [digest for pair in zip(*ranks, strict=True) for digest in pair] == expected
     threads = replace(spec, pool=PoolConfig(engine="inline", max_actors=2))
-    resumed = [batch_digest(each) for each in inline_batches(threads, spec.plan.cursor_at(5))]
+    resumed = [
+        batch_digest(each) for each in inline_batches(threads, spec.plan.cursor_at(5))
+    ]
     assert resumed == expected[10:]
 
 
@@ -120,10 +158,15 @@ def test_planes_are_half_the_bytes_and_part_of_fingerprint_and_digest(
 ) -> None:
     planes, rgb = spec_of(stores), spec_of(stores, "rgb")
     batch, other = (next(without_ray.host_batches(each)) for each in (planes, rgb))
-    assert 2 * (batch["image"].nbytes + batch["chroma.image"].nbytes) == other["image"].nbytes
+    assert (
+        2 * (batch["image"].nbytes + batch["chroma.image"].nbytes)
+        == other["image"].nbytes
+    )
     assert planes.plan.fingerprint != rgb.plan.fingerprint
     told = settings_of(planes, workers=1, actors=1, from_step=0, to_step=1)
-    assert told["transform.wire"] == "yuv420" and told["plan"] == planes.plan.fingerprint
+    assert (
+        told["transform.wire"] == "yuv420" and told["plan"] == planes.plan.fingerprint
+    )
     changed = batch["chroma.image"].copy()
     changed[-1, -1, -1, -1] ^= 1
     spoilt = replace(batch, fields={**batch.fields, "chroma.image": changed})
@@ -137,7 +180,9 @@ def test_a_ring_makes_the_same_images(stores: dict[str, Path]) -> None:
         assert np.array_equal(images_of(batch)["image"], expected["image"])
 
 
-def test_augmentation_plain_loaders_and_checks_take_them_for_rgb(stores: dict[str, Path]) -> None:
+def test_augmentation_plain_loaders_and_checks_take_them_for_rgb(
+    stores: dict[str, Path],
+) -> None:
     spec = spec_of(stores)
     train, val = plain_loaders(loader(spec, augment=AugmentConfig(preset="standard")))
     for split in (train, val):
@@ -145,8 +190,13 @@ def test_augmentation_plain_loaders_and_checks_take_them_for_rgb(stores: dict[st
 
 
 def test_a_preview_shows_rgb(stores: dict[str, Path]) -> None:
-    plan, transform = PlanConfig(micro_batch_size=6), TransformConfig(size=12, wire="yuv420")
-    shown = Preview(open_stream(stores["train"], plan=plan, transform=transform), AugmentConfig())
+    plan, transform = (
+        PlanConfig(micro_batch_size=6),
+        TransformConfig(size=12, wire="yuv420"),
+    )
+    shown = Preview(
+        open_stream(stores["train"], plan=plan, transform=transform), AugmentConfig()
+    )
     batch = shown._maker.batch(next(iter(shown.plan.micro_batches(shown.plan.start()))))
     images, _, _ = shown.stages(batch)
     assert np.array_equal(images["transformed"], batch.in_rgb()["image"])
@@ -155,8 +205,14 @@ def test_a_preview_shows_rgb(stores: dict[str, Path]) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_two_ranks_with_killed_actors_have_the_digest_of_one(stores: dict[str, Path]) -> None:
-    spec, rng, kills = spec_of(stores, pool=PoolConfig(min_actors=2, cpus_per_actor=0.5)), random.Random(0), []
+def test_two_ranks_with_killed_actors_have_the_digest_of_one(
+    stores: dict[str, Path],
+) -> None:
+    spec, rng, kills = (
+        spec_of(stores, pool=PoolConfig(min_actors=2, cpus_per_actor=0.5)),
+        random.Random(0),
+        [],
+    )
     alone, ended = without_ray.digests(spec), threading.Event()
 
     def hurt() -> None:
@@ -170,7 +226,10 @@ def test_two_ranks_with_killed_actors_have_the_digest_of_one(stores: dict[str, P
         killer = threading.Thread(target=hurt)
         killer.start()
         try:
-            digests = [one.digest for one in iterate_digests(spec.plan, spec.plan.start(), iterators)]
+            digests = [
+                one.digest
+                for one in iterate_digests(spec.plan, spec.plan.start(), iterators)
+            ]
         finally:
             ended.set()
             killer.join()

@@ -24,10 +24,16 @@ class Process:
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Process:
         context = SimpleNamespace(get_actor_id=lambda: "an actor")
         handler = SimpleNamespace(
-            dump_traceback_later=lambda seconds, exit, file: self.calls.append((seconds, exit)),
+            dump_traceback_later=lambda seconds, exit, file: self.calls.append(
+                (seconds, exit)
+            ),
             cancel_dump_traceback_later=lambda: self.calls.append("ended"),
         )
-        monkeypatch.setattr(worker, "ray", SimpleNamespace(get=lambda it: it, get_runtime_context=lambda: context))
+        monkeypatch.setattr(
+            worker,
+            "ray",
+            SimpleNamespace(get=lambda it: it, get_runtime_context=lambda: context),
+        )
         monkeypatch.setattr(worker, "this_process", lambda role: SimpleNamespace(pid=1))
         monkeypatch.setattr(worker, "faulthandler", handler)
         monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: self.now))
@@ -35,32 +41,49 @@ class Process:
 
     def guard(self, time_limit_s: float) -> Guard:
         answers = (SimpleNamespace(remote=lambda *_: False) for _ in range(2))
-        return Guard(SimpleNamespace(**dict(zip(("arrived", "begins"), answers, strict=True))), time_limit_s)
+        return Guard(
+            SimpleNamespace(**dict(zip(("arrived", "begins"), answers, strict=True))),
+            time_limit_s,
+        )
 
     def block(self, guard: Guard, *seconds: float) -> list[Any]:
         """What a block asks of faulthandler that attempts a micro-batch at each of these times."""
         self.calls.clear()
         with guard.block((AT,)) as orders:
-            assert patience.on_progress  # a shard that is fetched starts the limit again, too
+            assert (
+                patience.on_progress
+            )  # a shard that is fetched starts the limit again, too
             for self.now in seconds:
                 guard.attempt(AT, orders)
         assert not patience.on_progress
         return list(self.calls)
 
 
-def test_a_time_limit_starts_four_times_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_starts_four_times_a_second_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     process = Process().installed(monkeypatch)
     guard = process.guard(2.0)
     # It is longer by as much as it may start late.
-    assert process.block(guard, 100.0, 100.1, 100.24, 100.3, 100.54, 100.6) == [(2.25, True)] * 3 + ["ended"]
-    assert process.block(guard, 100.6, 100.7) == [(2.25, True), "ended"]  # each block has its own
+    assert process.block(guard, 100.0, 100.1, 100.24, 100.3, 100.54, 100.6) == [
+        (2.25, True)
+    ] * 3 + ["ended"]
+    assert process.block(guard, 100.6, 100.7) == [
+        (2.25, True),
+        "ended",
+    ]  # each block has its own
     assert process.block(process.guard(0), 100.0, 101.0) == ["ended"]
 
 
-def test_a_time_limit_ends_with_its_block_also_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_ends_with_its_block_also_by_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     process = Process().installed(monkeypatch)
     guard = process.guard(2.0)
-    with pytest.raises(ValueError, match="of the transform"), guard.block((AT,)) as orders:
+    with (
+        pytest.raises(ValueError, match="of the transform"),
+        guard.block((AT,)) as orders,
+    ):
         guard.attempt(AT, orders)
         raise ValueError("of the transform")
     assert process.calls == [(2.25, True), "ended"] and not patience.on_progress

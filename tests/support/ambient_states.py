@@ -40,7 +40,9 @@ def _drawn() -> Iterator[None]:
 
 STATES: dict[str, Callable[[], Any]] = {
     "autocast of CPUs": partial(torch.autocast, "cpu", torch.bfloat16),
-    "autocast of CUDA": lambda: _set(partial(torch.set_autocast_enabled, "cuda"), True, False),
+    "autocast of CUDA": lambda: _set(
+        partial(torch.set_autocast_enabled, "cuda"), True, False
+    ),
     "default float64": lambda: _dtype(torch.float64),
     "default bfloat16": lambda: _dtype(torch.bfloat16),
     "default device": lambda: torch.device("meta"),
@@ -48,7 +50,9 @@ STATES: dict[str, Callable[[], Any]] = {
     "inference mode": torch.inference_mode,
     "deterministic": lambda: _set(torch.set_deterministic_debug_mode, 2, 0),
     "warned of the others": lambda: _set(torch.set_deterministic_debug_mode, 1, 0),
-    "lower precision": lambda: _set(torch.set_float32_matmul_precision, "medium", "highest"),
+    "lower precision": lambda: _set(
+        torch.set_float32_matmul_precision, "medium", "highest"
+    ),
     "lower precision of convolutions": _conv_precision,
     "no oneDNN": lambda: _set(torch._C._set_mkldnn_enabled, False, True),
     "one thread": lambda: _set(torch.set_num_threads, 1, torch.get_num_threads()),
@@ -78,7 +82,8 @@ ON_CUDA: dict[str, Callable[[], Any]] = {
 def seen() -> list[Any]:
     """What a loop can read of torch's state."""
     precisions = [
-        owner.fp32_precision for owner in (cuda.matmul, mkldnn.matmul, cudnn.conv, cudnn.rnn, mkldnn.conv)
+        owner.fp32_precision
+        for owner in (cuda.matmul, mkldnn.matmul, cudnn.conv, cudnn.rnn, mkldnn.conv)
     ]
     return [
         torch.get_default_dtype(),

@@ -16,7 +16,9 @@ def jpeg_of_scans(width: int, height: int, num_scans: int) -> bytes:
     """A gray progressive JPEG, lawful up to 882 scans: one bit of one coefficient each, none of which is set."""
     num_blocks = -(-width // 8) * -(-height // 8)
     # A code of one bit for each table's only symbol: no difference; and a run of up to 32,767 empty blocks.
-    tables = _segment(0xC4, b"\0\1" + bytes(15) + b"\0") + _segment(0xC4, b"\x10\1" + bytes(15) + b"\xe0")
+    tables = _segment(0xC4, b"\0\1" + bytes(15) + b"\0") + _segment(
+        0xC4, b"\x10\1" + bytes(15) + b"\xe0"
+    )
     frame = _segment(0xC2, struct.pack(">BHHB", 8, height, width, 1) + b"\1\x11\0")
     runs = "011111111111111" * -(-num_blocks // 32767)
     runs += "1" * (-len(runs) % 8)
@@ -35,7 +37,9 @@ def _segment(marker: int, body: bytes) -> bytes:
     return bytes([0xFF, marker]) + struct.pack(">H", len(body) + 2) + body
 
 
-def rare_jpeg(sampling: int = 0x14, width: int = 16, height: int = 32, color: str = "orange") -> bytes:
+def rare_jpeg(
+    sampling: int = 0x14, width: int = 16, height: int = 32, color: str = "orange"
+) -> bytes:
     """One color, chroma subsampled 4:4:1 where encoders write 4:2:0: as many blocks, in another arrangement."""
     out = io.BytesIO()
     Image.new("RGB", (width, height), color).save(out, "JPEG", subsampling=2)
@@ -50,10 +54,16 @@ def animated_webp(width: int, height: int) -> bytes:
     """A canvas with one frame of one pixel."""
     out = io.BytesIO()
     Image.new("RGB", (1, 1)).save(out, "WEBP", lossless=True)
-    canvas = b"\x02\0\0\0" + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    canvas = (
+        b"\x02\0\0\0"
+        + (width - 1).to_bytes(3, "little")
+        + (height - 1).to_bytes(3, "little")
+    )
     frame = bytes(12) + b"\x64\0\0\0" + out.getvalue()[12:]
     chunks = [(b"VP8X", canvas), (b"ANIM", bytes(6)), (b"ANMF", frame)]
-    body = b"".join(name + struct.pack("<I", len(content)) + content for name, content in chunks)
+    body = b"".join(
+        name + struct.pack("<I", len(content)) + content for name, content in chunks
+    )
     return b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP" + body
 
 
@@ -63,10 +73,22 @@ def tiled_tiff(side: int, tile: int) -> bytes:
     for _ in range(tile):
         data += squeeze.compress(row)
     data += squeeze.flush()
-    tags = {256: side, 257: side, 258: 8, 259: 8, 262: 2, 277: 3, 322: tile, 323: tile, 324: 0, 325: len(data)}
+    tags = {
+        256: side,
+        257: side,
+        258: 8,
+        259: 8,
+        262: 2,
+        277: 3,
+        322: tile,
+        323: tile,
+        324: 0,
+        325: len(data),
+    }
     start = 8 + 2 + 12 * len(tags) + 4
     packed = b"".join(
-        struct.pack("<HHII", tag, 4, 1, start if tag == 324 else value) for tag, value in tags.items()
+        struct.pack("<HHII", tag, 4, 1, start if tag == 324 else value)
+        for tag, value in tags.items()
     )
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + packed + bytes(4) + bytes(data)
 
@@ -87,7 +109,9 @@ def parquet(path: Path, kind: str, size: int, num: int) -> None:
         repeated = pa.DictionaryArray.from_arrays(zeros(1000, pa.int32()), image)
         if kind == "lists":
             lists = pa.ListArray.from_arrays(pa.array([0, 1000], pa.int32()), repeated)
-            batch = pa.record_batch({"image": pa.array([b"x"]), "label": [0], "names": lists})
+            batch = pa.record_batch(
+                {"image": pa.array([b"x"]), "label": [0], "names": lists}
+            )
         else:
             batch = pa.record_batch({"image": repeated, "label": zeros(1000)})
     pq.write_table(
@@ -104,4 +128,6 @@ def parquet(path: Path, kind: str, size: int, num: int) -> None:
 
 def zeros(num: int, kind: pa.DataType | None = None) -> pa.Array:
     kind = kind or pa.int64()
-    return pa.Array.from_buffers(kind, num, [None, pa.py_buffer(bytes(num * kind.bit_width // 8))])
+    return pa.Array.from_buffers(
+        kind, num, [None, pa.py_buffer(bytes(num * kind.bit_width // 8))]
+    )

@@ -26,11 +26,21 @@ from raypipe.transform import jpeg, kernel
 SIZE = 12
 LAYOUTS = ("folder", "tar", "lmdb", "parquet")
 CLASS = "c"
-NAMES = {"folder": "folder", "tar": "files.tar", "lmdb": "files.lmdb", "parquet": "files.parquet"}
+NAMES = {
+    "folder": "folder",
+    "tar": "files.tar",
+    "lmdb": "files.lmdb",
+    "parquet": "files.parquet",
+}
 
 READINGS: dict[str, dict[str, Any]] = {
     "rgb": {"train": "light", "val": "center", "size": SIZE},
-    "scaled": {"train": "light", "val": "center", "size": SIZE, "crop_decode": "scaled"},
+    "scaled": {
+        "train": "light",
+        "val": "center",
+        "size": SIZE,
+        "crop_decode": "scaled",
+    },
     "upright": {"train": "light", "val": "center", "size": SIZE, "apply_exif": True},
     "array": {"decode_as": "array"},
 }
@@ -77,11 +87,15 @@ def extension(is_used: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if not is_used:
             for module in (kernel, jpeg):
-                stack.enter_context(mock.patch.object(module, "why_no_kernel", lambda: "not built"))
+                stack.enter_context(
+                    mock.patch.object(module, "why_no_kernel", lambda: "not built")
+                )
         yield
 
 
-def opened(address: str, reading: str, num: int, *, tolerant: bool = True) -> StreamSpec:
+def opened(
+    address: str, reading: str, num: int, *, tolerant: bool = True
+) -> StreamSpec:
     """The stream of a store of `num` samples in a reading.
 
     Args:
@@ -118,7 +132,9 @@ def _delivered(spec: StreamSpec, num: int) -> Outcomes:
         planned = spec.plan.draw_block([at]).indices[0]
         outcome = maker.make(at)
         of_split = found[at.split]
-        for row in np.flatnonzero((planned == outcome.batch.index) & (outcome.batch.weight > 0)).tolist():
+        for row in np.flatnonzero(
+            (planned == outcome.batch.index) & (outcome.batch.weight > 0)
+        ).tolist():
             of_split[planned[row]] = outcome.batch["image"][row]
         for record in outcome.bad:
             of_split[record["index"]] = Refusal(record["name"], record["error"])
@@ -135,7 +151,9 @@ def cornered(image: np.ndarray) -> np.ndarray:
 
 def as_png(pixels: np.ndarray) -> bytes:
     """Pixels (H, W, 3) in a PNG that has nothing else."""
-    done, data = cv2.imencode(".png", pixels[:, :, ::-1], [cv2.IMWRITE_PNG_COMPRESSION, 0])
+    done, data = cv2.imencode(
+        ".png", pixels[:, :, ::-1], [cv2.IMWRITE_PNG_COMPRESSION, 0]
+    )
     assert done
     return data.tobytes()
 

@@ -30,11 +30,19 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "llms.txt", *sorted((ROOT / "docs").glob("*.md"))]
 OURS = ("raypipe", "jobs/train.py", "jobs/tune.py")
-NOT_OURS = ("…", "OWNER", "gcloud", "kubectl")  # parts of lines that need more than there is
+NOT_OURS = (
+    "…",
+    "OWNER",
+    "gcloud",
+    "kubectl",
+)  # parts of lines that need more than there is
 
 
 def blocks(language: str, *pages: Path) -> list[str]:
-    found = (re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages or PAGES)
+    found = (
+        re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+        for page in pages or PAGES
+    )
     return [block for of_page in found for block in of_page]
 
 
@@ -54,6 +62,9 @@ def defined(page: str, *names: str) -> dict[str, Any]:
     """What a page of docs/ defines in its first block of Python, and in those that define these functions."""
     first, *others = blocks("python", ROOT / "docs" / page)
     found: dict[str, Any] = {}
-    for code in (first, *(code for code in others if any(f"def {name}(" in code for name in names))):
+    for code in (
+        first,
+        *(code for code in others if any(f"def {name}(" in code for name in names)),
+    ):
         exec(compile(code, page, "exec"), found)
     return found

@@ -50,7 +50,13 @@ LONG = {
     "test_a_checkpoint_learns_the_same_on_cpu_and_gpu_to_rounding",
 }
 # On CUDA these take indices that are in host memory.
-_TAKES_HOST = ("aten.copy_", "aten._to_copy", "aten.index.", "aten.index_put", "aten._has_compatible")
+_TAKES_HOST = (
+    "aten.copy_",
+    "aten._to_copy",
+    "aten.index.",
+    "aten.index_put",
+    "aten._has_compatible",
+)
 
 
 HAS_CUDA = torch.cuda.is_available()
@@ -60,14 +66,28 @@ def skip_what_cannot_run(items: list[pytest.Item]) -> None:
     """Of what takes long, and of tests with many parameters, all run with --tier soak."""
     of_test: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        of_test.setdefault((Path(item.path).stem, getattr(item, "originalname", "")), []).append(item)
+        of_test.setdefault(
+            (Path(item.path).stem, getattr(item, "originalname", "")), []
+        ).append(item)
     for (module, name), found in of_test.items():
-        long = [] if is_soak(found[0].config) else found if name in LONG else found[1:-1]
+        long = (
+            [] if is_soak(found[0].config) else found if name in LONG else found[1:-1]
+        )
         for item in found if not HAS_CUDA else ():
-            if reason := UNLIKE.get(item.name) or UNLIKE.get(name) or UNLIKE.get(module):
-                item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
+            if (
+                reason := UNLIKE.get(item.name)
+                or UNLIKE.get(name)
+                or UNLIKE.get(module)
+            ):
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs a CUDA device: {reason}")
+                )
             elif item in long:
-                item.add_marker(pytest.mark.skip(reason="long without a CUDA device: run with --tier soak"))
+                item.add_marker(
+                    pytest.mark.skip(
+                        reason="long without a CUDA device: run with --tier soak"
+                    )
+                )
 
 
 class Tensor(simulated_cuda.Tensor):
@@ -87,7 +107,9 @@ class Tensor(simulated_cuda.Tensor):
         return f"Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{CUDA}')"
 
     def numpy(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        raise TypeError(
+            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first"
+        )
 
 
 class EagerCuda(Cuda):
@@ -114,7 +136,14 @@ class EagerCuda(Cuda):
         with self._lock:
             super().tell(what, *numbers)
 
-    def launch(self, stream: Stream, run: Callable[[], Any], reads: set[int], writes: set[int], name: str) -> None:
+    def launch(
+        self,
+        stream: Stream,
+        run: Callable[[], Any],
+        reads: set[int],
+        writes: set[int],
+        name: str,
+    ) -> None:
         with self._lock:
             if self._graph is not None and self.is_capturing():
                 self._graph.operations.append(run)
@@ -146,8 +175,12 @@ class EagerCuda(Cuda):
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, leaves = str(func), list(tensors_of((args, kwargs)))
-        if any(not isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves) and not name.startswith(_TAKES_HOST):
-            raise RuntimeError(f"Expected all tensors to be on the same device, cuda:0 and cpu, in {name}")
+        if any(
+            not isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves
+        ) and not name.startswith(_TAKES_HOST):
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, cuda:0 and cpu, in {name}"
+            )
         masks = name.startswith("aten.index") and any(
             each.dtype in (torch.bool, torch.uint8) for each in tensors_of(args[1:2])
         )
@@ -155,10 +188,18 @@ class EagerCuda(Cuda):
             self.host_waits(name)
         if _writes(func):
             result = super()._operation(func, args, kwargs)  # type: ignore[misc]
-            one = result[0] if isinstance(result, tuple) and len(func._schema.returns) == 1 else result
+            one = (
+                result[0]
+                if isinstance(result, tuple) and len(func._schema.returns) == 1
+                else result
+            )
             return one if func._schema.returns else None
         # Once, unlike there: some write to what their schema does not say (native_batch_norm).
-        here = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+        here = {
+            key: value
+            for key, value in kwargs.items()
+            if key not in ("device", "pin_memory")
+        }
         given, given_named = mapped(memory_of, (args, here))
         in_float = name.startswith("aten.convolution") and args[0].dtype == torch.half
 
@@ -184,18 +225,26 @@ class EagerCuda(Cuda):
                 place.copy_(value)
 
         reads = {each.handle.number for each in leaves if isinstance(each, Tensor)}
-        run = again if self.is_capturing() else lambda: None  # done already; a graph does it anew
-        self.launch(self.current(), run, reads, {each.handle.number for each in made}, name)
+        run = (
+            again if self.is_capturing() else lambda: None
+        )  # done already; a graph does it anew
+        self.launch(
+            self.current(), run, reads, {each.handle.number for each in made}, name
+        )
         return result
 
     # Graphs
 
     def _not_captured(self, what: str) -> None:
-        if not (self.is_capturing() and what == "memory is taken"):  # from the graph's own pool
+        if not (
+            self.is_capturing() and what == "memory is taken"
+        ):  # from the graph's own pool
             super()._not_captured(what)
 
     @contextlib.contextmanager
-    def graph(self, graph: Graph, capture_error_mode: str = "global", **_: Any) -> Iterator[None]:
+    def graph(
+        self, graph: Graph, capture_error_mode: str = "global", **_: Any
+    ) -> Iterator[None]:
         self._graph = graph
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self, "_capturing", None)
@@ -214,7 +263,9 @@ class EagerCuda(Cuda):
             "utilization": lambda *_: 40,
             "graph": self.graph,
             "CUDAGraph": Graph,
-            "set_sync_debug_mode": lambda mode: setattr(self, "waiting_is_an_error", mode == "error"),
+            "set_sync_debug_mode": lambda mode: setattr(
+                self, "waiting_is_an_error", mode == "error"
+            ),
             "memory_stats": lambda *_: {"allocation.all.allocated": self.num_allocated},
             "host_memory_stats": lambda: {"active_requests.allocated": self.num_pinned},
             "memory_reserved": lambda *_: self.num_bytes,
@@ -237,7 +288,10 @@ class EagerCuda(Cuda):
         def by_device(tensors: Any, *args: Any) -> Any:
             """torch takes all tensors of Python's for the host's."""
             ours = any(isinstance(each, Tensor) for each in tensors_of(tensors))
-            return {(CUDA if ours else of[0], of[1]): found for of, found in grouped(tensors, *args).items()}
+            return {
+                (CUDA if ours else of[0], of[1]): found
+                for of, found in grouped(tensors, *args).items()
+            }
 
         overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
         with contextlib.ExitStack() as stack:
@@ -246,22 +300,37 @@ class EagerCuda(Cuda):
             stack.callback(ring._copy_stream.cache_clear)
             stack.enter_context(mock.patch.multiple(torch.cuda, **self._names()))
             stack.enter_context(mock.patch.object(torch, "autocast", on_host))
-            stack.enter_context(mock.patch.object(torch, "Generator", lambda device="cpu": generator()))
+            stack.enter_context(
+                mock.patch.object(torch, "Generator", lambda device="cpu": generator())
+            )
             for module in ("torch.optim.optimizer", "torch.nn.utils.clip_grad"):
                 stack.enter_context(
-                    mock.patch.object(sys.modules[module], "_group_tensors_by_device_and_dtype", by_device)
+                    mock.patch.object(
+                        sys.modules[module],
+                        "_group_tensors_by_device_and_dtype",
+                        by_device,
+                    )
                 )
             # It would ask the driver.
             health = "_accelerator_graph_capture_health_check"
-            stack.enter_context(mock.patch.object(torch.optim.Optimizer, health, lambda *_: None, create=True))
+            stack.enter_context(
+                mock.patch.object(
+                    torch.optim.Optimizer, health, lambda *_: None, create=True
+                )
+            )
             torch.__future__.set_overwrite_module_params_on_conversion(True)
-            stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)
+            stack.callback(
+                torch.__future__.set_overwrite_module_params_on_conversion, overwrite
+            )
             yield
 
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    return any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
+    return any(
+        each.alias_info is not None and each.alias_info.is_write
+        for each in func._schema.arguments
+    )
 
 
 class Graph:

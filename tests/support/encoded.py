@@ -23,11 +23,19 @@ from raypipe.transform.fields import MicroBatch, Ragged
 
 def smooth(seed: int, height: int = 240, width: int = 320) -> np.ndarray:
     """An image whose color changes by a few levels per pixel, for which lawful decoders differ little."""
-    return cv2.resize(np.random.default_rng(seed).integers(0, 256, (5, 6, 3), np.uint8), (width, height))
+    return cv2.resize(
+        np.random.default_rng(seed).integers(0, 256, (5, 6, 3), np.uint8),
+        (width, height),
+    )
 
 
 def saved(
-    seed: int, format: str = "JPEG", mode: str = "RGB", *, sides: Sequence[int] = (), **options: Any
+    seed: int,
+    format: str = "JPEG",
+    mode: str = "RGB",
+    *,
+    sides: Sequence[int] = (),
+    **options: Any,
 ) -> bytes:
     """A smooth image in a file's format."""
     file = io.BytesIO()
@@ -40,25 +48,38 @@ def keys_of(num: int) -> np.ndarray:
 
 
 def encoded(
-    images: Sequence[bytes | None], transform: Any = "light", padding: int = 0, **settings: Any
+    images: Sequence[bytes | None],
+    transform: Any = "light",
+    padding: int = 0,
+    **settings: Any,
 ) -> MicroBatch:
     """The micro-batch that an actor makes; settings are those of the transform."""
     config = TransformConfig(**{"size": 96, "decode": "device", **settings})
     return run(
-        transform_of(transform, config), samples_of(images), keys_of(len(images) + padding), padding=padding
+        transform_of(transform, config),
+        samples_of(images),
+        keys_of(len(images) + padding),
+        padding=padding,
     )[0]
 
 
 def by_libjpeg(device: torch.device) -> BoxDecoder:
     """A library of a pretended device: fails as a whole for a damaged JPEG, as torchvision does."""
 
-    def decode_boxes(images: list[torch.Tensor], boxes: list[Box]) -> list[torch.Tensor | None]:
+    def decode_boxes(
+        images: list[torch.Tensor], boxes: list[Box]
+    ) -> list[torch.Tensor | None]:
         try:
             whole = [decode(image.numpy().data) for image in images]
         except SampleError as error:
             raise RuntimeError(str(error)) from error
-        parts = [image[box[0] : box[2], box[1] : box[3]] for image, box in zip(whole, boxes, strict=True)]
-        return [torch.from_numpy(part.copy()).permute(2, 0, 1).to(device) for part in parts]
+        parts = [
+            image[box[0] : box[2], box[1] : box[3]]
+            for image, box in zip(whole, boxes, strict=True)
+        ]
+        return [
+            torch.from_numpy(part.copy()).permute(2, 0, 1).to(device) for part in parts
+        ]
 
     return decode_boxes
 

@@ -13,7 +13,9 @@ import msgpack
 import pyarrow as pa
 
 
-def write_entries(path: Path, entries: Mapping[bytes, bytes], *, folder: bool = False) -> Path:
+def write_entries(
+    path: Path, entries: Mapping[bytes, bytes], *, folder: bool = False
+) -> Path:
     """Write keys and values into one file, or into a folder with data.mdb."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -41,25 +43,44 @@ def _union(values: Sequence[Any]) -> pa.Array:
     by_tag: dict[str, list[Any]] = {}
     types, places = [], []
     for value in values:
-        tag = {int: "2", bytes: "4", str: "5", float: "8", list: "10", tuple: "12"}[type(value)]
+        tag = {int: "2", bytes: "4", str: "5", float: "8", list: "10", tuple: "12"}[
+            type(value)
+        ]
         group = by_tag.setdefault(tag, [])
         types.append(list(by_tag).index(tag))
         places.append(len(group))
         group.append(value)
-    fields = [_lists(group) if tag in ("10", "12") else pa.array(group) for tag, group in by_tag.items()]
-    return pa.UnionArray.from_dense(pa.array(types, pa.int8()), pa.array(places, pa.int32()), fields, list(by_tag))
+    fields = [
+        _lists(group) if tag in ("10", "12") else pa.array(group)
+        for tag, group in by_tag.items()
+    ]
+    return pa.UnionArray.from_dense(
+        pa.array(types, pa.int8()), pa.array(places, pa.int32()), fields, list(by_tag)
+    )
 
 
 def _lists(values: Sequence[Sequence[Any]]) -> pa.Array:
     bounds = list(itertools.accumulate(map(len, values), initial=0))
-    return pa.ListArray.from_arrays(bounds, _union(list(itertools.chain.from_iterable(values))))
+    return pa.ListArray.from_arrays(
+        bounds, _union(list(itertools.chain.from_iterable(values)))
+    )
 
 
 def datum(data: bytes, label: int, shape: tuple[int, int, int] | None = None) -> bytes:
     """Write Caffe's Datum: encoded bytes, or pixels of a shape of channels, height and width."""
-    sizes = b"".join(bytes([8 * field]) + _varint(size) for field, size in enumerate(shape or (), 1))
+    sizes = b"".join(
+        bytes([8 * field]) + _varint(size) for field, size in enumerate(shape or (), 1)
+    )
     encoded = b"" if shape else b"\x38\x01"
-    return sizes + b"\x22" + _varint(len(data)) + data + b"\x28" + _varint(label & (1 << 64) - 1) + encoded
+    return (
+        sizes
+        + b"\x22"
+        + _varint(len(data))
+        + data
+        + b"\x28"
+        + _varint(label & (1 << 64) - 1)
+        + encoded
+    )
 
 
 def _varint(number: int) -> bytes:
@@ -73,17 +94,27 @@ def _varint(number: int) -> bytes:
 # Layouts
 
 
-def write_folders(path: Path, images: Sequence[bytes], labels: Sequence[int], classes: Sequence[str]) -> Path:
+def write_folders(
+    path: Path, images: Sequence[bytes], labels: Sequence[int], classes: Sequence[str]
+) -> Path:
     """Keys `class/name.jpg`."""
-    keys = [f"{classes[label]}/{number:06d}.jpg".encode() for number, label in enumerate(labels)]
+    keys = [
+        f"{classes[label]}/{number:06d}.jpg".encode()
+        for number, label in enumerate(labels)
+    ]
     return write_entries(path, dict(zip(keys, images, strict=True)))
 
 
-def write_lsun(folder: Path, images: Sequence[bytes], labels: Sequence[int], classes: Sequence[str]) -> Path:
+def write_lsun(
+    folder: Path, images: Sequence[bytes], labels: Sequence[int], classes: Sequence[str]
+) -> Path:
     """LSUN: one LMDB for each class, with keys that say nothing."""
     for label, name in enumerate(classes):
         of_class = [number for number in range(len(images)) if labels[number] == label]
-        entries = {b"%040x" % (number * 0x9E3779B97F4A7C15): images[number] for number in of_class}
+        entries = {
+            b"%040x" % (number * 0x9E3779B97F4A7C15): images[number]
+            for number in of_class
+        }
         write_entries(folder / f"{name}_train_lmdb", entries, folder=True)
     return folder
 
@@ -92,7 +123,10 @@ def write_texts(path: Path, images: Sequence[bytes], texts: Sequence[str]) -> Pa
     """Scene text, as CRNN's tool writes it."""
     entries = {b"num-samples": str(len(images)).encode()}
     for number, (image, text) in enumerate(zip(images, texts, strict=True), 1):
-        entries |= {b"image-%09d" % number: image, b"label-%09d" % number: text.encode()}
+        entries |= {
+            b"image-%09d" % number: image,
+            b"label-%09d" % number: text.encode(),
+        }
     return write_entries(path, entries)
 
 
@@ -105,7 +139,10 @@ def write_values(
 ) -> Path:
     """Efficient-PyTorch's folder2lmdb: keys 0, 1, … , `__keys__` and `__len__`."""
     pairs = enumerate(zip(images, labels, strict=True))
-    entries = {str(number).encode(): dumps(make(image, label)) for number, (image, label) in pairs}
+    entries = {
+        str(number).encode(): dumps(make(image, label))
+        for number, (image, label) in pairs
+    }
     about = {b"__keys__": dumps(list(entries)), b"__len__": dumps(len(entries))}
     return write_entries(path, {**entries, **about}, folder=True)
 
@@ -113,7 +150,10 @@ def write_values(
 def write_datums(path: Path, images: Sequence[bytes], labels: Sequence[int]) -> Path:
     """Caffe's convert_imageset with --encoded."""
     pairs = enumerate(zip(images, labels, strict=True))
-    entries = {b"%08d_image.jpg" % number: datum(image, label) for number, (image, label) in pairs}
+    entries = {
+        b"%08d_image.jpg" % number: datum(image, label)
+        for number, (image, label) in pairs
+    }
     return write_entries(path, entries, folder=True)
 
 

@@ -26,16 +26,28 @@ def small_disk(folder: Path, kib: int = 64) -> Iterator[Path]:
         kib: its size, a multiple of 4.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k,mode=777", "raypipe-test", str(folder)]
+    mount = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={kib}k,mode=777",
+        "raypipe-test",
+        str(folder),
+    ]
     if subprocess.run(mount, capture_output=True).returncode == 0:
         try:
             yield folder
         finally:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
+            subprocess.run(
+                ["umount", "--lazy", str(folder)], check=True, capture_output=True
+            )
         return
     script = '"$@" && echo mounted && read -r end'
     hold = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh", *mount]
-    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as holder:
         assert holder.stdin and holder.stdout
         if holder.stdout.readline() != b"mounted\n":
             pytest.skip("this user may not mount a tmpfs, not even in a namespace")

@@ -68,7 +68,12 @@ def failed(spec: StreamSpec, kept: dict[str, Any]) -> None:
 def cell(spec: StreamSpec, kept: dict[str, Any]) -> None:
     """A notebook's cell ends by `break`; its names stay bound, until it is run again."""
     kept |= {"raypipe": raypipe, "spec": spec}
-    exec(compile(_LOOP.format(loader="raypipe.loader(spec)", leave="break"), "cell", "exec"), kept)
+    exec(
+        compile(
+            _LOOP.format(loader="raypipe.loader(spec)", leave="break"), "cell", "exec"
+        ),
+        kept,
+    )
 
 
 def held(spec: StreamSpec, kept: dict[str, Any]) -> None:
@@ -88,7 +93,11 @@ def found() -> dict[str, Any]:
     for process in own.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             busy += [name for name in process.cmdline()[:1] if name != "ray::IDLE"]
-    actors = [each["ActorClassName"] for each in actors_of_ray().values() if each["State"] != "DEAD"]
+    actors = [
+        each["ActorClassName"]
+        for each in actors_of_ray().values()
+        if each["State"] != "DEAD"
+    ]
     summary = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
     (objects,) = re.findall(r"Plasma memory usage \d+ MiB, (\d+) objects", summary)
     return {
@@ -111,7 +120,9 @@ def settled(before: dict[str, Any] | None) -> dict[str, Any]:
         if time.monotonic() > deadline or (before and not more(before, now)):
             return now
         time.sleep(0.5)
-        named = {f"ray::{actor}" for actor in now["actors"]} <= set(now["processes"])  # a new one has no name yet
+        named = {f"ray::{actor}" for actor in now["actors"]} <= set(
+            now["processes"]
+        )  # a new one has no name yet
         if not before and named and now == found():
             return now
 
@@ -137,7 +148,9 @@ if __name__ == "__main__":
     gc.disable()  # what is left must end by itself
     connect(num_cpus=2, object_store_bytes=150 << 20)
     spec = open_stream(
-        store, plan=PlanConfig(epochs=10, micro_batch_size=10), transform=TransformConfig(train="small", size=8)
+        store,
+        plan=PlanConfig(epochs=10, micro_batch_size=10),
+        transform=TransformConfig(train="small", size=8),
     )
     kept: dict[str, Any] = {}
     closed(spec, kept)  # what the first one starts for good is not one of its own
@@ -149,7 +162,10 @@ if __name__ == "__main__":
         # A cell's stream, and one of which the error is held, have ended although their names are bound.
         stays = {} if ways == ["held"] else more(before, settled(before))
         line = {"number": number, "way": ways[number % len(ways)], "more": stays}
-        print(json.dumps(line | {"seconds": round(time.monotonic() - begun, 1)}), flush=True)
+        print(
+            json.dumps(line | {"seconds": round(time.monotonic() - begun, 1)}),
+            flush=True,
+        )
     kept.clear()
     after = settled(before)
     print(json.dumps({"before": before, "after": after, "more": more(before, after)}))

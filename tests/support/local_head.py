@@ -73,9 +73,15 @@ class LocalHead:
                 processes on this machine, and takes them away.
             idle_timeout_s: after which it does.
         """
-        self._folder = tempfile.mkdtemp(prefix="head-", dir="/tmp")  # short: sockets are made below it
+        self._folder = tempfile.mkdtemp(
+            prefix="head-", dir="/tmp"
+        )  # short: sockets are made below it
         self.address = f"http://127.0.0.1:{free_port()}"
-        ours = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYPIPE_"))}
+        ours = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("RAY_", "RAYPIPE_"))
+        }
         self.environment = {
             **ours,
             "RAY_TMPDIR": self._folder,
@@ -87,18 +93,29 @@ class LocalHead:
         }
         self._gcs_port = free_port()
         self.gcs_address = f"127.0.0.1:{self._gcs_port}"
-        self._options = [f"--num-cpus={num_cpus}", f"--port={self._gcs_port}", "--object-store-memory=300000000"]
+        self._options = [
+            f"--num-cpus={num_cpus}",
+            f"--port={self._gcs_port}",
+            "--object-store-memory=300000000",
+        ]
         self._options += [
             f"--ray-client-server-port={free_port()}"
         ]  # with the usual one there is one head a machine
         if node_types is not None:
             self._scale(node_types, num_cpus, idle_timeout_s)
 
-    def _scale(self, node_types: dict[str, dict[str, Any]], num_cpus: int, idle_timeout_s: float) -> None:
+    def _scale(
+        self,
+        node_types: dict[str, dict[str, Any]],
+        num_cpus: int,
+        idle_timeout_s: float,
+    ) -> None:
         head = {"resources": {"CPU": num_cpus}, "node_config": {}, "max_workers": 0}
         config = {
             "cluster_name": "local",
-            "max_workers": sum(node_type["max_workers"] for node_type in node_types.values()),
+            "max_workers": sum(
+                node_type["max_workers"] for node_type in node_types.values()
+            ),
             "upscaling_speed": 10.0,
             "idle_timeout_minutes": idle_timeout_s / 60,
             "provider": {
@@ -116,7 +133,10 @@ class LocalHead:
             "auth": {},
             "file_mounts": {},
             "cluster_synced_files": [],
-            **{f"{kind}_commands": [] for kind in ("initialization", "setup", "head_setup", "worker_setup")},
+            **{
+                f"{kind}_commands": []
+                for kind in ("initialization", "setup", "head_setup", "worker_setup")
+            },
             **{f"{kind}_start_ray_commands": [] for kind in ("head", "worker")},
         }
         path = Path(self._folder, "autoscaling.json")
@@ -138,7 +158,11 @@ class LocalHead:
         command += [f"--dashboard-agent-listen-port={free_port()}"]
         with Path(self._folder, "head.log").open("w") as log:
             self._process = subprocess.Popen(
-                command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self.environment["RAY_API_SERVER_ADDRESS"] = self.address
         deadline = time.monotonic() + 150
@@ -165,7 +189,9 @@ class LocalHead:
             OSError: it cannot be reached, or says no.
         """
         token = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
-        request = urllib.request.Request(f"{self.address}/api/jobs/{submission_id}", headers=token)
+        request = urllib.request.Request(
+            f"{self.address}/api/jobs/{submission_id}", headers=token
+        )
         for attempt in range(3):
             try:
                 with urllib.request.urlopen(request, timeout=30) as answer:
@@ -191,7 +217,12 @@ class LocalHead:
         deadline, cut_off = time.monotonic() + timeout_s, False
         while True:
             done = subprocess.run(
-                [RAY, *arguments], env=self.environment, capture_output=True, text=True, timeout=200, check=False
+                [RAY, *arguments],
+                env=self.environment,
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
             )
             said = done.stderr + done.stdout
             if cut_off and "already exists" in said:  # the answer was lost, not the job
@@ -201,10 +232,16 @@ class LocalHead:
                 break
             cut_off |= "RemoteDisconnected" in said
             time.sleep(1)
-        assert done.returncode == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
+        assert done.returncode == 0 or not check, (
+            done.stdout[-3000:] + done.stderr[-3000:]
+        )
         return done
 
     def live_actors(self) -> list[dict[str, Any]]:
         """The actors that run or are about to."""
-        listed = self.run("list", "actors", "--address", self.address, "--format", "json", "--detail")
-        return [actor for actor in json.loads(listed.stdout) if actor["state"] != "DEAD"]
+        listed = self.run(
+            "list", "actors", "--address", self.address, "--format", "json", "--detail"
+        )
+        return [
+            actor for actor in json.loads(listed.stdout) if actor["state"] != "DEAD"
+        ]

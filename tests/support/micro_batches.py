@@ -22,10 +22,14 @@ FIRST = 20
 """The index of the first sample, unless indices are given."""
 
 
-def transform_of(transform: Any, config: TransformConfig | None = None, **of_a_split: Any) -> MicroBatchTransform:
+def transform_of(
+    transform: Any, config: TransformConfig | None = None, **of_a_split: Any
+) -> MicroBatchTransform:
     """By a user's transform, settings of a run, and options of a split."""
     config = config or TransformConfig()
-    return MicroBatchTransform(Content(transform, config), tolerant=config.max_bad_fraction > 0, **of_a_split)
+    return MicroBatchTransform(
+        Content(transform, config), tolerant=config.max_bad_fraction > 0, **of_a_split
+    )
 
 
 def samples_of(images: Iterable[bytes | None]) -> list[EncodedSample]:
@@ -35,17 +39,25 @@ def samples_of(images: Iterable[bytes | None]) -> list[EncodedSample]:
 
 def as_samples(samples: Sequence[EncodedSample]) -> Samples:
     """Join samples; a column that a sample lacks is None."""
-    images, columns = [sample.image for sample in samples], [sample.columns for sample in samples]
+    images, columns = (
+        [sample.image for sample in samples],
+        [sample.columns for sample in samples],
+    )
     names = dict.fromkeys(itertools.chain.from_iterable(columns))
     labels = np.array([sample.label for sample in samples], np.int64)
-    return Samples(images, labels, {name: [row.get(name) for row in columns] for name in names})
+    return Samples(
+        images, labels, {name: [row.get(name) for row in columns] for name in names}
+    )
 
 
 def as_read(samples: Sequence[Sample]) -> Samples | list[Callable[[], Any]]:
     """As a store was read for a micro-batch, or each when it is its turn, where one of them is to be read then."""
     if not any(map(callable, samples)):
         return as_samples([*samples])
-    return [sample if callable(sample) else functools.partial([sample].__getitem__, 0) for sample in samples]
+    return [
+        sample if callable(sample) else functools.partial([sample].__getitem__, 0)
+        for sample in samples
+    ]
 
 
 def run(
@@ -66,13 +78,22 @@ def run(
         padding: this many rows of padding follow the samples.
         more: see `MicroBatchTransform.run`.
     """
-    given = [*(range(FIRST, FIRST + len(samples)) if indices is None else indices), *[PADDING] * padding]
+    given = [
+        *(range(FIRST, FIRST + len(samples)) if indices is None else indices),
+        *[PADDING] * padding,
+    ]
     read = as_read([*samples, *[EncodedSample(None)] * padding])
-    rows, bad = transform.run(read, np.array(given), keys[: len(given)], substitutes, **more)
-    return MicroBatch(AT, rows.index, rows.weight, rows.finish(), len(bad)), [*bad.values()]
+    rows, bad = transform.run(
+        read, np.array(given), keys[: len(given)], substitutes, **more
+    )
+    return MicroBatch(AT, rows.index, rows.weight, rows.finish(), len(bad)), [
+        *bad.values()
+    ]
 
 
-def with_fields(batch: MicroBatch, fields: Mapping[str, np.ndarray | Ragged]) -> MicroBatch:
+def with_fields(
+    batch: MicroBatch, fields: Mapping[str, np.ndarray | Ragged]
+) -> MicroBatch:
     """A copy with other or more fields."""
     return replace(batch, fields={**batch.fields, **fields})
 
@@ -83,7 +104,11 @@ def plain(batch: MicroBatch) -> dict[str, Any]:
     def values(value: Any) -> Any:
         if isinstance(value, Ragged):
             return value.kind, values(value.values), values(value.offsets)
-        return (str(value.dtype), value.tolist()) if isinstance(value, np.ndarray) else value
+        return (
+            (str(value.dtype), value.tolist())
+            if isinstance(value, np.ndarray)
+            else value
+        )
 
     found = {**vars(batch), **batch.fields}
     del found["fields"]

@@ -21,7 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("meta")
 CPU = torch.device("cpu")
-READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal.default", "unique")
+READS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "masked_select",
+    "equal.default",
+    "unique",
+)
 
 
 class HostWaitsError(AssertionError):
@@ -47,12 +54,16 @@ class Pretend(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {})
 
 
 class _Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {})
 
 
@@ -65,27 +76,48 @@ def pretended_device() -> Iterator[None]:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = str(func).removeprefix("aten.")
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tensors = [
+        x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+    ]
     here = [x for x in tensors if isinstance(x, Pretend)]
     there = [x for x in tensors if not isinstance(x, Pretend)]
     if here and name.startswith(READS):
         raise HostWaitsError(f"{func} reads a value on the device")
     wanted = kwargs.get("device")
-    on_device = torch.device(wanted).type == DEVICE.type if wanted is not None else bool(here)
+    on_device = (
+        torch.device(wanted).type == DEVICE.type if wanted is not None else bool(here)
+    )
     if name.startswith("_to_copy"):
-        if bool(here) != on_device and not kwargs.get("non_blocking") and not (on_device and _is_kornias()):
-            raise HostWaitsError(f"a blocking copy of {tuple(tensors[0].shape)} between host and device")
+        if (
+            bool(here) != on_device
+            and not kwargs.get("non_blocking")
+            and not (on_device and _is_kornias())
+        ):
+            raise HostWaitsError(
+                f"a blocking copy of {tuple(tensors[0].shape)} between host and device"
+            )
     elif name.startswith("copy_"):
-        if here and there and not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking"):
-            raise HostWaitsError(f"a blocking copy of {tuple(tensors[0].shape)} between host and device")
+        if (
+            here
+            and there
+            and not (len(args) > 2 and args[2])
+            and not kwargs.get("non_blocking")
+        ):
+            raise HostWaitsError(
+                f"a blocking copy of {tuple(tensors[0].shape)} between host and device"
+            )
     elif name.startswith(("index.", "index_put")):
-        if here and any(x.dtype in (torch.bool, torch.uint8) for x in tensors if x is not args[0]):
+        if here and any(
+            x.dtype in (torch.bool, torch.uint8) for x in tensors if x is not args[0]
+        ):
             raise HostWaitsError(f"{func} with a boolean index")
         if here and [x for x in there if x.ndim]:
             raise HostWaitsError(f"{func} with an index in host memory")
     elif here and any(x.ndim for x in there):
         shapes = [tuple(x.shape) for x in there]
-        raise RuntimeError(f"{func} got tensors on the device and, of shape {shapes}, on the host")
+        raise RuntimeError(
+            f"{func} got tensors on the device and, of shape {shapes}, on the host"
+        )
     if wanted is not None:
         kwargs = {**kwargs, "device": CPU}
     args, kwargs = pytree.tree_map_only(Pretend, lambda x: x.held, (args, kwargs))

@@ -21,7 +21,12 @@ def seeded() -> None:
 
 def draws() -> tuple[Any, ...]:
     """The next numbers of the generators."""
-    return random.random(), np.random.random(), torch.rand(()).item(), torch.initial_seed()
+    return (
+        random.random(),
+        np.random.random(),
+        torch.rand(()).item(),
+        torch.initial_seed(),
+    )
 
 
 @contextlib.contextmanager

@@ -164,7 +164,9 @@ def _png(data: bytes) -> np.ndarray:
 
     array = imagecodecs.png_decode(data)
     if data[25] == _GRAY:
-        return array[:, :, 0] if array.ndim == 3 else array  # its one transparent value is not kept
+        return (
+            array[:, :, 0] if array.ndim == 3 else array
+        )  # its one transparent value is not kept
     if array.ndim == 3 and array.shape[2] == _GRAY_ALPHA:  # OpenCV has no two channels
         array = array[:, :, [0, 0, 0, 1]]
     return array
@@ -195,9 +197,13 @@ def _tiff(data: bytes) -> np.ndarray:
 
 def _turned(array: np.ndarray, orientation: int) -> np.ndarray:
     """An array upright, channel by channel, by Pillow."""
-    method = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}.get(orientation)  # as exif_transpose has them
+    method = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}.get(
+        orientation
+    )  # as exif_transpose has them
     if method is None:
         return array
-    places = np.arange(array.shape[0] * array.shape[1], dtype=np.int32).reshape(array.shape[:2])
+    places = np.arange(array.shape[0] * array.shape[1], dtype=np.int32).reshape(
+        array.shape[:2]
+    )
     turned = np.asarray(Image.fromarray(places).transpose(Image.Transpose(method)))
     return array.reshape(-1, array.shape[2])[turned]

@@ -35,7 +35,10 @@ MAX_IN_A_ROW = 2
 def s3_server() -> Iterator[str]:
     """moto's S3 server in a process of its own, empty; its endpoint, as AWS_ENDPOINT_URL has it."""
     process = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None
@@ -91,9 +94,18 @@ class FaultyProxy:
     """
 
     def __init__(
-        self, upstream: str, seed: int = 0, rates: Mapping[str, float] | None = None, slow_s: float = 0.05
+        self,
+        upstream: str,
+        seed: int = 0,
+        rates: Mapping[str, float] | None = None,
+        slow_s: float = 0.05,
     ) -> None:
-        self.upstream, self.seed, self.rates, self.slow_s = upstream, seed, dict(rates or {}), slow_s
+        self.upstream, self.seed, self.rates, self.slow_s = (
+            upstream,
+            seed,
+            dict(rates or {}),
+            slow_s,
+        )
         self.faults: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
@@ -107,7 +119,9 @@ class FaultyProxy:
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> FaultyProxy:
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), daemon=True
+        ).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -118,7 +132,9 @@ class FaultyProxy:
         """How this attempt of a request is to be broken; "" = not."""
         with self.lock:
             self._attempts[request] += 1
-            digest = hashlib.blake2b(f"{self.seed} {self._attempts[request]} {request}".encode()).digest()
+            digest = hashlib.blake2b(
+                f"{self.seed} {self._attempts[request]} {request}".encode()
+            ).digest()
             chance = int.from_bytes(digest[:8], "little") / 2**64
             for kind, rate in self.rates.items():
                 if chance < rate and self._in_a_row[request] < MAX_IN_A_ROW:
@@ -141,10 +157,16 @@ class _Handler(BaseHTTPRequestHandler):
         proxy: FaultyProxy = self.server.proxy  # type: ignore[attr-defined]
         body = self._body()
         known_by = re.sub("uploadId=[^&]*", "", self.path)  # a random number
-        fault = proxy.fault_of(f"{self.command} {known_by} {self.headers.get('Range', '')}")
+        fault = proxy.fault_of(
+            f"{self.command} {known_by} {self.headers.get('Range', '')}"
+        )
         with proxy.lock:
             proxy.requests[self.command] += 1
-            refused = proxy.outage(self.headers.get("Authorization", "")) if proxy.outage else None
+            refused = (
+                proxy.outage(self.headers.get("Authorization", ""))
+                if proxy.outage
+                else None
+            )
         if refused:
             proxy.count(refused[1])
             error = f"<?xml version='1.0'?><Error><Code>{refused[1]}</Code><Message>no</Message></Error>"
@@ -153,14 +175,24 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == "throttle":
             proxy.count(fault)
-            self._answer(503, {"Content-Type": "application/xml"}, b"" if self.command == "HEAD" else SLOW_DOWN)
+            self._answer(
+                503,
+                {"Content-Type": "application/xml"},
+                b"" if self.command == "HEAD" else SLOW_DOWN,
+            )
             return
         if fault == "drop":
             proxy.count(fault)
             self.close_connection = True
             return
-        upstream = http.client.HTTPConnection(urlsplit(proxy.upstream).netloc, timeout=60)
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "connection")}
+        upstream = http.client.HTTPConnection(
+            urlsplit(proxy.upstream).netloc, timeout=60
+        )
+        headers = {
+            k: v
+            for k, v in self.headers.items()
+            if k.lower() not in ("transfer-encoding", "connection")
+        }
         headers["Content-Length"] = str(len(body))
         upstream.request(self.command, self.path, body, headers)
         answer = upstream.getresponse()
@@ -172,13 +204,23 @@ class _Handler(BaseHTTPRequestHandler):
             proxy.count(fault)
         if fault == "slow":
             time.sleep(proxy.slow_s)
-        self._answer(answer.status, dict(answer.getheaders()), content, cut=fault == "cut")
+        self._answer(
+            answer.status, dict(answer.getheaders()), content, cut=fault == "cut"
+        )
 
-    def _answer(self, status: int, headers: dict[str, str], content: bytes, cut: bool = False) -> None:
+    def _answer(
+        self, status: int, headers: dict[str, str], content: bytes, cut: bool = False
+    ) -> None:
         proxy: FaultyProxy = self.server.proxy  # type: ignore[attr-defined]
         self.send_response(status)
         for name, value in headers.items():
-            if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
+            if name.lower() not in (
+                "transfer-encoding",
+                "connection",
+                "content-length",
+                "date",
+                "server",
+            ):
                 self.send_header(name, value)
         num_bytes = headers.get("Content-Length") if self.command == "HEAD" else None
         self.send_header("Content-Length", num_bytes or str(len(content)))

@@ -28,7 +28,10 @@ def take_all(loader: Any) -> None:
 
 
 if __name__ == "__main__":
-    plan, transform = PlanConfig(epochs=1000, micro_batch_size=10), TransformConfig(train="small", size=8)
+    plan, transform = (
+        PlanConfig(epochs=1000, micro_batch_size=10),
+        TransformConfig(train="small", size=8),
+    )
     spec = open_stream(sys.argv[1], plan=plan, transform=transform)
     connect(num_cpus=1, object_store_bytes=150 << 20)
     loader = raypipe.loader(spec)
@@ -52,4 +55,8 @@ if __name__ == "__main__":
     time.sleep(0.3)
     ray.shutdown()  # while another thread waits for a batch
     thread.join(20.0)
-    print("it ended" if not thread.is_alive() and not ray.is_initialized() else "it goes on")
+    print(
+        "it ended"
+        if not thread.is_alive() and not ray.is_initialized()
+        else "it goes on"
+    )

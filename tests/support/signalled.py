@@ -16,7 +16,10 @@ JOB = Path(__file__).parents[2] / "jobs" / "train.py"
 
 
 def started(
-    settings: list[str], ray_folder: str, environment: Mapping[str, str] | None = None, stderr: int | None = None
+    settings: list[str],
+    ray_folder: str,
+    environment: Mapping[str, str] | None = None,
+    stderr: int | None = None,
 ) -> subprocess.Popen[str]:
     """A run in a process group of its own; `ray_folder` is where it finds no other cluster."""
     ours = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -37,7 +40,9 @@ def ended_by(signum: int, run: subprocess.Popen[str], to_group: bool) -> str:
     On a busy machine its trainers may not answer in time: then it is aborted.
     """
     assert run.stdout
-    assert any("step 1/" in line for line in run.stdout)  # and its log ends only with the run
+    assert any(
+        "step 1/" in line for line in run.stdout
+    )  # and its log ends only with the run
     (os.killpg if to_group else os.kill)(run.pid, signum)
     said, _ = run.communicate(timeout=100)
     assert run.returncode in (75, 130), said
@@ -49,7 +54,9 @@ def assert_tells_how_to_go_on(said: str, folder: Path) -> dict[str, Any]:
     lines = said.splitlines()
     kept = sorted(path.parent for path in folder.glob("checkpoint_*/checkpoint.json"))
     where = f"with {kept[-1].name}" if kept else "before the first checkpoint"
-    assert f"stopped {where}. Continue with: jobs/train.py --resume {folder}" in lines, lines
+    assert (
+        f"stopped {where}. Continue with: jobs/train.py --resume {folder}" in lines
+    ), lines
     result = json.loads(lines[-1]) if lines[-1].startswith("{") else {}
     assert not result or (result["stopped"] and result["steps"] >= 1 and kept)
     return result
@@ -57,10 +64,16 @@ def assert_tells_how_to_go_on(said: str, folder: Path) -> dict[str, Any]:
 
 def own_processes(named: str) -> Iterator[int]:
     """The ids of the processes of this session's own cluster that Ray has named so: no other's is ever killed."""
-    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+    for pid in (
+        int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()
+    ):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_text()
-            if command.startswith("ray::") and named in command and _descends_from(pid, os.getpid()):
+            if (
+                command.startswith("ray::")
+                and named in command
+                and _descends_from(pid, os.getpid())
+            ):
                 yield pid
         except OSError:  # it has ended
             continue
@@ -74,7 +87,9 @@ def _descends_from(pid: int, ancestor: int) -> bool:
     return False
 
 
-def kill_a_worker_at(folder: Path, step: int, killed: list[int], named: str = "RayTrainWorker") -> None:
+def kill_a_worker_at(
+    folder: Path, step: int, killed: list[int], named: str = "RayTrainWorker"
+) -> None:
     """Kill a trainer of this session's cluster, or what is `named`, once a run has done so many steps."""
 
     def steps() -> int:
@@ -82,7 +97,10 @@ def kill_a_worker_at(folder: Path, step: int, killed: list[int], named: str = "R
             lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
         except OSError:
             return 0
-        return max([r["step"] for r in map(json.loads, lines) if r["kind"] == "train"], default=0)
+        return max(
+            [r["step"] for r in map(json.loads, lines) if r["kind"] == "train"],
+            default=0,
+        )
 
     deadline = time.monotonic() + 300
     while steps() < step and time.monotonic() < deadline:

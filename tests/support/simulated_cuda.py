@@ -98,7 +98,11 @@ class Cuda:
             _Factories(self).__enter__()
 
     def _advance(self, must: bool) -> bool:
-        able = [stream for stream in self._streams if stream.queue and stream.queue[0].is_ready()]
+        able = [
+            stream
+            for stream in self._streams
+            if stream.queue and stream.queue[0].is_ready()
+        ]
         willing = [stream for stream in able if self.rng.random() < stream.pace]
         if not able or not (willing or must):
             return False
@@ -109,10 +113,19 @@ class Cuda:
         for stream in self._streams:
             stream.synchronize()
 
-    def launch(self, stream: Stream, run: Callable[[], Any], reads: set[int], writes: set[int], name: str) -> None:
+    def launch(
+        self,
+        stream: Stream,
+        run: Callable[[], Any],
+        reads: set[int],
+        writes: set[int],
+        name: str,
+    ) -> None:
         """Put an operation on a stream; reads and writes are numbers of blocks."""
         aliases = {number: [""] for number in reads | writes}
-        found = self._sanitizer._handle_kernel_launch(stream.number, reads - writes, writes, writes, name, aliases)
+        found = self._sanitizer._handle_kernel_launch(
+            stream.number, reads - writes, writes, writes, name, aliases
+        )
         for error in found:
             now, before = error.current_access, error.previous_access  # type: ignore[attr-defined]
             self.errors.append(
@@ -130,7 +143,9 @@ class Cuda:
         """What `torch.empty` makes under the current stream: of a CPU tensor's shape, dtype and strides."""
         self._not_captured("memory is taken")
         if not like.numel():
-            return self.tensor_type(torch.empty_like(like), _Handle(_Block(self, like, self.default)))
+            return self.tensor_type(
+                torch.empty_like(like), _Handle(_Block(self, like, self.default))
+            )
         num_bytes = -(-_extent(like) // _ROUND) * _ROUND
         stream, waiting = self.current(), self._deferred
         self._deferred = []
@@ -141,12 +156,20 @@ class Cuda:
                 self._free.append(block)
             else:
                 self._deferred.append((block, events))
-        fitting = [block for block in self._free if block.stream is stream and block.num_bytes >= num_bytes]
+        fitting = [
+            block
+            for block in self._free
+            if block.stream is stream and block.num_bytes >= num_bytes
+        ]
         if fitting:
             block = self.choose(fitting)
             self._free.remove(block)
         else:
-            block = _Block(self, torch.full((num_bytes,), self.rng.randrange(1, 255), dtype=torch.uint8), stream)
+            block = _Block(
+                self,
+                torch.full((num_bytes,), self.rng.randrange(1, 255), dtype=torch.uint8),
+                stream,
+            )
             self.num_fresh += 1
             self.num_bytes += num_bytes
         handle = _Handle(block)
@@ -166,7 +189,10 @@ class Cuda:
         self._deferred.append((block, events)) if events else self._free.append(block)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return not isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self._pinned
+        return (
+            not isinstance(tensor, Tensor)
+            and tensor.untyped_storage().data_ptr() in self._pinned
+        )
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """In pinned memory of torch's own, which is not used again before the transfers from it are done."""
@@ -179,8 +205,12 @@ class Cuda:
         if not self.is_pinned(tensor):
             return tensor.clone()
         memory = self._pinned[tensor.untyped_storage().data_ptr()]
-        flat = memory.as_strided((_extent(memory) // memory.element_size(),), (1,), 0).view(torch.uint8)
-        return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        flat = memory.as_strided(
+            (_extent(memory) // memory.element_size(),), (1,), 0
+        ).view(torch.uint8)
+        return flat.view(tensor.dtype).as_strided(
+            tensor.shape, tensor.stride(), tensor.storage_offset()
+        )
 
     # Graphs
 
@@ -192,29 +222,53 @@ class Cuda:
         self._capturing = None
 
     def is_capturing(self) -> bool:
-        return self._capturing is not None and self._capturing[0] is threading.current_thread()
+        return (
+            self._capturing is not None
+            and self._capturing[0] is threading.current_thread()
+        )
 
     def _not_captured(self, what: str) -> None:
         if self._capturing and (self._capturing[1] == "global" or self.is_capturing()):
-            raise RuntimeError(f"cudaErrorStreamCaptureUnsupported: {what} while a graph is captured")
+            raise RuntimeError(
+                f"cudaErrorStreamCaptureUnsupported: {what} while a graph is captured"
+            )
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Stands in for torch.cuda."""
-        events = {"Stream": lambda *_, **__: Stream(self), "Event": lambda *_, **__: Event(self)}
-        streams = {"stream": self.stream, "current_stream": self.current, "synchronize": self.synchronize}
-        streams |= {"default_stream": lambda *_: self.default, "set_device": self.enter_thread}
-        device = {"current_device": lambda: 0, "is_current_stream_capturing": self.is_capturing}
+        events = {
+            "Stream": lambda *_, **__: Stream(self),
+            "Event": lambda *_, **__: Event(self),
+        }
+        streams = {
+            "stream": self.stream,
+            "current_stream": self.current,
+            "synchronize": self.synchronize,
+        }
+        streams |= {
+            "default_stream": lambda *_: self.default,
+            "set_device": self.enter_thread,
+        }
+        device = {
+            "current_device": lambda: 0,
+            "is_current_stream_capturing": self.is_capturing,
+        }
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.multiple(torch.cuda, **events, **streams, **device))
-            stack.enter_context(mock.patch.object(torch.cuda._sanitizer, "traceback", _NO_TRACES))
+            stack.enter_context(
+                mock.patch.multiple(torch.cuda, **events, **streams, **device)
+            )
+            stack.enter_context(
+                mock.patch.object(torch.cuda._sanitizer, "traceback", _NO_TRACES)
+            )
             stack.enter_context(_Factories(self))
             self._thread.entered = True
             yield
 
 
 # The sanitizer takes a stack for each access, which takes more time than all else.
-_NO_TRACES = SimpleNamespace(StackSummary=SimpleNamespace(extract=lambda *_, **__: []), walk_stack=lambda _: [])
+_NO_TRACES = SimpleNamespace(
+    StackSummary=SimpleNamespace(extract=lambda *_, **__: []), walk_stack=lambda _: []
+)
 
 
 class _Operation:
@@ -334,7 +388,12 @@ class _Block:
     """Device memory, of one stream, used by others too."""
 
     def __init__(self, cuda: Cuda, memory: torch.Tensor, stream: Stream) -> None:
-        self.cuda, self.memory, self.stream, self.number = cuda, memory, stream, _ROUND * cuda.number()
+        self.cuda, self.memory, self.stream, self.number = (
+            cuda,
+            memory,
+            stream,
+            _ROUND * cuda.number(),
+        )
         self.num_bytes = len(memory) if memory.ndim else 0
         self.used_by: list[Stream] = []
 
@@ -392,16 +451,27 @@ class Tensor(torch.Tensor):
         if device is not None and device.type == "cpu":
             return self.cpu().to(dtype)
         more = {} if memory_format is None else {"memory_format": memory_format}
-        found = torch.Tensor.to(self, self.dtype if dtype is None else dtype, non_blocking, **more)
+        found = torch.Tensor.to(
+            self, self.dtype if dtype is None else dtype, non_blocking, **more
+        )
         return found.clone() if copy and found is self else found
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        handle = next(leaf.handle for leaf in tensors_of((args, kwargs)) if isinstance(leaf, Tensor))
+        handle = next(
+            leaf.handle
+            for leaf in tensors_of((args, kwargs))
+            if isinstance(leaf, Tensor)
+        )
         if _is_view(func):
             there = mapped(memory_of, (args, kwargs))
-            return mapped(lambda x: handle.cuda.tensor_type(x, handle), func(*there[0], **there[1]))
+            return mapped(
+                lambda x: handle.cuda.tensor_type(x, handle),
+                func(*there[0], **there[1]),
+            )
         return handle.cuda._operation(func, args, kwargs)
 
 
@@ -447,36 +517,56 @@ def _extent(like: torch.Tensor) -> int:
     """Bytes from the first element of a tensor to behind its last."""
     if not like.numel():
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride
+        for size, stride in zip(like.shape, like.stride(), strict=True)
+    )
     return (last + 1) * like.element_size()
 
 
 def _operation(self: Cuda, func: Any, args: Any, kwargs: Any) -> Any:
     """Launch what is no view on the current stream; waits for the result if that is for the host."""
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+    kwargs = {
+        name: value
+        for name, value in kwargs.items()
+        if name not in ("device", "pin_memory")
+    }
     flat, spec = tree_flatten((args, kwargs))
     names = [argument.name for argument in func._schema.arguments]
     written = [
         value
         for number, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-        for value in tree_leaves(args[number] if number < len(args) else kwargs.get(names[number]))
+        for value in tree_leaves(
+            args[number] if number < len(args) else kwargs.get(names[number])
+        )
         if isinstance(value, torch.Tensor)
     ]
     stream, waits = self.current(), False
     if func is torch.ops.aten.copy_.default:
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        waits = not (isinstance(args[0], Tensor) and (isinstance(args[1], Tensor) or non_blocking))
+        waits = not (
+            isinstance(args[0], Tensor)
+            and (isinstance(args[1], Tensor) or non_blocking)
+        )
     ours = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     hosts = {id(leaf) for leaf in written}
 
     def argument(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) or not isinstance(leaf, torch.Tensor) or id(leaf) in hosts:
+        if (
+            isinstance(leaf, Tensor)
+            or not isinstance(leaf, torch.Tensor)
+            or id(leaf) in hosts
+        ):
             return memory_of(leaf)
         return self.source(leaf)
 
-    given, given_named = torch.utils._pytree.tree_unflatten([argument(leaf) for leaf in flat], spec)
-    reads = {leaf.handle.number for leaf in ours if not any(leaf is one for one in written)}
+    given, given_named = torch.utils._pytree.tree_unflatten(
+        [argument(leaf) for leaf in flat], spec
+    )
+    reads = {
+        leaf.handle.number for leaf in ours if not any(leaf is one for one in written)
+    }
     if written:
         run = functools.partial(func, *given, **given_named)
         writes = {leaf.handle.number for leaf in written if isinstance(leaf, Tensor)}
@@ -486,10 +576,18 @@ def _operation(self: Cuda, func: Any, args: Any, kwargs: Any) -> Any:
             stream.synchronize()
         return written[0] if len(written) == 1 else tuple(written)
     with torch.no_grad():
-        probe = func(*given, **given_named)  # for the shapes alone: nothing is there as yet
+        probe = func(
+            *given, **given_named
+        )  # for the shapes alone: nothing is there as yet
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(probe)):
         result: list[Any] = []
-        self.launch(stream, lambda: result.append(func(*given, **given_named)), reads, set(), func.name())
+        self.launch(
+            stream,
+            lambda: result.append(func(*given, **given_named)),
+            reads,
+            set(),
+            func.name(),
+        )
         stream.synchronize()
         return result[0]
     leaves, form = tree_flatten(probe)
@@ -497,10 +595,14 @@ def _operation(self: Cuda, func: Any, args: Any, kwargs: Any) -> Any:
     places = [tensor.memory for tensor in made]
 
     def run_into() -> None:
-        for place, value in zip(places, tree_leaves(func(*given, **given_named)), strict=True):
+        for place, value in zip(
+            places, tree_leaves(func(*given, **given_named)), strict=True
+        ):
             place.copy_(value)
 
-    self.launch(stream, run_into, reads, {tensor.handle.number for tensor in made}, func.name())
+    self.launch(
+        stream, run_into, reads, {tensor.handle.number for tensor in made}, func.name()
+    )
     return torch.utils._pytree.tree_unflatten(made, form)
 
 
@@ -515,7 +617,9 @@ class _Factories(TorchFunctionMode):
         super().__init__()
         self._cuda = cuda
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         cuda = self._cuda
         if func is torch.Tensor.is_pinned:
@@ -528,13 +632,21 @@ class _Factories(TorchFunctionMode):
             kwargs |= {"copy": True} if copy else {}
             if device is not None and device.type == "cuda":
                 source = args[0] if dtype is None else args[0].to(dtype)
-                like = source if memory_format is None else source.contiguous(memory_format=memory_format)
+                like = (
+                    source
+                    if memory_format is None
+                    else source.contiguous(memory_format=memory_format)
+                )
                 return cuda.allocate(torch.empty_like(like)).copy_(source, non_blocking)
         pins, device = kwargs.pop("pin_memory", False), kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs.pop("device")
             found = func(*args, **kwargs)
             made = cuda.allocate(found)
-            return made if func.__name__.startswith("empty") else made.copy_(found, non_blocking=True)
+            return (
+                made
+                if func.__name__.startswith("empty")
+                else made.copy_(found, non_blocking=True)
+            )
         found = func(*args, **kwargs)
         return cuda.pin(found) if pins else found

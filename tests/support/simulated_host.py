@@ -41,7 +41,10 @@ class Host:
         self._running = _Task()
         self._tasks, self._stuck = [self._running], False
         # How often a thread is interrupted, and how much the device does in between: from never to all it can.
-        self._restless, self._device = rng.choice([0.02, 0.2, 0.6]), rng.choice([0.0, 0.2, 0.5, 0.9])
+        self._restless, self._device = (
+            rng.choice([0.02, 0.2, 0.6]),
+            rng.choice([0.0, 0.2, 0.5, 0.9]),
+        )
 
     def pause(self, until: Callable[[], bool] | None = None) -> None:
         """Anything may happen here, as long as `until` does not hold."""
@@ -98,13 +101,17 @@ class Host:
         """What the modules of the device side import from the standard library, made of these threads."""
         made: dict[str, Any] = {}
         for kind in (_SimpleQueue, _Semaphore, _Event, _Thread, _Executor):
-            made[kind.__name__.lstrip("_")] = lambda *args, kind=kind, **options: kind(self, *args, **options)
+            made[kind.__name__.lstrip("_")] = lambda *args, kind=kind, **options: kind(
+                self, *args, **options
+            )
         threads = {name: made[name] for name in ("Semaphore", "Event", "Thread")}
         return {
             "SimpleQueue": made["SimpleQueue"],
             "threading": SimpleNamespace(**threads),
             "ThreadPoolExecutor": made["Executor"],
-            "wait": lambda futures, timeout: [self.pause(lambda f=f: f.done) for f in futures],  # type: ignore[misc]
+            "wait": lambda futures, timeout: [
+                self.pause(lambda f=f: f.done) for f in futures
+            ],  # type: ignore[misc]
         }
 
 
@@ -149,14 +156,18 @@ class _Event:
 
 
 class _Thread:
-    def __init__(self, host: Host, target: Any, args: Any, daemon: bool, name: str) -> None:
+    def __init__(
+        self, host: Host, target: Any, args: Any, daemon: bool, name: str
+    ) -> None:
         self._host, self._call = host, (target, args)
         assert daemon and name
 
     def start(self) -> None:
         (target, args), self._call = self._call, (None, ())
         # The frame of a thread that has ended holds nothing.
-        self._task = self._host.start(lambda call=[(target, args)]: (lambda f, a: f(*a))(*call.pop()))  # type: ignore[misc]
+        self._task = self._host.start(
+            lambda call=[(target, args)]: (lambda f, a: f(*a))(*call.pop())
+        )  # type: ignore[misc]
 
     def join(self, timeout: float) -> None:
         self._host.pause(lambda: self._task.done)

@@ -6,11 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.commands.settings import parse_command
-from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.config import (
+    PlanConfig,
+    PoolConfig,
+    RunConfig,
+    StoreConfig,
+    TrainConfig,
+    TransformConfig,
+)
 
 
 def small_run(
-    runs: Path | str, train_store: Path | str, val_store: Path | str, epochs: int, per_step: int, **train: Any
+    runs: Path | str,
+    train_store: Path | str,
+    val_store: Path | str,
+    epochs: int,
+    per_step: int,
+    **train: Any,
 ) -> RunConfig:
     """A run of the small model, in steps of `per_step` x 6 samples, that logs each.
 
@@ -22,11 +34,19 @@ def small_run(
     """
     return RunConfig(
         store=StoreConfig(str(train_store), str(val_store)),
-        plan=PlanConfig(epochs=epochs, micro_batch_size=6, global_batch_size=per_step * 6, seed=1),
+        plan=PlanConfig(
+            epochs=epochs, micro_batch_size=6, global_batch_size=per_step * 6, seed=1
+        ),
         transform=TransformConfig(train="small", val="resize", size=12),
         pool=PoolConfig(max_actors=1),
         train=TrainConfig(
-            model="small", optimizer="adamw", lr=0.003, num_workers=1, cpus_per_worker=1.0, log_interval=1, **train
+            model="small",
+            optimizer="adamw",
+            lr=0.003,
+            num_workers=1,
+            cpus_per_worker=1.0,
+            log_interval=1,
+            **train,
         ),
         storage_path=str(runs),
     )

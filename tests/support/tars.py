@@ -10,7 +10,9 @@ from pathlib import Path
 from raypipe.storage.filesystem import open_filesystem
 
 
-def write_tar(path: Path, samples: Sequence[tuple[bytes, int]], first: int = 0, mode: str = "w") -> Path:
+def write_tar(
+    path: Path, samples: Sequence[tuple[bytes, int]], first: int = 0, mode: str = "w"
+) -> Path:
     """Write images with their classes, under numbers from `first` on."""
     with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
         for number, (image, label) in enumerate(samples, first):

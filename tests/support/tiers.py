@@ -41,7 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def tiers(config: pytest.Config) -> set[str]:
     """The tiers that run: soak has the long forms of all others' tests, and so all of them."""
     chosen = set(config.getoption("--tier") or ["default"])
-    if not config.getoption("--tier") and any(".py" in argument for argument in config.args):
+    if not config.getoption("--tier") and any(
+        ".py" in argument for argument in config.args
+    ):
         chosen = set(TIERS) - {"soak"}
     return set(TIERS) if "soak" in chosen else chosen
 
@@ -56,7 +58,9 @@ def tier_of(item: pytest.Item) -> str:
     for tier in ("soak", "pages", "world", "system"):
         if item.get_closest_marker(tier):
             return tier
-    has_own = item.get_closest_marker("cluster") and SHARED_CLUSTER not in getattr(item, "fixturenames", ())
+    has_own = item.get_closest_marker("cluster") and SHARED_CLUSTER not in getattr(
+        item, "fixturenames", ()
+    )
     return "system" if has_own else "default"
 
 
@@ -100,7 +104,9 @@ class Counter:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         if call.when == "teardown":
             uses_ray = item.get_closest_marker("cluster") is not None
-            item.user_properties.append(("counts", [tier_of(item), uses_ray, self.started - self.before]))
+            item.user_properties.append(
+                ("counts", [tier_of(item), uses_ray, self.started - self.before])
+            )
             item.user_properties.append(("hides_ray", self.starts_ray and not uses_ray))
         return (yield)
 
@@ -117,9 +123,15 @@ class Budget:
         self.skipped: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
-        tier, uses_ray, processes = dict(report.user_properties).get("counts", ("", False, 0))
-        self.hides_ray |= {report.nodeid} if dict(report.user_properties).get("hides_ray") else set()
+        self.seconds[report.nodeid] = (
+            self.seconds.get(report.nodeid, 0.0) + report.duration
+        )
+        tier, uses_ray, processes = dict(report.user_properties).get(
+            "counts", ("", False, 0)
+        )
+        self.hides_ray |= (
+            {report.nodeid} if dict(report.user_properties).get("hides_ray") else set()
+        )
         self.skipped |= {report.nodeid} if report.outcome == "skipped" else set()
         if tier == "default" and report.nodeid not in self.skipped:
             self.default.add(report.nodeid)
@@ -129,12 +141,19 @@ class Budget:
     def excesses(self) -> list[str]:
         """Lines about what there is too much of; empty if there is none."""
         lines, num_processes = [], sum(self.processes.values())
-        lines += [f"Ray is started without the mark cluster, so beside another's: {n}" for n in self.hides_ray]
+        lines += [
+            f"Ray is started without the mark cluster, so beside another's: {n}"
+            for n in self.hides_ray
+        ]
         if len(self.ray) > MAX_RAY_TESTS:
-            lines += [f"{len(self.ray)} tests of the default tier use Ray, over {MAX_RAY_TESTS}; the slowest:"]
+            lines += [
+                f"{len(self.ray)} tests of the default tier use Ray, over {MAX_RAY_TESTS}; the slowest:"
+            ]
             lines += self._slowest(self.ray)
         if num_processes > MAX_PROCESSES:
-            lines += [f"the default tier starts {num_processes} programs, over {MAX_PROCESSES}; most of them:"]
+            lines += [
+                f"the default tier starts {num_processes} programs, over {MAX_PROCESSES}; most of them:"
+            ]
             most = sorted(self.processes, key=self.processes.__getitem__, reverse=True)
             lines += [f"{self.processes[name]:6}    {name}" for name in most[:10]]
         return lines
@@ -143,13 +162,22 @@ class Budget:
         if self.excesses() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        lines, seconds = self.excesses(), sum(self.seconds[name] for name in self.default)
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter
+    ) -> None:
+        lines, seconds = (
+            self.excesses(),
+            sum(self.seconds[name] for name in self.default),
+        )
         if seconds > MAX_SECONDS:
-            lines += [f"the default tier took {seconds:.0f} s of tests, over {MAX_SECONDS}; the slowest:"]
+            lines += [
+                f"the default tier took {seconds:.0f} s of tests, over {MAX_SECONDS}; the slowest:"
+            ]
             lines += self._slowest(self.default)
         if lines:
-            terminalreporter.section("budget of the default tier, tests/support/tiers.py")
+            terminalreporter.section(
+                "budget of the default tier, tests/support/tiers.py"
+            )
             terminalreporter.write("".join(f"{line}\n" for line in lines))
 
     def _slowest(self, names: set[str]) -> list[str]:

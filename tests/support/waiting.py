@@ -15,7 +15,9 @@ def waiting_is_an_error() -> Iterator[None]:
     with warnings.catch_warnings():
         # It warns, once a process, that it is a prototype: after it has been switched on. As an error, that would
         # leave it on.
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        warnings.filterwarnings(
+            "ignore", message="Synchronization debug mode is a prototype"
+        )
         try:
             torch.cuda.set_sync_debug_mode("error")
             yield

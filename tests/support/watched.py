@@ -22,7 +22,9 @@ from raypipe.streaming.loader import Loader
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def loader(folder: str, dies_at: int, victim: int, spec: raypipe.StreamSpec, **options: Any) -> Loader:
+def loader(
+    folder: str, dies_at: int, victim: int, spec: raypipe.StreamSpec, **options: Any
+) -> Loader:
     """What `raypipe.loader` makes, watched.
 
     Args:
@@ -43,7 +45,10 @@ def loader(folder: str, dies_at: int, victim: int, spec: raypipe.StreamSpec, **o
         if kills and at.split == "train" and made.plan.global_step(at) == kills:
             os.kill(victim or os.getpid(), signal.SIGKILL)
             time.sleep(600)  # Ray ends the workers of a driver that has died
-        write(f"seen-{made.rank}", [at.split, at.epoch, at.step, at.micro, *batch.index.tolist()])
+        write(
+            f"seen-{made.rank}",
+            [at.split, at.epoch, at.step, at.micro, *batch.index.tolist()],
+        )
         return batch
 
     def reported(metrics: dict[str, Any], **parts: Any) -> None:
@@ -62,7 +67,9 @@ def lines(folder: Path, name: str) -> list[list[Any]]:
     return found
 
 
-def planned(plan: Plan, rank: int, world_size: int, from_step: int = 0) -> list[list[Any]]:
+def planned(
+    plan: Plan, rank: int, world_size: int, from_step: int = 0
+) -> list[list[Any]]:
     """What a rank's seen-r has to be, from a training step on."""
     return [
         [at.split, at.epoch, at.step, at.micro, *plan.indices(at).tolist()]

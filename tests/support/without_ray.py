@@ -17,7 +17,10 @@ from raypipe.transform.fields import MicroBatch
 def host_batches(spec: StreamSpec, from_step: int = 0) -> Iterator[MicroBatch]:
     """Each micro-batch from a training step on, by one worker, which reads the store itself."""
     maker = MicroBatchMaker(spec)
-    return (maker.batch(at) for at in spec.plan.micro_batches(spec.plan.cursor_at(from_step)))
+    return (
+        maker.batch(at)
+        for at in spec.plan.micro_batches(spec.plan.cursor_at(from_step))
+    )
 
 
 def every_batch(loader: Any) -> Iterator[Any]:
@@ -71,7 +74,9 @@ def train(run: RunConfig) -> dict[str, Any]:
     with one_thread(), only_rank(), located(inline) as (inline, run_uri, lease):
         spec = spec_of(inline, run_uri)
         store_config(inline, run_uri)
-        trainer = Trainer(inline, spec, num_classes_of(inline, spec), 0, run_uri, lease, device="cpu")
+        trainer = Trainer(
+            inline, spec, num_classes_of(inline, spec), 0, run_uri, lease, device="cpu"
+        )
         for _ in trainer.epochs():
             pass
     return {**trainer.figures(), "run_dir": run_uri.removeprefix("file://")}

@@ -70,7 +70,12 @@ RULES = {
         (*CORPORA, CSRC),
         strict=True,
     ),
-    "expected-is": Rule(r"\bexpected (?:is|are)\b", "must be …, got …", "expected is a file", strict=True),
+    "expected-is": Rule(
+        r"\bexpected (?:is|are)\b",
+        "must be …, got …",
+        "expected is a file",
+        strict=True,
+    ),
     "mend": Rule(r"\bmend(?:s|ed|ing)?\b", "fix", "mend the store", strict=True),
     "archaic": Rule(
         r"\b(?:anew|likewise|hence|thereby|whereof|for ever|as ever|all the same|in place of|heeds?|midst|want of|"
@@ -82,7 +87,10 @@ RULES = {
     "some-number": Rule(r"\bsome \d", "about N", "some 30 ms", strict=True),
     "in-mid": Rule(r"\bin mid-\w+", "mid-epoch", "in mid-epoch", strict=True),
     "to-the-bit": Rule(
-        r"(?<!\bup )\bto (?:the bit|rounding)\b", "bit for bit, up to rounding", "equal to the bit", strict=True
+        r"(?<!\bup )\bto (?:the bit|rounding)\b",
+        "bit for bit, up to rounding",
+        "equal to the bit",
+        strict=True,
     ),
     "is-of": Rule(
         r"\b(?:is|are|was|were) of (?!course\b)\w",
@@ -90,7 +98,9 @@ RULES = {
         "the mean is of 3 channels",
         strict=True,
     ),
-    "first-person": Rule(r"\b(?:[Ww]e|[Oo]ur|us)\b", "raypipe, you", "our runs", ("docs",), strict=True),
+    "first-person": Rule(
+        r"\b(?:[Ww]e|[Oo]ur|us)\b", "raypipe, you", "our runs", ("docs",), strict=True
+    ),
     "by-for-with": Rule(
         r"\b(?:made?|written|decodes?|continues?|reads?|start|opened|convert|copy|say) (?:it |this |them )?"
         r"by (?:`|jobs|torch|pillow|a pattern|nvJPEG|its)",
@@ -105,7 +115,9 @@ RULES = {
         "labels are no classes",
     ),
     "of-your-own": Rule(
-        r"\b(?:of (?:your|its|their) own|of (?:yours|ours))\b", "your own …", "a store of your own"
+        r"\b(?:of (?:your|its|their) own|of (?:yours|ours))\b",
+        "your own …",
+        "a store of your own",
     ),
     "fronted-of": Rule(
         rf"(?:^|[.:;] )[Oo]f (?:{_OWNERS}|[A-Z]\w+|\w+s)\b",
@@ -117,14 +129,20 @@ RULES = {
         "name the noun",
         "What does not fit is rejected",
     ),
-    "so-inversion": Rule(r"\b[Ss]o (?:do|does|are|is|have|has|will|would) [a-z]", "… does too", "and so does ray"),
+    "so-inversion": Rule(
+        r"\b[Ss]o (?:do|does|are|is|have|has|will|would) [a-z]",
+        "… does too",
+        "and so does ray",
+    ),
     "go-on": Rule(
         r"\b(?:go|goes|going|went|gone) on (?:with|by|where|until|from|in|as|to|at)\b|\bgoes on\b",
         "continue",
         "the run goes on",
     ),
     "stands": Rule(
-        r"\b(?:stands?|stood|lies?|lay|lying) (?!for\b|in for\b|out\b|on its own\b)", "is", "it stands at the end"
+        r"\b(?:stands?|stood|lies?|lay|lying) (?!for\b|in for\b|out\b|on its own\b)",
+        "is",
+        "it stands at the end",
     ),
     "tells": Rule(
         r"\b(?:is|are) told\b|\btells? (?:of|what|how|which|whether|why|the)\b",
@@ -134,7 +152,9 @@ RULES = {
     "beside": Rule(r"\bbeside\b", "next to, besides, alongside", "beside the store"),
     "alone": Rule(r"\balone\b", "only", "the plan alone"),
     "countable-validation": Rule(
-        r"\b[Ii]n (?:a )?validations?\b|\bof validations\b", "during validation", "steps in a validation"
+        r"\b[Ii]n (?:a )?validations?\b|\bof validations\b",
+        "during validation",
+        "steps in a validation",
     ),
     "half-comment": Rule(
         r"^(?:which|that|who|whose|what|of|as|by|in which|for|and|or|but|else|with|without)\b",
@@ -189,13 +209,19 @@ class Passage:
     @classmethod
     def join(cls, corpus: str, path: str, numbered: list[tuple[int, str]]) -> Passage:
         """Join the source lines, without indentation and empty lines."""
-        pieces = [(number, " ".join(line.split())) for number, line in numbered if line.strip()]
+        pieces = [
+            (number, " ".join(line.split()))
+            for number, line in numbered
+            if line.strip()
+        ]
         starts, length = [], 0
         for _, piece in pieces:
             starts.append(length)
             length += len(piece) + 1
         text = " ".join(piece for _, piece in pieces)
-        return cls(corpus, path, text, tuple(starts), tuple(number for number, _ in pieces))
+        return cls(
+            corpus, path, text, tuple(starts), tuple(number for number, _ in pieces)
+        )
 
     def line_at(self, offset: int) -> int:
         """Return the file's line that has the character at this offset."""
@@ -218,15 +244,24 @@ class Match:
 
 def matches(text: str, path: str = "", corpus: str | None = None) -> list[Match]:
     """Return the matches in a Markdown text (corpus None, "docs") or in Python source (any other corpus)."""
-    passages = doc_passages(path, text) if corpus in (None, "docs") else code_passages(path, text)
+    passages = (
+        doc_passages(path, text)
+        if corpus in (None, "docs")
+        else code_passages(path, text)
+    )
     return [match for passage in passages for match in find(passage)]
 
 
 def all_matches(root: Path = ROOT) -> list[Match]:
     """Return the matches in the docs and the code of a checkout."""
-    docs = [root / name for name in ("README.md", "llms.txt", "CHANGELOG.md", "CONTRIBUTING.md")]
+    docs = [
+        root / name
+        for name in ("README.md", "llms.txt", "CHANGELOG.md", "CONTRIBUTING.md")
+    ]
     docs += sorted((root / "docs").glob("*.md"))
-    code = sorted((root / "raypipe").rglob("*.py")) + sorted((root / "jobs").glob("*.py"))
+    code = sorted((root / "raypipe").rglob("*.py")) + sorted(
+        (root / "jobs").glob("*.py")
+    )
     hits = list[Match]()
     for path in docs:
         hits += matches(path.read_text(), str(path.relative_to(root)))
@@ -247,7 +282,13 @@ def find(passage: Passage) -> Iterator[Match]:
         if passage.corpus in rule.corpora:
             for match in rule.compiled.finditer(passage.text):
                 excerpt = passage.text[max(0, match.start() - 25) : match.end() + 35]
-                yield Match(name, passage.corpus, passage.path, passage.line_at(match.start()), excerpt)
+                yield Match(
+                    name,
+                    passage.corpus,
+                    passage.path,
+                    passage.line_at(match.start()),
+                    excerpt,
+                )
 
 
 def doc_passages(path: str, text: str) -> Iterator[Passage]:
@@ -255,7 +296,9 @@ def doc_passages(path: str, text: str) -> Iterator[Passage]:
     paragraph, in_code = list[tuple[int, str]](), False
     for number, line in enumerate(text.splitlines(), 1):
         is_fence = line.lstrip().startswith("```")
-        if paragraph and (is_fence or not line.strip() or re.match(r"\s*(?:[#|>]|[-*] |\d+\. )", line)):
+        if paragraph and (
+            is_fence or not line.strip() or re.match(r"\s*(?:[#|>]|[-*] |\d+\. )", line)
+        ):
             yield Passage.join("docs", path, paragraph)
             paragraph = []
         in_code ^= is_fence
@@ -269,13 +312,17 @@ def c_passages(path: str, source: str) -> Iterator[Passage]:
     """Yield the comments of C source."""
     for comment in re.finditer(r"/\*.*?\*/", source, re.DOTALL):
         first = source.count("\n", 0, comment.start()) + 1
-        yield Passage.join(CSRC, path, list(enumerate(comment.group().splitlines(), first)))
+        yield Passage.join(
+            CSRC, path, list(enumerate(comment.group().splitlines(), first))
+        )
 
 
 def code_passages(path: str, source: str) -> Iterator[Passage]:
     """Yield the messages (of exceptions and log lines), docstrings and comments of Python source."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ):
             if docstring := ast.get_docstring(node):
                 numbered = list(enumerate(docstring.splitlines(), node.body[0].lineno))
                 yield Passage.join("docstrings", path, numbered)
@@ -290,7 +337,9 @@ def code_passages(path: str, source: str) -> Iterator[Passage]:
             yield from _message(path, node.args[0])
     block, column = list[tuple[int, str]](), 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT or re.match(r"# (?:noqa|type|ruff)\b", token.string):
+        if token.type != tokenize.COMMENT or re.match(
+            r"# (?:noqa|type|ruff)\b", token.string
+        ):
             continue
         number, start = token.start
         if block and (number, start) != (block[-1][0] + 1, column):
@@ -305,7 +354,9 @@ def _message(path: str, node: ast.expr) -> Iterator[Passage]:
     texts = [
         (part.lineno, part.value)
         for part in ast.walk(node)
-        if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.strip()
+        if isinstance(part, ast.Constant)
+        and isinstance(part.value, str)
+        and part.value.strip()
     ]
     if texts:
         yield Passage.join("messages", path, texts)
@@ -333,12 +384,20 @@ def excess(hits: list[Match], ceilings: dict[str, dict[str, int]]) -> list[str]:
         for corpus, number in by_corpus.items():
             ceiling = ceilings.get(rule, {}).get(corpus, 0)
             if number > ceiling:
-                lines.append(f"{rule} in {corpus}: {number}, at most {ceiling}. Write: {RULES[rule].instead}")
-                lines += [f"  {match}" for match in hits if (match.rule, match.corpus) == (rule, corpus)]
+                lines.append(
+                    f"{rule} in {corpus}: {number}, at most {ceiling}. Write: {RULES[rule].instead}"
+                )
+                lines += [
+                    f"  {match}"
+                    for match in hits
+                    if (match.rule, match.corpus) == (rule, corpus)
+                ]
     return lines
 
 
-def lowered(counts: dict[str, dict[str, int]], ceilings: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+def lowered(
+    counts: dict[str, dict[str, int]], ceilings: dict[str, dict[str, int]]
+) -> dict[str, dict[str, int]]:
     """Return the ceilings, where a count is lower the count."""
     return {
         rule: {
@@ -363,8 +422,13 @@ def main() -> None:
         )
         for name, rule in RULES.items():
             of_rule, limits = counts.get(name, {}), ceilings.get(name, {})
-            cells = "".join(f"{of_rule.get(corpus, 0):>11}/{limits.get(corpus, 0):<4}" for corpus in CORPORA)
-            print(f"{name + '*' * rule.strict:22}{cells}{sum(of_rule.values()):>8}  {rule.instead}")
+            cells = "".join(
+                f"{of_rule.get(corpus, 0):>11}/{limits.get(corpus, 0):<4}"
+                for corpus in CORPORA
+            )
+            print(
+                f"{name + '*' * rule.strict:22}{cells}{sum(of_rule.values()):>8}  {rule.instead}"
+            )
         print(f"{len(hits)} matches")
     else:
         print(*hits, sep="\n")

@@ -106,7 +106,9 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     found, passed_over = find_newest(run, lambda _: None)
     assert found and found.cursor.step == 1
     assert list(passed_over.values()) == ["it was cut off while it was written"]
-    assert loaded(read_state(open_filesystem(found.address))) == {"step": torch.tensor(1)}
+    assert loaded(read_state(open_filesystem(found.address))) == {
+        "step": torch.tensor(1)
+    }
 
 
 # The request to stop
@@ -162,7 +164,9 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return whole[-1]
 
     monkeypatch.setattr(loop, "write_checkpoint", write)
-    before = set(threading.enumerate())  # of other tests' runs, which follow a stream a while longer
+    before = set(
+        threading.enumerate()
+    )  # of other tests' runs, which follow a stream a while longer
     yield whole
     left = set(threading.enumerate()) - before
     assert not [thread.name for thread in left if thread.name.startswith("raypipe-")]
@@ -192,25 +196,37 @@ def test_background_checkpoints_equal_those_that_steps_wait_for(
     beside = without_ray.train(dataclasses.replace(run, name="beside"))
     number = len(slowly)
 
-    def save_at_once(self: CheckpointWriter, state: Any, write: Callable[[memoryview], None]) -> None:
+    def save_at_once(
+        self: CheckpointWriter, state: Any, write: Callable[[memoryview], None]
+    ) -> None:
         write(memoryview(saved(state)))
 
     monkeypatch.setattr(CheckpointWriter, "save", save_at_once)
     without_ray.train(dataclasses.replace(run, name="waited"))
     assert beside["steps"] == 8 == number == len(slowly) - number
     one, other = states(tmp_path / "beside"), states(tmp_path / "waited")
-    assert sorted(one) == sorted(other) == ["checkpoint_0001_0000003", "checkpoint_0002_0000000"]
+    assert (
+        sorted(one)
+        == sorted(other)
+        == ["checkpoint_0001_0000003", "checkpoint_0002_0000000"]
+    )
     for place, state in one.items():
         assert flat(state) == flat(other[place])
 
 
-def test_a_checkpoint_is_made_in_time_and_records_go_as_far(run: RunConfig, slowly: list[str]) -> None:
+def test_a_checkpoint_is_made_in_time_and_records_go_as_far(
+    run: RunConfig, slowly: list[str]
+) -> None:
     """At each step, by this interval, though nothing is logged between the first and the last of an epoch."""
-    config = dataclasses.replace(run.train, checkpoint_interval="0.000001s", log_interval=1000)
+    config = dataclasses.replace(
+        run.train, checkpoint_interval="0.000001s", log_interval=1000
+    )
     figures = without_ray.train(dataclasses.replace(run, name="clock", train=config))
     assert figures["steps"] == 8 == len(slowly)
     found = read_records(Path(figures["run_dir"]).as_uri())
-    assert [record["step"] for record in found if record["kind"] == "train"] == list(range(1, 9))
+    assert [record["step"] for record in found if record["kind"] == "train"] == list(
+        range(1, 9)
+    )
 
 
 def test_a_failed_checkpoint_ends_the_run_and_leaves_the_ones_before(
@@ -226,7 +242,10 @@ def test_a_failed_checkpoint_ends_the_run_and_leaves_the_ones_before(
     monkeypatch.setattr(loop, "write_checkpoint", fail)
     with pytest.raises(ConfigError, match="checkpoint 3 cannot be written"):
         without_ray.train(dataclasses.replace(run, name="full"))
-    assert sorted(states(tmp_path / "full")) == ["checkpoint_0000_0000001", "checkpoint_0000_0000002"]
+    assert sorted(states(tmp_path / "full")) == [
+        "checkpoint_0000_0000001",
+        "checkpoint_0000_0000002",
+    ]
 
 
 def test_the_trainer_tells_changed_content_and_takes_the_one_before(
@@ -243,12 +262,18 @@ def test_the_trainer_tells_changed_content_and_takes_the_one_before(
     change(newest)
     assert without_ray.train(changed)["steps"] == 8
     said = capsys.readouterr().out
-    assert f"not resumed from {newest.name}: the content of its state.pt has changed" in said
+    assert (
+        f"not resumed from {newest.name}: the content of its state.pt has changed"
+        in said
+    )
     assert f"resumed from {before.name}" in said
     for folder in (tmp_path / "changed").glob("checkpoint_*"):
         change(folder)
     left = sorted((tmp_path / "changed").glob("checkpoint_*/*"))
-    with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read \(.*has changed.*; .*has changed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no checkpoint of .* can be read \(.*has changed.*; .*has changed",
+    ):
         without_ray.train(changed)
     assert sorted((tmp_path / "changed").glob("checkpoint_*/*")) == left
 
@@ -256,8 +281,14 @@ def test_the_trainer_tells_changed_content_and_takes_the_one_before(
 def test_the_last_checkpoint_that_cannot_be_written_fails_the_run(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "is_held", lambda *_: threading.current_thread().name != "raypipe-checkpoint")
-    once = dataclasses.replace(run, plan=dataclasses.replace(run.plan, epochs=1), name="lost")
+    monkeypatch.setattr(
+        loop,
+        "is_held",
+        lambda *_: threading.current_thread().name != "raypipe-checkpoint",
+    )
+    once = dataclasses.replace(
+        run, plan=dataclasses.replace(run.plan, epochs=1), name="lost"
+    )
     config = dataclasses.replace(once.train, checkpoint_interval=0)
     with pytest.raises(RaypipeError, match="no longer belongs to this run"):
         without_ray.train(dataclasses.replace(once, train=config))
@@ -276,7 +307,10 @@ def test_an_error_of_the_loop_waits_for_the_checkpoint_under_way(
     monkeypatch.setattr(loop.Learner, "backward", fail)
     with pytest.raises(RaypipeError, match="of the second step"):
         without_ray.train(dataclasses.replace(run, name="failed"))
-    assert list(states(tmp_path / "failed")) == ["checkpoint_0000_0000001"] and len(slowly) == 1
+    assert (
+        list(states(tmp_path / "failed")) == ["checkpoint_0000_0000001"]
+        and len(slowly) == 1
+    )
 
 
 def test_a_run_asked_to_stop_ends_when_its_checkpoint_is_whole(
@@ -294,6 +328,12 @@ def test_a_run_asked_to_stop_ends_when_its_checkpoint_is_whole(
     request_stop((tmp_path / "asked").as_uri())
     seldom = dataclasses.replace(run.train, checkpoint_interval=0)
     figures = without_ray.train(dataclasses.replace(run, name="asked", train=seldom))
-    assert figures["stopped"] and 0 < figures["steps"] < 8 and set(looking) == {"raypipe-waiting"}
-    assert list(states(tmp_path / "asked")) == [f"checkpoint_0000_{figures['steps']:07d}"]
+    assert (
+        figures["stopped"]
+        and 0 < figures["steps"] < 8
+        and set(looking) == {"raypipe-waiting"}
+    )
+    assert list(states(tmp_path / "asked")) == [
+        f"checkpoint_0000_{figures['steps']:07d}"
+    ]
     assert (tmp_path / "asked" / "stop").read_text() == "seen"

@@ -17,7 +17,9 @@ def test_rays_progress_is_shown_its_noise_dropped_and_the_rest_printed(
 ) -> None:
     relay_progress(True)
     try:
-        progress(logging.getLogger("raypipe"), "two\nlines → of it", step=3, kind="train")
+        progress(
+            logging.getLogger("raypipe"), "two\nlines → of it", step=3, kind="train"
+        )
         progress(logging.getLogger("raypipe"), "")
     finally:
         relay_progress(False)
@@ -41,7 +43,9 @@ def test_rays_progress_is_shown_its_noise_dropped_and_the_rest_printed(
 def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # it is put back afterwards
+    monkeypatch.setattr(
+        worker, "print_to_stdstream", worker.print_to_stdstream
+    )  # it is put back afterwards
     rays.take_console()
     data = {
         "pid": "raylet",
@@ -57,23 +61,34 @@ def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
         configure_logs("text")
     # A cluster of other tests may have words of its own between these, as text: its console was taken before.
     said = [json.loads(line) for line in written if "test_console's" in line]
-    assert [line["message"] for line in said] == ["test_console's\nown", "test_console's"]
+    assert [line["message"] for line in said] == [
+        "test_console's\nown",
+        "test_console's",
+    ]
     assert said[0]["pid"] == "raylet" and said[0]["ip"] == "10.0.0.1"
     worker.print_to_stdstream(data | {"lines": ["another word"]}, ignore_prefix=False)
     assert "(raylet" in (shown := capsys.readouterr().out) and "another word" in shown
 
 
-def test_a_console_is_taken_from_a_ray_that_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_console_is_taken_from_a_ray_that_is_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
     dispatcher = ray_logging.WorkerStandardStreamDispatcher()
     monkeypatch.setattr(ray_logging, "global_worker_stdstream_dispatcher", dispatcher)
     left: list[dict[str, Any]] = []
-    monkeypatch.setattr(rays, "_rays_print", lambda data, ignore_prefix: left.append(data))
-    dispatcher.add_handler("ray_print_logs", functools.partial(rays._rays_print, ignore_prefix=True))
+    monkeypatch.setattr(
+        rays, "_rays_print", lambda data, ignore_prefix: left.append(data)
+    )
+    dispatcher.add_handler(
+        "ray_print_logs", functools.partial(rays._rays_print, ignore_prefix=True)
+    )
     other = functools.partial(left.append)
     dispatcher.add_handler("a user's", other)
     rays.take_console()
     noise = "Actor with class name: 'MapWorker' has constructor arguments in the object store and max_restarts > 0"
-    dispatcher.handlers[0][1]({"pid": 3, "is_err": True, "lines": [noise, "a user's print"]})
+    dispatcher.handlers[0][1](
+        {"pid": 3, "is_err": True, "lines": [noise, "a user's print"]}
+    )
     assert left == [{"pid": 3, "is_err": True, "lines": ["a user's print"]}]
     assert dispatcher.handlers[1] == ("a user's", other)

@@ -10,7 +10,14 @@ import psutil
 import pytest
 from signalled import assert_tells_how_to_go_on, ended_by, started
 
-from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.config import (
+    PlanConfig,
+    PoolConfig,
+    RunConfig,
+    StoreConfig,
+    TrainConfig,
+    TransformConfig,
+)
 from raypipe.errors import OutageError
 from raypipe.storage import patience
 from raypipe.train import launch
@@ -34,7 +41,10 @@ def test_the_first_signal_is_kept_the_second_aborts_the_third_is_pythons(
 ) -> None:
     caught: list[int] = []
     both = (signal.SIGINT, signal.SIGTERM)
-    before = {each: signal.signal(each, lambda number, _: caught.append(number)) for each in both}
+    before = {
+        each: signal.signal(each, lambda number, _: caught.append(number))
+        for each in both
+    }
     try:
         with Interrupts() as interrupts:
             interrupts.check()
@@ -43,7 +53,10 @@ def test_the_first_signal_is_kept_the_second_aborts_the_third_is_pythons(
             signal.signal(signal.SIGTERM, lambda number, _: caught.append(number))
             interrupts.stand()
             send(signum)
-            assert "stopping before the trainers are started" in capsys.readouterr().out and not caught
+            assert (
+                "stopping before the trainers are started" in capsys.readouterr().out
+                and not caught
+            )
             with pytest.raises(KeyboardInterrupt):
                 interrupts.check()
             with pytest.raises(KeyboardInterrupt):
@@ -67,7 +80,9 @@ def test_trainers_are_asked_at_the_signal_or_if_it_came_before() -> None:
     assert asked == ["at once", "late"] and signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_signal_that_comes_twice_at_one_time_as_timeout_sends_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_comes_twice_at_one_time_as_timeout_sends_it_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("raypipe.train.interrupts._ONE_SIGNAL_S", 1000.0)
     asked: list[str] = []
     with Interrupts() as interrupts:
@@ -91,17 +106,24 @@ def test_trainers_that_do_not_answer_or_cannot_be_asked_are_aborted(
         time.sleep(60)
 
 
-def test_a_request_held_up_by_storage_ends_at_the_grace_or_a_signal(each_is_meant: None) -> None:
+def test_a_request_held_up_by_storage_ends_at_the_grace_or_a_signal(
+    each_is_meant: None,
+) -> None:
     for second in (False, True):
         held = threading.Event()
         try:
-            with Interrupts(grace_s=1000.0 if second else 0.2) as interrupts, pytest.raises(KeyboardInterrupt):
+            with (
+                Interrupts(grace_s=1000.0 if second else 0.2) as interrupts,
+                pytest.raises(KeyboardInterrupt),
+            ):
                 interrupts.hand_over(lambda held=held: held.wait(), lambda: False)
                 send(signal.SIGTERM)
                 if second:
                     send(signal.SIGTERM)
                 time.sleep(60)
-            assert patience._lost.is_set(), "the end of the run asks storage once, and does not wait"
+            assert patience._lost.is_set(), (
+                "the end of the run asks storage once, and does not wait"
+            )
         finally:
             held.set()
             patience.be_patient()
@@ -140,10 +162,14 @@ def test_a_stopped_run_with_a_checkpoint_or_unknown_ones_exits_as_such(
 
     monkeypatch.setattr(launch, "newest_name", ask)
     monkeypatch.setattr(launch, "_train", interrupted)
-    run = RunConfig(store=StoreConfig("nowhere.lmdb"), storage_path=str(tmp_path), name="one")
+    run = RunConfig(
+        store=StoreConfig("nowhere.lmdb"), storage_path=str(tmp_path), name="one"
+    )
     with pytest.raises(KeyboardInterrupt) as caught:
         train(run)
-    assert (type(caught.value) is Stopped) == (newest != ""), "75, so that a scheduler starts it again"
+    assert (type(caught.value) is Stopped) == (newest != ""), (
+        "75, so that a scheduler starts it again"
+    )
 
 
 def test_another_thread_leaves_signals_alone() -> None:
@@ -163,7 +189,11 @@ def test_another_thread_leaves_signals_alone() -> None:
 @pytest.fixture
 def job(tmp_path: Path, stores: dict[str, Path]) -> list[str]:
     """The settings of a run."""
-    settings = [f"--storage_path={tmp_path}", "--name=one", f"--store.train={stores['train']}"]
+    settings = [
+        f"--storage_path={tmp_path}",
+        "--name=one",
+        f"--store.train={stores['train']}",
+    ]
     settings += ["--train.model=small", "--transform.size=12", "--train.use_gpu=false"]
     return [*settings, "--plan.micro_batch_size=10"]
 
@@ -180,7 +210,9 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
         os.killpg(run.pid, signal.SIGINT)
         said, _ = run.communicate(timeout=100)
     assert (
-        said.endswith("stopping before the trainers are started; press Ctrl-C again to abort\n")
+        said.endswith(
+            "stopping before the trainers are started; press Ctrl-C again to abort\n"
+        )
         and run.returncode == 130
     )
     assert not (tmp_path / "one" / "metrics.jsonl").exists()
@@ -200,7 +232,11 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
 def test_a_signal_ends_a_run_with_a_checkpoint_and_a_resume_command(
     signum: int, to_group: bool, tmp_path: Path, ray_folder: str, job: list[str]
 ) -> None:
-    endless = ["--plan.epochs=100000", "--train.checkpoint_interval=0", "--train.log_interval=1000000"]
+    endless = [
+        "--plan.epochs=100000",
+        "--train.checkpoint_interval=0",
+        "--train.log_interval=1000000",
+    ]
     with started([*job, *endless], ray_folder) as run:
         said = ended_by(signum, run, to_group)
     assert_tells_how_to_go_on(said, tmp_path / "one")
@@ -236,4 +272,9 @@ def test_a_signal_before_the_trainers_ends_the_run_without_them(
     else:  # it was too late for that, and the trainers were asked
         assert result["stopped"] and result["steps"] <= 1
     waiting.join()
-    assert "".join(file.read_text() for file in tmp_path.glob("early/metrics.jsonl")).count('"train"') <= 1
+    assert (
+        "".join(
+            file.read_text() for file in tmp_path.glob("early/metrics.jsonl")
+        ).count('"train"')
+        <= 1
+    )

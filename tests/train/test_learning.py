@@ -17,7 +17,12 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import Ema, Learner
-from raypipe.train.models import build_model, build_optimizer, build_schedule, learning_rate
+from raypipe.train.models import (
+    build_model,
+    build_optimizer,
+    build_schedule,
+    learning_rate,
+)
 
 
 @pytest.mark.parametrize("side", [8, 32])
@@ -30,12 +35,17 @@ def test_the_small_model_takes_tiny_images(side: int) -> None:
 
 def test_the_small_model_needs_no_torchvision() -> None:
     code = "import sys; from raypipe.train.models import build_model; build_model('small', 7)"
-    subprocess.run([sys.executable, "-c", f"{code}; assert 'torchvision' not in sys.modules"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", f"{code}; assert 'torchvision' not in sys.modules"],
+        check=True,
+    )
 
 
 def test_four_channels_go_to_the_small_model_and_not_to_torchvisions() -> None:
     assert build_model("small", 7, channels=4)(torch.zeros(2, 4, 8, 8)).shape == (2, 7)
-    with pytest.raises(ConfigError, match=r"train\.model='resnet18' needs three channels, .* has 4"):
+    with pytest.raises(
+        ConfigError, match=r"train\.model='resnet18' needs three channels, .* has 4"
+    ):
         build_model("resnet18", 7, channels=4)
 
 
@@ -46,25 +56,33 @@ def test_torchvision_models_are_built_by_name() -> None:
 
 
 def test_an_unknown_model_is_named_with_what_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"train\.model='resnet51' is neither 'small' nor .*resnet50"):
+    with pytest.raises(
+        ConfigError, match=r"train\.model='resnet51' is neither 'small' nor .*resnet50"
+    ):
         build_model("resnet51", 5)
 
 
 @pytest.mark.parametrize("name", ["googlenet", "GoogLeNet", "inception_v3"])
 def test_a_model_with_auxiliary_heads_gives_logits_alone_in_training(name: str) -> None:
-    with torch.device("meta"):  # where nothing is computed, their initial weights neither
+    with torch.device(
+        "meta"
+    ):  # where nothing is computed, their initial weights neither
         model = build_model(name, 5).train()
         logits = model(torch.rand(2, 3, 96, 96))
         assert isinstance(logits, torch.Tensor) and logits.shape == (2, 5)
         logits.float().square().mean().backward()
-    assert all(p.grad is not None for p in model.parameters())  # else DistributedDataParallel would wait for some
+    assert all(
+        p.grad is not None for p in model.parameters()
+    )  # else DistributedDataParallel would wait for some
 
 
 # The learning rate
 
 
 def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
-    assert [learning_rate(step, 100, 4, 0.8) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
+    assert [learning_rate(step, 100, 4, 0.8) for step in range(5)] == pytest.approx(
+        [0.2, 0.4, 0.6, 0.8, 0.8]
+    )
 
 
 def test_half_a_cosine_leads_from_the_peak_to_near_zero() -> None:
@@ -87,8 +105,14 @@ def test_schedules_without_or_with_nothing_but_warm_up() -> None:
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_biases_and_norms_do_not_decay(name: str) -> None:
     model = build_model("small", 10)
-    optimizer = build_optimizer(model, TrainConfig(optimizer=name, lr=0.1, weight_decay=0.3))  # type: ignore[arg-type]
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    optimizer = build_optimizer(
+        model, TrainConfig(optimizer=name, lr=0.1, weight_decay=0.3)
+    )  # type: ignore[arg-type]
+    decay = {
+        id(p): group["weight_decay"]
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     assert decay.keys() == {id(p) for p in model.parameters()}
     for module in model.modules():
         for kind, parameter in module.named_parameters(recurse=False):
@@ -98,8 +122,12 @@ def test_biases_and_norms_do_not_decay(name: str) -> None:
 
 def test_sgd_is_nesterov_unless_there_is_no_momentum() -> None:
     model = nn.Linear(2, 2)
-    assert build_optimizer(model, TrainConfig(lr=0.1, momentum=0.8)).defaults["nesterov"]
-    assert not build_optimizer(model, TrainConfig(lr=0.1, momentum=0.0)).defaults["nesterov"]
+    assert build_optimizer(model, TrainConfig(lr=0.1, momentum=0.8)).defaults[
+        "nesterov"
+    ]
+    assert not build_optimizer(model, TrainConfig(lr=0.1, momentum=0.0)).defaults[
+        "nesterov"
+    ]
 
 
 CPU = torch.device("cpu")
@@ -163,14 +191,21 @@ def own(name: str) -> str:
 
 
 def test_model_loss_optimizer_and_schedule_may_be_code_of_the_users() -> None:
-    config = {"model": own("linear"), "loss": own("hinge"), "optimizer": own("plain_sgd"), "weight_decay": 0.0}
+    config = {
+        "model": own("linear"),
+        "loss": own("hinge"),
+        "optimizer": own("plain_sgd"),
+        "weight_decay": 0.0,
+    }
     first = learner(**config).state()["model"]
     found = learn(learner(**config), range(3))
     net = linear(5)
     net.load_state_dict(first)
     for step in range(3):  # the same by hand
         for micro in range(2):
-            image = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + micro))
+            image = torch.randn(
+                4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + micro)
+            )
             (hinge(net(image), torch.arange(4)).mean() / 2).backward()
         for parameter in net.parameters():
             assert parameter.grad is not None
@@ -184,7 +219,9 @@ def test_model_loss_optimizer_and_schedule_may_be_code_of_the_users() -> None:
 
 def test_a_validation_has_the_users_loss_or_plain_cross_entropy() -> None:
     logits, target = torch.tensor([[2.0, -1, 0, 0, 1]]), torch.tensor([3])
-    assert torch.equal(learner(loss=own("hinge")).val_loss(logits, target), hinge(logits, target))
+    assert torch.equal(
+        learner(loss=own("hinge")).val_loss(logits, target), hinge(logits, target)
+    )
     plain = nn.functional.cross_entropy(logits, target, reduction="none")
     assert torch.equal(learner(label_smoothing=0.5).val_loss(logits, target), plain)
 
@@ -193,15 +230,42 @@ def test_a_validation_has_the_users_loss_or_plain_cross_entropy() -> None:
     ("train", "message"),
     [
         ({"model": own("nothing")}, r"train\.model '.*:nothing' cannot be imported"),
-        ({"model": "builtins:dict"}, r"train\.model=builtins:dict must return a torch\.nn\.Module, got dict"),
-        ({"model": own("Pair")}, r"Pair returned tuple for 4 images: it must return a tensor \(4, 5\)"),
-        ({"model": own("three_outputs")}, r"returned \(4, 3\) for 4 images: it must return a tensor \(4, 5\)"),
-        ({"model": own("a_map_of_logits"), "loss": own("hinge")}, r"returned \(4, 5, 6, 6\) for 4 images"),
-        ({"loss": own("mean_hinge")}, r"returned \(\) for 4 samples: .*reduction='none'"),
-        ({"loss": own("a_list_of_losses")}, r"returned list for 4 samples: .*reduction='none'"),
-        ({"optimizer": own("no_optimizer")}, r"must return a torch\.optim\.Optimizer, got NoneType"),
-        ({"loss": "hinge"}, r"train\.loss must be module:function or one of \['cross_entropy'\]"),
-        ({"optimizer": "adam"}, r"train\.optimizer must be module:function or one of \['sgd', 'adamw'\]"),
+        (
+            {"model": "builtins:dict"},
+            r"train\.model=builtins:dict must return a torch\.nn\.Module, got dict",
+        ),
+        (
+            {"model": own("Pair")},
+            r"Pair returned tuple for 4 images: it must return a tensor \(4, 5\)",
+        ),
+        (
+            {"model": own("three_outputs")},
+            r"returned \(4, 3\) for 4 images: it must return a tensor \(4, 5\)",
+        ),
+        (
+            {"model": own("a_map_of_logits"), "loss": own("hinge")},
+            r"returned \(4, 5, 6, 6\) for 4 images",
+        ),
+        (
+            {"loss": own("mean_hinge")},
+            r"returned \(\) for 4 samples: .*reduction='none'",
+        ),
+        (
+            {"loss": own("a_list_of_losses")},
+            r"returned list for 4 samples: .*reduction='none'",
+        ),
+        (
+            {"optimizer": own("no_optimizer")},
+            r"must return a torch\.optim\.Optimizer, got NoneType",
+        ),
+        (
+            {"loss": "hinge"},
+            r"train\.loss must be module:function or one of \['cross_entropy'\]",
+        ),
+        (
+            {"optimizer": "adam"},
+            r"train\.optimizer must be module:function or one of \['sgd', 'adamw'\]",
+        ),
     ],
 )
 def test_what_is_wrong_with_it_is_told(train: dict[str, str], message: str) -> None:
@@ -216,8 +280,19 @@ def learner(num_classes: int = 5, **train: Any) -> Learner:
 
 
 def batch_of(at: MicroBatchId, seed: int) -> Batch:
-    host, image = np.arange(4), torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-    return Batch(at, seed, {"image": image, "label": torch.arange(4)}, torch.ones(4), host, host, 0)
+    host, image = (
+        np.arange(4),
+        torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)),
+    )
+    return Batch(
+        at,
+        seed,
+        {"image": image, "label": torch.arange(4)},
+        torch.ones(4),
+        host,
+        host,
+        0,
+    )
 
 
 def learn(learner: Learner, steps: range) -> dict[str, Any]:
@@ -235,10 +310,16 @@ def learn(learner: Learner, steps: range) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "train", [{"optimizer": "sgd"}, {"optimizer": "adamw", "ema_decay": 0.9, "max_grad_norm": 1.0}]
+    "train",
+    [
+        {"optimizer": "sgd"},
+        {"optimizer": "adamw", "ema_decay": 0.9, "max_grad_norm": 1.0},
+    ],
 )
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_learner_goes_on_from_its_state_to_the_same_bits(train: Any, steps_before: int) -> None:
+def test_a_learner_goes_on_from_its_state_to_the_same_bits(
+    train: Any, steps_before: int
+) -> None:
     unbroken = learn(learner(**train), range(5))
     state, resumed = learn(learner(**train), range(steps_before)), learner(**train)
     torch.manual_seed(9)  # what is drawn is a function of the micro-batch
@@ -246,21 +327,29 @@ def test_a_learner_goes_on_from_its_state_to_the_same_bits(train: Any, steps_bef
     found = learn(resumed, range(steps_before, 5))
     for name in ("model", "ema"):
         assert (found[name] is None) == (unbroken[name] is None)
-        assert all(torch.equal(value, unbroken[name][key]) for key, value in (found[name] or {}).items())
+        assert all(
+            torch.equal(value, unbroken[name][key])
+            for key, value in (found[name] or {}).items()
+        )
 
 
 def test_an_average_that_a_checkpoint_has_not_begins_at_the_model() -> None:
     state, resumed = learn(learner(), range(2)), learner(ema_decay=0.9)
     resumed.load(state)
     found = resumed.state()
-    assert all(torch.equal(value, found["model"][name]) for name, value in found["ema"].items())
+    assert all(
+        torch.equal(value, found["model"][name]) for name, value in found["ema"].items()
+    )
 
 
 def test_a_resume_has_the_settings_of_its_own_run() -> None:
     resumed = learner(momentum=0.5, weight_decay=0.2)
     resumed.load(learn(learner(), range(1)))
     groups = resumed.state()["optimizer"]["param_groups"]
-    assert [(group["momentum"], group["weight_decay"]) for group in groups] == [(0.5, 0.2), (0.5, 0.0)]
+    assert [(group["momentum"], group["weight_decay"]) for group in groups] == [
+        (0.5, 0.2),
+        (0.5, 0.0),
+    ]
 
 
 @pytest.mark.parametrize(("was", "now"), [("sgd", "adamw"), ("adamw", "sgd")])
@@ -271,20 +360,32 @@ def test_the_state_of_another_optimizer_is_refused(was: Any, now: Any) -> None:
 
 
 def test_a_label_outside_of_the_classes_is_named_in_both_splits() -> None:
-    with pytest.raises(ConfigError, match=r"train sample 3 has label 3, outside \[0, 3\)"):
+    with pytest.raises(
+        ConfigError, match=r"train sample 3 has label 3, outside \[0, 3\)"
+    ):
         learn(learner(num_classes=3), range(1))
-    with pytest.raises(ConfigError, match=r"val sample 3 has label 3, outside \[0, 3\)"):
+    with pytest.raises(
+        ConfigError, match=r"val sample 3 has label 3, outside \[0, 3\)"
+    ):
         learner(num_classes=3).evaluate(batch_of(MicroBatchId("val", 0, 0, 0), 0))
 
 
 def test_a_schedule_that_gives_no_number_is_named_with_the_step() -> None:
-    with pytest.raises(ConfigError, match=r"train\.lr_schedule=.*:lost at step 7 must be a finite number"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.lr_schedule=.*:lost at step 7 must be a finite number",
+    ):
         build_schedule(TrainConfig(lr_schedule=own("lost")))(7, 10, 2, 0.4)
 
 
 def test_the_state_of_another_model_is_refused() -> None:
-    for other in (learner(num_classes=6), learner(model="resnet18")):  # torch names all of its parameters
-        with pytest.raises(ConfigError, match=r"the checkpoint has a different model: [^\n]{50,450}$"):
+    for other in (
+        learner(num_classes=6),
+        learner(model="resnet18"),
+    ):  # torch names all of its parameters
+        with pytest.raises(
+            ConfigError, match=r"the checkpoint has a different model: [^\n]{50,450}$"
+        ):
             other.load(learn(learner(), range(1)))
 
 
@@ -295,12 +396,17 @@ def test_the_state_of_an_optimizer_on_cuda_is_there_but_for_its_step(name: Any) 
         model = build_model("small", 5)
         optimizer = build_optimizer(model, TrainConfig(optimizer=name, lr=0.1))
         optimizer.load_state_dict(
-            {"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]}
+            {
+                "state": saved["state"],
+                "param_groups": optimizer.state_dict()["param_groups"],
+            }
         )
     for parameter in model.parameters():
         state = dict(optimizer.state[parameter])
         step = state.pop("step", None)
-        assert step is None or step.device.type == "cpu"  # or the host would wait for the device
+        assert (
+            step is None or step.device.type == "cpu"
+        )  # or the host would wait for the device
         assert {value.device.type for value in state.values()} == {"cuda"}
 
 

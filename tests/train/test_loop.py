@@ -34,14 +34,32 @@ from raypipe.train.launch import train
 from raypipe.train.loop import Trainer
 from raypipe.train.run_folder import request_stop
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.timeout(240),
+]
 
 
 @pytest.fixture(scope="module")
 def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    train_config = {"log_samples": True, "checkpoint_interval": 3, "max_grad_norm": 1.0, "ema_decay": 0.9}
-    plain = small_run(tmp_path_factory.mktemp("runs"), stores["train"], stores["val"], 3, 4, **train_config)
-    augment = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0, strength=(0.3, 1, 0.3))
+    train_config = {
+        "log_samples": True,
+        "checkpoint_interval": 3,
+        "max_grad_norm": 1.0,
+        "ema_decay": 0.9,
+    }
+    plain = small_run(
+        tmp_path_factory.mktemp("runs"),
+        stores["train"],
+        stores["val"],
+        3,
+        4,
+        **train_config,
+    )
+    augment = AugmentConfig(
+        preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0, strength=(0.3, 1, 0.3)
+    )
     return dataclasses.replace(plain, augment=augment)
 
 
@@ -59,7 +77,9 @@ def sample_log(result: dict[str, Any]) -> list[dict[str, Any]]:
 def final_state(result: dict[str, Any]) -> dict[str, Any]:
     last = sorted(Path(result["run_dir"]).glob("checkpoint_*/"))[-1]
     state = torch.load(last / "state.pt", weights_only=True)
-    return state["model"] | {f"ema.{name}": value for name, value in state["ema"].items()}
+    return state["model"] | {
+        f"ema.{name}": value for name, value in state["ema"].items()
+    }
 
 
 def once_it_is_there(path: Path, action: Callable[[], None]) -> threading.Thread:
@@ -77,34 +97,48 @@ def once_it_is_there(path: Path, action: Callable[[], None]) -> threading.Thread
 
 def assert_leaves_what_it_should(result: dict[str, Any]) -> None:
     """Its result, metrics and configuration."""
-    assert result["steps"] == 12 and 0 <= result["val_accuracy"] <= 1 and 0 <= result["wait_fraction"] <= 1
+    assert (
+        result["steps"] == 12
+        and 0 <= result["val_accuracy"] <= 1
+        and 0 <= result["wait_fraction"] <= 1
+    )
     assert result["images_per_s"] > 0 and result["first_batch_s"] > 0
     folder = Path(result["run_dir"])
     assert [step for (step,) in records(result, "train", "step")] == list(range(1, 13))
     assert records(result, "val", "step", "samples") == [(4, 22), (8, 22), (12, 22)]
-    assert [value for (value,) in records(result, "train", "strength")][:5] == pytest.approx(
-        [0, 0.278, 0.556, 0.833, 1], abs=1e-3
-    )
-    assert ["too short" in text for (text,) in records(result, "diagnosis", "text")] == [True] * 3
+    assert [value for (value,) in records(result, "train", "strength")][
+        :5
+    ] == pytest.approx([0, 0.278, 0.556, 0.833, 1], abs=1e-3)
+    assert [
+        "too short" in text for (text,) in records(result, "diagnosis", "text")
+    ] == [True] * 3
     assert "micro_batch_size: 6" in (folder / "config.yaml").read_text()
     assert len(sample_log(result)) == 12 * 4
     assert not (folder / "lease").exists() and not (folder / "stop").exists()
 
 
 @pytest.mark.soak  # the run that is killed goes on with two, one and four
-def test_two_workers_see_the_same_samples_and_learn_the_same(run: RunConfig, alone: dict[str, Any]) -> None:
+def test_two_workers_see_the_same_samples_and_learn_the_same(
+    run: RunConfig, alone: dict[str, Any]
+) -> None:
     two = train(
         dataclasses.replace(
-            run, name="two", train=dataclasses.replace(run.train, num_workers=2, cpus_per_worker=0.5)
+            run,
+            name="two",
+            train=dataclasses.replace(run.train, num_workers=2, cpus_per_worker=0.5),
         )
     )
     assert sample_log(two) == sample_log(alone)
-    for (loss,), (expected,) in zip(records(two, "train", "loss"), records(alone, "train", "loss"), strict=True):
+    for (loss,), (expected,) in zip(
+        records(two, "train", "loss"), records(alone, "train", "loss"), strict=True
+    ):
         assert loss == pytest.approx(expected, rel=1e-6)
     # Gradients and running statistics are summed in one order: only the printed loss has a rounding of its own.
     for name, value in final_state(alone).items():
         assert torch.equal(value, final_state(two)[name]), name
-    assert two["val_accuracy"] == pytest.approx(alone["val_accuracy"], abs=1 / 22 + 1e-9)
+    assert two["val_accuracy"] == pytest.approx(
+        alone["val_accuracy"], abs=1 / 22 + 1e-9
+    )
 
 
 @pytest.mark.system
@@ -118,34 +152,59 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if wire == "yuv420":
-        run = dataclasses.replace(run, transform=dataclasses.replace(run.transform, wire=wire))
+        run = dataclasses.replace(
+            run, transform=dataclasses.replace(run.transform, wire=wire)
+        )
         of_rgb = final_state(alone)
         alone = without_ray.train(dataclasses.replace(run, name="alone-yuv420"))
         of_planes = final_state(alone)
-        assert any(not torch.equal(of_planes[name], of_rgb[name]) for name in of_rgb), "planes have other pixels"
+        assert any(not torch.equal(of_planes[name], of_rgb[name]) for name in of_rgb), (
+            "planes have other pixels"
+        )
     name = f"killed-{wire}"
     folder, killed, actors = Path(run.storage_path) / name, list[int](), list[int]()
 
-    def attempt(workers: int, kill_at: int, max_failures: int = 0, resume: str = "") -> dict[str, Any]:
+    def attempt(
+        workers: int, kill_at: int, max_failures: int = 0, resume: str = ""
+    ) -> dict[str, Any]:
         settings = dataclasses.replace(
-            run.train, num_workers=workers, cpus_per_worker=1 / workers, max_failures=max_failures
+            run.train,
+            num_workers=workers,
+            cpus_per_worker=1 / workers,
+            max_failures=max_failures,
         )
         # Few micro-batches are made ahead, so that an actor that dies has work left.
-        pool = PoolConfig(max_actors=min(2, workers), micro_batches_per_block=1, max_in_flight=8)
-        killer = threading.Thread(target=kill_a_worker_at, args=(folder, kill_at, killed), daemon=True)
+        pool = PoolConfig(
+            max_actors=min(2, workers), micro_batches_per_block=1, max_in_flight=8
+        )
+        killer = threading.Thread(
+            target=kill_a_worker_at, args=(folder, kill_at, killed), daemon=True
+        )
         if kill_at:
             killer.start()
-        result = train(dataclasses.replace(run, name=name, train=settings, pool=pool, resume=resume))
+        result = train(
+            dataclasses.replace(
+                run, name=name, train=settings, pool=pool, resume=resume
+            )
+        )
         if kill_at:
             killer.join()
         return result
 
     # After each kill it goes on as a new job; in the long form after the first by itself, as in training-loop.md.
     # Then the newest checkpoint is damaged, and the records. Each trainer costs seconds of both cores.
-    workers, by_itself = ([2, 2, 1, 4], 1) if is_soak(request.config) else ([1 + (wire == "yuv420"), 2], 0)
+    workers, by_itself = (
+        ([2, 2, 1, 4], 1)
+        if is_soak(request.config)
+        else ([1 + (wire == "yuv420"), 2], 0)
+    )
     actor = ("MapWorker(MapBatches(Transform",)
-    threading.Thread(target=kill_a_worker_at, args=(folder, 2, actors, *actor), daemon=True).start()
-    first = threading.Thread(target=kill_a_worker_at, args=(folder, 4, killed), daemon=True)
+    threading.Thread(
+        target=kill_a_worker_at, args=(folder, 2, actors, *actor), daemon=True
+    ).start()
+    first = threading.Thread(
+        target=kill_a_worker_at, args=(folder, 4, killed), daemon=True
+    )
     if by_itself:
         first.start()
     with pytest.raises(RunError, match=r"traceback: .*error\.txt"):
@@ -156,11 +215,16 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
         with pytest.raises(RunError, match=r"traceback: .*error\.txt"):
             attempt(again, kill_at=10, resume=str(folder))
     newest = max(folder.glob("checkpoint_*/checkpoint.json")).parent
-    (newest / "state.pt").write_bytes((newest / "state.pt").read_bytes()[:-1] + b"x")  # which the first rank finds
+    (newest / "state.pt").write_bytes(
+        (newest / "state.pt").read_bytes()[:-1] + b"x"
+    )  # which the first rank finds
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'not of this run\n{"kind": "train", "st')
     result = attempt(workers[-1], kill_at=0, resume=str(folder))
-    assert f"not resumed from {newest.name}: the content of its state.pt has" in capsys.readouterr().out
+    assert (
+        f"not resumed from {newest.name}: the content of its state.pt has"
+        in capsys.readouterr().out
+    )
     assert len(killed) == len(workers) - 1 and len(actors) == 1
     assert [n for (n,) in records(result, "start", "workers")] == workers
     assert sample_log(result) == sample_log(alone)
@@ -178,13 +242,17 @@ def test_a_run_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     run: RunConfig, alone: dict[str, Any]
 ) -> None:
     folder = Path(run.storage_path) / "asked"
-    asking = once_it_is_there(folder / "samples.jsonl", lambda: request_stop(folder.as_uri()))
+    asking = once_it_is_there(
+        folder / "samples.jsonl", lambda: request_stop(folder.as_uri())
+    )
     stopped = train(dataclasses.replace(run, name="asked"))
     asking.join()
     assert stopped["stopped"] and 0 < stopped["steps"] < 12
     resumed = train(dataclasses.replace(run, resume=stopped["run_dir"]))
     assert not resumed["stopped"] and resumed["steps"] == 12
-    assert resumed["run_dir"] == stopped["run_dir"] and sample_log(resumed) == sample_log(alone)
+    assert resumed["run_dir"] == stopped["run_dir"] and sample_log(
+        resumed
+    ) == sample_log(alone)
     for name, value in final_state(alone).items():
         assert torch.equal(value, final_state(resumed)[name]), name
     other = dataclasses.replace(
@@ -199,7 +267,9 @@ def test_a_run_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     assert (Path(stopped["run_dir"]) / "config.yaml").read_text() == before
 
 
-def test_a_fault_before_the_first_micro_batch_is_recorded(run: RunConfig, tmp_path: Path) -> None:
+def test_a_fault_before_the_first_micro_batch_is_recorded(
+    run: RunConfig, tmp_path: Path
+) -> None:
     def dies(image: Any) -> Any:
         os._exit(1)
 
@@ -211,23 +281,34 @@ def test_a_fault_before_the_first_micro_batch_is_recorded(run: RunConfig, tmp_pa
     spec = spec_of(run, tmp_path.as_uri())
     spec = dataclasses.replace(spec, transforms={**spec.transforms, "train": dies})
     # In a process of its own: with it goes the actor that Ray is about to start again.
-    too_many = r"1 transform actors have died in train-e0000-s.*lower plan\.micro_batch_size"
+    too_many = (
+        r"1 transform actors have died in train-e0000-s.*lower plan\.micro_batch_size"
+    )
     with pytest.raises(ResourceError, match=too_many):
         ray.get(ray.remote(num_cpus=0, max_calls=1)(trains).remote(spec))
-    recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    recorded = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [record["kind"] for record in recorded[:2]] == ["start", "fault"]
     # An actor that dies at once may take its report of what it had begun with it: then the next one's is there.
     faults = [record["text"] for record in recorded if record["kind"] == "fault"]
-    assert any("a transform actor died in train-e0000-s" in fault for fault in faults), faults
+    assert any(
+        "a transform actor died in train-e0000-s" in fault for fault in faults
+    ), faults
 
 
 def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raypipe.train.launch.try_samples", lambda *_, **__: {})  # it is not among the first few
+    monkeypatch.setattr(
+        "raypipe.train.launch.try_samples", lambda *_, **__: {}
+    )  # it is not among the first few
     settings = dataclasses.replace(run.train, num_classes=3, max_failures=2)
     inline = PoolConfig(engine="inline")
-    with pytest.raises(ConfigError, match=r"sample \d+ has label [34], outside \[0, 3\)"):
+    with pytest.raises(
+        ConfigError, match=r"sample \d+ has label [34], outside \[0, 3\)"
+    ):
         train(dataclasses.replace(run, name="labels", train=settings, pool=inline))
     assert len(records({"run_dir": f"{run.storage_path}/labels"}, "start", "step")) == 1
 
@@ -235,7 +316,9 @@ def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(
 @pytest.mark.soak  # the next one stops while it waits for its first batch
 def test_a_run_asked_to_stop_before_it_trains_ends_after_a_step(run: RunConfig) -> None:
     folder = Path(run.storage_path) / "early"
-    asking = once_it_is_there(folder / "config.yaml", lambda: request_stop(folder.as_uri()))
+    asking = once_it_is_there(
+        folder / "config.yaml", lambda: request_stop(folder.as_uri())
+    )
     settings = dataclasses.replace(run.train, log_interval=100, checkpoint_interval=0)
     result = train(dataclasses.replace(run, name="early", train=settings))
     asking.join()
@@ -274,6 +357,8 @@ def test_a_run_without_room_records_it_and_ctrl_c_ends_it(
         ray.kill(held[0])
     assert [json.loads(line)["kind"] for line in seen] == ["start", "fault"]
     text = json.loads(seen[1])["text"]
-    assert text.startswith("no transform actor runs: 1 wait for 1 CPUs each; the run ends in 8")
+    assert text.startswith(
+        "no transform actor runs: 1 wait for 1 CPUs each; the run ends in 8"
+    )
     said = f"stopped before the first checkpoint. Continue with: raypipe train --resume {folder}"
     assert said in capsys.readouterr().out.splitlines()

@@ -15,7 +15,9 @@ from raypipe.train.ordered import OrderedGradients, StepBatchNorm, tree_sum
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
+    )
 
 
 def backward(net: nn.Module, micro: int) -> None:
@@ -31,7 +33,9 @@ def local_sum(per_step: int, rank: int, world_size: int) -> torch.Tensor:
         backward(net, micro)
         summed.take()
     summed.finish()
-    return torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None])
+    return torch.cat(
+        [p.grad.reshape(-1) for p in net.parameters() if p.grad is not None]
+    )
 
 
 @pytest.mark.parametrize("per_step", [1, 2, 3, 4, 6, 8, 12, 16])
@@ -48,7 +52,9 @@ def test_the_plain_order_would_differ() -> None:
     net = model()
     for micro in range(8):
         backward(net, micro)
-    plain = torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None])
+    plain = torch.cat(
+        [p.grad.reshape(-1) for p in net.parameters() if p.grad is not None]
+    )
     ordered = local_sum(8, 0, 1)
     assert not torch.equal(plain, ordered)
     torch.testing.assert_close(plain, ordered, rtol=1e-4, atol=1e-4)
@@ -69,7 +75,9 @@ def test_steps_do_not_add_up() -> None:
 
 
 def test_a_parameter_without_a_gradient_has_zeros_and_a_frozen_one_none() -> None:
-    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)])
+    net = nn.ModuleList(
+        [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)]
+    )
     summed = OrderedGradients(net, 1, 1)
     net[0](torch.ones(1, 2)).sum().backward()
     summed.take()
@@ -85,11 +93,17 @@ def test_gradients_have_the_strides_of_their_parameters() -> None:
     for net in (plain, channels_last):
         summed = OrderedGradients(net, 1, 1)
         backward(net, 0)
-        after_backward = [p.grad.stride() for p in net.parameters() if p.grad is not None]
+        after_backward = [
+            p.grad.stride() for p in net.parameters() if p.grad is not None
+        ]
         summed.take()
         summed.finish()
         gradients = [p.grad for p in net.parameters() if p.grad is not None]
-        assert [grad.stride() for grad in gradients] == [p.stride() for p in net.parameters()] == after_backward
+        assert (
+            [grad.stride() for grad in gradients]
+            == [p.stride() for p in net.parameters()]
+            == after_backward
+        )
         sums.append(gradients)
     assert not sums[1][0].is_contiguous()
     for one, other in zip(*sums, strict=True):
@@ -100,16 +114,22 @@ def test_gradients_have_the_strides_of_their_parameters() -> None:
 
 
 def norms_of(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.InstanceNorm1d)]
+    return [
+        m for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.InstanceNorm1d)
+    ]
 
 
 def running(model: nn.Module) -> torch.Tensor:
-    return torch.cat([torch.cat([m.running_mean, m.running_var]) for m in norms_of(model)])
+    return torch.cat(
+        [torch.cat([m.running_mean, m.running_var]) for m in norms_of(model)]
+    )
 
 
 def norms() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=0.3))
+    return nn.Sequential(
+        nn.BatchNorm1d(3), nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=0.3)
+    )
 
 
 class Skipping(nn.Module):
@@ -134,7 +154,10 @@ def test_running_statistics_of_a_step_by_hand() -> None:
     layer = nn.BatchNorm1d(1, momentum=0.1)
     step = StepBatchNorm(layer, num_local=2, world_size=1)
     step.begin()
-    for batch in ([[0.0], [2.0]], [[4.0], [8.0]]):  # mean 1, variance 2; mean 6, variance 8
+    for batch in (
+        [[0.0], [2.0]],
+        [[4.0], [8.0]],
+    ):  # mean 1, variance 2; mean 6, variance 8
         layer(torch.tensor(batch))
         step.take()
     step.end()
@@ -177,7 +200,9 @@ def test_running_statistics_are_bit_identical_for_any_workers(
     world_size: int, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     per_step, num_steps = 8, 3
-    x = torch.randn(num_steps, per_step, 6, 3, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        num_steps, per_step, 6, 3, generator=torch.Generator().manual_seed(0)
+    )
 
     alone = make()
     single = StepBatchNorm(alone, per_step, 1)
@@ -189,7 +214,9 @@ def test_running_statistics_are_bit_identical_for_any_workers(
         single.end()
 
     ranks = [make() for _ in range(world_size)]
-    steps = [StepBatchNorm(model, per_step // world_size, world_size) for model in ranks]
+    steps = [
+        StepBatchNorm(model, per_step // world_size, world_size) for model in ranks
+    ]
     sent: list[torch.Tensor] = []
 
     def gather(out: list[torch.Tensor], term: torch.Tensor, async_op: bool) -> Sent:
@@ -209,13 +236,18 @@ def test_running_statistics_are_bit_identical_for_any_workers(
             for batch in batches[rank::world_size]:
                 model(batch)
                 step.take()
-            assert len(sent) == rank + 1, "one collective for each step, under way from the last forward on"
+            assert len(sent) == rank + 1, (
+                "one collective for each step, under way from the last forward on"
+            )
         for step in steps:
             step.end()
 
     for model in ranks:
         assert torch.equal(running(model), running(alone))
-        counts = [[int(layer.num_batches_tracked) for layer in norms_of(each)] for each in (model, alone)]
+        counts = [
+            [int(layer.num_batches_tracked) for layer in norms_of(each)]
+            for each in (model, alone)
+        ]
         assert counts[0] == counts[1] and counts[0][0] == num_steps * per_step
 
 

@@ -23,7 +23,9 @@ from raypipe.train.models import num_classes_of
 
 
 def squared(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return mse_loss(outputs, target.reshape(len(target), -1).float(), reduction="none").mean(1)
+    return mse_loss(
+        outputs, target.reshape(len(target), -1).float(), reduction="none"
+    ).mean(1)
 
 
 def mean_squared(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -49,22 +51,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 image = cv2.imencode(".png", pixels)[1].tobytes()
                 pair = np.array([score, 1 - score], np.float32)
                 several, grid = np.array([1, round(score)]), np.tile(pair, (2, 1))
-                writer.append({"image": image, "score": score, "both": pair, "several": several, "grid": grid})
+                writer.append(
+                    {
+                        "image": image,
+                        "score": score,
+                        "both": pair,
+                        "several": several,
+                        "grid": grid,
+                    }
+                )
     return folder
 
 
-def run(folder: Path, runs: Path, label: str, columns: Any = (), **train: Any) -> RunConfig:
+def run(
+    folder: Path, runs: Path, label: str, columns: Any = (), **train: Any
+) -> RunConfig:
     given = {"loss": f"{__name__}:squared", **train}
     plain = small_run(runs, folder / "train.lmdb", folder / "val.lmdb", 4, 2, **given)
     stores = [str(folder / f"{name}.lmdb") for name in ("train", "val")]
-    return dataclasses.replace(plain, store=StoreConfig(*stores, target_column=label, columns=columns or []))
+    return dataclasses.replace(
+        plain, store=StoreConfig(*stores, target_column=label, columns=columns or [])
+    )
 
 
 @pytest.mark.parametrize(("label", "mixup"), [("score", 0.0), ("both", 0.4)])
 def test_a_run_learns_floats_and_reports_its_loss_and_no_accuracy(
     folder: Path, tmp_path: Path, label: str, mixup: float
 ) -> None:
-    config = dataclasses.replace(run(folder, tmp_path, label), augment=AugmentConfig(mixup_alpha=mixup))
+    config = dataclasses.replace(
+        run(folder, tmp_path, label), augment=AugmentConfig(mixup_alpha=mixup)
+    )
     found = without_ray.train(config)
     records = read_records(Path(found["run_dir"]).as_uri())
     validations = [record for record in records if record["kind"] == "val"]
@@ -74,7 +90,9 @@ def test_a_run_learns_floats_and_reports_its_loss_and_no_accuracy(
     assert found["val_accuracy"] is None and found["val_loss"] == losses[-1]
 
 
-def test_a_validation_of_bad_samples_alone_is_an_error(folder: Path, tmp_path: Path) -> None:
+def test_a_validation_of_bad_samples_alone_is_an_error(
+    folder: Path, tmp_path: Path
+) -> None:
     plain = run(folder, tmp_path, "score")
     damaged = tmp_path / "damaged.lmdb"
     with open_writer(damaged, {"image": "binary", "score": "float64"}) as writer:
@@ -82,7 +100,8 @@ def test_a_validation_of_bad_samples_alone_is_an_error(folder: Path, tmp_path: P
             writer.append({"image": b"no image", "score": 0.5})
     store = dataclasses.replace(plain.store, val=str(damaged))
     with pytest.raises(
-        BadSamplesError, match=r"no sample of the validation can be read: `raypipe verify .*damaged"
+        BadSamplesError,
+        match=r"no sample of the validation can be read: `raypipe verify .*damaged",
     ):
         without_ray.train(dataclasses.replace(plain, store=store))
 
@@ -92,22 +111,38 @@ def outputs_of(config: RunConfig) -> int:
 
 
 def test_a_run_without_a_target_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs targets, but store\.target_column is ''"):
+    with pytest.raises(
+        ConfigError, match=r"needs targets, but store\.target_column is ''"
+    ):
         outputs_of(run(folder, tmp_path, ""))
 
 
-def test_a_model_has_as_many_outputs_as_its_target_or_as_are_set(folder: Path, tmp_path: Path) -> None:
+def test_a_model_has_as_many_outputs_as_its_target_or_as_are_set(
+    folder: Path, tmp_path: Path
+) -> None:
     assert outputs_of(run(folder, tmp_path, "score")) == 1
     assert outputs_of(run(folder, tmp_path, "both")) == 2
-    assert outputs_of(run(folder, tmp_path, "both", loss="cross_entropy")) == 2  # probabilities
+    assert (
+        outputs_of(run(folder, tmp_path, "both", loss="cross_entropy")) == 2
+    )  # probabilities
     assert outputs_of(run(folder, tmp_path, "grid", num_classes=4)) == 4
 
 
 @pytest.mark.parametrize(
     ("label", "train", "augment", "message"),
     [
-        ("score", {"loss": "cross_entropy"}, {}, "targets are float64, but train.loss=cross_entropy"),
-        ("several", {"loss": "cross_entropy"}, {}, r"targets are int64 \(2,\), but train.loss=cross_entropy"),
+        (
+            "score",
+            {"loss": "cross_entropy"},
+            {},
+            "targets are float64, but train.loss=cross_entropy",
+        ),
+        (
+            "several",
+            {"loss": "cross_entropy"},
+            {},
+            r"targets are int64 \(2,\), but train.loss=cross_entropy",
+        ),
         ("grid", {}, {}, r"targets are float32 \(2, 2\): set train.num_classes"),
         (
             "several",
@@ -118,19 +153,35 @@ def test_a_model_has_as_many_outputs_as_its_target_or_as_are_set(folder: Path, t
     ],
 )
 def test_what_has_no_meaning_for_a_target_is_refused_before_the_run(
-    folder: Path, tmp_path: Path, label: str, train: dict[str, Any], augment: dict[str, Any], message: str
+    folder: Path,
+    tmp_path: Path,
+    label: str,
+    train: dict[str, Any],
+    augment: dict[str, Any],
+    message: str,
 ) -> None:
-    config = dataclasses.replace(run(folder, tmp_path, label, **train), augment=AugmentConfig(**augment))
+    config = dataclasses.replace(
+        run(folder, tmp_path, label, **train), augment=AugmentConfig(**augment)
+    )
     with pytest.raises(ConfigError, match=message):
         outputs_of(config)
 
 
-def test_a_declared_dtype_makes_a_target_that_can_be_mixed(folder: Path, tmp_path: Path) -> None:
+def test_a_declared_dtype_makes_a_target_that_can_be_mixed(
+    folder: Path, tmp_path: Path
+) -> None:
     columns = {"several": {"dtype": "float32"}}
     config = run(folder, tmp_path, "several", columns)
-    assert outputs_of(dataclasses.replace(config, augment=AugmentConfig(mixup_alpha=0.1))) == 2
+    assert (
+        outputs_of(dataclasses.replace(config, augment=AugmentConfig(mixup_alpha=0.1)))
+        == 2
+    )
 
 
-def test_a_loss_that_gives_one_number_for_all_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_loss_that_gives_one_number_for_all_is_told(
+    folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="must return one loss per sample"):
-        without_ray.train(run(folder, tmp_path, "score", loss=f"{__name__}:mean_squared"))
+        without_ray.train(
+            run(folder, tmp_path, "score", loss=f"{__name__}:mean_squared")
+        )

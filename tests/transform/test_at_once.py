@@ -36,7 +36,11 @@ def saved(pixels: np.ndarray, kind: str, mode: str = "RGB", **options: Any) -> b
 
 
 def pixels(height: int, width: int) -> np.ndarray:
-    return cv2.resize(RNG.integers(0, 256, (7, 9, 3), np.uint8), (width, height), interpolation=cv2.INTER_CUBIC)
+    return cv2.resize(
+        RNG.integers(0, 256, (7, 9, 3), np.uint8),
+        (width, height),
+        interpolation=cv2.INTER_CUBIC,
+    )
 
 
 def turned(data: np.ndarray) -> bytes:
@@ -46,7 +50,10 @@ def turned(data: np.ndarray) -> bytes:
 
 
 FILES = [
-    *(saved(pixels(*size), "JPEG", quality=90) for size in [(120, 90), (64, 300), (48, 48), (333, 257)]),
+    *(
+        saved(pixels(*size), "JPEG", quality=90)
+        for size in [(120, 90), (64, 300), (48, 48), (333, 257)]
+    ),
     saved(pixels(90, 120), "JPEG", subsampling="4:4:4", progressive=True),
     saved(pixels(90, 121), "JPEG", "L"),
     saved(pixels(91, 120), "JPEG", "CMYK"),
@@ -74,7 +81,13 @@ def without_kernel() -> Iterator[None]:
         yield
 
 
-def made(transform: Any, samples: Any = SAMPLES, threads: int = 1, alone: bool = False, **settings: Any) -> Any:
+def made(
+    transform: Any,
+    samples: Any = SAMPLES,
+    threads: int = 1,
+    alone: bool = False,
+    **settings: Any,
+) -> Any:
     """The arrays of a micro-batch by field, and its bad samples."""
     settings = {"size": 32} | settings
     content = Content(transform, TransformConfig(**settings), threads=threads)
@@ -85,18 +98,37 @@ def made(transform: Any, samples: Any = SAMPLES, threads: int = 1, alone: bool =
     def substitutes(row: int) -> Any:
         return [(GOOD[row % 2], 100 + row % 2, (row, 1))]
 
-    rows, bad = maker.run(as_samples(samples), INDICES[: len(samples)], KEYS[: len(samples)], substitutes)
-    return {name: (part.tobytes(), part.shape) for name, part in rows.finish().items()}, [*bad.values()]
+    rows, bad = maker.run(
+        as_samples(samples), INDICES[: len(samples)], KEYS[: len(samples)], substitutes
+    )
+    return {
+        name: (part.tobytes(), part.shape) for name, part in rows.finish().items()
+    }, [*bad.values()]
 
 
 OTHERS: dict[str, Callable[[], Any]] = {
     "native": lambda: A.Compose(
-        [A.D4(), A.RandomResizedCrop((32, 40)), A.CoarseDropout(p=0.8), A.Posterize(p=0.5)]
+        [
+            A.D4(),
+            A.RandomResizedCrop((32, 40)),
+            A.CoarseDropout(p=0.8),
+            A.Posterize(p=0.5),
+        ]
     ),
-    "with a rest": lambda: A.Compose([A.RandomResizedCrop((32, 32)), A.GaussNoise(p=1), A.HorizontalFlip()]),
-    "affine": lambda: A.Compose([A.Affine(rotate=(-40, 40), shear=(-9, 9), border_mode=4, p=1), A.Resize(32, 32)]),
+    "with a rest": lambda: A.Compose(
+        [A.RandomResizedCrop((32, 32)), A.GaussNoise(p=1), A.HorizontalFlip()]
+    ),
+    "affine": lambda: A.Compose(
+        [
+            A.Affine(rotate=(-40, 40), shear=(-9, 9), border_mode=4, p=1),
+            A.Resize(32, 32),
+        ]
+    ),
     "library": lambda: A.Compose([A.InvertImg(p=0.5), A.RandomResizedCrop((32, 32))]),
-    "views": lambda: {"a": {"transform": "heavy", "count": 3}, "b": {"transform": "center", "size": 16}},
+    "views": lambda: {
+        "a": {"transform": "heavy", "count": 3},
+        "b": {"transform": "center", "size": 16},
+    },
 }
 PLANES: list[Callable[[str], str]] = [str, chroma_of]
 PRESETS = ["light", "heavy", "center", "resize", "small", "simclr", "dino"]
@@ -107,7 +139,10 @@ def test_a_micro_batch_is_the_same_with_and_without_the_kernel(name: str) -> Non
     transform = OTHERS[name]() if name in OTHERS else name
     expected = made(transform)
     assert {record["index"] for record in expected[1]} == {10, 11, 12}
-    assert made(transform, threads=2) == expected and made(transform, threads=4) == expected
+    assert (
+        made(transform, threads=2) == expected
+        and made(transform, threads=4) == expected
+    )
     assert made(transform, alone=True) == expected
     with without_kernel():
         assert made(transform) == expected
@@ -127,16 +162,29 @@ def test_a_micro_batch_is_the_same_with_and_without_the_kernel(name: str) -> Non
 )
 def test_so_it_is_with_all_settings_of_the_decode(settings: dict[str, Any]) -> None:
     expected = made("light", **settings)
-    assert made("light", threads=3, **settings) == expected == made("light", alone=True, **settings)
+    assert (
+        made("light", threads=3, **settings)
+        == expected
+        == made("light", alone=True, **settings)
+    )
     with without_kernel():
         assert made("light", **settings) == expected
 
 
 def test_so_it_is_of_views_of_memory() -> None:
-    views = [sample._replace(image=memoryview(sample.image or b"")) for sample in SAMPLES]
-    for settings in ({"crop_decode": "scaled", "apply_exif": True}, {"crop_decode": "exact"}):
+    views = [
+        sample._replace(image=memoryview(sample.image or b"")) for sample in SAMPLES
+    ]
+    for settings in (
+        {"crop_decode": "scaled", "apply_exif": True},
+        {"crop_decode": "exact"},
+    ):
         expected = made("light", **settings)
-        assert made("light", views, **settings) == expected == made("light", views, alone=True, **settings)
+        assert (
+            made("light", views, **settings)
+            == expected
+            == made("light", views, alone=True, **settings)
+        )
         with without_kernel():
             assert made("light", views, **settings) == expected
 
@@ -147,34 +195,50 @@ def test_planes_are_those_of_the_images(name: str) -> None:
     transform = OTHERS[name]() if name in OTHERS else name
     images, bad = made(transform)
     found = made(transform, wire="yuv420")
-    assert found == made(transform, wire="yuv420", threads=3) == made(transform, wire="yuv420", alone=True)
+    assert (
+        found
+        == made(transform, wire="yuv420", threads=3)
+        == made(transform, wire="yuv420", alone=True)
+    )
     assert found[1] == bad
     expected = {field: part for field, part in images.items() if not is_image(field)}
     for field in images.keys() - expected.keys():
         content, shape = images[field]
         for plane, of_image in zip(
-            wire.planes(np.frombuffer(content, np.uint8).reshape(shape)), PLANES, strict=True
+            wire.planes(np.frombuffer(content, np.uint8).reshape(shape)),
+            PLANES,
+            strict=True,
         ):
             expected[of_image(field)] = plane.tobytes(), plane.shape
     assert found[0] == expected
 
 
 def test_exact_crops_are_those_of_the_whole_image_and_scaled_ones_are_not() -> None:
-    assert made("light") == made("light", crop_decode="off") != made("light", crop_decode="scaled")
+    assert (
+        made("light")
+        == made("light", crop_decode="off")
+        != made("light", crop_decode="scaled")
+    )
 
 
 def test_images_too_small_for_a_crop_are_bad_samples_others_are_made() -> None:
     arrays, bad = made("flip-crop", size=64)
     small = [48, 33]  # pixels of the short side, of 64 - 2 x 4 that there must be
-    assert {10, 11, 12} < {record["index"] for record in bad} and len(bad) == 3 + len(small)
-    assert sum("exceeds image dimensions" in record["error"] for record in bad) == len(small)
+    assert {10, 11, 12} < {record["index"] for record in bad} and len(bad) == 3 + len(
+        small
+    )
+    assert sum("exceeds image dimensions" in record["error"] for record in bad) == len(
+        small
+    )
     with without_kernel():
         assert made("flip-crop", size=64) == (arrays, bad)
 
 
 def test_the_program_is_the_beginning_of_a_pipeline_of_steps() -> None:
     crop = A.RandomResizedCrop((32, 32))
-    program, rest = find_program(A.Compose([crop, A.HorizontalFlip(), A.GaussNoise(p=1), A.VerticalFlip()]))
+    program, rest = find_program(
+        A.Compose([crop, A.HorizontalFlip(), A.GaussNoise(p=1), A.VerticalFlip()])
+    )
     assert program is not None and len(program.steps) == 2 and len(rest) == 2
     assert program.size == (32, 32) == program.crop_target
     others = [

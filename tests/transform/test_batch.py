@@ -27,7 +27,12 @@ from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.batch import NUM_SUBSTITUTES, Attempt, Candidate, MicroBatchTransform
+from raypipe.transform.batch import (
+    NUM_SUBSTITUTES,
+    Attempt,
+    Candidate,
+    MicroBatchTransform,
+)
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.presets import build_transform
@@ -43,14 +48,18 @@ NOISE = RNG.integers(0, 256, (48, 48, 3), dtype=np.uint8)
 
 
 def make_keys(num: int, seed: int = 0) -> np.ndarray:
-    return np.random.SeedSequence(seed).generate_state(2 * num, np.uint64).reshape(num, 2)
+    return (
+        np.random.SeedSequence(seed).generate_state(2 * num, np.uint64).reshape(num, 2)
+    )
 
 
 def noisy_with_rng(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return image ^ rng.integers(0, 256, image.shape, dtype=np.uint8)
 
 
-def noisy_with_generator(image: np.ndarray, *, generator: np.random.Generator) -> np.ndarray:
+def noisy_with_generator(
+    image: np.ndarray, *, generator: np.random.Generator
+) -> np.ndarray:
     return noisy_with_rng(image, generator)
 
 
@@ -66,10 +75,18 @@ def by_globals_of_a_step(image: np.ndarray, **_: Any) -> np.ndarray:
 
 
 ALBUMENTATIONS = {
-    "one of": lambda: A.OneOf([A.HorizontalFlip(p=1), A.MotionBlur(p=1), A.InvertImg(p=1)], p=0.9),
-    "some of": lambda: A.SomeOf([A.HorizontalFlip(p=1), A.VerticalFlip(p=1), A.GaussNoise(p=1)], n=2, p=0.9),
-    "random order": lambda: A.RandomOrder([A.HorizontalFlip(p=0.5), A.GaussNoise(p=0.5)], n=2),
-    "nested": lambda: A.Sequential([A.OneOf([A.Compose([A.GaussNoise(p=1)]), A.RandomRotate90(p=1)], p=1)], p=0.8),
+    "one of": lambda: A.OneOf(
+        [A.HorizontalFlip(p=1), A.MotionBlur(p=1), A.InvertImg(p=1)], p=0.9
+    ),
+    "some of": lambda: A.SomeOf(
+        [A.HorizontalFlip(p=1), A.VerticalFlip(p=1), A.GaussNoise(p=1)], n=2, p=0.9
+    ),
+    "random order": lambda: A.RandomOrder(
+        [A.HorizontalFlip(p=0.5), A.GaussNoise(p=0.5)], n=2
+    ),
+    "nested": lambda: A.Sequential(
+        [A.OneOf([A.Compose([A.GaussNoise(p=1)]), A.RandomRotate90(p=1)], p=1)], p=0.8
+    ),
     "color jitter": lambda: A.ColorJitter(0.2, 0.2, 0.2, 0.1, p=1),
     "motion blur": lambda: A.MotionBlur(p=0.7),
     "random resized crop": lambda: A.RandomResizedCrop((32, 32)),
@@ -82,22 +99,33 @@ ALBUMENTATIONS = {
 }
 OTHERS: dict[str, Callable[[], Any]] = {
     "torchvision v2": lambda: v2.Compose(
-        [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(), v2.ColorJitter(0.2, 0.2, 0.2, 0.1)]
+        [
+            v2.RandomResizedCrop(32),
+            v2.RandomHorizontalFlip(),
+            v2.ColorJitter(0.2, 0.2, 0.2, 0.1),
+        ]
     ),
     "torchvision v2 single": lambda: v2.RandomResizedCrop((24, 24), antialias=True),
     "torchvision v1": lambda: torchvision.transforms.Compose(
         [
             torchvision.transforms.RandomResizedCrop(32),
-            torchvision.transforms.RandomChoice([torch.nn.Identity(), v2.RandomVerticalFlip(1.0)]),
+            torchvision.transforms.RandomChoice(
+                [torch.nn.Identity(), v2.RandomVerticalFlip(1.0)]
+            ),
         ]
     ),
     "module": lambda: torch.nn.Sequential(v2.RandomCrop(30), v2.RandAugment()),
     "plain with rng": lambda: noisy_with_rng,
     "plain with generator": lambda: noisy_with_generator,
     "plain": lambda: noisy_by_globals,
-    "plain in albumentations": lambda: A.Compose([A.HorizontalFlip(), A.OneOf([A.Lambda(by_globals_of_a_step)])]),
+    "plain in albumentations": lambda: A.Compose(
+        [A.HorizontalFlip(), A.OneOf([A.Lambda(by_globals_of_a_step)])]
+    ),
 }
-ALL = {**{name: (lambda m=m: A.Compose([m()])) for name, m in ALBUMENTATIONS.items()}, **OTHERS}
+ALL = {
+    **{name: (lambda m=m: A.Compose([m()])) for name, m in ALBUMENTATIONS.items()},
+    **OTHERS,
+}
 
 
 def results(transform: SampleTransform, order: Any, seed: int = 0) -> list[np.ndarray]:
@@ -113,21 +141,32 @@ def same(left: list[np.ndarray], right: list[np.ndarray]) -> bool:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_result_depends_on_pixels_transform_and_key_and_never_on_history(name: str) -> None:
+def test_result_depends_on_pixels_transform_and_key_and_never_on_history(
+    name: str,
+) -> None:
     transform = SampleTransform(ALL[name]())
     forward = results(transform, range(len(IMAGES)))
     assert same(forward, results(transform, reversed(range(len(IMAGES)))))
-    assert same(forward, results(transform, np.random.default_rng(3).permutation(len(IMAGES))))
+    assert same(
+        forward, results(transform, np.random.default_rng(3).permutation(len(IMAGES)))
+    )
     assert same(forward, results(SampleTransform(ALL[name]()), range(len(IMAGES))))
-    assert same(forward, results(pickle.loads(cloudpickle.dumps(transform)), range(len(IMAGES))))
+    assert same(
+        forward, results(pickle.loads(cloudpickle.dumps(transform)), range(len(IMAGES)))
+    )
     assert not same(forward, results(transform, range(len(IMAGES)), seed=1))
 
 
-@pytest.mark.parametrize("name", ["one of", "some of", "color jitter", "elastic", "motion blur"])
+@pytest.mark.parametrize(
+    "name", ["one of", "some of", "color jitter", "elastic", "motion blur"]
+)
 def test_a_bare_albumentations_transform_is_recognised_as_well(name: str) -> None:
     transform = SampleTransform(ALBUMENTATIONS[name]())
     assert transform.kind == "albumentations"
-    assert same(results(transform, range(len(IMAGES))), results(transform, reversed(range(len(IMAGES)))))
+    assert same(
+        results(transform, range(len(IMAGES))),
+        results(transform, reversed(range(len(IMAGES)))),
+    )
 
 
 @pytest.mark.parametrize("name", ALBUMENTATIONS)
@@ -137,7 +176,9 @@ def test_rewound_generators_equal_fresh_ones(name: str) -> None:
         pytest.skip("nothing is drawn from generators")
     for image, (k0, k1) in zip(IMAGES, make_keys(len(IMAGES)).tolist(), strict=True):
         fresh = A.Compose([ALBUMENTATIONS[name]()])
-        generator = np.random.Generator(np.random.Philox(key=np.array([k0, k1], np.uint64)))
+        generator = np.random.Generator(
+            np.random.Philox(key=np.array([k0, k1], np.uint64))
+        )
         fresh.set_random_state(generator, random.Random(k0 << 64 | k1))
         expected = fresh(image=image.copy())["image"]
         np.testing.assert_array_equal(shared(image.copy(), (k0, k1)), expected)
@@ -148,14 +189,19 @@ def test_the_users_own_pipeline_is_left_alone_and_may_be_used_twice() -> None:
     pipeline = A.Compose([flip, A.GaussNoise(p=1)])
     generator = pipeline.random_generator
     first, second = SampleTransform(pipeline), SampleTransform(A.Compose([flip]))
-    assert pipeline.random_generator is generator and flip.random_generator is not second._keyed.generator
+    assert (
+        pipeline.random_generator is generator
+        and flip.random_generator is not second._keyed.generator
+    )
     before = results(first, range(len(IMAGES)))
     results(second, range(len(IMAGES)))
     assert same(before, results(first, range(len(IMAGES))))
 
 
 def test_two_flips_reach_all_four_orientations_about_equally() -> None:
-    transform = SampleTransform(A.Compose([A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)]))
+    transform = SampleTransform(
+        A.Compose([A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)])
+    )
     turned = [NOISE, NOISE[:, ::-1], NOISE[::-1], NOISE[::-1, ::-1]]
     counts = [0, 0, 0, 0]
     for key in make_keys(400):
@@ -171,22 +217,35 @@ def test_no_transform_returns_the_image_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (lambda image: image.astype("int32"), r"int32 of shape \(48, 48, 3\); it must return uint8 HWC .* floats"),
-        (lambda image: image[:, :, 0], r"uint8 of shape \(48, 48\); it must return uint8 HWC"),
+        (
+            lambda image: image.astype("int32"),
+            r"int32 of shape \(48, 48, 3\); it must return uint8 HWC .* floats",
+        ),
+        (
+            lambda image: image[:, :, 0],
+            r"uint8 of shape \(48, 48\); it must return uint8 HWC",
+        ),
         (lambda image: image[:, :, :1], r"uint8 of shape \(48, 48, 1\)"),
         (lambda image: image.transpose(2, 0, 1), r"uint8 of shape \(3, 48, 48\)"),
         (lambda image: image[:0], r"uint8 of shape \(0, 48, 3\)"),
         (lambda image: {"image": image}, "a dict; it must return uint8 HWC"),
         (lambda image: image[:, :, :2] / 255, r"float64 of shape \(48, 48, 2\)"),
-        (v2.Lambda(lambda image: image.int()), r"int32 of shape \(3, 48, 48\); it must return uint8 CHW"),
+        (
+            v2.Lambda(lambda image: image.int()),
+            r"int32 of shape \(3, 48, 48\); it must return uint8 CHW",
+        ),
         (v2.ToPILImage(), "a Image; it must return uint8 CHW"),
         (v2.Grayscale(1), r"uint8 of shape \(1, 48, 48\)"),
     ],
 )
-def test_a_result_of_the_wrong_kind_is_a_config_error(transform: Any, message: str) -> None:
+def test_a_result_of_the_wrong_kind_is_a_config_error(
+    transform: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         SampleTransform(transform)(NOISE.copy(), (1, 2))
-    with pytest.raises(ConfigError, match=message):  # not a bad sample, whatever the policy
+    with pytest.raises(
+        ConfigError, match=message
+    ):  # not a bad sample, whatever the policy
         batch(made(transform), [encode_jpeg(NOISE)])
 
 
@@ -198,7 +257,9 @@ def test_what_cannot_be_called_is_a_config_error() -> None:
 def test_import_brings_neither_torch_nor_ray_nor_albumentations() -> None:
     code = "import sys, raypipe.transform.batch"
     code += "\nprint({'torch', 'ray', 'albumentations', 'scipy'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() == "set()"
 
 
@@ -218,7 +279,10 @@ def made(transform: Any, **options: Any) -> MicroBatchTransform:
 
 
 def batch(
-    transform: MicroBatchTransform, images: Sequence[bytes | None], *more: Any, **options: Any
+    transform: MicroBatchTransform,
+    images: Sequence[bytes | None],
+    *more: Any,
+    **options: Any,
 ) -> tuple[MicroBatch, list[dict[str, Any]]]:
     """A micro-batch of images, under KEYS, and the records of its bad samples."""
     return run(transform, samples_of(images), KEYS, *more, **options)
@@ -229,14 +293,21 @@ def substitutes(row: int) -> Iterator[Candidate]:
     for number in range(NUM_SUBSTITUTES):
         index = 50 + (row + number) % 12
         k0, k1 = KEYS[index].tolist()
-        yield EncodedSample(b"bad" if number < 2 else JPEGS[index - 50], index * 10), index, (k0, k1)
+        yield (
+            EncodedSample(b"bad" if number < 2 else JPEGS[index - 50], index * 10),
+            index,
+            (k0, k1),
+        )
 
 
 def test_a_micro_batch_is_one_array_of_its_samples_in_order() -> None:
     found, bad = batch(made(FLIP), JPEGS[:8])
     assert found["image"].shape == (8, 32, 32, 3) and found["image"].dtype == np.uint8
     assert found["image"].flags.c_contiguous
-    assert found["label"].tolist() == list(range(0, 24, 3)) and found["label"].dtype == np.int64
+    assert (
+        found["label"].tolist() == list(range(0, 24, 3))
+        and found["label"].dtype == np.int64
+    )
     assert found.index.tolist() == list(range(20, 28)) and found.index.dtype == np.int64
     assert found.weight.tolist() == [1] * 8 and found.weight.dtype == np.float32
     assert bad == []
@@ -270,11 +341,20 @@ def test_padding_is_black_and_weighs_nothing_and_is_never_decoded() -> None:
     assert bad == []
 
 
-@pytest.mark.parametrize("transform", [FLIP, v2.Resize((32, 32)), None], ids=["A", "v2", "none"])
+@pytest.mark.parametrize(
+    "transform", [FLIP, v2.Resize((32, 32)), None], ids=["A", "v2", "none"]
+)
 def test_padding_alone_has_the_shape_that_the_others_have(transform: Any) -> None:
     good, _ = batch(made(transform), JPEGS[:1])
-    found, _ = batch(made(transform, probe=lambda: map(EncodedSample, [b"", None, JPEGS[0]])), [], padding=4)
-    assert found["image"].shape == (4, *good["image"].shape[1:]) and not found["image"].any()
+    found, _ = batch(
+        made(transform, probe=lambda: map(EncodedSample, [b"", None, JPEGS[0]])),
+        [],
+        padding=4,
+    )
+    assert (
+        found["image"].shape == (4, *good["image"].shape[1:])
+        and not found["image"].any()
+    )
     assert found["label"].tolist() == [0] * 4 and found.index.tolist() == [-1] * 4
 
 
@@ -292,7 +372,10 @@ def test_padding_alone_of_unknown_size_is_a_config_error() -> None:
 
 def test_a_sample_of_another_size_is_a_config_error_with_both_sizes() -> None:
     images = [np.zeros((20, 30, 3), np.uint8), np.zeros((20, 31, 3), np.uint8)]
-    with pytest.raises(ConfigError, match=r"x.lmdb sample 21: .*\(20, 31, 3\).*\(20, 30, 3\).*crop or resize"):
+    with pytest.raises(
+        ConfigError,
+        match=r"x.lmdb sample 21: .*\(20, 31, 3\).*\(20, 30, 3\).*crop or resize",
+    ):
         batch(made(None, store_address="x.lmdb"), [encode_jpeg(i) for i in images])
 
 
@@ -309,11 +392,20 @@ def test_substitution_is_the_same_every_time_and_recorded() -> None:
     assert first.weight.tolist() == [1] * 5
     reasons = {21: (53, "no value"), 23: (55, "empty value (0 bytes)")}
     assert bad == [
-        {"store": "x.lmdb", "index": i, "name": f"key {i}", "substitute": by, "error": error, "fault": "store"}
+        {
+            "store": "x.lmdb",
+            "index": i,
+            "name": f"key {i}",
+            "substitute": by,
+            "error": error,
+            "fault": "store",
+        }
         for i, (by, error) in reasons.items()
     ]
     alone, _ = run(made(FLIP), samples_of(JPEGS[3:4]), KEYS[53:54])
-    np.testing.assert_array_equal(first["image"][1], alone["image"][0])  # pixels under its own key
+    np.testing.assert_array_equal(
+        first["image"][1], alone["image"][0]
+    )  # pixels under its own key
 
 
 def test_lessons_of_earlier_attempts_hold_for_substitutes_too() -> None:
@@ -321,12 +413,17 @@ def test_lessons_of_earlier_attempts_hold_for_substitutes_too() -> None:
     attempt = Attempt({21: "it crashed", 50: "so did this"}, touched.append)
 
     def stand_ins(row: int) -> Iterator[Candidate]:
-        return ((EncodedSample(JPEGS[0]), 50 + number, (1, 2)) for number in range(NUM_SUBSTITUTES))
+        return (
+            (EncodedSample(JPEGS[0]), 50 + number, (1, 2))
+            for number in range(NUM_SUBSTITUTES)
+        )
 
     found, bad = batch(made(None), [JPEGS[0]] * 3, stand_ins, attempt=attempt)
     assert touched == [20, 21, 50, 51, 22]
     assert found.index.tolist() == [20, 51, 22]
-    assert [(r["index"], r["substitute"], r["error"]) for r in bad] == [(21, 51, "it crashed")]
+    assert [(r["index"], r["substitute"], r["error"]) for r in bad] == [
+        (21, 51, "it crashed")
+    ]
 
 
 def test_a_sample_is_read_in_its_turn_or_not_at_all() -> None:
@@ -366,7 +463,9 @@ def test_bad_substitutes_end_after_some_attempts() -> None:
     with pytest.raises(SampleError, match=message):
         batch(made(FLIP, store_address="x.lmdb"), [JPEGS[0], None], hopeless)
     assert asked == [(1, attempt) for attempt in range(NUM_SUBSTITUTES)]
-    with pytest.raises(SampleError, match=r"sample 20: no value .*nothing to read a substitute with"):
+    with pytest.raises(
+        SampleError, match=r"sample 20: no value .*nothing to read a substitute with"
+    ):
         batch(made(FLIP), [None])
 
 
@@ -378,17 +477,31 @@ def test_a_validation_keeps_the_row_of_a_bad_sample_at_weight_zero() -> None:
     assert found["label"].tolist() == [0, 3, 0, 9]  # one that cannot be read has none
     images = found["image"]
     assert not images[[0, 2]].any() and images[1].any() and images[3].any()
-    assert [(record["index"], record["substitute"]) for record in bad] == [(20, None), (22, None)]
+    assert [(record["index"], record["substitute"]) for record in bad] == [
+        (20, None),
+        (22, None),
+    ]
     assert bad[1]["error"].startswith("truncated JPEG")
-    nothing_good, _ = batch(made(FLIP, exact=True, probe=lambda: map(EncodedSample, JPEGS)), [None, b""])
-    assert nothing_good["image"].shape == (2, 32, 32, 3) and not nothing_good.weight.any()
+    nothing_good, _ = batch(
+        made(FLIP, exact=True, probe=lambda: map(EncodedSample, JPEGS)), [None, b""]
+    )
+    assert (
+        nothing_good["image"].shape == (2, 32, 32, 3) and not nothing_good.weight.any()
+    )
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_raise_names_store_index_and_reason(exact: bool) -> None:
-    transform = made(FLIP, max_bad_fraction=0, store_address="x.lmdb", sample_name="key {}".format, exact=exact)
+    transform = made(
+        FLIP,
+        max_bad_fraction=0,
+        store_address="x.lmdb",
+        sample_name="key {}".format,
+        exact=exact,
+    )
     with pytest.raises(
-        SampleError, match=r"^x.lmdb sample 21 \(key 21\): not an image: starts with 6e 6f .*max_bad_fraction"
+        SampleError,
+        match=r"^x.lmdb sample 21 \(key 21\): not an image: starts with 6e 6f .*max_bad_fraction",
     ):
         batch(transform, [JPEGS[0], b"no"], substitutes)
 
@@ -401,10 +514,14 @@ def test_an_exception_of_a_users_transform_is_a_named_bad_sample() -> None:
 
     _, (bad,) = batch(made(picky), JPEGS[:3], substitutes)
     assert bad["fault"] == "transform"
-    assert re.search(r"^the transform failed at .*test_batch\.py:\d+ in picky: LookupError: not th", bad["error"])
+    assert re.search(
+        r"^the transform failed at .*test_batch\.py:\d+ in picky: LookupError: not th",
+        bad["error"],
+    )
     too_small = made(A.Compose([A.RandomCrop(500, 500)]), max_bad_fraction=0)
     with pytest.raises(
-        SampleError, match=r"sample 20: the transform failed at .*: Crop size .* exceeds image dimensions"
+        SampleError,
+        match=r"sample 20: the transform failed at .*: Crop size .* exceeds image dimensions",
     ):
         batch(too_small, JPEGS[:1])
 
@@ -423,7 +540,9 @@ def test_decode_options_reach_the_decoder() -> None:
     exif[0x0112] = 6
     buffer = io.BytesIO()
     Image.fromarray(cv2.resize(NOISE, (40, 30))).save(buffer, "JPEG", exif=exif)
-    assert batch(made(None, apply_exif=True), [buffer.getvalue()])[0]["image"].shape[1:3] == (40, 30)
+    assert batch(made(None, apply_exif=True), [buffer.getvalue()])[0]["image"].shape[
+        1:3
+    ] == (40, 30)
     assert batch(made(None), [buffer.getvalue()])[0]["image"].shape[1:3] == (30, 40)
 
 
@@ -432,21 +551,31 @@ def test_decode_options_reach_the_decoder() -> None:
 
 @pytest.mark.parametrize("pipeline", ["light", "torchvision v2"])
 def test_crop_decode_changes_neither_pixels_nor_bad_samples(pipeline: str) -> None:
-    jpegs: list[bytes | None] = [encode_jpeg(cv2.resize(image, (200, 150))) for image in IMAGES]
+    jpegs: list[bytes | None] = [
+        encode_jpeg(cv2.resize(image, (200, 150))) for image in IMAGES
+    ]
     jpegs[3] = (jpegs[3] or b"")[:-900]
     jpegs[7] = None
-    transform = build_transform("light", 32) if pipeline == "light" else OTHERS[pipeline]()
-    (off, bad), (exact, bad_of_exact) = (
-        batch(made(transform, crop_decode=mode, exact=True), jpegs) for mode in ("off", "exact")
+    transform = (
+        build_transform("light", 32) if pipeline == "light" else OTHERS[pipeline]()
     )
-    assert np.array_equal(off["image"], exact["image"]) and np.array_equal(off.weight, exact.weight)
+    (off, bad), (exact, bad_of_exact) = (
+        batch(made(transform, crop_decode=mode, exact=True), jpegs)
+        for mode in ("off", "exact")
+    )
+    assert np.array_equal(off["image"], exact["image"]) and np.array_equal(
+        off.weight, exact.weight
+    )
     assert bad == bad_of_exact and [record["index"] for record in bad] == [23, 27]
 
 
 def test_scaled_crop_decode_is_another_mode_of_the_same_view() -> None:
     big = [encode_jpeg(cv2.resize(image, (800, 600))) for image in IMAGES[:4]]
     light = build_transform("light", 32)
-    off, scaled = (batch(made(light, crop_decode=mode), big)[0]["image"] for mode in ("off", "scaled"))
+    off, scaled = (
+        batch(made(light, crop_decode=mode), big)[0]["image"]
+        for mode in ("off", "scaled")
+    )
     difference = np.abs(off.astype(int) - scaled)
     assert 0 < difference.mean() < 3  # of 255
 
@@ -459,16 +588,29 @@ def test_scaled_crop_decode_is_another_mode_of_the_same_view() -> None:
         (lambda image: torch.from_numpy(image).permute(2, 0, 1), NOISE),
         (lambda image: image[:, :, :1].astype(np.float16), NOISE[:, :, :1]),
         (A.Compose([A.ToFloat(), ToTensorV2()]), NOISE / 255),
-        (torchvision.transforms.Compose([torchvision.transforms.ToTensor()]), NOISE / 255),
+        (
+            torchvision.transforms.Compose([torchvision.transforms.ToTensor()]),
+            NOISE / 255,
+        ),
     ],
 )
-def test_floats_and_tensors_are_taken_as_they_are(transform: Any, expected: np.ndarray) -> None:
+def test_floats_and_tensors_are_taken_as_they_are(
+    transform: Any, expected: np.ndarray
+) -> None:
     made = SampleTransform(transform)(NOISE.copy(), (1, 2))
-    assert made.dtype == (np.float32 if expected.dtype.kind == "f" or made.shape[2] == 1 else np.uint8)
+    assert made.dtype == (
+        np.float32 if expected.dtype.kind == "f" or made.shape[2] == 1 else np.uint8
+    )
     np.testing.assert_allclose(made, expected, atol=1e-6)
 
 
 def test_steps_of_torchvision_that_keep_bytes_pass() -> None:
-    steps = [v2.ToImage(), v2.PILToTensor(), v2.RandomCrop(8), v2.ToDtype(torch.uint8), v2.ToPureTensor()]
+    steps = [
+        v2.ToImage(),
+        v2.PILToTensor(),
+        v2.RandomCrop(8),
+        v2.ToDtype(torch.uint8),
+        v2.ToPureTensor(),
+    ]
     made = SampleTransform(v2.Compose(steps))(np.zeros((10, 12, 3), np.uint8), (1, 2))
     assert made.shape == (8, 8, 3)

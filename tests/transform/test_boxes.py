@@ -26,9 +26,15 @@ def layouts(boxes: list[list[int]], labels: list[int]) -> dict[str, Any]:
         ("boxes", "category_id"),
     ):
         struct = {"id": [7, 8], name: boxes, label: labels}
-        rows = [{name: box, label: number} for box, number in zip(boxes, labels, strict=True)]
+        rows = [
+            {name: box, label: number}
+            for box, number in zip(boxes, labels, strict=True)
+        ]
         found |= {f"struct {label}": struct, f"rows {label}": rows}
-        found |= {f"JSON {label}": json.dumps(struct), f"JSON rows {label}": json.dumps(rows).encode()}
+        found |= {
+            f"JSON {label}": json.dumps(struct),
+            f"JSON rows {label}": json.dumps(rows).encode(),
+        }
     return found
 
 
@@ -50,8 +56,14 @@ def test_boxes_beside_their_labels_are_those_of_one_list(layout: str) -> None:
     [
         ({"bbox": SIZES}, "exactly one of category, .* must have the labels"),
         ({"category": [1]}, "exactly one of bbox, .* must have the boxes"),
-        ({"bbox": SIZES, "category": [1, 2], "label": [1, 2]}, "exactly one of category"),
-        ({"bbox": SIZES, "category": [1]}, "2 boxes of 4 numbers need as many labels, and there are 1"),
+        (
+            {"bbox": SIZES, "category": [1, 2], "label": [1, 2]},
+            "exactly one of category",
+        ),
+        (
+            {"bbox": SIZES, "category": [1]},
+            "2 boxes of 4 numbers need as many labels, and there are 1",
+        ),
         ({"bbox": [[1, 2, 3]], "category": [1]}, "boxes of 4 numbers"),
         ({"bbox": [[1, 2, 3, 4]], "category": ["cat"]}, "the boxes are not numbers"),
         ({"bbox": [[1, 2, 30, 4]], "category": [1]}, "reaches out of the image"),
@@ -67,6 +79,11 @@ def test_a_struct_without_boxes_is_an_image_without_boxes() -> None:
 
 
 def test_a_part_of_a_struct_of_boxes_is_told_with_the_whole() -> None:
-    store = MemoryStore([b"x"], None, columns={"objects": [{"bbox": [], "category": []}]})
-    with pytest.raises(ConfigError, match=r"name the column that has the labels next to 'bbox' too, 'objects'"):
+    store = MemoryStore(
+        [b"x"], None, columns={"objects": [{"bbox": [], "category": []}]}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"name the column that has the labels next to 'bbox' too, 'objects'",
+    ):
         check_columns(store, {"boxes": "objects.bbox"})

@@ -33,22 +33,32 @@ NOTHING: dict[str, list[Any]] = {"empty": [[]], "null": [None], "both": [[], Non
 
 
 def of_parquet(path: Path, values: list[Any]) -> Store:
-    pq.write_table(pa.table({"image": [b"x"] * len(values), "t": values}), path.with_suffix(".parquet"))
+    pq.write_table(
+        pa.table({"image": [b"x"] * len(values), "t": values}),
+        path.with_suffix(".parquet"),
+    )
     return open_store(path.with_suffix(".parquet"))
 
 
 def of_lmdb(path: Path, values: list[Any]) -> Store:
     """Lists are JSON there, as `raypipe convert` writes them."""
-    with open_writer(path.with_suffix(".lmdb"), {"image": "binary", "t": "string"}) as writer:
+    with open_writer(
+        path.with_suffix(".lmdb"), {"image": "binary", "t": "string"}
+    ) as writer:
         for value in values:
-            writer.append({"image": b"x", "t": None if value is None else json.dumps(value)})
+            writer.append(
+                {"image": b"x", "t": None if value is None else json.dumps(value)}
+            )
     return open_store(path.with_suffix(".lmdb"))
 
 
 def of_webdataset(path: Path, values: list[Any]) -> Store:
     with tarfile.open(path.with_suffix(".tar"), "w") as tar:
         for number, value in enumerate(values):
-            for suffix, data in (("jpg", b"x"), ("json", json.dumps({"label": 0, "t": value}).encode())):
+            for suffix, data in (
+                ("jpg", b"x"),
+                ("json", json.dumps({"label": 0, "t": value}).encode()),
+            ):
                 member = tarfile.TarInfo(f"{number:06d}.{suffix}")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
@@ -67,7 +77,9 @@ def type_in(*stores: Store, options: Any = None) -> ColumnType:
     column = "json.t" if str(stores[0].address).endswith(".tar") else "t"
     declared = column_options({column: options})
     by_split = dict(zip(("train", "val"), stores, strict=False))
-    return find_columns(by_split, declared, None, lambda _: np.arange(NUM_PROBED), label=False).types[column]
+    return find_columns(
+        by_split, declared, None, lambda _: np.arange(NUM_PROBED), label=False
+    ).types[column]
 
 
 @pytest.mark.parametrize("values", LISTS.values(), ids=LISTS)
@@ -78,11 +90,16 @@ def test_samples_of_nothing_at_the_start_do_not_change_a_type(
     expected = type_in(make(tmp_path / "a", values * 10))
     for name, nothing in NOTHING.items():
         for num in (NUM_PROBED, 3000) if make is in_memory else (NUM_PROBED,):
-            assert type_in(make(tmp_path / f"{name}{num}", nothing * num + values)) == expected
+            assert (
+                type_in(make(tmp_path / f"{name}{num}", nothing * num + values))
+                == expected
+            )
 
 
 @pytest.mark.parametrize("make", STORES, ids=lambda make: make.__name__)
-def test_a_padded_column_has_the_type_of_its_first_number(make: Make, tmp_path: Path) -> None:
+def test_a_padded_column_has_the_type_of_its_first_number(
+    make: Make, tmp_path: Path
+) -> None:
     store = make(tmp_path / "a", [[]] * 20 + [[1, 2]])
     assert type_in(store, options={"length": 2, "fill": 0}).dtype == "int64"
 
@@ -91,7 +108,9 @@ KINDS = [pa.int8(), pa.uint16(), pa.int64(), pa.float32(), pa.float64(), pa.bool
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_store_of_empty_lists_has_the_type_of_its_schema(kind: pa.DataType, tmp_path: Path) -> None:
+def test_a_store_of_empty_lists_has_the_type_of_its_schema(
+    kind: pa.DataType, tmp_path: Path
+) -> None:
     for list_of in (pa.list_, pa.large_list):
         empty = of_parquet(tmp_path / "a", pa.array([[]] * 20, list_of(kind)))
         value = pa.scalar(1).cast(kind).as_py()

@@ -37,7 +37,9 @@ def picture(height: int = 37, width: int = 53) -> np.ndarray:
 
 def encoded(image: Image.Image | np.ndarray, kind: str, **options: Any) -> bytes:
     out = io.BytesIO()
-    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(out, kind, **options)
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(
+        out, kind, **options
+    )
     return out.getvalue()
 
 
@@ -46,7 +48,12 @@ def by_pillow(data: bytes) -> np.ndarray:
 
 
 def png_chunk(kind: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    return (
+        struct.pack(">I", len(body))
+        + kind
+        + body
+        + struct.pack(">I", zlib.crc32(kind + body))
+    )
 
 
 def png_bomb(width: int, height: int, extra: bytes = b"") -> bytes:
@@ -60,7 +67,11 @@ LOSSLESS = {
     "png gray": (lambda: picture()[:, :, 0], "PNG", {}),
     "png with metadata": (lambda: picture(), "PNG", {"dpi": (72, 72)}),
     "png rgba": (lambda: np.dstack([picture(), picture()[:, :, 0]]), "PNG", {}),
-    "png gray and alpha": (lambda: np.ascontiguousarray(picture()[:, :, :2]), "PNG", {}),
+    "png gray and alpha": (
+        lambda: np.ascontiguousarray(picture()[:, :, :2]),
+        "PNG",
+        {},
+    ),
     "png palette": (lambda: Image.fromarray(picture()).quantize(40), "PNG", {}),
     "png palette with transparency": (
         lambda: Image.fromarray(picture()).quantize(40),
@@ -88,24 +99,36 @@ LOSSLESS = {
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_every_format_but_jpeg_equals_pillow(name: str) -> None:
     make, kind, options = LOSSLESS[name]
-    data = encoded(make() if isinstance(make(), Image.Image) else Image.fromarray(make()), kind, **options)
+    data = encoded(
+        make() if isinstance(make(), Image.Image) else Image.fromarray(make()),
+        kind,
+        **options,
+    )
     image = decode(data)
-    assert image.dtype == np.uint8 and image.flags.c_contiguous and image.flags.writeable
+    assert (
+        image.dtype == np.uint8 and image.flags.c_contiguous and image.flags.writeable
+    )
     warnings.simplefilter("ignore")  # Pillow's, of a palette with transparency
     np.testing.assert_array_equal(image, by_pillow(data))
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"progressive": True}, {"quality": 30}])
+@pytest.mark.parametrize(
+    "options", [{}, {"subsampling": 0}, {"progressive": True}, {"quality": 30}]
+)
 def test_jpeg_equals_pillow_within_rounding(mode: str, options: dict[str, Any]) -> None:
     data = encoded(Image.fromarray(picture(101, 67)).convert(mode), "JPEG", **options)
     image = decode(data)
-    assert image.dtype == np.uint8 and image.flags.c_contiguous and image.flags.writeable
+    assert (
+        image.dtype == np.uint8 and image.flags.c_contiguous and image.flags.writeable
+    )
     assert image.shape == (101, 67, 3)
     assert np.abs(image.astype(int) - by_pillow(data)).max() <= 2
 
 
-@pytest.mark.parametrize("transform", [0, 2, None])  # CMYK, YCCK, and no Adobe marker at all
+@pytest.mark.parametrize(
+    "transform", [0, 2, None]
+)  # CMYK, YCCK, and no Adobe marker at all
 def test_jpeg_of_four_inks_equals_pillow_within_rounding(transform: int | None) -> None:
     data = encoded(Image.fromarray(picture()).convert("CMYK"), "JPEG")
     at = data.index(b"\xff\xee\0\x0eAdobe")
@@ -118,7 +141,9 @@ def test_jpeg_of_four_inks_equals_pillow_within_rounding(transform: int | None) 
 def test_16_bit_grayscale_keeps_its_high_byte(kind: str) -> None:
     deep = RNG.integers(0, 65536, (9, 11)).astype(np.uint16)
     image = decode(encoded(Image.fromarray(deep), kind))
-    np.testing.assert_array_equal(image, np.repeat((deep >> 8).astype(np.uint8)[:, :, None], 3, axis=2))
+    np.testing.assert_array_equal(
+        image, np.repeat((deep >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
+    )
 
 
 def test_16_bit_rgb_keeps_its_high_byte() -> None:
@@ -140,12 +165,18 @@ def test_any_bytes_like_value_will_do(wrap: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-@pytest.mark.parametrize("orientation", range(10))  # 0 and 9 are not defined, and ignored
-def test_exif_orientation_is_ignored_unless_asked_for(kind: str, orientation: int) -> None:
+@pytest.mark.parametrize(
+    "orientation", range(10)
+)  # 0 and 9 are not defined, and ignored
+def test_exif_orientation_is_ignored_unless_asked_for(
+    kind: str, orientation: int
+) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(picture(), kind, exif=exif.tobytes())
-    upright = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+    upright = np.array(
+        ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    )
     assert decode(data).shape == (37, 53, 3)
     assert np.abs(decode(data).astype(int) - by_pillow(data)).max() <= 2
     assert decode(data, exif=True).shape == upright.shape
@@ -160,7 +191,9 @@ def test_damaged_exif_does_not_spoil_the_pixels() -> None:
 
 @pytest.mark.parametrize("shape", [(400, 500), (500, 400), (301, 999)])
 @pytest.mark.parametrize("min_side", [20, 37, 75, 100, 150, 200, 250, 400, 1000])
-def test_reduced_decoding_stays_at_or_above_min_side(shape: tuple[int, int], min_side: int) -> None:
+def test_reduced_decoding_stays_at_or_above_min_side(
+    shape: tuple[int, int], min_side: int
+) -> None:
     data = encode_jpeg(picture(*shape), 90)
     full, reduced = decode(data), decode(data, min_side=min_side)
     short = min(reduced.shape[:2])
@@ -173,7 +206,9 @@ def test_reduced_decoding_stays_at_or_above_min_side(shape: tuple[int, int], min
         np.testing.assert_array_equal(full, reduced)
 
 
-def test_size_limit_holds_before_any_pixel_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_limit_holds_before_any_pixel_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     jpeg = bytearray(encoded(picture(), "JPEG"))
     at = jpeg.index(b"\xff\xc0") + 5
     jpeg[at : at + 4] = struct.pack(">HH", 60000, 60000)
@@ -182,21 +217,30 @@ def test_size_limit_holds_before_any_pixel_is_allocated(monkeypatch: pytest.Monk
     bmp = bytearray(encoded(picture(), "BMP"))
     bmp[18:26] = struct.pack("<ii", 60000, 60000)
     tiff = encoded(picture(), "TIFF")
-    assert tiff[:2] == b"II" and int.from_bytes(tiff[4:8], "little") == 8  # the directory comes first
+    assert (
+        tiff[:2] == b"II" and int.from_bytes(tiff[4:8], "little") == 8
+    )  # the directory comes first
     tiff_bomb = bytearray(tiff)
     for entry in range(10, 10 + 12 * int.from_bytes(tiff[8:10], "little"), 12):
         if int.from_bytes(tiff[entry : entry + 2], "little") in (256, 257):
             tiff_bomb[entry + 2 : entry + 12] = struct.pack("<HII", 4, 1, 60000)
-    plain, with_metadata = png_bomb(60000, 60000), png_bomb(60000, 60000, png_chunk(b"tEXt", b"a\0b"))
+    plain, with_metadata = (
+        png_bomb(60000, 60000),
+        png_bomb(60000, 60000, png_chunk(b"tEXt", b"a\0b")),
+    )
     for data in (plain, with_metadata, jpeg, gif, bmp, tiff_bomb):
         tracemalloc.start()
-        with pytest.raises(SampleError, match=f"declares 60000x60000 pixels, limit is {MAX_PIXELS}"):
+        with pytest.raises(
+            SampleError, match=f"declares 60000x60000 pixels, limit is {MAX_PIXELS}"
+        ):
             decode(bytes(data))
         assert tracemalloc.get_traced_memory()[1] < 50e6
         tracemalloc.stop()
     canvas = b"VP8X\x0a\0\0\0\x02\0\0\0" + 2 * (60000 - 1).to_bytes(3, "little")
     animation = b"RIFF" + (len(canvas) + 4).to_bytes(4, "little") + b"WEBP" + canvas
-    with pytest.raises(SampleError, match=f"declares 60000x60000 pixels, limit is {MAX_PIXELS}"):
+    with pytest.raises(
+        SampleError, match=f"declares 60000x60000 pixels, limit is {MAX_PIXELS}"
+    ):
         decode(animation)
     image = picture()
     for options in ({}, {"lossless": True}, {"exif": b"Exif\0\0"}):
@@ -209,15 +253,27 @@ def test_size_limit_holds_before_any_pixel_is_allocated(monkeypatch: pytest.Monk
 
 
 OVER_A_LIMIT = {
-    "canvas of an animation": (lambda: bombs.animated_webp(16383, 10900), "declares 16383x10900 .* 3235 MiB"),
-    "tile larger than its image": (lambda: bombs.tiled_tiff(1, 20000), "declares 1x1 .* MiB"),
+    "canvas of an animation": (
+        lambda: bombs.animated_webp(16383, 10900),
+        "declares 16383x10900 .* 3235 MiB",
+    ),
+    "tile larger than its image": (
+        lambda: bombs.tiled_tiff(1, 20000),
+        "declares 1x1 .* MiB",
+    ),
     "scans": (lambda: bombs.jpeg_of_scans(13000, 13000, 100), "more than 16 scans"),
-    "rows of one pixel": (lambda: bmp(1, 170_000_000), "1x170000000 pixels, limit of a side is 1048576"),
+    "rows of one pixel": (
+        lambda: bmp(1, 170_000_000),
+        "1x170000000 pixels, limit of a side is 1048576",
+    ),
     "rows of an animation": (
         lambda: bombs.animated_webp(1, 1 << 24),
         "1x16777216 pixels, limit of a side",
     ),
-    "coefficients of three components": (lambda: progressive(13000, 12000), "declares 13000x12000 .* MiB"),
+    "coefficients of three components": (
+        lambda: progressive(13000, 12000),
+        "declares 13000x12000 .* MiB",
+    ),
 }
 LOOK = """
 import json, resource, sys
@@ -242,7 +298,9 @@ print(json.dumps({"found": found, "mib": (peak() - before) / 1024}))
 def bmp(width: int, height: int) -> bytes:
     """Runs of no pixels, for which no data need be there."""
     header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, 2, 0, 0, 1, 0)
-    return b"BM" + struct.pack("<IHHI", 60, 0, 0, 58) + header + bytes(4) + bytes([0, 1])
+    return (
+        b"BM" + struct.pack("<IHHI", 60, 0, 0, 58) + header + bytes(4) + bytes([0, 1])
+    )
 
 
 def progressive(width: int, height: int) -> bytes:
@@ -254,12 +312,21 @@ def progressive(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", OVER_A_LIMIT)
-def test_limits_hold_for_all_that_a_decoder_would_allocate_or_go_through(name: str, tmp_path: Path) -> None:
+def test_limits_hold_for_all_that_a_decoder_would_allocate_or_go_through(
+    name: str, tmp_path: Path
+) -> None:
     make, reason = OVER_A_LIMIT[name]
     (tmp_path / "image").write_bytes(make())
     command = [sys.executable, "-c", LOOK, str(tmp_path / "image")]
     limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # noqa: E731
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=100, check=True)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        timeout=100,
+        check=True,
+    )
     looked = json.loads(done.stdout)
     assert all(re.search(reason, found) for found in looked["found"])
     assert looked["mib"] < 100
@@ -303,7 +370,11 @@ def test_the_largest_image_of_each_kind_takes_a_gibibyte(
     image = Image.new(mode, (width, MAX_DECODE_BYTES // pixel_bytes // width))
     image.save(tmp_path / "image", kind, **options)
     command = [sys.executable, "-c", LOOK, str(tmp_path / "image")]
-    looked = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout)
+    looked = json.loads(
+        subprocess.run(
+            command, capture_output=True, text=True, timeout=300, check=True
+        ).stdout
+    )
     assert looked["found"] == ["", ""]
     assert looked["mib"] < (MAX_DECODE_BYTES >> 20) + 64  # rows, tables and libraries
 
@@ -318,9 +389,13 @@ def test_a_rare_subsampling_is_decoded_by_pillow() -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
-def test_pillows_own_warning_of_large_images_stays_silent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pillows_own_warning_of_large_images_stays_silent(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = encoded(Image.fromarray(picture()).convert("1"), kind)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # the picture has 1961; from 2001 it is an error
+    monkeypatch.setattr(
+        Image, "MAX_IMAGE_PIXELS", 1000
+    )  # the picture has 1961; from 2001 it is an error
     assert decode(data).shape == (37, 53, 3)
 
 
@@ -330,19 +405,25 @@ def test_truncated_at_any_length_is_an_error_and_never_gray_rows(kind: str) -> N
     for length in sorted(set(np.linspace(1, len(data) - 24, 60).astype(int))):
         with pytest.raises(SampleError):
             decode(data[:length])
-    for length in range(len(data) - 24, len(data)):  # the last bytes may hold checksums, end marks, no pixels
+    for length in range(
+        len(data) - 24, len(data)
+    ):  # the last bytes may hold checksums, end marks, no pixels
         with contextlib.suppress(SampleError):
             np.testing.assert_array_equal(decode(data[:length]), decode(data))
 
 
 def test_truncated_jpeg_says_so() -> None:
     data = encoded(picture(), "JPEG")
-    with pytest.raises(SampleError, match=r"^truncated JPEG: Premature end of JPEG file \(\d+ bytes\)$"):
+    with pytest.raises(
+        SampleError, match=r"^truncated JPEG: Premature end of JPEG file \(\d+ bytes\)$"
+    ):
         decode(data[:-20])
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_damaged_bytes_give_a_sample_error_or_an_image(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_bytes_give_a_sample_error_or_an_image(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "MAX_PIXELS", 1_000_000)
     rng, good = np.random.default_rng(1), encoded(picture(20, 24), kind)
     for _ in range(300):
@@ -375,18 +456,29 @@ class Trap:
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "LA"])
 def test_a_png_with_a_wrong_checksum_of_pixels_is_always_bad(mode: str) -> None:
-    first, second = (encoded(Image.new("RGBA", (6, 5), color).convert(mode), "png") for color in ("red", "blue"))
-    parts = [re.split(b"(?=....(?:IHDR|PLTE|tRNS|IDAT|IEND))", data, flags=re.DOTALL) for data in (first, second)]
+    first, second = (
+        encoded(Image.new("RGBA", (6, 5), color).convert(mode), "png")
+        for color in ("red", "blue")
+    )
+    parts = [
+        re.split(b"(?=....(?:IHDR|PLTE|tRNS|IDAT|IEND))", data, flags=re.DOTALL)
+        for data in (first, second)
+    ]
     # The second image's pixels, with the first one's checksum of them.
     mixed = [
-        other[:-4] + one[-4:] if one[4:8] in (b"IDAT", b"PLTE") else one for one, other in zip(*parts, strict=True)
+        other[:-4] + one[-4:] if one[4:8] in (b"IDAT", b"PLTE") else one
+        for one, other in zip(*parts, strict=True)
     ]
     assert decode(first)[0, 0].tolist() != decode(second)[0, 0].tolist()
-    with pytest.raises(SampleError, match=r"damaged PNG: .*the checksum of .* is wrong"):
+    with pytest.raises(
+        SampleError, match=r"damaged PNG: .*the checksum of .* is wrong"
+    ):
         decode(b"".join(mixed))
 
 
-def test_pickles_are_named_and_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickles_are_named_and_never_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SampleError) as caught:
         decode(pickle.dumps(Trap(), protocol=4))
@@ -437,7 +529,10 @@ def test_resize_short_side_shrinks_and_never_enlarges(shape: tuple[int, int]) ->
 
 def test_importing_decode_brings_no_torch_ray_pillow_or_albumentations() -> None:
     code = (
-        "import sys, raypipe.transform.decode; print({'torch', 'ray', 'PIL', 'albumentations'} & set(sys.modules))"
+        "import sys, raypipe.transform.decode; "
+        "print({'torch', 'ray', 'PIL', 'albumentations'} & set(sys.modules))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() == "set()"

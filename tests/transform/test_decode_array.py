@@ -71,19 +71,38 @@ def tiff(
             for left in range(0, width, columns):
                 values = part[top : top + rows, left : left + columns]
                 if tiled:
-                    ends = [(0, full - side) for full, side in zip((rows, columns), values.shape, strict=False)]
+                    ends = [
+                        (0, full - side)
+                        for full, side in zip(
+                            (rows, columns), values.shape, strict=False
+                        )
+                    ]
                     values = np.pad(values, (*ends, (0, 0)))
                 if predictor == 2:
                     values = values.view(f"u{array.itemsize}")
-                    values = np.diff(values, axis=1, prepend=np.zeros_like(values[:, :1]))
-                data = np.ascontiguousarray(values, values.dtype.newbyteorder(order)).tobytes()
+                    values = np.diff(
+                        values, axis=1, prepend=np.zeros_like(values[:, :1])
+                    )
+                data = np.ascontiguousarray(
+                    values, values.dtype.newbyteorder(order)
+                ).tobytes()
                 if array.dtype == bool:
-                    data = np.packbits(values.reshape(len(values), -1), axis=1).tobytes()
+                    data = np.packbits(
+                        values.reshape(len(values), -1), axis=1
+                    ).tobytes()
                 if predictor == 3:
                     h, w, c = values.shape
-                    planes = np.ascontiguousarray(values, array.dtype.newbyteorder(">")).view(np.uint8)
-                    planes = planes.reshape(h, w * c, -1).transpose(0, 2, 1).reshape(h, -1, c)
-                    data = np.diff(planes, axis=1, prepend=np.zeros_like(planes[:, :1])).tobytes()
+                    planes = np.ascontiguousarray(
+                        values, array.dtype.newbyteorder(">")
+                    ).view(np.uint8)
+                    planes = (
+                        planes.reshape(h, w * c, -1)
+                        .transpose(0, 2, 1)
+                        .reshape(h, -1, c)
+                    )
+                    data = np.diff(
+                        planes, axis=1, prepend=np.zeros_like(planes[:, :1])
+                    ).tobytes()
                 data = PACKED[compression](data)
                 stored.append(data.translate(REVERSED) if fill_order == 2 else data)
     kind = {"b": 1, "u": 1, "i": 2, "f": 3}[array.dtype.kind]
@@ -117,7 +136,9 @@ def tiff(
             place = struct.pack(f"{order}{word}", start + len(more))
             more += packed
         directory += struct.pack(f"{order}HH{word}", tag, type_, len(values)) + place
-    head = {"<": b"II", ">": b"MM"}[order] + struct.pack(f"{order}H", 43 if is_big else 42)
+    head = {"<": b"II", ">": b"MM"}[order] + struct.pack(
+        f"{order}H", 43 if is_big else 42
+    )
     return (
         head
         + (struct.pack(f"{order}HH", 8, 0) if is_big else b"")
@@ -138,7 +159,9 @@ def check(data: bytes, array: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_npy_comes_back_in_its_dtype_with_an_axis_for_its_channels(dtype: str) -> None:
+def test_an_npy_comes_back_in_its_dtype_with_an_axis_for_its_channels(
+    dtype: str,
+) -> None:
     for channels in (1, 3, 4, 12):
         array = some(dtype, 5, 7, channels)
         check(npy(array), array)
@@ -155,7 +178,10 @@ def test_an_npy_comes_back_in_its_dtype_with_an_axis_for_its_channels(dtype: str
         (npy(some("uint16", 5, 7))[:-1], "truncated .npy"),
         (npy(some("uint16", 5, 7)) + b"1", "damaged .npy"),
         (npy(some("uint16", 5, 7))[:20], "damaged .npy|truncated .npy"),
-        (npy(np.array([[{}]], object), allow_pickle=True), "objects, which need a pickle"),
+        (
+            npy(np.array([[{}]], object), allow_pickle=True),
+            "objects, which need a pickle",
+        ),
         (npy(np.zeros((2, 2), complex)), "complex128"),
         (npy(np.zeros((2, 2), "U3")), "U3"),
         (npy(np.zeros(3)), r"shape \(3,\)"),
@@ -163,7 +189,9 @@ def test_an_npy_comes_back_in_its_dtype_with_an_axis_for_its_channels(dtype: str
         (npy(np.zeros((2, 2), [("a", "u1")])), "a"),
     ],
 )
-def test_an_npy_that_is_no_array_of_numbers_is_a_bad_sample(data: bytes, reason: str) -> None:
+def test_an_npy_that_is_no_array_of_numbers_is_a_bad_sample(
+    data: bytes, reason: str
+) -> None:
     with pytest.raises(SampleError, match=reason):
         decode_array(data)
 
@@ -172,15 +200,24 @@ def test_an_npy_that_is_no_array_of_numbers_is_a_bad_sample(data: bytes, reason:
 @pytest.mark.parametrize("compression", PACKED)
 @pytest.mark.parametrize("channels", [1, 4, 7])
 @pytest.mark.parametrize(
-    "dtype", ["uint8", "uint16", "int16", "uint32", "uint64", "float16", "float32", "float64"]
+    "dtype",
+    ["uint8", "uint16", "int16", "uint32", "uint64", "float16", "float32", "float64"],
 )
-def test_a_tiff_comes_back_value_by_value(dtype: str, channels: int, compression: int, order: str) -> None:
+def test_a_tiff_comes_back_value_by_value(
+    dtype: str, channels: int, compression: int, order: str
+) -> None:
     array = some(dtype, 10, 9, channels)
     predictors = [1]
     if compression not in (1, 32773):
         predictors += [2, 3] if np.dtype(dtype).kind == "f" else [2]
-    for predictor, is_big, fill_order in itertools.product(predictors, (False, True), (1, 2)):
-        options: Any = {"order": order, "compression": compression, "predictor": predictor}
+    for predictor, is_big, fill_order in itertools.product(
+        predictors, (False, True), (1, 2)
+    ):
+        options: Any = {
+            "order": order,
+            "compression": compression,
+            "predictor": predictor,
+        }
         options |= {"is_big": is_big, "fill_order": fill_order}
         check(tiff(array, **options), array)  # the last strip has two rows
         check(tiff(array, block=(10, 0), **options), array)
@@ -191,11 +228,20 @@ def test_a_tiff_comes_back_value_by_value(dtype: str, channels: int, compression
 
 MIXES = {
     "white is zero": (1, {"photometric": "miniswhite"}),
-    "gray and alpha": (2, {"photometric": "minisblack", "extrasamples": ["unassalpha"]}),
+    "gray and alpha": (
+        2,
+        {"photometric": "minisblack", "extrasamples": ["unassalpha"]},
+    ),
     "rgb": (3, {"photometric": "rgb"}),
-    "rgb and associated alpha": (4, {"photometric": "rgb", "extrasamples": ["assocalpha"]}),
+    "rgb and associated alpha": (
+        4,
+        {"photometric": "rgb", "extrasamples": ["assocalpha"]},
+    ),
     "rgb and alpha": (4, {"photometric": "rgb", "extrasamples": ["unassalpha"]}),
-    "rgb and more": (5, {"photometric": "rgb", "extrasamples": ["unassalpha", "unspecified"]}),
+    "rgb and more": (
+        5,
+        {"photometric": "rgb", "extrasamples": ["unassalpha", "unspecified"]},
+    ),
     "cmyk": (4, {"photometric": "separated"}),
     "cmyk and alpha": (5, {"photometric": "separated", "extrasamples": ["unassalpha"]}),
     "lab": (3, {"photometric": "cielab"}),
@@ -204,7 +250,9 @@ MIXES = {
 
 @pytest.mark.parametrize("compression", [None, "lzw", "zlib", "packbits", "zstd"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_no_mix_of_photometry_and_compression_changes_a_value(mix: str, compression: str | None) -> None:
+def test_no_mix_of_photometry_and_compression_changes_a_value(
+    mix: str, compression: str | None
+) -> None:
     channels, options = MIXES[mix]
     for dtype, byteorder, tile, predictor in itertools.product(
         ("uint8", "uint16", "float32"), "<>", (None, (16, 16)), (False, True)
@@ -234,7 +282,9 @@ def test_a_tiff_is_turned_upright_as_it_is_for_rgb() -> None:
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
-def test_a_tiff_that_cv2_has_compressed_comes_back_with_red_first(dtype: str, channels: int) -> None:
+def test_a_tiff_that_cv2_has_compressed_comes_back_with_red_first(
+    dtype: str, channels: int
+) -> None:
     array = some(dtype, 21, 17, channels)
     swapped = array[..., [2, 1, 0, 3][:channels]] if channels > 1 else array
     _, lzw = cv2.imencode(".tiff", swapped, [cv2.IMWRITE_TIFF_COMPRESSION, 5])
@@ -271,7 +321,11 @@ def test_as_rgb_a_tiff_is_the_same_by_every_compression(compression: int) -> Non
         ("uint16", 3, 2),
         ("uint8", 4, 5),
     ]:
-        array = some(dtype, 10, 16, channels) if dtype != "bool" else some("uint8", 10, 16, 1) > 99
+        array = (
+            some(dtype, 10, 16, channels)
+            if dtype != "bool"
+            else some("uint8", 10, 16, 1) > 99
+        )
         for order in "<>":
             options: Any = {"order": order, "tags": {262: photometric}}
             plain = decode(tiff(array, **options))
@@ -282,8 +336,12 @@ def test_as_rgb_a_tiff_is_the_same_by_every_compression(compression: int) -> Non
                 check(packed, plain)
                 assert (plain == 255 * (array ^ (photometric == 0))).all()
             if photometric < 2 and dtype != "uint16":
-                reversed_ = tiff(array, compression=compression, fill_order=2, **options)
-                with contextlib.suppress(SampleError):  # Pillow has none of 8 bits whose white is 0
+                reversed_ = tiff(
+                    array, compression=compression, fill_order=2, **options
+                )
+                with contextlib.suppress(
+                    SampleError
+                ):  # Pillow has none of 8 bits whose white is 0
                     np.testing.assert_array_equal(decode(reversed_), plain)
 
 
@@ -291,7 +349,9 @@ def test_as_rgb_a_tiff_is_the_same_by_every_compression(compression: int) -> Non
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
 def test_a_png_comes_back_with_red_first(dtype: str, channels: int) -> None:
     array = (RNG.random((21, 17, channels)) * np.iinfo(dtype).max).astype(dtype)
-    _, png = cv2.imencode(".png", array[..., [2, 1, 0, 3][:channels]] if channels > 1 else array)
+    _, png = cv2.imencode(
+        ".png", array[..., [2, 1, 0, 3][:channels]] if channels > 1 else array
+    )
     check(png.tobytes(), array)
     data = png.tobytes()
     for end in (20, len(data) // 2, len(data) - 1):
@@ -308,7 +368,16 @@ def test_what_has_no_more_than_8_bits_is_rgb() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [None, b"", b"GIF", b"\x93NUMPY", b"II*\0", b"MM\0*" + bytes(99), b"\x89PNG\r\n\x1a\n"]
+    "data",
+    [
+        None,
+        b"",
+        b"GIF",
+        b"\x93NUMPY",
+        b"II*\0",
+        b"MM\0*" + bytes(99),
+        b"\x89PNG\r\n\x1a\n",
+    ],
 )
 def test_what_is_no_image_is_a_bad_sample(data: bytes | None) -> None:
     with pytest.raises(SampleError):
@@ -317,7 +386,10 @@ def test_what_is_no_image_is_a_bad_sample(data: bytes | None) -> None:
 
 def test_any_cut_or_changed_header_is_a_bad_sample_or_an_array() -> None:
     # Without the last tag's values, 16 bytes that say uint16, tifffile has the same pixels.
-    for data, most in ((tiff(some("uint16", 6, 5, 4), compression=8), -16), (npy(some("float32", 3, 4, 2)), 0)):
+    for data, most in (
+        (tiff(some("uint16", 6, 5, 4), compression=8), -16),
+        (npy(some("float32", 3, 4, 2)), 0),
+    ):
         for end in range(len(data) + most):
             with pytest.raises(SampleError):
                 decode_array(data[:end])
@@ -331,19 +403,29 @@ def test_any_cut_or_changed_header_is_a_bad_sample_or_an_array() -> None:
 
 
 @pytest.mark.parametrize("name", ["tifffile", "imagecodecs"])
-def test_without_the_extra_an_error_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_an_error_says_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     data = tiff(some("uint16", 6, 5, 4))
     for read in (decode_array, decode_any):
-        with pytest.raises(ConfigError, match=r"pip install '.*\[arrays\]', on every node"):
+        with pytest.raises(
+            ConfigError, match=r"pip install '.*\[arrays\]', on every node"
+        ):
             read(data)
     with Image.open(io.BytesIO(tiff(some("uint8", 6, 5, 3), tags={262: 2}))) as opened:
-        np.testing.assert_array_equal(decode(tiff(np.asarray(opened), tags={262: 2})), opened)  # needs it not
+        np.testing.assert_array_equal(
+            decode(tiff(np.asarray(opened), tags={262: 2})), opened
+        )  # needs it not
 
 
 def declared() -> dict[str, bytes]:
     small = some("uint16", 4, 4, 4)
-    npy_header = {"descr": "<f8", "fortran_order": False, "shape": (1 << 19, 1 << 19, 64)}
+    npy_header = {
+        "descr": "<f8",
+        "fortran_order": False,
+        "shape": (1 << 19, 1 << 19, 64),
+    }
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, npy_header)
     ihdr = b"IHDR" + struct.pack(">IIBBBBB", 30000, 30000, 16, 6, 0, 0, 0)
@@ -352,7 +434,13 @@ def declared() -> dict[str, bytes]:
         "npy": file.getvalue(),
         "tiff sides": tiff(small, compression=8, tags={256: 1 << 14, 257: 1 << 14}),
         "tiff channels": tiff(small, compression=8, tags={277: 1 << 30}),
-        "tiff tile": tiff(small, compression=8, block=(16, 16), tiled=True, tags={322: 1 << 15, 323: 1 << 15}),
+        "tiff tile": tiff(
+            small,
+            compression=8,
+            block=(16, 16),
+            tiled=True,
+            tags={322: 1 << 15, 323: 1 << 15},
+        ),
         "tiff rows": tiff(small, compression=8, tags={257: 1 << 26}),
         "png": b"\x89PNG\r\n\x1a\n" + png,
     }
@@ -389,7 +477,9 @@ def test_three_channels_are_shown_from_the_least_value_to_the_largest() -> None:
     shown = as_rgb(np.array([[[100, 180, 300, 9]]], np.uint16))
     assert shown.dtype == np.uint8 and shown.tolist() == [[[0, 102, 255]]]
     assert as_rgb(np.full((2, 3, 2), 7.5, np.float32)).shape == (2, 3, 3)
-    endless = np.array([[[np.nan, np.inf, -np.inf], [1, 2, 3]], [[1e308, -1e308, 0], [1, 2, 3]]])
+    endless = np.array(
+        [[[np.nan, np.inf, -np.inf], [1, 2, 3]], [[1e308, -1e308, 0], [1, 2, 3]]]
+    )
     assert not as_rgb(endless).any() and as_rgb(endless[:1]).max() == 255
     np.testing.assert_array_equal(as_rgb(decode(picture(3))), decode(picture(3)))
 
@@ -401,5 +491,7 @@ def test_to_be_looked_at_an_array_needs_no_setting() -> None:
     np.testing.assert_array_equal(decode_any(picture(3)), decode(picture(3)))
     with pytest.raises(SampleError, match=r"truncated \.npy"):
         decode_any(npy(array)[:-1])
-    with pytest.raises(SampleError, match=r"an array of numpy's: set transform\.decode_as='array'"):
+    with pytest.raises(
+        SampleError, match=r"an array of numpy's: set transform\.decode_as='array'"
+    ):
         decode(npy(array))

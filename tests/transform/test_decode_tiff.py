@@ -15,9 +15,14 @@ from raypipe.errors import SampleError
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import decode_array
 
-DTYPES = {"u": {8: np.uint8, 16: np.uint16, 32: np.uint32}, "i": {8: np.int8, 16: np.int16, 32: np.int32}}
+DTYPES = {
+    "u": {8: np.uint8, 16: np.uint16, 32: np.uint32},
+    "i": {8: np.int8, 16: np.int16, 32: np.int32},
+}
 FLOATS = {16: np.float16, 32: np.float32, 64: np.float64}
-DEPTHS = [("u", bits) for bits in (*range(1, 17), 32)] + [("i", bits) for bits in (8, 16, 32)]
+DEPTHS = [("u", bits) for bits in (*range(1, 17), 32)] + [
+    ("i", bits) for bits in (8, 16, 32)
+]
 DEPTHS += [("f", bits) for bits in FLOATS]
 READ = {("u", bits) for bits in (1, 2, 4, 8, 12, 16)}
 
@@ -26,7 +31,9 @@ def ramp(kind: str, bits: int) -> np.ndarray:
     """(8, 64), from the least to the largest value."""
     if kind == "f":
         return np.tile(np.linspace(0, 1, 64).astype(FLOATS[bits]), (8, 1))
-    low, high = (0, 2**bits - 1) if kind == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    low, high = (
+        (0, 2**bits - 1) if kind == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    )
     dtype = next(dtype for size, dtype in DTYPES[kind].items() if size >= bits)
     return np.tile(np.linspace(low, high, 64).round().astype(dtype), (8, 1))
 
@@ -37,7 +44,9 @@ def written(image: np.ndarray, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def written_with(kind: str, bits: int, color: str, compression: str | None) -> bytes | None:
+def written_with(
+    kind: str, bits: int, color: str, compression: str | None
+) -> bytes | None:
     """None: tifffile cannot write it."""
     image = ramp(kind, bits)
     options: dict[str, Any] = {"photometric": color, "compression": compression}
@@ -56,14 +65,20 @@ def written_with(kind: str, bits: int, color: str, compression: str | None) -> b
 @pytest.mark.parametrize("color", ["minisblack", "miniswhite", "rgb"])
 def test_a_ramp_of_each_depth_is_a_ramp_of_bytes_or_refused_by_name(color: str) -> None:
     num_read = 0
-    for (kind, bits), compression in itertools.product(DEPTHS, (None, "deflate", "lzw", "packbits")):
+    for (kind, bits), compression in itertools.product(
+        DEPTHS, (None, "deflate", "lzw", "packbits")
+    ):
         data = written_with(kind, bits, color, compression)
         if data is None:
             continue
         try:
             image = decode(data)
         except SampleError as error:
-            assert "8 or 16 bits" in str(error) and "damaged" not in str(error), (kind, bits, str(error))
+            assert "8 or 16 bits" in str(error) and "damaged" not in str(error), (
+                kind,
+                bits,
+                str(error),
+            )
             assert bits not in (8, 16) or kind != "u", (bits, str(error))
             continue
         assert (kind, bits) in READ
@@ -71,16 +86,25 @@ def test_a_ramp_of_each_depth_is_a_ramp_of_bytes_or_refused_by_name(color: str) 
         expected = ramp("u", bits).astype(np.float64) * 255 / (2**bits - 1)
         if color == "miniswhite":
             expected = 255 - expected
-        assert np.abs(image.astype(np.float64) - expected[..., None]).max() <= 1, (bits, compression)
+        assert np.abs(image.astype(np.float64) - expected[..., None]).max() <= 1, (
+            bits,
+            compression,
+        )
     assert num_read >= (8 if color == "rgb" else 10)
 
 
-@pytest.mark.parametrize(("color", "byteorder"), [("minisblack", "<"), ("minisblack", ">"), ("miniswhite", "<")])
+@pytest.mark.parametrize(
+    ("color", "byteorder"),
+    [("minisblack", "<"), ("minisblack", ">"), ("miniswhite", "<")],
+)
 def test_gray_of_16_bits_keeps_its_high_byte(byteorder: str, color: str) -> None:
     values = np.random.default_rng(0).integers(0, 1 << 16, (9, 11), np.uint16)
     image = decode(written(values, photometric=color, byteorder=byteorder))
     high = (values >> 8).astype(np.uint8)
-    assert np.array_equal(image, np.repeat((high if color == "minisblack" else 255 - high)[..., None], 3, 2))
+    assert np.array_equal(
+        image,
+        np.repeat((high if color == "minisblack" else 255 - high)[..., None], 3, 2),
+    )
 
 
 def test_an_array_keeps_the_values_that_are_stored() -> None:
@@ -93,14 +117,34 @@ def test_an_array_keeps_the_values_that_are_stored() -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B"]
+    "mode",
+    [
+        "1",
+        "L",
+        "LA",
+        "P",
+        "PA",
+        "RGB",
+        "RGBA",
+        "RGBX",
+        "CMYK",
+        "YCbCr",
+        "I;16",
+        "I;16B",
+    ],
 )
 def test_what_pillow_writes_is_what_pillow_reads(mode: str) -> None:
     gray = Image.fromarray(ramp("u", 8))
     if mode.startswith("I;16"):
-        image = Image.fromarray(ramp("u", 16).astype(">u2" if mode.endswith("B") else "<u2"))
+        image = Image.fromarray(
+            ramp("u", 16).astype(">u2" if mode.endswith("B") else "<u2")
+        )
     elif mode in ("PA", "RGBX"):
-        image = gray.convert("RGB").convert("P").convert("PA") if mode == "PA" else gray.convert("RGBX")
+        image = (
+            gray.convert("RGB").convert("P").convert("PA")
+            if mode == "PA"
+            else gray.convert("RGBX")
+        )
     else:
         image = gray.convert(mode)
     out = io.BytesIO()

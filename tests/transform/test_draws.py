@@ -26,7 +26,10 @@ BOUND = 2.23 * np.sqrt(1 / NUM + 1 / NUM_OF_LIBRARY)
 def distance(first: np.ndarray, second: np.ndarray) -> float:
     """The Kolmogorov–Smirnov statistic: the largest difference of the two distribution functions."""
     values = np.unique(np.concatenate([first, second]))
-    shares = [np.searchsorted(np.sort(each), values, side="right") / len(each) for each in (first, second)]
+    shares = [
+        np.searchsorted(np.sort(each), values, side="right") / len(each)
+        for each in (first, second)
+    ]
     return float(np.abs(shares[0] - shares[1]).max())
 
 
@@ -34,10 +37,15 @@ def test_uniforms_are_evenly_distributed_and_do_not_hang_together() -> None:
     u = uniforms(KEYS, 6)
     even = np.sort(np.linspace(0, 1, NUM, endpoint=False))
     assert all(distance(column, even) < BOUND for column in u.T)
-    of_neighbors = uniforms(np.stack([np.arange(NUM), np.zeros(NUM)], axis=1).astype(np.uint64), 6)
+    of_neighbors = uniforms(
+        np.stack([np.arange(NUM), np.zeros(NUM)], axis=1).astype(np.uint64), 6
+    )
     assert all(distance(column, even) < BOUND for column in of_neighbors.T)
     for numbers in (u, of_neighbors):
-        of_places, of_keys = np.corrcoef(numbers.T), np.corrcoef(numbers[1:, 0], numbers[:-1, 0])
+        of_places, of_keys = (
+            np.corrcoef(numbers.T),
+            np.corrcoef(numbers[1:, 0], numbers[:-1, 0]),
+        )
         assert np.abs(of_places - np.eye(6)).max() < 5 / np.sqrt(NUM)
         assert abs(of_keys[0, 1]) < 5 / np.sqrt(NUM)
 
@@ -58,7 +66,9 @@ def test_integers_reach_both_ends_alike() -> None:
 def drawn(step: Step, sizes: np.ndarray) -> np.ndarray:
     """The parameters of a step, float64 (NUM, n), in its own order."""
     numbers = step.draw(uniforms(KEYS, step.num_uniforms), sizes)
-    columns = [np.broadcast_to(part, (NUM,)) if np.ndim(part) < 2 else part for part in numbers]
+    columns = [
+        np.broadcast_to(part, (NUM,)) if np.ndim(part) < 2 else part for part in numbers
+    ]
     return np.column_stack(columns).astype(np.float64)
 
 
@@ -68,8 +78,14 @@ def of_library(transform: Any, sizes: np.ndarray) -> list[dict[str, Any]]:
     found = []
     for size in sizes[:NUM_OF_LIBRARY].tolist():
         params = transform.get_params()
-        data = {"image": np.broadcast_to(np.uint8(0), (*size, 3))} if transform.targets_as_params else {}
-        found.append(params | transform.get_params_dependent_on_data({"shape": (*size, 3)}, data))
+        data = (
+            {"image": np.broadcast_to(np.uint8(0), (*size, 3))}
+            if transform.targets_as_params
+            else {}
+        )
+        found.append(
+            params | transform.get_params_dependent_on_data({"shape": (*size, 3)}, data)
+        )
     return found
 
 
@@ -104,7 +120,10 @@ SIZES = np.random.default_rng(1).integers(40, 700, (NUM, 2))
             A.ColorJitter((0.5, 1.5), (0.6, 1.1), (0.0, 2.0), (-0.2, 0.4), p=1),
             {"brightness": 4, "contrast": 5, "saturation": 6, "first": 0, "last": 3},
             lambda p: {
-                **{name: round(p[name] * 65536) for name in ("brightness", "contrast", "saturation")},
+                **{
+                    name: round(p[name] * 65536)
+                    for name in ("brightness", "contrast", "saturation")
+                },
                 "first": p["order"][0],
                 "last": p["order"][3],
             },
@@ -114,35 +133,73 @@ SIZES = np.random.default_rng(1).integers(40, 700, (NUM, 2))
             {"hue": 7},
             lambda p: {"hue": round(p["hue"] * 6 * 65536) % (6 * 65536)},
         ),
-        (A.Solarize((0.2, 0.8), p=1), {"threshold": 1}, lambda p: {"threshold": np.ceil(p["threshold"] * 255)}),
-        (A.Posterize((2, 6), p=1), {"mask": 1}, lambda p: {"mask": 256 - 2 ** (8 - p["num_bits"])}),
+        (
+            A.Solarize((0.2, 0.8), p=1),
+            {"threshold": 1},
+            lambda p: {"threshold": np.ceil(p["threshold"] * 255)},
+        ),
+        (
+            A.Posterize((2, 6), p=1),
+            {"mask": 1},
+            lambda p: {"mask": 256 - 2 ** (8 - p["num_bits"])},
+        ),
         (
             A.CoarseDropout((2, 5), (0.1, 0.3), (0.2, 0.25), p=1),
             {"num": 3, "top": 4, "left": 5, "bottom": 6, "right": 7},
             lambda p: {
                 "num": len(p["holes"]),
-                **dict(zip(("left", "top", "right", "bottom"), p["holes"][0].tolist(), strict=True)),
+                **dict(
+                    zip(
+                        ("left", "top", "right", "bottom"),
+                        p["holes"][0].tolist(),
+                        strict=True,
+                    )
+                ),
             },
         ),
         (
             A.CoarseDropout((1, 1), (5, 30), (3, 20), p=1),
             {"top": 4, "left": 5, "bottom": 6, "right": 7},
-            lambda p: dict(zip(("left", "top", "right", "bottom"), p["holes"][0].tolist(), strict=True)),
+            lambda p: dict(
+                zip(
+                    ("left", "top", "right", "bottom"),
+                    p["holes"][0].tolist(),
+                    strict=True,
+                )
+            ),
         ),
-        (A.RandomRotate90(p=1), {"turn": 0}, lambda p: {"turn": (0, 6, 3, 5)[p["factor"]]}),
+        (
+            A.RandomRotate90(p=1),
+            {"turn": 0},
+            lambda p: {"turn": (0, 6, 3, 5)[p["factor"]]},
+        ),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, A.BasicTransform) else "",
+    ids=lambda value: (
+        type(value).__name__ if isinstance(value, A.BasicTransform) else ""
+    ),
 )
-def test_steps_draw_from_the_distributions_of_the_library(transform: Any, ours: Any, theirs: Any) -> None:
+def test_steps_draw_from_the_distributions_of_the_library(
+    transform: Any, ours: Any, theirs: Any
+) -> None:
     numbers = drawn(native(transform), SIZES)
     library = [theirs(params) for params in of_library(transform, SIZES)]
     for name, column in ours.items():
-        assert distance(numbers[:, column], np.array([each[name] for each in library], float)) < BOUND, name
+        assert (
+            distance(
+                numbers[:, column], np.array([each[name] for each in library], float)
+            )
+            < BOUND
+        ), name
 
 
 def test_affine_draws_the_librarys_matrices() -> None:
     transform = A.Affine(
-        (0.7, 1.3), {"x": (-0.1, 0.1), "y": (-0.2, 0.3)}, None, (-30, 60), {"x": (-5, 10), "y": 3}, p=1
+        (0.7, 1.3),
+        {"x": (-0.1, 0.1), "y": (-0.2, 0.3)},
+        None,
+        (-30, 60),
+        {"x": (-5, 10), "y": 3},
+        p=1,
     )
     forward = np.stack([params["matrix"] for params in of_library(transform, SIZES)])
     theirs = np.linalg.inv(forward)[:, :2].reshape(-1, 6)
@@ -153,7 +210,9 @@ def test_affine_draws_the_librarys_matrices() -> None:
 
 def test_a_chance_is_kept() -> None:
     for p in (0.2, 0.5, 0.9):
-        params, _ = Program([native(A.HorizontalFlip(p=p)), native(A.ToGray(p=p))]).draw(KEYS, SIZES)
+        params, _ = Program(
+            [native(A.HorizontalFlip(p=p)), native(A.ToGray(p=p))]
+        ).draw(KEYS, SIZES)
         applied = params[:, [0, 2]].mean(axis=0)
         assert np.abs(applied - p).max() < 0.01
         assert abs((params[:, 0] & params[:, 2]).mean() - p * p) < 0.01

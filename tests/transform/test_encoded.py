@@ -12,12 +12,23 @@ from micro_batches import run, samples_of, transform_of
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.transform.contents import Content
-from raypipe.transform.encoded_map import DATA, MAP, axis_columns, box_of_map, sides_of_map
+from raypipe.transform.encoded_map import (
+    DATA,
+    MAP,
+    axis_columns,
+    box_of_map,
+    sides_of_map,
+)
 from raypipe.transform.fields import Ragged
 from raypipe.transform.samples import EncodedSample
 
 DEVICE = TransformConfig(size=96, decode="device")
-IMAGES = [saved(0), saved(1, sides=(300, 200)), saved(2, "PNG"), saved(3, mode="L", sides=(97, 113))]
+IMAGES = [
+    saved(0),
+    saved(1, sides=(300, 200)),
+    saved(2, "PNG"),
+    saved(3, mode="L", sides=(97, 113)),
+]
 
 
 def test_images_travel_as_they_are_stored() -> None:
@@ -26,7 +37,9 @@ def test_images_travel_as_they_are_stored() -> None:
 
 
 @pytest.mark.parametrize("transform", ["light", "center", "resize", "flip-crop"])
-def test_a_micro_batch_and_its_samples_one_by_one_have_the_same_maps(transform: str) -> None:
+def test_a_micro_batch_and_its_samples_one_by_one_have_the_same_maps(
+    transform: str,
+) -> None:
     batch, content = encoded(IMAGES, transform), Content(transform, DEVICE)
     for row, (image, key) in enumerate(zip(IMAGES, keys_of(4).tolist(), strict=True)):
         one = content.one(EncodedSample(image), key)
@@ -45,8 +58,12 @@ def test_crops_are_those_of_the_cpu_road() -> None:
 
 
 def test_padding_has_the_size_of_the_others() -> None:
-    maps = encoded(IMAGES[:1], [{"Resize": {"height": 30, "width": 40}}], padding=2)[MAP]
-    sides = [maps[:, axis_columns(maps.shape[1], axis).stop - 1].tolist() for axis in (0, 1)]
+    maps = encoded(IMAGES[:1], [{"Resize": {"height": 30, "width": 40}}], padding=2)[
+        MAP
+    ]
+    sides = [
+        maps[:, axis_columns(maps.shape[1], axis).stop - 1].tolist() for axis in (0, 1)
+    ]
     assert sides == [[30] * 3, [40] * 3]
 
 
@@ -59,32 +76,59 @@ def test_padding_has_the_size_of_the_others() -> None:
         ("tv-light", "a pipeline of torchvision"),
         ("simclr", "several views"),
         ([{"HorizontalFlip": {}}], "no fixed size"),
-        ([{"Resize": {"height": 9, "width": 9}}, {"GaussNoise": {}}], "the step GaussNoise"),
-        ([{"Resize": {"height": 9, "width": 9, "interpolation": 0}}], "Resize with interpolation=0"),
         (
-            [{"Pad": {"padding": 2, "border_mode": 4}}, {"RandomCrop": {"height": 9, "width": 9}}],
+            [{"Resize": {"height": 9, "width": 9}}, {"GaussNoise": {}}],
+            "the step GaussNoise",
+        ),
+        (
+            [{"Resize": {"height": 9, "width": 9, "interpolation": 0}}],
+            "Resize with interpolation=0",
+        ),
+        (
+            [
+                {"Pad": {"padding": 2, "border_mode": 4}},
+                {"RandomCrop": {"height": 9, "width": 9}},
+            ],
             "Pad with border",
         ),
         (lambda image: image, "a function"),
     ],
 )
 def test_what_needs_pixels_is_named_with_its_remedy(transform: Any, part: str) -> None:
-    with pytest.raises(ConfigError, match=f"{part}.* cannot be done with transform.decode='device'.*augment.ops"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{part}.* cannot be done with transform.decode='device'.*augment.ops",
+    ):
         Content(transform, DEVICE)
 
 
-@pytest.mark.parametrize("other", [{"decode_as": "array"}, {"wire": "yuv420"}, {"crop_decode": "scaled"}])
+@pytest.mark.parametrize(
+    "other", [{"decode_as": "array"}, {"wire": "yuv420"}, {"crop_decode": "scaled"}]
+)
 def test_settings_of_decoded_pixels_are_refused_by_name(other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"transform.{next(iter(other))} .*transform.decode='device'"):
+    with pytest.raises(
+        ConfigError, match=rf"transform.{next(iter(other))} .*transform.decode='device'"
+    ):
         TransformConfig(decode="device", **other)
 
 
 def test_what_a_header_or_a_missing_end_shows_is_bad_at_the_actor() -> None:
     images = [saved(0)[:-400], b"no image", None, saved(1)]
     good = [(EncodedSample(saved(9), 5), 9, (1, 2))]
-    batch, bad = run(transform_of("light", DEVICE), samples_of(images), keys_of(4), lambda _: good)
-    assert batch.index.tolist() == [9, 9, 9, 23] and batch["label"].tolist() == [5, 5, 5, 9]
-    assert [record["error"][:14] for record in bad] == ["truncated JPEG", "not an image: ", "no value"]
+    batch, bad = run(
+        transform_of("light", DEVICE), samples_of(images), keys_of(4), lambda _: good
+    )
+    assert batch.index.tolist() == [9, 9, 9, 23] and batch["label"].tolist() == [
+        5,
+        5,
+        5,
+        9,
+    ]
+    assert [record["error"][:14] for record in bad] == [
+        "truncated JPEG",
+        "not an image: ",
+        "no value",
+    ]
 
 
 def test_a_crop_larger_than_the_image_is_a_bad_sample() -> None:
@@ -92,16 +136,35 @@ def test_a_crop_larger_than_the_image_is_a_bad_sample() -> None:
     good = [(EncodedSample(saved(1, sides=(260, 260))), 9, (1, 2))]
     for decode in ("device", "cpu"):
         config = TransformConfig(decode=decode)
-        batch, bad = run(transform_of(steps, config), samples_of([saved(0)]), keys_of(1), lambda _: good)
-        assert batch.index.tolist() == [9] and "exceeds image dimensions" in bad[0]["error"]
+        batch, bad = run(
+            transform_of(steps, config),
+            samples_of([saved(0)]),
+            keys_of(1),
+            lambda _: good,
+        )
+        assert (
+            batch.index.tolist() == [9]
+            and "exceeds image dimensions" in bad[0]["error"]
+        )
 
 
 def test_boxes_and_masks_follow_as_on_the_cpu_road() -> None:
-    columns = {"m": saved(5, "PNG", "L"), "b": np.array([[20, 30, 200, 220, 1]], np.float32)}
+    columns = {
+        "m": saved(5, "PNG", "L"),
+        "b": np.array([[20, 30, 200, 220, 1]], np.float32),
+    }
     made = []
     for decode in ("device", "cpu"):
-        config = TransformConfig(size=96, decode=decode, mask_column="m", boxes_column="b", boxes_format="xyxy")
+        config = TransformConfig(
+            size=96,
+            decode=decode,
+            mask_column="m",
+            boxes_column="b",
+            boxes_format="xyxy",
+        )
         samples = [EncodedSample(saved(row), row, columns) for row in range(3)]
         made.append(run(transform_of("light", config), samples, keys_of(3))[0])
-    assert np.array_equal(made[0]["mask"], made[1]["mask"]) and np.array_equal(made[0]["boxes"], made[1]["boxes"])
+    assert np.array_equal(made[0]["mask"], made[1]["mask"]) and np.array_equal(
+        made[0]["boxes"], made[1]["boxes"]
+    )
     assert made[0]["mask"].shape == (3, 96, 96)

@@ -29,13 +29,32 @@ ENDINGS = {
     "A.Normalize, ToTensorV2": [A.Normalize(*NUMBERS), ToTensorV2()],
     "A.Normalize of gray": [A.Normalize((0.5,), (0.25,)), ToTensorV2()],
     "A.ToFloat": [A.ToFloat(), ToTensorV2()],
-    "A.ToFloat, A.Normalize": [A.ToFloat(max_value=255), A.Normalize(*NUMBERS, max_pixel_value=1.0)],
-    "v2.ToDtype, v2.Normalize": [v2.ToImage(), FLOAT, v2.Normalize(*NUMBERS), v2.ToPureTensor()],
-    "v2.ToDtype without scale": [v2.ToDtype(torch.float32), v2.Normalize([123.0], [58.0])],
+    "A.ToFloat, A.Normalize": [
+        A.ToFloat(max_value=255),
+        A.Normalize(*NUMBERS, max_pixel_value=1.0),
+    ],
+    "v2.ToDtype, v2.Normalize": [
+        v2.ToImage(),
+        FLOAT,
+        v2.Normalize(*NUMBERS),
+        v2.ToPureTensor(),
+    ],
+    "v2.ToDtype without scale": [
+        v2.ToDtype(torch.float32),
+        v2.Normalize([123.0], [58.0]),
+    ],
     "v2.ToDtype of float16": [v2.ToDtype(torch.float16, scale=True)],
-    "v2.ToDtype by a mapping": [v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)],
-    "v2.ConvertImageDtype": [v2.ConvertImageDtype(torch.float64), v2.Normalize(*NUMBERS)],
-    "PILToTensor, ConvertImageDtype": [OLD.PILToTensor(), OLD.ConvertImageDtype(torch.float32)],
+    "v2.ToDtype by a mapping": [
+        v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)
+    ],
+    "v2.ConvertImageDtype": [
+        v2.ConvertImageDtype(torch.float64),
+        v2.Normalize(*NUMBERS),
+    ],
+    "PILToTensor, ConvertImageDtype": [
+        OLD.PILToTensor(),
+        OLD.ConvertImageDtype(torch.float32),
+    ],
     "ToTensor, Normalize": [OLD.ToTensor(), OLD.Normalize(*NUMBERS)],
 }
 
@@ -44,11 +63,17 @@ def by_library(steps: list[Any]) -> torch.Tensor:
     """The image, (C, H, W), as the library makes it."""
     if type(steps[0]).__module__.startswith("albumentations"):
         made = A.Compose(steps)(image=IMAGE)["image"]
-        return made if isinstance(made, torch.Tensor) else torch.from_numpy(made).permute(2, 0, 1)
+        return (
+            made
+            if isinstance(made, torch.Tensor)
+            else torch.from_numpy(made).permute(2, 0, 1)
+        )
     if isinstance(steps[0], OLD.ToTensor):
         return OLD.Compose(steps)(IMAGE)
     tensor = tv_tensors.Image(torch.from_numpy(IMAGE).permute(2, 0, 1))
-    return v2.Compose([step for step in steps if not isinstance(step, OLD.PILToTensor)])(tensor)
+    return v2.Compose(
+        [step for step in steps if not isinstance(step, OLD.PILToTensor)]
+    )(tensor)
 
 
 @pytest.mark.parametrize("name", ENDINGS)
@@ -56,16 +81,31 @@ def test_the_device_makes_what_the_library_makes(name: str) -> None:
     steps = ENDINGS[name]
     is_of_albumentations = name.startswith("A.")
     first = A.HorizontalFlip() if is_of_albumentations else v2.RandomHorizontalFlip()
-    compose = A.Compose if is_of_albumentations else OLD.Compose if "Tensor" in name[:10] else v2.Compose
+    compose = (
+        A.Compose
+        if is_of_albumentations
+        else OLD.Compose
+        if "Tensor" in name[:10]
+        else v2.Compose
+    )
     rest, ending = take_ending(compose([first, *steps]))
-    assert next(iter(rest.transforms)) is first and ending is not None and ending.on_device
-    assert all(type(step).__name__ in ("ToImage", type(first).__name__) for step in rest.transforms)
+    assert (
+        next(iter(rest.transforms)) is first and ending is not None and ending.on_device
+    )
+    assert all(
+        type(step).__name__ in ("ToImage", type(first).__name__)
+        for step in rest.transforms
+    )
     dtype = getattr(torch, ending.dtype)
-    normalize = Normalize(AugmentConfig(mean=ending.mean, std=ending.std), torch.device("cpu"), dtype)
+    normalize = Normalize(
+        AugmentConfig(mean=ending.mean, std=ending.std), torch.device("cpu"), dtype
+    )
     found = normalize(torch.from_numpy(IMAGE).permute(2, 0, 1)[None])[0]
     expected = by_library(steps)
     assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, atol=2e-3 if dtype == torch.float16 else 2e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        found, expected, atol=2e-3 if dtype == torch.float16 else 2e-6, rtol=1e-6
+    )
 
 
 def test_an_ending_in_nested_pipelines_is_found_and_nothing_may_be_left() -> None:
@@ -73,7 +113,9 @@ def test_an_ending_in_nested_pipelines_is_found_and_nothing_may_be_left() -> Non
     rest, ending = take_ending(v2.Compose([v2.Compose([v2.RandomCrop(8)]), normalize]))
     assert ending and ending.mean == (0.49, 0.48, 0.45) and len(rest.transforms) == 1
     rest, ending = take_ending(torch.nn.Sequential(v2.RandomCrop(8), FLOAT))
-    assert ending and ending.dtype == "float32" and [*map(type, rest)] == [v2.RandomCrop]
+    assert (
+        ending and ending.dtype == "float32" and [*map(type, rest)] == [v2.RandomCrop]
+    )
     assert take_ending(OLD.ToTensor())[0] is None
     assert take_ending(A.Compose([A.Normalize(), ToTensorV2()]))[0] is None
 
@@ -81,14 +123,18 @@ def test_an_ending_in_nested_pipelines_is_found_and_nothing_may_be_left() -> Non
 @pytest.mark.parametrize(
     "pipeline",
     [
-        v2.Compose([v2.ToImage(), v2.RGB(), v2.ToDtype(torch.uint8), v2.ToPureTensor()]),
+        v2.Compose(
+            [v2.ToImage(), v2.RGB(), v2.ToDtype(torch.uint8), v2.ToPureTensor()]
+        ),
         A.Compose([A.HorizontalFlip(), ToTensorV2()]),
         OLD.Compose([OLD.RandomCrop(8), OLD.PILToTensor()]),
     ],
 )
 def test_steps_that_change_no_values_are_left_out(pipeline: Any) -> None:
     rest, ending = take_ending(pipeline)
-    assert ending is None and SampleTransform(rest)(IMAGE.copy(), (1, 2)).dtype == np.uint8
+    assert (
+        ending is None and SampleTransform(rest)(IMAGE.copy(), (1, 2)).dtype == np.uint8
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,12 +144,23 @@ def test_steps_that_change_no_values_are_left_out(pipeline: Any) -> None:
             v2.Compose([FLOAT, v2.Normalize(*NUMBERS), v2.RandomErasing(p=1)]),
             "ToDtype stands before RandomErasing",
         ),
-        (OLD.Compose([OLD.ToTensor(), OLD.RandomErasing(p=1)]), "ToTensor stands before RandomErasing"),
-        (A.Compose([A.Normalize(), A.HorizontalFlip(), ToTensorV2()]), "Normalize stands before HorizontalFlip"),
-        (A.Compose([A.Normalize(normalization="image"), ToTensorV2()]), "by chance, or depends"),
+        (
+            OLD.Compose([OLD.ToTensor(), OLD.RandomErasing(p=1)]),
+            "ToTensor stands before RandomErasing",
+        ),
+        (
+            A.Compose([A.Normalize(), A.HorizontalFlip(), ToTensorV2()]),
+            "Normalize stands before HorizontalFlip",
+        ),
+        (
+            A.Compose([A.Normalize(normalization="image"), ToTensorV2()]),
+            "by chance, or depends",
+        ),
     ],
 )
-def test_floats_in_the_middle_are_made_by_the_library(pipeline: Any, because: str) -> None:
+def test_floats_in_the_middle_are_made_by_the_library(
+    pipeline: Any, because: str
+) -> None:
     rest, ending = take_ending(pipeline)
     assert ending and not ending.on_device and because in ending.because
     made = SampleTransform(rest)(IMAGE.copy(), (1, 2))
@@ -112,10 +169,13 @@ def test_floats_in_the_middle_are_made_by_the_library(pipeline: Any, because: st
 
 def test_a_normalize_on_uint8_is_an_error_with_the_step_to_add() -> None:
     with pytest.raises(
-        ConfigError, match=r"Normalize needs float .* write v2.ToDtype\(torch.float32, scale=True\)"
+        ConfigError,
+        match=r"Normalize needs float .* write v2.ToDtype\(torch.float32, scale=True\)",
     ):
         take_ending(v2.Compose([v2.RandomCrop(8), v2.Normalize(*NUMBERS)]))
-    with pytest.raises(ConfigError, match="Normalize has 4 channels, and images have 3"):
+    with pytest.raises(
+        ConfigError, match="Normalize has 4 channels, and images have 3"
+    ):
         take_ending(A.Compose([A.Normalize((0.5,) * 4, (0.5,) * 4)]))
 
 
@@ -126,28 +186,60 @@ def test_one_normalization_holds() -> None:
     config = normalization(ending, AugmentConfig(preset="light"))
     assert config and config.mean == (0.49, 0.48, 0.45) and config.preset == "light"
     own = AugmentConfig(mean=(0.5,) * 3, std=(0.5,) * 3)
-    assert normalization(scaled, own) is own, "a pipeline that only scales leaves the rest to augment"
-    with pytest.raises(ConfigError, match=r"ends with ToDtype, Normalize .* leave one of them out"):
+    assert normalization(scaled, own) is own, (
+        "a pipeline that only scales leaves the rest to augment"
+    )
+    with pytest.raises(
+        ConfigError, match=r"ends with ToDtype, Normalize .* leave one of them out"
+    ):
         normalization(ending, own)
-    _, middle = take_ending(v2.Compose([FLOAT, v2.Normalize(*NUMBERS), v2.RandomErasing()]))
-    with pytest.raises(ConfigError, match=r"ToDtype stands before RandomErasing.* end the pipeline with"):
+    _, middle = take_ending(
+        v2.Compose([FLOAT, v2.Normalize(*NUMBERS), v2.RandomErasing()])
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"ToDtype stands before RandomErasing.* end the pipeline with",
+    ):
         normalization(middle, AugmentConfig(preset="standard"))
 
 
 def test_lists_views_and_presets_have_endings_too() -> None:
-    config, normalize = TransformConfig(size=8), {"Normalize": {"mean": [0.5] * 3, "std": [0.25] * 3}}
+    config, normalize = (
+        TransformConfig(size=8),
+        {"Normalize": {"mean": [0.5] * 3, "std": [0.25] * 3}},
+    )
     steps = [{"RandomCrop": {"height": 8, "width": 8}}]
-    rests, endings = take_endings({"train": [*steps, normalize, {"ToTensorV2": None}], "val": "center"}, config)
+    rests, endings = take_endings(
+        {"train": [*steps, normalize, {"ToTensorV2": None}], "val": "center"}, config
+    )
     assert rests == {"train": steps, "val": "center"}
-    assert endings["train"].std == endings["val"].std == (0.25,) * 3 and not endings["val"].is_own
-    views = {"a": ([*steps, normalize], 2), "b": {"transforms": [[*steps, normalize]] * 2}, "c": "light"}
+    assert (
+        endings["train"].std == endings["val"].std == (0.25,) * 3
+        and not endings["val"].is_own
+    )
+    views = {
+        "a": ([*steps, normalize], 2),
+        "b": {"transforms": [[*steps, normalize]] * 2},
+        "c": "light",
+    }
     rests, endings = take_endings({"train": views}, config)
-    assert rests["train"] == {"a": (steps, 2), "b": {"transforms": [steps, steps]}, "c": "light"}
+    assert rests["train"] == {
+        "a": (steps, 2),
+        "b": {"transforms": [steps, steps]},
+        "c": "light",
+    }
     assert endings["train"].mean == (0.5,) * 3
-    with pytest.raises(ConfigError, match=r"view 'b' ends with no step .* and view 'a' with Normalize"):
+    with pytest.raises(
+        ConfigError, match=r"view 'b' ends with no step .* and view 'a' with Normalize"
+    ):
         take_endings({"train": {"a": [*steps, normalize], "b": steps}}, config)
-    with pytest.raises(ConfigError, match=r"transform.train ends with Normalize, and transform.val is RandomCrop"):
+    with pytest.raises(
+        ConfigError,
+        match=r"transform.train ends with Normalize, and transform.val is RandomCrop",
+    ):
         take_endings({"train": [*steps, normalize], "val": steps}, config)
-    assert take_endings({"train": [*steps, normalize], "val": lambda image: image}, config)[1]["val"] == Ending(
+    assert take_endings(
+        {"train": [*steps, normalize], "val": lambda image: image}, config
+    )[1]["val"] == Ending(
         "Normalize", "float32", (0.5,) * 3, (0.25,) * 3, True, is_own=False
     )

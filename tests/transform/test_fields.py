@@ -73,11 +73,21 @@ def unpacked(batch: MicroBatch, name: str) -> list[Any]:
 def test_each_field_has_the_values_of_its_samples_in_order() -> None:
     batch = filled(BlockMemory(fields()), 1, 2)
     assert list(batch.fields) == list(fields())
-    assert batch["image"].shape == (2, 2, 3, 3) and batch["image"][:, 0, 0, 0].tolist() == [1, 2]
-    assert batch["boxes"].tolist() == [[[1, 1], [0, -1], [0, -1]], [[2, 2], [0, -1], [0, -1]]]
-    assert batch["label"].tolist() == [1, 2] and batch["column.score"].tolist() == [1, 2]
+    assert batch["image"].shape == (2, 2, 3, 3) and batch["image"][
+        :, 0, 0, 0
+    ].tolist() == [1, 2]
+    assert batch["boxes"].tolist() == [
+        [[1, 1], [0, -1], [0, -1]],
+        [[2, 2], [0, -1], [0, -1]],
+    ]
+    assert batch["label"].tolist() == [1, 2] and batch["column.score"].tolist() == [
+        1,
+        2,
+    ]
     assert [tags.tolist() for tags in unpacked(batch, "column.tags")] == [[0], [0, 1]]
-    assert unpacked(batch, "column.text") == ["é", "éé"] and unpacked(batch, "column.raw") == [b"\1", b"\2\2"]
+    assert unpacked(batch, "column.text") == ["é", "éé"] and unpacked(
+        batch, "column.raw"
+    ) == [b"\1", b"\2\2"]
     assert unpacked(batch, "column.meta") == [{"number": 1}, {"number": 2}]
     assert batch.index.tolist() == [11, 12] and batch.index.dtype == np.int64
     assert batch.weight.tolist() == [1, 1] and batch.weight.dtype == np.float32
@@ -89,16 +99,30 @@ def test_omitted_rows_hold_the_fill_of_each_field_and_do_not_count() -> None:
     batch = filled(memory, None, 4, None)
     assert batch.index.tolist() == [-1, 14, -1] and batch.weight.tolist() == [0, 1, 0]
     for row in (0, 2):
-        assert not batch["image"][row].any() and batch["label"][row] == 0 and batch["column.score"][row] == 0.5
+        assert (
+            not batch["image"][row].any()
+            and batch["label"][row] == 0
+            and batch["column.score"][row] == 0.5
+        )
         assert batch["boxes"][row].tolist() == [[0, -1]] * 3
-    assert [tags.tolist() for tags in unpacked(batch, "column.tags")] == [[], [0, 1, 2, 3], []]
-    assert unpacked(batch, "column.text") == ["", "éééé", ""] and unpacked(batch, "column.raw")[::2] == [b"", b""]
+    assert [tags.tolist() for tags in unpacked(batch, "column.tags")] == [
+        [],
+        [0, 1, 2, 3],
+        [],
+    ]
+    assert unpacked(batch, "column.text") == ["", "éééé", ""] and unpacked(
+        batch, "column.raw"
+    )[::2] == [b"", b""]
     assert unpacked(batch, "column.meta") == [None, {"number": 4}, None]
 
 
 def test_a_row_may_be_left_out_before_the_first_sample_shows_the_shapes() -> None:
     batch = filled(BlockMemory(fields()), None, 2)
-    assert batch["image"].shape == (2, 2, 3, 3) and not batch["image"][0].any() and batch["image"][1].all()
+    assert (
+        batch["image"].shape == (2, 2, 3, 3)
+        and not batch["image"][0].any()
+        and batch["image"][1].all()
+    )
 
 
 def test_padding_alone_has_the_shapes_that_another_sample_shows() -> None:
@@ -109,7 +133,12 @@ def test_padding_alone_has_the_shapes_that_another_sample_shows() -> None:
     rows.begun(sample(3))
     found = rows.finish()
     assert not rows.weight.any()
-    assert isinstance(found["image"], np.ndarray) and found["image"].shape == (2, 2, 3, 3)
+    assert isinstance(found["image"], np.ndarray) and found["image"].shape == (
+        2,
+        2,
+        3,
+        3,
+    )
     assert not found["image"].any()
 
 
@@ -130,7 +159,9 @@ def test_micro_batches_of_a_block_lie_in_one_piece_one_after_the_other() -> None
 
 
 def test_boxes_are_padded_anew_in_memory_that_held_more_of_them() -> None:
-    fields_of = {"boxes": Field("array", "float32", (500_000, 2), (0.0, -1.0), is_padded=True)}
+    fields_of = {
+        "boxes": Field("array", "float32", (500_000, 2), (0.0, -1.0), is_padded=True)
+    }
     many = Rows(BlockMemory(dict(fields_of)), 1)
     many.put(0, 0, {"boxes": np.full((500_000, 2), 7, np.float32)})
     array = many.finish()["boxes"]
@@ -140,18 +171,24 @@ def test_boxes_are_padded_anew_in_memory_that_held_more_of_them() -> None:
     few = Rows(BlockMemory(dict(fields_of)), 1)
     few.put(0, 0, {"boxes": np.full((2, 2), 5, np.float32)})
     found = few.finish()["boxes"]
-    assert isinstance(found, np.ndarray) and found.__array_interface__["data"][0] == at, "the same memory"
+    assert (
+        isinstance(found, np.ndarray) and found.__array_interface__["data"][0] == at
+    ), "the same memory"
     assert (found[0, :2] == 5).all() and (found[0, 2:] == [0, -1]).all()
 
 
 def test_blocks_of_a_transform_do_not_share_memory() -> None:
     known = fields()
     first, second = (filled(BlockMemory(known, 1), number) for number in (1, 2))
-    assert first["image"][0, 0, 0, 0] == 1 and not np.shares_memory(first["image"], second["image"])
+    assert first["image"][0, 0, 0, 0] == 1 and not np.shares_memory(
+        first["image"], second["image"]
+    )
 
 
 def test_a_transform_makes_micro_batches_in_the_memory_it_is_given() -> None:
-    images = [encode_jpeg(np.full((8, 8, 3), 40 * number, np.uint8)) for number in range(4)]
+    images = [
+        encode_jpeg(np.full((8, 8, 3), 40 * number, np.uint8)) for number in range(4)
+    ]
     transform = transform_of("resize", TransformConfig(size=8))
     memory = BlockMemory(transform.content.fields, 2)
     one, _ = run(transform, samples_of(images), KEYS, memory=memory)
@@ -159,8 +196,13 @@ def test_a_transform_makes_micro_batches_in_the_memory_it_is_given() -> None:
     alone, _ = run(transform, samples_of(images), KEYS)
     assert np.shares_memory(one["image"], memory.arrays["image"][0])
     assert np.shares_memory(two["image"], memory.arrays["image"][1])
-    assert np.array_equal(one["image"], alone["image"]) and np.array_equal(two["image"][:3], alone["image"][:3])
-    assert not np.shares_memory(alone["image"], memory.arrays["image"]) and not two["image"][3].any()
+    assert np.array_equal(one["image"], alone["image"]) and np.array_equal(
+        two["image"][:3], alone["image"][:3]
+    )
+    assert (
+        not np.shares_memory(alone["image"], memory.arrays["image"])
+        and not two["image"][3].any()
+    )
 
 
 # Learning
@@ -176,15 +218,30 @@ def test_a_sample_shows_the_shapes_that_nobody_knew_and_changes_no_others() -> N
 
 
 def test_views_of_a_function_take_the_place_of_the_image() -> None:
-    rows = Rows(BlockMemory({"image": Field(), "label": Field("array", "int64", ())}), 2)
-    views = {"view.a": np.ones((4, 4, 3), np.uint8), "view.b": np.ones((2, 3, 3, 3), np.uint16)}
+    rows = Rows(
+        BlockMemory({"image": Field(), "label": Field("array", "int64", ())}), 2
+    )
+    views = {
+        "view.a": np.ones((4, 4, 3), np.uint8),
+        "view.b": np.ones((2, 3, 3, 3), np.uint16),
+    }
     rows.put(0, 5, {**views, "label": 3})
     rows.leave_out(1)
     found = rows.finish()
     assert found.keys() == {"view.a", "view.b", "label"} == rows.memory.fields.keys()
     batch = MicroBatch(AT, rows.index, rows.weight, found)
-    assert batch["view.a"].shape == (2, 4, 4, 3) and batch["view.b"].shape == (2, 2, 3, 3, 3)
-    assert batch["view.b"].dtype == np.uint16 and batch["view.b"][0].all() and not batch["view.b"][1].any()
+    assert batch["view.a"].shape == (2, 4, 4, 3) and batch["view.b"].shape == (
+        2,
+        2,
+        3,
+        3,
+        3,
+    )
+    assert (
+        batch["view.b"].dtype == np.uint16
+        and batch["view.b"][0].all()
+        and not batch["view.b"][1].any()
+    )
 
 
 def test_a_function_of_views_shows_them_by_its_first_sample() -> None:
@@ -194,9 +251,9 @@ def test_a_function_of_views_shows_them_by_its_first_sample() -> None:
     jpeg = encode_jpeg(np.full((8, 8, 3), 99, np.uint8))
     padded = transform_of(views, probe=lambda: samples_of([None, jpeg]))
     batch, _ = run(padded, [], KEYS, padding=2)
-    assert {name: array.shape for name, array in batch.arrays("view").items()} == dict.fromkeys(
-        ("left", "right"), (2, 8, 4, 3)
-    )
+    assert {
+        name: array.shape for name, array in batch.arrays("view").items()
+    } == dict.fromkeys(("left", "right"), (2, 8, 4, 3))
     assert "image" not in batch.fields and not batch["view.left"].any()
 
 
@@ -207,17 +264,31 @@ def test_a_function_of_views_shows_them_by_its_first_sample() -> None:
     ("kind", "samples", "expected"),
     [
         ("ragged", [np.array([1, 2]), None, np.array([], np.int64)], [[1, 2], [], []]),
-        ("text", ["é".encode(), None, "\ud800".encode("utf-8", "surrogatepass")], ["é", "", "\ud800"]),
+        (
+            "text",
+            ["é".encode(), None, "\ud800".encode("utf-8", "surrogatepass")],
+            ["é", "", "\ud800"],
+        ),
         ("bytes", [b"\0\xff", None, b""], [b"\0\xff", b"", b""]),
         ("json", [b"[1, null]", None, b'"a"'], [[1, None], None, "a"]),
         ("bytes", [None, None], [b"", b""]),
     ],
 )
-def test_samples_of_any_length_come_out_as_they_went_in(kind: Any, samples: list[Any], expected: Any) -> None:
+def test_samples_of_any_length_come_out_as_they_went_in(
+    kind: Any, samples: list[Any], expected: Any
+) -> None:
     made = Ragged.of(kind, samples, Field(kind, "int64"))
-    assert made.kind == kind and made.offsets.dtype == np.int64 and len(made.offsets) == len(samples) + 1
+    assert (
+        made.kind == kind
+        and made.offsets.dtype == np.int64
+        and len(made.offsets) == len(samples) + 1
+    )
     found = made.unpacked()
-    assert [each.tolist() for each in found] == expected if kind == "ragged" else found == expected
+    assert (
+        [each.tolist() for each in found] == expected
+        if kind == "ragged"
+        else found == expected
+    )
 
 
 def test_lists_of_arrays_keep_their_dtype_and_shape_even_if_empty() -> None:
@@ -236,7 +307,9 @@ def test_unpacked_lists_are_views_and_a_copy_has_its_own_memory() -> None:
     assert [part.tolist() for part in parts] == [[0], [], [1, 2, 3]]
     assert np.shares_memory(parts[2], sent)
     copy = ragged.copied()
-    assert not np.shares_memory(copy.values, sent) and not np.shares_memory(copy.offsets, ragged.offsets)
+    assert not np.shares_memory(copy.values, sent) and not np.shares_memory(
+        copy.offsets, ragged.offsets
+    )
     assert copy.kind == "ragged" and copy.values.tolist() == sent.tolist()
 
 
@@ -244,7 +317,14 @@ def test_unpacked_lists_are_views_and_a_copy_has_its_own_memory() -> None:
 
 
 def test_a_group_has_its_fields_by_the_names_that_they_have_in_it() -> None:
-    given = {"image": 0, "view.a": 1, "view.b.c": 2, "column.view": 3, "view": 4, "view.": 5}
+    given = {
+        "image": 0,
+        "view.a": 1,
+        "view.b.c": 2,
+        "column.view": 3,
+        "view": 4,
+        "view.": 5,
+    }
     assert in_group(given, "view") == {"a": 1, "b.c": 2}
     assert in_group(given, "column") == {"view": 3} and in_group(given, "other") == {}
 

@@ -20,7 +20,20 @@ from raypipe.transform.targets import decode_mask
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 20, 3), np.uint8)
 MASK = np.random.default_rng(1).integers(0, 5, (12, 20), np.uint8)
-METADATA = ["eXIf", "tEXt", "zTXt", "iTXt", "tIME", "iCCP", "cICP", "gAMA", "cHRM", "sRGB", "sBIT", "pHYs"]
+METADATA = [
+    "eXIf",
+    "tEXt",
+    "zTXt",
+    "iTXt",
+    "tIME",
+    "iCCP",
+    "cICP",
+    "gAMA",
+    "cHRM",
+    "sRGB",
+    "sBIT",
+    "pHYs",
+]
 METADATA += ["bKGD", "hIST", "sPLT", "acTL", "fcTL", "fdAT"]
 
 
@@ -44,7 +57,12 @@ def with_chunk(png: bytes, extra: bytes, behind: bool = False) -> bytes:
 
 def all_ways(png: bytes) -> list[np.ndarray]:
     assert image_size(png) == image_size(png, exif=True) == PIXELS.shape[:2]
-    return [decode(png), decode(png, exif=True), decode(png, min_side=4), decode_array(png)]
+    return [
+        decode(png),
+        decode(png, exif=True),
+        decode(png, min_side=4),
+        decode_array(png),
+    ]
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -55,10 +73,14 @@ def test_broken_metadata_spoils_no_png(kind: str, behind: bool) -> None:
         for broken in (chunk(kind, body), chunk(kind, body, checksum=1)):
             for image in all_ways(with_chunk(png, broken, behind)):
                 assert np.array_equal(image, PIXELS)
-            assert np.array_equal(decode_mask(with_chunk(mask, broken, behind), MASK.shape), MASK)
+            assert np.array_equal(
+                decode_mask(with_chunk(mask, broken, behind), MASK.shape), MASK
+            )
 
 
-@pytest.mark.parametrize("kind", ["IDAT", "PLTE", "tRNS", "IEND", "iDAT", "pLTE", "ABCD", "xyZw"])
+@pytest.mark.parametrize(
+    "kind", ["IDAT", "PLTE", "tRNS", "IEND", "iDAT", "pLTE", "ABCD", "xyZw"]
+)
 def test_a_wrong_checksum_of_pixels_is_damage(kind: str) -> None:
     png = with_chunk(saved(PIXELS), chunk(kind, b"\0\0\0\0\0\0", checksum=1))
     for decoder in (decode, decode_array):
@@ -68,7 +90,9 @@ def test_a_wrong_checksum_of_pixels_is_damage(kind: str) -> None:
 
 def animated(is_hidden: bool, mode: str) -> tuple[bytes, Image.Image]:
     """An animation, whose frames begin with the picture that stands first, or do without it."""
-    first, *others = (Image.fromarray(np.roll(PIXELS, number, 0)).convert(mode) for number in range(3))
+    first, *others = (
+        Image.fromarray(np.roll(PIXELS, number, 0)).convert(mode) for number in range(3)
+    )
     out = io.BytesIO()
     first.save(out, "PNG", save_all=True, append_images=others, default_image=is_hidden)
     return out.getvalue(), first
@@ -76,13 +100,17 @@ def animated(is_hidden: bool, mode: str) -> tuple[bytes, Image.Image]:
 
 @pytest.mark.parametrize("is_hidden", [False, True])
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P"])
-def test_an_animation_is_its_picture_for_programs_without_animations(is_hidden: bool, mode: str) -> None:
+def test_an_animation_is_its_picture_for_programs_without_animations(
+    is_hidden: bool, mode: str
+) -> None:
     png, first = animated(is_hidden, mode)
     assert b"acTL" in png
     expected = np.asarray(first.convert("RGB"))
     assert np.array_equal(decode(png), expected)
     array = decode_array(png)
-    assert np.array_equal(array[..., :3] if mode != "L" else np.repeat(array, 3, 2), expected)
+    assert np.array_equal(
+        array[..., :3] if mode != "L" else np.repeat(array, 3, 2), expected
+    )
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -38,7 +38,9 @@ CSRC = Path(__file__).parents[2] / "csrc"
 sys.path.insert(0, str(CSRC))
 from fuzz import fuzz  # noqa: E402
 
-needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no kernel: {why_no_kernel()}")
+needs_extension = pytest.mark.skipif(
+    bool(why_no_kernel()), reason=f"no kernel: {why_no_kernel()}"
+)
 RNG = np.random.default_rng(0)
 
 
@@ -71,7 +73,10 @@ def assert_pixels_of_simplejpeg(data: bytes) -> None:
 SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
 OPTIONS: list[dict[str, Any]] = [
     *[{"quality": quality} for quality in (1, 30, 75, 95, 100)],
-    {"quality": 90, "optimize": True},  # tables of the image's own, with codes of all lengths
+    {
+        "quality": 90,
+        "optimize": True,
+    },  # tables of the image's own, with codes of all lengths
     {"quality": 90, "restart_marker_blocks": 1},
     {"quality": 60, "restart_marker_rows": 1},
 ]
@@ -91,11 +96,23 @@ def simd(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, simd: None
 ) -> None:
-    monkeypatch.setattr(jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg"))
-    for make, (height, width) in itertools.product((noise, smooth), [(8, 8), (61, 77), (130, 95)]):
+    monkeypatch.setattr(
+        jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg")
+    )
+    for make, (height, width) in itertools.product(
+        (noise, smooth), [(8, 8), (61, 77), (130, 95)]
+    ):
         image = make(height, width)
-        for mode, subsampling in [("L", None), *(("RGB", subsampling) for subsampling in SUBSAMPLINGS)]:
-            data = encode(image, mode, **options, **({"subsampling": subsampling} if subsampling else {}))
+        for mode, subsampling in [
+            ("L", None),
+            *(("RGB", subsampling) for subsampling in SUBSAMPLINGS),
+        ]:
+            data = encode(
+                image,
+                mode,
+                **options,
+                **({"subsampling": subsampling} if subsampling else {}),
+            )
             assert_pixels_of_simplejpeg(data)
 
 
@@ -106,7 +123,9 @@ def test_samples_out_of_range_are_those_of_simplejpeg(
     contrast: int, step: int, monkeypatch: pytest.MonkeyPatch, simd: None
 ) -> None:
     """Coefficients are multiplied by more than the encoder divided them by, up to where 16 bits overflow."""
-    monkeypatch.setattr(jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg"))
+    monkeypatch.setattr(
+        jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg")
+    )
     image = (128 + (noise(64, 80) / 255 - 0.5) * contrast).astype(np.uint8)
     for subsampling in SUBSAMPLINGS:
         data = bytearray(encode(image, quality=100, subsampling=subsampling))
@@ -124,7 +143,9 @@ def test_a_block_without_an_end_and_a_run_that_leaves_one(
     """Codes of the standard's first AC table: a run of 0 and a value of 1 bit is 00, 3 is 111010, 16 zeros are
     11111111001, the end is 1010. A DC difference of 0 is 00. All stand where two of them are looked up at once.
     """
-    monkeypatch.setattr(jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg"))
+    monkeypatch.setattr(
+        jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg")
+    )
     rng, num_blocks = np.random.default_rng(seed), 600
     bits = []
     for _ in range(num_blocks):
@@ -136,7 +157,9 @@ def test_a_block_without_an_end_and_a_run_that_leaves_one(
                 bits[-1] = "1010"  # the run would stay inside
     stream = "".join(bits)
     stream += "1" * (-len(stream) % 8)
-    codes = int(stream, 2).to_bytes(len(stream) // 8, "big").replace(b"\xff", b"\xff\x00")
+    codes = (
+        int(stream, 2).to_bytes(len(stream) // 8, "big").replace(b"\xff", b"\xff\x00")
+    )
     plain = encode(np.zeros((8, 8 * num_blocks, 3), np.uint8), "L")
     scan = plain.index(b"\xff\xda") + 10
     assert_pixels_of_simplejpeg(plain[:scan] + codes + b"\xff\xd9")
@@ -170,10 +193,15 @@ def test_another_revision_of_jfif_is_refused_as_by_simplejpeg(simd: None) -> Non
 
 @needs_extension
 @pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
-def test_no_sampling_factors_in_a_header_end_the_process(subsampling: str, simd: None) -> None:
+def test_no_sampling_factors_in_a_header_end_the_process(
+    subsampling: str, simd: None
+) -> None:
     from _raypipe_kernel import decode_crop
 
-    image, out = encode(noise(40, 52), subsampling=subsampling), np.zeros((40, 52 + 39, 3), np.uint8)
+    image, out = (
+        encode(noise(40, 52), subsampling=subsampling),
+        np.zeros((40, 52 + 39, 3), np.uint8),
+    )
     factors = image.index(b"\xff\xc0") + 11
     for value in range(256):
         data = image[:factors] + bytes([value]) + image[factors + 1 :]
@@ -182,21 +210,39 @@ def test_no_sampling_factors_in_a_header_end_the_process(subsampling: str, simd:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="the sanitizers' build is by GCC")
+@pytest.mark.skipif(
+    shutil.which("gcc") is None, reason="the sanitizers' build is by GCC"
+)
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_the_sanitizers_find_nothing(sanitizer: str) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "SANITIZER": sanitizer}
-    done = subprocess.run([CSRC / "sanitize.sh", "4000", "20000"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count(" 0 wrong") == 4, done.stderr[-3000:]
+    done = subprocess.run(
+        [CSRC / "sanitize.sh", "4000", "20000"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.count(" 0 wrong") == 4, done.stderr[
+        -3000:
+    ]
 
 
 @needs_extension
-def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = encode(smooth(50, 60), quality=90)
     pixels = decode(data)
     damaged = data[: len(data) // 2]
-    monkeypatch.setattr("raypipe.transform.jpeg.decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg"))
-    assert np.array_equal(decode(data), pixels) and pixels.flags.writeable and pixels.flags.c_contiguous
+    monkeypatch.setattr(
+        "raypipe.transform.jpeg.decode_jpeg_at",
+        lambda *a: pytest.fail("decoded by simplejpeg"),
+    )
+    assert (
+        np.array_equal(decode(data), pixels)
+        and pixels.flags.writeable
+        and pixels.flags.c_contiguous
+    )
     monkeypatch.undo()
     with pytest.raises(SampleError, match="truncated JPEG"):
         decode(damaged)
@@ -208,16 +254,33 @@ def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(monkey
 @pytest.mark.parametrize(
     "arguments",
     [
-        *[(5, 5, 0, 4), (5, 5, 4, 0), (0, 0, 65, 4), (0, 0, 4, 65), (64, 0, 1, 1), (0, 64, 1, 1), (61, 61, 4, 4)],
-        *[(2**32 - 1, 0, 4, 4), (0, 0, 2**32 - 1, 1), (0, 0, 1, 2**31), (70_000, 0, 1, 1)],
+        *[
+            (5, 5, 0, 4),
+            (5, 5, 4, 0),
+            (0, 0, 65, 4),
+            (0, 0, 4, 65),
+            (64, 0, 1, 1),
+            (0, 64, 1, 1),
+            (61, 61, 4, 4),
+        ],
+        *[
+            (2**32 - 1, 0, 4, 4),
+            (0, 0, 2**32 - 1, 1),
+            (0, 0, 1, 2**31),
+            (70_000, 0, 1, 1),
+        ],
     ],
 )
-def test_a_box_outside_of_the_image_is_refused(arguments: tuple[int, int, int, int]) -> None:
+def test_a_box_outside_of_the_image_is_refused(
+    arguments: tuple[int, int, int, int],
+) -> None:
     from _raypipe_kernel import decode_crop
 
     data = simplejpeg.encode_jpeg(noise(64, 64), 90, "RGB", "420")
     for columns in (120, 1, 0):
-        out = np.zeros((arguments[3] if arguments[3] < 1000 else 1, columns, 3), np.uint8)
+        out = np.zeros(
+            (arguments[3] if arguments[3] < 1000 else 1, columns, 3), np.uint8
+        )
         with pytest.raises(ValueError, match=r"crop|out has"):
             decode_crop(data, *arguments, 8, True, out, columns)
     with pytest.raises(ValueError, match="no such crop or scale"):
@@ -236,8 +299,12 @@ def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
         "assert open_for_crop(b'', TransformConfig(), (8, 8)) is None\n"
         "print(why_no_kernel())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.startswith("not built, or its libjpeg-turbo is missing"), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith("not built, or its libjpeg-turbo is missing"), (
+        done.stderr
+    )
 
 
 class Other:
@@ -256,13 +323,20 @@ class Other:
     [
         ({}, "its libjpeg-turbo gives other pixels than simplejpeg's"),
         ({"INTERFACE_VERSION": 0}, "built from another version of raypipe"),
-        ({"decode_crop": lambda *_: int("no")}, "its libjpeg-turbo gives other pixels than simplejpeg's"),
+        (
+            {"decode_crop": lambda *_: int("no")},
+            "its libjpeg-turbo gives other pixels than simplejpeg's",
+        ),
     ],
 )
 def test_an_extension_that_disagrees_is_not_used(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str
 ) -> None:
-    other = type("Changed", (Other,), {name: staticmethod(v) if callable(v) else v for name, v in change.items()})
+    other = type(
+        "Changed",
+        (Other,),
+        {name: staticmethod(v) if callable(v) else v for name, v in change.items()},
+    )
     monkeypatch.setitem(sys.modules, "_raypipe_kernel", other)  # type: ignore[arg-type]
     native.why_missing.cache_clear()
     try:
@@ -271,8 +345,13 @@ def test_an_extension_that_disagrees_is_not_used(
         native.why_missing.cache_clear()
 
 
-def test_a_user_without_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_it_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "not built")
-    assert "not built" in missing_extension() and "apt-get install gcc libjpeg-dev" in missing_extension()
+    assert (
+        "not built" in missing_extension()
+        and "apt-get install gcc libjpeg-dev" in missing_extension()
+    )
     monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "")
     assert missing_extension() == ""

@@ -29,7 +29,9 @@ from raypipe.transform.jpeg_header import jpeg_orientation, jpeg_size
 from raypipe.transform.limits import MAX_PIXELS
 from raypipe.transform.ops import Op
 
-needs_extension = pytest.mark.skipif(bool(kernel.why_no_kernel()), reason=f"no kernel: {kernel.why_no_kernel()}")
+needs_extension = pytest.mark.skipif(
+    bool(kernel.why_no_kernel()), reason=f"no kernel: {kernel.why_no_kernel()}"
+)
 BOX = (3, 5, 8, 9)
 
 
@@ -70,12 +72,18 @@ def by_kernel(data: bytes) -> np.ndarray | None:
     """A box by the call for micro-batches."""
     height, width = BOX[2:]
     out = np.zeros((1, height, width, 3), np.uint8)
-    job = kernel.Job(np.array([[Op.CROP, 0]], np.int32), np.array([[1, *BOX]], np.int64), out)
+    job = kernel.Job(
+        np.array([[Op.CROP, 0]], np.int32), np.array([[1, *BOX]], np.int64), out
+    )
     return out[0] if kernel.run([data], [job])[0] == kernel.DONE else None
 
 
 def equal(first: np.ndarray | None, second: np.ndarray | None) -> bool:
-    return first is second if first is None or second is None else np.array_equal(first, second)
+    return (
+        first is second
+        if first is None or second is None
+        else np.array_equal(first, second)
+    )
 
 
 @needs_extension
@@ -93,12 +101,21 @@ def test_a_header_means_the_same_with_and_without_the_extension(kind: str) -> No
             with simd(level):
                 found = pixels(data)
                 crop, (sizes, may_turn) = by_kernel(data), kernel.sizes([data])
-            assert len(found) == len(expected) and all(map(equal, found, expected)), (what, level)
+            assert len(found) == len(expected) and all(map(equal, found, expected)), (
+                what,
+                level,
+            )
             if crop is not None:
                 whole = expected[0]
-                assert whole is not None, (what, level, "is accepted by the kernel alone")
+                assert whole is not None, (
+                    what,
+                    level,
+                    "is accepted by the kernel alone",
+                )
                 top, left, height, width = BOX
-                assert np.array_equal(crop, whole[top : top + height, left : left + width]), (what, level)
+                assert np.array_equal(
+                    crop, whole[top : top + height, left : left + width]
+                ), (what, level)
                 assert whole.shape[:2] == tuple(sizes[0]) == size, (what, level)
                 assert may_turn[0] or jpeg_orientation(data) == 1, what
                 num_by_kernel += level == 0
@@ -123,9 +140,13 @@ def test_no_changed_header_hides_or_makes_an_orientation_from_pillow(kind: str) 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("metadata", [jpeg_headers.exif, jpeg_headers.xmp])
-def test_exif_and_xmp_turn_a_jpeg_as_pillow_turns_it(metadata, orientation: int) -> None:
+def test_exif_and_xmp_turn_a_jpeg_as_pillow_turns_it(
+    metadata, orientation: int
+) -> None:
     original = jpeg_headers.saved(subsampling="4:4:4")
-    data = original[:2] + jpeg_headers.segment(0xE1, metadata(orientation)) + original[2:]
+    data = (
+        original[:2] + jpeg_headers.segment(0xE1, metadata(orientation)) + original[2:]
+    )
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
     assert np.array_equal(decode(data, exif=True), expected)
     assert image_size(data, exif=True) == expected.shape[:2]
@@ -137,12 +158,18 @@ def test_exif_and_xmp_turn_a_jpeg_as_pillow_turns_it(metadata, orientation: int)
 PIXELS = np.random.default_rng(0).integers(0, 256, (96, 80, 3), np.uint8)
 FRAMES = {
     "lossless RGB": lambda: imagecodecs.jpeg_encode(PIXELS, lossless=True),
-    "lossless gray": lambda: imagecodecs.ljpeg_encode(np.ascontiguousarray(PIXELS[..., 0])),
-    "lossless 5-bit": lambda: imagecodecs.jpeg_encode(PIXELS >> 3, lossless=True, bitspersample=5),
+    "lossless gray": lambda: imagecodecs.ljpeg_encode(
+        np.ascontiguousarray(PIXELS[..., 0])
+    ),
+    "lossless 5-bit": lambda: imagecodecs.jpeg_encode(
+        PIXELS >> 3, lossless=True, bitspersample=5
+    ),
     "lossless 16-bit": lambda: imagecodecs.jpeg_encode(
         PIXELS.astype(np.uint16) << 8, lossless=True, bitspersample=16
     ),
-    "12-bit": lambda: imagecodecs.jpeg_encode(PIXELS.astype(np.uint16) << 4, bitspersample=12),
+    "12-bit": lambda: imagecodecs.jpeg_encode(
+        PIXELS.astype(np.uint16) << 4, bitspersample=12
+    ),
 }
 
 
@@ -162,7 +189,9 @@ def test_frames_that_cannot_be_scaled_are_decoded_whole_or_refused(kind: str) ->
             decode(data, min_side=12)
 
 
-def test_no_kind_of_frame_is_given_to_a_decoder_at_a_scale_but_the_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kind_of_frame_is_given_to_a_decoder_at_a_scale_but_the_usual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     decode_jpeg = simplejpeg.decode_jpeg
     scaled = set()
 
@@ -186,7 +215,10 @@ def test_no_kind_of_frame_is_given_to_a_decoder_at_a_scale_but_the_usual(monkeyp
 @needs_extension
 def test_a_header_that_shows_two_sizes_is_of_one_or_refused() -> None:
     """FF FF E1: to libjpeg a fill byte and a segment; once to the kernel a segment FF of 57,600 bytes."""
-    real, shown = jpeg_headers.saved(), simplejpeg.encode_jpeg(PIXELS[:32, :48].copy(), 60, "RGB", "420")
+    real, shown = (
+        jpeg_headers.saved(),
+        simplejpeg.encode_jpeg(PIXELS[:32, :48].copy(), 60, "RGB", "420"),
+    )
     head = shown[2 : len(shown) - len(jpeg_headers.parts_of(shown)[1])]
     data = b"\xff\xd8\xff\xff\xe1\0\4ab" + real[2:]
     data += bytes(2 + 2 + 0xE100 - len(data)) + head + b"\0\0"

@@ -31,7 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
 from fuzz import fuzz_run
 from fuzz import random_op as any_op
 
-pytestmark = pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}")
+pytestmark = pytest.mark.skipif(
+    not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
+)
 
 CROP, CROP_SCALED, RESIZE, PAD, TURN, AFFINE, DROPOUT = tuple(Code)[:7]
 Op = tuple[int, list[int]]
@@ -78,9 +80,14 @@ def test_resize_is_that_of_opencv_to_the_bit_at_all_sizes(simd: int) -> None:
             source = result * 2
         image = noise(rng, *source)
         for interpolation in (NEAREST, LINEAR):
-            expected = cv2.resize(image, tuple(map(int, result[::-1])), interpolation=interpolation)
+            expected = cv2.resize(
+                image, tuple(map(int, result[::-1])), interpolation=interpolation
+            )
             program: list[Op] = [(RESIZE, [*map(int, result), interpolation])]
-            assert np.array_equal(one(image, program, expected.shape[:2]), expected), (source, result)
+            assert np.array_equal(one(image, program, expected.shape[:2]), expected), (
+                source,
+                result,
+            )
 
 
 def test_cubic_is_that_of_the_reference_and_within_a_level_of_opencv(simd: int) -> None:
@@ -92,7 +99,9 @@ def test_cubic_is_that_of_the_reference_and_within_a_level_of_opencv(simd: int) 
         )
         image = noise(rng, *source)
         check(image, [(RESIZE, [height, width, CUBIC])])
-        exact = cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC).astype(int)
+        exact = cv2.resize(
+            image, (width, height), interpolation=cv2.INTER_CUBIC
+        ).astype(int)
         assert abs(reference.resize(image, [height, width, CUBIC]) - exact).max() <= 1
 
 
@@ -101,15 +110,23 @@ def test_area_is_that_of_opencv_or_refused(simd: int) -> None:
     num_refused = 0
     for number in range(200):
         result = rng.integers(1, 40, 2)
-        source = result * rng.integers(1, 7, 2) if number % 2 else rng.integers(1, 60, 2)
+        source = (
+            result * rng.integers(1, 7, 2) if number % 2 else rng.integers(1, 60, 2)
+        )
         height, width = map(int, result)
         image = noise(rng, *source)
         made = one(image, [(RESIZE, [height, width, AREA])], (height, width))
         if isinstance(made, int):
             num_refused += 1
-            assert made == kernel.BAD_PARAMS and number % 2 == 0 and (source >= result).all()
+            assert (
+                made == kernel.BAD_PARAMS
+                and number % 2 == 0
+                and (source >= result).all()
+            )
         else:
-            assert np.array_equal(made, cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA))
+            assert np.array_equal(
+                made, cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
+            )
     assert num_refused < 60
 
 
@@ -120,7 +137,12 @@ def random_op(rng: np.random.Generator, height: int, width: int) -> Op:
     match int(rng.integers(6)):
         case 0:
             top, left = int(rng.integers(height)), int(rng.integers(width))
-            return CROP, [top, left, *integers(1, height - top + 1, 1), *integers(1, width - left + 1, 1)]
+            return CROP, [
+                top,
+                left,
+                *integers(1, height - top + 1, 1),
+                *integers(1, width - left + 1, 1),
+            ]
         case 1:
             return RESIZE, [*integers(1, 40, 2), *integers(0, 3, 1)]
         case 2:
@@ -136,7 +158,11 @@ def random_op(rng: np.random.Generator, height: int, width: int) -> Op:
                 *integers(0, 256, 3),
             ]
         case _:
-            return DROPOUT, [*integers(0, 256, 3), *integers(0, 4, 1), *integers(-9, 50, 12)]
+            return DROPOUT, [
+                *integers(0, 256, 3),
+                *integers(0, 4, 1),
+                *integers(-9, 50, 12),
+            ]
 
 
 def test_programs_of_all_operations_give_the_pixels_of_the_reference(simd: int) -> None:
@@ -160,25 +186,48 @@ def test_pad_is_that_of_opencv(border: int) -> None:
         image, sides = noise(rng, *size), [int(side) for side in rng.integers(0, 20, 4)]
         expected = cv2.copyMakeBorder(image, *sides, border, value=(9, 8, 7))
         assert np.array_equal(reference.pad(image, [*sides, border, 9, 8, 7]), expected)
-        assert np.array_equal(one(image, [(PAD, [*sides, border, 9, 8, 7])], expected.shape[:2]), expected)
+        assert np.array_equal(
+            one(image, [(PAD, [*sides, border, 9, 8, 7])], expected.shape[:2]), expected
+        )
 
 
 MAX, MIN = (1 << 63) - 1, -(1 << 63)
 
 
-HOSTILE = [MIN, -(1 << 32), -1, 0, 1, 3, 255, 256, 65_500, 65_501, (1 << 31) - 1, 1 << 31, (1 << 32) + 1, MAX]
+HOSTILE = [
+    MIN,
+    -(1 << 32),
+    -1,
+    0,
+    1,
+    3,
+    255,
+    256,
+    65_500,
+    65_501,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) + 1,
+    MAX,
+]
 
 
 @pytest.mark.parametrize("op", list(ops.Op), ids=lambda op: op.name)
-def test_whatever_the_params_an_image_is_written_into_its_slot_alone(op: ops.Op, simd: int) -> None:
+def test_whatever_the_params_an_image_is_written_into_its_slot_alone(
+    op: ops.Op, simd: int
+) -> None:
     rng, num_refused = np.random.default_rng([op, simd]), 0
     for number in range(300):
         pixels = noise(rng, *rng.integers(1, 40, 2))
-        image: Any = encode(pixels, quality=90) if number % 2 or op == CROP_SCALED else pixels
+        image: Any = (
+            encode(pixels, quality=90) if number % 2 or op == CROP_SCALED else pixels
+        )
         good = any_op(rng, op)
         hostile = [*good[1]]
         if number % 10:  # the others may be refused as well, or not fit
-            for place in rng.integers(0, max(1, min(len(hostile), 12)), 3 * bool(hostile)):
+            for place in rng.integers(
+                0, max(1, min(len(hostile), 12)), 3 * bool(hostile)
+            ):
                 hostile[place] = int(rng.choice(np.array(HOSTILE, object)))
         height, width = pixels.shape[:2]
         if op == RESIZE:
@@ -210,17 +259,35 @@ def encode(image: np.ndarray, **options: Any) -> bytes:
 
 def test_jpegs_have_the_pixels_of_the_usual_decoder_by_crop_and_whole() -> None:
     rng = np.random.default_rng(0)
-    for options in ({}, {"progressive": True}, {"optimize": True}, {"subsampling": 0}, {"restart_marker_rows": 1}):
+    for options in (
+        {},
+        {"progressive": True},
+        {"optimize": True},
+        {"subsampling": 0},
+        {"restart_marker_rows": 1},
+    ):
         data = encode(noise(rng, 61, 83), quality=90, **options)
         whole = decode(data)
-        assert kernel.sizes([data, None, whole, b""])[0].tolist() == [[61, 83], [0, 0], [0, 0], [0, 0]]
+        assert kernel.sizes([data, None, whole, b""])[0].tolist() == [
+            [61, 83],
+            [0, 0],
+            [0, 0],
+            [0, 0],
+        ]
         assert np.array_equal(one(data, [], (61, 83)), whole)
         box = [7, 9, 20, 31]
-        assert np.array_equal(one(data, [(CROP, box)], (20, 31)), reference.crop(whole, box))
-        reduced = simplejpeg.decode_jpeg(data, "RGB", min_height=31, min_width=31, min_factor=2)
+        assert np.array_equal(
+            one(data, [(CROP, box)], (20, 31)), reference.crop(whole, box)
+        )
+        reduced = simplejpeg.decode_jpeg(
+            data, "RGB", min_height=31, min_width=31, min_factor=2
+        )
         assert reduced.shape == (31, 42, 3)
         scaled = [3, 4, 20, 30, 4]
-        assert np.array_equal(one(data, [(CROP_SCALED, scaled)], (20, 30)), reference.crop(reduced, scaled))
+        assert np.array_equal(
+            one(data, [(CROP_SCALED, scaled)], (20, 30)),
+            reference.crop(reduced, scaled),
+        )
         program: list[Op] = [(CROP, box), (RESIZE, [24, 24, LINEAR]), (TURN, [1])]
         expected = cv2.resize(reference.crop(whole, box), (24, 24))[:, ::-1]
         assert np.array_equal(one(data, program, (24, 24)), expected)
@@ -236,10 +303,16 @@ def test_several_jobs_share_one_decode_and_threads_change_nothing() -> None:
     boxes = [[int(n) for n in (*rng.integers(0, 20, 2), 20, 30)] for _ in images]
     results = []
     for threads in (1, 2, 5, 64):
-        outs = [np.zeros((30, 16, 16, 3), np.uint8), np.zeros((30, 20, 30, 3), np.uint8)]
+        outs = [
+            np.zeros((30, 16, 16, 3), np.uint8),
+            np.zeros((30, 20, 30, 3), np.uint8),
+        ]
         jobs = [
             job(outs[0], *([(CROP, box), (RESIZE, [16, 16, LINEAR])] for box in boxes)),
-            job(outs[1], *([(CROP, box), (DROPOUT, [1, 2, 3, 1, 0, 0, 5, 5])] for box in boxes)),
+            job(
+                outs[1],
+                *([(CROP, box), (DROPOUT, [1, 2, 3, 1, 0, 0, 5, 5])] for box in boxes),
+            ),
         ]
         statuses = kernel.run(images, jobs, threads)
         expected = [2 if row == 3 else 1 if row == 7 else 0 for row in range(30)]
@@ -248,7 +321,9 @@ def test_several_jobs_share_one_decode_and_threads_change_nothing() -> None:
             out[statuses > 0] = 0
         results.append(b"".join(out.tobytes() for out in outs))
         whole = decode(images[0])
-        assert np.array_equal(outs[0][0], cv2.resize(reference.crop(whole, boxes[0]), (16, 16)))
+        assert np.array_equal(
+            outs[0][0], cv2.resize(reference.crop(whole, boxes[0]), (16, 16))
+        )
         alone = np.zeros((30, 16, 16, 3), np.uint8)
         kernel.run(images, [jobs[0]._replace(out=alone)], threads)
         assert np.array_equal(alone[statuses == 0], outs[0][statuses == 0])
@@ -271,29 +346,42 @@ def test_rows_that_a_reduction_leaves_out_are_made_for_all_who_read_them(
         outs = np.zeros((1, *size, 3), np.uint8), np.zeros((1, *image.shape), np.uint8)
         one(before, [], (61, 83))
         kernel.run([data], [job(outs[0], [*first, (RESIZE, to)]), job(outs[1], first)])
-        assert np.array_equal(outs[0][0], expected) and np.array_equal(outs[1][0], image)
+        assert np.array_equal(outs[0][0], expected) and np.array_equal(
+            outs[1][0], image
+        )
 
 
 def test_an_image_without_tables_does_not_use_those_of_the_one_before() -> None:
     rng = np.random.default_rng(0)
-    good, other = encode(noise(rng, 24, 24), quality=90), encode(noise(rng, 24, 24), quality=30)
+    good, other = (
+        encode(noise(rng, 24, 24), quality=90),
+        encode(noise(rng, 24, 24), quality=30),
+    )
     without_quant = bytearray(other)
     at = without_quant.index(b"\xff\xdb")
     while (at := without_quant.find(b"\xff\xdb", at)) >= 0:
         without_quant[at + 1] = 0xEC  # application data
     for broken in (bytes(without_quant), other.replace(b"\xff\xc4", b"\xff\xec")):
-        alone, behind = np.zeros((1, 24, 24, 3), np.uint8), np.zeros((2, 24, 24, 3), np.uint8)
+        alone, behind = (
+            np.zeros((1, 24, 24, 3), np.uint8),
+            np.zeros((2, 24, 24, 3), np.uint8),
+        )
         first = kernel.run([broken], [job(alone, [])])[0]
         second = kernel.run([good, broken], [job(behind, [], [])])
         assert first == second[1] and second[0] == 0
         if first == 0:
-            assert np.array_equal(alone[0], behind[1]) and np.array_equal(alone[0], decode(broken))
+            assert np.array_equal(alone[0], behind[1]) and np.array_equal(
+                alone[0], decode(broken)
+            )
 
 
 def test_an_operation_that_does_not_apply_and_a_wrong_size() -> None:
     image = np.zeros((10, 10, 3), np.uint8)
     out = np.zeros((1, 10, 10, 3), np.uint8)
-    ops, params = np.array([[CROP, 0]], np.int32), np.array([[0, 99, 99, 99, 99]], np.int64)
+    ops, params = (
+        np.array([[CROP, 0]], np.int32),
+        np.array([[0, 99, 99, 99, 99]], np.int64),
+    )
     assert kernel.run([image], [Job(ops, params, out)])[0] == kernel.DONE
     params[0] = [1, 0, 0, 5, 5]
     assert kernel.run([image], [Job(ops, params, out)])[0] == kernel.WRONG_SIZE
@@ -316,7 +404,11 @@ def test_an_operation_that_does_not_apply_and_a_wrong_size() -> None:
     ids=str,
 )
 def test_arrays_that_do_not_fit_are_errors(change: dict[str, np.ndarray]) -> None:
-    arrays = Job(np.array([[CROP, 0]], np.int32), np.zeros((2, 5), np.int64), np.zeros((2, 4, 4, 3), np.uint8))
+    arrays = Job(
+        np.array([[CROP, 0]], np.int32),
+        np.zeros((2, 5), np.int64),
+        np.zeros((2, 4, 4, 3), np.uint8),
+    )
     with pytest.raises((ValueError, BufferError)):
         kernel.run([None, None], [arrays._replace(**change)])
 
@@ -361,7 +453,11 @@ def test_codes_of_the_longest_values_are_skipped(simd: int, sampling: str) -> No
     """In black and white noise at quality 100: three looks would take more bits than a refill has."""
     rng = np.random.default_rng(simd)
     for channels in (1, 3):
-        image = np.repeat(rng.integers(0, 2, (256, 256, channels)).astype(np.uint8) * 255, 3 // channels, 2)
+        image = np.repeat(
+            rng.integers(0, 2, (256, 256, channels)).astype(np.uint8) * 255,
+            3 // channels,
+            2,
+        )
         data = simplejpeg.encode_jpeg(image, 100, "RGB", sampling)
         expected = simplejpeg.decode_jpeg(data, "RGB")[210:250, 3:43]
         assert np.array_equal(one(data, [(CROP, [210, 3, 40, 40])], (40, 40)), expected)

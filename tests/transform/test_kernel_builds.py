@@ -27,13 +27,21 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
 from fuzz import originals, random_op  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}")
+pytestmark = pytest.mark.skipif(
+    not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
+)
 
 BUILDS = [
     "gcc -mno-avx2 -mno-ssse3",
     *[
         pytest.param(compiler, marks=pytest.mark.soak)
-        for compiler in ("gcc -mno-avx2", "gcc -march=native", "gcc -O0", "gcc -mno-avx2 -mno-ssse3 -O2", "clang")
+        for compiler in (
+            "gcc -mno-avx2",
+            "gcc -march=native",
+            "gcc -O0",
+            "gcc -mno-avx2 -mno-ssse3 -O2",
+            "clang",
+        )
     ],
 ]
 
@@ -47,9 +55,13 @@ def module_of(path: Path) -> ModuleType:
 
 
 @pytest.fixture(params=BUILDS)
-def build(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def build(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ModuleType:
     """The kernel by such a compiler; functions that name their instructions have them in each build."""
-    pytest.importorskip("hatchling", reason="hatchling is a build dependency; the dev group has it")
+    pytest.importorskip(
+        "hatchling", reason="hatchling is a build dependency; the dev group has it"
+    )
     if not shutil.which(request.param.split()[0]):
         pytest.skip("there is no such compiler")
     monkeypatch.setenv("CC", request.param)
@@ -88,7 +100,9 @@ def random_inputs(num: int) -> Iterator[Input]:
                 row += [1, *params]
         table = np.array(ops, np.int32).reshape(-1, 2), np.array(row, np.int64)
         with contextlib.suppress(ValueError):
-            yield Input(image, table[0], table[1][None], reference.apply_all(pixels, *table))
+            yield Input(
+                image, table[0], table[1][None], reference.apply_all(pixels, *table)
+            )
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +115,14 @@ def statuses(module: ModuleType, inputs: list[Input]) -> list[int]:
     found = []
     for number, one in enumerate(inputs):
         memory = np.full((3, *one.expected.shape), 77, np.uint8)
-        found += module.run([one.image], [kernel.Job(one.ops, one.params, memory[1:2])], 1, True)
+        found += module.run(
+            [one.image], [kernel.Job(one.ops, one.params, memory[1:2])], 1, True
+        )
         assert (memory[::2] == 77).all()
-        assert found[-1] != kernel.DONE or np.array_equal(memory[1], one.expected), (number, one.ops.tolist())
+        assert found[-1] != kernel.DONE or np.array_equal(memory[1], one.expected), (
+            number,
+            one.ops.tolist(),
+        )
     return found
 
 
@@ -111,7 +130,11 @@ def at_each_level(module: ModuleType, inputs: list[Input]) -> list[list[int]]:
     """The statuses at each level of vector instructions that the processor has."""
     try:
         most = module.set_simd(2)
-        return [statuses(module, inputs) for level in range(most + 1) if module.set_simd(level) == level]
+        return [
+            statuses(module, inputs)
+            for level in range(most + 1)
+            if module.set_simd(level) == level
+        ]
     finally:
         module.set_simd(2)
 
@@ -123,12 +146,19 @@ def installed(inputs: list[Input]) -> list[list[int]]:
     return at_each_level(_raypipe_kernel, inputs)
 
 
-def test_each_level_has_the_pixels_of_the_reference(inputs: list[Input], installed: list[list[int]]) -> None:
+def test_each_level_has_the_pixels_of_the_reference(
+    inputs: list[Input], installed: list[list[int]]
+) -> None:
     assert all(found == installed[0] for found in installed)
     done = {
-        int(code) for one, status in zip(inputs, installed[0], strict=True) if not status for code in one.ops[:, 0]
+        int(code)
+        for one, status in zip(inputs, installed[0], strict=True)
+        if not status
+        for code in one.ops[:, 0]
     }
-    assert done == set(Op) - {Op.CROP_SCALED} and installed[0].count(kernel.DONE) > 0.8 * len(inputs)
+    assert done == set(Op) - {Op.CROP_SCALED} and installed[0].count(
+        kernel.DONE
+    ) > 0.8 * len(inputs)
 
 
 def test_each_build_has_the_pixels_of_the_reference_and_refuses_the_same(

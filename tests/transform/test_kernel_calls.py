@@ -15,7 +15,9 @@ import pytest
 from raypipe import native
 from raypipe.transform import kernel
 
-pytestmark = pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}")
+pytestmark = pytest.mark.skipif(
+    not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
+)
 
 START = """
 import numpy as np
@@ -38,8 +40,14 @@ class Images:
 
 
 def outcome(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=60)
-    return done.stdout.strip() if done.returncode == 0 else f"{done.returncode} {done.stderr[-500:]}"
+    done = subprocess.run(
+        [sys.executable, "-c", START + code], capture_output=True, text=True, timeout=60
+    )
+    return (
+        done.stdout.strip()
+        if done.returncode == 0
+        else f"{done.returncode} {done.stderr[-500:]}"
+    )
 
 
 @pytest.mark.parametrize("num_more", [1, 300])
@@ -90,14 +98,18 @@ def run(images: Any, jobs: Any) -> bytes:
     return bytes(module.run(images, jobs, 1, True))
 
 
-@pytest.mark.parametrize("job", [7, None, "abcd", ["ops", "params", "out", None], ()], ids=repr)
+@pytest.mark.parametrize(
+    "job", [7, None, "abcd", ["ops", "params", "out", None], ()], ids=repr
+)
 def test_a_job_that_is_no_tuple_of_four_is_a_type_error(job: Any) -> None:
     with pytest.raises(TypeError, match="ops, params, out, chroma"):
         run([b""], [job])
 
 
 @pytest.mark.parametrize(("images", "jobs"), [(7, []), ([b""], 7), (None, None)])
-def test_images_and_jobs_that_are_no_sequences_are_a_type_error(images: Any, jobs: Any) -> None:
+def test_images_and_jobs_that_are_no_sequences_are_a_type_error(
+    images: Any, jobs: Any
+) -> None:
     with pytest.raises(TypeError):
         run(images, jobs)
 
@@ -107,6 +119,8 @@ def test_a_block_whose_sum_does_not_fit_is_left_to_opencv() -> None:
     pixels = np.full((4096, 2060, 3), 255, np.uint8)
     out = np.zeros((1, 1, 1, 3), np.uint8)
     for height, expected in ((4096, kernel.BAD_PARAMS), (4000, kernel.DONE)):
-        job = kernel.Job(np.array([[3, 0]], np.int32), np.array([[1, 1, 1, 3]], np.int64), out)
+        job = kernel.Job(
+            np.array([[3, 0]], np.int32), np.array([[1, 1, 1, 3]], np.int64), out
+        )
         assert kernel.run([pixels[:height]], [job])[0] == expected
     assert (out == 255).all()

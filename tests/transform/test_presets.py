@@ -26,10 +26,14 @@ def picture(height: int, width: int) -> np.ndarray:
 TORCHVISION = ["tv-light", "autoaugment", "randaugment", "trivialaugment", "augmix"]
 
 
-@pytest.mark.parametrize("name", ["light", "heavy", "center", "small", "resize", *TORCHVISION])
+@pytest.mark.parametrize(
+    "name", ["light", "heavy", "center", "small", "resize", *TORCHVISION]
+)
 @pytest.mark.parametrize("shape", [(8, 8), (300, 200), (61, 500)])
 @pytest.mark.parametrize("size", [8, 96])
-def test_every_preset_ends_at_its_size(name: str, shape: tuple[int, int], size: int) -> None:
+def test_every_preset_ends_at_its_size(
+    name: str, shape: tuple[int, int], size: int
+) -> None:
     transform = SampleTransform(build_transform(name, size))
     for key in KEYS[:3]:
         result = transform(picture(*shape), tuple(key))
@@ -43,23 +47,35 @@ def test_training_presets_vary_with_the_key(name: str) -> None:
 
 
 def test_flip_crop_shifts_by_at_most_four_pixels_and_flips() -> None:
-    transform, image = SampleTransform(build_transform("flip-crop", 32)), picture(32, 32)
+    transform, image = (
+        SampleTransform(build_transform("flip-crop", 32)),
+        picture(32, 32),
+    )
     padded = np.pad(image, ((4, 4), (4, 4), (0, 0)))
     crops = [padded[y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
-    allowed = {crop.tobytes() for crop in crops} | {crop[:, ::-1].tobytes() for crop in crops}
+    allowed = {crop.tobytes() for crop in crops} | {
+        crop[:, ::-1].tobytes() for crop in crops
+    }
     assert all(transform(image.copy(), tuple(key)).tobytes() in allowed for key in KEYS)
 
 
 def test_center_is_the_same_under_every_key() -> None:
-    transform, image = SampleTransform(build_transform("center", 224)), picture(300, 500)
+    transform, image = (
+        SampleTransform(build_transform("center", 224)),
+        picture(300, 500),
+    )
     first = transform(image.copy(), (0, 0))
-    assert all(np.array_equal(first, transform(image.copy(), tuple(key))) for key in KEYS)
+    assert all(
+        np.array_equal(first, transform(image.copy(), tuple(key))) for key in KEYS
+    )
 
 
 def test_center_of_224_comes_from_a_short_side_of_256() -> None:
     image = picture(256, 400)
     expected = image[16:240, 88:312]
-    np.testing.assert_array_equal(SampleTransform(build_transform("center", 224))(image, (0, 0)), expected)
+    np.testing.assert_array_equal(
+        SampleTransform(build_transform("center", 224))(image, (0, 0)), expected
+    )
 
 
 def test_small_never_mirrors() -> None:
@@ -85,7 +101,9 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
             refuse("hevy", 224)
 
 
-@pytest.mark.parametrize("text", ["[light]", "[{Blur: {p: 1}]", "{Blur: {p: 1}}", "- Blur"])
+@pytest.mark.parametrize(
+    "text", ["[light]", "[{Blur: {p: 1}]", "{Blur: {p: 1}}", "- Blur"]
+)
 def test_what_was_meant_as_steps_and_is_text_is_told_so(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a list of steps: write"):
         check_transform(text, 8)
@@ -95,7 +113,9 @@ def test_steps_are_transforms() -> None:
     steps = [{"RandomResizedCrop": {"size": [9, 9]}}, {"HorizontalFlip": {"p": 0.5}}]
     image = picture(30, 40)
     for key in KEYS[:5]:
-        expected = SampleTransform(build_transform("light", 9))(image.copy(), tuple(key))
+        expected = SampleTransform(build_transform("light", 9))(
+            image.copy(), tuple(key)
+        )
         found = SampleTransform(build_transform(steps, 224))(image.copy(), tuple(key))
         np.testing.assert_array_equal(found, expected)
 
@@ -111,11 +131,16 @@ def test_a_check_finds_wrong_steps_and_leaves_user_code_alone() -> None:
 def test_augmentations_of_torchvision_change_colors_as_well() -> None:
     gray = np.full((64, 64, 3), (90, 120, 150), np.uint8)
     plain = SampleTransform(build_transform("tv-light", 64))
-    assert {plain(gray.copy(), tuple(key)).tobytes() for key in KEYS} == {gray.tobytes()}
+    assert {plain(gray.copy(), tuple(key)).tobytes() for key in KEYS} == {
+        gray.tobytes()
+    }
     for name in TORCHVISION[1:]:
         apply = SampleTransform(build_transform(name, 64))
         results = [apply(gray.copy(), tuple(key)) for key in KEYS]
-        assert sum(not np.array_equal(result[32, 32], gray[0, 0]) for result in results) > 4, name
+        assert (
+            sum(not np.array_equal(result[32, 32], gray[0, 0]) for result in results)
+            > 4
+        ), name
 
 
 TWICE = """
@@ -150,8 +175,16 @@ def test_pixels_depend_on_the_key_alone_in_any_process_and_threads() -> None:
     keys = list(range(40))
     with one_thread():
         first = here["digests"](1, keys, TORCHVISION)
-    command = [sys.executable, "-c", TWICE + ANOTHER_PROCESS, json.dumps([4, 2, keys[::-1]]), *TORCHVISION]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
+    command = [
+        sys.executable,
+        "-c",
+        TWICE + ANOTHER_PROCESS,
+        json.dumps([4, 2, keys[::-1]]),
+        *TORCHVISION,
+    ]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=100
+    )
     assert first == json.loads(done.stdout)
     assert len(set(first.values())) > 0.9 * len(first)
 
@@ -189,7 +222,9 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(("name", "side"), [("make", 8), ("Inverse", 8), ("ready", 20)])
-def test_module_name_gives_a_function_of_the_size_or_a_ready_transform(mine: str, name: str, side: int) -> None:
+def test_module_name_gives_a_function_of_the_size_or_a_ready_transform(
+    mine: str, name: str, side: int
+) -> None:
     image = picture(20, 20)
     result = SampleTransform(build_transform(f"{mine}:{name}", 8))(image, (0, 0))
     np.testing.assert_array_equal(result, 255 - image[:side, :side])

@@ -27,10 +27,17 @@ IMAGE = np.full((8, 8, 3), 100, np.uint8)
 
 
 def noisy() -> Any:
-    return A.Compose([A.OneOf([A.GaussNoise(p=1), A.Compose([A.GaussNoise(p=1)])], p=1)])
+    return A.Compose(
+        [A.OneOf([A.GaussNoise(p=1), A.Compose([A.GaussNoise(p=1)])], p=1)]
+    )
 
 
-PIPELINE, GENERATOR, STATE, PYTHONS = noisy(), np.random.default_rng(), np.random.RandomState(), random.Random()
+PIPELINE, GENERATOR, STATE, PYTHONS = (
+    noisy(),
+    np.random.default_rng(),
+    np.random.RandomState(),
+    random.Random(),
+)
 TORCHS, LATER = torch.Generator(), {}
 STEP = A.GaussNoise(p=1)
 
@@ -70,7 +77,9 @@ def by_pythons(image: np.ndarray) -> np.ndarray:
 
 
 def by_torchs(image: np.ndarray) -> np.ndarray:
-    return torch.randint(0, 256, image.shape, generator=TORCHS, dtype=torch.uint8).numpy()
+    return torch.randint(
+        0, 256, image.shape, generator=TORCHS, dtype=torch.uint8
+    ).numpy()
 
 
 def by_spawns(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -134,7 +143,9 @@ CODE: dict[str, Any] = {
     "module": InModule(),
     "modules in a row": v2.Compose([v2.RandomHorizontalFlip(), InModule()]),
     "partial of a list": functools.partial(listed, steps=[by_global, Held()]),
-    "step of Albumentations": A.Compose([A.Lambda(image=step_of_users, p=1), A.GaussNoise(p=1)]),
+    "step of Albumentations": A.Compose(
+        [A.Lambda(image=step_of_users, p=1), A.GaussNoise(p=1)]
+    ),
     "numpy's": by_generator,
     "numpy's old": by_state,
     "Python's": by_pythons,
@@ -150,10 +161,18 @@ def made(code: Any, keys: list[tuple[int, int]]) -> dict[tuple[int, int], bytes]
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_the_users_code_draws_under_the_key_whatever_was_drawn_before(name: str) -> None:
+def test_the_users_code_draws_under_the_key_whatever_was_drawn_before(
+    name: str,
+) -> None:
     LATER.clear()
     first = made(CODE[name], KEYS)
-    np.random.rand(3), random.random(), torch.rand(5), GENERATOR.random(), cv2.randu(IMAGE.copy(), 0, 9)
+    (
+        np.random.rand(3),
+        random.random(),
+        torch.rand(5),
+        GENERATOR.random(),
+        cv2.randu(IMAGE.copy(), 0, 9),
+    )
     by_global(IMAGE.copy())
     again = made(CODE[name], KEYS[::-1])
     assert first == again and len(set(first.values())) == len(KEYS)
@@ -167,7 +186,10 @@ def states() -> list[Any]:
         TORCHS.get_state().tolist(),
     ]
     nodes = [PIPELINE, *PIPELINE.transforms, STEP]
-    return [str(held), [(id(node.random_generator), id(node.py_random)) for node in nodes]]
+    return [
+        str(held),
+        [(id(node.random_generator), id(node.py_random)) for node in nodes],
+    ]
 
 
 def test_the_generators_of_a_process_are_as_they_were() -> None:
@@ -183,7 +205,17 @@ def test_what_a_generator_spawns_hangs_on_its_key_and_domain() -> None:
     keyed.rewind((3, 4)).spawn(5)
     assert {*of_first, keyed.rewind((1, 2)).spawn(1)[0].random()} == {of_first[0]}
     one, two = keyed.rewind((1, 2)).spawn(2)
-    assert len({one.random(), two.random(), other.rewind((1, 2)).spawn(1)[0].random(), of_first[0]}) == 3
+    assert (
+        len(
+            {
+                one.random(),
+                two.random(),
+                other.rewind((1, 2)).spawn(1)[0].random(),
+                of_first[0],
+            }
+        )
+        == 3
+    )
 
 
 LAZY = """
@@ -218,7 +250,9 @@ LAZY = """
 def test_torch_that_the_code_is_first_to_import_is_seeded_with_it() -> None:
     def run(*arguments: str) -> list[str]:
         command = [sys.executable, "-c", textwrap.dedent(LAZY), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.split()
 
     # Each has another sample first, and the other has that one later: by its key it has the same pixels.
     one, kept = run("0,1,2"), run("2,0,1", "kept")

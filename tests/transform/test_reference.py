@@ -17,15 +17,50 @@ from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, Op, sizes_behind
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
 from fuzz import random_op
 
-pytestmark = pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}")
+pytestmark = pytest.mark.skipif(
+    not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
+)
 
 HEIGHT, WIDTH = 21, 17
 IMAGE = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
 MAX, MIN = (1 << 63) - 1, -(1 << 63)
 # On both sides of each limit that an operation has.
 EDGES = [
-    *(-2, -1, 0, 1, 2, 3, 4, 5, 7, 8, 9, 14, MAX_FILTER, 16, 17, 18, 20, 21, 22, MAX_RADIUS, MAX_RADIUS + 1),
-    *(255, 256, 257, 1 << 14, (1 << 14) + 1, -(1 << 14), -(1 << 14) - 1, 65_500, 65_501, 1 << 16),
+    *(
+        -2,
+        -1,
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        7,
+        8,
+        9,
+        14,
+        MAX_FILTER,
+        16,
+        17,
+        18,
+        20,
+        21,
+        22,
+        MAX_RADIUS,
+        MAX_RADIUS + 1,
+    ),
+    *(
+        255,
+        256,
+        257,
+        1 << 14,
+        (1 << 14) + 1,
+        -(1 << 14),
+        -(1 << 14) - 1,
+        65_500,
+        65_501,
+        1 << 16,
+    ),
     *(6 << 16, (6 << 16) - 1, 64 << 16, (64 << 16) + 1, 1 << 31, 1 << 32, MAX, MIN),
 ]
 MOST_PIXELS = 1 << 20
@@ -37,7 +72,9 @@ JITTER = [0, 1, 2, 3, 1 << 16, 1 << 16, 1 << 16, 0]
 def by_reference(op: int, params: list[int]) -> np.ndarray | None:
     """None: it refuses them."""
     try:
-        return reference.apply_all(IMAGE, np.array([[op, 0]], np.int32), np.array([1, *params], np.int64))
+        return reference.apply_all(
+            IMAGE, np.array([[op, 0]], np.int32), np.array([1, *params], np.int64)
+        )
     except ValueError as error:
         assert "bad" in str(error)
         return None
@@ -69,7 +106,9 @@ def is_left_to_the_reference(op: Op, params: list[int]) -> bool:
 def takes_long(op: Op, params: list[int]) -> bool:
     if op not in (Op.RESIZE, Op.PAD):
         return False
-    height, width = sizes_behind(op, np.array(params, object), np.array([HEIGHT, WIDTH], object)).tolist()
+    height, width = sizes_behind(
+        op, np.array(params, object), np.array([HEIGHT, WIDTH], object)
+    ).tolist()
     return min(height, width) > 0 and MOST_PIXELS < height * width <= MAX_PIXELS
 
 
@@ -105,35 +144,75 @@ def changed(params: list[int], *changes: tuple[int, int]) -> list[int]:
     [
         *[
             (Op.CROP, box)
-            for box in ([0, 0, 22, 1], [-1, 0, 2, 2], [0, 0, 0, 1], [MAX, 0, 1, 1], [1] * 2 + [MAX] * 2)
+            for box in (
+                [0, 0, 22, 1],
+                [-1, 0, 2, 2],
+                [0, 0, 0, 1],
+                [MAX, 0, 1, 1],
+                [1] * 2 + [MAX] * 2,
+            )
         ],
         *[(Op.CROP_SCALED, [0, 0, 1, 1, 8])],
-        *[(Op.RESIZE, [*size, 1]) for size in ([0, 5], [5, -1], [65_501, 1], [65_500, 65_500], [MAX, MIN])],
-        *[(Op.RESIZE, [5, 5, 4]), (Op.RESIZE, [5, 5, -1]), (Op.TURN, [8]), (Op.TURN, [-1])],
+        *[
+            (Op.RESIZE, [*size, 1])
+            for size in ([0, 5], [5, -1], [65_501, 1], [65_500, 65_500], [MAX, MIN])
+        ],
+        *[
+            (Op.RESIZE, [5, 5, 4]),
+            (Op.RESIZE, [5, 5, -1]),
+            (Op.TURN, [8]),
+            (Op.TURN, [-1]),
+        ],
         *[(Op.PAD, [side, 0, 0, 0, 0, 0, 0, 0]) for side in (-1, MAX, 65_500)],
         *[(Op.PAD, [1, 1, 1, 1, border, 0, 0, 0]) for border in (-1, 5)],
-        *[(Op.PAD, [1, 1, 1, 1, 0, 0, 256, 0]), (Op.AFFINE, [0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0])],
-        *[(Op.AFFINE, [0, 0, 0, 0, 0, 0, 1, 5, 0, 0, 0]), (Op.AFFINE, [0, 0, 0, 0, 0, 0, 1, 0, -1, 0, 0])],
+        *[
+            (Op.PAD, [1, 1, 1, 1, 0, 0, 256, 0]),
+            (Op.AFFINE, [0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0]),
+        ],
+        *[
+            (Op.AFFINE, [0, 0, 0, 0, 0, 0, 1, 5, 0, 0, 0]),
+            (Op.AFFINE, [0, 0, 0, 0, 0, 0, 1, 0, -1, 0, 0]),
+        ],
         *[(Op.DROPOUT, [0, 0, 0, num, 0, 0, 4, 4]) for num in (-1, 2, MAX)],
         (Op.DROPOUT, [0, 256, 0, 1, 0, 0, 4, 4]),
-        *[(Op.JITTER, changed(JITTER, (place, value))) for place in range(4) for value in (-2, 4, MAX)],
-        *[(Op.JITTER, changed(JITTER, (place, value))) for place in (4, 5, 6) for value in (-1, (64 << 16) + 1)],
+        *[
+            (Op.JITTER, changed(JITTER, (place, value)))
+            for place in range(4)
+            for value in (-2, 4, MAX)
+        ],
+        *[
+            (Op.JITTER, changed(JITTER, (place, value)))
+            for place in (4, 5, 6)
+            for value in (-1, (64 << 16) + 1)
+        ],
         *[(Op.JITTER, changed(JITTER, (7, value))) for value in (-1, 6 << 16)],
         # Of an operation that is not in the order, too.
         (Op.JITTER, [-1, -1, -1, -1, 0, 0, MIN, 0]),
-        *[(Op.TABLE, numbers) for numbers in ([2, 0, 0, 0], [-1, 0, 0, 0], [0, 257, 0, 0], [1, 256, 0, 0])],
-        *[(Op.TABLE, [kind, 0, *others]) for kind in (0, 1) for others in ([256, 0], [0, -1])],
+        *[
+            (Op.TABLE, numbers)
+            for numbers in ([2, 0, 0, 0], [-1, 0, 0, 0], [0, 257, 0, 0], [1, 256, 0, 0])
+        ],
+        *[
+            (Op.TABLE, [kind, 0, *others])
+            for kind in (0, 1)
+            for others in ([256, 0], [0, -1])
+        ],
         *[(Op.BLUR, changed(BLUR, (0, radius))) for radius in (-1, 0, 33, MAX)],
         *[(Op.BLUR, changed(BLUR, (1, border))) for border in (-1, 5)],
         (Op.BLUR, changed(BLUR, (2, 1 << 14))),
         (Op.BLUR, changed(BLUR, (2, (1 << 14) + 2), (3, -1))),
         *[(Op.FILTER, changed(FILTER, (0, side))) for side in (-1, 0, 2, 17, MAX)],
         *[(Op.FILTER, changed(FILTER, (1, border))) for border in (-1, 5)],
-        *[(Op.FILTER, changed(FILTER, (5, tap))) for tap in ((1 << 14) + 1, -(1 << 14) - 1, MIN)],
+        *[
+            (Op.FILTER, changed(FILTER, (5, tap)))
+            for tap in ((1 << 14) + 1, -(1 << 14) - 1, MIN)
+        ],
     ],
     ids=str,
 )
-def test_bad_params_of_each_kind_are_refused_here_and_there(op: Op, params: list[int]) -> None:
+def test_bad_params_of_each_kind_are_refused_here_and_there(
+    op: Op, params: list[int]
+) -> None:
     assert agree(op, params)
 
 
@@ -144,7 +223,10 @@ def test_bad_params_of_each_kind_are_refused_here_and_there(op: Op, params: list
         (Op.JITTER, [3, 3, 0, 0, 64 << 16, 0, 0, (6 << 16) - 1]),
         (Op.TABLE, [0, 256, 0, 255]),
         (Op.BLUR, BLUR),
-        (Op.BLUR, [0, 0, 1 << 14, *[MAX] * MAX_RADIUS]),  # those behind the radius are not read
+        (
+            Op.BLUR,
+            [0, 0, 1 << 14, *[MAX] * MAX_RADIUS],
+        ),  # those behind the radius are not read
         (Op.BLUR, [1, 0, 0, 1 << 13, *[-1] * (MAX_RADIUS - 1)]),
         (Op.FILTER, [1, 3, -(1 << 14), *[MIN] * (MAX_FILTER**2 - 1)]),
         (Op.FILTER, FILTER),

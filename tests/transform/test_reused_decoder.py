@@ -26,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
 from fuzz_drawn import arithmetic, lossless, wild
 from fuzz_files import saved, segments, without_tables
 
-pytestmark = pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}")
+pytestmark = pytest.mark.skipif(
+    not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
+)
 
 BATCH = 64
 SIDE = 16
@@ -50,14 +52,34 @@ KINDS: dict[str, list[bytes]] = {
     "progressive": [PROGRESSIVE],
     "progressive gray": [saved(PIXELS.convert("L"), progressive=True)],
     "gray beside color": [GRAY, COLOR],
-    "all beside each other": [GRAY, COLOR, PROGRESSIVE, saved(PIXELS, optimize=True), seekable(COLOR)],
-    "own tables": [saved(PIXELS, optimize=True), saved(PIXELS, optimize=True, quality=30)],
+    "all beside each other": [
+        GRAY,
+        COLOR,
+        PROGRESSIVE,
+        saved(PIXELS, optimize=True),
+        seekable(COLOR),
+    ],
+    "own tables": [
+        saved(PIXELS, optimize=True),
+        saved(PIXELS, optimize=True, quality=30),
+    ],
     "the standard's tables": [without_tables(COLOR)],
     "restart markers": [saved(PIXELS, restart_marker_blocks=1)],
     "arithmetic": [arithmetic(RNG, 3, False), arithmetic(RNG, 1, True)],
     "seekable": [seekable(COLOR), seekable(PROGRESSIVE)],
-    "broken": [COLOR[:-200], COLOR[:300] + b"\xff\x13" + COLOR[302:], PROGRESSIVE[:-200], without_scans(COLOR)],
-    "refused": [saved(PIXELS.convert("CMYK")), lossless(RNG), wild(RNG, 5000), b"\xff\xd8\xff", b"no JPEG"],
+    "broken": [
+        COLOR[:-200],
+        COLOR[:300] + b"\xff\x13" + COLOR[302:],
+        PROGRESSIVE[:-200],
+        without_scans(COLOR),
+    ],
+    "refused": [
+        saved(PIXELS.convert("CMYK")),
+        lossless(RNG),
+        wild(RNG, 5000),
+        b"\xff\xd8\xff",
+        b"no JPEG",
+    ],
 }
 
 
@@ -97,7 +119,9 @@ class Worker:
         seconds = []
         for number in range(num_images // BATCH):
             start = time.process_time()
-            self.is_done = bool((kernel.run(self.files, [self.job], 1, True) == DONE).all())
+            self.is_done = bool(
+                (kernel.run(self.files, [self.job], 1, True) == DONE).all()
+            )
             file = self.files[number % BATCH]
             with contextlib.suppress(ValueError):
                 kernel.decode_crop(file, 2, 3, 30, 20, 8, False, self.pixels, 30 + 39)
@@ -121,7 +145,11 @@ def bytes_in_use() -> int:
         "fordblks",
         "keepcost",
     ]
-    info = type("Mallinfo", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names]})
+    info = type(
+        "Mallinfo",
+        (ctypes.Structure,),
+        {"_fields_": [(name, ctypes.c_size_t) for name in names]},
+    )
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):
@@ -147,12 +175,18 @@ def test_no_kind_of_image_leaves_memory_behind(kind: str, level: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_last_of_100000_images_costs_what_the_first_did(kind: str, level: int) -> None:
+def test_the_last_of_100000_images_costs_what_the_first_did(
+    kind: str, level: int
+) -> None:
     worker = Worker(KINDS[kind])
     worker.work(1000)
     before = psutil.Process().memory_info().rss
     tenths = np.array_split(np.array(worker.work(100_000)), 10)
     growth = psutil.Process().memory_info().rss - before
     typical = [float(np.median(tenth)) / BATCH * 1e6 for tenth in tenths]
-    print(f"{kind}, level {level}: µs of CPU an image, by tenths: {np.round(typical, 1)}, RSS +{growth >> 10} KiB")
-    assert typical[-1] < 1.15 * typical[0] + 0.5 and growth < 1 << 20  # those refused by their header take 0.5 µs
+    print(
+        f"{kind}, level {level}: µs of CPU an image, by tenths: {np.round(typical, 1)}, RSS +{growth >> 10} KiB"
+    )
+    assert (
+        typical[-1] < 1.15 * typical[0] + 0.5 and growth < 1 << 20
+    )  # those refused by their header take 0.5 µs

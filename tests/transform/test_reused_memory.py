@@ -20,7 +20,11 @@ def address(array: np.ndarray) -> int:
 def test_memory_is_used_again_once_nobody_holds_on_to_it() -> None:
     first = reused_memory(NUM_BYTES)
     at = address(first)
-    assert first.shape == (NUM_BYTES,) and first.dtype == np.uint8 and type(first) is np.ndarray
+    assert (
+        first.shape == (NUM_BYTES,)
+        and first.dtype == np.uint8
+        and type(first) is np.ndarray
+    )
     del first
     second = reused_memory(NUM_BYTES)
     assert address(second) == at
@@ -29,13 +33,20 @@ def test_memory_is_used_again_once_nobody_holds_on_to_it() -> None:
 def test_memory_is_not_used_again_as_long_as_a_view_is_there() -> None:
     first = reused_memory(NUM_BYTES).reshape(3, 700, 700, 3)
     at = address(first)
-    held: list[object] = [first[1:, 3], first.reshape(-1)[5:], memoryview(first), pa.py_buffer(first[None])]
+    held: list[object] = [
+        first[1:, 3],
+        first.reshape(-1)[5:],
+        memoryview(first),
+        pa.py_buffer(first[None]),
+    ]
     del first
     while held:
         gc.collect()
         assert address(reused_memory(NUM_BYTES)) != at
         held.pop()
-    assert at in {address(array) for array in [reused_memory(NUM_BYTES) for _ in range(3)]}
+    assert at in {
+        address(array) for array in [reused_memory(NUM_BYTES) for _ in range(3)]
+    }
 
 
 def test_small_and_other_sizes_have_memory_of_their_own() -> None:
@@ -73,7 +84,11 @@ def test_arrays_of_any_dtype_lie_aligned_in_one_piece_and_never_overlap() -> Non
     arrays = reused_arrays(kinds)
     assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == kinds
     for number, array in enumerate(arrays.values(), 1):
-        assert array.flags.c_contiguous and array.flags.writeable and not address(array) % array.itemsize
+        assert (
+            array.flags.c_contiguous
+            and array.flags.writeable
+            and not address(array) % array.itemsize
+        )
         array[...] = number % 2 if array.dtype == bool else number
     expected = {"odd": 1, "none": 2, "bools": 1, "boxes": 4, "number": 5}
     assert all((array == expected[name]).all() for name, array in arrays.items())
@@ -82,10 +97,15 @@ def test_arrays_of_any_dtype_lie_aligned_in_one_piece_and_never_overlap() -> Non
 
 
 def test_memory_is_not_used_again_while_one_of_its_arrays_is_alive() -> None:
-    kinds = {"image": ((2, 800, 800), np.dtype(np.uint8)), "label": ((2,), np.dtype(np.int64))}
+    kinds = {
+        "image": ((2, 800, 800), np.dtype(np.uint8)),
+        "label": ((2,), np.dtype(np.int64)),
+    }
     arrays = reused_arrays(kinds)
     at, label = address(arrays["image"]), arrays["label"]
     del arrays
     assert address(reused_arrays(kinds)["image"]) != at
     del label
-    assert at in {address(arrays["image"]) for arrays in [reused_arrays(kinds) for _ in range(3)]}
+    assert at in {
+        address(arrays["image"]) for arrays in [reused_arrays(kinds) for _ in range(3)]
+    }

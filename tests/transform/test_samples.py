@@ -26,13 +26,20 @@ def test_samples_come_in_the_asked_order_with_the_stores_columns() -> None:
     store = MemoryStore([b"a", b"b"], [3, 4], columns=TARGETS)
     found = read_samples(store, np.array([1, 0, 1]), Wanted(columns=("objects", "seg")))
     b = EncodedSample(b"b", 4, {"objects": [], "seg": b"m1"})
-    assert [*found] == [b, EncodedSample(b"a", 3, {"objects": [[0, 0, 1, 1, 2]], "seg": b"m0"}), b]
+    assert [*found] == [
+        b,
+        EncodedSample(b"a", 3, {"objects": [[0, 0, 1, 1, 2]], "seg": b"m0"}),
+        b,
+    ]
 
 
 def test_labels_are_0_and_are_not_read_where_they_are_not_wanted() -> None:
     store = Watched([b"a", b"b"], None, columns=TARGETS)
     found = read_samples(store, np.array([1, 0]), Wanted(False, ("seg",)))
-    assert [*found] == [EncodedSample(b"b", 0, {"seg": b"m1"}), EncodedSample(b"a", 0, {"seg": b"m0"})]
+    assert [*found] == [
+        EncodedSample(b"b", 0, {"seg": b"m1"}),
+        EncodedSample(b"a", 0, {"seg": b"m0"}),
+    ]
     assert store.read_of == ([1, 0], ("image", "seg"))
     assert [*read_samples(store, np.array([1]), Wanted(False))] == [EncodedSample(b"b")]
 
@@ -43,7 +50,9 @@ def test_padding_is_not_read_and_has_neither_image_nor_columns() -> None:
     nothing = EncodedSample(None, 0, {"seg": None})
     assert [*found] == [nothing, EncodedSample(b"b", 4, {"seg": b"m1"}), nothing]
     assert store.read_of == ([1], ("image", "label", "seg"))
-    assert [*read_samples(store, np.array([-1, -1]))] == [EncodedSample(None, 0, {})] * 2
+    assert [*read_samples(store, np.array([-1, -1]))] == [
+        EncodedSample(None, 0, {})
+    ] * 2
 
 
 def test_a_label_that_no_class_can_be_is_marked() -> None:
@@ -51,16 +60,27 @@ def test_a_label_that_no_class_can_be_is_marked() -> None:
         def read(self, indices: np.ndarray, columns: Any) -> dict[str, Any]:
             return {**super().read(indices, columns), "label": labels}
 
-    for labels in ([7, None, 1 - 2**63, 2**63], np.array([7, 2**64 - 1, 2**62, 2**63], np.uint64)):
-        found = [sample.label for sample in read_samples(Labeled([b"a"] * 4, [0] * 4), np.arange(4))]
+    for labels in (
+        [7, None, 1 - 2**63, 2**63],
+        np.array([7, 2**64 - 1, 2**62, 2**63], np.uint64),
+    ):
+        found = [
+            sample.label
+            for sample in read_samples(Labeled([b"a"] * 4, [0] * 4), np.arange(4))
+        ]
         assert found[0] == 7 and found[1] == found[3] == NO_LABEL
         assert found[2] == int(labels[2]) and {type(label) for label in found} == {int}
 
 
 @pytest.mark.parametrize("labels", [np.array([0.5, 1]), np.zeros((2, 3), np.int64)])
-def test_labels_that_are_no_classes_end_the_run_with_their_type(labels: np.ndarray) -> None:
+def test_labels_that_are_no_classes_end_the_run_with_their_type(
+    labels: np.ndarray,
+) -> None:
     store = MemoryStore([b"a", b"b"], labels)
-    with pytest.raises(ConfigError, match=rf"labels of {labels.dtype} \(.*\), which are not classes: name"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"labels of {labels.dtype} \(.*\), which are not classes: name",
+    ):
         read_samples(store, np.arange(2))
 
 

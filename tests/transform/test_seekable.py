@@ -36,7 +36,9 @@ from fuzz import fuzz_seekable, sealed
 from fuzz_drawn import segment, wild
 from fuzz_files import forged
 
-pytestmark = pytest.mark.skipif(bool(kernel.why_no_kernel()), reason=f"no kernel: {kernel.why_no_kernel()}")
+pytestmark = pytest.mark.skipif(
+    bool(kernel.why_no_kernel()), reason=f"no kernel: {kernel.why_no_kernel()}"
+)
 
 RNG = np.random.default_rng(32)
 EXIF = Image.Exif()
@@ -55,7 +57,11 @@ def noise(height: int, width: int) -> np.ndarray:
 
 
 def smooth(height: int, width: int) -> np.ndarray:
-    return cv2.resize(noise(height // 9 + 2, width // 9 + 2), (width, height), interpolation=cv2.INTER_CUBIC)
+    return cv2.resize(
+        noise(height // 9 + 2, width // 9 + 2),
+        (width, height),
+        interpolation=cv2.INTER_CUBIC,
+    )
 
 
 def by_simplejpeg(sampling: str) -> Callable[[np.ndarray], bytes]:
@@ -70,12 +76,16 @@ KINDS: dict[str, Callable[[np.ndarray], bytes]] = {
     "4:1:1": by_simplejpeg("411"),
     "gray": lambda pixels: saved(pixels, "L"),
     "progressive": lambda pixels: saved(pixels, progressive=True, quality=85),
-    "progressive 4:4:4": lambda pixels: saved(pixels, progressive=True, subsampling="4:4:4"),
+    "progressive 4:4:4": lambda pixels: saved(
+        pixels, progressive=True, subsampling="4:4:4"
+    ),
     "progressive gray": lambda pixels: saved(pixels, "L", progressive=True),
     "RGB": lambda pixels: saved(pixels, keep_rgb=True),
     "optimized": lambda pixels: saved(pixels, optimize=True, quality=30),
     "restarts": lambda pixels: saved(pixels, restart_marker_blocks=3),
-    "EXIF and ICC": lambda pixels: saved(pixels, exif=EXIF, icc_profile=ICC, comment=b"a comment"),
+    "EXIF and ICC": lambda pixels: saved(
+        pixels, exif=EXIF, icc_profile=ICC, comment=b"a comment"
+    ),
     "EXIF alone": lambda pixels: without_jfif(saved(pixels, exif=EXIF)),
 }
 
@@ -94,13 +104,23 @@ def files(num: int) -> Iterator[tuple[str, bytes]]:
 
 def random_box(height: int, width: int) -> tuple[int, int, int, int]:
     top, left = int(RNG.integers(height)), int(RNG.integers(width))
-    return top, left, int(RNG.integers(1, height - top + 1)), int(RNG.integers(1, width - left + 1))
+    return (
+        top,
+        left,
+        int(RNG.integers(1, height - top + 1)),
+        int(RNG.integers(1, width - left + 1)),
+    )
 
 
-def run(data: bytes, box: tuple[int, int, int, int], eighths: int = 8) -> np.ndarray | None:
+def run(
+    data: bytes, box: tuple[int, int, int, int], eighths: int = 8
+) -> np.ndarray | None:
     """A box by the kernel, which decodes it alone; None: it refuses the file."""
     out = np.zeros((1, *box[2:], 3), np.uint8)
-    ops, params = np.array([[Op.CROP_SCALED, 0]], np.int32), np.array([[1, *box, eighths]], np.int64)
+    ops, params = (
+        np.array([[Op.CROP_SCALED, 0]], np.int32),
+        np.array([[1, *box, eighths]], np.int64),
+    )
     return out[0] if kernel.run([data], [Job(ops, params, out)])[0] == DONE else None
 
 
@@ -108,7 +128,9 @@ def check_crops(num: int, by_file: int) -> None:
     from _raypipe_kernel import set_simd
 
     for number, (name, data) in enumerate(files(num // by_file)):
-        set_simd(2 * (number % 2))  # without vector instructions by libjpeg, with them without it
+        set_simd(
+            2 * (number % 2)
+        )  # without vector instructions by libjpeg, with them without it
         seekable = kernel.to_seekable(data)
         whole = simplejpeg.decode_jpeg(data, "RGB")
         assert np.array_equal(simplejpeg.decode_jpeg(seekable, "RGB"), whole), name
@@ -117,12 +139,16 @@ def check_crops(num: int, by_file: int) -> None:
             top, left, height, width = box
             part = run(seekable, box)
             assert part is not None, (name, whole.shape, box)
-            assert np.array_equal(part, whole[top : top + height, left : left + width]), (name, whole.shape, box)
+            assert np.array_equal(
+                part, whole[top : top + height, left : left + width]
+            ), (name, whole.shape, box)
         if min(whole.shape[:2]) >= 16:
             eighths = int(RNG.choice([1, 2, 4]))
             box = random_box(*(-(-side * eighths // 8) for side in whole.shape[:2]))
             part = run(seekable, box, eighths)
-            assert part is not None and np.array_equal(part, decode_box(data, box, eighths)), (name, box, eighths)
+            assert part is not None and np.array_equal(
+                part, decode_box(data, box, eighths)
+            ), (name, box, eighths)
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +169,9 @@ def test_so_are_a_hundred_thousand() -> None:
 
 
 @pytest.mark.parametrize("kind", ["4:2:0", "gray", "RGB", "progressive", "EXIF alone"])
-def test_a_cut_or_flipped_byte_anywhere_is_a_bad_sample(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_or_flipped_byte_anywhere_is_a_bad_sample(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seekable = kernel.to_seekable(KINDS[kind](smooth(70, 45)))
     damaged = [seekable[:at] for at in range(len(seekable))]
     for at in range(len(seekable)):
@@ -151,7 +179,9 @@ def test_a_cut_or_flipped_byte_anywhere_is_a_bad_sample(kind: str, monkeypatch: 
         flipped[at] ^= int(RNG.integers(1, 256))
         damaged.append(bytes(flipped))
     statuses = kernel.run(damaged, [crop_job(len(damaged), (0, 0, 5, 5))])
-    assert (statuses != DONE).all() and kernel.run([seekable], [crop_job(1, (0, 0, 5, 5))])[0] == DONE
+    assert (statuses != DONE).all() and kernel.run(
+        [seekable], [crop_job(1, (0, 0, 5, 5))]
+    )[0] == DONE
     for data in damaged:
         with pytest.raises(SampleError):
             decode(data)
@@ -163,7 +193,11 @@ def test_a_cut_or_flipped_byte_anywhere_is_a_bad_sample(kind: str, monkeypatch: 
 
 def crop_job(num: int, box: tuple[int, int, int, int]) -> Job:
     params = np.tile(np.array([1, *box], np.int64), (num, 1))
-    return Job(np.array([[Op.CROP, 0]], np.int32), params, np.zeros((num, *box[2:], 3), np.uint8))
+    return Job(
+        np.array([[Op.CROP, 0]], np.int32),
+        params,
+        np.zeros((num, *box[2:], 3), np.uint8),
+    )
 
 
 @pytest.mark.parametrize("size", [None, 16])
@@ -175,12 +209,18 @@ def test_the_message_names_the_checksum(size: int | None) -> None:
         lambda: decode_box(damaged, (0, 0, 8, 8)),
         lambda: check_checksum(damaged),
     ):
-        with pytest.raises(SampleError, match=r"its checksum is wrong .*convert the original again"):
+        with pytest.raises(
+            SampleError, match=r"its checksum is wrong .*convert the original again"
+        ):
             action()
 
 
-def micro_batch(images: list[bytes], threads: int) -> tuple[dict[str, bytes], list[Any]]:
-    maker = MicroBatchTransform(Content("light", TransformConfig(size=32), threads=threads))
+def micro_batch(
+    images: list[bytes], threads: int
+) -> tuple[dict[str, bytes], list[Any]]:
+    maker = MicroBatchTransform(
+        Content("light", TransformConfig(size=32), threads=threads)
+    )
     samples = [EncodedSample(image, number) for number, image in enumerate(images)]
     keys = np.arange(2 * len(images), dtype=np.uint64).reshape(-1, 2)
     rows, bad = maker.run(
@@ -197,12 +237,18 @@ def micro_batch(images: list[bytes], threads: int) -> tuple[dict[str, bytes], li
 def test_a_micro_batch_is_that_of_the_originals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    images = [make(smooth(90, 70 + number)) for number, make in enumerate(KINDS.values())]
+    images = [
+        make(smooth(90, 70 + number)) for number, make in enumerate(KINDS.values())
+    ]
     seekable = [kernel.to_seekable(image) for image in images]
     expected = micro_batch(images, 1)
     assert expected[1] == []
     assert micro_batch(seekable, 1) == expected == micro_batch(seekable, 2)
-    flipped = [*seekable[:3], seekable[3][:-3] + b"\x5a" + seekable[3][-2:], *seekable[4:]]
+    flipped = [
+        *seekable[:3],
+        seekable[3][:-3] + b"\x5a" + seekable[3][-2:],
+        *seekable[4:],
+    ]
     damaged = micro_batch(flipped, 2)
     assert damaged[1] == [3]
     for module in (kernel, jpeg):
@@ -219,7 +265,9 @@ def test_any_program_reads_it_with_all_that_the_original_has(kind: str) -> None:
     before, after = Image.open(io.BytesIO(data)), Image.open(io.BytesIO(seekable))
     assert np.array_equal(np.asarray(before), np.asarray(after))
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
-    images = [cv2.imdecode(np.frombuffer(file, np.uint8), flags) for file in (data, seekable)]
+    images = [
+        cv2.imdecode(np.frombuffer(file, np.uint8), flags) for file in (data, seekable)
+    ]
     assert np.array_equal(*images)
     assert before.getexif() == after.getexif()
     for name in ("icc_profile", "exif", "comment"):
@@ -255,9 +303,13 @@ def test_places_that_are_not_the_rows_are_refused() -> None:
     first = data.index(b"raypipe seekable") + 20
     second = int.from_bytes(data[first + 4 : first + 8], "big")
     for place in (0, second - 1, second + 1, len(data), len(data) - 2, 2**32 - 1):
-        forged = sealed(data[: first + 4] + place.to_bytes(4, "big") + data[first + 8 :])
+        forged = sealed(
+            data[: first + 4] + place.to_bytes(4, "big") + data[first + 8 :]
+        )
         assert run(forged, (20, 0, 30, 64)) is None, place
-        assert np.array_equal(decode(forged), decode(data))  # all else does not need them
+        assert np.array_equal(
+            decode(forged), decode(data)
+        )  # all else does not need them
 
 
 def with_place(data: bytes, row: int, place: int) -> bytes:
@@ -266,12 +318,16 @@ def with_place(data: bytes, row: int, place: int) -> bytes:
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_places_in_front_of_the_codes_and_behind_the_end_are_refused(level: int) -> None:
+def test_places_in_front_of_the_codes_and_behind_the_end_are_refused(
+    level: int,
+) -> None:
     """A comment holds a marker, and behind it more bytes than the codes have; so does what follows the end."""
     from _raypipe_kernel import set_simd
 
     set_simd(level)
-    data = kernel.to_seekable(saved(np.full((48, 16, 3), 128, np.uint8), subsampling="4:2:0"))
+    data = kernel.to_seekable(
+        saved(np.full((48, 16, 3), 128, np.uint8), subsampling="4:2:0")
+    )
     decoy = b"\xff\xd1" + b"A" * 60_000
     comment = segment(0xFE, decoy)
     scan = data.index(b"\xff\xda")
@@ -282,7 +338,10 @@ def test_places_in_front_of_the_codes_and_behind_the_end_are_refused(level: int)
         in_front = with_place(in_front, row, place + len(comment))
     assert run(in_front, (33, 0, 15, 16)) is not None
     behind = sealed(data + decoy)
-    for forgery in (with_place(in_front, 2, scan + 6), with_place(behind, 2, len(data) + 2)):
+    for forgery in (
+        with_place(in_front, 2, scan + 6),
+        with_place(behind, 2, len(data) + 2),
+    ):
         assert run(forgery, (33, 0, 15, 16)) is None
         assert run(forgery, (0, 0, 15, 16)) is None  # nor are its other rows taken
 

@@ -17,7 +17,18 @@ from raypipe.transform.decode_array import decode_array
 from raypipe.transform.silence import silenced
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 7, 3), np.uint8)
-KINDS = [("TIFF", each) for each in ("raw", "tiff_lzw", "tiff_deflate", "jpeg", "packbits", "group3", "group4")]
+KINDS = [
+    ("TIFF", each)
+    for each in (
+        "raw",
+        "tiff_lzw",
+        "tiff_deflate",
+        "jpeg",
+        "packbits",
+        "group3",
+        "group4",
+    )
+]
 KINDS += [(each, "") for each in ("PNG", "GIF", "BMP", "WEBP", "JPEG")]
 
 
@@ -37,7 +48,10 @@ def damaged(data: bytes, number: int) -> bytes:
 
 @pytest.mark.parametrize(("kind", "compression"), KINDS)
 def test_damage_is_told_by_its_error_alone(
-    kind: str, compression: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    kind: str,
+    compression: str,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     good = saved(kind, compression)
     num_refused = 0

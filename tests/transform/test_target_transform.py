@@ -32,7 +32,9 @@ KEYS = np.random.SeedSequence(3).generate_state(80, np.uint64).reshape(40, 2)
 def scene(index: int, height: int = 192, width: int = 256) -> EncodedSample:
     """A bright square on black; its mask is 1, the background's 0, and it has the one box, of label `index`."""
     rng = np.random.default_rng(index)
-    left, top, side = rng.integers([0, 0, 60], [width - 100, height - 100, 100]).tolist()
+    left, top, side = rng.integers(
+        [0, 0, 60], [width - 100, height - 100, 100]
+    ).tolist()
     mask = np.zeros((height, width), np.uint8)
     mask[top : top + side, left : left + side] = 1
     image = encode_jpeg(np.repeat(mask[:, :, None] * np.uint8(240), 3, axis=2))
@@ -52,7 +54,9 @@ SCENES = [scene(index) for index in range(12)]
 OF_A_SPLIT = ("probe", "exact", "store_address")
 
 
-def both(transform: Any, columns: dict[str, str] = BOTH, **options: Any) -> MicroBatchTransform:
+def both(
+    transform: Any, columns: dict[str, str] = BOTH, **options: Any
+) -> MicroBatchTransform:
     """By a user's transform, and settings of a run or options of a split."""
     of_a_split = {name: options.pop(name) for name in OF_A_SPLIT if name in options}
     named = {f"{name}_column": column for name, column in columns.items()}
@@ -60,7 +64,9 @@ def both(transform: Any, columns: dict[str, str] = BOTH, **options: Any) -> Micr
     return transform_of(transform, config, **of_a_split)
 
 
-def one(transform: Any, sample: EncodedSample, key: Any, **options: Any) -> dict[str, Any]:
+def one(
+    transform: Any, sample: EncodedSample, key: Any, **options: Any
+) -> dict[str, Any]:
     return both(transform, **options).content.one(sample, tuple(key))
 
 
@@ -70,41 +76,64 @@ GEOMETRIC = {
     "perspective": lambda: [A.Perspective(p=1, fill_mask=IGNORE), A.Resize(128, 128)],
     "rotate": lambda: [A.Resize(128, 128), A.RandomRotate90(p=1), A.Transpose(p=0.5)],
     "random sized crop": lambda: [A.RandomSizedCrop((100, 190), (128, 128))],
-    "affine": lambda: [A.Affine(scale=(0.6, 1.2), translate_percent=(-0.2, 0.2), p=1), A.Resize(128, 128)],
-    "one of": lambda: [A.OneOf([A.HorizontalFlip(p=1), A.VerticalFlip(p=1)], p=0.9), A.Resize(128, 128)],
+    "affine": lambda: [
+        A.Affine(scale=(0.6, 1.2), translate_percent=(-0.2, 0.2), p=1),
+        A.Resize(128, 128),
+    ],
+    "one of": lambda: [
+        A.OneOf([A.HorizontalFlip(p=1), A.VerticalFlip(p=1)], p=0.9),
+        A.Resize(128, 128),
+    ],
 }
 PRESETS = ["light", "heavy", "center", "resize", "flip-crop", "small"]
 
 
 def pipeline(name: str) -> Any:
-    return A.Compose(GEOMETRIC[name]()) if name in GEOMETRIC else build_transform(name, 128)
+    return (
+        A.Compose(GEOMETRIC[name]())
+        if name in GEOMETRIC
+        else build_transform(name, 128)
+    )
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *GEOMETRIC])
 @pytest.mark.parametrize("crop_decode", ["off", "exact", "scaled"])
 def test_mask_and_box_are_where_the_square_is(name: str, crop_decode: Any) -> None:
     transform, num_seen = both(pipeline(name), crop_decode=crop_decode).content, 0
-    kernel = np.ones((11, 11), np.uint8)  # 5 pixels: what nearest and blurred edges differ by, enlarged
+    kernel = np.ones(
+        (11, 11), np.uint8
+    )  # 5 pixels: what nearest and blurred edges differ by, enlarged
     for number, key in enumerate(KEYS.tolist()):
         image, mask, boxes, _ = transform.one(SCENES[number % 12], tuple(key)).values()
-        assert image.shape == (128, 128, 3) and mask.shape == (128, 128) and mask.dtype == np.uint8
+        assert (
+            image.shape == (128, 128, 3)
+            and mask.shape == (128, 128)
+            and mask.dtype == np.uint8
+        )
         assert set(np.unique(mask)) <= {0, 1, IGNORE}
         square = (image[:, :, 1] > 100).astype(np.uint8)
         seen = (mask == 1).astype(np.uint8)
-        assert (cv2.erode(square, kernel) <= seen).all() and (seen <= cv2.dilate(square, kernel)).all()
+        assert (cv2.erode(square, kernel) <= seen).all() and (
+            seen <= cv2.dilate(square, kernel)
+        ).all()
         rows, cols = np.flatnonzero(seen.any(1)), np.flatnonzero(seen.any(0))
         if min(len(rows), len(cols)) <= 5:
             continue
         num_seen += 1
         ((x0, y0, x1, y1, label),) = boxes.tolist()
         assert label == number % 12
-        np.testing.assert_allclose([x0, y0, x1, y1], [cols[0], rows[0], cols[-1] + 1, rows[-1] + 1], atol=5)
+        np.testing.assert_allclose(
+            [x0, y0, x1, y1], [cols[0], rows[0], cols[-1] + 1, rows[-1] + 1], atol=5
+        )
     assert num_seen > 25
 
 
 @pytest.mark.parametrize("name", ["flip-crop", "small"])
 def test_what_a_preset_pads_is_no_class(name: str) -> None:
-    padded = [(one(pipeline(name), SCENES[0], key)["mask"] == IGNORE).mean() for key in KEYS.tolist()]
+    padded = [
+        (one(pipeline(name), SCENES[0], key)["mask"] == IGNORE).mean()
+        for key in KEYS.tolist()
+    ]
     assert 0 < max(padded) < 0.5
 
 
@@ -126,27 +155,41 @@ OTHERS = {
     "crop and pad": lambda: A.CropAndPad(percent=(-0.2, 0.2), p=1),
     "safe rotate": lambda: A.SafeRotate(p=1),
     "d4": lambda: A.D4(p=1),
-    "some of": lambda: A.SomeOf([A.HorizontalFlip(p=0.5), A.GaussNoise(p=0.5), A.RandomGamma(p=0.5)], n=2),
-    "random order": lambda: A.RandomOrder([A.Affine(shear=(-20, 20), p=0.7), A.MotionBlur(p=0.5)], n=2),
-    "sequential": lambda: A.Sequential([A.Compose([A.VerticalFlip()], p=0.5), A.ISONoise(p=1)], p=0.9),
+    "some of": lambda: A.SomeOf(
+        [A.HorizontalFlip(p=0.5), A.GaussNoise(p=0.5), A.RandomGamma(p=0.5)], n=2
+    ),
+    "random order": lambda: A.RandomOrder(
+        [A.Affine(shear=(-20, 20), p=0.7), A.MotionBlur(p=0.5)], n=2
+    ),
+    "sequential": lambda: A.Sequential(
+        [A.Compose([A.VerticalFlip()], p=0.5), A.ISONoise(p=1)], p=0.9
+    ),
 }
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *GEOMETRIC, *OTHERS])
 def test_the_image_has_the_pixels_that_it_has_without_targets(name: str) -> None:
-    made = A.Compose([OTHERS[name](), A.Resize(64, 64)]) if name in OTHERS else pipeline(name)
+    made = (
+        A.Compose([OTHERS[name](), A.Resize(64, 64)])
+        if name in OTHERS
+        else pipeline(name)
+    )
     plain, with_both = both(made, {}).content, both(made).content
     with_mask = both(made, {"mask": "seg"}, crop_decode="off").content
     with_boxes = both(made, {"boxes": "objects"}).content
     for key, sample in zip(KEYS.tolist(), SCENES, strict=False):
         expected = plain.one(sample, tuple(key))["image"]
         for transform in (with_both, with_mask, with_boxes):
-            np.testing.assert_array_equal(transform.one(sample, tuple(key))["image"], expected)
+            np.testing.assert_array_equal(
+                transform.one(sample, tuple(key))["image"], expected
+            )
 
 
 def test_the_crop_alone_gives_the_targets_that_the_whole_image_gives() -> None:
     off, exact = (
-        run(both(build_transform("heavy", 64), crop_decode=mode), SCENES, KEYS)[0].arrays()
+        run(both(build_transform("heavy", 64), crop_decode=mode), SCENES, KEYS)[
+            0
+        ].arrays()
         for mode in ("off", "exact")
     )
     assert set(off) == {"image", "mask", "boxes", "label"}
@@ -160,14 +203,24 @@ def test_the_crop_alone_gives_the_targets_that_the_whole_image_gives() -> None:
 def test_a_micro_batch_has_rows_of_all_three_and_padding_has_nothing() -> None:
     batch, _ = run(both(pipeline("resize")), SCENES[:3], KEYS, padding=1)
     image, mask, boxes = (batch[name] for name in ("image", "mask", "boxes"))
-    assert image.shape == (4, 128, 128, 3) and mask.shape == (4, 128, 128) and boxes.shape == (4, 4, 5)
+    assert (
+        image.shape == (4, 128, 128, 3)
+        and mask.shape == (4, 128, 128)
+        and boxes.shape == (4, 4, 5)
+    )
     assert (image.dtype, mask.dtype, boxes.dtype) == (np.uint8, np.uint8, np.float32)
     assert boxes[:3, 0, 4].tolist() == [0, 1, 2] and (boxes[:3, 1:, 4] == -1).all()
-    assert not image[3].any() and (mask[3] == IGNORE).all() and (boxes[3, :, 4] == -1).all()
+    assert (
+        not image[3].any()
+        and (mask[3] == IGNORE).all()
+        and (boxes[3, :, 4] == -1).all()
+    )
 
 
 def test_padding_alone_has_the_shape_that_the_others_have() -> None:
-    batch, _ = run(both(None, probe=lambda: [EncodedSample(b""), SCENES[0]]), [], KEYS, padding=2)
+    batch, _ = run(
+        both(None, probe=lambda: [EncodedSample(b""), SCENES[0]]), [], KEYS, padding=2
+    )
     assert {name: array.shape for name, array in batch.arrays().items()} == {
         "image": (2, 192, 256, 3),
         "mask": (2, 192, 256),
@@ -180,7 +233,10 @@ BAD = {
     "image": (SCENES[1]._replace(image=b"bad"), "not an image"),
     "mask": (other("seg", b"bad"), "the mask is no PNG"),
     "no mask": (other("seg", None), "the mask has no value"),
-    "size": (other("seg", scene(0, height=191).columns["seg"]), "the mask has 256x191 pixels"),
+    "size": (
+        other("seg", scene(0, height=191).columns["seg"]),
+        "the mask has 256x191 pixels",
+    ),
     "boxes": (other("objects", [[5, 5, 4, 6, 1]]), "is empty"),
     "no boxes": (other("objects", None), "the boxes have no value"),
 }
@@ -192,19 +248,25 @@ def test_a_substitute_brings_its_own_mask_and_boxes(name: str, preset: str) -> N
     sample, message = BAD[name]
     made = build_transform(preset, 128)
     k0, k1 = KEYS[9].tolist()
-    batch, (bad,) = run(both(made), [SCENES[0], sample], KEYS, lambda _: [(SCENES[9], 77, (k0, k1))])
+    batch, (bad,) = run(
+        both(made), [SCENES[0], sample], KEYS, lambda _: [(SCENES[9], 77, (k0, k1))]
+    )
     assert batch.index.tolist() == [20, 77] and message in bad["error"]
     assert batch["label"].tolist() == [10, 19]
     alone = one(made, SCENES[9], (k0, k1))
     np.testing.assert_array_equal(batch["mask"][1], alone["mask"])
-    np.testing.assert_array_equal(batch["boxes"][1, : len(alone["boxes"])], alone["boxes"])
+    np.testing.assert_array_equal(
+        batch["boxes"][1, : len(alone["boxes"])], alone["boxes"]
+    )
     assert (batch["boxes"][1, len(alone["boxes"]) :, 4] == -1).all()
     with pytest.raises(SampleError, match=rf"sample 21: .*{message}"):
         run(both(made, max_bad_fraction=0), [SCENES[0], sample], KEYS)
 
 
 def test_a_bad_sample_of_a_validation_has_neither_mask_nor_boxes() -> None:
-    batch, _ = run(both(pipeline("resize"), exact=True), [BAD["mask"][0], SCENES[1]], KEYS)
+    batch, _ = run(
+        both(pipeline("resize"), exact=True), [BAD["mask"][0], SCENES[1]], KEYS
+    )
     assert batch.weight.tolist() == [0, 1]
     assert not batch["image"][0].any() and (batch["mask"][0] == IGNORE).all()
     assert (batch["boxes"][0, :, 4] == -1).all() and batch["boxes"][1, 0, 4] == 1
@@ -214,7 +276,8 @@ def test_more_boxes_than_there_is_room_for_end_the_run() -> None:
     far = other("objects", [[0, 0, 3, 3, 1]] * 5)
     transform = both(A.Compose([A.Crop(50, 50, 100, 100)]), store_address="x.lmdb")
     with pytest.raises(
-        ConfigError, match=r"x.lmdb sample 21: it has 5 boxes, .* transform.max_targets is 4: raise it"
+        ConfigError,
+        match=r"x.lmdb sample 21: it has 5 boxes, .* transform.max_targets is 4: raise it",
     ):
         run(transform, [SCENES[1], far], KEYS)
 
@@ -234,30 +297,43 @@ class Mine(A.DualTransform):
 
 
 def test_a_transform_that_cannot_move_boxes_is_named_by_bad_samples() -> None:
-    with pytest.raises(SampleError, match=r"the transform failed at .*: NotImplementedError: BBoxes .* Mine"):
+    with pytest.raises(
+        SampleError,
+        match=r"the transform failed at .*: NotImplementedError: BBoxes .* Mine",
+    ):
         one(A.Compose([Mine(p=1)]), SCENES[0], (1, 2))
 
 
 def test_keypoints_that_a_distortion_loses_are_outside() -> None:
     pipeline = target_pipeline(
-        A.Compose([A.Crop(0, 0, 20, 20), A.GridDistortion(distort_limit=(0, 0), p=1)]), ["keypoints"]
+        A.Compose([A.Crop(0, 0, 20, 20), A.GridDistortion(distort_limit=(0, 0), p=1)]),
+        ["keypoints"],
     )
-    points, image = np.array([[90, 90, 5], [4, 6, 7], [30, 2, 5]], np.float32), np.zeros((100, 100, 3), np.uint8)
+    points, image = (
+        np.array([[90, 90, 5], [4, 6, 7], [30, 2, 5]], np.float32),
+        np.zeros((100, 100, 3), np.uint8),
+    )
     made = by_pipeline(pipeline, image, {"keypoints": points})
     expected = [[-1, -1, -7], [4, 6, 7], [-1, -1, -7]]
-    assert np.abs(marked(made["keypoints"], (20, 20)) - expected).max() <= 1  # the library is a pixel off
+    assert (
+        np.abs(marked(made["keypoints"], (20, 20)) - expected).max() <= 1
+    )  # the library is a pixel off
     assert made["keypoints"][:, 2].tolist() == [5, 7, 5]
     mirror = A.Compose([A.PadIfNeeded(200, 200, border_mode=cv2.BORDER_REFLECT_101)])
     with pytest.raises(
-        ConfigError, match=r"made \d+ keypoints of 3: a border that repeats pixels repeats keypoints"
+        ConfigError,
+        match=r"made \d+ keypoints of 3: a border that repeats pixels repeats keypoints",
     ):
-        by_pipeline(target_pipeline(mirror, ["keypoints"]), image, {"keypoints": points})
+        by_pipeline(
+            target_pipeline(mirror, ["keypoints"]), image, {"keypoints": points}
+        )
 
 
 def test_boxes_that_a_transform_cuts_into_more_than_there_is_room_for() -> None:
     cut = both(A.Compose([A.RandomGridShuffle((6, 6), p=1)]), max_targets=1)
     with pytest.raises(
-        ConfigError, match=r"sample 20: it has \d+ boxes, and transform.max_targets is 1: raise it"
+        ConfigError,
+        match=r"sample 20: it has \d+ boxes, and transform.max_targets is 1: raise it",
     ):
         run(cut, SCENES[:1], KEYS)
 
@@ -270,9 +346,15 @@ ALL = {**BOTH, "keypoints": "points"}
 def turned(orientation: int, kind: str) -> tuple[EncodedSample, EncodedSample]:
     """A scene as an upright picture, and as a photo that is stored turned; both with the upright one's targets."""
     scene = SCENES[3]
-    pixels = cv2.resize(np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8), (256, 192))
+    pixels = cv2.resize(
+        np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8), (256, 192)
+    )
     upright, exif = Image.fromarray(pixels), Image.Exif()
-    stored = upright.transpose(back) if (back := BACK.get(orientation)) is not None else upright
+    stored = (
+        upright.transpose(back)
+        if (back := BACK.get(orientation)) is not None
+        else upright
+    )
     exif[0x0112] = orientation
     files = []
     for image, metadata in ((upright, None), (stored, exif)):
@@ -298,7 +380,9 @@ BACK = {
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("preset", ["light", "center", "perspective"])
-def test_a_turned_photo_is_used_with_its_targets_as_the_upright_picture(preset: str, orientation: int) -> None:
+def test_a_turned_photo_is_used_with_its_targets_as_the_upright_picture(
+    preset: str, orientation: int
+) -> None:
     upright, stored = turned(orientation, "PNG")
     transform = both(pipeline(preset), ALL, apply_exif=True, size=128)
     batch, _ = run(transform, [upright, stored], KEYS[:1].repeat(2, 0))
@@ -307,24 +391,39 @@ def test_a_turned_photo_is_used_with_its_targets_as_the_upright_picture(preset: 
 
 
 @pytest.mark.parametrize("crop_decode", ["exact", "scaled", "off"])
-def test_a_turned_jpeg_is_used_with_the_targets_of_the_upright_picture(crop_decode: str) -> None:
+def test_a_turned_jpeg_is_used_with_the_targets_of_the_upright_picture(
+    crop_decode: str,
+) -> None:
     for orientation in range(1, 9):
         upright, stored = turned(orientation, "JPEG")
-        transform = both("light", ALL, apply_exif=True, size=64, crop_decode=crop_decode)
+        transform = both(
+            "light", ALL, apply_exif=True, size=64, crop_decode=crop_decode
+        )
         batch, _ = run(transform, [upright, stored], KEYS[:1].repeat(2, 0))
         for name in ("mask", "boxes", "keypoints"):
-            assert np.array_equal(batch.fields[name][0], batch.fields[name][1]), (name, orientation)
+            assert np.array_equal(batch.fields[name][0], batch.fields[name][1]), (
+                name,
+                orientation,
+            )
         images = batch.fields["image"].astype(int)
         assert np.abs(images[0] - images[1]).mean() < 12, orientation
 
 
 def test_targets_that_do_not_fit_a_turned_photo_say_so() -> None:
     _, stored = turned(6, "JPEG")
-    with pytest.raises(SampleError, match=r"256x192 .*EXIF orientation 6\), .*apply_exif is off: set it"):
+    with pytest.raises(
+        SampleError,
+        match=r"256x192 .*EXIF orientation 6\), .*apply_exif is off: set it",
+    ):
         one("center", stored, (1, 2))
     aside = np.zeros((256, 192), np.uint8)
-    wrong = stored._replace(columns={**stored.columns, "seg": cv2.imencode(".png", aside)[1].tobytes()})
-    with pytest.raises(SampleError, match=r"transform.apply_exif is on: targets must be those of the upright"):
+    wrong = stored._replace(
+        columns={**stored.columns, "seg": cv2.imencode(".png", aside)[1].tobytes()}
+    )
+    with pytest.raises(
+        SampleError,
+        match=r"transform.apply_exif is on: targets must be those of the upright",
+    ):
         one("center", wrong, (1, 2), apply_exif=True)
 
 
@@ -339,10 +438,15 @@ def test_without_targets_there_are_none() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_targets": 0}, "transform.max_targets must be a whole number of at least 1"),
+        (
+            {"max_targets": 0},
+            "transform.max_targets must be a whole number of at least 1",
+        ),
     ],
 )
-def test_settings_that_do_not_go_with_targets(changes: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_go_with_targets(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         TransformConfig(mask_column="seg", **changes)
 
@@ -350,9 +454,20 @@ def test_settings_that_do_not_go_with_targets(changes: dict[str, Any], message: 
 def test_stores_and_transforms_are_checked_before_anything_starts() -> None:
     store = MemoryStore([b""], [0], columns={"seg": [b""]})
     good = TransformConfig(mask_column="seg")
-    check_transforms(good, {"train": "light", "val": None}, {"train": store, "val": store})
-    with pytest.raises(ConfigError, match=r"has no column 'objects' for transform.boxes_column; its columns are"):
-        check_transforms(TransformConfig(boxes_column="objects"), {"train": "light"}, {"train": store})
+    check_transforms(
+        good, {"train": "light", "val": None}, {"train": store, "val": store}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"has no column 'objects' for transform.boxes_column; its columns are",
+    ):
+        check_transforms(
+            TransformConfig(boxes_column="objects"),
+            {"train": "light"},
+            {"train": store},
+        )
     with pytest.raises(ConfigError, match="the transform is a function"):
         check_transforms(good, {"train": lambda image: image}, {"train": store})
-    check_transforms(TransformConfig(), {"train": lambda image: image}, {"train": store})
+    check_transforms(
+        TransformConfig(), {"train": lambda image: image}, {"train": store}
+    )

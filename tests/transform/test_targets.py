@@ -34,21 +34,33 @@ SIZE = (20, 30)
 
 
 def png(pixels: np.ndarray, mode: str | None = None, **options: Any) -> bytes:
-    image = Image.fromarray(pixels) if mode is None else Image.fromarray(pixels).convert(mode)
+    image = (
+        Image.fromarray(pixels)
+        if mode is None
+        else Image.fromarray(pixels).convert(mode)
+    )
     if mode == "P":
         image = Image.frombytes("P", pixels.shape[::-1], pixels.tobytes())
-        image.putpalette(np.random.default_rng(1).integers(0, 256, 768, dtype=np.uint8).tobytes())
+        image.putpalette(
+            np.random.default_rng(1).integers(0, 256, 768, dtype=np.uint8).tobytes()
+        )
     file = io.BytesIO()
     image.save(file, "PNG", **options)
     return file.getvalue()
 
 
 def test_each_target_has_a_setting_that_names_its_column() -> None:
-    columns = {field.name for field in dataclasses.fields(TransformConfig) if field.name.endswith("_column")}
+    columns = {
+        field.name
+        for field in dataclasses.fields(TransformConfig)
+        if field.name.endswith("_column")
+    }
     assert columns == {f"{name}_column" for name in TARGETS}
     settings: dict[str, Any] = {name: f"of {name}" for name in columns}
     named = TransformConfig(**settings).target_columns
-    assert named == {name: f"of {name}_column" for name in TARGETS} and [*named] == [*TARGETS]
+    assert named == {name: f"of {name}_column" for name in TARGETS} and [*named] == [
+        *TARGETS
+    ]
     assert TransformConfig().target_columns == {}
 
 
@@ -73,7 +85,9 @@ def test_a_mask_is_the_index_of_each_pixel(data: bytes) -> None:
 
 
 def test_one_bit_is_zero_and_one() -> None:
-    np.testing.assert_array_equal(decode_mask(png((CLASSES > 1) * np.uint8(255), "1"), SIZE), CLASSES > 1)
+    np.testing.assert_array_equal(
+        decode_mask(png((CLASSES > 1) * np.uint8(255), "1"), SIZE), CLASSES > 1
+    )
 
 
 def test_all_256_values_stay_as_they_are() -> None:
@@ -89,10 +103,20 @@ def gray_of_bits(bits: int) -> bytes:
     import zlib
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data))
+            + kind
+            + data
+            + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 1, bits, 0, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" + bytes(bits))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + chunk(b"IDAT", zlib.compress(b"\0" + bytes(bits)))
+        + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,13 +129,18 @@ def gray_of_bits(bits: int) -> bytes:
         (cv2.imencode(".jpg", CLASSES)[1].tobytes(), "no PNG: it starts with ff d8 ff"),
         (png(CLASSES)[:-40], "(truncated|damaged) PNG of a mask"),
         (png(CLASSES)[:20], "(truncated|damaged) PNG of a mask"),
-        (png(CLASSES[:, :29]), r"the mask has 29x20 pixels \(width x height\), the image 30x20"),
+        (
+            png(CLASSES[:, :29]),
+            r"the mask has 29x20 pixels \(width x height\), the image 30x20",
+        ),
         (png(np.dstack([CLASSES] * 3)), "PNG of mode 'RGB' with 8 bits"),
         (png(CLASSES, "LA"), "PNG of mode 'LA' with 8 bits"),
         (png(CLASSES.astype(np.uint16)), "with 16 bits: it must have one channel of 8"),
     ],
 )
-def test_a_mask_that_is_none_is_a_bad_sample_with_the_reason(data: Any, message: str) -> None:
+def test_a_mask_that_is_none_is_a_bad_sample_with_the_reason(
+    data: Any, message: str
+) -> None:
     with pytest.raises(SampleError, match=message):
         decode_mask(data, SIZE)
 
@@ -154,7 +183,17 @@ FLAT = [number for box in BOXES for number in box]
         json.dumps(BOXES).encode() + b"\n",
         np.array(BOXES, "<f4").tobytes(),
     ],
-    ids=["lists", "flat", "array", "flat array", "tuples", "JSON", "flat JSON", "JSON as bytes", "float32"],
+    ids=[
+        "lists",
+        "flat",
+        "array",
+        "flat array",
+        "tuples",
+        "JSON",
+        "flat JSON",
+        "JSON as bytes",
+        "float32",
+    ],
 )
 def test_all_forms_of_boxes_mean_the_same(value: Any) -> None:
     boxes = decode_boxes(value, SIZE)
@@ -162,7 +201,10 @@ def test_all_forms_of_boxes_mean_the_same(value: Any) -> None:
     np.testing.assert_array_equal(boxes, np.array(BOXES, np.float32))
 
 
-@pytest.mark.parametrize("value", [[], [[]], b"", "", "[]", b" [] ", np.empty((0, 5)), np.empty(0, np.float32)])
+@pytest.mark.parametrize(
+    "value",
+    [[], [[]], b"", "", "[]", b" [] ", np.empty((0, 5)), np.empty(0, np.float32)],
+)
 def test_what_is_empty_is_no_boxes(value: Any) -> None:
     assert decode_boxes(value, SIZE).shape == (0, 5)
 
@@ -179,19 +221,34 @@ def box(*corners: float, label: float = 1) -> list[list[float]]:
     ("value", "message"),
     [
         (None, "the boxes have no value"),
-        (box(0, 0, np.nan, 5), r"box 1 of 2, \[0.0, 0.0, nan, 5.0, 1.0\], is not finite"),
+        (
+            box(0, 0, np.nan, 5),
+            r"box 1 of 2, \[0.0, 0.0, nan, 5.0, 1.0\], is not finite",
+        ),
         (box(0, 0, 5, 5, label=np.inf), "is not finite"),
         (json.dumps(box(0, 0, np.nan, 5)), "is not finite"),
         ([[1, 2, 3, None, 5]], "the boxes are not numbers"),
         (box(5, 0, 5, 5), r"box 1 of 2, \[5.0, 0.0, 5.0, 5.0, 1.0\], is empty"),
         (box(0, 6, 5, 5), "is empty"),
         (box(-0.9, 0, -0.1, 5), "is empty"),
-        (box(0, 0, 31.5, 5), r"reaches out of the image of 30x20 pixels \(width x height\)"),
+        (
+            box(0, 0, 31.5, 5),
+            r"reaches out of the image of 30x20 pixels \(width x height\)",
+        ),
         (box(0, -1.5, 5, 5), "reaches out of the image"),
         (box(0, 0, 5, 1e300), "is not finite as float32"),
-        (box(0, 0, 5, 5, label=-1), "a label that is not a whole number from 0 to 16777216"),
-        (box(0, 0, 5, 5, label=0.5), "a label that is not a whole number from 0 to 16777216"),
-        (box(0, 0, 5, 5, label=2**24 + 1), "a label that is not a whole number from 0 to 16777216"),
+        (
+            box(0, 0, 5, 5, label=-1),
+            "a label that is not a whole number from 0 to 16777216",
+        ),
+        (
+            box(0, 0, 5, 5, label=0.5),
+            "a label that is not a whole number from 0 to 16777216",
+        ),
+        (
+            box(0, 0, 5, 5, label=2**24 + 1),
+            "a label that is not a whole number from 0 to 16777216",
+        ),
         ([[0, 0, 5, 5]], r"numbers of shape \(1, 4\): they must be five to a box"),
         ([[0, 0, 5, 5]] * 5, r"numbers of shape \(5, 4\)"),
         ([0, 0, 5, 5, 1, 2], r"numbers of shape \(6,\)"),
@@ -207,7 +264,9 @@ def box(*corners: float, label: float = 1) -> list[list[float]]:
         (object(), "the boxes are not numbers"),
     ],
 )
-def test_boxes_that_are_malformed_are_a_bad_sample_with_the_reason(value: Any, message: str) -> None:
+def test_boxes_that_are_malformed_are_a_bad_sample_with_the_reason(
+    value: Any, message: str
+) -> None:
     with pytest.raises(SampleError, match=message):
         decode_boxes(value, SIZE)
 
@@ -227,27 +286,43 @@ def test_a_pipeline_takes_boxes_along_and_the_users_is_left_alone() -> None:
 def test_the_limits_of_the_users_own_parameters_hold() -> None:
     params = A.BboxParams("pascal_voc", label_fields=["labels"], min_visibility=0.6)
     pipeline = A.Compose([A.Crop(0, 0, 10, 10)], bbox_params=params)
-    image, boxes = np.zeros((20, 30, 3), np.uint8), np.array([[5, 0, 15, 5, 1], [4, 0, 11, 5, 2]], np.float32)
-    assert target_pipeline(pipeline, ["boxes"])(image=image, bboxes=boxes)["bboxes"][:, 4].tolist() == [2]
+    image, boxes = (
+        np.zeros((20, 30, 3), np.uint8),
+        np.array([[5, 0, 15, 5, 1], [4, 0, 11, 5, 2]], np.float32),
+    )
+    assert target_pipeline(pipeline, ["boxes"])(image=image, bboxes=boxes)["bboxes"][
+        :, 4
+    ].tolist() == [2]
     assert params.label_fields == ["labels"]
-    assert set(target_pipeline(pipeline, [])(image=image, mask=image[:, :, 0])) == {"image", "mask"}
+    assert set(target_pipeline(pipeline, [])(image=image, mask=image[:, :, 0])) == {
+        "image",
+        "mask",
+    }
 
 
 def test_a_box_of_which_less_than_a_pixel_is_left_is_dropped() -> None:
-    made = target_pipeline(A.Compose([A.Crop(0, 0, 10, 10), A.SafeRotate((45, 45), p=1)]), ["boxes"])
+    made = target_pipeline(
+        A.Compose([A.Crop(0, 0, 10, 10), A.SafeRotate((45, 45), p=1)]), ["boxes"]
+    )
     boxes = np.array([[9.5, 0, 20, 5, 1], [20, 0, 30, 5, 2]], np.float32)
     assert len(made(image=np.zeros((20, 30, 3), np.uint8), bboxes=boxes)["bboxes"]) == 0
 
 
 @pytest.mark.parametrize(
     "transform",
-    [A.HorizontalFlip(), A.ReplayCompose([]), v2.Compose([v2.RandomHorizontalFlip()]), lambda image: image],
+    [
+        A.HorizontalFlip(),
+        A.ReplayCompose([]),
+        v2.Compose([v2.RandomHorizontalFlip()]),
+        lambda image: image,
+    ],
     ids=["bare", "replay", "torchvision", "function"],
 )
 def test_what_is_no_compose_is_refused_with_what_to_do(transform: Any) -> None:
     given = r"(albumentations\.[HR]\w+|torchvision\.Compose|function)"
     with pytest.raises(
-        ConfigError, match=rf"an albumentations.Compose, and the transform is a {given}: name a pre"
+        ConfigError,
+        match=rf"an albumentations.Compose, and the transform is a {given}: name a pre",
     ):
         target_pipeline(transform, [])
 
@@ -258,9 +333,16 @@ def test_another_format_of_boxes_is_refused() -> None:
         target_pipeline(pipeline, ["boxes"])
 
 
-@pytest.mark.parametrize("name", ["light", "heavy", "center", "resize", "flip-crop", "small"])
+@pytest.mark.parametrize(
+    "name", ["light", "heavy", "center", "resize", "flip-crop", "small"]
+)
 def test_every_preset_will_do(name: str) -> None:
-    assert "bboxes" in target_pipeline(build_transform(name, 8, by_library=True), ["boxes"]).processors
+    assert (
+        "bboxes"
+        in target_pipeline(
+            build_transform(name, 8, by_library=True), ["boxes"]
+        ).processors
+    )
 
 
 def test_none_stays_none() -> None:
@@ -289,13 +371,25 @@ def test_keypoints_have_the_forms_of_boxes_and_may_lie_outside(value: Any) -> No
     ("value", "message"),
     [
         (None, "the keypoints have no value"),
-        ([1, 2, 3, 4], r"numbers of shape \(4,\): they must be three to a keypoint, \[x, y, label\]"),
+        (
+            [1, 2, 3, 4],
+            r"numbers of shape \(4,\): they must be three to a keypoint, \[x, y, label\]",
+        ),
         ([[1, 2, 0, 0]] * 3, "three to a keypoint"),
         ([1, float("nan"), 0], "keypoint 0 of 1, .*, is not finite"),
-        ([0, 0, 0, 1, 1, -1], "keypoint 1 of 2, .*, has a label that is not a whole number from 0 to 16777216"),
+        (
+            [0, 0, 0, 1, 1, -1],
+            "keypoint 1 of 2, .*, has a label that is not a whole number from 0 to 16777216",
+        ),
         ([0, 0, 0.5], "has a label"),
-        ([0, 0, 2**24 + 1], "has a label that is not a whole number from 0 to 16777216"),
-        ([1e39, 0, 0], r"keypoint 0 of 1, \[1e\+39, 0\.0, 0\.0\], is not finite as float32"),
+        (
+            [0, 0, 2**24 + 1],
+            "has a label that is not a whole number from 0 to 16777216",
+        ),
+        (
+            [1e39, 0, 0],
+            r"keypoint 0 of 1, \[1e\+39, 0\.0, 0\.0\], is not finite as float32",
+        ),
     ],
 )
 def test_malformed_keypoints_make_a_bad_sample(value: Any, message: str) -> None:
@@ -319,7 +413,9 @@ def test_a_mask_with_a_wrong_checksum_is_a_bad_sample() -> None:
     length = int.from_bytes(one[at - 4 : at], "big")
     assert len(one) == len(other)
     with pytest.raises(SampleError, match=r"the checksum of .* is wrong"):
-        decode_mask(one[:at] + other[at : at + 4 + length] + one[at + 4 + length :], (4, 4))
+        decode_mask(
+            one[:at] + other[at : at + 4 + length] + one[at + 4 + length :], (4, 4)
+        )
 
 
 def test_numbers_as_texts_are_no_boxes() -> None:

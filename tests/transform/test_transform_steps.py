@@ -29,7 +29,10 @@ STEPS: list[dict[str, Any]] = [
     {"HorizontalFlip": {"p": 0.5}},
     {
         "OneOf": {
-            "transforms": [{"MotionBlur": {"p": 1}}, {"Sequential": {"transforms": [{"CLAHE": None}]}}],
+            "transforms": [
+                {"MotionBlur": {"p": 1}},
+                {"Sequential": {"transforms": [{"CLAHE": None}]}},
+            ],
             "p": 0.7,
         }
     },
@@ -41,7 +44,12 @@ def pipeline() -> A.Compose:
     """The same in Python."""
     one_of = A.OneOf([A.MotionBlur(p=1), A.Sequential([A.CLAHE()])], p=0.7)
     return A.Compose(
-        [A.RandomResizedCrop((24, 32), (0.2, 1)), A.HorizontalFlip(p=0.5), one_of, A.GaussNoise((1e-05, 0.2))]
+        [
+            A.RandomResizedCrop((24, 32), (0.2, 1)),
+            A.HorizontalFlip(p=0.5),
+            one_of,
+            A.GaussNoise((1e-05, 0.2)),
+        ]
     )
 
 
@@ -107,7 +115,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "ConstrainedCoarseDropout": {"mask_indices": [1]},
 }
 COMPOSITIONS = {
-    name for name, kind in vars(A).items() if isinstance(kind, type) and issubclass(kind, A.BaseCompose)
+    name
+    for name, kind in vars(A).items()
+    if isinstance(kind, type) and issubclass(kind, A.BaseCompose)
 }
 NAMES = sorted(
     name
@@ -115,12 +125,37 @@ NAMES = sorted(
     if isinstance(kind, type) and issubclass(kind, A.BasicTransform | A.BaseCompose)
 )
 REFUSED = {
-    *("AtLeastOneBBoxRandomCrop", "BBoxSafeRandomCrop", "RandomSizedBBoxSafeCrop", "RandomCropNearBBox"),
+    *(
+        "AtLeastOneBBoxRandomCrop",
+        "BBoxSafeRandomCrop",
+        "RandomSizedBBoxSafeCrop",
+        "RandomCropNearBBox",
+    ),
     *("ConstrainedCoarseDropout", "CropNonEmptyMaskIfExists", "MaskDropout", "Lambda"),
-    *("FDA", "HistogramMatching", "Mosaic", "OverlayElements", "PixelDistributionAdaptation", "TextImage"),
-    *("CenterCrop3D", "CoarseDropout3D", "CubicSymmetry", "Pad3D", "PadIfNeeded3D", "RandomCrop3D"),
+    *(
+        "FDA",
+        "HistogramMatching",
+        "Mosaic",
+        "OverlayElements",
+        "PixelDistributionAdaptation",
+        "TextImage",
+    ),
+    *(
+        "CenterCrop3D",
+        "CoarseDropout3D",
+        "CubicSymmetry",
+        "Pad3D",
+        "PadIfNeeded3D",
+        "RandomCrop3D",
+    ),
     *("FromFloat", "ToTensor3D"),
-    *("BaseCompose", "BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D"),
+    *(
+        "BaseCompose",
+        "BasicTransform",
+        "DualTransform",
+        "ImageOnlyTransform",
+        "Transform3D",
+    ),
 }
 
 
@@ -128,7 +163,11 @@ REFUSED = {
 @pytest.mark.parametrize("name", NAMES)
 def test_each_library_transform_works_by_its_key_or_is_refused(name: str) -> None:
     inner = [{"HorizontalFlip": {"p": 0.5}}, {"RandomBrightnessContrast": {"p": 0.5}}]
-    arguments = {"transforms": inner} if name in COMPOSITIONS else ARGUMENTS.get(name, {}) | {"p": 1}
+    arguments = (
+        {"transforms": inner}
+        if name in COMPOSITIONS
+        else ARGUMENTS.get(name, {}) | {"p": 1}
+    )
     if name in REFUSED:
         with pytest.raises(ConfigError, match=rf"^transform step 1.*{name}"):
             build_steps([{name: arguments}])
@@ -138,15 +177,21 @@ def test_each_library_transform_works_by_its_key_or_is_refused(name: str) -> Non
     np.random.seed(1)
     again = SampleTransform(build_steps([{name: arguments}]))
     backward = [again(IMAGE.copy(), key).copy() for key in reversed(KEYS[:4])][::-1]
-    assert all(np.array_equal(one, other) for one, other in zip(forward, backward, strict=True))
+    assert all(
+        np.array_equal(one, other) for one, other in zip(forward, backward, strict=True)
+    )
 
 
 def test_steps_in_brief() -> None:
-    assert (brief("light"), brief(STEPS[:2])) == ("light", "RandomResizedCrop+HorizontalFlip")
+    assert (brief("light"), brief(STEPS[:2])) == (
+        "light",
+        "RandomResizedCrop+HorizontalFlip",
+    )
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n"
+    for old, new in zip("abcdefg", "bcdefgh", strict=True)
 )
 
 
@@ -162,11 +207,16 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
             b"a: &a " + b"x" * 900_000 + b"\nb: [*a, *a]",
             "more than 10,000 names and values, or 1,048,576 characters",
         ),
-        (b"a: &a {" + b"x" * 900 + b": 1}\nb: [" + b"*a," * 1500 + b"]", "or 1,048,576 characters"),
+        (
+            b"a: &a {" + b"x" * 900 + b": 1}\nb: [" + b"*a," * 1500 + b"]",
+            "or 1,048,576 characters",
+        ),
     ],
     ids=range(7),
 )
-def test_what_yaml_holds_beside_steps_is_one_error(content: bytes, message: str) -> None:
+def test_what_yaml_holds_beside_steps_is_one_error(
+    content: bytes, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build(yaml.safe_load(content))
     assert "\n" not in str(caught.value)
@@ -174,20 +224,29 @@ def test_what_yaml_holds_beside_steps_is_one_error(content: bytes, message: str)
 
 @pytest.mark.parametrize(
     "name",
-    ["os.system", "builtins.eval", "mine_xyz.Transform", "A.Blur", "albumentations.core.serialization.from_dict"],
+    [
+        "os.system",
+        "builtins.eval",
+        "mine_xyz.Transform",
+        "A.Blur",
+        "albumentations.core.serialization.from_dict",
+    ],
 )
 def test_a_name_of_anybody_else_is_refused_and_never_imported(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine_xyz.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="transform step 1: Albumentations has no transform"):
+    with pytest.raises(
+        ConfigError, match="transform step 1: Albumentations has no transform"
+    ):
         build_steps([{name: {"p": 1.0}}])
 
 
 def test_a_function_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="Lambda needs a Python function: give the whole pipeline as module:function"
+        ConfigError,
+        match="Lambda needs a Python function: give the whole pipeline as module:function",
     ):
         build_steps([{"Lambda": {"name": "mine"}}])
 
@@ -199,43 +258,82 @@ def test_a_function_is_refused() -> None:
     ("steps", "message"),
     [
         ([], "transform is an empty list of steps; the preset 'none'"),
-        ([{"Blurr": {}}], "transform step 1: Albumentations has no transform 'Blurr'; did you mean Blur"),
-        ([{"Qqqq": {}}], "has no transform 'Qqqq'; choose from AdditiveNoise, .*, ZoomBlur$"),
+        (
+            [{"Blurr": {}}],
+            "transform step 1: Albumentations has no transform 'Blurr'; did you mean Blur",
+        ),
+        (
+            [{"Qqqq": {}}],
+            "has no transform 'Qqqq'; choose from AdditiveNoise, .*, ZoomBlur$",
+        ),
         (
             [STEPS[0], {"Blur": {"blur_limt": 3}}],
             "step 2, Blur: unknown argument 'blur_limt'; did you mean blur_limit",
         ),
-        ([{"Blur": {"blur_limt": 3}}], "did you mean blur_limit[?] choose from blur_limit, p$"),
+        (
+            [{"Blur": {"blur_limt": 3}}],
+            "did you mean blur_limit[?] choose from blur_limit, p$",
+        ),
         (
             [{"Blur": {"always_apply": True}}],
             "Blur: unknown argument 'always_apply'; choose from blur_limit, p$",
         ),
-        ([{"Blur": {"p": 2}}], "step 1, Blur: p: Input should be less than or equal to 1, got 2; choose from"),
+        (
+            [{"Blur": {"p": 2}}],
+            "step 1, Blur: p: Input should be less than or equal to 1, got 2; choose from",
+        ),
         ([{"Blur": {"blur_limit": "wide"}}], "step 1, Blur: blur_limit: .* got 'wide'"),
-        ([{"RandomResizedCrop": {}}], "step 1, RandomResizedCrop: size: Field required, .*; choose from size, "),
-        ([{"RandomResizedCrop": {"size": 224}}], "step 1, RandomResizedCrop: size: .* got 224"),
-        ([{"Blur": {"p": 1}, "Transpose": {}}], "step 1: must be one NAME: {argument: value, …}, got {'Blur"),
+        (
+            [{"RandomResizedCrop": {}}],
+            "step 1, RandomResizedCrop: size: Field required, .*; choose from size, ",
+        ),
+        (
+            [{"RandomResizedCrop": {"size": 224}}],
+            "step 1, RandomResizedCrop: size: .* got 224",
+        ),
+        (
+            [{"Blur": {"p": 1}, "Transpose": {}}],
+            "step 1: must be one NAME: {argument: value, …}, got {'Blur",
+        ),
         (["Blur"], "step 1: must be one NAME"),
         ([{"Blur": 3}], r"step 1: must be Blur: \{argument: value, …\}, got 3"),
-        ([{"OneOf": {"transforms": [{"Blur": {}}, {"Blurr": {}}]}}], "step 1, OneOf step 2: .* 'Blurr'"),
+        (
+            [{"OneOf": {"transforms": [{"Blur": {}}, {"Blurr": {}}]}}],
+            "step 1, OneOf step 2: .* 'Blurr'",
+        ),
         ([{"OneOf": {"p": 1}}], "step 1, OneOf: must be a list of steps, got None"),
-        ([{"OneOf": {"transforms": "Blur"}}], "step 1, OneOf: must be a list of steps, got 'Blur'"),
-        ([{"OneOf": {"transforms": STEPS, "p": "often"}}], r"OneOf: p must be in \[0, 1\], .* got p='often'"),
+        (
+            [{"OneOf": {"transforms": "Blur"}}],
+            "step 1, OneOf: must be a list of steps, got 'Blur'",
+        ),
+        (
+            [{"OneOf": {"transforms": STEPS, "p": "often"}}],
+            r"OneOf: p must be in \[0, 1\], .* got p='often'",
+        ),
         (
             [{"SomeOf": {"transforms": STEPS, "n": 0}}],
             "SomeOf: .* n a whole number of at least 1, got p=1 and n=0",
         ),
-        ([{"OneOf": {"transforms": [{"Blur": {"p": 0}}]}}], "OneOf: ZeroDivisionError: "),
+        (
+            [{"OneOf": {"transforms": [{"Blur": {"p": 0}}]}}],
+            "OneOf: ZeroDivisionError: ",
+        ),
         (
             [{"OneOrOther": {"first": {"Blur": {}}}}],
             "OneOrOther: unknown argument 'first'; choose from transforms, p",
         ),
-        ([{"Compose": {"transforms": STEPS, "seed": 3}}], "Compose: unknown argument 'seed'"),
+        (
+            [{"Compose": {"transforms": STEPS, "seed": 3}}],
+            "Compose: unknown argument 'seed'",
+        ),
         (
             [{"Compose": {"transforms": STEPS, "bbox_params": {"format": "coco"}}}],
             "unknown argument 'bbox_params'; choose from transforms, p",
         ),
-        ([{"FromFloat": {}}], "FromFloat is for floats, and steps begin with uint8 images: leave it out"),
+        (
+            [{"FromFloat": {}}],
+            "FromFloat is for floats, and steps begin with uint8 images: leave it out",
+        ),
         ([{"ToTensor3D": {}}], "ToTensor3D is for volumes"),
         ([{"FDA": {}}], "FDA: it needs fda_metadata, but a step gets only the image"),
         ([{"MaskDropout": {}}], "MaskDropout: it needs mask, but"),
@@ -252,9 +350,19 @@ def test_what_is_wrong_is_one_error_that_names_it(steps: Any, message: str) -> N
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 3000
 
 
-SCALARS = st.none() | st.booleans() | st.integers(-5, 500) | st.floats(-2, 2) | st.text(max_size=5)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 500)
+    | st.floats(-2, 2)
+    | st.text(max_size=5)
+)
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
 )
 KINDS = st.sampled_from([name for name in NAMES if name not in REFUSED])
 

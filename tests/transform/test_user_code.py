@@ -69,20 +69,31 @@ def failure(transform: Any) -> str:
         ("transform", "6 in helper: ValueError: cannot reshape"),
         ("in_numpy", "12 in in_numpy: ValueError: need at least one array"),
         ("in_compiled_code", "15 in in_compiled_code: ValueError: "),
-        ("in_the_standard_library", "18 in in_the_standard_library: TypeError: Population must be"),
+        (
+            "in_the_standard_library",
+            "18 in in_the_standard_library: TypeError: Population must be",
+        ),
     ],
 )
-def test_the_last_frame_of_the_users_code_is_named(mine: ModuleType, name: str, place: str) -> None:
-    assert failure(getattr(mine, name)).startswith(f"the transform failed at {mine.__file__}:{place}")
+def test_the_last_frame_of_the_users_code_is_named(
+    mine: ModuleType, name: str, place: str
+) -> None:
+    assert failure(getattr(mine, name)).startswith(
+        f"the transform failed at {mine.__file__}:{place}"
+    )
 
     def called(image: np.ndarray, **_: Any) -> Any:
         return getattr(mine, name)(image)
 
     by_a_library = A.Compose([A.Lambda(image=called)])
-    assert failure(by_a_library).startswith(f"the transform failed at {mine.__file__}:{place}")
+    assert failure(by_a_library).startswith(
+        f"the transform failed at {mine.__file__}:{place}"
+    )
 
 
-def test_code_that_is_installed_is_the_users_where_there_is_no_other(tmp_path: Path) -> None:
+def test_code_that_is_installed_is_the_users_where_there_is_no_other(
+    tmp_path: Path,
+) -> None:
     installed = module(tmp_path / "site-packages" / "mine.py")
     assert f"{installed.__file__}:12 in in_numpy: " in failure(installed.in_numpy)
     assert "albumentations" in failure(A.Compose([A.Blur(), A.RandomCrop(64, 64)]))
@@ -93,21 +104,36 @@ def test_a_file_below_the_current_folder_is_named_from_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = module(tmp_path / "code" / "mine.py")
-    assert failure(made.transform).startswith(f"the transform failed at {Path('code', 'mine.py')}:6 in")
+    assert failure(made.transform).startswith(
+        f"the transform failed at {Path('code', 'mine.py')}:6 in"
+    )
 
 
 def test_an_error_is_one_line_however_much_a_library_prints() -> None:
     reason = failure(v2.CutMix(num_classes=2))  # it prints the image
-    assert "\n" not in reason and "the default labels_getter" in reason and len(reason) < 1000
+    assert (
+        "\n" not in reason
+        and "the default labels_getter" in reason
+        and len(reason) < 1000
+    )
 
 
-@pytest.mark.parametrize("error", [bdb.BdbQuit, KeyboardInterrupt, SystemExit, MemoryError])
-def test_the_end_of_a_debugger_or_of_the_program_is_no_bad_sample(error: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    "error", [bdb.BdbQuit, KeyboardInterrupt, SystemExit, MemoryError]
+)
+def test_the_end_of_a_debugger_or_of_the_program_is_no_bad_sample(
+    error: type[BaseException],
+) -> None:
     def transform(image: np.ndarray) -> np.ndarray:
         raise error
 
     with pytest.raises(error):
-        run(transform_of(transform), [IMAGE], np.zeros((1, 2), np.uint64), lambda _: [(IMAGE, 1, (0, 0))])
+        run(
+            transform_of(transform),
+            [IMAGE],
+            np.zeros((1, 2), np.uint64),
+            lambda _: [(IMAGE, 1, (0, 0))],
+        )
 
 
 def test_only_the_users_code_is_at_fault_for_what_it_raises() -> None:

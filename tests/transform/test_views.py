@@ -26,7 +26,9 @@ from raypipe.transform.samples import EncodedSample
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import VIEW_PRESETS, find_views, view_key
 
-CROP = A.Compose([A.RandomResizedCrop((16, 16)), A.HorizontalFlip(p=0.5), A.GaussNoise(p=1)])
+CROP = A.Compose(
+    [A.RandomResizedCrop((16, 16)), A.HorizontalFlip(p=0.5), A.GaussNoise(p=1)]
+)
 KEY = (5, 2**64 - 1)
 IMAGE = decode(picture(3))
 
@@ -39,15 +41,22 @@ def rotate(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 PIPELINES: dict[str, Any] = {
     "albumentations, crop first": CROP,
-    "albumentations, by steps": [{"HorizontalFlip": {"p": 0.5}}, {"RandomCrop": {"height": 16, "width": 16}}],
+    "albumentations, by steps": [
+        {"HorizontalFlip": {"p": 0.5}},
+        {"RandomCrop": {"height": 16, "width": 16}},
+    ],
     "torchvision": v2.Compose([v2.RandomResizedCrop(16), v2.ColorJitter(0.5)]),
     "a function": rotate,
     "a preset": "heavy",
 }
 
 
-def views(transform: Any, key: tuple[int, int] = KEY, size: int = 16) -> dict[str, np.ndarray]:
-    made = Content(transform, TransformConfig(size=size)).one(EncodedSample(picture(3)), key)
+def views(
+    transform: Any, key: tuple[int, int] = KEY, size: int = 16
+) -> dict[str, np.ndarray]:
+    made = Content(transform, TransformConfig(size=size)).one(
+        EncodedSample(picture(3)), key
+    )
     assert made.pop("label") == 0
     return made
 
@@ -62,7 +71,9 @@ def test_each_crop_is_its_transform_of_the_image_under_its_own_key(name: str) ->
     made = views({"near": (PIPELINES[name], 3), "far": PIPELINES[name]})
     alone = SampleTransform(build_transform(PIPELINES[name], 16))
     for number in range(3):
-        assert np.array_equal(made["view.near"][number], alone(IMAGE.copy(), key_of("near", number)))
+        assert np.array_equal(
+            made["view.near"][number], alone(IMAGE.copy(), key_of("near", number))
+        )
     assert np.array_equal(made["view.far"], alone(IMAGE.copy(), key_of("far", 0)))
     assert [*made] == ["view.near", "view.far"] and made["view.far"].ndim == 3
     assert len({crop.tobytes() for crop in made["view.near"]}) > 1
@@ -71,11 +82,14 @@ def test_each_crop_is_its_transform_of_the_image_under_its_own_key(name: str) ->
 def test_the_keys_never_change_and_no_two_are_alike() -> None:
     assert view_key("local", 3).tolist() == [12154066742170009729, 9942966765103378721]
     names = ["a", "b", "ab", "ba", "é", "abcd", "abcdefgh", "a\0"]
-    keys = {tuple(view_key(name, number).tolist()) for name in names for number in range(50)}
+    keys = {
+        tuple(view_key(name, number).tolist()) for name in names for number in range(50)
+    }
     assert len(keys) == 50 * len(names)
     assert len({word for key in keys for word in key}) == 100 * len(names)
     assert (
-        view_key("a", 0, Domain.VIEW_ON_DEVICE, 7).tolist() != view_key("a", 0, Domain.VIEW_ON_DEVICE, 8).tolist()
+        view_key("a", 0, Domain.VIEW_ON_DEVICE, 7).tolist()
+        != view_key("a", 0, Domain.VIEW_ON_DEVICE, 8).tolist()
     )
 
 
@@ -86,14 +100,20 @@ def test_domains_of_keys_are_all_different() -> None:
 def test_a_crop_does_not_depend_on_how_many_there_are_nor_on_other_views() -> None:
     few, many = views({"a": (CROP, 2)}), views({"z": "light", "a": (CROP, 5)})
     assert np.array_equal(few["view.a"], many["view.a"][:2])
-    assert np.array_equal(few["view.a"], views({"a": {"transforms": [CROP, CROP]}})["view.a"])
+    assert np.array_equal(
+        few["view.a"], views({"a": {"transforms": [CROP, CROP]}})["view.a"]
+    )
     assert not np.array_equal(few["view.a"], views({"b": (CROP, 2)})["view.b"])
     assert not np.array_equal(few["view.a"], views({"a": (CROP, 2)}, (6, 0))["view.a"])
 
 
 def test_the_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(contents, "decode", lambda *args, **kw: calls.append(args) or decode(*args, **kw))
+    monkeypatch.setattr(
+        contents,
+        "decode",
+        lambda *args, **kw: calls.append(args) or decode(*args, **kw),
+    )
     content = Content("dino", TransformConfig(), size=28)
     content.one(EncodedSample(picture(3)), KEY)
     assert len(calls) == 1
@@ -107,9 +127,15 @@ def test_presets_have_the_crops_of_their_papers() -> None:
         "view.pair": (2, 32, 32, 3),
     }
     built = build_transform("dino", 224)
-    scales = {name: [tuple(each.steps[0].scale) for each in view.transforms] for name, view in built.items()}
+    scales = {
+        name: [tuple(each.steps[0].scale) for each in view.transforms]
+        for name, view in built.items()
+    }
     assert scales == {"global": [(0.4, 1.0)] * 2, "local": [(0.05, 0.4)]}
-    names = [[type(step).__name__ for step in each.steps] for each in built["global"].transforms]
+    names = [
+        [type(step).__name__ for step in each.steps]
+        for each in built["global"].transforms
+    ]
     assert names[1] == [*names[0], "Solarize"] and names[0][-1] == "GaussianBlur"
     assert [each.steps[4].p for each in built["global"].transforms] == [1.0, 0.1]
     for preset in VIEW_PRESETS:
@@ -117,13 +143,19 @@ def test_presets_have_the_crops_of_their_papers() -> None:
 
 
 def test_settings_say_the_same_in_yaml_and_in_python() -> None:
-    yaml = {"a": {"transform": "light", "count": 2, "size": 24}, "b": {"transform": "center"}}
+    yaml = {
+        "a": {"transform": "light", "count": 2, "size": 24},
+        "b": {"transform": "center"},
+    }
     python = {"a": {"transforms": ("light", "light"), "size": 24}, "b": "center"}
     one, other = views(yaml), views(python)
     assert all(np.array_equal(one[name], other[name]) for name in ("view.a", "view.b"))
     assert one["view.a"].shape == (2, 24, 24, 3) and one["view.b"].shape == (16, 16, 3)
     assert (num_pixels(yaml, 16), num_pixels("light", 16)) == (2 * 24**2 + 16**2, 256)
-    assert num_pixels("dino", 224) == 2 * 224**2 + 8 * 96**2 and num_pixels({"a": CROP}, 16) is None
+    assert (
+        num_pixels("dino", 224) == 2 * 224**2 + 8 * 96**2
+        and num_pixels({"a": CROP}, 16) is None
+    )
     assert brief(yaml) == "views a, b"
 
 
@@ -137,23 +169,37 @@ def test_settings_say_the_same_in_yaml_and_in_python() -> None:
             "view 'HorizontalFlip': there is no 'p'; choose from transform.*are a list",
         ),
         ({"a": {"count": 2}}, "view 'a': it needs a transform"),
-        ({"a": {"transforms": ["light"], "count": 1}}, "view 'a': it needs a transform"),
+        (
+            {"a": {"transforms": ["light"], "count": 1}},
+            "view 'a': it needs a transform",
+        ),
         ({"a": {"transforms": []}}, "view 'a': transforms must be a list"),
-        ({"a": ("light", 0)}, "view 'a': count must be a whole number of at least 1, got 0"),
+        (
+            {"a": ("light", 0)},
+            "view 'a': count must be a whole number of at least 1, got 0",
+        ),
         ({"a": {"transform": "light", "size": 1.5}}, "view 'a': size must be"),
         ({"a": ("dino", 2)}, "view 'a': its transform makes views itself"),
         ({"a": "hevy"}, "view 'a': no transform preset 'hevy'; did you mean heavy"),
-        ({"a": [{"Blurr": {}}]}, "view 'a': transform step 1: Albumentations has no transform 'Blurr'"),
+        (
+            {"a": [{"Blurr": {}}]},
+            "view 'a': transform step 1: Albumentations has no transform 'Blurr'",
+        ),
     ],
 )
-def test_settings_that_are_wrong_are_refused_before_anything_starts(transform: Any, message: str) -> None:
+def test_settings_that_are_wrong_are_refused_before_anything_starts(
+    transform: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_transform(transform, 16)
 
 
 def pair(image: np.ndarray, rng: np.random.Generator) -> dict[str, Any]:
     tops = rng.integers(0, 20, 3).tolist()
-    return {"whole": image[:40, :40], "parts": [image[top : top + 8, :8] for top in tops]}
+    return {
+        "whole": image[:40, :40],
+        "parts": [image[top : top + 8, :8] for top in tops],
+    }
 
 
 def test_a_function_may_return_its_views_by_name() -> None:
@@ -176,20 +222,29 @@ def test_a_function_may_return_its_views_by_name() -> None:
         ({1: IMAGE}, "for view 1: it must be"),
     ],
 )
-def test_a_function_that_returns_anything_else_is_refused(made: Any, message: str) -> None:
+def test_a_function_that_returns_anything_else_is_refused(
+    made: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         views(lambda image: made)
 
 
 def test_crops_of_unlike_sizes_and_views_in_views_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"crops of view.a differ in size, 12x12, 16x16"):
-        views({"a": {"transforms": [CROP, [{"RandomCrop": {"height": 12, "width": 12}}]]}})
+    with pytest.raises(
+        ConfigError, match=r"crops of view.a differ in size, 12x12, 16x16"
+    ):
+        views(
+            {"a": {"transforms": [CROP, [{"RandomCrop": {"height": 12, "width": 12}}]]}}
+        )
     with pytest.raises(ConfigError, match=r"a transform of view.a made several images"):
         views({"a": pair})
     sizes = iter([8, 9])
     content = Content({"a": lambda image: image[: next(sizes)]}, TransformConfig())
     content.one(EncodedSample(picture(3)), KEY)
-    with pytest.raises(ConfigError, match=r"made view.a uint8 \(9, 48, 3\), where view.a uint8 \(8, 48, 3\) is"):
+    with pytest.raises(
+        ConfigError,
+        match=r"made view.a uint8 \(9, 48, 3\), where view.a uint8 \(8, 48, 3\) is",
+    ):
         content.one(EncodedSample(picture(3)), KEY)
 
 
@@ -199,14 +254,32 @@ def test_find_views_takes_the_size_of_the_settings_where_a_view_has_none() -> No
 
 
 def test_a_micro_batch_has_black_views_where_there_is_no_sample() -> None:
-    transform = transform_of({"a": (CROP, 2), "b": "center"}, TransformConfig(size=8), exact=True)
-    samples = [*map(EncodedSample, (picture(0), b"damaged", None, picture(1)), (1, 2, 0, 3))]
-    batch, bad = run(transform, samples, np.arange(8, dtype=np.uint64).reshape(4, 2), indices=[10, 11, -1, 12])
+    transform = transform_of(
+        {"a": (CROP, 2), "b": "center"}, TransformConfig(size=8), exact=True
+    )
+    samples = [
+        *map(EncodedSample, (picture(0), b"damaged", None, picture(1)), (1, 2, 0, 3))
+    ]
+    batch, bad = run(
+        transform,
+        samples,
+        np.arange(8, dtype=np.uint64).reshape(4, 2),
+        indices=[10, 11, -1, 12],
+    )
     assert {name: array.shape for name, array in batch.arrays("view").items()} == {
         "a": (4, 2, 16, 16, 3),
         "b": (4, 8, 8, 3),
     }
-    assert {*batch.fields} == {"view.a", "view.b", "label"} and batch["label"].tolist() == [1, 0, 0, 3]
-    assert batch.weight.tolist() == [1, 0, 0, 1] and [record["index"] for record in bad] == [11]
+    assert {*batch.fields} == {"view.a", "view.b", "label"} and batch[
+        "label"
+    ].tolist() == [1, 0, 0, 3]
+    assert batch.weight.tolist() == [1, 0, 0, 1] and [
+        record["index"] for record in bad
+    ] == [11]
     for array in batch.arrays("view").values():
-        assert array.dtype == np.uint8 and not array[1:3].any() and array[0].any() and array[3].any()
+        assert (
+            array.dtype == np.uint8
+            and not array[1:3].any()
+            and array[0].any()
+            and array[3].any()
+        )

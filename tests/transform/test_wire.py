@@ -17,18 +17,34 @@ from raypipe.transform.decode import decode
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.samples import EncodedSample
 
-SHAPES = [(1, 1), (1, 8), (9, 1), (2, 2), (3, 5), (16, 16), (17, 33), (33, 16), (64, 63), (67, 129), (224, 224)]
+SHAPES = [
+    (1, 1),
+    (1, 8),
+    (9, 1),
+    (2, 2),
+    (3, 5),
+    (16, 16),
+    (17, 33),
+    (33, 16),
+    (64, 63),
+    (67, 129),
+    (224, 224),
+]
 
 
 def noise(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-60, 316, (*shape, 3)).clip(0, 255).astype(np.uint8)
 
 
-@pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}")
+@pytest.mark.skipif(
+    not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
+)
 def test_the_kernel_equals_the_reference_and_writes_its_slots_alone(simd: None) -> None:
     rng = np.random.default_rng(0)
     for number in range(60):
-        height, width = SHAPES[number] if number < len(SHAPES) else rng.integers(1, 90, 2).tolist()
+        height, width = (
+            SHAPES[number] if number < len(SHAPES) else rng.integers(1, 90, 2).tolist()
+        )
         image = noise(rng, height, width)
         luma = np.full((3, height, width, 1), 77, np.uint8)
         chroma = np.full((3, *wire.chroma_shape(image.shape)), 77, np.uint8)
@@ -36,12 +52,20 @@ def test_the_kernel_equals_the_reference_and_writes_its_slots_alone(simd: None) 
         assert kernel.run([None, image, None], [job])[1] == DONE
         assert (luma[::2] == 77).all() and (chroma[::2] == 77).all()
         expected = wire.planes(image)
-        assert np.array_equal(luma[1], expected[0]) and np.array_equal(chroma[1], expected[1])
+        assert np.array_equal(luma[1], expected[0]) and np.array_equal(
+            chroma[1], expected[1]
+        )
 
 
-@pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}")
+@pytest.mark.skipif(
+    not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
+)
 def test_slots_that_do_not_fit_are_refused() -> None:
-    ops, params, image = np.empty((0, 2), np.int32), np.empty((1, 0), np.int64), np.zeros((5, 5, 3), np.uint8)
+    ops, params, image = (
+        np.empty((0, 2), np.int32),
+        np.empty((1, 0), np.int64),
+        np.zeros((5, 5, 3), np.uint8),
+    )
     luma, chroma = np.zeros((1, 5, 5, 1), np.uint8), np.zeros((1, 3, 3, 2), np.uint8)
     wrong: list[tuple[np.ndarray, np.ndarray | None]] = [
         (luma, None),
@@ -64,14 +88,21 @@ def test_all_colors_are_near_and_those_without_a_color_are_the_same() -> None:
     gray = (colors == colors[..., :1]).all(-1)
     assert np.array_equal(back[gray], colors[gray])
     luma, chroma = wire.planes(colors)
-    assert luma.max() == 255 and luma.min() == 0 and chroma.max() == 255 and chroma.min() == 0
+    assert (
+        luma.max() == 255
+        and luma.min() == 0
+        and chroma.max() == 255
+        and chroma.min() == 0
+    )
 
 
 def test_an_odd_side_is_an_even_one_whose_last_pixels_are_there_twice() -> None:
     image = noise(np.random.default_rng(1), 7, 9)
     even = np.pad(image, ((0, 1), (0, 1), (0, 0)), "edge")
     (luma, chroma), expected = wire.planes(image), wire.planes(even)
-    assert np.array_equal(chroma, expected[1]) and np.array_equal(luma, expected[0][:7, :9])
+    assert np.array_equal(chroma, expected[1]) and np.array_equal(
+        luma, expected[0][:7, :9]
+    )
     assert np.array_equal(wire.rgb(luma, chroma), wire.rgb(*expected)[:7, :9])
 
 
@@ -114,4 +145,7 @@ def test_fields_have_the_shapes_of_planes_before_and_after_a_sample() -> None:
             "chroma.image": (5, 5, 2),
             "label": (),
         }
-        assert content.fields["chroma.image"].fill == 128 and content.fields["image"].fill == 0
+        assert (
+            content.fields["chroma.image"].fill == 128
+            and content.fields["image"].fill == 0
+        )

@@ -11,7 +11,17 @@ import imagecodecs
 import numpy as np
 import pillow_heif
 from draw_png import COLORS, exif, xmp
-from drawn import HEIGHT, NEITHER, NO_RGB, WIDTH, Drawn, by_opencv, image, picture, saved
+from drawn import (
+    HEIGHT,
+    NEITHER,
+    NO_RGB,
+    WIDTH,
+    Drawn,
+    by_opencv,
+    image,
+    picture,
+    saved,
+)
 from PIL import Image
 
 EXIF = {orientation: b"Exif\0\0" + exif(orientation) for orientation in range(10)}
@@ -37,12 +47,32 @@ def bitmap(
     else:
         num = 0 if colors is None else len(colors)
         info = struct.pack(
-            "<IiiHHIIiiII", header, WIDTH, height, 1, bits, compression, len(rows), 2835, 2835, num, 0
+            "<IiiHHIIiiII",
+            header,
+            WIDTH,
+            height,
+            1,
+            bits,
+            compression,
+            len(rows),
+            2835,
+            2835,
+            num,
+            0,
         )
         info += masks.ljust(header - 40, b"\0") if header > 40 else masks
-        palette = b"" if colors is None else np.pad(colors[:, ::-1], ((0, 0), (0, 1))).tobytes()
+        palette = (
+            b""
+            if colors is None
+            else np.pad(colors[:, ::-1], ((0, 0), (0, 1))).tobytes()
+        )
     start = 14 + len(info) + len(palette)
-    return struct.pack("<2sIHHI", b"BM", start + len(rows), 0, 0, start) + info + palette + rows
+    return (
+        struct.pack("<2sIHHI", b"BM", start + len(rows), 0, 0, start)
+        + info
+        + palette
+        + rows
+    )
 
 
 def packed(values: np.ndarray) -> bytes:
@@ -84,11 +114,16 @@ def _bitmaps() -> Iterator[Drawn]:
         rows = packed(np.packbits(places.reshape(HEIGHT, -1).astype(np.uint8), axis=1))
         for header in (12, 40, 124):
             yield Drawn(
-                f"{bits}-header-{header}.bmp", bitmap(rows, bits, header=header, colors=COLORS[: 1 << bits])
+                f"{bits}-header-{header}.bmp",
+                bitmap(rows, bits, header=header, colors=COLORS[: 1 << bits]),
             )
     eight, four = picture(1)[:, :, 0], picture(1)[:, :, 0] >> 4
-    yield Drawn("rle-8.bmp", bitmap(_run_lengths(eight, 8), 8, compression=1, colors=COLORS))
-    yield Drawn("rle-4.bmp", bitmap(_run_lengths(four, 4), 4, compression=2, colors=COLORS[:16]))
+    yield Drawn(
+        "rle-8.bmp", bitmap(_run_lengths(eight, 8), 8, compression=1, colors=COLORS)
+    )
+    yield Drawn(
+        "rle-4.bmp", bitmap(_run_lengths(four, 4), 4, compression=2, colors=COLORS[:16])
+    )
     wide = picture().astype(np.uint32)
     for name, layout in {"555": (5, 5, 5), "565": (5, 6, 5)}.items():
         masks, values, shift = [], np.zeros((HEIGHT, WIDTH), np.uint16), sum(layout)
@@ -97,7 +132,10 @@ def _bitmaps() -> Iterator[Drawn]:
             masks.append(((1 << depth) - 1) << shift)
             values |= ((wide[:, :, channel] >> (8 - depth)) << shift).astype(np.uint16)
         fields = struct.pack("<III", *masks)
-        yield Drawn(f"16-{name}-masks.bmp", bitmap(packed(values), 16, compression=3, masks=fields))
+        yield Drawn(
+            f"16-{name}-masks.bmp",
+            bitmap(packed(values), 16, compression=3, masks=fields),
+        )
         if name == "555":
             yield Drawn("16-555.bmp", bitmap(packed(values), 16))
     bgra = packed(picture(4)[:, :, [2, 1, 0, 3]])
@@ -107,7 +145,9 @@ def _bitmaps() -> Iterator[Drawn]:
     yield Drawn("32-v5.bmp", bitmap(bgra, 32, header=124, compression=3, masks=fields))
     yield Drawn("cut.bmp", bitmap(rgb, 24)[:-99], refused=NEITHER)
     yield Drawn("3-bits.bmp", bitmap(rgb, 3), refused=NEITHER)
-    yield Drawn("no-such-compression.bmp", bitmap(rgb, 24, compression=9), refused=NEITHER)
+    yield Drawn(
+        "no-such-compression.bmp", bitmap(rgb, 24, compression=9), refused=NEITHER
+    )
 
 
 # GIF
@@ -121,12 +161,21 @@ def _gifs() -> Iterator[Drawn]:
     for num in (2, 3, 4, 16, 17, 256):
         yield Drawn(f"{num}-colors.gif", saved(image().quantize(num), "GIF"))
     yield Drawn("transparent.gif", saved(image("P"), "GIF", transparency=3))
-    yield Drawn("transparent-background.gif", saved(image("P"), "GIF", transparency=0, background=0))
+    yield Drawn(
+        "transparent-background.gif",
+        saved(image("P"), "GIF", transparency=0, background=0),
+    )
     yield Drawn("comment.gif", saved(image("P"), "GIF", comment=b"drawn"))
     frames = [image("P"), image("L").convert("P"), Image.new("P", (WIDTH, HEIGHT), 7)]
     for disposal in (0, 1, 2, 3):
         data = saved(
-            frames[0], "GIF", save_all=True, append_images=frames[1:], disposal=disposal, duration=20, loop=0
+            frames[0],
+            "GIF",
+            save_all=True,
+            append_images=frames[1:],
+            disposal=disposal,
+            duration=20,
+            loop=0,
         )
         yield Drawn(f"animated-{disposal}.gif", data)
     yield Drawn("imagecodecs.gif", imagecodecs.gif_encode(picture(1)[:, :, 0]))
@@ -134,7 +183,9 @@ def _gifs() -> Iterator[Drawn]:
     yield Drawn("87a.gif", b"GIF87a" + plain[6:])
     large = struct.pack("<HH", WIDTH + 9, HEIGHT + 7)
     yield Drawn("on-a-larger-screen.gif", plain[:6] + large + plain[10:])
-    yield Drawn("on-a-smaller-screen.gif", plain[:6] + struct.pack("<HH", 9, 7) + plain[10:])
+    yield Drawn(
+        "on-a-smaller-screen.gif", plain[:6] + struct.pack("<HH", 9, 7) + plain[10:]
+    )
     yield Drawn("after-the-end.gif", plain + b"more")
     yield Drawn("no-end.gif", plain[:-1])
     yield Drawn("cut.gif", plain[: len(plain) // 2], refused=NEITHER)
@@ -160,20 +211,36 @@ def _webps() -> Iterator[Drawn]:
         yield Drawn(f"{name}.webp", saved(image("RGBA"), "WEBP", **options))
     yield Drawn("alpha-quality.webp", saved(image("RGBA"), "WEBP", alpha_quality=10))
     for orientation in range(10):
-        yield Drawn(f"exif-{orientation}.webp", saved(image(), "WEBP", exif=EXIF[orientation]))
+        yield Drawn(
+            f"exif-{orientation}.webp", saved(image(), "WEBP", exif=EXIF[orientation])
+        )
     yield Drawn("exif-bare.webp", saved(image(), "WEBP", exif=exif(6)))
     yield Drawn("xmp.webp", saved(image(), "WEBP", xmp=xmp(6).encode()))
     yield Drawn("icc.webp", saved(image(), "WEBP", icc_profile=bytes(200)))
     frames: list[Any] = [image(), image("L").convert("RGB")]
-    yield Drawn("animated.webp", saved(frames[0], "WEBP", save_all=True, append_images=frames[1:], duration=20))
+    yield Drawn(
+        "animated.webp",
+        saved(frames[0], "WEBP", save_all=True, append_images=frames[1:], duration=20),
+    )
     rgba = [frame.convert("RGBA") for frame in frames]
-    data = saved(image("RGBA"), "WEBP", save_all=True, append_images=rgba, lossless=True, background=(9, 8, 7, 6))
+    data = saved(
+        image("RGBA"),
+        "WEBP",
+        save_all=True,
+        append_images=rgba,
+        lossless=True,
+        background=(9, 8, 7, 6),
+    )
     yield Drawn("animated-alpha.webp", data)
     yield Drawn("imagecodecs.webp", imagecodecs.webp_encode(picture(), 90))
-    yield Drawn("imagecodecs-lossless.webp", imagecodecs.webp_encode(picture(4), lossless=True))
+    yield Drawn(
+        "imagecodecs-lossless.webp", imagecodecs.webp_encode(picture(4), lossless=True)
+    )
     yield Drawn("opencv.webp", by_opencv(".webp", picture()))
     for height, width in ((1, 1), (1, 40), (40, 1), (17, 33)):
-        yield Drawn(f"{height}x{width}.webp", saved(image(height=height, width=width), "WEBP"))
+        yield Drawn(
+            f"{height}x{width}.webp", saved(image(height=height, width=width), "WEBP")
+        )
     plain = saved(image(), "WEBP")
     yield Drawn("after-the-end.webp", plain + b"more")
     yield Drawn("cut.webp", plain[: len(plain) // 2], refused=NEITHER)
@@ -184,7 +251,9 @@ def _avifs() -> Iterator[Drawn]:
     for sampling in ("4:4:4", "4:2:2", "4:2:0", "4:0:0"):
         for mode in ("RGB", "RGBA"):
             name = f"pillow-{sampling.replace(':', '')}-{mode.lower()}.avif"
-            yield Drawn(name, saved(image(mode), "AVIF", subsampling=sampling, speed=10))
+            yield Drawn(
+                name, saved(image(mode), "AVIF", subsampling=sampling, speed=10)
+            )
     yield Drawn("pillow-gray.avif", saved(image("L"), "AVIF", speed=10))
     for orientation in range(1, 9):
         data = saved(image(), "AVIF", exif=EXIF[orientation], speed=10)
@@ -192,11 +261,21 @@ def _avifs() -> Iterator[Drawn]:
     yield Drawn("icc.avif", saved(image(), "AVIF", icc_profile=_profile(), speed=10))
     yield Drawn("xmp.avif", saved(image(), "AVIF", xmp=xmp(6).encode(), speed=10))
     frames = [image(), image("L").convert("RGB")]
-    data = saved(frames[0], "AVIF", save_all=True, append_images=frames[1:], duration=20, speed=10)
+    data = saved(
+        frames[0],
+        "AVIF",
+        save_all=True,
+        append_images=frames[1:],
+        duration=20,
+        speed=10,
+    )
     yield Drawn("animated.avif", data)
     for bits in (10, 12):
         pixels = picture(3, np.uint16) >> (16 - bits)
-        yield Drawn(f"{bits}-bit.avif", imagecodecs.avif_encode(pixels, bitspersample=bits, speed=10))
+        yield Drawn(
+            f"{bits}-bit.avif",
+            imagecodecs.avif_encode(pixels, bitspersample=bits, speed=10),
+        )
     yield Drawn("lossless.avif", imagecodecs.avif_encode(picture(), 100, speed=10))
     plain = saved(image(), "AVIF", speed=10)
     yield Drawn("cut.avif", plain[: len(plain) * 3 // 4], refused=NEITHER)
@@ -212,7 +291,9 @@ def _heics() -> Iterator[Drawn]:
     for mode in ("RGB", "RGBA", "L", "LA"):
         yield Drawn(f"{mode.lower()}.heic", _heic(pillow_heif.from_pillow(image(mode))))
     for chroma in (420, 422, 444):
-        yield Drawn(f"{chroma}.heic", _heic(pillow_heif.from_pillow(image()), chroma=chroma))
+        yield Drawn(
+            f"{chroma}.heic", _heic(pillow_heif.from_pillow(image()), chroma=chroma)
+        )
     for orientation in (1, 3, 6, 8):
         heif = pillow_heif.from_pillow(image())
         yield Drawn(f"exif-{orientation}.heic", _heic(heif, exif=EXIF[orientation]))
@@ -220,7 +301,9 @@ def _heics() -> Iterator[Drawn]:
         depth = pillow_heif.options.SAVE_HDR_TO_12_BIT
         pillow_heif.options.SAVE_HDR_TO_12_BIT = bits == 12
         try:
-            heif = pillow_heif.from_bytes("RGB;16", (WIDTH, HEIGHT), picture(3, np.uint16).tobytes())
+            heif = pillow_heif.from_bytes(
+                "RGB;16", (WIDTH, HEIGHT), picture(3, np.uint16).tobytes()
+            )
             yield Drawn(f"{bits}-bit.heic", _heic(heif))
         finally:
             pillow_heif.options.SAVE_HDR_TO_12_BIT = depth
@@ -262,11 +345,18 @@ def arrays() -> Iterator[Drawn]:
     yield Drawn("fortran.npy", _npy(np.asfortranarray(picture())), NO_RGB, picture())
     for side in range(3, 23):
         yield Drawn(
-            f"{side}x{side}.npy", _npy(picture(height=side, width=side)), NO_RGB, picture(height=side, width=side)
+            f"{side}x{side}.npy",
+            _npy(picture(height=side, width=side)),
+            NO_RGB,
+            picture(height=side, width=side),
         )
     for version in ((1, 0), (2, 0), (3, 0)):
-        refused = NO_RGB if version < (3, 0) else NEITHER  # which is for names of fields
-        yield Drawn(f"version-{version[0]}.npy", _npy(picture(), version), refused, picture())
+        refused = (
+            NO_RGB if version < (3, 0) else NEITHER
+        )  # which is for names of fields
+        yield Drawn(
+            f"version-{version[0]}.npy", _npy(picture(), version), refused, picture()
+        )
     for name, array in {
         "bool": gray[:, :, 0] > 99,
         "complex": picture(3, "f4").astype("c8"),

@@ -45,7 +45,9 @@ class Stored:
 
     name: str
     write: Callable[[Path], Path]
-    samples: list[tuple[int | None, Any]] | None = field(default_factory=lambda: list(GOOD))
+    samples: list[tuple[int | None, Any]] | None = field(
+        default_factory=lambda: list(GOOD)
+    )
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,7 +71,13 @@ TREES: dict[str, tuple[dict[str, Any], list[tuple[int | None, Any]] | None]] = {
     "empty class": ({**PLAIN, "ab/": None}, [(0, 0), (1, 0), (2, 2)]),
     "hidden": ({**PLAIN, ".git/x.png": 0, "a/.x.png": 0, "b/.thumbs/x.png": 0}, GOOD),
     "of systems": (
-        {**PLAIN, "__MACOSX/a/0.png": 0, "lost+found/": None, "a/Thumbs.db": b"x", "a/desktop.ini": b"x"},
+        {
+            **PLAIN,
+            "__MACOSX/a/0.png": 0,
+            "lost+found/": None,
+            "a/Thumbs.db": b"x",
+            "a/desktop.ini": b"x",
+        },
         GOOD,
     ),
     "others beside": ({**PLAIN, "readme.txt": b"x", "a/notes.md": b"x"}, GOOD),
@@ -77,22 +85,34 @@ TREES: dict[str, tuple[dict[str, Any], list[tuple[int | None, Any]] | None]] = {
     "underscores": ({"_a_/0.png": 0, "_a_/1.png": 1, "b_/2.png": 2}, GOOD),
     "spaces": ({"a a/0 0.png": 0, "a a/1.png": 1, "b/2 .png": 2}, GOOD),
     "unicode": ({"ä/0.png": 0, "ä/1.png": 1, "猫/2.png": 2}, GOOD),
-    "long names": ({f"a/{'n' * 120}0.png": 0, f"a/{'n' * 120}1.png": 1, f"{'b' * 200}/2.png": 2}, GOOD),
+    "long names": (
+        {f"a/{'n' * 120}0.png": 0, f"a/{'n' * 120}1.png": 1, f"{'b' * 200}/2.png": 2},
+        GOOD,
+    ),
     "deep": ({f"a/{'d/' * 40}0.png": 0, f"a/{'d/' * 40}1.png": 1, "b/2.png": 2}, GOOD),
     "capitals": ({"a/0.PNG": 0, "a/1.Png": 1, "b/2.pNG": 2}, GOOD),
     "wrong suffixes": ({"a/0.jpg": 0, "a/1.webp": 1, "b/2.jfif": 2}, GOOD),
     "numbers": ({"2/0.png": 0, "2/1.png": 1, "3/2.png": 2}, GOOD),
-    "link": ({"a/0.png": 0, "a/1.png": 1, "b/2.png": 2, "b/3.png": _link("../a/0.png")}, [*GOOD, (0, 1)]),
+    "link": (
+        {"a/0.png": 0, "a/1.png": 1, "b/2.png": 2, "b/3.png": _link("../a/0.png")},
+        [*GOOD, (0, 1)],
+    ),
     "link to a folder": ({**PLAIN, "c": _link("a")}, [*GOOD, (0, 2), (1, 2)]),
     "link to nothing": ({**PLAIN, "b/3.png": _link("gone.png")}, [*GOOD, (None, 1)]),
     "link to itself": ({**PLAIN, "b/3.png": _link("3.png")}, [*GOOD, (None, 1)]),
     "link in a ring": ({**PLAIN, "b/up": _link("..")}, [*GOOD, (0, 1), (1, 1)]),
     "hard link": ({**PLAIN, "b/3.png": _hard_link("2.png")}, [*GOOD, (2, 1)]),
     "empty file": ({**PLAIN, "b/3.png": b""}, [*GOOD, (None, 1)]),
-    "splits": ({**{f"train/{name}": value for name, value in PLAIN.items()}, "val/a/3.png": 0}, None),
+    "splits": (
+        {**{f"train/{name}": value for name, value in PLAIN.items()}, "val/a/3.png": 0},
+        None,
+    ),
     "no folders": ({"0.png": 0, "1.png": 1}, None),
     "no images": ({"a/0.txt": b"x", "b/1.txt": b"x"}, None),
-    "labels in texts": ({**PLAIN, "a/0.txt": b"7", "a/1.txt": b"7", "b/2.txt": b"3"}, None),
+    "labels in texts": (
+        {**PLAIN, "a/0.txt": b"7", "a/1.txt": b"7", "b/2.txt": b"3"},
+        None,
+    ),
     "nothing": ({}, None),
 }
 
@@ -120,7 +140,11 @@ def _tar_of(folder: Path, tree: dict[str, Any], **options: Any) -> Path:
 
 def trees() -> Iterator[Stored]:
     for name, (tree, samples) in TREES.items():
-        yield Stored(f"folder: {name}", lambda folder, tree=tree: plant(folder / "root", tree), samples)
+        yield Stored(
+            f"folder: {name}",
+            lambda folder, tree=tree: plant(folder / "root", tree),
+            samples,
+        )
         for kind, number in (
             ("ustar", tarfile.USTAR_FORMAT),
             ("gnu", tarfile.GNU_FORMAT),
@@ -129,7 +153,9 @@ def trees() -> Iterator[Stored]:
             if kind == "ustar" and name in ("long names", "deep", "unicode"):
                 continue  # which it cannot hold
 
-            def write(folder: Path, tree: dict[str, Any] = tree, number: int = number) -> Path:
+            def write(
+                folder: Path, tree: dict[str, Any] = tree, number: int = number
+            ) -> Path:
                 return _tar_of(folder, tree, format=number)
 
             yield Stored(f"tar of {kind}: {name}", write, samples)
@@ -160,7 +186,10 @@ def compressed() -> Iterator[Stored]:
 
 
 def _tar(
-    folder: Path, members: list[tuple[str, Any, dict[str, Any]]], tail: bytes = b"", keep: int | None = None
+    folder: Path,
+    members: list[tuple[str, Any, dict[str, Any]]],
+    tail: bytes = b"",
+    keep: int | None = None,
 ) -> Path:
     path = folder / "drawn.tar"
     with tarfile.open(path, "w") as tar:
@@ -178,8 +207,12 @@ def _tar(
 def members() -> Iterator[Stored]:
     plain = [(name, value, {}) for name, value in PLAIN.items()]
 
-    def of(name: str, several: list[Any], samples: Any = GOOD, **options: Any) -> Stored:
-        return Stored(f"members: {name}", lambda folder: _tar(folder, several, **options), samples)
+    def of(
+        name: str, several: list[Any], samples: Any = GOOD, **options: Any
+    ) -> Stored:
+        return Stored(
+            f"members: {name}", lambda folder: _tar(folder, several, **options), samples
+        )
 
     yield of("plain", plain)
     yield of("with a dot", [(f"./{name}", value, {}) for name, value, _ in plain])
@@ -189,8 +222,16 @@ def members() -> Iterator[Stored]:
     yield of("fifo", [*plain, ("b/3.png", b"", {"type": tarfile.FIFOTYPE})], None)
     yield of("absolute", [*plain, ("/b/3.png", 0, {})])
     yield of("outside", [*plain, ("../b/3.png", 0, {})])
-    yield of("pax headers", [(name, value, {"pax_headers": {"comment": "drawn"}}) for name, value, _ in plain])
-    yield of("large times", [(name, value, {"mtime": 2**40}) for name, value, _ in plain])
+    yield of(
+        "pax headers",
+        [
+            (name, value, {"pax_headers": {"comment": "drawn"}})
+            for name, value, _ in plain
+        ],
+    )
+    yield of(
+        "large times", [(name, value, {"mtime": 2**40}) for name, value, _ in plain]
+    )
     yield of(
         "hard link to a later member",
         [("b/3.png", b"", {"type": tarfile.LNKTYPE, "linkname": "b/2.png"}), *plain],
@@ -214,13 +255,22 @@ def members() -> Iterator[Stored]:
 def shards() -> Iterator[Stored]:
     """By its own writer; the tests of raypipe.stores.webdataset have its rules one by one."""
 
-    def of(name: str, samples: Any = GOOD, options: dict[str, Any] | None = None, **columns: Any) -> Stored:
+    def of(
+        name: str,
+        samples: Any = GOOD,
+        options: dict[str, Any] | None = None,
+        **columns: Any,
+    ) -> Stored:
         def write(folder: Path) -> Path:
             with webdataset.TarWriter(str(folder / "drawn.tar")) as writer:
                 for number, data in enumerate(PICTURES):
                     row = {key: values[number] for key, values in columns.items()}
                     writer.write(
-                        {"__key__": f"{number:03}", **({} if "image.png" in row else {"png": data}), **row}
+                        {
+                            "__key__": f"{number:03}",
+                            **({} if "image.png" in row else {"png": data}),
+                            **row,
+                        }
                     )
             return folder / "drawn.tar"
 
@@ -229,7 +279,11 @@ def shards() -> Iterator[Stored]:
     yield of("cls", cls=LABELS)
     yield of("json", json=[{"label": label} for label in LABELS])
     yield of("json and cls", cls=LABELS, json=[{"caption": "x"}] * 3)
-    yield of("a field of json", options={"target_column": "class"}, json=[{"class": label} for label in LABELS])
+    yield of(
+        "a field of json",
+        options={"target_column": "class"},
+        json=[{"class": label} for label in LABELS],
+    )
     yield of("label", samples=[(0, 7), (1, 7), (2, 3)], label=[b"7", b"7", b"3"])
     yield of("an own suffix", samples=None, kind=[b"7", b"7", b"3"])
     yield of(
@@ -245,7 +299,9 @@ def shards() -> Iterator[Stored]:
         options={"target_column": ""},
     )
     yield of("labels that are text", cls=[b"cat", b"cat", b"dog"], samples=None)
-    yield of("labels that are no whole numbers", cls=[b"0.5", b"1.5", b"2"], samples=None)
+    yield of(
+        "labels that are no whole numbers", cls=[b"0.5", b"1.5", b"2"], samples=None
+    )
     yield of("a label beyond 64 bits", cls=[str(2**70).encode()] * 3, samples=None)
     yield of("arrays beside", cls=LABELS, **{"npy": [b"x"] * 3})
 
@@ -253,9 +309,15 @@ def shards() -> Iterator[Stored]:
 # Parquet
 
 
-def _parquet(table: pa.Table | Callable[[], pa.Table], **options: Any) -> Callable[[Path], Path]:
+def _parquet(
+    table: pa.Table | Callable[[], pa.Table], **options: Any
+) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
-        pq.write_table(table if isinstance(table, pa.Table) else table(), folder / "drawn.parquet", **options)
+        pq.write_table(
+            table if isinstance(table, pa.Table) else table(),
+            folder / "drawn.parquet",
+            **options,
+        )
         return folder / "drawn.parquet"
 
     return write
@@ -263,7 +325,9 @@ def _parquet(table: pa.Table | Callable[[], pa.Table], **options: Any) -> Callab
 
 def _table(images: Any = None, labels: Any = None, **others: Any) -> pa.Table:
     columns = {"image": pa.array(PICTURES, pa.binary()) if images is None else images}
-    return pa.table({**columns, "label": LABELS if labels is None else labels, **others})
+    return pa.table(
+        {**columns, "label": LABELS if labels is None else labels, **others}
+    )
 
 
 def parquets() -> Iterator[Stored]:
@@ -275,8 +339,12 @@ def parquets() -> Iterator[Stored]:
         "large binary": pa.array(PICTURES, pa.large_binary()),
         "binary view": pa.array(PICTURES, pa.binary_view()),
         "dictionary": pa.array(PICTURES, pa.binary()).dictionary_encode(),
-        "struct": pa.StructArray.from_arrays([pa.array(PICTURES), paths], ["bytes", "path"]),
-        "struct without paths": pa.StructArray.from_arrays([pa.array(PICTURES)], ["bytes"]),
+        "struct": pa.StructArray.from_arrays(
+            [pa.array(PICTURES), paths], ["bytes", "path"]
+        ),
+        "struct without paths": pa.StructArray.from_arrays(
+            [pa.array(PICTURES)], ["bytes"]
+        ),
         "struct of large binary": pa.StructArray.from_arrays(
             [pa.array(PICTURES, pa.large_binary()), paths], ["bytes", "path"]
         ),
@@ -284,9 +352,13 @@ def parquets() -> Iterator[Stored]:
     }.items():
         yield Stored(f"parquet, image: {name}", _parquet(_table(images)))
     fixed = pa.array(equal, pa.binary(size))
-    yield Stored("parquet, image: fixed size", _parquet(_table(fixed)), [(0, 0), (0, 0), (0, 1)])
+    yield Stored(
+        "parquet, image: fixed size", _parquet(_table(fixed)), [(0, 0), (0, 0), (0, 1)]
+    )
     nulls = pa.array([PICTURES[0], None, PICTURES[2]], pa.binary())
-    yield Stored("parquet, image: null", _parquet(_table(nulls)), [(0, 0), (None, 0), (2, 1)])
+    yield Stored(
+        "parquet, image: null", _parquet(_table(nulls)), [(0, 0), (None, 0), (2, 1)]
+    )
     for name, bad in {
         "text": pa.array(["x"] * 3),
         "numbers": pa.array([1, 2, 3]),
@@ -295,19 +367,43 @@ def parquets() -> Iterator[Stored]:
         "nulls": pa.nulls(3),
     }.items():
         yield Stored(f"parquet, image: {name}", _parquet(_table(bad)), None)
-    integers = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())
+    integers = (
+        pa.int8(),
+        pa.int16(),
+        pa.int32(),
+        pa.int64(),
+        pa.uint8(),
+        pa.uint16(),
+        pa.uint32(),
+        pa.uint64(),
+    )
     for kind in integers:
-        yield Stored(f"parquet, label: {kind}", _parquet(_table(labels=pa.array(LABELS, kind))))
-    yield Stored("parquet, label: in chunks", _parquet(_table(labels=pa.chunked_array([[0], [0, 1]]))))
+        yield Stored(
+            f"parquet, label: {kind}", _parquet(_table(labels=pa.array(LABELS, kind)))
+        )
+    yield Stored(
+        "parquet, label: in chunks",
+        _parquet(_table(labels=pa.chunked_array([[0], [0, 1]]))),
+    )
     for kind in (pa.float16(), pa.float32(), pa.float64()):
         floats = pa.array([0.5, 0.25, 1.0], kind)
-        yield Stored(f"parquet, label: {kind}", _parquet(_table(labels=floats)), [(0, 0.5), (1, 0.25), (2, 1.0)])
+        yield Stored(
+            f"parquet, label: {kind}",
+            _parquet(_table(labels=floats)),
+            [(0, 0.5), (1, 0.25), (2, 1.0)],
+        )
     flags = [(0, True), (1, False), (2, True)]
-    yield Stored("parquet, label: bool", _parquet(_table(labels=pa.array([True, False, True]))), flags)
+    yield Stored(
+        "parquet, label: bool",
+        _parquet(_table(labels=pa.array([True, False, True]))),
+        flags,
+    )
     lists = pa.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     expected = [(0, [1.0, 2.0]), (1, [3.0, 4.0]), (2, [5.0, 6.0])]
     yield Stored(
-        "parquet, label: fixed lists", _parquet(_table(labels=lists.cast(pa.list_(pa.float64(), 2)))), expected
+        "parquet, label: fixed lists",
+        _parquet(_table(labels=lists.cast(pa.list_(pa.float64(), 2)))),
+        expected,
     )
     for name, bad in {
         "text": pa.array(["cat", "cat", "dog"]),
@@ -327,14 +423,20 @@ def parquets() -> Iterator[Stored]:
         yield Stored(f"parquet, label: {name}", _parquet(_table(labels=bad)), None)
         without = [(number, None) for number in range(3)]
         options = {"target_column": ""}
-        yield Stored(f"parquet, no label asked for: {name}", _parquet(_table(labels=bad)), without, options)
+        yield Stored(
+            f"parquet, no label asked for: {name}",
+            _parquet(_table(labels=bad)),
+            without,
+            options,
+        )
     yield Stored(
         "parquet: other names",
         _parquet(_table().rename_columns(["img", "fine"])),
         options={"image_column": "img", "target_column": "fine"},
     )
     yield Stored(
-        "parquet: other columns", _parquet(_table(more=pa.array([[1], [], None]), text=pa.array(["x"] * 3)))
+        "parquet: other columns",
+        _parquet(_table(more=pa.array([[1], [], None]), text=pa.array(["x"] * 3))),
     )
     yield Stored("parquet: no rows", _parquet(_table().slice(0, 0)), [])
     for codec in ("none", "snappy", "gzip", "brotli", "zstd", "lz4"):
@@ -345,24 +447,44 @@ def parquets() -> Iterator[Stored]:
         "pages of version 2": {"data_page_version": "2.0"},
         "no dictionary": {"use_dictionary": False},
         "checksums": {"write_page_checksum": True},
-        "checksums of pages of version 2": {"write_page_checksum": True, "data_page_version": "2.0"},
+        "checksums of pages of version 2": {
+            "write_page_checksum": True,
+            "data_page_version": "2.0",
+        },
         "a row group for each row": {"row_group_size": 1},
         "a page for each row": {"data_page_size": 1, "write_batch_size": 1},
         "an index of pages": {"write_page_index": True},
         "no statistics": {"write_statistics": False},
-        "split by bytes": {"use_dictionary": False, "column_encoding": {"label": "DELTA_BINARY_PACKED"}},
-        "bytes with lengths": {"use_dictionary": False, "column_encoding": {"image": "DELTA_LENGTH_BYTE_ARRAY"}},
-        "bytes with prefixes": {"use_dictionary": False, "column_encoding": {"image": "DELTA_BYTE_ARRAY"}},
+        "split by bytes": {
+            "use_dictionary": False,
+            "column_encoding": {"label": "DELTA_BINARY_PACKED"},
+        },
+        "bytes with lengths": {
+            "use_dictionary": False,
+            "column_encoding": {"image": "DELTA_LENGTH_BYTE_ARRAY"},
+        },
+        "bytes with prefixes": {
+            "use_dictionary": False,
+            "column_encoding": {"image": "DELTA_BYTE_ARRAY"},
+        },
         "no schema of Arrow": {"store_schema": False},
     }.items():
         yield Stored(f"parquet: {name}", _parquet(_table(), **options))
-    features = {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}, "image": {"_type": "Image"}}
+    features = {
+        "label": {"names": ["cat", "dog"], "_type": "ClassLabel"},
+        "image": {"_type": "Image"},
+    }
     metadata = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
-    yield Stored("parquet: class names", _parquet(_table().replace_schema_metadata(metadata)))
+    yield Stored(
+        "parquet: class names", _parquet(_table().replace_schema_metadata(metadata))
+    )
 
     def several(folder: Path) -> Path:
         for number in range(3):
-            pq.write_table(_table().slice(number, 1), folder / f"train-{number:05}-of-00003.parquet")
+            pq.write_table(
+                _table().slice(number, 1),
+                folder / f"train-{number:05}-of-00003.parquet",
+            )
         return folder
 
     yield Stored("parquet: several files", several)
@@ -372,7 +494,10 @@ def parquets() -> Iterator[Stored]:
 
 
 def lmdbs() -> Iterator[Stored]:
-    samples = [{"image": data, "label": label} for data, label in zip(PICTURES, LABELS, strict=True)]
+    samples = [
+        {"image": data, "label": label}
+        for data, label in zip(PICTURES, LABELS, strict=True)
+    ]
 
     def whole(folder: Path) -> Path:
         write_atomically(str(folder / "drawn.lmdb"), samples, ("cat", "dog"))
@@ -392,11 +517,17 @@ def lmdbs() -> Iterator[Stored]:
 def foreign() -> Iterator[Stored]:
     """LMDBs of other programs."""
 
-    def of(name: str, write: Callable[[Path], Path], samples: Any = GOOD, **options: Any) -> Stored:
+    def of(
+        name: str, write: Callable[[Path], Path], samples: Any = GOOD, **options: Any
+    ) -> Stored:
         return Stored(f"lmdb of others: {name}", write, samples, options)
 
-    def values(dumps: Callable[[Any], bytes], make: Callable[[bytes, int], Any]) -> Callable[[Path], Path]:
-        return lambda folder: lmdbs_of.write_values(folder / "drawn", PICTURES, LABELS, dumps, make)
+    def values(
+        dumps: Callable[[Any], bytes], make: Callable[[bytes, int], Any]
+    ) -> Callable[[Path], Path]:
+        return lambda folder: lmdbs_of.write_values(
+            folder / "drawn", PICTURES, LABELS, dumps, make
+        )
 
     def listed(lines: str) -> Callable[[Path], Path]:
         def write(folder: Path) -> Path:
@@ -408,16 +539,31 @@ def foreign() -> Iterator[Stored]:
     unlabeled = [(number, None) for number in range(3)]
     keyed = {b"k%d" % number: picture for number, picture in enumerate(PICTURES)}
     yield of(
-        "keys", lambda folder: lmdbs_of.write_entries(folder / "drawn.lmdb", keyed), unlabeled, target_column=""
+        "keys",
+        lambda folder: lmdbs_of.write_entries(folder / "drawn.lmdb", keyed),
+        unlabeled,
+        target_column="",
     )
-    yield of("folders", lambda folder: lmdbs_of.write_folders(folder / "drawn.lmdb", PICTURES, LABELS, ("a", "b")))
-    yield of("LSUN", lambda folder: lmdbs_of.write_lsun(folder, PICTURES, LABELS, ("a", "b")))
+    yield of(
+        "folders",
+        lambda folder: lmdbs_of.write_folders(
+            folder / "drawn.lmdb", PICTURES, LABELS, ("a", "b")
+        ),
+    )
+    yield of(
+        "LSUN", lambda folder: lmdbs_of.write_lsun(folder, PICTURES, LABELS, ("a", "b"))
+    )
     yield of("a list", listed("k0 0\nk1 0\nk2 1\n"))
     yield of("a list of names", listed("k2\tdog\nk1\tcat\nk0\tcat\n"))
     yield of("a list of one key", listed("k0 0\n"), None)
     texts = ["one", "two", "three"]
     write_texts = lmdbs_of.write_texts
-    yield of("text", lambda folder: write_texts(folder / "drawn", PICTURES, texts), unlabeled, target_column="")
+    yield of(
+        "text",
+        lambda folder: write_texts(folder / "drawn", PICTURES, texts),
+        unlabeled,
+        target_column="",
+    )
     makes: dict[str, Callable[[bytes, int], Any]] = {
         "tuples": lambda image, label: (image, label),
         "label first": lambda image, label: (label, image),
@@ -448,9 +594,20 @@ def foreign() -> Iterator[Stored]:
         None,
         trust_pickles=True,
     )
-    yield of("Caffe", lambda folder: lmdbs_of.write_datums(folder / "drawn", PICTURES, LABELS))
-    yield of("json", values(lambda value: json.dumps(str(value)).encode(), makes["tuples"]), None)
-    yield of("numbers", lambda folder: lmdbs_of.write_entries(folder / "drawn.lmdb", {b"a": bytes(8)}), None)
+    yield of(
+        "Caffe",
+        lambda folder: lmdbs_of.write_datums(folder / "drawn", PICTURES, LABELS),
+    )
+    yield of(
+        "json",
+        values(lambda value: json.dumps(str(value)).encode(), makes["tuples"]),
+        None,
+    )
+    yield of(
+        "numbers",
+        lambda folder: lmdbs_of.write_entries(folder / "drawn.lmdb", {b"a": bytes(8)}),
+        None,
+    )
 
 
 def files() -> Iterator[Stored]:

@@ -35,7 +35,9 @@ NEITHER = frozenset({"rgb", "array"})
 NO_RGB, NO_ARRAY = frozenset({"rgb"}), frozenset({"array"})
 
 
-def picture(channels: int = 3, dtype: Any = np.uint8, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
+def picture(
+    channels: int = 3, dtype: Any = np.uint8, height: int = HEIGHT, width: int = WIDTH
+) -> np.ndarray:
     """Smooth values of the whole range of a dtype, floats in [0, 1); the same for the same arguments."""
     rng = np.random.default_rng([height, width, channels])
     coarse = rng.random((5, 7, channels))
@@ -53,8 +55,14 @@ def image(mode: str = "RGB", **size: int) -> Image.Image:
     if mode == "P":
         return image(**size).quantize(40)
     if mode in ("1", "L", "I;16", "I", "F"):
-        gray = picture(1, {"I;16": np.uint16, "I": np.int32, "F": np.float32}.get(mode, np.uint8), **size)[:, :, 0]
-        return Image.fromarray(gray).convert("1") if mode == "1" else Image.fromarray(gray)
+        gray = picture(
+            1,
+            {"I;16": np.uint16, "I": np.int32, "F": np.float32}.get(mode, np.uint8),
+            **size,
+        )[:, :, 0]
+        return (
+            Image.fromarray(gray).convert("1") if mode == "1" else Image.fromarray(gray)
+        )
     if mode in ("LA", "RGBA"):
         return Image.fromarray(picture(len(mode), **size))
     return Image.fromarray(picture(**size)).convert(mode)

@@ -74,10 +74,16 @@ class Finding:
 def judged(path: Path) -> Finding:
     """A file's finding, by two processes: one for the reference, since that may die or hang as well."""
     known = in_process(lambda: readings.read(path.read_bytes()), limited=False)
-    reading = known.value if isinstance(known.value, readings.Reading) else readings.Reading(kind="no reference")
+    reading = (
+        known.value
+        if isinstance(known.value, readings.Reading)
+        else readings.Reading(kind="no reference")
+    )
     tried = in_process(lambda: tried_out(path, reading), limited=True)
     if not isinstance(tried.value, Finding):
-        return Finding(path.name, reading.kind, tried.death, {tried.why: ["all"]}, tried.noise)
+        return Finding(
+            path.name, reading.kind, tried.death, {tried.why: ["all"]}, tried.noise
+        )
     tried.value.noise = tried.noise
     return tried.value
 
@@ -103,7 +109,9 @@ def in_process(work: Callable[[], Any], limited: bool) -> End:
             _answer(work, sender, limited)
         os.close(sender)
         data, deadline = bytearray(), time.monotonic() + MAX_WALL_S
-        while (left := deadline - time.monotonic()) > 0 and select.select([receiver], [], [], left)[0]:
+        while (left := deadline - time.monotonic()) > 0 and select.select(
+            [receiver], [], [], left
+        )[0]:
             part = os.read(receiver, 1 << 20)
             if not part:
                 break
@@ -116,7 +124,11 @@ def in_process(work: Callable[[], Any], limited: bool) -> End:
         noise.seek(0)
         last = noise.read()[-300:].decode(errors="replace")
     if left <= 0 or status == signal.SIGXCPU:
-        return End(death="HANG", why=f"more than {MAX_CPU_S} s of CPU or {MAX_WALL_S} s", noise=size)
+        return End(
+            death="HANG",
+            why=f"more than {MAX_CPU_S} s of CPU or {MAX_WALL_S} s",
+            noise=size,
+        )
     if status or not data:
         return End(death="CRASH", why=f"status {status}: {last}", noise=size)
     return End(pickle.loads(data), noise=size)  # by our own process
@@ -128,7 +140,9 @@ def _answer(work: Callable[[], Any], sender: int, limited: bool) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 1))
         if limited:
-            (line,) = re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+            (line,) = re.findall(
+                r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text()
+            )
             most = int(line) * 1024 + MAX_BYTES
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         with open(sender, "wb") as pipe:
@@ -153,17 +167,29 @@ def tried_out(path: Path, reading: readings.Reading) -> Finding:
                 if not address.exists():
                     address.mkdir()
                     deliveries.write_store(address, layout, [(path.name, data)])
-                in_both = _delivered(str(address / deliveries.NAMES[layout]), each, path.name)
+                in_both = _delivered(
+                    str(address / deliveries.NAMES[layout]), each, path.name
+                )
                 for is_used, found in in_both.items():
                     where = f"{each} {layout} {'with' if is_used else 'without'}"
                     if isinstance(found, str):
-                        finding.add(found, layout if "no class folders" in found or "no images" in found else each)
+                        finding.add(
+                            found,
+                            layout
+                            if "no class folders" in found or "no images" in found
+                            else each,
+                        )
                         if "MemoryError" in found:
                             wrong.append((f"more than {MAX_BYTES >> 20} MiB", where))
                         continue
                     num_equal += 1
                     if expected is None:
-                        wrong.append((f"delivered; the reference refuses it: {reading.why}", where))
+                        wrong.append(
+                            (
+                                f"delivered; the reference refuses it: {reading.why}",
+                                where,
+                            )
+                        )
                         continue
                     first = first or found
                     why = _difference(found, first, 0) and "not as by the first store"
@@ -203,7 +229,9 @@ def _delivered(address: str, reading: str, name: str) -> dict[bool, Any]:
         except (SampleError, StoreError, ConfigError) as error:
             text = str(error)
             assert address in text or name in text, f"not refused by name: {text}"
-            reason = re.sub(r"^.*sample 0( \([^()]*\))?: ", "", text, flags=re.DOTALL).replace(address, "STORE")
+            reason = re.sub(
+                r"^.*sample 0( \([^()]*\))?: ", "", text, flags=re.DOTALL
+            ).replace(address, "STORE")
             found[is_used] = reason.partition(" (with a transform.max_bad_fraction")[0]
     return found
 
@@ -244,7 +272,15 @@ def _wrong_scales(data: bytes, reading: readings.Reading) -> list[tuple[str, str
 def main() -> None:
     folder = Path(sys.argv[1])
     Image.init()
-    for module in ("folder", "tar", "lmdb", "parquet", "writers", "destination", "joined"):
+    for module in (
+        "folder",
+        "tar",
+        "lmdb",
+        "parquet",
+        "writers",
+        "destination",
+        "joined",
+    ):
         importlib.import_module(f"raypipe.stores.{module}")
     cv2.setNumThreads(1)
     assert not kernel.why_no_kernel(), kernel.why_no_kernel()

@@ -74,7 +74,9 @@ def _of(file: Drawn, reading: readings.Reading, name: str) -> np.ndarray | None:
 
 @pytest.mark.parametrize("is_used", [True, False], ids=["with", "without"])
 @pytest.mark.parametrize("name", ["rgb", "upright", "array"])
-def test_a_file_is_decoded_as_its_reference_has_it(name: str, is_used: bool, files: Files) -> None:
+def test_a_file_is_decoded_as_its_reference_has_it(
+    name: str, is_used: bool, files: Files
+) -> None:
     ways: dict[str, Callable[[bytes], np.ndarray]] = {
         "rgb": decode,
         "upright": lambda data: decode(data, exif=True),
@@ -101,7 +103,9 @@ def test_a_file_is_decoded_as_its_reference_has_it(name: str, is_used: bool, fil
 def difference(found: np.ndarray, expected: np.ndarray, levels: float = 0) -> str:
     """How two arrays differ; empty = they do not."""
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-        return f"{found.dtype} {found.shape}, expected {expected.dtype} {expected.shape}"
+        return (
+            f"{found.dtype} {found.shape}, expected {expected.dtype} {expected.shape}"
+        )
     if not levels:
         return "" if np.array_equal(found, expected) else "other values"
     most = np.abs(found.astype(float) - expected).max()
@@ -110,7 +114,9 @@ def difference(found: np.ndarray, expected: np.ndarray, levels: float = 0) -> st
 
 @pytest.mark.parametrize("is_used", [True, False], ids=["with", "without"])
 @pytest.mark.parametrize("part", [2, 4, 8])
-def test_a_reduced_jpeg_is_that_of_libjpeg(part: int, is_used: bool, files: Files) -> None:
+def test_a_reduced_jpeg_is_that_of_libjpeg(
+    part: int, is_used: bool, files: Files
+) -> None:
     with deliveries.extension(is_used):
         for file, reading in files["jpeg"]:
             size = None if file.refused else jpeg_size(file.data)
@@ -123,7 +129,11 @@ def test_a_reduced_jpeg_is_that_of_libjpeg(part: int, is_used: bool, files: File
 
 
 @pytest.fixture(scope="module", params=MODULES)
-def group(request: pytest.FixtureRequest, files: Files, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def group(
+    request: pytest.FixtureRequest,
+    files: Files,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Any:
     return Group(files[request.param], tmp_path_factory.mktemp(request.param))
 
 
@@ -131,31 +141,53 @@ class Group:
     """Files of a module in stores of all kinds: one for all of them, and one for each dtype and number of channels
     that arrays of a run must have in common."""
 
-    def __init__(self, files: list[tuple[Drawn, readings.Reading]], folder: Path) -> None:
+    def __init__(
+        self, files: list[tuple[Drawn, readings.Reading]], folder: Path
+    ) -> None:
         self.whole = [Stored(files, folder / "whole")]
         by_array = dict[Any, list[tuple[Drawn, readings.Reading]]]()
         for file, reading in files:
             array = _of(file, reading, "array")
-            like = (np.dtype(np.uint8), 3) if array is None else (array.dtype, array.shape[2])
+            like = (
+                (np.dtype(np.uint8), 3)
+                if array is None
+                else (array.dtype, array.shape[2])
+            )
             by_array.setdefault(like, []).append((file, reading))
-        self.by_array = [Stored(members, folder / str(number)) for number, members in enumerate(by_array.values())]
+        self.by_array = [
+            Stored(members, folder / str(number))
+            for number, members in enumerate(by_array.values())
+        ]
 
 
 class Stored:
     """Files in stores of all kinds; the good ones come first, so that each reading has one to begin with."""
 
-    def __init__(self, files: list[tuple[Drawn, readings.Reading]], folder: Path) -> None:
+    def __init__(
+        self, files: list[tuple[Drawn, readings.Reading]], folder: Path
+    ) -> None:
         self._folder = folder
         folder.mkdir()
-        self.files = sorted(files, key=lambda each: (len(each[0].refused), each[0].name))
-        self.names = [f"{number:03}-{file.name}" for number, (file, _) in enumerate(self.files)]
-        contents = [(name, file.data) for name, (file, _) in zip(self.names, self.files, strict=True)]
-        self.addresses = {layout: deliveries.write_store(folder, layout, contents) for layout in LAYOUTS}
+        self.files = sorted(
+            files, key=lambda each: (len(each[0].refused), each[0].name)
+        )
+        self.names = [
+            f"{number:03}-{file.name}" for number, (file, _) in enumerate(self.files)
+        ]
+        contents = [
+            (name, file.data)
+            for name, (file, _) in zip(self.names, self.files, strict=True)
+        ]
+        self.addresses = {
+            layout: deliveries.write_store(folder, layout, contents)
+            for layout in LAYOUTS
+        }
 
     def opened(self, name: str) -> dict[str, StreamSpec]:
         """The stream of each kind of store."""
         return {
-            layout: deliveries.opened(address, name, len(self.files)) for layout, address in self.addresses.items()
+            layout: deliveries.opened(address, name, len(self.files))
+            for layout, address in self.addresses.items()
         }
 
     def expected(self, name: str) -> Outcomes | None:
@@ -177,7 +209,9 @@ class Stored:
 
 
 @pytest.mark.parametrize("name", deliveries.READINGS)
-def test_every_store_delivers_it_with_and_without_the_extension(name: str, group: Group) -> None:
+def test_every_store_delivers_it_with_and_without_the_extension(
+    name: str, group: Group
+) -> None:
     wrong = []
     for store in group.by_array if name == "array" else group.whole:
         expected = store.expected(name)
@@ -191,7 +225,15 @@ def test_every_store_delivers_it_with_and_without_the_extension(name: str, group
             for split, row in itertools.product(found, range(len(store.files))):
                 file, reading = store.files[row]
                 each = found[split][row]
-                why = verdict(file, each, expected[split][row], store.names[row], name, layout, reading.levels)
+                why = verdict(
+                    file,
+                    each,
+                    expected[split][row],
+                    store.names[row],
+                    name,
+                    layout,
+                    reading.levels,
+                )
                 why = why or _unequal(each, first[split][row])
                 if why:
                     wrong.append(f"{file.name} ({where}, {split}): {why}")
@@ -199,7 +241,13 @@ def test_every_store_delivers_it_with_and_without_the_extension(name: str, group
 
 
 def verdict(
-    file: Drawn, found: Any, expected: Delivered | None, stored: str, name: str, layout: str, levels: int
+    file: Drawn,
+    found: Any,
+    expected: Delivered | None,
+    stored: str,
+    name: str,
+    layout: str,
+    levels: int,
 ) -> str:
     """Why an outcome is not right; empty = it is."""
     if found is None:
@@ -222,5 +270,9 @@ def _unequal(found: Delivered | None, first: Delivered | None) -> str:
     """Whether it differs from what came of the same file elsewhere."""
     if isinstance(found, np.ndarray) and isinstance(first, np.ndarray):
         return difference(found, first)
-    same = isinstance(found, Refusal) and isinstance(first, Refusal) and found.reason == first.reason
+    same = (
+        isinstance(found, Refusal)
+        and isinstance(first, Refusal)
+        and found.reason == first.reason
+    )
     return "" if same else f"{found} here, {first} in the first store"

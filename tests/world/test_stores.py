@@ -24,7 +24,12 @@ def read(store: Any, columns: list[str]) -> list[tuple[Any, Any]]:
     for row, data in enumerate(values["image"]):
         picture = PICTURES.index(bytes(data)) if data else None
         label = values["label"][row] if "label" in values else None
-        found.append((picture, label.tolist() if isinstance(label, np.ndarray | np.generic) else label))
+        found.append(
+            (
+                picture,
+                label.tolist() if isinstance(label, np.ndarray | np.generic) else label,
+            )
+        )
     return found
 
 
@@ -34,7 +39,9 @@ def test_there_are_stores_of_many_kinds() -> None:
 
 
 @pytest.mark.parametrize("stored", STORES, ids=lambda stored: stored.name)
-def test_a_store_has_what_was_drawn_or_is_refused_by_name(stored: Stored, tmp_path: Path) -> None:
+def test_a_store_has_what_was_drawn_or_is_refused_by_name(
+    stored: Stored, tmp_path: Path
+) -> None:
     address = stored.write(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -18,8 +18,17 @@ PROGRAM = Path(__file__).with_name("each_file.py")
 
 
 def findings_in(folder: Path) -> list[dict[str, Any]]:
-    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, PROGRAM, folder], stdout=subprocess.PIPE, check=True, env=environment)
+    environment = {
+        **os.environ,
+        "ARROW_DEFAULT_MEMORY_POOL": "system",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, PROGRAM, folder],
+        stdout=subprocess.PIPE,
+        check=True,
+        env=environment,
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -27,9 +36,14 @@ def table(findings: list[dict[str, Any]]) -> str:
     """A line for each file, and the reasons of refusals with their counts."""
     lines, counts = list[str](), Counter[str]()
     for each in findings:
-        said = "; ".join(f"{reason} [{', '.join(places)}]" for reason, places in each["reasons"].items())
+        said = "; ".join(
+            f"{reason} [{', '.join(places)}]"
+            for reason, places in each["reasons"].items()
+        )
         noise = f" ({each['noise']} bytes on stderr)" if each["noise"] else ""
-        lines.append(f"{each['file']:60} {each['kind']:12} {each['verdict']:8} {said}{noise}".rstrip())
+        lines.append(
+            f"{each['file']:60} {each['kind']:12} {each['verdict']:8} {said}{noise}".rstrip()
+        )
         counts[each["verdict"]] += 1
         if each["verdict"] == "refused":
             counts[f"refused: {_kind_of_reason(each)}"] += 1
@@ -43,14 +57,20 @@ def _kind_of_reason(finding: dict[str, Any]) -> str:
 
 @pytest.mark.world
 @pytest.mark.timeout(3600)
-def test_each_file_of_a_folder_is_delivered_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_file_of_a_folder_is_delivered_or_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     if not (folder := os.environ.get("RAYPIPE_WORLD")):
         pytest.skip("RAYPIPE_WORLD names no folder")
     findings = findings_in(Path(folder))
     with capsys.disabled():
         print(f"\n{table(findings)}")
     assert findings
-    bad = [each for each in findings if each["verdict"] not in ("equal", "refused") or each["noise"] > 2000]
+    bad = [
+        each
+        for each in findings
+        if each["verdict"] not in ("equal", "refused") or each["noise"] > 2000
+    ]
     assert not bad, table(bad)
 
 

@@ -54,7 +54,11 @@ _ENDS = {
     ".rec": "MXNet RecordIO",
     ".zip": "zip",
 }
-_WHOLE_FOLDERS = ("TFRecord", "zip", "Arrow of the datasets library")  # several such files may be one data set
+_WHOLE_FOLDERS = (
+    "TFRecord",
+    "zip",
+    "Arrow of the datasets library",
+)  # several such files may be one data set
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _INDEX = "index.json"
 
@@ -76,7 +80,9 @@ def open_source(address: str | Path, asked: Asked = Asked()) -> Source | None:  
     if not kind:
         return None
     module, name = _SOURCES[kind]
-    make: Callable[..., Source] = getattr(import_module(f"raypipe.stores.sources.{module}"), name)
+    make: Callable[..., Source] = getattr(
+        import_module(f"raypipe.stores.sources.{module}"), name
+    )
     if kind in ("MosaicML's MDS", "LitData"):
         return make(text, asked, _index_at(text))
     return make(text, asked)
@@ -88,7 +94,11 @@ def kind_at(address: str, names: Collection[str] | None = None) -> str:
     Args:
         names: the files in the folder, if it is one and they are known.
     """
-    if not is_remote(address) and _NAMED.fullmatch(address) and not Path(address).exists():
+    if (
+        not is_remote(address)
+        and _NAMED.fullmatch(address)
+        and not Path(address).exists()
+    ):
         return "samples of a function"
     name = split(address)[1]
     is_folder = names is not None or (not is_remote(address) and Path(address).is_dir())
@@ -96,7 +106,9 @@ def kind_at(address: str, names: Collection[str] | None = None) -> str:
         return kind
     if "*" in name or expand(address) != [address]:
         with contextlib.suppress(StoreError):  # the store says that there is nothing
-            return _kind_of_name(split(list_files(address, lambda _: True, "such")[0].address)[1])
+            return _kind_of_name(
+                split(list_files(address, lambda _: True, "such")[0].address)[1]
+            )
         return ""
     if names is None:
         with contextlib.suppress(StoreError):
@@ -115,12 +127,18 @@ def _kind_of_folder(address: str, names: Collection[str]) -> str:
         return "Arrow of the datasets library"
     if _INDEX in names:
         index = _index_at(address)
-        if isinstance(index, dict) and "shards" in index and any(".mds" in name for name in names):
+        if (
+            isinstance(index, dict)
+            and "shards" in index
+            and any(".mds" in name for name in names)
+        ):
             return "MosaicML's MDS"
         if isinstance(index, dict) and "chunks" in index:
             return "LitData"
     kinds = {_kind_of_name(name) for name in names} & set(_WHOLE_FOLDERS)
-    return kinds.pop() if len(kinds) == 1 and not folders_at(address) else ""
+    if len(kinds) == 1 and not folders_at(address):
+        return kinds.pop()
+    return ""
 
 
 def _index_at(address: str) -> Any:

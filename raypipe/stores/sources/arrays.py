@@ -20,7 +20,13 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
-from raypipe.stores.sources.base import MAX_CHUNK_BYTES, Asked, Source, explained, others
+from raypipe.stores.sources.base import (
+    MAX_CHUNK_BYTES,
+    Asked,
+    Source,
+    explained,
+    others,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +60,17 @@ class Rows:
 
     @property
     def row_bytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape[1:]) if self.dtype is not None else _ENCODED_BYTES
+        if self.dtype is not None:
+            return self.dtype.itemsize * math.prod(self.shape[1:])
+        return _ENCODED_BYTES
 
     def __str__(self) -> str:
         return f"{self.dtype if self.kind == 'numbers' else self.kind} {self.shape}"
 
 
-def arrays_source(where: str, arrays: Mapping[str, Rows], asked: Asked, word: str) -> Source:
+def arrays_source(
+    where: str, arrays: Mapping[str, Rows], asked: Asked, word: str
+) -> Source:
     """Return the samples of arrays by name.
 
     Args:
@@ -89,23 +99,38 @@ def arrays_source(where: str, arrays: Mapping[str, Rows], asked: Asked, word: st
         else:
             left_out.append(f"{name} ({rows})")
     if left_out:
-        logger.warning("%s: left out, as they have no row for each image: %s", where, ", ".join(left_out)[:500])
+        logger.warning(
+            "%s: left out, as they have no row for each image: %s",
+            where,
+            ", ".join(left_out)[:500],
+        )
     own_columns = {column: arrays[name] for column, name in columns.items()}
-    wide = [column for column, rows in own_columns.items() if _row_shape(column, rows) and column != "image"]
+    wide = [
+        column
+        for column, rows in own_columns.items()
+        if _row_shape(column, rows) and column != "image"
+    ]
     samples = _samples(where, own_columns, as_hwc)
     return Source(samples, num_samples=images.num, arrays=wide)
 
 
-def _samples(where: str, columns: Mapping[str, Rows], as_hwc: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def _samples(
+    where: str, columns: Mapping[str, Rows], as_hwc: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
     row_bytes = sum(rows.row_bytes for rows in columns.values())
     num_rows = columns["image"].num
     step = max(1, min(_MAX_ROWS, MAX_CHUNK_BYTES // row_bytes))
     for start in range(0, num_rows, step):
         stop = min(num_rows, start + step)
         with explained(f"{where}, rows {start} to {stop - 1},"):
-            values = {column: rows.read(start, stop) for column, rows in columns.items()}
+            values = {
+                column: rows.read(start, stop) for column, rows in columns.items()
+            }
         for number in range(stop - start):
-            sample = {column: _value(column, columns[column], values[column][number]) for column in columns}
+            sample = {
+                column: _value(column, columns[column], values[column][number])
+                for column in columns
+            }
             if as_hwc:
                 sample["image"] = np.transpose(sample["image"], as_hwc)
             yield sample
@@ -115,8 +140,12 @@ def _value(column: str, rows: Rows, value: Any) -> Any:
     if rows.kind == "bytes":
         return bytes(value)
     if rows.kind == "text":
-        return value if isinstance(value, str) else bytes(value).decode()
-    return value if column == "image" else np.asarray(value).reshape(_row_shape(column, rows))[()]
+        if isinstance(value, str):
+            return value
+        return bytes(value).decode()
+    if column == "image":
+        return value
+    return np.asarray(value).reshape(_row_shape(column, rows))[()]
 
 
 def _row_shape(column: str, rows: Rows) -> tuple[int, ...]:
@@ -147,7 +176,9 @@ def _axes_of(where: str, name: str, images: Rows) -> tuple[int, ...]:
     )
 
 
-def _names_of(where: str, arrays: Mapping[str, Rows], asked: Asked, word: str) -> dict[str, str]:
+def _names_of(
+    where: str, arrays: Mapping[str, Rows], asked: Asked, word: str
+) -> dict[str, str]:
     """Return `image`, and `label` if there is one, → the name of its array.
 
     Raises:
@@ -163,20 +194,37 @@ def _names_of(where: str, arrays: Mapping[str, Rows], asked: Asked, word: str) -
     if "image" not in names:
         found = [name for name in arrays if _split_of(name, _IMAGES) is not None]
         if len(found) != 1:
-            what = f"several {word}s that may be the images" if found else f"no {word} called images, x or data"
+            if found:
+                what = f"several {word}s that may be the images"
+            else:
+                what = f"no {word} called images, x or data"
             raise StoreError(_unclear(where, word, what, "image", kinds))
         names["image"] = found[0]
     if "label" not in names and asked.label:
         split = _split_of(names["image"], _IMAGES)
-        found = [name for name in arrays if (of := _split_of(name, _LABELS)) is not None and of == (split or of)]
+        found = [
+            name
+            for name in arrays
+            if (of := _split_of(name, _LABELS)) is not None and of == (split or of)
+        ]
         if len(found) > 1:
-            raise StoreError(_unclear(where, word, f"several {word}s that may be the labels", "label", kinds))
+            raise StoreError(
+                _unclear(
+                    where,
+                    word,
+                    f"several {word}s that may be the labels",
+                    "label",
+                    kinds,
+                )
+            )
         if found:
             names["label"] = found[0]
     return names
 
 
-def _unclear(where: str, word: str, what: str, column: str, kinds: Mapping[str, str]) -> str:
+def _unclear(
+    where: str, word: str, what: str, column: str, kinds: Mapping[str, str]
+) -> str:
     listed = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
     return f"{where} has {what}: set store.{RENAMED[column]}; its {word}s are {listed:.1000}"
 
@@ -187,4 +235,6 @@ def _split_of(name: str, usual: set[str]) -> str | None:
     if plain in usual:
         return "all"
     match = _SPLIT.fullmatch(plain)
-    return match[2] if match and f"{match[1]}{match[3]}" in usual else None
+    if match and f"{match[1]}{match[3]}" in usual:
+        return match[2]
+    return None

@@ -36,12 +36,22 @@ def open_arrow(address: str, asked: Asked) -> Source:
         )
     if names is not None and _STATE in names:
         with explained(join(address, _STATE)):
-            files = [str(file["filename"]) for file in read_json(join(address, _STATE))["_data_files"]]
+            files = [
+                str(file["filename"])
+                for file in read_json(join(address, _STATE))["_data_files"]
+            ]
             if any("/" in name for name in files):
-                raise StoreError(f"{address}: state.json names {files[0]!r}, which is not a file in this folder")
+                raise StoreError(
+                    f"{address}: state.json names {files[0]!r}, which is not a file in this folder"
+                )
         paths = [join(address, name) for name in files]
     else:
-        paths = [file.address for file in list_files(address, lambda name: name.endswith(".arrow"), "*.arrow")]
+        paths = [
+            file.address
+            for file in list_files(
+                address, lambda name: name.endswith(".arrow"), "*.arrow"
+            )
+        ]
     if not paths:
         raise StoreError(f"{address} has no rows: its state.json names no files")
     schemas = []
@@ -58,7 +68,9 @@ def _samples(paths: list[str], columns: TableColumns) -> Iterator[dict[str, Any]
             while (batch := _next(path, reader)) is not None:
                 rows = np.arange(batch.num_rows)
                 values = {
-                    name: columns.opened(name, pa.chunked_array([batch.column(field.name)]), path).take(rows)
+                    name: columns.opened(
+                        name, pa.chunked_array([batch.column(field.name)]), path
+                    ).take(rows)
                     for name, field in columns.fields.items()
                 }
                 _check_embedded(path, batch, columns)
@@ -83,7 +95,9 @@ def _reader(path: str) -> Iterator[Any]:
         if is_remote(path):
             file = stack.enter_context(open_input(*open_filesystem(path)))
         else:
-            file = stack.enter_context(pa.memory_map(stack.enter_context(regular_path(path))))
+            file = stack.enter_context(
+                pa.memory_map(stack.enter_context(regular_path(path)))
+            )
         if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC:
             raise StoreError(
                 f"{path} is an Arrow file with a footer, not a stream, as the datasets library writes it"
@@ -98,7 +112,11 @@ def _check_embedded(path: str, batch: pa.RecordBatch, columns: TableColumns) -> 
     if not pa.types.is_struct(field.type) or field.type.get_field_index("path") < 0:
         return
     images = batch.column(field.name)
-    if images.field("bytes").null_count == len(images) > images.field("path").null_count:
+    if (
+        images.field("bytes").null_count
+        == len(images)
+        > images.field("path").null_count
+    ):
         raise StoreError(
             f"{path} has the paths of images and not the images: dataset.save_to_disk(FOLDER) writes them too"
         )

@@ -57,7 +57,9 @@ def library(name: str, what: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise StoreError(f"{what} needs {name.replace('_', '-')}: {to_install('sources')}") from None
+        raise StoreError(
+            f"{what} needs {name.replace('_', '-')}: {to_install('sources')}"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -94,7 +96,10 @@ def beside(address: str, name: str) -> str:
 
 
 def stored_as(
-    where: str, present: Mapping[str, str], asked: Asked, usual: Mapping[str, Sequence[str]]
+    where: str,
+    present: Mapping[str, str],
+    asked: Asked,
+    usual: Mapping[str, Sequence[str]],
 ) -> dict[str, str]:
     """Return `image`, and `label` if there is one, → its name in the format.
 
@@ -109,7 +114,10 @@ def stored_as(
     for column, name in (("image", asked.image), ("label", asked.label)):
         if not name:
             continue
-        candidates = [name, *usual[column]] if name == column else [name]
+        if name == column:
+            candidates = [name, *usual[column]]
+        else:
+            candidates = [name]
         found = next((each for each in candidates if each in present), None)
         if found is not None:
             names[column] = found
@@ -120,9 +128,13 @@ def stored_as(
 
 def others(present: Iterable[str], names: Mapping[str, str]) -> list[str]:
     """Return the columns of a format besides image and label, by the result of `stored_as`."""
-    return [name for name in present if name not in names.values() and name not in RENAMED]
+    return [
+        name for name in present if name not in names.values() and name not in RENAMED
+    ]
 
 
 def no_option(kind: str, option: str, value: str) -> ConfigError:
     """Return the error about a setting that a format has no use for."""
-    return ConfigError(f"store.{RENAMED[option]}={value!r}: {kind} has no columns of other names: leave it out")
+    return ConfigError(
+        f"store.{RENAMED[option]}={value!r}: {kind} has no columns of other names: leave it out"
+    )

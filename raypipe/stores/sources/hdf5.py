@@ -24,8 +24,14 @@ def open_hdf5(address: str, asked: Asked) -> Source:
     h5py = library("h5py", "HDF5")
     stack = contextlib.ExitStack()
     with explained(address):
-        content = stack.enter_context(opened(address) if is_remote(address) else regular_path(address))
-        file = stack.enter_context(h5py.File(content, "r", **({} if is_remote(address) else {"locking": False})))
+        content = stack.enter_context(
+            opened(address) if is_remote(address) else regular_path(address)
+        )
+        file = stack.enter_context(
+            h5py.File(
+                content, "r", **({} if is_remote(address) else {"locking": False})
+            )
+        )
         arrays: dict[str, Rows] = {}
 
         def note(name: str, found: Any) -> None:
@@ -43,15 +49,23 @@ def open_hdf5(address: str, asked: Asked) -> Source:
 
 
 def _rows(h5py: Any, found: Any) -> Rows:
-    dtype, shape = found.dtype, found.shape or ()
+    dtype = found.dtype
+    shape = found.shape or ()
     text = h5py.check_string_dtype(dtype)
     if found.is_virtual or found.external:
         return Rows("in other files", shape, None, _unread)
     if text is not None and len(shape) == 1:
         kind = "bytes" if text.encoding == "ascii" else "text"
         return Rows(kind, shape, None, lambda start, stop: found[start:stop])
-    if h5py.check_vlen_dtype(dtype) == np.uint8 or (dtype.kind == "V" and dtype.names is None):
-        return Rows("bytes", shape, None, lambda start, stop: [row.tobytes() for row in found[start:stop]])
+    if h5py.check_vlen_dtype(dtype) == np.uint8 or (
+        dtype.kind == "V" and dtype.names is None
+    ):
+        return Rows(
+            "bytes",
+            shape,
+            None,
+            lambda start, stop: [row.tobytes() for row in found[start:stop]],
+        )
     if dtype.kind in "biuf":
         return Rows("numbers", shape, dtype, lambda start, stop: found[start:stop])
     return Rows(f"{dtype} values", shape, None, _unread)

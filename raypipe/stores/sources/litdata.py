@@ -21,11 +21,25 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join
 from raypipe.stores.sources.base import Asked, Source, explained
-from raypipe.stores.sources.shards import MAX_SHARD_BYTES, read_shard, samples_in, unpacked, values_of
+from raypipe.stores.sources.shards import (
+    MAX_SHARD_BYTES,
+    read_shard,
+    samples_in,
+    unpacked,
+    values_of,
+)
 
 _FRAMES_MAGIC = b"LDFZ01\0\0"
 _FRAMES_HEAD = struct.Struct("<8sHHIII")
-_FRAME = np.dtype([("first", "<u4"), ("num", "<u4"), ("place", "<u8"), ("packed", "<u4"), ("unpacked", "<u4")])
+_FRAME = np.dtype(
+    [
+        ("first", "<u4"),
+        ("num", "<u4"),
+        ("place", "<u8"),
+        ("packed", "<u4"),
+        ("unpacked", "<u4"),
+    ]
+)
 
 
 def open_litdata(address: str, asked: Asked, index: dict[str, Any]) -> Source:
@@ -37,13 +51,18 @@ def open_litdata(address: str, asked: Asked, index: dict[str, Any]) -> Source:
         if config.get("encryption"):
             raise StoreError(f"{address} is encrypted: write it without encryption")
         if (loader := config.get("item_loader") or "PyTreeLoader") != "PyTreeLoader":
-            raise StoreError(f"{address} has items of {loader}; raypipe reads those of PyTreeLoader, the default")
+            raise StoreError(
+                f"{address} has items of {loader}; raypipe reads those of PyTreeLoader, the default"
+            )
         names = list(_leaves(json.loads(config["data_spec"])[1]))
         if names == ["0", "1"]:
             names = ["image", "label"]
         encodings = dict(zip(names, map(str, config["data_format"]), strict=True))
         values = values_of(address, encodings, asked)
-        chunks = [(str(chunk["filename"]), int(chunk["chunk_size"])) for chunk in index["chunks"]]
+        chunks = [
+            (str(chunk["filename"]), int(chunk["chunk_size"]))
+            for chunk in index["chunks"]
+        ]
     codec = str(config["compression"] or "")
 
     def samples() -> Iterator[dict[str, Any]]:
@@ -53,7 +72,13 @@ def open_litdata(address: str, asked: Asked, index: dict[str, Any]) -> Source:
                     content = _of_frames(read_shard(address, name))
                 else:
                     content = read_shard(address, name, codec)
-            yield from samples_in(join(address, name), num_samples, content, [None] * len(encodings), values)
+            yield from samples_in(
+                join(address, name),
+                num_samples,
+                content,
+                [None] * len(encodings),
+                values,
+            )
 
     return Source(samples(), num_samples=sum(num for _, num in chunks))
 
@@ -73,14 +98,26 @@ def _of_frames(packed: bytes) -> bytes:
     """Return a chunk that is compressed in batches as it would be without compression."""
     magic, version, _, num_samples, _, num_frames = _FRAMES_HEAD.unpack_from(packed)
     if (magic, version) != (_FRAMES_MAGIC, 1):
-        raise ValueError(f"it begins with {magic!r}, version {version}, not {_FRAMES_MAGIC!r}, version 1")
+        raise ValueError(
+            f"it begins with {magic!r}, version {version}, not {_FRAMES_MAGIC!r}, version 1"
+        )
     offsets = np.frombuffer(packed, "<u4", num_samples + 1, _FRAMES_HEAD.size)
-    frames = np.frombuffer(packed, _FRAME, num_frames, _FRAMES_HEAD.size + offsets.nbytes)
+    frames = np.frombuffer(
+        packed, _FRAME, num_frames, _FRAMES_HEAD.size + offsets.nbytes
+    )
     if frames["unpacked"].sum(dtype=np.int64) > MAX_SHARD_BYTES:
         raise ValueError(f"it unpacks to more than {MAX_SHARD_BYTES:,} bytes")
-    table = np.concatenate([[num_samples], offsets.astype(np.int64) + 4 * (num_samples + 2)])
+    table = np.concatenate(
+        [[num_samples], offsets.astype(np.int64) + 4 * (num_samples + 2)]
+    )
     parts = [table.astype("<u4").tobytes()]
     for frame in frames:
         start = int(frame["place"])
-        parts.append(unpacked(packed[start : start + int(frame["packed"])], "zstd", int(frame["unpacked"])))
+        parts.append(
+            unpacked(
+                packed[start : start + int(frame["packed"])],
+                "zstd",
+                int(frame["unpacked"]),
+            )
+        )
     return b"".join(parts)

@@ -24,14 +24,24 @@ def open_mds(address: str, asked: Asked, index: dict[str, Any]) -> Source:
     with explained(where):
         shards = index["shards"]
         if index["version"] != 2 or {shard["format"] for shard in shards} != {"mds"}:
-            raise StoreError(f"{where} has another version or format than 2 of mds, which is what raypipe reads")
+            raise StoreError(
+                f"{where} has another version or format than 2 of mds, which is what raypipe reads"
+            )
         first = _columns(shards[0])
         if any(_columns(shard) != first for shard in shards):
-            raise StoreError(f"{where}: its shards have different columns: convert those of one kind at a time")
-        encodings = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True))
+            raise StoreError(
+                f"{where}: its shards have different columns: convert those of one kind at a time"
+            )
+        encodings = dict(
+            zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True)
+        )
         values = values_of(address, encodings, asked)
         names = list(encodings)
-        arrays = [column for column, value in values.items() if array_shape(encodings[names[value.place]])]
+        arrays = [
+            column
+            for column, value in values.items()
+            if array_shape(encodings[names[value.place]])
+        ]
         num_samples = sum(int(shard["samples"]) for shard in shards)
 
     def samples() -> Iterator[dict[str, Any]]:
@@ -42,14 +52,25 @@ def open_mds(address: str, asked: Asked, index: dict[str, Any]) -> Source:
                 name = str((packed or raw)["basename"])
                 sizes = [int(size) if size else None for size in shard["column_sizes"]]
                 num_bytes = int(raw["bytes"])
-                content = read_shard(address, name, str(shard["compression"]) if packed else "", num_bytes)
+                content = read_shard(
+                    address,
+                    name,
+                    str(shard["compression"]) if packed else "",
+                    num_bytes,
+                )
                 if len(content) != num_bytes:
                     raise StoreError(
                         f"{join(address, name)} has {len(content)} bytes of {num_bytes}; copy it again"
                     )
-            yield from samples_in(join(address, name), int(shard["samples"]), content, sizes, values)
+            yield from samples_in(
+                join(address, name), int(shard["samples"]), content, sizes, values
+            )
 
-    return Source(samples(), num_samples=num_samples, arrays=[name for name in arrays if name != "image"])
+    return Source(
+        samples(),
+        num_samples=num_samples,
+        arrays=[name for name in arrays if name != "image"],
+    )
 
 
 def _columns(shard: dict[str, Any]) -> list[Any]:

@@ -22,9 +22,13 @@ def open_npz(address: str, asked: Asked) -> Source:
     """Open the arrays of one .npz, each of which is unpacked as its rows are read."""
     stack = contextlib.ExitStack()
     with explained(address):
-        archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(opened(address))))
+        archive = stack.enter_context(
+            zipfile.ZipFile(stack.enter_context(opened(address)))
+        )
         arrays = {
-            name.removesuffix(".npy"): _rows(address, name, stack.enter_context(archive.open(name)))
+            name.removesuffix(".npy"): _rows(
+                address, name, stack.enter_context(archive.open(name))
+            )
             for name in archive.namelist()
             if name.endswith(".npy")
         }
@@ -39,23 +43,39 @@ def open_npz(address: str, asked: Asked) -> Source:
 
 def _rows(address: str, name: str, file: Any) -> Rows:
     version = np.lib.format.read_magic(file)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
     if version not in readers:
-        return Rows("named fields", (), None, partial(_values, file, np.dtype("u1"), ()))
+        return Rows(
+            "named fields", (), None, partial(_values, file, np.dtype("u1"), ())
+        )
     shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
     read = partial(_values, file, dtype, shape[1:])
     if dtype.hasobject:
         return Rows("a pickle", shape, None, read)
     if fortran and len(shape) > 1:
-        return Rows("stored with the first axis innermost (save np.ascontiguousarray of it)", shape, None, read)
+        return Rows(
+            "stored with the first axis innermost (save np.ascontiguousarray of it)",
+            shape,
+            None,
+            read,
+        )
     if dtype.kind == "U":
-        return Rows("text", shape, dtype, read) if len(shape) == 1 else Rows("text in rows", shape, None, read)
+        if len(shape) == 1:
+            return Rows("text", shape, dtype, read)
+        return Rows("text in rows", shape, None, read)
     if dtype.kind == "S" and len(shape) == 1:
         return Rows("bytes", shape, dtype, read)
-    return Rows("numbers" if dtype.kind in "biuf" else f"{dtype} values", shape, dtype, read)
+    return Rows(
+        "numbers" if dtype.kind in "biuf" else f"{dtype} values", shape, dtype, read
+    )
 
 
-def _values(file: Any, dtype: np.dtype[Any], row_shape: tuple[int, ...], start: int, stop: int) -> np.ndarray:
+def _values(
+    file: Any, dtype: np.dtype[Any], row_shape: tuple[int, ...], start: int, stop: int
+) -> np.ndarray:
     """Return the next rows; `start` is where the last call ended."""
     num_bytes = (stop - start) * dtype.itemsize * math.prod(row_shape)
     content = file.read(num_bytes)

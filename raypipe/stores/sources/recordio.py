@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = 0xCED7230A
 _MAGIC_BYTES = struct.pack("<I", _MAGIC)
-_HEAD, _IMAGE_HEAD = struct.Struct("<II"), struct.Struct("<IfQQ")
+_HEAD = struct.Struct("<II")
+_IMAGE_HEAD = struct.Struct("<IfQQ")
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 _MAX_INDEX_BYTES = 1 << 30
 _NUM_PROBED = 64
@@ -45,9 +46,13 @@ def open_recordio(address: str, asked: Asked) -> Source:
     samples = _samples(address, num_records, has_label=bool(asked.label))
     first = list(itertools.islice(samples, _NUM_PROBED))
     labels = [sample["label"] for sample in first if "label" in sample]
-    are_whole = all(np.ndim(label) == 0 and float(label).is_integer() for label in labels)
+    are_whole = all(
+        np.ndim(label) == 0 and float(label).is_integer() for label in labels
+    )
     every = itertools.chain(first, samples)
-    return Source(_with_classes(address, every) if are_whole else every, num_samples=num_records)
+    return Source(
+        _with_classes(address, every) if are_whole else every, num_samples=num_records
+    )
 
 
 def _num_in_index(address: str) -> int | None:
@@ -58,7 +63,9 @@ def _num_in_index(address: str) -> int | None:
     return sum(1 for line in text.splitlines() if line.strip())
 
 
-def _with_classes(address: str, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _with_classes(
+    address: str, samples: Iterator[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     for sample in samples:
         if "label" in sample:
             if np.ndim(sample["label"]) or not float(sample["label"]).is_integer():
@@ -70,17 +77,25 @@ def _with_classes(address: str, samples: Iterator[dict[str, Any]]) -> Iterator[d
         yield sample
 
 
-def _samples(address: str, num_indexed: int | None, has_label: bool) -> Iterator[dict[str, Any]]:
-    num_records, num_empty, num_labels = 0, 0, -1
+def _samples(
+    address: str, num_indexed: int | None, has_label: bool
+) -> Iterator[dict[str, Any]]:
+    num_records = 0
+    num_empty = 0
+    num_labels = -1
     for number, data in enumerate(_records(address)):
         num_records += 1
         where = f"{address}, record {number}"
         if len(data) < _IMAGE_HEAD.size:
-            raise StoreError(f"{where}, has {len(data)} bytes, too few for an image of im2rec")
+            raise StoreError(
+                f"{where}, has {len(data)} bytes, too few for an image of im2rec"
+            )
         flag, label, sample_id, _ = _IMAGE_HEAD.unpack_from(data)
         end = _IMAGE_HEAD.size + 4 * flag
         if end > len(data):
-            raise StoreError(f"{where}, is damaged: {flag} labels in {len(data)} bytes; copy it again")
+            raise StoreError(
+                f"{where}, is damaged: {flag} labels in {len(data)} bytes; copy it again"
+            )
         if end == len(data):
             num_empty += 1
             continue
@@ -95,11 +110,21 @@ def _samples(address: str, num_indexed: int | None, has_label: bool) -> Iterator
                 "store.target_column to '', and they become a column `labels`"
             )
         num_labels = flag
-        yield sample | {"label": label if not flag else labels[0].item() if flag == 1 else labels.copy()}
+        yield sample | {
+            "label": label
+            if not flag
+            else labels[0].item()
+            if flag == 1
+            else labels.copy()
+        }
     if num_empty:
-        logger.warning("%s: passed over %s records without an image", address, f"{num_empty:,}")
+        logger.warning(
+            "%s: passed over %s records without an image", address, f"{num_empty:,}"
+        )
     if num_indexed is not None and num_records < num_indexed:
-        raise StoreError(f"{address} has {num_records} records, and its .idx names {num_indexed}; copy it again")
+        raise StoreError(
+            f"{address} has {num_records} records, and its .idx names {num_indexed}; copy it again"
+        )
 
 
 def _records(address: str) -> Iterator[bytes]:
@@ -111,15 +136,29 @@ def _records(address: str) -> Iterator[bytes]:
             if len(head) < _HEAD.size:
                 raise StoreError(f"{address} is truncated at byte {at}; copy it again")
             magic, word = _HEAD.unpack(head)
-            kind, length = word >> 29, word & (1 << 29) - 1
-            if magic != _MAGIC or kind > _LAST or (kind in (_WHOLE, _FIRST)) == bool(parts):
-                raise StoreError(f"{address} is damaged, or is not MXNet RecordIO, at byte {at}; copy it again")
-            if length > num_bytes - file.tell() or sum(map(len, parts)) + length > MAX_SAMPLE_BYTES:
-                raise StoreError(f"{address} is truncated, or has a record over 512 MiB, at byte {at}")
+            kind = word >> 29
+            length = word & (1 << 29) - 1
+            if (
+                magic != _MAGIC
+                or kind > _LAST
+                or (kind in (_WHOLE, _FIRST)) == bool(parts)
+            ):
+                raise StoreError(
+                    f"{address} is damaged, or is not MXNet RecordIO, at byte {at}; copy it again"
+                )
+            if (
+                length > num_bytes - file.tell()
+                or sum(map(len, parts)) + length > MAX_SAMPLE_BYTES
+            ):
+                raise StoreError(
+                    f"{address} is truncated, or has a record over 512 MiB, at byte {at}"
+                )
             parts.append(file.read(length))
             file.seek(-length % 4, io.SEEK_CUR)
             if kind in (_WHOLE, _LAST):
                 yield _MAGIC_BYTES.join(parts)
                 parts = []
         if parts:
-            raise StoreError(f"{address} is truncated in its last record; copy it again")
+            raise StoreError(
+                f"{address} is truncated in its last record; copy it again"
+            )

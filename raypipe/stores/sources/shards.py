@@ -35,7 +35,13 @@ from raypipe.stores.sources.base import Asked, opened, others, stored_as
 logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 1 << 30
-CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy"}
+CODECS = {
+    "zstd": "zstd",
+    "gz": "gzip",
+    "br": "brotli",
+    "bz2": "bz2",
+    "snappy": "snappy",
+}
 """Name in an index → pyarrow's."""
 
 _PICKLES = ("pkl", "pickle")
@@ -43,18 +49,47 @@ _PIL_HEAD = struct.Struct("<III")
 _PIL_MODES = {b"L", b"RGB", b"RGBA", b"CMYK", b"1", b"LA"}
 _NUMBERS = {
     **{
-        name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16")
+        name: np.dtype(name).newbyteorder("<")
+        for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16")
     },
-    **{name: np.dtype(name).newbyteorder("<") for name in ("int32", "int64", "float16", "float32", "float64")},
+    **{
+        name: np.dtype(name).newbyteorder("<")
+        for name in ("int32", "int64", "float16", "float32", "float64")
+    },
     "int": np.dtype("<i8"),
     "float": np.dtype("<f8"),
     "bool": np.dtype("?"),
 }
 # The types of arrays are numbers in the data: in MDS, in LitData of numpy, and in LitData of torch.
-_MDS_TYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4"}
+_MDS_TYPES = {
+    8: "u1",
+    9: "i1",
+    16: "u2",
+    17: "i2",
+    18: "f2",
+    32: "u4",
+    33: "i4",
+    34: "f4",
+}
 _MDS_TYPES |= {64: "u8", 65: "i8", 66: "f8"}
-_NUMPY_TYPES = {**dict(enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))), 13: "?"}
-_TORCH_TYPES = {0: "f4", 1: "f4", 2: "f8", 3: "f8", 8: "f2", 9: "f2", 11: "u1", 12: "i1", 13: "i2", 14: "i2"}
+_NUMPY_TYPES = {
+    **dict(
+        enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))
+    ),
+    13: "?",
+}
+_TORCH_TYPES = {
+    0: "f4",
+    1: "f4",
+    2: "f8",
+    3: "f8",
+    8: "f2",
+    9: "f2",
+    11: "u1",
+    12: "i1",
+    13: "i2",
+    14: "i2",
+}
 _TORCH_TYPES |= {15: "i4", 16: "i4", 17: "i8", 18: "i8", 19: "?", 20: "u2"}
 
 Decode = Callable[[bytes], Any]
@@ -67,13 +102,20 @@ class Value(NamedTuple):
     decode: Decode
 
 
-def values_of(where: str, encodings: Mapping[str, str], asked: Asked) -> dict[str, Value]:
+def values_of(
+    where: str, encodings: Mapping[str, str], asked: Asked
+) -> dict[str, Value]:
     """Return column → value, `image` and `label` first; encodings that are not read are left out, and said.
 
     Raises:
         StoreError: there is no image, or image or label has an encoding that is not read.
     """
-    names = stored_as(where, encodings, asked, {"image": ("jpg", "jpeg", "png"), "label": ("class", "cls")})
+    names = stored_as(
+        where,
+        encodings,
+        asked,
+        {"image": ("jpg", "jpeg", "png"), "label": ("class", "cls")},
+    )
     names |= {name: name for name in others(encodings, names)}
     values: dict[str, Value] = {}
     for column, name in names.items():
@@ -81,7 +123,10 @@ def values_of(where: str, encodings: Mapping[str, str], asked: Asked) -> dict[st
         if decode is not None:
             values[column] = Value(list(encodings).index(name), decode)
             continue
-        what = "a pickle, which may run a program" if encodings[name] in _PICKLES else repr(encodings[name])
+        if encodings[name] in _PICKLES:
+            what = "a pickle, which may run a program"
+        else:
+            what = repr(encodings[name])
         if column in RENAMED:
             raise StoreError(
                 f"{where}: {name!r} is {what}, which raypipe does not read: name another value by "
@@ -92,7 +137,11 @@ def values_of(where: str, encodings: Mapping[str, str], asked: Asked) -> dict[st
 
 
 def samples_in(
-    name: str, num_samples: int, content: bytes, sizes: list[int | None], values: Mapping[str, Value]
+    name: str,
+    num_samples: int,
+    content: bytes,
+    sizes: list[int | None],
+    values: Mapping[str, Value],
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of a shard.
 
@@ -102,18 +151,31 @@ def samples_in(
         content: the whole shard.
         sizes: fixed size of each value; None = each sample has it before its values.
     """
-    table = np.frombuffer(content, "<u4", min(num_samples + 2, len(content) // 4)).astype(np.int64)
-    if len(table) < num_samples + 2 or table[0] != num_samples or table[-1] > len(content):
-        raise StoreError(f"{name} is truncated, damaged, or not the shard of this index; copy it again")
+    table = np.frombuffer(
+        content, "<u4", min(num_samples + 2, len(content) // 4)
+    ).astype(np.int64)
+    if (
+        len(table) < num_samples + 2
+        or table[0] != num_samples
+        or table[-1] > len(content)
+    ):
+        raise StoreError(
+            f"{name} is truncated, damaged, or not the shard of this index; copy it again"
+        )
     num_sizes = sizes.count(None)
     for number in range(num_samples):
         start, end = table[1 + number : 3 + number].tolist()
-        own = np.frombuffer(content[start : start + 4 * num_sizes], "<u4").tolist() if start <= end else []
+        if start <= end:
+            own = np.frombuffer(content[start : start + 4 * num_sizes], "<u4").tolist()
+        else:
+            own = []
         own_sizes = iter(own)
         every = [next(own_sizes, -1) if size is None else size for size in sizes]
         begins = np.cumsum([start + 4 * num_sizes, *every]).tolist()
         if len(own) != num_sizes or begins[-1] != end:
-            raise StoreError(f"{name} is damaged: sample {number} has values of {every} bytes; copy it again")
+            raise StoreError(
+                f"{name} is damaged: sample {number} has values of {every} bytes; copy it again"
+            )
         sample = {}
         for column, (place, decode) in values.items():
             try:
@@ -125,29 +187,45 @@ def samples_in(
         yield sample
 
 
-def read_shard(folder: str, name: str, codec: str = "", max_bytes: int = MAX_SHARD_BYTES) -> bytes:
+def read_shard(
+    folder: str, name: str, codec: str = "", max_bytes: int = MAX_SHARD_BYTES
+) -> bytes:
     """Return a shard, unpacked by one of `CODECS`.
 
     Raises:
         StoreError: its name leads out of the folder, it cannot be read, or has more bytes than are allowed.
     """
     path = PurePosixPath(name)
-    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name or "\\" in name:
-        raise StoreError(f"{folder}: its index names {name!r}, which is not a file in this folder")
+    if (
+        not path.parts
+        or path.is_absolute()
+        or ".." in path.parts
+        or "\0" in name
+        or "\\" in name
+    ):
+        raise StoreError(
+            f"{folder}: its index names {name!r}, which is not a file in this folder"
+        )
     address = join(folder, *path.parts)
     with opened(address) as file:
         content = file.read(MAX_SHARD_BYTES + 1)
         if len(content) > MAX_SHARD_BYTES:
-            raise StoreError(f"{address} has more than {MAX_SHARD_BYTES:,} bytes: write smaller shards")
+            raise StoreError(
+                f"{address} has more than {MAX_SHARD_BYTES:,} bytes: write smaller shards"
+            )
         return unpacked(content, codec, max_bytes) if codec else content
 
 
 def unpacked(packed: bytes, codec: str, max_bytes: int) -> bytes:
     """Return what compressed bytes unpack to; raise ValueError beyond the limit."""
     if codec.partition(":")[0] not in CODECS:
-        raise ValueError(f"its compression is {codec!r}; raypipe reads {', '.join(CODECS)}")
+        raise ValueError(
+            f"its compression is {codec!r}; raypipe reads {', '.join(CODECS)}"
+        )
     if not 0 <= max_bytes <= MAX_SHARD_BYTES:
-        raise ValueError(f"it unpacks to {max_bytes:,} bytes; the limit is {MAX_SHARD_BYTES:,}")
+        raise ValueError(
+            f"it unpacks to {max_bytes:,} bytes; the limit is {MAX_SHARD_BYTES:,}"
+        )
     kind = CODECS[codec.partition(":")[0]]
     if kind == "snappy":  # pyarrow unpacks it at once, and needs its size
         return bytes(pa.decompress(packed, max_bytes, kind, asbytes=True))
@@ -166,7 +244,10 @@ def _decoder(encoding: str) -> Decode | None:
     if kind == "ndarray":
         return partial(_of_mds, *_array_of(rest))
     if kind in ("no_header_numpy", "no_header_tensor"):
-        types = _NUMPY_TYPES if kind == "no_header_numpy" else _TORCH_TYPES
+        if kind == "no_header_numpy":
+            types = _NUMPY_TYPES
+        else:
+            types = _TORCH_TYPES
         dtype = types.get(int(rest)) if rest.isdecimal() else None
         return partial(np.frombuffer, dtype=dtype) if dtype else None
     return _DECODERS.get(kind)
@@ -192,7 +273,9 @@ def array_shape(encoding: str) -> tuple[int, ...]:
 
 def _array_of(rest: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
     name, _, axes = rest.partition(":")
-    return (_NUMBERS[name] if name else None), (tuple(map(int, axes.split(","))) if axes else None)
+    return (_NUMBERS[name] if name else None), (
+        tuple(map(int, axes.split(","))) if axes else None
+    )
 
 
 def _picture(data: bytes) -> bytes:
@@ -206,11 +289,15 @@ def _picture(data: bytes) -> bytes:
         raise ValueError(f"pixels of {width} x {height}, mode {mode[:20]!r}")
     image = Image.frombytes(mode.decode(), (width, height), data[start:])
     out = io.BytesIO()
-    (image.convert("RGB") if mode == b"CMYK" else image).save(out, "PNG", compress_level=1)
+    (image.convert("RGB") if mode == b"CMYK" else image).save(
+        out, "PNG", compress_level=1
+    )
     return out.getvalue()
 
 
-def _of_mds(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, data: bytes) -> np.ndarray:
+def _of_mds(
+    dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, data: bytes
+) -> np.ndarray:
     start = 0
     if dtype is None:
         dtype = np.dtype(_MDS_TYPES[data[0]])
@@ -231,8 +318,15 @@ def _of_litdata(types: Mapping[int, str], data: bytes) -> np.ndarray:
     return _shaped(data, 8 + 4 * num_axes, np.dtype(types[kind]), shape)
 
 
-def _shaped(data: bytes, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
-    values = np.frombuffer(data, dtype, offset=start) if start < len(data) else np.empty(0, dtype)
-    if math.prod(shape) != len(values):  # numpy would take a product over 64 bits for another
+def _shaped(
+    data: bytes, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> np.ndarray:
+    if start < len(data):
+        values = np.frombuffer(data, dtype, offset=start)
+    else:
+        values = np.empty(0, dtype)
+    if math.prod(shape) != len(
+        values
+    ):  # numpy would take a product over 64 bits for another
         raise ValueError(f"{len(values)} values in an array of {shape}")
     return values.reshape(shape)

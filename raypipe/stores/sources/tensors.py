@@ -19,19 +19,27 @@ def open_tensors(address: str, asked: Asked) -> Source:
     import torch
 
     with explained(address):
-        content = _remote(torch, address) if is_remote(address) else _local(torch, address)
+        if is_remote(address):
+            content = _remote(torch, address)
+        else:
+            content = _local(torch, address)
         named: Any = content
         if isinstance(content, torch.Tensor):
             named = {"image": content}
         elif isinstance(content, list | tuple) and len(content) == 2:
             named = dict(zip(("image", "label"), content, strict=True))
-        if not isinstance(named, Mapping) or not all(isinstance(each, torch.Tensor) for each in named.values()):
+        if not isinstance(named, Mapping) or not all(
+            isinstance(each, torch.Tensor) for each in named.values()
+        ):
             raise StoreError(
                 f"{address} has a {type(content).__name__}; raypipe takes a dict of tensors, a pair of images and "
                 "labels, or a tensor of images. Yield samples of others from your own function, MODULE:NAME"
             )
         return arrays_source(
-            address, {str(name): _rows(torch, each) for name, each in named.items()}, asked, "tensor"
+            address,
+            {str(name): _rows(torch, each) for name, each in named.items()},
+            asked,
+            "tensor",
         )
 
 
@@ -50,7 +58,16 @@ def _remote(torch: Any, address: str) -> Any:
 
 def _rows(torch: Any, tensor: Any) -> Rows:
     shape = tuple(tensor.shape)
-    if tensor.layout != torch.strided or tensor.dtype == torch.bfloat16 or tensor.is_complex():
-        return Rows(f"{tensor.dtype} in the layout {tensor.layout}", shape, None, lambda start, stop: None)
+    if (
+        tensor.layout != torch.strided
+        or tensor.dtype == torch.bfloat16
+        or tensor.is_complex()
+    ):
+        return Rows(
+            f"{tensor.dtype} in the layout {tensor.layout}",
+            shape,
+            None,
+            lambda start, stop: None,
+        )
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
     return Rows("numbers", shape, dtype, lambda start, stop: tensor[start:stop].numpy())

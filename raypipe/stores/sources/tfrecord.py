@@ -39,7 +39,8 @@ _SUFFIX = re.compile(r"\.(tfrecords?|tfrec)(-\d+-of-\d+)?(\.gz)?$", re.IGNORECAS
 _USUAL = {"image": ("image/encoded", "image_raw"), "label": ("image/class/label",)}
 _COUNTED_FROM_1 = "image/class/label"
 _NUM_PROBED = 64  # records that say what each feature is
-_HEADER, _CRC = struct.Struct("<QI"), struct.Struct("<I")
+_HEADER = struct.Struct("<QI")
+_CRC = struct.Struct("<I")
 _GZIP = b"\x1f\x8b"
 
 # tensorflow/core/example/{feature,example}.proto, under a name that TensorFlow does not take.
@@ -88,15 +89,25 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
     first = list(itertools.islice(records, _NUM_PROBED))
     good = [features for _, features in first if features]
     if not good:
-        raise StoreError(f"{address} has no tf.train.Example with features among its first {len(first)} records")
+        raise StoreError(
+            f"{address} has no tf.train.Example with features among its first {len(first)} records"
+        )
     every = sorted({name for features in good for name in features})
-    kinds = {name: _kind_of([features.get(name, []) for features in good]) for name in every}
+    kinds = {
+        name: _kind_of([features.get(name, []) for features in good]) for name in every
+    }
     names = stored_as(first[0][0], kinds, asked, _USUAL)
     if kinds[names["image"]] == "text":
         kinds[names["image"]] = "bytes"
-    left_out = {name for name in others(kinds, names) if kinds[name] == "lists of bytes"}
+    left_out = {
+        name for name in others(kinds, names) if kinds[name] == "lists of bytes"
+    }
     if left_out:
-        logger.warning("%s: left out, as lists of bytes fit no column: %s", address, ", ".join(sorted(left_out)))
+        logger.warning(
+            "%s: left out, as lists of bytes fit no column: %s",
+            address,
+            ", ".join(sorted(left_out)),
+        )
     if names.get("label") == _COUNTED_FROM_1:
         logger.warning(
             "%s: labels are kept as they are stored; in TF-Slim's ImageNet %r begins at 1",
@@ -105,7 +116,10 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
         )
     names |= {name: name for name in others(kinds, names) if name not in left_out}
     columns = {column: (name, kinds[name]) for column, name in names.items()}
-    samples = (_sample(where, features, columns) for where, features in itertools.chain(first, records))
+    samples = (
+        _sample(where, features, columns)
+        for where, features in itertools.chain(first, records)
+    )
     return Source(samples, _classes_of(paths[0], names.get("label", "")))
 
 
@@ -113,30 +127,56 @@ def _records(path: str) -> Iterator[_Record]:
     google_crc32c = library("google_crc32c", "TFRecord")
     with opened(path) as file, explained(path):
         head = file.peek(_HEADER.size)[: _HEADER.size]
-        is_plain = head[8:] == _CRC.pack(_masked(google_crc32c.value(head[:8])))  # a length may look like gzip
-        plain: Any = file if is_plain or not head.startswith(_GZIP) else gzip.GzipFile(fileobj=file)
-        num_bytes_in_file = size_of(file) if plain is file else MAX_SAMPLE_BYTES
+        is_plain = head[8:] == _CRC.pack(
+            _masked(google_crc32c.value(head[:8]))
+        )  # a length may look like gzip
+        plain: Any = (
+            file
+            if is_plain or not head.startswith(_GZIP)
+            else gzip.GzipFile(fileobj=file)
+        )
+        if plain is file:
+            num_bytes_in_file = size_of(file)
+        else:
+            num_bytes_in_file = MAX_SAMPLE_BYTES
         for number in itertools.count():
             if not (header := plain.read(_HEADER.size)):
                 return
             where = f"{path}, record {number}"
             if len(header) < _HEADER.size:
-                raise StoreError(f"{path} is truncated in the header of record {number}; copy it again")
+                raise StoreError(
+                    f"{path} is truncated in the header of record {number}; copy it again"
+                )
             num_bytes, checksum = _HEADER.unpack(header)
             if _masked(google_crc32c.value(header[:8])) != checksum:
-                what = "is damaged" if number else "is no TFRecord file, or is damaged"
-                raise StoreError(f"{path} {what}: the checksum of the length of record {number} is wrong")
-            data = plain.read(num_bytes) if num_bytes <= min(MAX_SAMPLE_BYTES, num_bytes_in_file) else None
+                if number:
+                    what = "is damaged"
+                else:
+                    what = "is no TFRecord file, or is damaged"
+                raise StoreError(
+                    f"{path} {what}: the checksum of the length of record {number} is wrong"
+                )
+            if num_bytes <= min(MAX_SAMPLE_BYTES, num_bytes_in_file):
+                data = plain.read(num_bytes)
+            else:
+                data = None
             if data is None:
                 _pass_over(plain, num_bytes)
             stored = plain.read(_CRC.size)
             if len(stored) < _CRC.size or (data is not None and len(data) < num_bytes):
-                raise StoreError(f"{path} is truncated in record {number}, of {num_bytes} bytes; copy it again")
+                raise StoreError(
+                    f"{path} is truncated in record {number}, of {num_bytes} bytes; copy it again"
+                )
             features: dict[str, list[Any]] = {}
-            if data is not None and stored == _CRC.pack(_masked(google_crc32c.value(data))):
+            if data is not None and stored == _CRC.pack(
+                _masked(google_crc32c.value(data))
+            ):
                 features = _features(data)
             if not features:
-                logger.warning("%s: its checksum is wrong, it is over 512 MiB, or no Example", where)
+                logger.warning(
+                    "%s: its checksum is wrong, it is over 512 MiB, or no Example",
+                    where,
+                )
             yield where, features
 
 
@@ -150,7 +190,9 @@ def _features(data: bytes) -> dict[str, list[Any]]:
         entries = _example().FromString(data).features.feature
         kinds = {entry.key: entry.value.WhichOneof("kind") for entry in entries}
         return {
-            entry.key: list(getattr(entry.value, kinds[entry.key]).value) if kinds[entry.key] else []
+            entry.key: list(getattr(entry.value, kinds[entry.key]).value)
+            if kinds[entry.key]
+            else []
             for entry in entries
         }
     except Exception:  # protobuf's own, or of text that is not UTF-8
@@ -175,10 +217,15 @@ def _is_text(value: Any) -> bool:
     return all(letter.isprintable() or letter.isspace() for letter in text)
 
 
-def _sample(where: str, features: dict[str, list[Any]], columns: dict[str, tuple[str, str]]) -> dict[str, Any]:
+def _sample(
+    where: str, features: dict[str, list[Any]], columns: dict[str, tuple[str, str]]
+) -> dict[str, Any]:
     if not features:
         return {"image": None}
-    return {column: _value(where, name, kind, features.get(name, [])) for column, (name, kind) in columns.items()}
+    return {
+        column: _value(where, name, kind, features.get(name, []))
+        for column, (name, kind) in columns.items()
+    }
 
 
 def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:
@@ -190,7 +237,9 @@ def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:
         if len(values) > 1:
             raise ValueError(f"{len(values)} values")
         value = values[0] if values else None
-        return value.decode() if kind == "text" and value is not None else value
+        if kind == "text" and value is not None:
+            return value.decode()
+        return value
     except (ValueError, AttributeError) as error:
         raise StoreError(
             f"{where}: the feature {name!r} was {kind}, one in each of the first records, and is not here: "
@@ -200,8 +249,13 @@ def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:
 
 def _classes_of(path: str, label: str) -> tuple[str, ...] | None:
     """Return the class names that TensorFlow Datasets writes next to its files, LABEL.labels.txt."""
-    content = read_whole(beside(path, f"{label}.labels.txt")) if label and "/" not in label else None
-    return tuple(content.decode(errors="replace").splitlines()) or None if content is not None else None
+    if label and "/" not in label:
+        content = read_whole(beside(path, f"{label}.labels.txt"))
+    else:
+        content = None
+    if content is not None:
+        return tuple(content.decode(errors="replace").splitlines()) or None
+    return None
 
 
 def _masked(crc: int) -> int:
@@ -212,8 +266,15 @@ def _masked(crc: int) -> int:
 @functools.cache
 def _example() -> Any:
     """Return the class of an Example."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+    from google.protobuf import (
+        descriptor_pb2,
+        descriptor_pool,
+        message_factory,
+        text_format,
+    )
 
     pool = descriptor_pool.DescriptorPool()
     pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("raypipe.Example"))
+    return message_factory.GetMessageClass(
+        pool.FindMessageTypeByName("raypipe.Example")
+    )

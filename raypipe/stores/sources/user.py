@@ -24,7 +24,11 @@ def open_user(address: str, asked: Asked) -> Source:
         )
     classes = getattr(value, "classes", None)
     num = len(samples) if isinstance(samples, Sized) else None
-    return Source(_without_label(samples, asked), None if classes is None else tuple(map(str, classes)), num)
+    return Source(
+        _without_label(samples, asked),
+        None if classes is None else tuple(map(str, classes)),
+        num,
+    )
 
 
 def _without_label(samples: Iterable[Any], asked: Asked) -> Iterator[Any]:

@@ -32,7 +32,13 @@ from raypipe.stores.class_folders import (
 )
 from raypipe.stores.memory_tree import File, Link, MemoryTree
 from raypipe.stores.sources.base import Asked, Source, explained, opened
-from raypipe.stores.webdataset import TEXT_SUFFIXES, Place, Scan, find_samples, index_samples
+from raypipe.stores.webdataset import (
+    TEXT_SUFFIXES,
+    Place,
+    Scan,
+    find_samples,
+    index_samples,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +50,30 @@ _MAX_LINK_BYTES = 4096
 
 def open_zips(address: str, asked: Asked) -> Source:
     """Open one zip, several, `NAME-{0000..0099}.zip`, or those of a folder, in the order of folders or of tars."""
-    paths = [file.address for file in list_files(address, lambda name: name.lower().endswith(".zip"), "*.zip")]
+    paths = [
+        file.address
+        for file in list_files(
+            address, lambda name: name.lower().endswith(".zip"), "*.zip"
+        )
+    ]
     stack = contextlib.ExitStack()
     archives = []
     for path in paths:
         with explained(path):
-            archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(opened(path))))
+            archive = stack.enter_context(
+                zipfile.ZipFile(stack.enter_context(opened(path)))
+            )
             _check(path, archive.infolist())
             archives.append(archive)
-    source = _pairs(paths, archives, asked) if asked.label != BY_FOLDER else None
-    if source is None and asked.image == "image" and asked.label in ("label", BY_FOLDER, ""):
+    if asked.label != BY_FOLDER:
+        source = _pairs(paths, archives, asked)
+    else:
+        source = None
+    if (
+        source is None
+        and asked.image == "image"
+        and asked.label in ("label", BY_FOLDER, "")
+    ):
         source = _class_folders(address, paths, archives, asked)
     if source is None and not asked.label:
         source = _pairs(paths, archives, asked, needs_labels=False)
@@ -76,11 +96,17 @@ def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
         where = f"{path}: {member.filename!r:.200}"
         name = PurePosixPath(member.filename)
         if name.is_absolute() or ".." in name.parts or "\\" in member.filename:
-            raise StoreError(f"{where} leads out of the zip: zip the folder again, from within it (zip -r)")
+            raise StoreError(
+                f"{where} leads out of the zip: zip the folder again, from within it (zip -r)"
+            )
         if member.flag_bits & 1:
-            raise StoreError(f"{where} is encrypted: zip the folder again, without a password")
+            raise StoreError(
+                f"{where} is encrypted: zip the folder again, without a password"
+            )
         if member.file_size > MAX_SAMPLE_BYTES:
-            raise StoreError(f"{where} unpacks to {member.file_size:,} bytes; the limit is {MAX_SAMPLE_BYTES:,}")
+            raise StoreError(
+                f"{where} unpacks to {member.file_size:,} bytes; the limit is {MAX_SAMPLE_BYTES:,}"
+            )
         if member.file_size > _MAX_RATIO * (member.compress_size + 1):
             raise StoreError(
                 f"{where} unpacks to {member.file_size:,} bytes from {member.compress_size:,}: a zip bomb"
@@ -88,7 +114,9 @@ def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
     ordered = sorted(members, key=lambda member: member.header_offset)
     for member, following in itertools.pairwise(ordered):
         if member.header_offset + member.compress_size > following.header_offset:
-            raise StoreError(f"{path}: {member.filename!r:.200} overlaps {following.filename!r:.200}: a zip bomb")
+            raise StoreError(
+                f"{path}: {member.filename!r:.200} overlaps {following.filename!r:.200}: a zip bomb"
+            )
 
 
 def _read(path: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | None:
@@ -104,21 +132,34 @@ def _read(path: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes
         return None
 
 
-def _class_folders(address: str, paths: list[str], archives: list[zipfile.ZipFile], asked: Asked) -> Source | None:
-    trees = [_tree_of(path, archive) for path, archive in zip(paths, archives, strict=True)]
+def _class_folders(
+    address: str, paths: list[str], archives: list[zipfile.ZipFile], asked: Asked
+) -> Source | None:
+    trees = [
+        _tree_of(path, archive) for path, archive in zip(paths, archives, strict=True)
+    ]
     layout = find_classes(trees, address)
     if not any(itertools.chain.from_iterable(layout.samples)):
         return None
     if asked.label == "label":
         refuse_files_of_images(address, layout.of_images)
-    num_samples = sum(len(of_class) for by_class in layout.samples for of_class in by_class)
+    num_samples = sum(
+        len(of_class) for by_class in layout.samples for of_class in by_class
+    )
     tell_left_out(address, num_samples, layout.left_out)
 
     def samples() -> Iterator[dict[str, Any]]:
-        for path, archive, by_class in zip(paths, archives, layout.samples, strict=True):
+        for path, archive, by_class in zip(
+            paths, archives, layout.samples, strict=True
+        ):
             for label, of_class in enumerate(by_class):
                 for _, member in of_class:
-                    yield {"image": None if member is None else _read(path, archive, member), "label": label}
+                    yield {
+                        "image": None
+                        if member is None
+                        else _read(path, archive, member),
+                        "label": label,
+                    }
 
     return Source(samples(), layout.classes, num_samples)
 
@@ -131,7 +172,10 @@ def _tree_of(path: str, archive: zipfile.ZipFile) -> MemoryTree:
             continue
         if member.is_dir():
             tree.add(name, None)
-        elif stat.S_ISLNK(member.external_attr >> 16) and member.file_size <= _MAX_LINK_BYTES:
+        elif (
+            stat.S_ISLNK(member.external_attr >> 16)
+            and member.file_size <= _MAX_LINK_BYTES
+        ):
             tree.add(name, Link(os.fsdecode(_read(path, archive, member) or b"")))
         else:
             tree.add(name, File(member))
@@ -139,15 +183,21 @@ def _tree_of(path: str, archive: zipfile.ZipFile) -> MemoryTree:
 
 
 def _pairs(
-    paths: list[str], archives: list[zipfile.ZipFile], asked: Asked, needs_labels: bool = True
+    paths: list[str],
+    archives: list[zipfile.ZipFile],
+    asked: Asked,
+    needs_labels: bool = True,
 ) -> Source | None:
     """Return the samples of pairs; None if a zip has none."""
-    scans, members = list[Scan](), list[dict[int, zipfile.ZipInfo]]()
+    scans = list[Scan]()
+    members = list[dict[int, zipfile.ZipInfo]]()
     for path, archive in zip(paths, archives, strict=True):
         with tempfile.TemporaryFile() as labels_file:
             entries, of_positions = _entries(path, archive, asked, labels_file)
             read = functools.partial(os.pread, labels_file.fileno())
-            scan = find_samples(path, entries, read, asked.image, asked.label, needs_labels)
+            scan = find_samples(
+                path, entries, read, asked.image, asked.label, needs_labels
+            )
         if scan is None:
             return None
         scans.append(scan)
@@ -164,8 +214,13 @@ def _pairs(
                 sample: dict[str, Any] = {}
                 for column, places in index.items():
                     member = members[part].get(int(places[number][0]))
-                    content = None if member is None else _read(paths[part], archives[part], member)
-                    sample[column] = as_text(content) if column in TEXT_SUFFIXES else content
+                    if member is None:
+                        content = None
+                    else:
+                        content = _read(paths[part], archives[part], member)
+                    sample[column] = (
+                        as_text(content) if column in TEXT_SUFFIXES else content
+                    )
                 yield sample if labels is None else sample | {"label": labels[number]}
 
     return Source(samples(), num_samples=bounds[-1])
@@ -185,7 +240,10 @@ def _entries(
         if member.is_dir() or stat.S_ISLNK(member.external_attr >> 16):
             continue
         position = _MEMBER + number
-        if member.filename.lower().endswith(ends) and member.file_size <= _MAX_LABEL_BYTES:
+        if (
+            member.filename.lower().endswith(ends)
+            and member.file_size <= _MAX_LABEL_BYTES
+        ):
             position = labels_file.tell()
             labels_file.write((_read(path, archive, member) or b"") + b"\0")
         of_positions[position] = member

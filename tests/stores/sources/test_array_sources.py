@@ -35,7 +35,10 @@ def write_npz(path: Path, arrays: dict[str, Any]) -> Path:
 
 
 def write_pt(path: Path, arrays: dict[str, Any]) -> Path:
-    torch.save({name: torch.from_numpy(values) for name, values in arrays.items()}, path.with_suffix(".pt"))
+    torch.save(
+        {name: torch.from_numpy(values) for name, values in arrays.items()},
+        path.with_suffix(".pt"),
+    )
     return path.with_suffix(".pt")
 
 
@@ -43,7 +46,9 @@ Write = Callable[[Path, dict[str, Any]], Path]
 each_format = pytest.mark.parametrize("write", [write_hdf5, write_npz, write_pt])
 
 
-def rows_of(address: str | Path, image: str = "image", label: str = "label") -> list[dict[str, Any]]:
+def rows_of(
+    address: str | Path, image: str = "image", label: str = "label"
+) -> list[dict[str, Any]]:
     source = open_source(address, Asked(image, label))
     assert source is not None
     rows = list(source.samples)
@@ -52,21 +57,32 @@ def rows_of(address: str | Path, image: str = "image", label: str = "label") -> 
 
 
 def check(rows: list[dict[str, Any]], pixels: np.ndarray = PIXELS) -> None:
-    assert all(np.array_equal(row["image"], each) for row, each in zip(rows, pixels, strict=True))
+    assert all(
+        np.array_equal(row["image"], each)
+        for row, each in zip(rows, pixels, strict=True)
+    )
     assert [row["label"] for row in rows] == LABELS.tolist()
 
 
 @each_format
 @pytest.mark.parametrize(
-    ("image", "label"), [("images", "labels"), ("x", "y"), ("data", "label"), ("X_train", "y_train")]
+    ("image", "label"),
+    [("images", "labels"), ("x", "y"), ("data", "label"), ("X_train", "y_train")],
 )
-def test_the_usual_names_are_found(tmp_path: Path, write: Write, image: str, label: str) -> None:
+def test_the_usual_names_are_found(
+    tmp_path: Path, write: Write, image: str, label: str
+) -> None:
     check(rows_of(write(tmp_path / "a", {image: PIXELS, label: LABELS})))
 
 
 @each_format
-def test_channels_may_come_first_and_labels_in_a_column(tmp_path: Path, write: Write) -> None:
-    arrays = {"x": np.ascontiguousarray(PIXELS.transpose(0, 3, 1, 2)), "y": LABELS[:, None]}
+def test_channels_may_come_first_and_labels_in_a_column(
+    tmp_path: Path, write: Write
+) -> None:
+    arrays = {
+        "x": np.ascontiguousarray(PIXELS.transpose(0, 3, 1, 2)),
+        "y": LABELS[:, None],
+    }
     check(rows_of(write(tmp_path / "a", arrays)))
     grey = {"x": np.ascontiguousarray(PIXELS[..., 0]), "y": LABELS}
     check(rows_of(write(tmp_path / "b", grey)), PIXELS[..., 0])
@@ -83,17 +99,32 @@ def test_arrays_of_as_many_rows_become_columns(
     row = list(source.samples)[5]
     assert row.keys() == {"image", "label", "mask", "score"} and row["score"] == 0.5
     assert np.array_equal(row["mask"], PIXELS[5, ..., 0])
-    assert "left out, as they have no row for each image: mean (float64 (3,))" in caplog.text
+    assert (
+        "left out, as they have no row for each image: mean (float64 (3,))"
+        in caplog.text
+    )
 
 
 @each_format
-def test_several_that_may_be_the_images_are_listed(tmp_path: Path, write: Write) -> None:
-    splits = {"x_train": PIXELS, "y_train": LABELS, "x_test": PIXELS[:2], "y_test": LABELS[:2]}
+def test_several_that_may_be_the_images_are_listed(
+    tmp_path: Path, write: Write
+) -> None:
+    splits = {
+        "x_train": PIXELS,
+        "y_train": LABELS,
+        "x_test": PIXELS[:2],
+        "y_test": LABELS[:2],
+    }
     address = write(tmp_path / "a", splits)
-    with pytest.raises(StoreError, match=r"several .* set store\.image_column; its .*x_test \(uint8 \(2, 6, "):
+    with pytest.raises(
+        StoreError,
+        match=r"several .* set store\.image_column; its .*x_test \(uint8 \(2, 6, ",
+    ):
         open_source(address)
     assert [row["label"] for row in rows_of(address, "x_test")] == [0, 1]
-    with pytest.raises(StoreError, match=r"has no .* 'z' for image_column; its .*x_train"):
+    with pytest.raises(
+        StoreError, match=r"has no .* 'z' for image_column; its .*x_train"
+    ):
         open_source(address, Asked("z"))
 
 
@@ -101,9 +132,17 @@ def test_several_that_may_be_the_images_are_listed(tmp_path: Path, write: Write)
 @pytest.mark.parametrize(
     ("pixels", "labels", "message"),
     [
-        (PIXELS / np.float32(255), LABELS, r"'x' is float32 \(12, 6, 5, 3\); images are encoded bytes"),
+        (
+            PIXELS / np.float32(255),
+            LABELS,
+            r"'x' is float32 \(12, 6, 5, 3\); images are encoded bytes",
+        ),
         (PIXELS.reshape(NUM, -1), LABELS, r"'x' is uint8 \(12, 90\)"),
-        (PIXELS, LABELS[:5], r"'y' is int64 \(5,\); labels are numbers, one row for each of the 12 images"),
+        (
+            PIXELS,
+            LABELS[:5],
+            r"'y' is int64 \(5,\); labels are numbers, one row for each of the 12 images",
+        ),
         (PIXELS[:0], LABELS[:0], r"'x' is uint8 \(0, 6, 5, 3\)"),
     ],
 )
@@ -133,10 +172,14 @@ def test_hdf5_of_encoded_images_in_all_ways(tmp_path: Path) -> None:
         for number, image in enumerate(images):
             vlen[number] = np.frombuffer(image, np.uint8)
         file["names"] = [f"ä{i}" for i in range(NUM)]
-    assert [row["image"] for row in rows_of(tmp_path / "a.h5", "group/images")] == images
+    assert [
+        row["image"] for row in rows_of(tmp_path / "a.h5", "group/images")
+    ] == images
     rows = rows_of(tmp_path / "a.h5", "fixed", "labels")
     assert [row["image"] for row in rows] == images and rows[3]["names"] == "ä3"
-    assert [row["image"].rstrip(b"\0") for row in rows_of(tmp_path / "a.h5", "void")] == images
+    assert [
+        row["image"].rstrip(b"\0") for row in rows_of(tmp_path / "a.h5", "void")
+    ] == images
 
 
 def test_hdf5_follows_nothing_out_of_its_file(tmp_path: Path) -> None:
@@ -146,7 +189,10 @@ def test_hdf5_follows_nothing_out_of_its_file(tmp_path: Path) -> None:
         layout = h5py.VirtualLayout(PIXELS.shape, np.uint8)
         layout[:] = h5py.VirtualSource(tmp_path / "other.h5", "x", PIXELS.shape)
         file.create_virtual_dataset("v", layout)
-    with pytest.raises(StoreError, match=r"no data set called images, x or data: .* are v \(in other files"):
+    with pytest.raises(
+        StoreError,
+        match=r"no data set called images, x or data: .* are v \(in other files",
+    ):
         open_source(tmp_path / "a.h5")
     with pytest.raises(StoreError, match="'v' is in other files"):
         open_source(tmp_path / "a.h5", Asked("v"))
@@ -173,7 +219,9 @@ def test_npz_of_objects_is_not_unpickled(tmp_path: Path) -> None:
 
 def test_npz_members_declare_no_more_than_they_have(tmp_path: Path) -> None:
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (9**9, 9, 9)})
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|u1", "fortran_order": False, "shape": (9**9, 9, 9)}
+    )
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("x.npy", header.getvalue() + b"123")
     with pytest.raises(StoreError, match="truncated in row 0"):
@@ -181,15 +229,23 @@ def test_npz_members_declare_no_more_than_they_have(tmp_path: Path) -> None:
 
 
 def test_pt_of_a_pair_and_of_one_tensor(tmp_path: Path) -> None:
-    torch.save((torch.from_numpy(PIXELS), torch.from_numpy(LABELS)), tmp_path / "pair.pt")
+    torch.save(
+        (torch.from_numpy(PIXELS), torch.from_numpy(LABELS)), tmp_path / "pair.pt"
+    )
     check(rows_of(tmp_path / "pair.pt"))
-    torch.save(torch.from_numpy(PIXELS), tmp_path / "one.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        torch.from_numpy(PIXELS),
+        tmp_path / "one.pt",
+        _use_new_zipfile_serialization=False,
+    )
     assert [row.keys() for row in rows_of(tmp_path / "one.pt")] == [{"image"}] * NUM
 
 
 def test_pt_of_anything_else_runs_no_code(tmp_path: Path) -> None:
     torch.save([1, 2, 3], tmp_path / "list.pt")
-    with pytest.raises(StoreError, match="has a list; raypipe takes a dict of tensors, a pair"):
+    with pytest.raises(
+        StoreError, match="has a list; raypipe takes a dict of tensors, a pair"
+    ):
         open_source(tmp_path / "list.pt")
     torch.save(TensorDataset(torch.from_numpy(PIXELS)), tmp_path / "object.pt")
     with pytest.raises(StoreError, match=r"object\.pt cannot be read: UnpicklingError"):

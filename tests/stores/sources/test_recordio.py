@@ -24,7 +24,9 @@ def rows_of(address: str | Path, label: str = "label") -> list[dict[str, Any]]:
     return list(source.samples)
 
 
-def record(flag: int, label: float, number: int, labels: list[float], image: bytes) -> bytes:
+def record(
+    flag: int, label: float, number: int, labels: list[float], image: bytes
+) -> bytes:
     """A record of one part, as MXNet's recordio.pack and MXRecordIO make it."""
     data = struct.pack(f"<IfQQ{len(labels)}f", flag, label, number, 0, *labels) + image
     return MAGIC + struct.pack("<I", len(data)) + data + bytes(-len(data) % 4)
@@ -35,7 +37,9 @@ def test_labels_of_several_numbers_and_records_in_parts() -> None:
     rows = rows_of(DATA / "mxnet/labels.rec")
     assert [row["label"].tolist() for row in rows] == [[i % 4, i / 8] for i in range(8)]
     assert [row["id"] for row in rows] == list(range(8))
-    assert [row["image"] for row in rows] == [jpeg + MAGIC * i for i, jpeg in enumerate(jpegs)]
+    assert [row["image"] for row in rows] == [
+        jpeg + MAGIC * i for i, jpeg in enumerate(jpegs)
+    ]
     hashes = [hashlib.sha256(jpeg).hexdigest() for jpeg in jpegs]
     assert hashes == json.loads((DATA / "jpegs.json").read_text())
 
@@ -47,7 +51,9 @@ def test_the_index_gives_the_number_and_shows_a_cut_off_file(tmp_path: Path) -> 
     assert source is not None and source.num_samples == 8
     last = int((tmp_path / "a.idx").read_text().splitlines()[-1].split()[1])
     (tmp_path / "a.rec").write_bytes((tmp_path / "a.rec").read_bytes()[:last])
-    with pytest.raises(StoreError, match=r"has 7 records, and its \.idx names 8; copy it again"):
+    with pytest.raises(
+        StoreError, match=r"has 7 records, and its \.idx names 8; copy it again"
+    ):
         rows_of(tmp_path / "a.rec")
     (tmp_path / "a.idx").unlink()
     assert len(rows_of(tmp_path / "a.rec")) == 7
@@ -61,30 +67,50 @@ def test_a_record_that_is_cut_off(tmp_path: Path, cut: int) -> None:
         rows_of(tmp_path / "a.rec")
 
 
-def test_records_without_an_image_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_without_an_image_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """InsightFace's data sets have such records before and after their images."""
-    records = [record(2, 0.0, 0, [3.0, 5.0], b""), record(0, 7.0, 1, [], b"a"), record(2, 0.0, 3, [1.0, 2.0], b"")]
+    records = [
+        record(2, 0.0, 0, [3.0, 5.0], b""),
+        record(0, 7.0, 1, [], b"a"),
+        record(2, 0.0, 3, [1.0, 2.0], b""),
+    ]
     (tmp_path / "a.rec").write_bytes(b"".join(records))
     assert rows_of(tmp_path / "a.rec") == [{"image": b"a", "id": 1, "label": 7}]
     assert "passed over 2 records without an image" in caplog.text
 
 
 def test_labels_of_objects_become_a_list_without_a_target(tmp_path: Path) -> None:
-    (tmp_path / "a.rec").write_bytes(record(2, 0, 0, [1, 2], b"a") + record(3, 0, 1, [1, 2, 3], b"b"))
-    with pytest.raises(StoreError, match=r"record 1, has 3 labels and others 2, .*set store\.target_column to ''"):
+    (tmp_path / "a.rec").write_bytes(
+        record(2, 0, 0, [1, 2], b"a") + record(3, 0, 1, [1, 2, 3], b"b")
+    )
+    with pytest.raises(
+        StoreError,
+        match=r"record 1, has 3 labels and others 2, .*set store\.target_column to ''",
+    ):
         rows_of(tmp_path / "a.rec")
-    assert [row["labels"] for row in rows_of(tmp_path / "a.rec", label="")] == [[1, 2], [1, 2, 3]]
+    assert [row["labels"] for row in rows_of(tmp_path / "a.rec", label="")] == [
+        [1, 2],
+        [1, 2, 3],
+    ]
 
 
 def test_labels_that_are_no_whole_numbers_stay_floats(tmp_path: Path) -> None:
-    (tmp_path / "a.rec").write_bytes(record(0, 1.0, 0, [], b"a") + record(1, 0, 1, [2.5], b"b"))
+    (tmp_path / "a.rec").write_bytes(
+        record(0, 1.0, 0, [], b"a") + record(1, 0, 1, [2.5], b"b")
+    )
     with pytest.raises(StoreError, match="has 1 labels and others 0"):
         rows_of(tmp_path / "a.rec")
-    (tmp_path / "a.rec").write_bytes(record(0, 1.0, 0, [], b"a") + record(0, 2.5, 1, [], b"b"))
+    (tmp_path / "a.rec").write_bytes(
+        record(0, 1.0, 0, [], b"a") + record(0, 2.5, 1, [], b"b")
+    )
     assert [row["label"] for row in rows_of(tmp_path / "a.rec")] == [1.0, 2.5]
     ones = b"".join(record(0, 1.0, i, [], b"a") for i in range(64))
     (tmp_path / "a.rec").write_bytes(ones + record(0, 2.5, 64, [], b"b"))
-    with pytest.raises(StoreError, match=r"the record of id 64 has the label 2\.5, but the first"):
+    with pytest.raises(
+        StoreError, match=r"the record of id 64 has the label 2\.5, but the first"
+    ):
         rows_of(tmp_path / "a.rec")
 
 
@@ -92,10 +118,19 @@ def test_labels_that_are_no_whole_numbers_stay_floats(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (bytes(40), "is damaged, or is not MXNet RecordIO, at byte 0"),
-        (MAGIC + struct.pack("<I", (1 << 29) - 1) + b"x", "is truncated, or has a record over 512 MiB, at byte 0"),
-        (MAGIC + struct.pack("<I", 4) + b"xxxx", "has 4 bytes, too few for an image of im2rec"),
+        (
+            MAGIC + struct.pack("<I", (1 << 29) - 1) + b"x",
+            "is truncated, or has a record over 512 MiB, at byte 0",
+        ),
+        (
+            MAGIC + struct.pack("<I", 4) + b"xxxx",
+            "has 4 bytes, too few for an image of im2rec",
+        ),
         (record(1 << 30, 0, 0, [], b"x"), "is damaged: 1073741824 labels in 25 bytes"),
-        (MAGIC + struct.pack("<I", 3 << 29 | 4) + b"xxxx", "is damaged, or is not MXNet RecordIO"),
+        (
+            MAGIC + struct.pack("<I", 3 << 29 | 4) + b"xxxx",
+            "is damaged, or is not MXNet RecordIO",
+        ),
     ],
 )
 def test_what_is_no_recordio(tmp_path: Path, content: bytes, message: str) -> None:
@@ -105,7 +140,10 @@ def test_what_is_no_recordio(tmp_path: Path, content: bytes, message: str) -> No
 
 
 def test_columns_have_no_other_names() -> None:
-    with pytest.raises(ConfigError, match=r"store\.target_column='y': MXNet RecordIO has no columns of other"):
+    with pytest.raises(
+        ConfigError,
+        match=r"store\.target_column='y': MXNet RecordIO has no columns of other",
+    ):
         open_source(DATA / "mxnet/labels.rec", Asked("image", "y"))
     with pytest.raises(ConfigError, match=r"store\.image_column='x'"):
         open_source(DATA / "mxnet/labels.rec", Asked("x"))

@@ -19,7 +19,9 @@ DATA = Path(__file__).parents[1] / "data"
 JPEGS = json.loads((DATA / "jpegs.json").read_text())
 
 
-def rows_of(address: str | Path, image: str = "image", label: str = "label") -> list[dict[str, Any]]:
+def rows_of(
+    address: str | Path, image: str = "image", label: str = "label"
+) -> list[dict[str, Any]]:
     source = open_source(address, Asked(image, label))
     assert source is not None
     rows = list(source.samples)
@@ -44,7 +46,9 @@ def hashes(rows: list[dict[str, Any]]) -> list[str]:
         ("arrow", "Arrow of the datasets library"),
     ],
 )
-def test_files_of_their_own_libraries_give_the_same_images(name: str, kind: str) -> None:
+def test_files_of_their_own_libraries_give_the_same_images(
+    name: str, kind: str
+) -> None:
     rows = rows_of(DATA / name)
     assert kind_at(str(DATA / name)) == kind
     assert hashes(rows) == JPEGS
@@ -93,10 +97,14 @@ def test_a_damaged_index_is_one_error(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
-def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "h5py", None)
     (tmp_path / "a.h5").write_bytes(b"")
-    with pytest.raises(StoreError, match=r"HDF5 needs h5py: pip install 'raypipe-data\[sources\]'"):
+    with pytest.raises(
+        StoreError, match=r"HDF5 needs h5py: pip install 'raypipe-data\[sources\]'"
+    ):
         open_source(tmp_path / "a.h5")
 
 
@@ -120,7 +128,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_function_of_the_user_gives_samples_and_class_names() -> None:
     source = open_source("own_samples:two")
     assert source is not None and source.classes == ("cat", "dog")
-    assert rows_of("own_samples:two") == [{"image": b"x", "label": 1}, {"image": b"y", "label": 0}]
+    assert rows_of("own_samples:two") == [
+        {"image": b"x", "label": 1},
+        {"image": b"y", "label": 0},
+    ]
     assert rows_of("own_samples:two", label="") == [{"image": b"x"}, {"image": b"y"}]
 
 
@@ -140,35 +151,66 @@ def test_a_function_that_gives_no_samples(name: str, message: str) -> None:
 # Values of MDS and LitData, and the columns of the datasets library
 
 
-def test_mds_values_of_all_encodings_but_pickles(caplog: pytest.LogCaptureFixture) -> None:
+def test_mds_values_of_all_encodings_but_pickles(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     row = rows_of(DATA / "mds")[3]
-    found = {name: row[name] for name in ("label", "name", "score", "size", "meta", "big")}
-    assert found == {"label": 3, "name": "ä3", "score": 0.75, "size": 3000, "meta": {"i": 3}, "big": 1000}
-    assert row["grid"].tolist() == [[3] * 4] and np.array_equal(row["fixed"], np.full((2, 2), -3, np.int16))
+    found = {
+        name: row[name] for name in ("label", "name", "score", "size", "meta", "big")
+    }
+    assert found == {
+        "label": 3,
+        "name": "ä3",
+        "score": 0.75,
+        "size": 3000,
+        "meta": {"i": 3},
+        "big": 1000,
+    }
+    assert row["grid"].tolist() == [[3] * 4] and np.array_equal(
+        row["fixed"], np.full((2, 2), -3, np.int16)
+    )
     assert row["pixels"].startswith(b"\x89PNG") and "secret" not in row
-    assert "'secret' is left out: it is a pickle, which may run a program" in caplog.text
+    assert (
+        "'secret' is left out: it is a pickle, which may run a program" in caplog.text
+    )
 
 
 def test_litdata_values_of_all_encodings_but_pickles() -> None:
     row = rows_of(DATA / "litdata")[3]
-    assert {name: row[name] for name in ("name", "score", "even")} == {"name": "ä3", "score": 0.75, "even": False}
+    assert {name: row[name] for name in ("name", "score", "even")} == {
+        "name": "ä3",
+        "score": 0.75,
+        "even": False,
+    }
     assert row["grid"].tolist() == [[3] * 4] and row["row"].tolist() == [0, 1, 2]
     assert row["tensor"].tolist() == [[3.0, 3.0]] * 2 and row["nested.raw"] == b"xxx"
-    assert (row["nested.pair.0"], row["nested.pair.1"]) == (3, -3) and "secret" not in row
+    assert (row["nested.pair.0"], row["nested.pair.1"]) == (
+        3,
+        -3,
+    ) and "secret" not in row
 
 
 @pytest.mark.parametrize("name", ["mds", "litdata"])
 def test_a_pickle_is_no_label(name: str) -> None:
-    with pytest.raises(StoreError, match=r"'secret' is a pickle, which may run a program, which raypipe does not"):
+    with pytest.raises(
+        StoreError,
+        match=r"'secret' is a pickle, which may run a program, which raypipe does not",
+    ):
         open_source(DATA / name, Asked("image", "secret"))
 
 
-@pytest.mark.parametrize("name", ["mds", "mds-zstd", "litdata", "litdata-batch", "litdata-chunk"])
+@pytest.mark.parametrize(
+    "name", ["mds", "mds-zstd", "litdata", "litdata-batch", "litdata-chunk"]
+)
 def test_a_damaged_shard_is_named(tmp_path: Path, name: str) -> None:
     for file in (DATA / name).iterdir():
         content = file.read_bytes()
-        (tmp_path / file.name).write_bytes(content if file.name == "index.json" else content[:-40])
-    with pytest.raises(StoreError, match=r"(shard\.00000|chunk-0-0)\S* .*copy it again"):
+        (tmp_path / file.name).write_bytes(
+            content if file.name == "index.json" else content[:-40]
+        )
+    with pytest.raises(
+        StoreError, match=r"(shard\.00000|chunk-0-0)\S* .*copy it again"
+    ):
         rows_of(tmp_path)
 
 
@@ -179,7 +221,9 @@ def test_an_index_that_leads_out_of_its_folder(tmp_path: Path, name: str) -> Non
         index = index.replace(f'"{shard}"', f'"../{name}/{shard}"')
     (tmp_path / "index.json").write_text(index)
     (tmp_path / "shard.00001.mds").write_bytes(b"")
-    with pytest.raises(StoreError, match=r"names '\.\./\S+', which is not a file in this folder"):
+    with pytest.raises(
+        StoreError, match=r"names '\.\./\S+', which is not a file in this folder"
+    ):
         rows_of(tmp_path)
 
 
@@ -203,5 +247,7 @@ def test_a_dataset_dict_asks_for_a_split(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     for split in ("test", "train"):
         (tmp_path / split).mkdir()
-    with pytest.raises(StoreError, match=rf"has the splits test, train\. .*{tmp_path}/test"):
+    with pytest.raises(
+        StoreError, match=rf"has the splits test, train\. .*{tmp_path}/test"
+    ):
         open_source(tmp_path)

@@ -21,7 +21,9 @@ DATA = Path(__file__).parents[1] / "data"
 
 def framed(data: bytes) -> bytes:
     length = struct.pack("<Q", len(data))
-    checks = (struct.pack("<I", _masked(google_crc32c.value(part))) for part in (length, data))
+    checks = (
+        struct.pack("<I", _masked(google_crc32c.value(part))) for part in (length, data)
+    )
     return length + next(checks) + data + next(checks)
 
 
@@ -31,7 +33,11 @@ def example(**features: Any) -> bytes:
     for name, value in features.items():
         entry = message.features.feature.add(key=name.replace("__", "/"))
         values = value if isinstance(value, list) else [value]
-        kind = {bytes: "bytes", int: "int64", float: "float"}[type(values[0])] if values else "int64"
+        kind = (
+            {bytes: "bytes", int: "int64", float: "float"}[type(values[0])]
+            if values
+            else "int64"
+        )
         getattr(entry.value, kind).value.extend(values)
     return message.SerializeToString()
 
@@ -41,7 +47,9 @@ def write(path: Path, *records: bytes) -> Path:
     return path
 
 
-def rows_of(address: str | Path, image: str = "image", label: str = "label") -> list[dict[str, Any]]:
+def rows_of(
+    address: str | Path, image: str = "image", label: str = "label"
+) -> list[dict[str, Any]]:
     source = open_source(address, Asked(image, label))
     assert source is not None
     return list(source.samples)
@@ -50,7 +58,10 @@ def rows_of(address: str | Path, image: str = "image", label: str = "label") -> 
 def test_imagenet_as_tensorflow_wrote_it(caplog: pytest.LogCaptureFixture) -> None:
     expected = json.loads((DATA / "tensorflow-train.json").read_text())
     rows = rows_of(DATA / "tensorflow-train.tfrecord")
-    found = [{"sha256": hashlib.sha256(row["image"]).hexdigest(), "label": row["label"]} for row in rows]
+    found = [
+        {"sha256": hashlib.sha256(row["image"]).hexdigest(), "label": row["label"]}
+        for row in rows
+    ]
     assert found == expected
     assert "'image/class/label' begins at 1" in caplog.text
     assert rows[3]["image/filename"] == "3.JPEG" and rows[3]["image/height"] == 32
@@ -59,11 +70,20 @@ def test_imagenet_as_tensorflow_wrote_it(caplog: pytest.LogCaptureFixture) -> No
 
 def test_gzip_and_several_files_in_the_order_of_names(tmp_path: Path) -> None:
     for number in range(3):
-        plain = write(tmp_path / "x", *(example(image=b"%d" % (10 * number + i), label=i) for i in range(2)))
-        (tmp_path / f"d-train.tfrecord-0000{number}-of-00003").write_bytes(gzip.compress(plain.read_bytes()))
+        plain = write(
+            tmp_path / "x",
+            *(example(image=b"%d" % (10 * number + i), label=i) for i in range(2)),
+        )
+        (tmp_path / f"d-train.tfrecord-0000{number}-of-00003").write_bytes(
+            gzip.compress(plain.read_bytes())
+        )
         plain.unlink()
     expected = [b"0", b"1", b"10", b"11", b"20", b"21"]
-    for address in (tmp_path, f"{tmp_path}/d-train*", f"{tmp_path}/d-train.tfrecord-{{00000..00002}}-of-00003"):
+    for address in (
+        tmp_path,
+        f"{tmp_path}/d-train*",
+        f"{tmp_path}/d-train.tfrecord-{{00000..00002}}-of-00003",
+    ):
         assert [row["image"] for row in rows_of(address)] == expected
 
 
@@ -75,36 +95,63 @@ def test_class_names_of_tensorflow_datasets(tmp_path: Path) -> None:
 
 
 def test_features_become_columns_by_their_first_values(tmp_path: Path) -> None:
-    first = example(image=b"\xff", label=1, text=b"a", many=[1.5, 2.5], mask=b"\x80", masks=[b"\x80", b"\x81"])
+    first = example(
+        image=b"\xff",
+        label=1,
+        text=b"a",
+        many=[1.5, 2.5],
+        mask=b"\x80",
+        masks=[b"\x80", b"\x81"],
+    )
     second = example(image=b"\xfe", label=0, text=b"b", many=[], mask=b"\x81")
     rows = rows_of(write(tmp_path / "a.tfrecord", first, second))
     assert rows == [
-        {"image": b"\xff", "label": 1, "many": [1.5, 2.5], "mask": b"\x80", "text": "a"},
+        {
+            "image": b"\xff",
+            "label": 1,
+            "many": [1.5, 2.5],
+            "mask": b"\x80",
+            "text": "a",
+        },
         {"image": b"\xfe", "label": 0, "many": [], "mask": b"\x81", "text": "b"},
     ]
 
 
 def test_other_names_of_image_and_label(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.tfrecord", example(image=b"x", img__raw=b"y", label=1, fine__label=2))
+    file = write(
+        tmp_path / "a.tfrecord",
+        example(image=b"x", img__raw=b"y", label=1, fine__label=2),
+    )
     assert rows_of(file, "img/raw", "fine/label") == [{"image": b"y", "label": 2}]
     assert rows_of(file, label="")[0].keys() == {"image", "fine/label", "img/raw"}
-    with pytest.raises(StoreError, match=r"record 0 has no column 'img' for image_column; .*fine/label"):
+    with pytest.raises(
+        StoreError, match=r"record 0 has no column 'img' for image_column; .*fine/label"
+    ):
         rows_of(file, "img")
 
 
 def test_a_feature_that_becomes_several_values_is_named(tmp_path: Path) -> None:
     records = [example(image=b"x", label=1)] * 64 + [example(image=b"x", label=[1, 2])]
-    with pytest.raises(StoreError, match=r"record 64: the feature 'label' was numbers, one in each .*: 2 values"):
+    with pytest.raises(
+        StoreError,
+        match=r"record 64: the feature 'label' was numbers, one in each .*: 2 values",
+    ):
         rows_of(write(tmp_path / "a.tfrecord", *records))
 
 
-def test_a_damaged_record_is_a_sample_without_an_image(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = write(tmp_path / "a.tfrecord", *(example(image=b"image", label=i) for i in range(3)))
+def test_a_damaged_record_is_a_sample_without_an_image(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(
+        tmp_path / "a.tfrecord", *(example(image=b"image", label=i) for i in range(3))
+    )
     content = bytearray(file.read_bytes())
     content[content.index(b"image", len(content) // 3 + 20)] ^= 1
     file.write_bytes(content)
     rows = rows_of(file)
-    assert [row.get("label") for row in rows] == [0, None, 2] and rows[1] == {"image": None}
+    assert [row.get("label") for row in rows] == [0, None, 2] and rows[1] == {
+        "image": None
+    }
     assert "a.tfrecord, record 1: its checksum is wrong" in caplog.text
 
 
@@ -117,7 +164,9 @@ def test_a_damaged_record_is_a_sample_without_an_image(tmp_path: Path, caplog: p
     ],
 )
 def test_a_truncated_file_is_one_error(tmp_path: Path, cut: int, message: str) -> None:
-    file = write(tmp_path / "a.tfrecord", *(example(image=b"image", label=i) for i in range(2)))
+    file = write(
+        tmp_path / "a.tfrecord", *(example(image=b"image", label=i) for i in range(2))
+    )
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(StoreError, match=message):
         rows_of(file)
@@ -127,13 +176,20 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "a.tfrecord").write_bytes(bytes(100))
     with pytest.raises(StoreError, match="is no TFRecord file, or is damaged"):
         rows_of(tmp_path / "a.tfrecord")
-    with pytest.raises(StoreError, match=r"has no tf\.train\.Example with features among its first 1 records"):
+    with pytest.raises(
+        StoreError,
+        match=r"has no tf\.train\.Example with features among its first 1 records",
+    ):
         rows_of(write(tmp_path / "b.tfrecord", b"something else"))
 
 
 def test_a_length_beyond_the_file_takes_no_memory(tmp_path: Path) -> None:
     length = struct.pack("<Q", 400 << 20)
     header = length + struct.pack("<I", _masked(google_crc32c.value(length)))
-    (tmp_path / "a.tfrecord").write_bytes(framed(example(image=b"x")) + header + b"x" * 100)
-    with pytest.raises(StoreError, match="is truncated in record 1, of 419430400 bytes"):
+    (tmp_path / "a.tfrecord").write_bytes(
+        framed(example(image=b"x")) + header + b"x" * 100
+    )
+    with pytest.raises(
+        StoreError, match="is truncated in record 1, of 419430400 bytes"
+    ):
         rows_of(tmp_path / "a.tfrecord")

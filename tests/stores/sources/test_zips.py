@@ -16,14 +16,18 @@ from raypipe.stores.sources import Asked, open_source
 from raypipe.stores.sources.base import Source
 
 
-def write(path: Path, members: dict[str, bytes | str], method: int = zipfile.ZIP_DEFLATED) -> Path:
+def write(
+    path: Path, members: dict[str, bytes | str], method: int = zipfile.ZIP_DEFLATED
+) -> Path:
     with zipfile.ZipFile(path, "w", method) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return path
 
 
-def opened(address: str | Path, label: str = "label") -> tuple[Source, list[dict[str, Any]]]:
+def opened(
+    address: str | Path, label: str = "label"
+) -> tuple[Source, list[dict[str, Any]]]:
     source = open_source(address, Asked("image", label))
     assert source is not None
     rows = list(source.samples)
@@ -31,11 +35,20 @@ def opened(address: str | Path, label: str = "label") -> tuple[Source, list[dict
     return source, rows
 
 
-CLASSES = {"data/dog/b.jpg": b"b", "data/cat/a.JPG": b"a", "data/cat/in/c.png": b"c", "data/readme.txt": b"x"}
+CLASSES = {
+    "data/dog/b.jpg": b"b",
+    "data/cat/a.JPG": b"a",
+    "data/cat/in/c.png": b"c",
+    "data/readme.txt": b"x",
+}
 
 
-def test_class_folders_as_in_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source, rows = opened(write(tmp_path / "a.zip", CLASSES | {"__MACOSX/data/cat/._a.JPG": b"x"}))
+def test_class_folders_as_in_a_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, rows = opened(
+        write(tmp_path / "a.zip", CLASSES | {"__MACOSX/data/cat/._a.JPG": b"x"})
+    )
     for name, content in CLASSES.items():
         file = tmp_path / "folder" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -43,17 +56,26 @@ def test_class_folders_as_in_a_folder(tmp_path: Path, caplog: pytest.LogCaptureF
     folder = open_store(tmp_path / "folder")
     columns = folder.read(list(range(3)))
     assert [row["image"] for row in rows] == columns["image"] == [b"a", b"c", b"b"]
-    assert [row["label"] for row in rows] == columns["label"].tolist() and source.classes == folder.classes
+    assert [row["label"] for row in rows] == columns[
+        "label"
+    ].tolist() and source.classes == folder.classes
     assert "a.zip: 3 samples; left out: " in caplog.text
 
 
 def test_several_zips_share_their_classes(tmp_path: Path) -> None:
     write(tmp_path / "a-0.zip", {"cat/1.jpg": b"1", "owl/2.jpg": b"2"})
-    write(tmp_path / "a-1.zip", {"cat/3.jpg": b"3", "dog/4.jpg": b"4"}, zipfile.ZIP_STORED)
+    write(
+        tmp_path / "a-1.zip", {"cat/3.jpg": b"3", "dog/4.jpg": b"4"}, zipfile.ZIP_STORED
+    )
     for address in (tmp_path, f"{tmp_path}/a-*.zip", f"{tmp_path}/a-{{0..1}}.zip"):
         source, rows = opened(address)
         assert source.classes == ("cat", "dog", "owl")
-        assert [(row["image"], row["label"]) for row in rows] == [(b"1", 0), (b"2", 2), (b"3", 0), (b"4", 1)]
+        assert [(row["image"], row["label"]) for row in rows] == [
+            (b"1", 0),
+            (b"2", 2),
+            (b"3", 0),
+            (b"4", 1),
+        ]
 
 
 def test_links_lead_to_members(tmp_path: Path) -> None:
@@ -62,23 +84,39 @@ def test_links_lead_to_members(tmp_path: Path) -> None:
         link = zipfile.ZipInfo("dog/link.jpg")
         link.external_attr = (stat.S_IFLNK | 0o777) << 16
         archive.writestr(link, "../cat/a.jpg")
-    assert [(row["image"], row["label"]) for row in opened(file)[1]] == [(b"a", 0), (b"a", 1)]
+    assert [(row["image"], row["label"]) for row in opened(file)[1]] == [
+        (b"a", 0),
+        (b"a", 1),
+    ]
 
 
 def test_pairs_as_in_a_tar(tmp_path: Path) -> None:
     members = {}
     for i in range(3):
-        members |= {f"{i}.jpg": b"%d" % i, f"{i}.cls": str(i % 2), f"{i}.txt": f"text {i}", f"{i}.npy": b"n%d" % i}
+        members |= {
+            f"{i}.jpg": b"%d" % i,
+            f"{i}.cls": str(i % 2),
+            f"{i}.txt": f"text {i}",
+            f"{i}.npy": b"n%d" % i,
+        }
     _, rows = opened(write(tmp_path / "a.zip", members))
     assert rows[2] == {"image": b"2", "label": 0, "txt": "text 2", "npy": b"n2"}
-    by_json = {"a.jpg": b"a", "a.json": '{"label": 7, "id": 3}', "b.jpg": b"b", "b.json": '{"label": 8, "id": 4}'}
+    by_json = {
+        "a.jpg": b"a",
+        "a.json": '{"label": 7, "id": 3}',
+        "b.jpg": b"b",
+        "b.json": '{"label": 8, "id": 4}',
+    }
     _, rows = opened(write(tmp_path / "b.zip", by_json), "id")
     assert [row["label"] for row in rows] == [3, 4]
 
 
 def test_images_alone_need_no_target(tmp_path: Path) -> None:
     file = write(tmp_path / "a.zip", {"a.jpg": b"a", "b.jpg": b"b"})
-    with pytest.raises(StoreError, match=r"has no labels: the layout is class/image\.jpg, or WebDataset's pairs"):
+    with pytest.raises(
+        StoreError,
+        match=r"has no labels: the layout is class/image\.jpg, or WebDataset's pairs",
+    ):
         open_source(file)
     assert opened(file, "")[1] == [{"image": b"a"}, {"image": b"b"}]
 
@@ -93,7 +131,9 @@ def test_files_that_may_be_the_labels_are_an_error(tmp_path: Path) -> None:
 # What is refused, by name
 
 
-@pytest.mark.parametrize("name", ["../cat/a.jpg", "/cat/a.jpg", "cat/../../a.jpg", "cat\\..\\a.jpg"])
+@pytest.mark.parametrize(
+    "name", ["../cat/a.jpg", "/cat/a.jpg", "cat/../../a.jpg", "cat\\..\\a.jpg"]
+)
 def test_a_name_that_leads_out(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a", name: b"x"})
     with pytest.raises(StoreError, match=r"a\.zip: '.*a\.jpg' leads out of the zip"):
@@ -103,9 +143,14 @@ def test_a_name_that_leads_out(tmp_path: Path, name: str) -> None:
 def test_encryption_is_named(tmp_path: Path) -> None:
     file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a"})
     content = bytearray(file.read_bytes())
-    content[content.index(b"PK\x01\x02") + 8] |= 1  # the flags of the member in the directory
+    content[content.index(b"PK\x01\x02") + 8] |= (
+        1  # the flags of the member in the directory
+    )
     file.write_bytes(content)
-    with pytest.raises(StoreError, match=r"'cat/a\.jpg' is encrypted: zip the folder again, without a password"):
+    with pytest.raises(
+        StoreError,
+        match=r"'cat/a\.jpg' is encrypted: zip the folder again, without a password",
+    ):
         open_source(file)
 
 
@@ -118,7 +163,10 @@ def _declaring(file: Path, num_bytes: int) -> Path:
 
 @pytest.mark.parametrize(
     ("num_bytes", "message"),
-    [(600 << 20, r"unpacks to 629,145,600 bytes; the limit is 536,870,912"), (1 << 20, "from 3: a zip bomb")],
+    [
+        (600 << 20, r"unpacks to 629,145,600 bytes; the limit is 536,870,912"),
+        (1 << 20, "from 3: a zip bomb"),
+    ],
 )
 def test_sizes_that_no_image_has(tmp_path: Path, num_bytes: int, message: str) -> None:
     file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a"})
@@ -128,17 +176,29 @@ def test_sizes_that_no_image_has(tmp_path: Path, num_bytes: int, message: str) -
 
 def test_members_that_overlap(tmp_path: Path) -> None:
     """As in a zip bomb of D. Fifield: all members unpack the same bytes."""
-    file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a" * 500, "cat/b.jpg": b"a" * 500}, zipfile.ZIP_STORED)
+    file = write(
+        tmp_path / "a.zip",
+        {"cat/a.jpg": b"a" * 500, "cat/b.jpg": b"a" * 500},
+        zipfile.ZIP_STORED,
+    )
     content = bytearray(file.read_bytes())
     second = content.index(b"PK\x01\x02", content.index(b"PK\x01\x02") + 1)
     struct.pack_into("<I", content, second + 42, 10)  # where the second member begins
     file.write_bytes(content)
-    with pytest.raises(StoreError, match=r"'cat/a\.jpg' overlaps 'cat/b\.jpg': a zip bomb"):
+    with pytest.raises(
+        StoreError, match=r"'cat/a\.jpg' overlaps 'cat/b\.jpg': a zip bomb"
+    ):
         open_source(file)
 
 
-def test_a_damaged_member_is_a_bad_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = write(tmp_path / "a.zip", {"cat/a.jpg": b"a" * 50, "cat/b.jpg": b"b"}, zipfile.ZIP_STORED)
+def test_a_damaged_member_is_a_bad_sample(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(
+        tmp_path / "a.zip",
+        {"cat/a.jpg": b"a" * 50, "cat/b.jpg": b"b"},
+        zipfile.ZIP_STORED,
+    )
     content = bytearray(file.read_bytes())
     content[content.index(b"aaaa")] = 0
     file.write_bytes(content)
@@ -149,5 +209,7 @@ def test_a_damaged_member_is_a_bad_sample(tmp_path: Path, caplog: pytest.LogCapt
 def test_a_cut_off_zip(tmp_path: Path) -> None:
     file = write(tmp_path / "a.zip", CLASSES)
     file.write_bytes(file.read_bytes()[:-30])
-    with pytest.raises(StoreError, match=r"a\.zip cannot be read: BadZipFile: .*copy it again"):
+    with pytest.raises(
+        StoreError, match=r"a\.zip cannot be read: BadZipFile: .*copy it again"
+    ):
         open_source(file)

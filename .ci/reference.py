@@ -230,9 +230,10 @@ def metrics() -> str:
 
 def stub(function: Callable[..., Any]) -> str:
     """The signature of a function or a method."""
+    # kinds have quotes
     text = re.sub(
         r"""(: |-> )(['"])(.*?)\2""", r"\1\3", str(inspect.signature(function))
-    )  # kinds have quotes
+    )
     return function.__name__ + re.sub(r"^\(self(, )?", "(", text)
 
 

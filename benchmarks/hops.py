@@ -24,9 +24,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(
-    prefix="rp-"
-)  # a cluster that no other process takes for its own
+# a cluster that no other process takes for its own
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rp-")
 
 import raypipe  # noqa: F401  # isort: skip
 import numpy as np
@@ -154,9 +153,8 @@ def hops(
     rgb = transfers["rgb"]
     fewer = "actors on the host; transform.size"
     cpus = len(os.sched_getaffinity(0))
-    both = cpus / (
-        rgb.source_cpu_s + rgb.sink_cpu_s
-    )  # by CPU time, since other processes may be busy
+    # by CPU time, since other processes may be busy
+    both = cpus / (rgb.source_cpu_s + rgb.sink_cpu_s)
     if math.isnan(both):  # they are on other machines
         both = rgb.gb_per_s
 

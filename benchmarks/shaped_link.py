@@ -82,9 +82,8 @@ def link(gbit_per_s: float) -> Iterator[tuple[str, str]]:
             _ip("-n", name, "addr", "add", f"{ours}/24", "dev", "rp0")
             for device in ("lo", "rp0"):
                 _ip("-n", name, "link", "set", device, "up")
-            _ip(
-                "-n", name, "route", "add", "default", "via", other
-            )  # by which Ray finds its own address
+            # by which Ray finds its own address
+            _ip("-n", name, "route", "add", "default", "via", other)
             bucket = ["rate", f"{gbit_per_s}gbit", "burst", "2mb", "latency", "20ms"]
             subprocess.run(
                 [

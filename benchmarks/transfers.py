@@ -190,9 +190,8 @@ def measure(
                 .remote()
                 for node in ids
             )
-            _once(
-                source, sink, raylets, *cases[0]
-            )  # memory is new, and connections are made
+            # memory is new, and connections are made
+            _once(source, sink, raylets, *cases[0])
             runs = [
                 [_once(source, sink, raylets, *case) for case in cases]
                 for _ in range(repeats)

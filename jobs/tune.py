@@ -128,9 +128,8 @@ class Trial(tune.Trainable):
         done = next(self._epochs, "ended") == "ended"
         figures = self._trainer.figures()
         plan = self._trainer.plan
-        epochs = (
-            figures["steps"] // plan.steps_per_epoch
-        )  # not Tune's steps: a resumed trial has done some before
+        # not Tune's steps: a resumed trial has done some before
+        epochs = figures["steps"] // plan.steps_per_epoch
         return {
             "epochs": epochs,
             "accuracy": figures.get("val_accuracy") or 0.0,
@@ -145,9 +144,8 @@ def train_all(folder: str, runs: list[RunConfig], first: int) -> list[Any]:
     run = runs[0]
     offer = cluster_resources()
     least = runs[0].pool.least_actors
-    share = preflight(
-        run.pool, run.train, run.plan.per_step
-    )  # resources of a single run
+    # resources of a single run
+    share = preflight(run.pool, run.train, run.plan.per_step)
     if share.gpu:
         most = offer.free_gpus
     else:
@@ -184,9 +182,8 @@ def train_all(folder: str, runs: list[RunConfig], first: int) -> list[Any]:
             trial, param_space=numbers, tune_config=search, run_config=place
         )
     fitted: Any = tuner.fit()
-    results: list[Any] = sorted(
-        fitted, key=lambda result: result.path
-    )  # their paths end in their numbers
+    # their paths end in their numbers
+    results: list[Any] = sorted(fitted, key=lambda result: result.path)
     if len(results) < len(runs) or not all(
         result.error or (result.metrics or {}).get("done") for result in results
     ):

@@ -139,9 +139,8 @@ def choices(name: str, known: Collection[str], those: str = "choose from") -> st
     Args:
         known: names, or name → text in parentheses after it.
     """
-    close = get_close_matches(
-        name, known, cutoff=0.65
-    )  # makes label close to fine_label
+    # makes label close to fine_label
+    close = get_close_matches(name, known, cutoff=0.65)
     question = f"did you mean {' or '.join(close)}? " if close else ""
     listed = (
         [f"{entry} ({kind})" for entry, kind in known.items()]

@@ -35,9 +35,8 @@ from tiers import pytest_addoption, pytest_configure, select  # noqa: F401  the 
 import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations read at import
 from raypipe.stores.destination import write_atomically
 
-hypothesis.settings.register_profile(
-    "any pace", deadline=None
-)  # on a busy machine an example may take seconds
+# on a busy machine an example may take seconds
+hypothesis.settings.register_profile("any pace", deadline=None)
 hypothesis.settings.load_profile("any pace")
 
 

@@ -31,9 +31,8 @@ sys.path.append(str(Path(__file__).parent / "support"))
 from local_head import RAY_ON_THIS_MACHINE, LocalHead
 
 ROOT = Path(__file__).parents[1]
-RAYPIPE = str(
-    Path(sys.executable).parent / "raypipe"
-)  # of the environment that runs this
+# of the environment that runs this
+RAYPIPE = str(Path(sys.executable).parent / "raypipe")
 NUM, CLASSES = 90, "abcde"
 
 

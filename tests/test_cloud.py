@@ -137,9 +137,8 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     # Only answers with a body can be cut or slow: one in five.
     rates = {"throttle": 0.03, "drop": 0.03, "cut": 0.08, "slow": 0.1}
     with FaultyProxy(s3_endpoint, seed=1, rates=rates) as proxy:
-        proxy.outage = first(
-            40, after=100
-        )  # of all requests, for some seconds, in the midst of it
+        # of all requests, for some seconds, in the midst of it
+        proxy.outage = first(40, after=100)
         process_environment = {
             **os.environ,
             **environment(proxy.endpoint),
@@ -190,9 +189,8 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     assert quarantined
     for name, content in quarantined.items():
         found = there[name].replace(remote.encode(), local.encode())
-        assert without_names(found) == without_names(
-            content
-        )  # shards in a bucket have names of their own
+        # shards in a bucket have names of their own
+        assert without_names(found) == without_names(content)
     kinds = [record["kind"] for record in parse(there["metrics.jsonl"])]
     assert (
         kinds.count("train") == 16

@@ -135,9 +135,8 @@ def test_a_run_killed_30_times_while_writing_ends_with_equal_weights(
                 sum(killed.values()),
                 "".join(output)[-3000:],
             )
-            time.sleep(
-                moments.uniform(0, 0.15)
-            )  # a step and its checkpoint take about so long
+            # a step and its checkpoint take about so long
+            time.sleep(moments.uniform(0, 0.15))
             victim = moments.choice(("driver", "trainer"))
             for pid in [driver.pid] if victim == "driver" else trainers_of(head):
                 os.kill(pid, signal.SIGKILL)

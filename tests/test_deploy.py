@@ -400,9 +400,8 @@ def test_the_head_may_touch_no_machines_but_the_clusters_and_nodes_none(
         aws_RequestTag=tag,
         ec2_CreateAction="RunInstances",
     )
-    assert not allows(
-        "raypipe-head", "ec2:CreateTags", machine, aws_RequestTag=tag
-    )  # of a machine that is there
+    # of a machine that is there
+    assert not allows("raypipe-head", "ec2:CreateTags", machine, aws_RequestTag=tag)
     for part in (
         "image/ami-1",
         "subnet/s",
@@ -571,9 +570,10 @@ def test_a_p5_has_efa_on_each_card_and_ray_starts_it_on_a_fake_aws(aws: Any) -> 
     assert given[:2] == [(0, 0, "interface"), (0, 1, "efa-only")]
     assert given[2:] == [(card, 0, "efa-only") for card in range(1, 32)]
     provider = AWSNodeProvider(config["provider"], config["cluster_name"])
+    # botocore looks at each
     provider.create_node(
         node, {"ray-node-type": "worker", "ray-user-node-type": "gpu"}, 1
-    )  # botocore looks at each
+    )
     (started,) = (
         node
         for part in aws.describe_instances()["Reservations"]
@@ -696,9 +696,8 @@ def test_rays_autoscaler_reads_the_cluster_from_kubernetes(
     )
     assert limits_of(config)["CPU"] == 16 * 30 + 2 * 28
     head = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
-    name = next(
-        each for each in head["env"] if each["name"] == "RAY_CLUSTER_NAME"
-    )  # node_limits asks by it
+    # node_limits asks by it
+    name = next(each for each in head["env"] if each["name"] == "RAY_CLUSTER_NAME")
     assert (
         name["valueFrom"]["fieldRef"]["fieldPath"]
         == "metadata.labels['ray.io/cluster']"

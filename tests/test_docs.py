@@ -63,9 +63,8 @@ def test_every_command_is_understood(
             f"{tmp_path}/run.yaml" if word.endswith("best.yaml") else word
             for word in words[1:]
         ]
-        args = [
-            word.replace("s3://bucket/runs/", f"{tmp_path}/") for word in args
-        ]  # which is not asked for here
+        # which is not asked for here
+        args = [word.replace("s3://bucket/runs/", f"{tmp_path}/") for word in args]
         own = settings.parse_command(
             "", SEARCH if words[0].endswith("tune.py") else cli.train, args
         )
@@ -265,9 +264,8 @@ def test_the_program_of_docs_training_loop_fails_and_continues(
         names["batch"].position.split == "val"
         and sum(names["sizes"]) == 32 * len(names["epoch"].train) == 32 * 4
     )
-    records = read_records(
-        (tmp_path / "runs" / "own-loop").as_uri()
-    )  # by nobody but the loader
+    # by nobody but the loader
+    records = read_records((tmp_path / "runs" / "own-loop").as_uri())
     of_kind = {record["kind"]: record for record in records}
     assert [record["kind"] for record in records].count("start") == 2
     assert (
@@ -326,12 +324,13 @@ def test_the_ray_train_loop_of_docs_integrations_reports_and_learns(
     monkeypatch.setattr(ray.train, "get_all_reported_checkpoints", lambda **_: [])
     with only_rank():
         names["train_ray"]({})
+    # after steps 8, 11, 16 and 22
     assert [len(metrics) for metrics, _ in reported] == [
         0,
         1,
         0,
         1,
-    ]  # after steps 8, 11, 16 and 22
+    ]
     assert all(files == {"state.pt", "cursor.json"} for _, files in reported)
     assert reported[-1][0]["accuracy"] > 0.5
 
@@ -534,9 +533,8 @@ def test_what_docs_moving_has_instead_of_other_loaders_runs(
         for code in blocks("python", ROOT / "docs" / "moving.md")
         if "import raypipe" in code
     ]
-    ours = [
-        code for code in ours if "sys.argv" not in code
-    ]  # tests/test_moving.py has the scripts
+    # tests/test_moving.py has the scripts
+    ours = [code for code in ours if "sys.argv" not in code]
     assert len(ours) == 4
     for code in ours:
         names: dict[str, Any] = {"raypipe": raypipe, "pipeline": pipeline}

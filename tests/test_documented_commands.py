@@ -208,9 +208,8 @@ def test_docs_concepts_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("train.lmdb", [samples(64)[i % 64] for i in range(1600)], CLASSES)
     Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
     digits, whole, part, of_run = of("concepts.md", "digest")
-    assert (
-        run([*digits, "--pool.engine=inline"], capsys)["samples"] == 2 * 64
-    )  # of 128 on the page
+    # of 128 on the page
+    assert run([*digits, "--pool.engine=inline"], capsys)["samples"] == 2 * 64
     Path(of_run[3]).parent.mkdir(parents=True)
     Path(of_run[3]).write_text(CONFIG_HEAD + Path("run.yaml").read_text())
     hashed = run([*whole, "--pool.engine=inline"], capsys)
@@ -273,9 +272,8 @@ def test_the_option_seekable_of_docs_formats(
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_moving_converts_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     write_folder(Path("train"))
-    words, _ = of(
-        "moving.md", "convert"
-    )  # the other is of MDS, as tests/stores/sources has it
+    # the other is of MDS, as tests/stores/sources has it
+    words, _ = of("moving.md", "convert")
     assert run(words, capsys)["samples"] == 40 == len(open_store(words[3]))
 
 

@@ -125,9 +125,8 @@ def test_the_reference_has_every_field_of_a_batch() -> None:
 def test_the_reference_has_every_metric_label_and_alert() -> None:
     assert {f"ray_{name}" for name in METRICS} <= named("Metrics")
     labels = {label for metric in METRICS.values() for label in metric.labels}
-    assert labels - {"version", "plan", "workers"} <= named(
-        "Metrics"
-    )  # labels of one metric, which it names
+    # labels of one metric, which it names
+    assert labels - {"version", "plan", "workers"} <= named("Metrics")
     groups = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())["groups"]
     assert {rule["alert"] for group in groups for rule in group["rules"]} <= named(
         "Metrics"

@@ -175,9 +175,8 @@ def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(
         found["object_store_bytes"] > 0
         and found["object_store_bound_bytes"] > 4 * found["micro_batch_bytes"]
     )
-    assert (
-        found["private_bytes"] > 100 << 20
-    )  # Python and its libraries alone, in half a dozen processes
+    # Python and its libraries alone, in half a dozen processes
+    assert found["private_bytes"] > 100 << 20
     found = last_line(run(f"{ROOT}/benchmarks/resume.py", *small))
     assert found["resume_ratio"] == pytest.approx(
         found["resume_end_s"] / found["resume_start_s"]

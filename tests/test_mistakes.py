@@ -155,9 +155,8 @@ def test_it_is_told_before_anything_is_started(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.delitem(sys.modules, "my_code", raising=False)
-    monkeypatch.setattr(
-        "raypipe.train.launch.connect", None
-    )  # further than that it must not come
+    # further than that it must not come
+    monkeypatch.setattr("raypipe.train.launch.connect", None)
     given, expected = MISTAKES[mistake]
     settings = [
         "--store.train=a.lmdb",
@@ -168,9 +167,8 @@ def test_it_is_told_before_anything_is_started(
     if "--resume=runs/old" in given:
         settings = []
         leave_a_run(folder / "runs" / "old")
-    running = (
-        ray.is_initialized()
-    )  # the session's cluster, which other tests have started or not
+    # the session's cluster, which other tests have started or not
+    running = ray.is_initialized()
     with pytest.raises(SystemExit) as caught:
         _finish(lambda: train(parse_run([*settings, *given], None)))
     shown = capfd.readouterr().err

@@ -157,10 +157,11 @@ def test_the_ported_script_goes_on_after_sigkill_on_two_workers(
     after = [lines(tmp_path, f"seen-{rank}") for rank in range(2)]
     _, epoch, step, *_ = after[0][0]
     began_at = 8 * epoch + step
+    # where Ray Train has not seen the last checkpoint, it was not made
     assert began_at in (
         9,
         12,
-    )  # where Ray Train has not seen the last checkpoint, it was not made
+    )
     for rank in range(2):
         assert after[rank] == planned(plan, rank, 2, began_at)
     step, metrics = lines(tmp_path, "reported")[-1]

@@ -100,9 +100,8 @@ def newcomers_program(
     for there, instead in FILLED_IN.items():
         assert code.count(there) == 1, there
         code = code.replace(there, instead)
-    code, check = code.rstrip().rsplit(
-        "\n\n\n", 1
-    )  # that is for the program that calls `fit`
+    # that is for the program that calls `fit`
+    code, check = code.rstrip().rsplit("\n\n\n", 1)
     (folder / "program.py").write_text(
         f"{BEFORE}{code}\n{AFTER.replace('CHECK', check)}"
     )
@@ -214,9 +213,8 @@ def gradients_with_hooks(rank: int, world_size: int, folder: str) -> None:
             torch.allclose(power, plain)
             for power, plain in zip(found["power"], found["plain"], strict=True)
         ]
-        assert (
-            equal[:3] == [True] * 3 and not equal[4]
-        )  # then the matrices are of rank 2
+        # then the matrices are of rank 2
+        assert equal[:3] == [True] * 3 and not equal[4]
         first = found["power"][4][: 64 * 32].view(32, 64)
         assert torch.linalg.matrix_rank(first, rtol=1e-4) == 2
     finally:

@@ -32,9 +32,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, (
-        done.stdout + done.stderr
-    )  # a link that leads nowhere, a page outside of the menu
+    # a link that leads nowhere, a page outside of the menu
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 

@@ -244,9 +244,8 @@ def _alone(
     seconds: float,
 ) -> Figures:
     """Measure the figures of `ceiling` in one process, with its images in memory and warmed up."""
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # Ray sets it for torch in an actor of one CPU
+    # Ray sets it for torch in an actor of one CPU
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     import cv2
 
     from raypipe.transform.batch import MicroBatchTransform

@@ -54,15 +54,13 @@ def train(run: RunConfig) -> dict[str, Any]:
         run: With --name NAME --resume auto the same command starts a run and continues it.
     """
     if ":" not in run.train.model:
-        check_model(
-            run.train.model, len(run.augment.mean)
-        )  # before the seconds that Ray and torch take to load
+        # before the seconds that Ray and torch take to load
+        check_model(run.train.model, len(run.augment.mean))
     configure_logs(run.log_format)
     _check_paths(run)
     phase(logger, "loading Ray and torch")
-    return import_module("raypipe.train.launch").train(
-        run
-    )  # no other command needs the whole program
+    # no other command needs the whole program
+    return import_module("raypipe.train.launch").train(run)
 
 
 def _check_paths(run: RunConfig) -> None:

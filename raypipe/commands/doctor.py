@@ -78,9 +78,8 @@ def _packages() -> tuple[bool, str]:
         Requirement, importlib.metadata.requires(DISTRIBUTION) or []
     ):
         if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
-            version = importlib.metadata.version(
-                requirement.name
-            )  # an error if it is not there
+            # an error if it is not there
+            version = importlib.metadata.version(requirement.name)
             if not requirement.specifier.contains(version, prereleases=True):
                 raise ImportError(
                     f"{requirement.name} is {version}, not {requirement.specifier}"
@@ -108,9 +107,8 @@ def _torch() -> tuple[bool, str]:
     import torch
     import torchvision
 
-    torchvision.ops.nms(
-        torch.zeros(1, 4), torch.zeros(1), 0.5
-    )  # fails where it was built for another torch
+    # fails where it was built for another torch
+    torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     if torch.cuda.is_available():
         torch.ones(8, device="cuda").sum().item()
         return True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
@@ -128,9 +126,8 @@ def _torch() -> tuple[bool, str]:
 def _limits() -> tuple[bool, str]:
     """Before Ray is started: ulimit -n 65536, --shm-size or --ipc=host, RAY_TMPDIR on a larger disk."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    shared = (
-        shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0
-    )  # macOS has none
+    # macOS has none
+    shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
@@ -146,12 +143,13 @@ def _ray() -> tuple[bool, str]:
         where = f"the cluster at {address}"
     else:
         where = "a cluster on this machine"
+    # -P: no modules of the current folder
     command = [
         sys.executable,
         "-P",
         "-c",
         _RAY_PROGRAM,
-    ]  # -P: no modules of the current folder
+    ]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_RAY_TIMEOUT_S, check=False

@@ -122,10 +122,11 @@ class Parser:
             else:
                 switch = key.removeprefix("no_")
             is_config = self.takes_run and key == "config"
+            # the help names these values
             is_told = equals or words[-1:] in (
                 ["true"],
                 ["false"],
-            )  # the help names these values
+            )
             if switch in self.known and self.known[switch].kind is bool and not is_told:
                 key, text = switch, str(switch == key).lower()
             elif key not in self.known and not is_config:
@@ -206,9 +207,8 @@ def printing(code: int = 1) -> Iterator[None]:
         yield
         print(end="", flush=True)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python writes the rest at its end
+        # Python writes the rest at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         sys.stderr.write(error_text(f"the output cannot be written: {error}"))
         os._exit(code)  # Python would try again at its end

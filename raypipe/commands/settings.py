@@ -23,9 +23,8 @@ from raypipe.storage.files import read_text
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
 from raypipe.storage.lease import check_owner
 
-_MAX_CONFIG_BYTES = (
-    16 << 20
-)  # the steps of a transform are 1 MiB at most, see `transform_steps`
+# the steps of a transform are 1 MiB at most, see `transform_steps`
+_MAX_CONFIG_BYTES = 16 << 20
 
 
 def parse_command(

@@ -223,9 +223,8 @@ class DeviceDecoder:
         self, images: dict[int, torch.Tensor], maps: np.ndarray, out: torch.Tensor
     ) -> None:
         """Resize boxes of images, uint8 (3, h, w), into rows of uint8 (B, H, W, 3)."""
-        most = (
-            _RESIZED_PIXELS if self.device.type == "cuda" else 0
-        )  # CPUs compute each by itself, without padding
+        # CPUs compute each by itself, without padding
+        most = _RESIZED_PIXELS if self.device.type == "cuda" else 0
         for rows in _groups(
             {row: image[0].numel() for row, image in images.items()},
             most,
@@ -286,9 +285,8 @@ def _by_nvimagecodec(device: torch.device) -> BoxDecoder:
 
 
 def _by_torchvision(device: torch.device) -> BoxDecoder:
-    importlib.import_module(
-        "torchvision.io"
-    )  # it loads the operator; its own function says that it is deprecated
+    # it loads the operator; its own function says that it is deprecated
+    importlib.import_module("torchvision.io")
     operator = torch.ops.image.decode_jpegs_cuda
 
     def decode_boxes(

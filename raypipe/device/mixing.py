@@ -114,17 +114,15 @@ def mix(
     """
     partners = np.arange(len(counts))
     rows = np.flatnonzero(counts)
-    partners[rows] = np.roll(
-        rows, -1
-    )  # a row without weight, or the only one with weight, is its own partner
+    # a row without weight, or the only one with weight, is its own partner
+    partners[rows] = np.roll(rows, -1)
     partner = torch.from_numpy(partners).to(image.device, non_blocking=True)
     lam, box = plan
     if box is None:
         # A row that is its own partner stays as it is, bit by bit: lerp of x with x adds λ·0. The rows that are
         # selected have lost the order of channels_last, which the result keeps.
-        has_gradient = (
-            torch.is_grad_enabled() and image.requires_grad
-        )  # torch takes none through `out`
+        # torch takes none through `out`
+        has_gradient = torch.is_grad_enabled() and image.requires_grad
         out = None if has_gradient else torch.empty_like(image)
         image = torch.lerp(image.index_select(0, partner), image, lam, out=out)
     else:

@@ -365,9 +365,8 @@ def _mixed(step: Any, made: Made, counts: np.ndarray) -> Made:
     else:
         partners = params["mix_pairs"][0]
         corners = params["crop_src"][0]
-        sides = (
-            corners[:, 2] - corners[:, 0] + 1
-        )  # pixels; an empty box ends before it begins
+        # pixels; an empty box ends before it begins
+        sides = corners[:, 2] - corners[:, 0] + 1
         others = sides.prod(1) / (before.shape[2] * before.shape[3])
     own = torch.arange(rows)
     selected = params["batch_prob"] > 0.5

@@ -204,9 +204,8 @@ def on_device(
     def of_ring(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         with pinned(through.device):
             batch = made(host, tensors)
-        is_made_here = decode is not None or any(
-            map(is_chroma, host.arrays())
-        )  # on the current stream
+        # on the current stream
+        is_made_here = decode is not None or any(map(is_chroma, host.arrays()))
         if is_made_here:
             return batch
         return replace(batch, copied=through.copied)
@@ -267,9 +266,8 @@ def _batch(
                 else unpacked
             )
         elif is_image(name):
-            fields[name] = tensors[name].movedim(
-                -1, -3
-            )  # NHWC in memory is channels_last as it stands
+            # NHWC in memory is channels_last as it stands
+            fields[name] = tensors[name].movedim(-1, -3)
         elif name in tensors:
             fields[name] = tensors[name]
     same = {

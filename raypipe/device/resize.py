@@ -75,9 +75,8 @@ def resize(images: Sequence[torch.Tensor], maps: np.ndarray) -> torch.Tensor:
         spans[number, top : top + rows, :, left : left + columns] = upright[
             :, :rows, :columns
         ].transpose(0, 1)
-    pixels = (
-        spans.float() - fill
-    )  # beyond the edges is nothing then, also behind a resize
+    # beyond the edges is nothing then, also behind a resize
+    pixels = spans.float() - fill
     for place in range(RESIZES, axes.shape[2], NUM_RESIZE):
         of_resize = axes[:, :, place : place + NUM_RESIZE]
         by_row = _weights(of_resize[0], lengths[0], pixels.shape[1], device)
@@ -131,9 +130,8 @@ def _weights(
     )
     weights = torch.where((taps >= 0) & (taps < length), weights, 0)
     sums = weights.cumsum(2)
-    sums = torch.round(
-        sums * _WEIGHT / sums[:, :, -1:]
-    )  # so that the weights add up to 1
+    # so that the weights add up to 1
+    sums = torch.round(sums * _WEIGHT / sums[:, :, -1:])
     weights = torch.diff(sums, dim=2, prepend=torch.zeros_like(sums[:, :, :1]))
     weights = torch.where(is_inside, weights, 0).float()
     wider = torch.zeros((*weights.shape[:2], num + 2 * num_taps), device=device)

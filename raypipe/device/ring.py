@@ -192,9 +192,8 @@ class Ring(Generic[Item]):
             target=self._fill, args=arguments, daemon=True, name="raypipe-ring"
         )
         del source, arguments  # used only by the thread
-        used: deque[tuple[_Slot, Any]] = (
-            deque()
-        )  # items still valid, and the stream that each was handed to
+        # items still valid, and the stream that each was handed to
+        used: deque[tuple[_Slot, Any]] = deque()
         thread.start()
         try:
             while (entry := filled.get()) is not None:
@@ -205,10 +204,11 @@ class Ring(Generic[Item]):
                 self.copied = slot.copied
                 used.append((slot, hand_over(slot.copied, [slot.memory], self.device)))
                 yield item, slot.tensors
+                # the last one's host memory is not held while this waits for the next
                 del (
                     item,
                     entry,
-                )  # the last one's host memory is not held while this waits for the next
+                )
                 if len(used) > self._keep:
                     slot, stream = used.popleft()
                     # The work on it may have gone on under the stream that is current now.
@@ -298,9 +298,8 @@ class _Slot:
             _part(self.memory, *place) for place in zip(starts, arrays, strict=True)
         )
         for place in zip(starts, arrays, strict=True):
-            np.copyto(
-                _part(self._host, *place).numpy(), place[1]
-            )  # torch would warn of read-only arrays
+            # torch would warn of read-only arrays
+            np.copyto(_part(self._host, *place).numpy(), place[1])
         with self._backend.stream(self._stream):
             for event in self._consumed:
                 event.wait(self._stream)

@@ -16,9 +16,8 @@ import torch
 from raypipe.transform.targets import NO_BOX, OUTSIDE
 
 _MIDDLE = 0.5  # where the first pixel has it
-_LEAST = (
-    1 - 1e-3
-)  # pixels of a box's width and height; Kornia's maps are computed in float32
+# pixels of a box's width and height; Kornia's maps are computed in float32
+_LEAST = 1 - 1e-3
 
 
 def to_boxes(boxes: torch.Tensor) -> Any:

@@ -136,9 +136,8 @@ class StreamTrainer(transformers.Trainer):
             plan = self._loader.plan
             counted = int((inputs["labels"] != NOT_COUNTED).sum())
             share = counted * plan.val_steps * plan.config.per_step / plan.num_val
-            loss = (
-                loss * share if counted else loss.new_zeros(())
-            )  # the mean over zero rows is NaN
+            # the mean over zero rows is NaN
+            loss = loss * share if counted else loss.new_zeros(())
         return loss, logits, labels
 
     def train(

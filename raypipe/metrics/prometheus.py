@@ -333,9 +333,8 @@ class TrainerMetrics(Recorder):
     def learnt(self, **values: float) -> None:
         """Show these gauges of the run from now on, on rank 0: trainer_loss, validation_accuracy, …"""
         if self._rank == 0:
-            self._gauges = (
-                self._gauges | values
-            )  # a new dict: the thread may be reading the old one
+            # a new dict: the thread may be reading the old one
+            self._gauges = self._gauges | values
 
     def checkpointed(self) -> None:
         """A checkpoint has just been written, or the run begins to make some."""

@@ -202,9 +202,8 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
     world_size = situation.world_size
     actors = situation.actors
     busy_s = times.augment_s + times.compute_s
-    needed = (
-        times.work_s / busy_s * _HEADROOM if busy_s else math.nan
-    )  # actors for each rank
+    # actors for each rank
+    needed = times.work_s / busy_s * _HEADROOM if busy_s else math.nan
     stages = (
         "wait",
         "augment",

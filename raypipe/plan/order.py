@@ -201,9 +201,8 @@ class Shuffle:
     def layout(self, lap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Offsets of the groups (G + 1,); their order in a pass (G,), and their offsets by position (G + 1,)."""
         assert self.groups is not None, "windows are of groups"
-        kept = (
-            self._pass
-        )  # read once, since threads share a plan, and may be in different passes
+        # read once, since threads share a plan, and may be in different passes
+        kept = self._pass
         if kept[0] != lap:
             num_groups = len(self.groups) - 1
             order = permute(

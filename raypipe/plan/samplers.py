@@ -236,9 +236,8 @@ class Weighted(Lapped):
         """The order of a pass's draw numbers; the groups begin at different draws from pass to pass."""
         if self.shuffle.groups is None:
             return self.shuffle.of(self.size, None)
-        kept = (
-            self._lap_shuffle
-        )  # read once, since threads share a plan, and may be in different passes
+        # read once, since threads share a plan, and may be in different passes
+        kept = self._lap_shuffle
         if kept is None or kept[0] != lap:
             kept = self._lap_shuffle = (
                 lap,

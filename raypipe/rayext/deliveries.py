@@ -20,9 +20,8 @@ from raypipe.rayext.placement import nodes
 # A rank fetches the block that it waits for, and one ahead.
 _FETCHED = 2
 _ANSWER_MS = 500
-_SMALL = (
-    100 * 1024
-)  # bytes; Ray keeps smaller objects in the memory of the process that asked for them
+# bytes; Ray keeps smaller objects in the memory of the process that asked for them
+_SMALL = 100 * 1024
 
 
 class Deliveries:

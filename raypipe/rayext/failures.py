@@ -73,9 +73,8 @@ def explanation(error: BaseException) -> str:
 
     causes = [cause for cause in _beneath(error) if not _wrapped(cause)] or [error]
     own = [cause for cause in causes if not _is_of_train(cause)]
-    dead = [
-        cause for cause in own if isinstance(cause, RayError)
-    ]  # these caused the other failures
+    # these caused the other failures
+    dead = [cause for cause in own if isinstance(cause, RayError)]
     cause = [*(cause for cause in own if not _is_death(cause)), *dead, *own, *causes][0]
     text = " ".join(_ADDED.sub("", str(cause)).split())
     return f"{type(cause).__name__}: {text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + ' …'}"

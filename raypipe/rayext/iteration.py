@@ -125,9 +125,8 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
                     if t.name == _RAY_DATA_THREAD and t not in before
                 ]
             yield row
-            del (
-                row
-            )  # otherwise its block would stay in memory until the next row arrives
+            # otherwise its block would stay in memory until the next row arrives
+            del row
     except Exception as error:
         failure = cause_of(error)
     finally:

@@ -40,9 +40,10 @@ def is_ours() -> bool:
     """Return whether the caller's use of Ray Data belongs to one of raypipe's executions."""
     if _process_is_ours or getattr(_thread, "is_ours", False):
         return True
+    # already imported by callers; a stream without Ray must not import it
     from ray.data import (
         DataContext,
-    )  # already imported by callers; a stream without Ray must not import it
+    )
 
     # The thread of an execution has its context as an attribute; a thread that makes a dataset has set it.
     running = getattr(threading.current_thread(), "_data_context", None)

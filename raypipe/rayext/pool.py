@@ -345,9 +345,8 @@ class PoolKeeper:
         late = late[int(_free_cpus() / self._cpus) :][: len(idle)]
         if not late:
             return
-        self._release_lost(
-            len(states), keep=waiting.keys()
-        )  # otherwise these may take the CPUs
+        # otherwise these may take the CPUs
+        self._release_lost(len(states), keep=waiting.keys())
         for actor in idle[: len(late)]:
             self._pool._release_running_actor(actor)
         self._room_at |= dict.fromkeys(late, now + _PATIENCE_S)

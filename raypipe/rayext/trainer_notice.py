@@ -110,9 +110,8 @@ class Notice:
         else:
             ends_at = self._notified_at + _UNKNOWN_S
         turn_s = self._step_s + self._checkpoint_s
-        self._room_s = (
-            ends_at - now - _SPARE_S - 1.5 * turn_s
-        )  # a step may take longer than those before
+        # a step may take longer than those before
+        self._room_s = ends_at - now - _SPARE_S - 1.5 * turn_s
         self.is_last = self._room_s <= 0
         # A checkpoint that is still being written when the last one is due would only delay it.
         is_due = at_end or (now >= self._due_at and self._room_s > self._checkpoint_s)

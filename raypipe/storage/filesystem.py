@@ -222,9 +222,8 @@ def _hadoop(scheme: str, host: str) -> pyarrow.fs.FileSystem:
             host or "default", int(port or 0), kerb_ticket=ticket
         )
     except OSError as error:
-        reason = str(error).partition("\n")[
-            0
-        ]  # more than a hundred lines follow, of places that it looked in
+        # more than a hundred lines follow, of places that it looked in
+        reason = str(error).partition("\n")[0]
         if "Unable to load" not in reason:
             raise
         raise ConfigError(

@@ -65,9 +65,8 @@ _UNTOUCHED_NS = 0
 _NUM_LOCKS = 64
 _PART_SUFFIX = ".part"
 _IN_USE = 1 << 63  # later than any time
-_LONGEST_FETCH_NS = (
-    3600 * 10**9
-)  # after that a hidden part is one of a process that was killed
+# after that a hidden part is one of a process that was killed
+_LONGEST_FETCH_NS = 3600 * 10**9
 # Share of the limit that is freed at once for parts, since finding the oldest ones looks at every file.
 _FREED_SHARE = 0.05
 # An unpacked object is given room in steps.
@@ -117,9 +116,8 @@ class LocalCache:
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
-        self._open: OrderedDict[Entry, tuple[Any, int]] = (
-            OrderedDict()
-        )  # opened shard, and its file's inode
+        # opened shard, and its file's inode
+        self._open: OrderedDict[Entry, tuple[Any, int]] = OrderedDict()
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -181,9 +179,8 @@ class LocalCache:
 
     def _kept(self, file: Entry, entry: tuple[T, int]) -> T:
         with self._mutex:
-            entry = self._open.setdefault(
-                file, entry
-            )  # another thread may have been faster
+            # another thread may have been faster
+            entry = self._open.setdefault(file, entry)
             self._open.move_to_end(file)
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
@@ -416,9 +413,8 @@ def _download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
                     raise OSError("the object became shorter during the download")
                 yield data
                 progress()
-    wanted.check_same(
-        look_up(wanted.address)
-    )  # never mix byte ranges of two versions of an object
+    # never mix byte ranges of two versions of an object
+    wanted.check_same(look_up(wanted.address))
 
 
 def _inode(path: Path) -> int:

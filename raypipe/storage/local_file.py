@@ -66,9 +66,8 @@ class OpenFile:
 
     def __init__(self, path: str | Path) -> None:
         self.descriptor = open_regular(path)
-        self.path = Path(
-            f"/dev/fd/{self.descriptor}"
-        )  # stays valid if the cache removes the original path
+        # stays valid if the cache removes the original path
+        self.path = Path(f"/dev/fd/{self.descriptor}")
         weakref.finalize(self, os.close, self.descriptor)
 
     def pread(self, num_bytes: int, start: int) -> bytes:

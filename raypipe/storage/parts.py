@@ -80,9 +80,8 @@ class Part:
                     progress()
 
                 in_threads(copy, pieces)
-            self.file.check_same(
-                look_up(self.address)
-            )  # never mix byte ranges of two versions of an object
+            # never mix byte ranges of two versions of an object
+            self.file.check_same(look_up(self.address))
         finally:
             os.close(descriptor)
 

@@ -91,9 +91,8 @@ _impatient: ContextVar[bool] = ContextVar("impatient", default=False)
 _given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)
 
 
-_counts: dict[tuple[str, str], float] = defaultdict(
-    float
-)  # (operation, name of the count) → count
+# (operation, name of the count) → count
+_counts: dict[tuple[str, str], float] = defaultdict(float)
 _counts_lock = threading.Lock()
 
 

@@ -155,10 +155,11 @@ class PatientInput(RangeInput):
     def __init__(self, handler: _Handler, path: str) -> None:
         self._handler = handler
         self._path = path
+        # the file system that opened the file, and the file
         self._opened: tuple[Any, Any] = (
             None,
             None,
-        )  # the file system that opened the file, and the file
+        )
         super().__init__(self._call("open", lambda file: file.size()))
 
     def _call(self, operation: str, do: Callable[[pa.NativeFile], T]) -> T:

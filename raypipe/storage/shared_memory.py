@@ -51,9 +51,8 @@ class Arena:
         self._lock = threading.Lock()
         memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._view = memoryview(memory)
-        self._counts = np.frombuffer(
-            memory, np.int64, 2
-        )  # bytes that are used and granted, from the start on
+        # bytes that are used and granted, from the start on
+        self._counts = np.frombuffer(memory, np.int64, 2)
         self._places = np.frombuffer(memory, np.int64, num_cells, _HEADER_BYTES)
         weakref.finalize(self, _close, descriptor, entry, os.getpid())
 
@@ -105,9 +104,8 @@ class Arena:
     def _reserve(self, size: int) -> int | None:
         size += -size % 8
         with self._lock:
-            fcntl.flock(
-                self._descriptor, fcntl.LOCK_EX
-            )  # freed by the kernel if this process is killed
+            # freed by the kernel if this process is killed
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:
                 place, granted = self._counts.tolist()
                 if place + size > granted:

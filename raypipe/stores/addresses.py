@@ -44,9 +44,8 @@ _SPLIT = re.compile(
     re.IGNORECASE,
 )
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_UPLOADED = re.compile(
-    r"\d{5}-[0-9a-f]{8}\.\w+"
-)  # name of a shard that a conversion uploaded
+# name of a shard that a conversion uploaded
+_UPLOADED = re.compile(r"\d{5}-[0-9a-f]{8}\.\w+")
 _MAX_SHARDS = 100_000
 _SYSTEM_NAMES = frozenset(
     {"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"}
@@ -212,10 +211,11 @@ def _of_manifest(where: str) -> list[RemoteFile]:
             raise StoreError(
                 f"{where} has version {content['version']}; this raypipe reads version {VERSION}"
             )
+        # at least one, or LookupError
         shards = [
             content["shards"][0],
             *content["shards"][1:],
-        ]  # at least one, or LookupError
+        ]
         folder, _ = split(where)
         return [
             RemoteFile(

@@ -118,9 +118,8 @@ class _Files:
     images: list[Sample] = field(default_factory=list)
     arrays: list[Sample] = field(default_factory=list)
     left_out: LeftOut = field(default_factory=Counter)
-    with_images: list[str] = field(
-        default_factory=list
-    )  # other files that belong to images
+    # other files that belong to images
+    with_images: list[str] = field(default_factory=list)
 
     @property
     def samples(self) -> list[Sample]:

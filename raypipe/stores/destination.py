@@ -261,9 +261,8 @@ def _write_digits(train: Path, val: Path) -> None:
     import cv2
 
     with (files("raypipe") / "digits.npz").open("rb") as file, np.load(file) as digits:
-        pixels = np.round(digits["levels"] * (255 / 16)).astype(
-            np.uint8
-        )  # scanned with 17 gray levels
+        # scanned with 17 gray levels
+        pixels = np.round(digits["levels"] * (255 / 16)).astype(np.uint8)
         labels = digits["labels"].tolist()
     samples = [
         {"image": cv2.imencode(".png", image)[1].tobytes(), "label": label}

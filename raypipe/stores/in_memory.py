@@ -91,9 +91,8 @@ class InMemoryStore:
             for name, encoded in sorted(
                 fresh.items(), key=lambda item: item[0] == "image"
             ):
-                values = [
-                    value for value in encoded if value is not None
-                ]  # all of them
+                # all of them
+                values = [value for value in encoded if value is not None]
                 self._keep(arena, self._cells(name, wanted[missing]), values)
                 for position, value in zip(
                     np.flatnonzero(missing).tolist(), values, strict=True

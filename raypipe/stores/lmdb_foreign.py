@@ -82,9 +82,8 @@ def _open(listed: RemoteFile, options: Options) -> _Shard:
     if options.target_column.endswith(_LIST_SUFFIXES) or not options.target_column:
         list_file = options.target_column
         if list_file and not is_remote(list_file):
-            list_file = str(
-                Path(where).parent / list_file
-            )  # an absolute path stays as it is
+            # an absolute path stays as it is
+            list_file = str(Path(where).parent / list_file)
     else:
         list_file = _list_beside(where)
     options = replace(

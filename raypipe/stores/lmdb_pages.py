@@ -54,15 +54,13 @@ _OVERFLOW = 4
 _META = 8
 _LONG_VALUE = 1
 
-_HEADER = struct.Struct(
-    "<QHHHH"
-)  # page number, unused, flags, bounds of the free space
+# page number, unused, flags, bounds of the free space
+_HEADER = struct.Struct("<QHHHH")
 _OVERFLOW_HEADER = struct.Struct("<QHHI")  # page number, unused, flags, number of pages
 # Magic, version, page size; the main tree's flags, depth, entries and root; last page, transaction number.
 _META_BODY = struct.Struct("<II16xI48xHH24xQQQQ")
-_NODE = struct.Struct(
-    "<IHH"
-)  # value length, flags, key length; in a branch: page number of 48 bits, key length
+# value length, flags, key length; in a branch: page number of 48 bits, key length
+_NODE = struct.Struct("<IHH")
 _POINTER = struct.Struct("<H")
 _PAGE_NUMBER = struct.Struct("<Q")
 _HEADER_BYTES = _HEADER.size

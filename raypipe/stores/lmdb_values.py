@@ -33,9 +33,8 @@ _MAGICS = (
     b"MM\0*",
     NPY,
 )
-_PICKLE_PROTOCOLS = [
-    bytes([protocol]) for protocol in range(2, 6)
-]  # the second byte; Python 2's have protocol 2
+# the second byte; Python 2's have protocol 2
+_PICKLE_PROTOCOLS = [bytes([protocol]) for protocol in range(2, 6)]
 # First bytes of msgpack: small dicts, small arrays, bytes, arrays and dicts.
 _MSGPACK_STARTS = frozenset((*range(0x81, 0xA0), 0xC4, 0xC5, 0xC6, *range(0xDC, 0xE0)))
 _DATUM_STARTS = b"\x08\x22"  # the fields `channels` and `data`

@@ -57,9 +57,8 @@ def _changed(array: np.ndarray, cast: np.ndarray) -> np.ndarray:
     if array.dtype.kind == "f":
         if cast.dtype.kind == "f":
             return np.isfinite(array) & ~np.isfinite(cast)
-        return np.ones(
-            array.shape, bool
-        )  # casting floats to integers is never exact enough
+        # casting floats to integers is never exact enough
+        return np.ones(array.shape, bool)
     if cast.dtype.kind != "f" or array.dtype.kind == "b":
         return np.asarray(cast != array)
     wide = cast.astype(np.float64)

@@ -25,9 +25,8 @@ from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import StoredColumn, TableColumns
 from raypipe.stores.base import Columns, FileStore, by_part, part_of
 
-DEFAULT_CACHE_BYTES = (
-    1 << 30
-)  # more than a hundred groups of the 8 MiB that ParquetWriter makes
+# more than a hundred groups of the 8 MiB that ParquetWriter makes
+DEFAULT_CACHE_BYTES = 1 << 30
 # 1 / fraction of cache_bytes that views of images may keep in memory after their row groups have left the cache. A
 # window of 10 groups of 8 MiB needs a third of it.
 _VIEWED = 4

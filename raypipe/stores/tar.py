@@ -40,9 +40,8 @@ logger = logging.getLogger(__name__)
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 # A scan takes about 80 us per member: at most a few seconds for a local tar below this size.
 _SMALL_BYTES = 64 << 20
-_SMALL_REMOTE_BYTES = (
-    32 << 20
-)  # a remote tar below this size is fetched whole, within a second
+# a remote tar below this size is fetched whole, within a second
+_SMALL_REMOTE_BYTES = 32 << 20
 _SCAN_FILE = "tar-8.json"  # name in the cache, with the version of its layout
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")

@@ -278,9 +278,8 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     config: Any = scaling_config
     workers = config.num_workers
     if isinstance(workers, int):
-        spec.plan.check_workers(
-            workers or 1
-        )  # 0 = the train function runs in this process
+        # 0 = the train function runs in this process
+        spec.plan.check_workers(workers or 1)
     else:
         workers = min(workers)  # elastic
     if not ray.is_initialized():

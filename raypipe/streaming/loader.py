@@ -243,9 +243,8 @@ class Loader(Unlike, instead=_INSTEAD):
         if feed.supervisor is not None:
             sentry = Sentry(feed.supervisor, self.rank, account.chronicle.waited_s)
             sentry.start()
-            ends.insert(
-                1, sentry.stop
-            )  # before its Supervisor ends, and after the last wait for a batch
+            # before its Supervisor ends, and after the last wait for a batch
+            ends.insert(1, sentry.stop)
         self._running.begin(feed.supervisor, *ends)
         account.chronicle.follow(self._supervisor)
 
@@ -355,9 +354,8 @@ class Loader(Unlike, instead=_INSTEAD):
         self.account.chronicle.begin(validates, settings, self._supervisor)
 
     def _left_early(self, of: Pass) -> None:
-        is_now = (
-            of.segment is not None and of.turn == self._turn
-        )  # a forgotten loop may end at any later time
+        # a forgotten loop may end at any later time
+        is_now = of.segment is not None and of.turn == self._turn
         if (
             of.segment
             and is_now
@@ -570,9 +568,8 @@ class Loader(Unlike, instead=_INSTEAD):
             batch = self._next(at, is_at_end and of.turn == self._turn)
         except BaseException as error:  # it may be Ctrl-C
             self._running.end(f"its next batch failed with {type(error).__name__}")
-            _close(
-                self._running, lambda: None, self._batches
-            )  # another thread could not
+            # another thread could not
+            _close(self._running, lambda: None, self._batches)
             raise
         if split == "train":
             self._left = None

@@ -306,9 +306,8 @@ def run_columns(run: RunConfig, store: Store) -> SampleColumns:
     declared = column_options(renamed(run.store.columns, run.store.target_column))
     make = run.transform.make_columns or None
     indices = np.arange(min(NUM_PROBED, len(store)))
-    has_label = (
-        bool(run.store.target_column) and LABEL in store.columns
-    )  # any store may be looked at
+    # any store may be looked at
+    has_label = bool(run.store.target_column) and LABEL in store.columns
     return find_columns({"train": store}, declared, make, lambda _: indices, has_label)
 
 

@@ -172,9 +172,8 @@ class MicroBatchSource(Datasource):
             name = name_of(store, first)
             where = f"samples {first} to {last} of {store.address}{f', from {name} on' if name else ''}"
             self._tell(task, f"{where}, for {at}")
-            read_samples(
-                store, np.array([first]), self._wanted
-            )  # it is kept, for the micro-batch
+            # it is kept, for the micro-batch
+            read_samples(store, np.array([first]), self._wanted)
 
     def _tell(self, task: str, what: str) -> None:
         if error := ray.get(self._supervisor.reading.remote(task, what)):

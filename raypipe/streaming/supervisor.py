@@ -147,9 +147,10 @@ class Supervisor:
         self._events: list[tuple[str, str]] = []
         # number of the first of them; a restarted Supervisor has the last ones
         self._first_event = 0
+        # by split
         self._seconds: dict[str, deque[float]] = defaultdict(
             lambda: deque(maxlen=_NUM_MEASURED)
-        )  # by split
+        )
         self._num_bytes: dict[str, deque[int]] = defaultdict(
             lambda: deque(maxlen=_NUM_MEASURED)
         )

@@ -169,9 +169,8 @@ class Guard:
             orders = ray.get(begun)
             if orders.error:
                 raise ResourceError(orders.error)
-        patience.on_progress.append(
-            self._watch
-        )  # to fetch a shard may take longer than any transform
+        # to fetch a shard may take longer than any transform
+        patience.on_progress.append(self._watch)
         try:
             yield orders
         finally:

@@ -198,9 +198,8 @@ class Trainer:
         with contextlib.ExitStack() as ends:
             ends.callback(self.loader.close)
             ends.enter_context(self._account.saving(self._awaited))
-            ends.callback(
-                self._writer.wait
-            )  # also uploads the records to the run's folder
+            # also uploads the records to the run's folder
+            ends.callback(self._writer.wait)
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place."""

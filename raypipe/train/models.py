@@ -174,9 +174,8 @@ def build_schedule(config: TrainConfig) -> Schedule:
             schedule(step, *others),
             Float32,
         )
-        return float(
-            rate
-        )  # it may be a number of numpy's, which a checkpoint cannot hold
+        # it may be a number of numpy's, which a checkpoint cannot hold
+        return float(rate)
 
     return checked
 

@@ -64,9 +64,8 @@ class OrderedSum:
             self._ranks = [torch.empty_like(total) for _ in range(self._world_size)]
             self._sent = dist.all_gather(self._ranks, total, async_op=True)
         elif self._world_size > 1:
-            self._sent = dist.all_reduce(
-                total, async_op=True
-            )  # the order of two terms does not matter
+            # the order of two terms does not matter
+            self._sent = dist.all_reduce(total, async_op=True)
 
     def finish(self) -> torch.Tensor:
         """Return the sum over all ranks, on each rank; call after the last term of a step."""
@@ -180,9 +179,8 @@ class StepBatchNorm:
         self._counted = counted
         ran = num_forwards > 0
         flat = self._flat()
-        own = torch.where(
-            ran[self._layer_of], flat, 0
-        )  # a layer that was skipped has those of an earlier one
+        # a layer that was skipped has those of an earlier one
+        own = torch.where(ran[self._layer_of], flat, 0)
         self._sum.add(torch.cat([own, ran.to(flat.dtype), num_forwards.to(flat.dtype)]))
 
     def end(self) -> None:

@@ -61,9 +61,8 @@ CONFIG_HEAD = "# A run of raypipe: its settings.\n"
 logger = logging.getLogger(__name__)
 
 _STOP_FILE = "stop"
-_MAX_CONFIG_BYTES = (
-    16 << 20
-)  # the steps of a transform take at most 1 MiB, see `transform_steps`
+# the steps of a transform take at most 1 MiB, see `transform_steps`
+_MAX_CONFIG_BYTES = 16 << 20
 
 
 def request_stop(run_uri: str) -> None:
@@ -132,9 +131,8 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         )
     run = with_digits(run)
     with leased(run_uri) as lease:
-        check_run_folder(
-            run_uri, bool(run.resume)
-        )  # checked again, now that no other process can change it
+        # checked again, now that no other process can change it
+        check_run_folder(run_uri, bool(run.resume))
         yield run, run_uri, lease
 
 

@@ -323,8 +323,7 @@ def _finish(
             done[row] = False
             continue
         is_like = image.dtype == job.out.dtype
-        done[row] = (
-            is_like and image.shape[:2] == job.out.shape[1:3]
-        )  # else nothing was written
+        # else nothing was written
+        done[row] = is_like and image.shape[:2] == job.out.shape[1:3]
         if done[row]:
             job.put(row, image)

@@ -218,10 +218,11 @@ class CoarseDropout(Filled):
         weaker = {name: toward(0, limits, strength) for name, limits in ranges.items()}
         if self.hole_height_range[1] < 1:
             return weaker
+        # pixels
         return {
             name: tuple(max(1, round(side)) for side in limits)
             for name, limits in weaker.items()
-        }  # pixels
+        }
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         number = integers(u[:, 0], *self.num_holes_range)

@@ -66,9 +66,8 @@ def find_columns(
         for address, columns in by_store
         if columns.types or not columns
     ]
-    (address, columns), *others = (
-        known or by_store
-    )  # a store without samples has columns without types
+    # a store without samples has columns without types
+    (address, columns), *others = known or by_store
     for other, of_other in others:
         for name in {*columns.types, *of_other.types}:
             kind, other_kind = (

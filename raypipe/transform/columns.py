@@ -177,9 +177,8 @@ class ColumnMaker:
         else:
             seed_process(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
         try:
-            columns = self._function(
-                copy.deepcopy(stored), **rng
-            )  # it may write into a list
+            # it may write into a list
+            columns = self._function(copy.deepcopy(stored), **rng)
             if not isinstance(columns, Mapping):
                 raise ConfigError(
                     f"transform.make_columns returned a {type(columns).__name__}: it must return a dict of the "

@@ -36,13 +36,14 @@ from raypipe.transform.jpeg import upright
 from raypipe.transform.limits import check_size
 
 _PNG_BYTES = 12  # per pixel of 8 bits: RGBA, three times
+# bits by color
 _PNG_DEPTHS = {
     0: (1, 2, 4, 8, 16),
     2: (8, 16),
     3: (1, 2, 4, 8),
     4: (8, 16),
     6: (8, 16),
-}  # bits by color
+}
 _PALETTE = 3
 _YCBCR = 6  # photometries of a TIFF
 _TIFF_JPEG = 7  # a compression
@@ -127,15 +128,13 @@ def _png(data: bytes) -> np.ndarray:
     if any(holds is None for _, holds in png_chunks(data)):
         raise SampleError(f"truncated PNG ({len(data)} bytes)")
     with damage_in("PNG", data):
-        data = png_of_pixels(
-            data
-        )  # cv2 would give the first frame of an animation, Pillow the picture before it
+        # cv2 would give the first frame of an animation, Pillow the picture before it
+        data = png_of_pixels(data)
     height, width = png_size(data)
     depth, color, *others = data[24:29]
     if depth not in _PNG_DEPTHS.get(color, ()) or others not in ([0, 0, 0], [0, 0, 1]):
-        raise SampleError(
-            f"damaged PNG: its header is wrong ({len(data)} bytes)"
-        )  # libpng would print why
+        # libpng would print why
+        raise SampleError(f"damaged PNG: its header is wrong ({len(data)} bytes)")
     check_size(
         width, height, width * height * _PNG_BYTES * (2 if data[24] == 16 else 1)
     )
@@ -148,9 +147,8 @@ def _png(data: bytes) -> np.ndarray:
     image = image.reshape(height, width, -1)
     if image.shape[2] < 3:
         return image
-    return np.ascontiguousarray(
-        image[..., [2, 1, 0, 3][: image.shape[2]]]
-    )  # OpenCV has blue first
+    # OpenCV has blue first
+    return np.ascontiguousarray(image[..., [2, 1, 0, 3][: image.shape[2]]])
 
 
 def _tiff_page(data: bytes) -> Any:
@@ -182,12 +180,10 @@ def _tiff(data: bytes) -> np.ndarray:
     if len(blocks) != math.prod(page.chunked) or any(
         at < 8 or at + size > len(data) for at, size in blocks
     ):
-        raise SampleError(
-            f"truncated TIFF ({len(data)} bytes)"
-        )  # tifffile would fill the rest with zeros
-    parts = page.asarray(
-        squeeze=False, maxworkers=1
-    )  # separate channels are (C, 1, H, W, 1)
+        # tifffile would fill the rest with zeros
+        raise SampleError(f"truncated TIFF ({len(data)} bytes)")
+    # separate channels are (C, 1, H, W, 1)
+    parts = page.asarray(squeeze=False, maxworkers=1)
     image = np.moveaxis(parts[:, 0], 0, 2).reshape(
         page.imagelength, page.imagewidth, -1
     )

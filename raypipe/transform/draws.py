@@ -17,9 +17,8 @@ from raypipe.plan.order import Domain, mix64
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""
 
-_GOLDEN = np.uint64(
-    0x9E3779B97F4A7C15
-)  # Weyl's constant of SplitMix64 (Steele, Lea & Flood 2014)
+# Weyl's constant of SplitMix64 (Steele, Lea & Flood 2014)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniforms(keys: np.ndarray, num: int) -> np.ndarray:
@@ -89,13 +88,11 @@ class KeyedGenerator:
 
     def __init__(self, domain: int = 0) -> None:
         self._seeds = _KeyedSeeds(domain)
-        seeds: Any = (
-            self._seeds
-        )  # numpy takes what spawns, though its annotations do not say so
+        # numpy takes what spawns, though its annotations do not say so
+        seeds: Any = self._seeds
         self._philox = np.random.Philox(seeds)
-        self._state: Any = (
-            self._philox.state
-        )  # a fresh generator: counter 0, empty buffer
+        # a fresh generator: counter 0, empty buffer
+        self._state: Any = self._philox.state
         self._state["state"]["counter"][3] = domain
         self.generator = np.random.Generator(self._philox)
 

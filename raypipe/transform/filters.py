@@ -28,9 +28,8 @@ def gaussian_coefficients(sigma: np.ndarray, side: np.ndarray) -> np.ndarray:
     )
     total = weights[:, :1] + 2 * weights[:, 1:].sum(axis=1, keepdims=True)
     coefficients = np.rint(weights / total * _ONE).astype(np.int64)
-    coefficients[:, 0] = _ONE - 2 * coefficients[:, 1:].sum(
-        axis=1
-    )  # make them add up to 1 after rounding
+    # make them add up to 1 after rounding
+    coefficients[:, 0] = _ONE - 2 * coefficients[:, 1:].sum(axis=1)
     return np.column_stack([radius, np.full_like(radius, _REFLECT_101), coefficients])
 
 

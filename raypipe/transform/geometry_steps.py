@@ -18,13 +18,14 @@ NEAREST = 0
 LINEAR = 1
 CUBIC = 2
 """OpenCV's numbers of interpolations."""
+# OpenCV's numbers: constant, replicate, reflect, wrap, reflect 101
 _BORDERS = (
     0,
     1,
     2,
     3,
     4,
-)  # OpenCV's numbers: constant, replicate, reflect, wrap, reflect 101
+)
 _WITHOUT_COPIES = (0, 1)
 
 

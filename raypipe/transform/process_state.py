@@ -73,13 +73,11 @@ def seed_process(k0: int, k1: int) -> None:
     cv2.setRNGSeed(k0 & _MAX_SEED)
     random.seed(k0 << 64 | k1)
     np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
-    generator = getattr(
-        sys.modules.get("torch"), "default_generator", None
-    )  # None while torch is being imported
+    # None while torch is being imported
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
     if generator is not None:
-        generator.manual_seed(
-            k0
-        )  # not torch.manual_seed, which goes to the GPUs as well
+        # not torch.manual_seed, which goes to the GPUs as well
+        generator.manual_seed(k0)
         return
     _watch.key = threading.get_ident(), k0
     if _watch not in sys.meta_path:

@@ -441,9 +441,8 @@ def _crop_first(
     from torchvision import tv_tensors
 
     first, *others = pipeline.transforms
-    whole = tv_tensors.Image(
-        torch.zeros((), dtype=torch.uint8).expand(3, *size)
-    )  # takes no memory
+    # takes no memory
+    whole = tv_tensors.Image(torch.zeros((), dtype=torch.uint8).expand(3, *size))
     drawn = first.make_params([whole])
     crop = decode_box((drawn["top"], drawn["left"], drawn["height"], drawn["width"]))
     height, width = crop.shape[:2]

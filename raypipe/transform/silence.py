@@ -69,10 +69,11 @@ def _begin() -> None:
         _restored.callback(logger.removeHandler, handler)
         logger.addHandler(handler)  # where there is none, messages go to stderr
         logger.propagate = False
+    # one for errors, one for warnings
     handlers = (
         ctypes.cast(_on_error, ctypes.c_void_p),
         None,
-    )  # one for errors, one for warnings
+    )
     for set_handler, address in zip(_libtiff(), handlers, strict=False):
         _restored.callback(set_handler, set_handler(address))
 

@@ -34,9 +34,8 @@ def size_in(
     now = last if split == "val" else config.size_at(epoch)
     if bucket is None:
         return now
-    height, width = (
-        max(1, (2 * side * now + last) // (2 * last)) for side in bucket
-    )  # the nearest whole pixel
+    # the nearest whole pixel
+    height, width = (max(1, (2 * side * now + last) // (2 * last)) for side in bucket)
     if height * width > MAX_PIXELS:
         raise ConfigError(
             f"the bucket {bucket[0]}x{bucket[1]} of plan.buckets is {height}x{width} at transform.size {now} of "

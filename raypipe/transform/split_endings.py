@@ -63,9 +63,8 @@ def _taken(transform: Any, size: int) -> tuple[Any, Ending | None]:
     if transform is None or isinstance(transform, str):
         if transform is None or ":" not in transform:
             return transform, None
-        return transform, take_ending(imported(transform, size))[
-            1
-        ]  # actors build it by its name
+        # actors build it by its name
+        return transform, take_ending(imported(transform, size))[1]
     if isinstance(transform, Mapping):
         return _taken_from_views(transform, size)
     if isinstance(transform, list):

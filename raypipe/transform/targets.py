@@ -40,9 +40,8 @@ NO_BOX = -1
 """The label of a row of `boxes` that holds no box, or of `keypoints` that holds none."""
 OUTSIDE = -2
 """The label of a keypoint outside of the image is this minus its own."""
-_MAX_LABEL = (
-    1 << 24
-)  # float32 holds all whole numbers up to it, and -2 minus each of them
+# float32 holds all whole numbers up to it, and -2 minus each of them
+_MAX_LABEL = 1 << 24
 
 
 def check_columns(store: Store, targets: Mapping[str, str]) -> None:
@@ -401,11 +400,12 @@ def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
     return numbers.reshape(-1, width)
 
 
+# Albumentations knows these; others are treated like masks
 _KEYWORDS = (
     "mask",
     "bboxes",
     "keypoints",
-)  # Albumentations knows these; others are treated like masks
+)
 
 
 def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
@@ -444,9 +444,8 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
             )
         params.label_fields = None  # the label goes along as the fifth number
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # a Compose of only color operations would warn that boxes have no use
+        # a Compose of only color operations would warn that boxes have no use
+        warnings.simplefilter("ignore")
         return library.Compose(
             copy.deepcopy(transform.transforms),  # the results are stored in these
             bbox_params=params,

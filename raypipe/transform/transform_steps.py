@@ -228,9 +228,8 @@ def _check_plain(content: Any, where: str) -> None:
 
 def _reason(error: Exception, arguments: dict[str, Any]) -> str:
     """Describe an error in arguments, on one line."""
-    errors = getattr(
-        error.__cause__, "errors", None
-    )  # Pydantic's, with which Albumentations checks values
+    # Pydantic's, with which Albumentations checks values
+    errors = getattr(error.__cause__, "errors", None)
     if errors is None:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     found = (

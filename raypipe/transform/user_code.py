@@ -15,9 +15,8 @@ NOT_OF_A_SAMPLE = (SampleError, ConfigError, MemoryError, bdb.BdbQuit)
 
 def failed(what: str, error: Exception | SystemExit) -> TransformError:
     """The error of a sample on which the user's code raised; `what` is the code, such as "the transform"."""
-    reason = " ".join(
-        str(error).split()
-    )  # libraries print whole tensors, over many lines
+    # libraries print whole tensors, over many lines
+    reason = " ".join(str(error).split())
     return TransformError(
         f"{what} failed at {place_of(error)}: {type(error).__name__}: {reason:.500}"
     )

@@ -77,9 +77,8 @@ def test_ratios_are_medians_of_each_repeats_ratio_not_ratios_of_medians() -> Non
         measured(1500.0, images_per_s=1500.0),
     ]
     found = summary(drifting)
-    assert found["ratio"] == pytest.approx(
-        0.9
-    )  # of 0.9, 0.8, 1.0; the ratio of the medians is 1.0
+    # of 0.9, 0.8, 1.0; the ratio of the medians is 1.0
+    assert found["ratio"] == pytest.approx(0.9)
 
 
 def arrivals(num: int, clump: int = 1) -> list[tuple[float, int]]:
@@ -142,10 +141,11 @@ def test_the_cpus_for_a_rate_are_whole_actors_and_some_to_spare() -> None:
 def test_a_million_images_have_core_hours_gigabytes_and_a_price(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # 900 images/s
     figures: dict[str, Any] = summary([ONE]) | {
         "actors": 2,
         "micro_batch": 10,
-    }  # 900 images/s
+    }
     million = costs(figures, 0.5, 0, 0)
     assert million == {
         "core_hours_per_million": pytest.approx(1e6 / 900 / 3600),

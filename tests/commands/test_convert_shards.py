@@ -174,9 +174,8 @@ def test_labels_that_cannot_be_copied_say_what_labels_are() -> None:
 def test_a_missing_label_is_not_copied_as_nan() -> None:
     row = {"label": None, "score": None}
     copied = plain(row, {"label": "float64", "score": "float64"})
-    assert copied["label"] is None and np.isnan(
-        copied["score"]
-    )  # None is rejected where it is written
+    # None is rejected where it is written
+    assert copied["label"] is None and np.isnan(copied["score"])
 
 
 def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:

@@ -107,9 +107,8 @@ def test_a_row_group_that_cannot_be_read_is_all_of_its_samples(
     group = 2
     chunk = pq.read_metadata(file).row_group(group).column(column)
     content = bytearray(file.read_bytes())
-    content[chunk.data_page_offset : chunk.data_page_offset + 8] = (
-        b"\xff" * 8
-    )  # the header of a page
+    # the header of a page
+    content[chunk.data_page_offset : chunk.data_page_offset + 8] = b"\xff" * 8
     file.write_bytes(content)
     found = damaged(open_store(file))
     assert list(found) == list(range(group * group_size, (group + 1) * group_size))

@@ -9,11 +9,12 @@ import pytest
 
 from raypipe.commands.picture import Tile, draw, wrapped
 
+# of the first tile, and of a row with its captions, pixels
 LEFT, SIZE, ROW = (
     24,
     160,
     212,
-)  # of the first tile, and of a row with its captions, pixels
+)
 
 
 def pixels(rows: list[list[Tile]], **texts: Any) -> np.ndarray:

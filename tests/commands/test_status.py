@@ -67,12 +67,10 @@ def test_a_run_that_an_error_has_ended_has_failed() -> None:
     assert (
         standing(left | {"step": 90}, 1e6, False, 0.0, "no space")["state"] == "failed"
     )
-    assert (
-        standing(WROTE, 1e6, False, 0.0, "no space")["state"] == "failed"
-    )  # its rank 0 was killed
-    assert (
-        standing(WROTE, 101.0, True, 0.0, "no space")["state"] == "running"
-    )  # it is being ended
+    # its rank 0 was killed
+    assert standing(WROTE, 1e6, False, 0.0, "no space")["state"] == "failed"
+    # it is being ended
+    assert standing(WROTE, 101.0, True, 0.0, "no space")["state"] == "running"
 
 
 def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:

@@ -197,9 +197,8 @@ def _rate(samples: list[tuple[float, float]], start: float, end: float) -> float
     between = (last - first) / (len(samples) - 1)
     to_start, to_end = first - start, end - last
     if increase > 0 and values[0] >= 0:
-        to_start = min(
-            to_start, (last - first) * values[0] / increase
-        )  # a counter is not drawn out below 0
+        # a counter is not drawn out below 0
+        to_start = min(to_start, (last - first) * values[0] / increase)
     drawn = sum(to if to < between * 1.1 else between / 2 for to in (to_start, to_end))
     return increase * (last - first + drawn) / (last - first) / (end - start)
 

@@ -97,9 +97,8 @@ def run_steps(folder: Path) -> dict[str, float]:
             capture_output=True,
         ).stdout
     )
-    elsewhere = (
-        folder / "elsewhere"
-    )  # raypipe must come from the environment, not from the working folder
+    # raypipe must come from the environment, not from the working folder
+    elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     for command in (
         "python -c 'import raypipe; print(raypipe.__file__); raypipe.StreamSpec'",

@@ -58,9 +58,8 @@ def scrape(run: str) -> dict[str, float]:
             for line in answer.read().decode().splitlines()
             if line.partition("{")[0] in SELECTED
         ]
-    families = text_string_to_metric_families(
-        "\n".join([*lines, ""])
-    )  # of some lines alone: there are thousands
+    # of some lines alone: there are thousands
+    families = text_string_to_metric_families("\n".join([*lines, ""]))
     found: dict[str, float] = {}
     for sample in (sample for family in families for sample in family.samples):
         if sample.labels.get("run", run) == run:

@@ -93,9 +93,8 @@ def test_a_notice_of_aws_drains_the_node_with_the_time_that_is_left(
         said, _ = watching.communicate(timeout=60)
     assert watching.returncode == 0 and "drained" in said, said
     command, *options = shlex.split((tmp_path / "told").read_text())
-    given = (
-        ray_cli.commands[command].make_context(command, options).params
-    )  # Ray itself reads them
+    # Ray itself reads them
+    given = ray_cli.commands[command].make_context(command, options).params
     assert (
         given["reason"] == "DRAIN_NODE_REASON_PREEMPTION" and given["node_id"] is None
     )

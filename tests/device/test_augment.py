@@ -386,9 +386,10 @@ def test_the_device_that_is_current_is_seeded_where_it_has_no_number(
         "fork_rng",
         lambda devices: forked.append(devices) or nullcontext(),
     )
+    # what is on the device
     monkeypatch.setattr(
         "raypipe.device.augment.Normalize", lambda *_: lambda image: image
-    )  # what is on the device
+    )
     before = torch.get_rng_state()
     try:
         augment = DeviceAugment(
@@ -398,9 +399,8 @@ def test_the_device_that_is_current_is_seeded_where_it_has_no_number(
     finally:
         torch.set_rng_state(before)
     assert [generator.initial_seed() for generator in generators] == [0, 0, 7, 0]
-    assert (
-        forked == [[torch.device("cuda", 2)]] * 2
-    )  # as it is built, and as it is called
+    # as it is built, and as it is called
+    assert forked == [[torch.device("cuda", 2)]] * 2
 
 
 @pytest.mark.parametrize(

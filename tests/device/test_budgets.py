@@ -45,9 +45,8 @@ def test_the_counter_counts_what_reads_and_writes() -> None:
         one = image + 1  # reads and writes all
         view.mul_(2)  # half of it, in place, once
         one.new_empty(2, 3, 4, 4)  # nothing
-        one += torch.ones(1).expand(
-            2, 3, 4, 4
-        )  # `ones` is an operation; one element in memory
+        # `ones` is an operation; one element in memory
+        one += torch.ones(1).expand(2, 3, 4, 4)
     once = [
         "aten.add.Tensor",
         "aten.mul_.Tensor",

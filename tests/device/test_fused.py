@@ -102,10 +102,11 @@ def test_turns_shifts_and_scales_after_a_flip() -> None:
         flipped, matrix, (HEIGHT, WIDTH), align_corners=True
     )
     found = done(neutral(flip=flip, degrees=degrees, x=x, y=y, scale=scale), images())
+    # at the rim they fade out differently
     inside = (
         expected[:, :, 2:-2, 2:-2],
         found[:, :, 2:-2, 2:-2],
-    )  # at the rim they fade out differently
+    )
     assert (inside[0] - inside[1]).abs().mean() < 1e-3
     assert (inside[0] - inside[1]).abs().quantile(0.98) < 1e-4
 

@@ -257,9 +257,8 @@ def test_what_leaves_the_image_is_dropped_or_marked() -> None:
         torch.equal(labels, torch.where(inside, expected, -2 - expected))
         and not inside.all()
     )
-    points = kept_keypoints(
-        points[..., :2] + 12, points[..., 2], SIZE, SIZE
-    )  # back where they were
+    # back where they were
+    points = kept_keypoints(points[..., :2] + 12, points[..., 2], SIZE, SIZE)
     assert torch.equal(points[:, :2], batch_of().fields["keypoints"][:, :2])
 
 

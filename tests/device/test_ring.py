@@ -95,9 +95,8 @@ def test_debugging_overwrites_what_is_kept_beyond_its_time(
         assert_same(tensors[1], item)
         kept.append(tensors[1])
         if len(kept) > 1:
-            assert_same(
-                kept[-2], items[len(kept) - 2]
-            )  # `keep` of them are still valid
+            # `keep` of them are still valid
+            assert_same(kept[-2], items[len(kept) - 2])
         for image, numbers, single, double in kept[-3:-2]:
             assert (
                 (image == 255).all()
@@ -150,9 +149,8 @@ def test_items_of_all_shapes_share_slots_that_grow_for_the_largest() -> None:
         assert_same(tensors, arrays(number, 1 + number // 10))
         found.append(tensors[0].untyped_storage().data_ptr())
         sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
-    assert (
-        len(set(found[-10:])) == 3 and sizes == [1024] * 2
-    )  # 360 bytes and 32, each from a multiple of 512
+    # 360 bytes and 32, each from a multiple of 512
+    assert len(set(found[-10:])) == 3 and sizes == [1024] * 2
 
 
 def test_what_is_written_to_one_tensor_changes_no_other_for_autograd() -> None:

@@ -187,9 +187,8 @@ class Consumer:
         for found, expected in self.kept:
             assert found.is_cuda
             if not np.array_equal(found.memory.numpy(), expected):
-                np.testing.assert_array_equal(
-                    found.memory.numpy(), expected
-                )  # says where
+                # says where
+                np.testing.assert_array_equal(found.memory.numpy(), expected)
 
 
 def use_batch(consumer: Consumer, batch: Any, host: MicroBatch) -> None:

@@ -55,10 +55,11 @@ NUM_SAMPLES = 320
 # Kinds with images of 96 pixels a side. Smaller blocks, below 100 KB, outlive their node: Ray keeps them in the
 # memory of the process that asked for them.
 LARGE = ("frozen node", "node")
+# the same samples: actors read the one, a reader the other
 STORES = (
     "lmdb",
     "parquet",
-)  # the same samples: actors read the one, a reader the other
+)
 PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
@@ -67,10 +68,11 @@ BLOCKS = dict.fromkeys(
     ("actor", "all actors", "node", "drained node", "frozen actor", "frozen node"), 3
 )
 READ_AHEAD = 48  # micro-batches: later, a short stream's reader has no more to do and is not there to be killed
+# Ray Train looks for notices every 5 s
 NOTICE_S = {
     "drained node": 3.0,
     "drained trainer": 12.0,
-}  # Ray Train looks for notices every 5 s
+}
 OUTAGE_S, BUCKET = 10.0, "faults"
 EARLY = ("frozen", "drained", "storage")
 WAYS = (closed, dropped, failed, cell)
@@ -509,9 +511,8 @@ def run(
             spec = spec_of(stores[store], wire, max_actors, kind)
             expected = undisturbed[store, kind if kind in LARGE else ""]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
-            after = choose.randint(
-                1, latest // 2 if kind.startswith(EARLY) else latest
-            )  # it still has work
+            # it still has work
+            after = choose.randint(1, latest // 2 if kind.startswith(EARLY) else latest)
             damage = damage_of(kind, nodes, choose, storage)
             name, faults = kind, 0
             kept = leave(spec) if kind == "left streams" else []

@@ -32,10 +32,11 @@ def test_whatever_dies_or_hangs_the_consumer_sees_the_same_stream(
         "--samples",
         "160",
     ]
+    # each that comes late takes a core from those that are there
     options += [
         "--max-actors",
         "2",
-    ]  # each that comes late takes a core from those that are there
+    ]
     if soak:
         options = (
             ["--scenarios", "36"]

@@ -346,9 +346,8 @@ def test_an_fp16_overflow_in_the_very_first_step_leaves_no_trace(
             "scale"
         ] < skipped["scaler"]["scale"]:
             step, skipped = step + 1, after
-        found.append(
-            learn(learning, range(step + 1, step + 2))
-        )  # a second one, which has a momentum
+        # a second one, which has a momentum
+        found.append(learn(learning, range(step + 1, step + 2)))
         assert torch.isfinite(weights(found[-1])).all()
     assert_same_update(before, found[0], found[1], to=0.02)
 
@@ -421,9 +420,8 @@ def test_a_compiled_model_learns_what_the_plain_one_does(amp: Any) -> None:
         found.append(learn(learning, range(3)))
         found[-1]["logits"] = learning.evaluate(micro_batch(9, 0, CUDA)).cpu()
     plain, compiled = found
-    assert (
-        plain["model"].keys() == compiled["model"].keys()
-    )  # a checkpoint of one is one of the other
+    # a checkpoint of one is one of the other
+    assert plain["model"].keys() == compiled["model"].keys()
     assert compiled["losses"] == pytest.approx(plain["losses"], rel=0.02)
     torch.testing.assert_close(
         compiled["logits"], plain["logits"], rtol=0.05, atol=0.05

@@ -94,9 +94,8 @@ def seen(folder: Path, rank: int) -> list[list[int]]:
 def test_a_run_killed_in_mid_epoch_goes_on_with_the_next_step(
     library: str, processes: Any, stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    run(
-        processes, library, stores["train"], tmp_path, dies_at=9
-    )  # of 12, in the second epoch
+    # of 12, in the second epoch
+    run(processes, library, stores["train"], tmp_path, dies_at=9)
     assert (tmp_path / "resumed").read_text() == "0"
     before = [seen(tmp_path, rank) for rank in range(WORLD_SIZE)]
     run(processes, library, stores["train"], tmp_path, dies_at=0)

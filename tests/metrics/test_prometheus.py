@@ -228,9 +228,8 @@ def test_counters_tell_what_has_happened(ended: Scrape, spec: StreamSpec) -> Non
     assert value("raypipe_trainer_drained_total") is None
     assert value("raypipe_trainer_steps_total") == 2 * spec.plan.steps_per_epoch == 8
     assert value("raypipe_actor_micro_batches_total", split="train") == 2 * 8
-    assert (
-        value("raypipe_actor_micro_batches_total", split="val") == 2 * 4
-    )  # the last is padding
+    # the last is padding
+    assert value("raypipe_actor_micro_batches_total", split="val") == 2 * 4
     assert value("raypipe_stream_blocks_total") == 2 * (8 + 4)
     assert value("raypipe_bad_samples_total", split="train") == 2 * 2
     assert value("raypipe_substituted_samples_total", split="train") == 2 * 2

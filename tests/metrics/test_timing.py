@@ -27,9 +27,8 @@ def text(times: StageTimes, world_size: int = 1, actors: int = 4, **more: Any) -
 
 
 def test_a_run_that_has_just_begun_gets_no_advice() -> None:
-    starving = StageTimes(
-        images=1000, wait_s=8.0, compute_s=11.0, work_s=9.0
-    )  # as the first run of the digits
+    # as the first run of the digits
+    starving = StageTimes(images=1000, wait_s=8.0, compute_s=11.0, work_s=9.0)
     for world_size, images_per_s in ((1, 53), (2, 105)):
         found = " ".join(diagnose(starving, Situation(world_size, 4)))
         assert found == (

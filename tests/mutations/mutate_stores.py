@@ -51,9 +51,8 @@ def make(folder: Path, images: list[bytes]) -> dict[str, list[Path]]:
                     }
                 )
         made[suffix] = [path]
-    rewritten = (
-        folder / "rewritten.lmdb"
-    )  # pages freed and reused, and values that are longer and shorter
+    # pages freed and reused, and values that are longer and shorter
+    rewritten = folder / "rewritten.lmdb"
     rewritten.write_bytes(made["lmdb"][0].read_bytes())
     with lmdb.open(str(rewritten), subdir=False, lock=False, map_size=1 << 30) as env:
         for turn in range(3):

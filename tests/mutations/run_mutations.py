@@ -43,10 +43,11 @@ from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import open_for_crop
 
 MEMORY_BYTES = 1 << 30
+# of one input; a machine with much else to do takes the second
 CPU_S, CLOCK_S = (
     10.0,
     100.0,
-)  # of one input; a machine with much else to do takes the second
+)
 
 
 def encoded(kind: str) -> list[bytes]:

@@ -124,9 +124,8 @@ _DAMAGE = st.lists(
     max_size=4,
 )
 
-Unknown = type(
-    "Unknown", (Exception,), {}
-)  # plain Python has no answer: types that do not compare
+# plain Python has no answer: types that do not compare
+Unknown = type("Unknown", (Exception,), {})
 
 _COMPARISONS: dict[type, Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,

@@ -122,9 +122,8 @@ def test_a_mixture_with_buckets_walks_through_every_sample() -> None:
 
 
 def test_padding_of_validations_is_told_apart_from_their_samples() -> None:
-    plan = plan_of(
-        varied(50), val_buckets=True, global_batch_size=16
-    )  # 5 samples, in micro-batches of 4, 4 in a step
+    # 5 samples, in micro-batches of 4, 4 in a step
+    plan = plan_of(varied(50), val_buckets=True, global_batch_size=16)
     found = [
         (plan.bucket_of(at), plan.indices(at).tolist())
         for at in plan.micro_batches(plan.start())

@@ -517,9 +517,8 @@ def check_resumes(plan: Plan, found: Found) -> None:
     for global_step in range(plan.config.epochs * plan.steps_per_epoch):
         left = list(again.micro_batches(again.cursor_at(global_step)))
         assert left == [at for at, _ in found[tails[left[0]] :]]
-        assert (
-            triples(again.draw(left[0])) == found[tails[left[0]]][1]
-        )  # alone, without what came before
+        # alone, without what came before
+        assert triples(again.draw(left[0])) == found[tails[left[0]]][1]
 
 
 def check(made: Composition) -> None:

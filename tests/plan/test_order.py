@@ -168,10 +168,11 @@ def test_window_order_reads_every_row_once(
 
 
 def test_each_group_is_read_within_one_window_and_rows_mix_within_it() -> None:
+    # 30 groups of 8: windows of 32 rows, the last one of 16
     groups, k = (
         np.arange(0, 241, 8),
         4,
-    )  # 30 groups of 8: windows of 32 rows, the last one of 16
+    )
     order = windowed(groups, 7, k)
     for epoch in range(3):
         rows = np.array(whole(order, epoch))
@@ -180,9 +181,8 @@ def test_each_group_is_read_within_one_window_and_rows_mix_within_it() -> None:
             window = rows[start : start + 32]
             inside = np.unique(window // 8)
             assert len(inside) == len(window) // 8  # whole groups only
-            assert (
-                len(np.unique(window[:8] // 8)) > 1
-            )  # a group's worth of rows holds rows of several
+            # a group's worth of rows holds rows of several
+            assert len(np.unique(window[:8] // 8)) > 1
             seen += inside.tolist()
         assert sorted(seen) == list(range(30))
 

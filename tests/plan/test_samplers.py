@@ -207,9 +207,8 @@ def test_each_sample_is_drawn_by_its_weight_rounded_down_or_up(
 
 
 def test_classes_in_turn_are_not_in_step_with_the_draws() -> None:
-    labels = (
-        np.arange(200) ** 2 % 5
-    )  # 40 of 0, 80 of 1, 80 of 4, the same in every five
+    # 40 of 0, 80 of 1, 80 of 4, the same in every five
+    labels = np.arange(200) ** 2 % 5
     weights = 1 / np.bincount(labels)[labels]
     sampler = weighted(weights, 200, seed=1, classes=labels)
     for lap in range(3):

@@ -432,9 +432,8 @@ def test_the_fingerprint_changes_with_contents_groups_and_windows() -> None:
 def test_lengthening_or_watching_a_run_keeps_the_fingerprint() -> None:
     assert plan_of(epochs=9, val=3, val_interval=2).fingerprint == plan_of().fingerprint
     assert plan_of(shuffle="global").fingerprint == plan_of(shuffle="auto").fingerprint
-    assert (
-        plan_of(window_groups=5).fingerprint == plan_of().fingerprint
-    )  # no groups, no windows
+    # no groups, no windows
+    assert plan_of(window_groups=5).fingerprint == plan_of().fingerprint
 
 
 # Samples that are left out
@@ -531,9 +530,8 @@ TRAIN, VAL = MicroBatchId("train", 1, 0, 0), MicroBatchId("val", 1, 0, 0)
 
 def test_golden_fingerprint_keys_and_seeds() -> None:
     plan = plan_of(7, val=7, seed=3)
-    assert (
-        plan.fingerprint == "fb9ae5d1b8292732"
-    )  # a changed order needs a new version in compose.py
+    # a changed order needs a new version in compose.py
+    assert plan.fingerprint == "fb9ae5d1b8292732"
     assert keys_of(plan, TRAIN, [0, 5]).tolist() == [
         [11069706689143024590, 12736252317321350365],
         [5993206361209865364, 10375007407380955260],

@@ -40,9 +40,8 @@ def test_two_cpus_run_one_trainer_and_one_actor_by_default() -> None:
 def test_trainers_share_what_the_smallest_pool_leaves() -> None:
     assert share(idle(2), TrainConfig(num_workers=2), 2) == Allocation(2, False, 0.5, 1)
     thirds = share(idle(2), TrainConfig(num_workers=3), 3)
-    assert (
-        thirds.cpus_per_worker == 0.33
-    )  # rounded down, so that three fit into one CPU
+    # rounded down, so that three fit into one CPU
+    assert thirds.cpus_per_worker == 0.33
     assert thirds.max_actors == 1
 
 
@@ -53,10 +52,11 @@ def test_trainers_that_would_share_a_cpu_among_more_than_four_are_refused() -> N
     message = r"16 trainers and 1 transform actor need 17 CPUs .* 3: lower train\.num_workers, "
     with pytest.raises(ResourceError, match=message):
         share(idle(3), TrainConfig(num_workers=16), 16)
+    # if it is meant
     assert (
         share(idle(3), TrainConfig(num_workers=16, cpus_per_worker=0.12), 16).workers
         == 16
-    )  # if it is meant
+    )
 
 
 def test_the_pool_gets_the_cpus_that_trainers_do_not_need() -> None:

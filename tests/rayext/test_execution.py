@@ -55,12 +55,10 @@ def test_a_store_of_ten_object_stores_streams_without_spilling(
 
 def test_rays_guards_against_stalls_spare_a_stream_whose_trainer_pauses() -> None:
     context = context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
-    assert (
-        context.execution_no_progress_timeout_s == -1
-    )  # else half an hour, in Ray 2.60
-    assert (
-        context.output_backpressure_guard_release_interval_s >= 1e9
-    )  # else a block every ten seconds
+    # else half an hour, in Ray 2.60
+    assert context.execution_no_progress_timeout_s == -1
+    # else a block every ten seconds
+    assert context.output_backpressure_guard_release_interval_s >= 1e9
 
 
 def test_no_setting_of_a_users_context_decides_what_a_stream_delivers() -> None:
@@ -133,9 +131,8 @@ def test_the_reader_stays_on_its_executions_node_until_that_drains(
     }
     StreamAutoscaler(states, Settings(PoolConfig(), 2, 0, reads=False, supervisor=None))
     strategy = reader._ray_remote_args["scheduling_strategy"]
-    assert (
-        strategy.node_id == node and strategy.soft
-    )  # hard, Ray fails the task once the node drains
+    # hard, Ray fails the task once the node drains
+    assert strategy.node_id == node and strategy.soft
 
 
 @pytest.mark.cluster

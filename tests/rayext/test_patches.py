@@ -41,18 +41,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         def remote(self, *args: Any, **options: Any) -> Any:
             called.append(self.name)
-            return (
-                ray.put("an identifier") if ray.is_initialized() else None
-            )  # it would start a cluster
+            # it would start a cluster
+            return ray.put("an identifier") if ray.is_initialized() else None
 
     class Actor:
         def __getattr__(self, name: str) -> Method:
             return Method(name)
 
     monkeypatch.setattr(stats, "get_or_create_stats_actor", Actor)
-    context_of(
-        Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1
-    )  # puts the patches in place
+    # puts the patches in place
+    context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
     return called
 
 

@@ -30,9 +30,8 @@ BENCH = Path(__file__).parents[1] / "autoscale_bench.py"
 def test_nodes_come_and_go_for_a_starved_stream_not_a_slow_trainer(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    soak = is_soak(
-        request.config
-    )  # without: that a slow trainer gets no more, this file shows
+    # without: that a slow trainer gets no more, this file shows
+    soak = is_soak(request.config)
     output = tmp_path / "timeline.json"
     command = [
         sys.executable,
@@ -47,15 +46,12 @@ def test_nodes_come_and_go_for_a_starved_stream_not_a_slow_trainer(
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(output.read_text())
-    assert found["max_actors"] == (
-        7 if soak else 5
-    )  # of nodes that were not there yet, and one more
-    assert not any(
-        seen["gpus"] for seen in found["timeline"]
-    )  # the GPU group never grows for actors
-    assert all(found["reached"].values()), found[
-        "reached"
-    ]  # no nodes before, between and after the streams
+    # of nodes that were not there yet, and one more
+    assert found["max_actors"] == (7 if soak else 5)
+    # the GPU group never grows for actors
+    assert not any(seen["gpus"] for seen in found["timeline"])
+    # no nodes before, between and after the streams
+    assert all(found["reached"].values()), found["reached"]
 
     def most(what: str, phase: str) -> int:
         return max(seen[what] for seen in found["timeline"] if seen["phase"] == phase)
@@ -87,9 +83,8 @@ def test_nodes_come_and_go_for_a_starved_stream_not_a_slow_trainer(
             == most("actors", "slow from the start")
             == 1
         )
-        assert not [
-            text for text in texts["slow"] if "→" in text
-        ]  # beside: its first actor had to wait for a node
+        # beside: its first actor had to wait for a node
+        assert not [text for text in texts["slow"] if "→" in text]
 
 
 # The rule
@@ -397,11 +392,12 @@ def test_idle_actors_make_room_for_as_many_as_are_waited_for() -> None:
         len(keeper.notes) == 1
         and "1 transform actors that died with blocks" in keeper.notes[0]
     )
+    # the CPUs are given time to reach it
     assert keeper.left_after(7) == [
         "lost",
         "busy",
         "spare",
-    ]  # the CPUs are given time to reach it
+    ]
     assert keeper.left_after(12) == ["lost", "busy"]
 
 

@@ -189,9 +189,8 @@ def test_a_plain_trainer_retries_losses_and_user_errors_as_told() -> None:
     callback.after_worker_group_poll_status(
         failed(ConfigError("since its peer is gone"), LOST)
     )
-    callback.after_worker_group_poll_status(
-        failed(NO_ROOM)
-    )  # a node that was lost may come back
+    # a node that was lost may come back
+    callback.after_worker_group_poll_status(failed(NO_ROOM))
     with pytest.raises(ControllerError, match="a setting"):
         callback.after_worker_group_poll_status(failed(ConfigError("a setting")))
 
@@ -263,9 +262,10 @@ def test_restarts_of_the_trainers_are_counted_by_reason(
 
 def test_what_dies_after_a_notice_counts_as_preempted() -> None:
     info: Any = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"node": [1]})
+    # as trainer_notice raises it
     leaving = RayActorError(
         error_msg="the last checkpoint has been made", preempted=True
-    )  # as trainer_notice raises it
+    )
     peer, gone = (
         RuntimeError("gloo/x.cc Connection reset by peer"),
         WorkerHealthCheckFailedError("", ActorDiedError()),
@@ -297,9 +297,8 @@ def test_what_dies_after_a_notice_counts_as_preempted() -> None:
     assert policy._preemption_failures == 2 and policy._worker_group_failures == 0
 
     callback = FinalErrors()
-    callback.after_worker_group_poll_status(
-        polled(None, gone)
-    )  # without a notice it has died
+    # without a notice it has died
+    callback.after_worker_group_poll_status(polled(None, gone))
     for notice, error in ((info, peer), (None, gone)):  # the notice comes once
         with pytest.raises(PreemptionError):
             callback.after_worker_group_poll_status(polled(error, None, notice=notice))

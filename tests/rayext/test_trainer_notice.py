@@ -55,9 +55,8 @@ def test_no_notice_comes_outside_of_ray_train_or_before_its_version_2_60(
     with pytest.raises(LookupError):
         noticed()
     assert not Notice(print).is_due() and not Notice(print).agreed(0)
-    monkeypatch.setattr(
-        context, "get_train_context", SimpleNamespace
-    )  # it has no such context
+    # it has no such context
+    monkeypatch.setattr(context, "get_train_context", SimpleNamespace)
     assert not Notice(print).is_due() and not Notice(print).agreed(0)
 
 
@@ -107,9 +106,8 @@ def test_a_train_function_ends_before_its_node_after_a_checkpoint(
     given: Any, clock: Clock, left_s: float | None, step_s: float, checkpoint_s: float
 ) -> None:
     notice, choose, checkpoints = Notice(print), random.Random(0), 0
-    ends_at = clock.now + (
-        left_s or 120
-    )  # Ray Train's default where the end is not known
+    # Ray Train's default where the end is not known
+    ends_at = clock.now + (left_s or 120)
     notice.saved_in(checkpoint_s)
     given.preemption_info, is_due = info("a", left_s=left_s), False
     with pytest.raises(RayActorError) as error:

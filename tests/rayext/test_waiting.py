@@ -72,9 +72,8 @@ def test_an_interrupt_is_held_until_ray_has_started_but_no_second_one(
     monkeypatch: pytest.MonkeyPatch, num: int
 ) -> None:
     returned = []
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a finished `fit` leaves Ray's
+    # a finished `fit` leaves Ray's
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start(**_: object) -> None:
         for number in range(num):

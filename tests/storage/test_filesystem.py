@@ -407,10 +407,11 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_written_is_read_through_every_kind_of_fault(
     bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # one request; several parts
     contents = [
         os.urandom(300_000),
         os.urandom(11_000_000),
-    ]  # one request; several parts
+    ]
     rates = {"throttle": 0.1, "drop": 0.1, "cut": 0.1, "slow": 0.1}
     with FaultyProxy(s3_endpoint, seed=243, rates=rates) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)

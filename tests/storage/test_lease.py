@@ -162,9 +162,8 @@ def test_another_machines_silent_run_loses_the_folder(
     write_claim(run_uri)
     begun = time.monotonic()
     with caplog.at_level("WARNING"), leased(run_uri) as mine:
-        assert (
-            time.monotonic() - begun > 1.5
-        )  # the storage may know times to the second only
+        # the storage may know times to the second only
+        assert time.monotonic() - begun > 1.5
         assert caplog.messages == [
             "the run's folder is held by process 1 of u on far; waiting up to a minute to see if it is alive"
         ]

@@ -182,10 +182,11 @@ def test_images_that_are_only_named_are_an_error_that_says_what_to_do(
         tmp_path / "a.parquet",
         image=pa.array([*named[1:], {"bytes": b"x", "path": ""}], kind),
     )
+    # bad samples among good ones
     assert open_store(path).read(np.array([0, 5]), ("image",))["image"] == [
         None,
         b"x",
-    ]  # bad samples among good ones
+    ]
 
 
 def test_a_damaged_page_with_a_checksum_is_an_error(tmp_path: Path) -> None:

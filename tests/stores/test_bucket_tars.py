@@ -292,9 +292,8 @@ def test_runs_share_an_index_through_their_folder(
     assert len(store) == PER_TAR and len(_names(f"{bucket}/run/index")) == 1
     forget(proxy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "RAYPIPE_CACHE", "/proc/none"
-        )  # of another node, which cannot keep anything
+        # of another node, which cannot keep anything
+        patch.setenv("RAYPIPE_CACHE", "/proc/none")
         assert len(pickle.loads(pickle.dumps(store))) == PER_TAR and sent(proxy) == 0
 
 
@@ -327,13 +326,13 @@ def _content(address: str) -> bytes:
 def test_groups_are_a_function_of_sizes_that_never_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (
-        tar_samples.GROUP_BYTES == 8 << 20
-    )  # the order of every run in windows depends on it
+    # the order of every run in windows depends on it
+    assert tar_samples.GROUP_BYTES == 8 << 20
     monkeypatch.setattr(tar_samples, "GROUP_BYTES", GROUP)
     for name, sizes in (("a", [3000] * 8), ("b", [10, 30_000, 10, 7980, 20])):
         write_tar(tmp_path / f"{name}.tar", [(bytes(size), 0) for size in sizes])
     groups = TarStore(tmp_path, groups=True).groups
+    # b begins its samples at 0, 10, 30010, 30020, 38000
     assert groups is not None and groups.tolist() == [
         0,
         3,
@@ -342,5 +341,5 @@ def test_groups_are_a_function_of_sizes_that_never_changes(
         10,
         12,
         13,
-    ]  # b begins its samples at 0, 10, 30010, 30020, 38000
+    ]
     assert TarStore(tmp_path).groups is None

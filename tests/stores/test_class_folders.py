@@ -239,9 +239,8 @@ def gnu_tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make(tree)
     if shutil.which("tar"):
         script = f"tar --version | grep -q GNU || exit 0; {GNU_TAR}"
-        subprocess.run(
-            ["sh", "-c", script], cwd=folder, check=True
-        )  # one program for all of them
+        # one program for all of them
+        subprocess.run(["sh", "-c", script], cwd=folder, check=True)
     return folder
 
 

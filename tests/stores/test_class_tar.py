@@ -102,10 +102,11 @@ def test_the_last_member_of_a_name_counts(tmp_path: Path) -> None:
         ("./a/1.png", b"new"),
         ("a/2.png", None),
     )
+    # a link that leads nowhere is a sample that cannot be read
     assert images_of(store) == [
         b"new",
         None,
-    ]  # a link that leads nowhere is a sample that cannot be read
+    ]
 
 
 def test_the_classes_of_several_tars_are_those_of_all(tmp_path: Path) -> None:

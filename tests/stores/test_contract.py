@@ -308,10 +308,11 @@ def test_a_node_with_other_contents_is_found_out(
 ) -> None:
     if kind.startswith("memory"):
         pytest.skip("it is sent with its contents")
+    # closed, and open
     sent = [
         pickle.dumps(store),
         pickle.dumps(store) if len(store) else b"",
-    ]  # closed, and open
+    ]
     for path in tmp_path.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     MAKERS[kind](tmp_path, [image + b"more" for image in IMAGES])

@@ -143,9 +143,8 @@ def test_a_stream_is_the_same_and_reads_each_sample_once(tmp_path: Path) -> None
 
 
 def test_close_gives_the_memory_back(tmp_path: Path) -> None:
-    store = InMemoryStore(
-        MemoryStore([picture(1)] * 2, [0, 1])
-    )  # that no other test keeps
+    # that no other test keeps
+    store = InMemoryStore(MemoryStore([picture(1)] * 2, [0, 1]))
     store.read(np.arange(2))
     folder = tmp_path / "cache" / "memory"
     assert len([path for path in folder.iterdir() if path.name != ".lock"]) == 1

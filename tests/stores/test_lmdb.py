@@ -291,9 +291,8 @@ def test_replaced_file_is_seen_by_the_next_open(tmp_path: Path) -> None:
     write(tmp_path / "b.lmdb", num_samples=5)
     (tmp_path / "b.lmdb").replace(path)
     assert len(LMDBStore(path)) == 5
-    assert old.read(np.array([2]))["label"].tolist() == [
-        2
-    ]  # what it has open is still there
+    # what it has open is still there
+    assert old.read(np.array([2]))["label"].tolist() == [2]
     old.close()
     assert len(old) == 5
 

@@ -498,9 +498,8 @@ def test_keys_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     first = open_store(path)
     before = first.fingerprint, read(first, "image", "label", "key")
     with monkeypatch.context() as patch:
-        patch.delattr(
-            "raypipe.stores.lmdb_pages.LMDBFile.leaves"
-        )  # a second listing would fail
+        # a second listing would fail
+        patch.delattr("raypipe.stores.lmdb_pages.LMDBFile.leaves")
         again = open_store(path)
         assert (again.fingerprint, read(again, "image", "label", "key")) == before
         assert again.classes == ("x", "y", "z")

@@ -124,9 +124,8 @@ def test_damaged_files_have_the_outcome_of_the_python_reader(
     expected = outcome(tmp_path / "sound.lmdb", indices, tuple(TYPES))
     for number in range(100):
         content = bytearray(sound)
-        start = 8192 * (
-            number % 2
-        )  # half of them in any page, half behind the meta pages
+        # half of them in any page, half behind the meta pages
+        start = 8192 * (number % 2)
         for place in rng.integers(start, len(content), rng.integers(1, 40)).tolist():
             content[place] = int(rng.integers(0, 256))
         if number % 10 == 9:

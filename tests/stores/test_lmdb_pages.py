@@ -16,12 +16,13 @@ from raypipe.errors import StoreError
 from raypipe.stores.lmdb_pages import LMDBFile
 
 PAGE = 4096
+# of the main tree, in a meta
 ROOT, ENTRIES, DEPTH, FLAGS = (
     16 + 24 + 88,
     16 + 24 + 80,
     16 + 24 + 54,
     16 + 24 + 52,
-)  # of the main tree, in a meta
+)
 # Empty, in the leaf, the longest in a leaf and one byte more; a page less its header, and one byte more.
 EDGES = [
     0,
@@ -123,9 +124,8 @@ def test_another_transaction_goes_on_beside_what_is_open(tmp_path: Path) -> None
         before = LMDBFile(path)
         with env.begin(write=True) as txn:
             txn.put(b"a", b"2")
-        assert (
-            bytes(before.get(b"a") or b"") == b"1"
-        )  # its pages are left alone by one transaction more
+        # its pages are left alone by one transaction more
+        assert bytes(before.get(b"a") or b"") == b"1"
         assert bytes(LMDBFile(path).get(b"a") or b"") == b"2"
 
 

@@ -165,7 +165,6 @@ def test_the_size_of_a_validation_is_not_told_by_excluded_samples(
         val_transform=None,
         exclude={"val": tmp_path / "val.json"},
     )
-    batch = MicroBatchMaker(spec).batch(
-        MicroBatchId("val", 0, 0, 1)
-    )  # nothing but padding
+    # nothing but padding
+    batch = MicroBatchMaker(spec).batch(MicroBatchId("val", 0, 0, 1))
     assert batch["image"].shape == (2, 40, 48, 3) and batch.index.tolist() == [-1, -1]

@@ -36,9 +36,8 @@ SHARDS = [(0, 4), (4, 5), (5, 12)]
 def proxy(
     bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FaultyProxy]:
-    monkeypatch.setattr(
-        patience, "_FIRST_S", 0.01
-    )  # pyarrow has pauses of its own between its attempts
+    # pyarrow has pauses of its own between its attempts
+    monkeypatch.setattr(patience, "_FIRST_S", 0.01)
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
         yield made

@@ -36,9 +36,8 @@ WRONG: list[Any] = [
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(
-        tar_module, "_SMALL_BYTES", 0
-    )  # so that small ones have an index
+    # so that small ones have an index
+    monkeypatch.setattr(tar_module, "_SMALL_BYTES", 0)
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
 
 

@@ -81,9 +81,8 @@ def test_damage_and_a_folder_that_cannot_be_made_cost_a_scan(
         and len(scans) == 2
     )
     (tmp_path / "file").write_text("")
-    os.environ["RAYPIPE_CACHE"] = str(
-        tmp_path / "file" / "cache"
-    )  # the fixture takes it back
+    # the fixture takes it back
+    os.environ["RAYPIPE_CACHE"] = str(tmp_path / "file" / "cache")
     assert (
         TarStore(tmp_path / "a.tar").fingerprint == store.fingerprint
         and len(scans) == 3

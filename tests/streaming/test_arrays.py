@@ -100,9 +100,8 @@ def test_presets_that_move_pixels_take_any_channels_and_are_seeded(
         batch["image"].shape == (4, 16, 16, channels) and batch["image"].dtype == dtype
         for batch in batches
     )
-    assert (
-        max(batch["image"].max() for batch in batches) > 255
-    )  # nothing went by 8 bits, or was cut off at 1
+    # nothing went by 8 bits, or was cut off at 1
+    assert max(batch["image"].max() for batch in batches) > 255
     assert without_ray.digests(spec) == list(map(batch_digest, batches))
     made = {
         index: pixels
@@ -320,9 +319,8 @@ def test_colour_presets_of_16_bit_rgb_do_what_they_do_to_8_bits() -> None:
     pixels = torch.from_numpy(
         np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3), np.uint8)
     ).permute(0, 3, 1, 2)
-    wide = torch.from_numpy(
-        pixels.numpy().astype(np.uint16) * 257
-    )  # 255 * 257 = 65,535
+    # 255 * 257 = 65,535
+    wide = torch.from_numpy(pixels.numpy().astype(np.uint16) * 257)
     for preset in ("standard", "strong"):
         augment = DeviceAugment(AugmentConfig(preset=preset), CPU)
         made = [

@@ -246,9 +246,8 @@ def test_a_label_beyond_int64_makes_a_bad_sample_and_no_other_class(
         for row in zip(*rows_of(batch), strict=True)
     ]
     assert {label for label, index, weight in rows if weight} == {1}
-    assert [weight for _, index, weight in rows if index == 5] == [
-        0
-    ]  # of the validation
+    # of the validation
+    assert [weight for _, index, weight in rows if index == 5] == [0]
     records = [
         json.loads(path.read_text()) for path in (tmp_path / "quarantine").iterdir()
     ]

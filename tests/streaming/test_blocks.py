@@ -37,9 +37,8 @@ def test_ranks_get_micro_batches_in_order_in_blocks_of_one_segment(
         for rank in range(ranks):
             of_rank = [at for block in blocks[rank::ranks] for at in block]
             assert of_rank == [at for at in places if at.micro % ranks == rank]
-        assert (
-            len(blocks) % ranks == 0
-        )  # none is left out where blocks are dealt out evenly
+        # none is left out where blocks are dealt out evenly
+        assert len(blocks) % ranks == 0
         for block in blocks:
             assert 1 <= len(block) <= (size if block[0].split == "train" else 2 * size)
             assert len({(at.split, at.epoch) for at in block}) == 1

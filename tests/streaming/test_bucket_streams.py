@@ -156,9 +156,8 @@ def test_validations_in_buckets_have_each_sample_once_in_its_shape() -> None:
         for batch in epoch.val:
             counted = batch.index[batch.weight > 0].tolist()
             seen[epoch.number] += counted
-            shape = tuple(
-                batch.image.shape[2:]
-            )  # the same in both epochs: a schedule is of the training alone
+            # the same in both epochs: a schedule is of the training alone
+            shape = tuple(batch.image.shape[2:])
             assert {(sides["height"][i], sides["width"][i]) for i in counted} <= {
                 {(12, 16): (40, 60), (14, 14): (50, 50), (16, 12): (60, 40)}[shape]
             }

@@ -131,9 +131,8 @@ def test_a_run_without_a_folder_starts_from_its_beginning(tmp_path: Path) -> Non
 def test_a_damaged_checkpoint_is_passed_over_and_nothing_is_removed(
     run: Path, damage: str
 ) -> None:
-    (run / "checkpoint_manager_snapshot.json").write_text(
-        '{"checkpoint_resu'
-    )  # what Ray Train may leave
+    # what Ray Train may leave
+    (run / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_resu')
     broken, (harm, reason) = newest(run), DAMAGE[damage]
     harm(broken)
     before = tree(run)
@@ -297,9 +296,8 @@ def test_after_30_kills_while_writing_the_newest_checkpoint_is_whole(
         found = step_of(run)
         assert done and found is not None and found - step in (done, done + 1)
         step = found
-    assert (
-        len(list(run.glob("checkpoint_*"))) <= 2 + 4
-    )  # what the last two kills have cut off
+    # what the last two kills have cut off
+    assert len(list(run.glob("checkpoint_*"))) <= 2 + 4
 
 
 def test_checkpoints_in_a_bucket_are_found_passed_over_and_removed(bucket: str) -> None:

@@ -98,9 +98,8 @@ def test_a_resume_keeps_what_was_recorded_before_it(
     epoch = next(one.epochs())
     list(epoch.train)
     other = raypipe.loader(spec, run_dir=str(run))
-    other.load_state_dict(
-        one.state_dict()
-    )  # as Lightning does, once the loader is open
+    # as Lightning does, once the loader is open
+    other.load_state_dict(one.state_dict())
     assert len(list(every_batch(other))) > 0
     assert kinds(run) == ["start", "train", "start", "diagnosis", "train", "diagnosis"]
 

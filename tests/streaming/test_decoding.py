@@ -49,9 +49,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made[9]["image"] = bytes(made[9]["image"])[:-100]  # type: ignore[call-overload]
     with open_writer(path, columns=COLUMNS, classes=CLASSES) as writer:
         for sample in made:
-            writer.append(
-                {**sample, "width": 48, "height": 40}
-            )  # as `raypipe convert` adds them
+            # as `raypipe convert` adds them
+            writer.append({**sample, "width": 48, "height": 40})
     return path
 
 
@@ -246,9 +245,8 @@ def test_a_preview_and_a_saved_model_see_the_images(store: Path) -> None:
     spec = open_spec(store)
     rows, names = Preview(spec, raypipe.AugmentConfig()).tiles([3, 7], [0])
     assert names == ["transformed", "augmented"]
-    assert (
-        rows[0][1].image is not None and (rows[0][1].image == 7).all()
-    )  # the PNG is of one color
+    # the PNG is of one color
+    assert rows[0][1].image is not None and (rows[0][1].image == 7).all()
     described = input_of(spec, None)
     model = SavedModel(
         "here", 0, 0, {}, {}, None, "", described["transform"], described

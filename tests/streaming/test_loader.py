@@ -314,9 +314,8 @@ def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(
     assert [*every_batch(loader(inline, cursor=one.cursor))] == []
 
 
-CALLS_LEFT = [
-    0
-]  # of a module: threads have their own copies of what a transform itself holds
+# of a module: threads have their own copies of what a transform itself holds
+CALLS_LEFT = [0]
 
 
 @pytest.mark.parametrize("max_actors", [0, 2])
@@ -531,9 +530,8 @@ def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(
         places = [batch.position for batch in islice(epoch.train, 6)]
         break
     assert one._running.why == LEFT
-    places += [
-        batch.position for batch in islice(epoch.train, 3)
-    ]  # as in the next cell of a notebook
+    # as in the next cell of a notebook
+    places += [batch.position for batch in islice(epoch.train, 3)]
     assert places == list(islice(inline.plan.micro_batches(inline.plan.start()), 9))
     for epoch in one.epochs():  # the cell is run again: on, after the last whole step
         assert [batch.position for batch in islice(epoch.train, 2)] == [
@@ -607,9 +605,8 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
     monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
     monkeypatch.setattr("raypipe.streaming.handover._SETTLE_S", 0.0)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    check_resources(
-        inline, ScalingConfig(num_workers=2)
-    )  # a loader of a notebook, before the notebook trains
+    # a loader of a notebook, before the notebook trains
+    check_resources(inline, ScalingConfig(num_workers=2))
     assert second[0]._running.why == GAVE_WAY and first[0]._running.why is None
     next(in_process[1].train)
     assert end_oldest() and not end_oldest()

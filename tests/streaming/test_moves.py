@@ -31,9 +31,8 @@ def test_ranks_leave_an_execution_together_or_not_at_all(
     for rank in range(3):
         ranks.says(rank, Move(TRAIN, TRAIN))
     for number, rank in enumerate(order):
-        ranks.says(
-            rank, Move((0, 0, 5 + rank), goes, leaves=True)
-        )  # each may have stopped at another step
+        # each may have stopped at another step
+        ranks.says(rank, Move((0, 0, 5 + rank), goes, leaves=True))
         assert {ranks.answer(of) for of in order[: number + 1]} == {
             "leave" if number == 2 else "wait"
         }
@@ -72,9 +71,8 @@ def test_a_rank_that_waits_no_longer_keeps_the_others_from_leaving() -> None:
     assert ranks.answer(0, is_last=True) == "read on"
     ranks.says(2, Move(MID, NEXT, leaves=True))
     assert [ranks.answer(rank) for rank in (1, 2)] == ["read on", "read on"]
-    assert (
-        Moves(3).answer(0) == "read on"
-    )  # the Supervisor was restarted, and knows nothing
+    # the Supervisor was restarted, and knows nothing
+    assert Moves(3).answer(0) == "read on"
 
 
 def test_a_validation_that_some_ranks_leave_out_is_told_once() -> None:

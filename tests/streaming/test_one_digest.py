@@ -99,9 +99,8 @@ class Losing(MemoryStore):
             with path.open("x") as file:
                 file.write(str(os.getpid()))
         except FileExistsError:
-            return path.read_text() == str(
-                os.getpid()
-            )  # a store of another split has come before
+            # a store of another split has come before
+            return path.read_text() == str(os.getpid())
         return True
 
     def read(
@@ -225,7 +224,6 @@ def test_ten_kills_change_nothing(
     block: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "raypipe.streaming.supervisor.MAX_ATTEMPTS", NUM_KILLS + 1
-    )  # all may hit one block
+    # all may hit one block
+    monkeypatch.setattr("raypipe.streaming.supervisor.MAX_ATTEMPTS", NUM_KILLS + 1)
     assert digests_of(tmp_path / "killed", without, 1, 3, block, NUM_KILLS) == alone

@@ -349,9 +349,8 @@ def test_what_a_loop_leaves_out_is_not_made(
         num += sum(len(batch.index) for batch in islice(epoch.val, 2))
         if leave == "epochs":
             break
-    assert (
-        0 < num <= len(made) <= num + 6
-    )  # the first block is made twice, once to learn its shapes
+    # the first block is made twice, once to learn its shapes
+    assert 0 < num <= len(made) <= num + 6
 
 
 @pytest.mark.timeout(300)

@@ -212,9 +212,8 @@ def test_the_digest_depends_on_the_seed_and_not_on_who_reads(
         stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3)
     )
     read_apart = digests(spec)
-    assert (
-        without_ray.digests(spec) == read_apart
-    )  # there it is read by the one that transforms
+    # there it is read by the one that transforms
+    assert without_ray.digests(spec) == read_apart
     other = spec_of(
         stores,
         "parquet",
@@ -352,9 +351,8 @@ def test_an_idle_consumer_has_little_in_flight_and_nothing_spins(
     assert time.process_time() - began < 1, (
         "Ray Data's own loop takes the whole of both seconds"
     )
-    remade = (
-        NUM_REMADE + 1
-    )  # by the actor, to compare them; and one more for the other actors
+    # by the actor, to compare them; and one more for the other actors
+    remade = NUM_REMADE + 1
     done = ((tmp_path / "count").stat().st_size - remade) / 4
     assert done <= 5 + 6 + 4, (
         "beside what is in flight: one ahead for the rank, Ray's prefetch, what it unpacks"

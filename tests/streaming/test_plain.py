@@ -116,9 +116,8 @@ def test_a_loop_that_wants_more_epochs_than_the_plan_is_told_the_setting(
 def test_a_loop_validates_whenever_it_likes_and_trains_the_same(
     spec: StreamSpec,
 ) -> None:
-    config = dataclasses.replace(
-        spec.plan.config, val_interval=2
-    )  # none after the first epoch
+    # none after the first epoch
+    config = dataclasses.replace(spec.plan.config, val_interval=2)
     one = loader(
         dataclasses.replace(spec, plan=dataclasses.replace(spec.plan, config=config))
     )

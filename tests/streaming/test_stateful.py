@@ -195,9 +195,8 @@ def test_what_a_resume_could_not_load_is_refused_when_it_is_reported(
     stream: Loader, reports: Reports
 ) -> None:
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=np.float64(0.1)
-    )  # as a search or np.linspace gives it
+    # as a search or np.linspace gives it
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.1))
     with pytest.raises(
         ConfigError, match=r"of optimizer has numpy.*, which no resume could load"
     ):

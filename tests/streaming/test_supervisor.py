@@ -88,11 +88,12 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
     assert again._watch.state() == twin._watch.state(), (
         "it watches the same processes and executions"
     )
+    # of the blocks in work, actors tell again
     in_work = {
         "begins",
         "touches",
         "measured",
-    }  # of the blocks in work, actors tell again
+    }
     if CALLS[when - 1][0] not in in_work:
         probes = [
             ("begins", ("c", [AT])),

@@ -50,9 +50,8 @@ class Process:
         """What a block asks of faulthandler that attempts a micro-batch at each of these times."""
         self.calls.clear()
         with guard.block((AT,)) as orders:
-            assert (
-                patience.on_progress
-            )  # a shard that is fetched starts the limit again, too
+            # a shard that is fetched starts the limit again, too
+            assert patience.on_progress
             for self.now in seconds:
                 guard.attempt(AT, orders)
         assert not patience.on_progress
@@ -68,10 +67,11 @@ def test_a_time_limit_starts_four_times_a_second_at_most(
     assert process.block(guard, 100.0, 100.1, 100.24, 100.3, 100.54, 100.6) == [
         (2.25, True)
     ] * 3 + ["ended"]
+    # each block has its own
     assert process.block(guard, 100.6, 100.7) == [
         (2.25, True),
         "ended",
-    ]  # each block has its own
+    ]
     assert process.block(process.guard(0), 100.0, 101.0) == ["ended"]
 
 

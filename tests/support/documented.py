@@ -30,12 +30,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "llms.txt", *sorted((ROOT / "docs").glob("*.md"))]
 OURS = ("raypipe", "jobs/train.py", "jobs/tune.py")
+# parts of lines that need more than there is
 NOT_OURS = (
     "…",
     "OWNER",
     "gcloud",
     "kubectl",
-)  # parts of lines that need more than there is
+)
 
 
 def blocks(language: str, *pages: Path) -> list[str]:

@@ -225,9 +225,8 @@ class EagerCuda(Cuda):
                 place.copy_(value)
 
         reads = {each.handle.number for each in leaves if isinstance(each, Tensor)}
-        run = (
-            again if self.is_capturing() else lambda: None
-        )  # done already; a graph does it anew
+        # done already; a graph does it anew
+        run = again if self.is_capturing() else lambda: None
         self.launch(
             self.current(), run, reads, {each.handle.number for each in made}, name
         )

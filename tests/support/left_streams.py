@@ -120,9 +120,8 @@ def settled(before: dict[str, Any] | None) -> dict[str, Any]:
         if time.monotonic() > deadline or (before and not more(before, now)):
             return now
         time.sleep(0.5)
-        named = {f"ray::{actor}" for actor in now["actors"]} <= set(
-            now["processes"]
-        )  # a new one has no name yet
+        # a new one has no name yet
+        named = {f"ray::{actor}" for actor in now["actors"]} <= set(now["processes"])
         if not before and named and now == found():
             return now
 

@@ -47,11 +47,12 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+# said of one that has just started
 _NOT_READY = (
     "No available agent",
     "RemoteDisconnected",
     "Connection refused",
-)  # said of one that has just started
+)
 
 
 class LocalHead:
@@ -73,9 +74,8 @@ class LocalHead:
                 processes on this machine, and takes them away.
             idle_timeout_s: after which it does.
         """
-        self._folder = tempfile.mkdtemp(
-            prefix="head-", dir="/tmp"
-        )  # short: sockets are made below it
+        # short: sockets are made below it
+        self._folder = tempfile.mkdtemp(prefix="head-", dir="/tmp")
         self.address = f"http://127.0.0.1:{free_port()}"
         ours = {
             name: value
@@ -98,9 +98,8 @@ class LocalHead:
             f"--port={self._gcs_port}",
             "--object-store-memory=300000000",
         ]
-        self._options += [
-            f"--ray-client-server-port={free_port()}"
-        ]  # with the usual one there is one head a machine
+        # with the usual one there is one head a machine
+        self._options += [f"--ray-client-server-port={free_port()}"]
         if node_types is not None:
             self._scale(node_types, num_cpus, idle_timeout_s)
 

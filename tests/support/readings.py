@@ -164,9 +164,8 @@ def _png(data: bytes) -> np.ndarray:
 
     array = imagecodecs.png_decode(data)
     if data[25] == _GRAY:
-        return (
-            array[:, :, 0] if array.ndim == 3 else array
-        )  # its one transparent value is not kept
+        # its one transparent value is not kept
+        return array[:, :, 0] if array.ndim == 3 else array
     if array.ndim == 3 and array.shape[2] == _GRAY_ALPHA:  # OpenCV has no two channels
         array = array[:, :, [0, 0, 0, 1]]
     return array
@@ -197,9 +196,8 @@ def _tiff(data: bytes) -> np.ndarray:
 
 def _turned(array: np.ndarray, orientation: int) -> np.ndarray:
     """An array upright, channel by channel, by Pillow."""
-    method = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}.get(
-        orientation
-    )  # as exif_transpose has them
+    # as exif_transpose has them
+    method = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}.get(orientation)
     if method is None:
         return array
     places = np.arange(array.shape[0] * array.shape[1], dtype=np.int32).reshape(

@@ -40,9 +40,8 @@ def ended_by(signum: int, run: subprocess.Popen[str], to_group: bool) -> str:
     On a busy machine its trainers may not answer in time: then it is aborted.
     """
     assert run.stdout
-    assert any(
-        "step 1/" in line for line in run.stdout
-    )  # and its log ends only with the run
+    # and its log ends only with the run
+    assert any("step 1/" in line for line in run.stdout)
     (os.killpg if to_group else os.kill)(run.pid, signum)
     said, _ = run.communicate(timeout=100)
     assert run.returncode in (75, 130), said

@@ -576,9 +576,8 @@ def _operation(self: Cuda, func: Any, args: Any, kwargs: Any) -> Any:
             stream.synchronize()
         return written[0] if len(written) == 1 else tuple(written)
     with torch.no_grad():
-        probe = func(
-            *given, **given_named
-        )  # for the shapes alone: nothing is there as yet
+        # for the shapes alone: nothing is there as yet
+        probe = func(*given, **given_named)
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(probe)):
         result: list[Any] = []
         self.launch(

@@ -164,9 +164,8 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return whole[-1]
 
     monkeypatch.setattr(loop, "write_checkpoint", write)
-    before = set(
-        threading.enumerate()
-    )  # of other tests' runs, which follow a stream a while longer
+    # of other tests' runs, which follow a stream a while longer
+    before = set(threading.enumerate())
     yield whole
     left = set(threading.enumerate()) - before
     assert not [thread.name for thread in left if thread.name.startswith("raypipe-")]

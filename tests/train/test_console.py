@@ -43,9 +43,8 @@ def test_rays_progress_is_shown_its_noise_dropped_and_the_rest_printed(
 def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        worker, "print_to_stdstream", worker.print_to_stdstream
-    )  # it is put back afterwards
+    # it is put back afterwards
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
     rays.take_console()
     data = {
         "pid": "raylet",

@@ -71,9 +71,8 @@ def test_a_model_with_auxiliary_heads_gives_logits_alone_in_training(name: str) 
         logits = model(torch.rand(2, 3, 96, 96))
         assert isinstance(logits, torch.Tensor) and logits.shape == (2, 5)
         logits.float().square().mean().backward()
-    assert all(
-        p.grad is not None for p in model.parameters()
-    )  # else DistributedDataParallel would wait for some
+    # else DistributedDataParallel would wait for some
+    assert all(p.grad is not None for p in model.parameters())
 
 
 # The learning rate
@@ -404,9 +403,8 @@ def test_the_state_of_an_optimizer_on_cuda_is_there_but_for_its_step(name: Any) 
     for parameter in model.parameters():
         state = dict(optimizer.state[parameter])
         step = state.pop("step", None)
-        assert (
-            step is None or step.device.type == "cpu"
-        )  # or the host would wait for the device
+        # or the host would wait for the device
+        assert step is None or step.device.type == "cpu"
         assert {value.device.type for value in state.values()} == {"cuda"}
 
 

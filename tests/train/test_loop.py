@@ -215,9 +215,8 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
         with pytest.raises(RunError, match=r"traceback: .*error\.txt"):
             attempt(again, kill_at=10, resume=str(folder))
     newest = max(folder.glob("checkpoint_*/checkpoint.json")).parent
-    (newest / "state.pt").write_bytes(
-        (newest / "state.pt").read_bytes()[:-1] + b"x"
-    )  # which the first rank finds
+    # which the first rank finds
+    (newest / "state.pt").write_bytes((newest / "state.pt").read_bytes()[:-1] + b"x")
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'not of this run\n{"kind": "train", "st')
     result = attempt(workers[-1], kill_at=0, resume=str(folder))
@@ -301,9 +300,8 @@ def test_a_fault_before_the_first_micro_batch_is_recorded(
 def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "raypipe.train.launch.try_samples", lambda *_, **__: {}
-    )  # it is not among the first few
+    # it is not among the first few
+    monkeypatch.setattr("raypipe.train.launch.try_samples", lambda *_, **__: {})
     settings = dataclasses.replace(run.train, num_classes=3, max_failures=2)
     inline = PoolConfig(engine="inline")
     with pytest.raises(

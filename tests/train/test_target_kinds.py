@@ -122,9 +122,8 @@ def test_a_model_has_as_many_outputs_as_its_target_or_as_are_set(
 ) -> None:
     assert outputs_of(run(folder, tmp_path, "score")) == 1
     assert outputs_of(run(folder, tmp_path, "both")) == 2
-    assert (
-        outputs_of(run(folder, tmp_path, "both", loss="cross_entropy")) == 2
-    )  # probabilities
+    # probabilities
+    assert outputs_of(run(folder, tmp_path, "both", loss="cross_entropy")) == 2
     assert outputs_of(run(folder, tmp_path, "grid", num_classes=4)) == 4
 
 

@@ -403,9 +403,8 @@ def test_substitution_is_the_same_every_time_and_recorded() -> None:
         for i, (by, error) in reasons.items()
     ]
     alone, _ = run(made(FLIP), samples_of(JPEGS[3:4]), KEYS[53:54])
-    np.testing.assert_array_equal(
-        first["image"][1], alone["image"][0]
-    )  # pixels under its own key
+    # pixels under its own key
+    np.testing.assert_array_equal(first["image"][1], alone["image"][0])
 
 
 def test_lessons_of_earlier_attempts_hold_for_substitutes_too() -> None:

@@ -217,9 +217,8 @@ def test_size_limit_holds_before_any_pixel_is_allocated(
     bmp = bytearray(encoded(picture(), "BMP"))
     bmp[18:26] = struct.pack("<ii", 60000, 60000)
     tiff = encoded(picture(), "TIFF")
-    assert (
-        tiff[:2] == b"II" and int.from_bytes(tiff[4:8], "little") == 8
-    )  # the directory comes first
+    # the directory comes first
+    assert tiff[:2] == b"II" and int.from_bytes(tiff[4:8], "little") == 8
     tiff_bomb = bytearray(tiff)
     for entry in range(10, 10 + 12 * int.from_bytes(tiff[8:10], "little"), 12):
         if int.from_bytes(tiff[entry : entry + 2], "little") in (256, 257):
@@ -393,9 +392,8 @@ def test_pillows_own_warning_of_large_images_stays_silent(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = encoded(Image.fromarray(picture()).convert("1"), kind)
-    monkeypatch.setattr(
-        Image, "MAX_IMAGE_PIXELS", 1000
-    )  # the picture has 1961; from 2001 it is an error
+    # the picture has 1961; from 2001 it is an error
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     assert decode(data).shape == (37, 53, 3)
 
 

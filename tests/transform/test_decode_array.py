@@ -414,9 +414,10 @@ def test_without_the_extra_an_error_says_what_to_install(
         ):
             read(data)
     with Image.open(io.BytesIO(tiff(some("uint8", 6, 5, 3), tags={262: 2}))) as opened:
+        # needs it not
         np.testing.assert_array_equal(
             decode(tiff(np.asarray(opened), tags={262: 2})), opened
-        )  # needs it not
+        )
 
 
 def declared() -> dict[str, bytes]:

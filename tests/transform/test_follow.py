@@ -233,9 +233,8 @@ def test_compositions_move_points_as_the_library_wherever_they_end(seed: int) ->
         "bboxes": np.column_stack([boxes, np.arange(4)]).astype(np.float32),
         "keypoints": np.column_stack([points, np.arange(10)]).astype(np.float32),
     }
-    still = A.GaussNoise(
-        std_range=(0, 0), p=1
-    )  # not native: from it on, the library moves points
+    # not native: from it on, the library moves points
+    still = A.GaussNoise(std_range=(0, 0), p=1)
     for variant in (steps, [*steps, still], [steps[0], still, *steps[1:]]):
         moved = by_transform([*variant, A.Resize(50, 50)], size, targets)
         resized = by_library([*steps, A.Resize(50, 50)], size, targets)

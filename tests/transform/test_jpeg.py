@@ -200,9 +200,8 @@ def test_only_jpegs_that_may_be_cropped_are_opened(mode: Any) -> None:
     for other in (png.getvalue(), b"", jpeg[:30], b"\xff\xd8\xff", bombs.rare_jpeg()):
         assert opened(other, mode) is None
     declared = jpeg.index(b"\xff\xc0")
-    bomb = (
-        jpeg[: declared + 5] + b"\xff\xdc\xff\xdc" + jpeg[declared + 9 :]
-    )  # 65,500 x 65,500
+    # 65,500 x 65,500
+    bomb = jpeg[: declared + 5] + b"\xff\xdc\xff\xdc" + jpeg[declared + 9 :]
     assert opened(bomb, mode) is None
     assert opened(bombs.jpeg_of_scans(13000, 13000, 17), mode) is None
 
@@ -239,9 +238,8 @@ def test_the_scale_is_the_smallest_that_leaves_the_target(
     shown = cv2.resize(
         cut(decode(data), box), shape[::-1], interpolation=cv2.INTER_AREA
     )
-    assert (
-        np.abs(pixels.astype(int) - shown).mean() < 10
-    )  # of 255: the same view, to half a pixel at the edges
+    # of 255: the same view, to half a pixel at the edges
+    assert np.abs(pixels.astype(int) - shown).mean() < 10
     with no_extension():
         assert np.array_equal(opened(data, "scaled", (10, 10))[1](box), pixels)  # type: ignore[index]
 

@@ -187,6 +187,5 @@ def test_the_last_of_100000_images_costs_what_the_first_did(
     print(
         f"{kind}, level {level}: µs of CPU an image, by tenths: {np.round(typical, 1)}, RSS +{growth >> 10} KiB"
     )
-    assert (
-        typical[-1] < 1.15 * typical[0] + 0.5 and growth < 1 << 20
-    )  # those refused by their header take 0.5 µs
+    # those refused by their header take 0.5 µs
+    assert typical[-1] < 1.15 * typical[0] + 0.5 and growth < 1 << 20

@@ -128,9 +128,8 @@ def check_crops(num: int, by_file: int) -> None:
     from _raypipe_kernel import set_simd
 
     for number, (name, data) in enumerate(files(num // by_file)):
-        set_simd(
-            2 * (number % 2)
-        )  # without vector instructions by libjpeg, with them without it
+        # without vector instructions by libjpeg, with them without it
+        set_simd(2 * (number % 2))
         seekable = kernel.to_seekable(data)
         whole = simplejpeg.decode_jpeg(data, "RGB")
         assert np.array_equal(simplejpeg.decode_jpeg(seekable, "RGB"), whole), name
@@ -307,9 +306,8 @@ def test_places_that_are_not_the_rows_are_refused() -> None:
             data[: first + 4] + place.to_bytes(4, "big") + data[first + 8 :]
         )
         assert run(forged, (20, 0, 30, 64)) is None, place
-        assert np.array_equal(
-            decode(forged), decode(data)
-        )  # all else does not need them
+        # all else does not need them
+        assert np.array_equal(decode(forged), decode(data))
 
 
 def with_place(data: bytes, row: int, place: int) -> bytes:

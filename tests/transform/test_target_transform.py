@@ -100,9 +100,8 @@ def pipeline(name: str) -> Any:
 @pytest.mark.parametrize("crop_decode", ["off", "exact", "scaled"])
 def test_mask_and_box_are_where_the_square_is(name: str, crop_decode: Any) -> None:
     transform, num_seen = both(pipeline(name), crop_decode=crop_decode).content, 0
-    kernel = np.ones(
-        (11, 11), np.uint8
-    )  # 5 pixels: what nearest and blurred edges differ by, enlarged
+    # 5 pixels: what nearest and blurred edges differ by, enlarged
+    kernel = np.ones((11, 11), np.uint8)
     for number, key in enumerate(KEYS.tolist()):
         image, mask, boxes, _ = transform.one(SCENES[number % 12], tuple(key)).values()
         assert (
@@ -315,9 +314,8 @@ def test_keypoints_that_a_distortion_loses_are_outside() -> None:
     )
     made = by_pipeline(pipeline, image, {"keypoints": points})
     expected = [[-1, -1, -7], [4, 6, 7], [-1, -1, -7]]
-    assert (
-        np.abs(marked(made["keypoints"], (20, 20)) - expected).max() <= 1
-    )  # the library is a pixel off
+    # the library is a pixel off
+    assert np.abs(marked(made["keypoints"], (20, 20)) - expected).max() <= 1
     assert made["keypoints"][:, 2].tolist() == [5, 7, 5]
     mirror = A.Compose([A.PadIfNeeded(200, 200, border_mode=cv2.BORDER_REFLECT_101)])
     with pytest.raises(

@@ -216,9 +216,8 @@ def _damaged() -> Iterator[Drawn]:
     yield Drawn(
         "no-tables.jpg", plain.replace(b"\xff\xdb", b"\xff\xfe"), refused=NEITHER
     )
-    yield Drawn(
-        "no-codes.jpg", plain.replace(b"\xff\xc4", b"\xff\xfe")
-    )  # those of the standard
+    # those of the standard
+    yield Drawn("no-codes.jpg", plain.replace(b"\xff\xc4", b"\xff\xfe"))
     frame = plain.index(b"\xff\xc0")
     for name, at, value in (
         ("no-rows", 5, b"\0\0"),

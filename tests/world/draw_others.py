@@ -351,9 +351,8 @@ def arrays() -> Iterator[Drawn]:
             picture(height=side, width=side),
         )
     for version in ((1, 0), (2, 0), (3, 0)):
-        refused = (
-            NO_RGB if version < (3, 0) else NEITHER
-        )  # which is for names of fields
+        # which is for names of fields
+        refused = NO_RGB if version < (3, 0) else NEITHER
         yield Drawn(
             f"version-{version[0]}.npy", _npy(picture(), version), refused, picture()
         )

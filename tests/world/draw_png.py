@@ -229,9 +229,8 @@ def _chunks() -> Iterator[Drawn]:
         )
         if kind != b"PLTE":
             data = write(samples, RGB, 8, before=chunk(kind, body, crc=1))
-            refused = (
-                NEITHER if kind in (b"vpAg", b"oFFs") else frozenset()
-            )  # it may have been a known one
+            # it may have been a known one
+            refused = NEITHER if kind in (b"vpAg", b"oFFs") else frozenset()
             yield Drawn(f"crc-of-{kind.decode()}.png", data, refused, truth)
     for name, spoilt in {
         "exif-of-nothing": chunk(b"eXIf"),

@@ -54,11 +54,12 @@ _ENDS = {
     ".rec": "MXNet RecordIO",
     ".zip": "zip",
 }
+# several such files may be one data set
 _WHOLE_FOLDERS = (
     "TFRecord",
     "zip",
     "Arrow of the datasets library",
-)  # several such files may be one data set
+)
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _INDEX = "index.json"
 

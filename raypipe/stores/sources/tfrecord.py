@@ -127,9 +127,8 @@ def _records(path: str) -> Iterator[_Record]:
     google_crc32c = library("google_crc32c", "TFRecord")
     with opened(path) as file, explained(path):
         head = file.peek(_HEADER.size)[: _HEADER.size]
-        is_plain = head[8:] == _CRC.pack(
-            _masked(google_crc32c.value(head[:8]))
-        )  # a length may look like gzip
+        # a length may look like gzip
+        is_plain = head[8:] == _CRC.pack(_masked(google_crc32c.value(head[:8])))
         plain: Any = (
             file
             if is_plain or not head.startswith(_GZIP)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -42,7 +42,7 @@ from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass
 from raypipe.streaming.moves import END, Move, place_of
-from raypipe.streaming.running import EXHAUSTED, GOES_ON, LEFT, Feed, Running
+from raypipe.streaming.running import EXHAUSTED, GOES_ON, MOVED, Feed, Running
 from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import (
@@ -79,8 +79,8 @@ class Loader(Unlike, instead=_INSTEAD):
 
     `raypipe.loader` makes one. If a loop stops in the middle of an epoch's training, the next epoch skips the rest
     of it, without making it. Each loop over a validation gets all of it. The stream's processes and threads end
-    when the loop over the epochs ends in any way, when the last reference to the loader and its epochs is gone, by
-    `close`, and at exit; only after the last two does a further batch fail.
+    after its last epoch, with the block of `with raypipe.loader(spec) as loader:`, by `close`, when the last
+    reference to the loader and its epochs is gone, and at exit.
 
     Attributes:
         plan: the run's plan.
@@ -145,6 +145,8 @@ class Loader(Unlike, instead=_INSTEAD):
         self.interval_s = _INTERVAL_S
         self._supervisor: Any = None
         self._turn = 0
+        # The loop over the epochs that runs; None = none.
+        self._loop: object | None = None
         self.notice = Notice(self.account.tell_notice)
         self._go_to(cursor or self.plan.start())
         if cursor:
@@ -174,12 +176,12 @@ class Loader(Unlike, instead=_INSTEAD):
         # the split that the loop has left early, of the epoch that was handed out last
         self._left: Split | None = None
         self._turn += 1  # the number of the epoch that was handed out last
-        self._has_begun = self._was_left = False
+        self._has_begun = False
+        self._segments_of_epoch: dict[Split, Segment] = {}
         self._epoch = cursor.epoch - 1
         self._diagnosed = cursor.epoch - 1
         # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
         self._training: weakref.ref[Pass] | None = None
-        self._segments = _by_epoch(self.plan, cursor)
         # turn and split of the last batch
         self._delivered: tuple[int, Split] | None = None
         # Whether the last batch was the epoch's last, if it ended a step of the training.
@@ -248,13 +250,27 @@ class Loader(Unlike, instead=_INSTEAD):
         self._running.begin(feed.supervisor, *ends)
         account.chronicle.follow(self._supervisor)
 
-    def epochs(self) -> Epochs:
-        """Iterate once over the remaining epochs; the first may be the rest of one.
+    def epochs(self) -> Iterator[Epoch]:
+        """Iterate over the remaining epochs; the first may be the rest of one.
 
-        A `for` loop over them ends the stream's processes when it is left: at its end, by `break`, or by an
-        exception. A later batch, from its last epoch or from `epochs`, starts them again.
+        A loop that was left goes on, when it is run again, after the last whole step. The stream goes on, too,
+        for as long as the loader or anything that it made is referred to.
         """
-        return Epochs(self)
+        self._check_running()
+        self._segments_of_epoch = {}  # on at the cursor, and nothing to leave
+        self._loop = loop = object()
+        try:
+            while (epoch := self._next_epoch()) is not None:
+                yield epoch
+        finally:
+            if self._loop is loop:
+                self._loop = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def validation(self) -> Pass:
         """Return the validation, for a loop that validates when the plan does not: before the training, in the
@@ -274,24 +290,22 @@ class Loader(Unlike, instead=_INSTEAD):
         self._in_step = 0
         self.account.chronicle.step = self.global_step
 
-    def _next_epoch(self) -> Epoch:
+    def _next_epoch(self) -> Epoch | None:
         """Leave the epoch that was handed out last, if there is one, and hand out the next."""
-        if self._was_left:
-            self._was_left = False
-            self._segments = _by_epoch(self.plan, self.cursor)
-        elif self._has_begun:
+        self._check_running()
+        if self._segments_of_epoch:
             self._leave_epoch()
-        else:
+        if not self._has_begun:
             self._has_begun = True
             self._begin_record()
         self._turn += 1
         # nothing of the new epoch was left, and no step of it has begun
         self._left = None
         self._in_step = 0
-        number, of_split = next(self._segments, (-1, {}))
+        number, of_split = next(_by_epoch(self.plan, self.cursor), (-1, {}))
         if number < 0:
             self._end()
-            raise StopIteration
+            return None
         self._epoch = number
         self._segments_of_epoch = of_split
         train = Pass(of_split.get("train"), self, self._turn)
@@ -329,11 +343,6 @@ class Loader(Unlike, instead=_INSTEAD):
                 while self._course.next:
                     self._discard()
             self._running.end(EXHAUSTED)
-
-    def _leave(self) -> None:
-        """Note that the loop over the epochs was left: the next batch starts the stream again."""
-        self._was_left = True
-        self._running.end(LEFT)
 
     def _begin_record(self) -> None:
         at = self.cursor
@@ -374,7 +383,7 @@ class Loader(Unlike, instead=_INSTEAD):
         if (
             self._left
             and cursor.epoch == self._epoch
-            and not self._was_left
+            and self._loop is not None
             and sys.exc_info()[0] is None
         ):
             is_val = self._left == "val"
@@ -740,7 +749,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def _seek(self, at: MicroBatchId, goes_on: bool) -> None:
         """Start the stream again, at the step of a micro-batch."""
-        self._running.end(LEFT)
+        self._running.end(MOVED)
         fingerprint = self.plan.fingerprint
         num_steps = self.plan.steps_per_epoch
         if at.split == "train":
@@ -782,21 +791,3 @@ def _close(running: Running, stop: Callable[[], None], batches: Any) -> None:
             if running.reader == threading.get_ident() or time.monotonic() > deadline:
                 return
             time.sleep(0.02)
-
-
-class Epochs(Iterator[Epoch]):
-    """The remaining epochs of a loader, each once. A loop over them ends the stream when it is left."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __next__(self) -> Epoch:
-        self._loader._check_running()
-        return self._loader._next_epoch()
-
-    def __iter__(self) -> Iterator[Epoch]:
-        try:
-            while (epoch := next(self, None)) is not None:
-                yield epoch
-        finally:
-            self._loader._leave()

@@ -73,6 +73,7 @@ class SharedEpochs:
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
+        self._epochs = loader.epochs()
         self._epoch: Epoch | None = None
         self._was_given = False  # the epoch's training, to a loop
 
@@ -121,7 +122,10 @@ class SharedEpochs:
             )
 
     def _next_epoch(self) -> None:
-        self._epoch = next(self.loader.epochs(), None)
+        self._epoch = next(self._epochs, None)
+        if self._epoch is None:
+            # there are more again after a load_state_dict
+            self._epochs = self.loader.epochs()
         self._was_given = False
 
 

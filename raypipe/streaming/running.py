@@ -1,4 +1,4 @@
-"""Resources of a running stream, and its end by closing, dropping, leaving the loop, `ray.shutdown`, or exit."""
+"""Resources of a running stream, and its end by closing, dropping, `ray.shutdown`, or exit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from raypipe.streaming.moves import Move
 from raypipe.transform.fields import MicroBatch
 
 EXHAUSTED = ""
-LEFT = "the loop over its epochs was left"
+MOVED = "it goes on at another place"
 GAVE_WAY = "its CPUs were needed by one that this process opened later"
-GOES_ON = (EXHAUSTED, LEFT, GAVE_WAY)
+GOES_ON = (EXHAUSTED, MOVED, GAVE_WAY)
 """The ends after which a loop may ask for more: the stream then starts again, where it is asked for."""
 
 

@@ -40,7 +40,7 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import block_row, host_batches
-from raypipe.streaming.running import GAVE_WAY, LEFT, Feed, end_oldest, supervisors
+from raypipe.streaming.running import GAVE_WAY, Feed, end_oldest, supervisors
 from raypipe.streaming.spec import StreamSpec
 
 CPU = torch.device("cpu")
@@ -457,14 +457,15 @@ def closed(one: Loader) -> None:
 
 
 def broken_off(one: Loader) -> None:
-    for epoch in one.epochs():
-        next(epoch.train)
-        break
+    with one as loader:
+        for epoch in loader.epochs():
+            next(epoch.train)
+            break
 
 
 def failed(one: Loader) -> None:
-    with pytest.raises(ZeroDivisionError):
-        for epoch in one.epochs():
+    with pytest.raises(ZeroDivisionError), one as loader:
+        for epoch in loader.epochs():
             next(epoch.train)
             raise ZeroDivisionError
 
@@ -489,7 +490,15 @@ def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
 
 
 @pytest.mark.parametrize(
-    "held", ["nothing", "the loader", "an epoch", "its batches", "its epochs"]
+    "held",
+    [
+        "nothing",
+        "the loader",
+        "an epoch",
+        "its batches",
+        "its epochs",
+        "a loop's epoch",
+    ],
 )
 def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
     inline: StreamSpec, held: str
@@ -503,11 +512,14 @@ def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
         )
         one = Loader(inline, lambda _: source, cursor=inline.plan.start())
         epochs = one.epochs()
-        epoch = next(epochs)
+        for epoch in epochs:  # noqa: B007  a person leaves it at once
+            break
         next(epoch.train)
+        assert ends == []  # as in the next cell of a notebook
         return {
             "the loader": one,
             "an epoch": epoch,
+            "a loop's epoch": next(one.epochs()),
             "its batches": epoch.train,
             "its epochs": epochs,
         }.get(held)
@@ -529,7 +541,7 @@ def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(
     for epoch in one.epochs():
         places = [batch.position for batch in islice(epoch.train, 6)]
         break
-    assert one._running.why == LEFT
+    assert one._running.why is None
     # as in the next cell of a notebook
     places += [batch.position for batch in islice(epoch.train, 3)]
     assert places == list(islice(inline.plan.micro_batches(inline.plan.start()), 9))

@@ -195,6 +195,7 @@ class Program:
             MicroBatchMaker(spec),
         )
         self.random, self.num_delivered = random.Random(seed), 0
+        self.epochs = self.loader.epochs()
         self.epoch: Epoch | None = None
         self.earlier: list[Epoch] = []
         self.held: Iterator[Batch] | None = None
@@ -221,7 +222,7 @@ class Program:
         if self.epoch:
             self.earlier.append(self.epoch)
         left = self.epoch
-        self.epoch = next(self.loader.epochs(), None)
+        self.epoch = next(self.epochs, None)
         assert (self.epoch and self.epoch.number) == number
         if self.epoch:
             assert bool(len(self.epoch.train)) == self.reference.has_train
@@ -283,6 +284,7 @@ class Program:
             self.earlier = []
         else:
             self.loader.load_state_dict(state)
+        self.epochs = self.loader.epochs()
         self.held, self.epoch = None, None
         self.reference.resume()
         self.next_epoch()
@@ -290,7 +292,8 @@ class Program:
     def cell(self) -> None:
         """A loop over the epochs that is left at once, and run again: it goes on at the cursor."""
         self.held = None
-        self.loader._leave()
+        del self.epochs
+        self.epochs = self.loader.epochs()
         assert self.loader.place == self.reference.named(self.reference.cursor)
         self.next_epoch(again=True)
 

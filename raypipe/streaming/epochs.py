@@ -18,14 +18,14 @@ class _Source(Protocol):
     @property
     def accumulation_steps(self) -> int: ...
 
-    def _deliver(self, of: Pass, number: int) -> Batch: ...
+    def _deliver(self, of: Batches, number: int) -> Batch: ...
 
-    def _finish(self, of: Pass) -> None: ...
+    def _finish(self, of: Batches) -> None: ...
 
-    def _left_early(self, of: Pass) -> None: ...
+    def _left_early(self, of: Batches) -> None: ...
 
 
-class Pass(Iterator[Batch]):
+class Batches(Iterator[Batch]):
     """This rank's micro-batches of an epoch's training, or of its validation, in order.
 
     After a resume only the rest of them, possibly none. A validation may be iterated again, at any time: each
@@ -131,5 +131,5 @@ class Epoch(Unlike, instead="iterate epoch.train, and then epoch.val"):
     """
 
     number: int
-    train: Pass
-    val: Pass
+    train: Batches
+    val: Batches

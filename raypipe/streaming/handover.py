@@ -36,11 +36,11 @@ from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.checkpoints import cursor_of, find_start
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HostStream, end_oldest, supervisors
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.moves import Move
 from raypipe.streaming.row import host_batches
-from raypipe.streaming.running import Feed, end_oldest, supervisors
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import latest_of_train
 from raypipe.streaming.supervisor import end_actors, start_supervisor
@@ -152,7 +152,7 @@ def loader(
 
     again = False
 
-    def open_at(start: Cursor, only: Segment | None = None) -> Feed:
+    def open_at(start: Cursor, only: Segment | None = None) -> HostStream:
         nonlocal most, again
         if only:
             part = replace(spec, plan=spec.plan.only(only))
@@ -161,7 +161,7 @@ def loader(
         if spec.pool.engine == "inline":
             maker = MicroBatchMaker(part)
             batches = inline_batches(part, start, rank, world_size, maker)
-            return Feed(batches, draws_globally=maker.draws_globally)
+            return HostStream(batches, draws_globally=maker.draws_globally)
         give_back = _ask_for_room(spec.pool) if rank == 0 else lambda: None
         iterators, supervisor, most = _handed_round(
             part,
@@ -179,7 +179,7 @@ def loader(
             end_actors(supervisor, iterators, rank)
             give_back()
 
-        return Feed(
+        return HostStream(
             host_batches(begun(iterators[rank])),
             supervisor,
             actors=most,

@@ -36,13 +36,13 @@ from raypipe.rayext.sentry import Sentry
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
-from raypipe.streaming.account import Account
-from raypipe.streaming.course import Course
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.digest import settings_of
-from raypipe.streaming.epochs import Epoch, Pass
+from raypipe.streaming.epochs import Batches, Epoch
+from raypipe.streaming.lifetime import EXHAUSTED, GOES_ON, MOVED, HostStream, Lifetime
+from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.streaming.moves import END, Move, place_of
-from raypipe.streaming.running import EXHAUSTED, GOES_ON, MOVED, Feed, Running
+from raypipe.streaming.remaining import Remaining
 from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import (
@@ -88,16 +88,16 @@ class Loader(Unlike, instead=_INSTEAD):
         world_size: W, the number of ranks.
         keep_batches: batches that stay valid besides the newest.
         cursor: place after the last fully delivered step.
-        account: measurements, metrics and records of this rank; a training loop may add its loss.
+        metrics: measurements, metrics and records of this rank; a training loop may add its loss.
         notice: notices that nodes of the trainers will go.
         interval_s: seconds between two records of the training; infinity = the loop makes them, by
-            `Account.interval` and `Account.diagnose`.
+            `LoaderMetrics.interval` and `LoaderMetrics.diagnose`.
     """
 
     def __init__(
         self,
         spec: StreamSpec,
-        open_at: Callable[..., Feed],
+        open_at: Callable[..., HostStream],
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
@@ -136,18 +136,20 @@ class Loader(Unlike, instead=_INSTEAD):
         self._lacks_weights = start_from is not None
         self._prefetch_factor = prefetch_factor
         self.keep_batches = keep_batches
-        self.account = Account(spec, self.device, rank, world_size, augment, folder)
+        self.metrics = LoaderMetrics(
+            spec, self.device, rank, world_size, augment, folder
+        )
         self._decoding: Decoding | None = None
         if spec.transform.decode == "device":
-            self._decoding = Decoding(spec, self.device, self.account.decoded)
-        self._running = Running(self.account.chronicle.close)
-        self._running.close_with(self)
+            self._decoding = Decoding(spec, self.device, self.metrics.decoded)
+        self._lifetime = Lifetime(self.metrics.run_log.close)
+        self._lifetime.close_with(self)
         self.interval_s = _INTERVAL_S
         self._supervisor: Any = None
         self._turn = 0
         # The loop over the epochs that runs; None = none.
         self._loop: object | None = None
-        self.notice = Notice(self.account.tell_notice)
+        self.notice = Notice(self.metrics.tell_notice)
         self._go_to(cursor or self.plan.start())
         if cursor:
             self._begin()
@@ -181,7 +183,7 @@ class Loader(Unlike, instead=_INSTEAD):
         self._epoch = cursor.epoch - 1
         self._diagnosed = cursor.epoch - 1
         # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
-        self._training: weakref.ref[Pass] | None = None
+        self._training: weakref.ref[Batches] | None = None
         # turn and split of the last batch
         self._delivered: tuple[int, Split] | None = None
         # Whether the last batch was the epoch's last, if it ended a step of the training.
@@ -195,7 +197,7 @@ class Loader(Unlike, instead=_INSTEAD):
                 "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
                 self.num_epochs,
             )
-        self.account.begin(self._start)
+        self.metrics.begin(self._start)
         self._open(self._start)
 
     def _open(self, start: Cursor, only: Segment | None = None) -> None:
@@ -205,56 +207,58 @@ class Loader(Unlike, instead=_INSTEAD):
             start: its first place.
             only: the one segment that it brings; None = all from there on.
         """
-        # Of the feed no more is held than these: its execution is to be collected once it has ended.
+        # Of the stream no more is held than these: its execution is to be collected once it has ended.
         if only:
-            feed = self._open_at(start, only)
+            stream = self._open_at(start, only)
         else:
-            feed = self._open_at(start)
-        self._supervisor = feed.supervisor
-        account = self.account
+            stream = self._open_at(start)
+        self._supervisor = stream.supervisor
+        metrics = self.metrics
         spec = self._spec
         plan = self.plan.only(only) if only else self.plan
-        self._course = Course(
+        self._remaining = Remaining(
             plan.segments(start), plan.config.per_step, self.rank, self.world_size
         )
-        self._start_images = feed.start_images
-        self._moves = feed.moves
-        account.actors = feed.actors
-        account.readers = int(feed.supervisor is not None and "train" in spec.readers())
+        self._start_images = stream.start_images
+        self._moves = stream.moves
+        metrics.actors = stream.actors
+        metrics.readers = int(
+            stream.supervisor is not None and "train" in spec.readers()
+        )
         self._batches = on_device(
-            feed.batches,
+            stream.batches,
             self.device,
             spec.plan.micro_batch_seed,
             self._prefetch_factor,
             self.keep_batches,
-            ring=False if feed.draws_globally else None,
-            on_copied=functools.partial(account.clocks["train"].add, "transfer"),
+            ring=False if stream.draws_globally else None,
+            on_copied=functools.partial(metrics.clocks["train"].add, "transfer"),
             decode=self._decoding,
         )
-        close = functools.partial(_close, self._running, feed.stop)
+        close = functools.partial(_close, self._lifetime, stream.stop)
         closes = (
             functools.partial(close, generator)
-            for generator in (feed.batches, self._batches)
+            for generator in (stream.batches, self._batches)
         )
         ends: list[Callable[[], object]] = [
-            feed.end,
-            account.exported.end,
-            account.chronicle.unfollow,
+            stream.end,
+            metrics.prometheus.end,
+            metrics.run_log.unfollow,
             *closes,
         ]
-        if feed.supervisor is not None:
-            sentry = Sentry(feed.supervisor, self.rank, account.chronicle.waited_s)
+        if stream.supervisor is not None:
+            sentry = Sentry(stream.supervisor, self.rank, metrics.run_log.waited_s)
             sentry.start()
             # before its Supervisor ends, and after the last wait for a batch
             ends.insert(1, sentry.stop)
-        self._running.begin(feed.supervisor, *ends)
-        account.chronicle.follow(self._supervisor)
+        self._lifetime.begin(stream.supervisor, *ends)
+        metrics.run_log.follow(self._supervisor)
 
     def epochs(self) -> Iterator[Epoch]:
         """Iterate over the remaining epochs; the first may be the rest of one.
 
-        A loop that was left goes on, when it is run again, after the last whole step. The stream goes on, too,
-        for as long as the loader or anything that it made is referred to.
+        Each call begins after the last whole step, also where an earlier loop was left. The stream stays open for
+        as long as the loader, an epoch or its batches are referred to.
         """
         self._check_running()
         self._segments_of_epoch = {}  # on at the cursor, and nothing to leave
@@ -272,7 +276,7 @@ class Loader(Unlike, instead=_INSTEAD):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def validation(self) -> Pass:
+    def validation(self) -> Batches:
         """Return the validation, for a loop that validates when the plan does not: before the training, in the
         middle of an epoch, or after the last one.
 
@@ -283,12 +287,12 @@ class Loader(Unlike, instead=_INSTEAD):
             segment = Segment("val", epoch, 0, self.plan.val_steps)
         else:
             segment = None
-        return Pass(segment, self, -1)
+        return Batches(segment, self, -1)
 
     def _stand_at(self, cursor: Cursor) -> None:
         self.cursor = cursor
         self._in_step = 0
-        self.account.chronicle.step = self.global_step
+        self.metrics.run_log.step = self.global_step
 
     def _next_epoch(self) -> Epoch | None:
         """Leave the epoch that was handed out last, if there is one, and hand out the next."""
@@ -308,9 +312,9 @@ class Loader(Unlike, instead=_INSTEAD):
             return None
         self._epoch = number
         self._segments_of_epoch = of_split
-        train = Pass(of_split.get("train"), self, self._turn)
+        train = Batches(of_split.get("train"), self, self._turn)
         self._training = weakref.ref(train)
-        return Epoch(number, train, Pass(of_split.get("val"), self, self._turn))
+        return Epoch(number, train, Batches(of_split.get("val"), self, self._turn))
 
     def _leave_epoch(self) -> None:
         self._settle()
@@ -329,8 +333,8 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def _end(self) -> None:
         """End the stream: all epochs were handed out, and the last one was left."""
-        if self._running.why is None:
-            stands = self._course.next
+        if self._lifetime.why is None:
+            stands = self._remaining.next
             if stands is None:
                 assert next(self._batches, None) is None, (
                     "the stream is longer than the plan"
@@ -340,16 +344,16 @@ class Loader(Unlike, instead=_INSTEAD):
             elif self._moves and not self._moves(
                 Move(place_of(stands), END, leaves=True)
             ):
-                while self._course.next:
+                while self._remaining.next:
                     self._discard()
-            self._running.end(EXHAUSTED)
+            self._lifetime.end(EXHAUSTED)
 
     def _begin_record(self) -> None:
         at = self.cursor
         total = self.plan.config.epochs * self.plan.steps_per_epoch
         begins = {
             "workers": self.world_size,
-            "actors": self.account.actors,
+            "actors": self.metrics.actors,
             "from_step": self.global_step,
         }
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
@@ -360,9 +364,9 @@ class Loader(Unlike, instead=_INSTEAD):
                 settings_of_device(self._user_augment) if self._user_augment else {}
             )
 
-        self.account.chronicle.begin(validates, settings, self._supervisor)
+        self.metrics.run_log.begin(validates, settings, self._supervisor)
 
-    def _left_early(self, of: Pass) -> None:
+    def _left_early(self, of: Batches) -> None:
         # a forgotten loop may end at any later time
         is_now = of.segment is not None and of.turn == self._turn
         if (
@@ -420,7 +424,7 @@ class Loader(Unlike, instead=_INSTEAD):
         cursor = Cursor.from_dict(state)
         self.plan.check(cursor)
         is_there = cursor == self._start and not (self.first_batch_s or self._has_begun)
-        if not is_there or self._batches is None or self._running.why:
+        if not is_there or self._batches is None or self._lifetime.why:
             self.close()
             self._go_to(cursor)
             self._begin()
@@ -444,7 +448,7 @@ class Loader(Unlike, instead=_INSTEAD):
             name: value.item() if hasattr(value, "item") else value
             for name, value in metrics.items()
         }
-        with self.account.saving(
+        with self.metrics.saving(
             lambda: "Ray Train writes it, or other ranks have not reported yet"
         ):
             report(metrics, parts, self.rank, self.place, self.described())
@@ -454,11 +458,11 @@ class Loader(Unlike, instead=_INSTEAD):
                 "states yourself, new weights are trained from the middle of the run on"
             )
         self._lacks_weights = False
-        self.account.exported.checkpointed()
-        chronicle = self.account.chronicle
-        chronicle.record("report", values=numbers_in(metrics))
-        if chronicle.log:
-            chronicle.log.sync()
+        self.metrics.prometheus.checkpointed()
+        run_log = self.metrics.run_log
+        run_log.record("report", values=numbers_in(metrics))
+        if run_log.log:
+            run_log.log.sync()
 
     def described(self, model: str = "") -> dict[str, Any]:
         """Describe the inputs of a model of this name that the loop trains, for its checkpoints."""
@@ -500,12 +504,12 @@ class Loader(Unlike, instead=_INSTEAD):
         A later `raypipe.loader` continues from there.
         """
         write_text(join(str(folder), CURSOR_FILE), self.place.to_json())
-        self.account.exported.checkpointed()
+        self.metrics.prometheus.checkpointed()
 
     @property
     def first_batch_s(self) -> float:
         """Seconds from the start of the stream to its first batch; 0 before it."""
-        return self.account.first_batch_s
+        return self.metrics.first_batch_s
 
     @property
     def columns(self) -> SampleColumns:
@@ -529,7 +533,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def close(self) -> None:
         """End the stream and its record now. One whose loop was left, or that was dropped, needs no closing."""
-        self._running.close("the loader was closed")
+        self._lifetime.close("the loader was closed")
 
     def _check_running(self) -> None:
         if self._batches is None:
@@ -538,7 +542,7 @@ class Loader(Unlike, instead=_INSTEAD):
                 "loader.save(folder), or call loader.load_state_dict before the first batch; to start over "
                 "anyway, raypipe.loader(spec, cursor=spec.plan.start())"
             )
-        if (why := self._running.why) and why not in GOES_ON:
+        if (why := self._lifetime.why) and why not in GOES_ON:
             raise RaypipeError(
                 f"the stream has ended, since {why}: loader.load_state_dict(loader.state_dict()) restarts "
                 "it after the last whole step"
@@ -549,9 +553,9 @@ class Loader(Unlike, instead=_INSTEAD):
 
         Transfers are counted with "train". On CUDA the newest micro-batches may be missing.
         """
-        return self.account.times(split)
+        return self.metrics.times(split)
 
-    def _deliver(self, of: Pass, number: int) -> Batch:
+    def _deliver(self, of: Batches, number: int) -> Batch:
         """A pass's micro-batch of a number."""
         segment = of.segment
         assert segment
@@ -576,9 +580,9 @@ class Loader(Unlike, instead=_INSTEAD):
         try:
             batch = self._next(at, is_at_end and of.turn == self._turn)
         except BaseException as error:  # it may be Ctrl-C
-            self._running.end(f"its next batch failed with {type(error).__name__}")
+            self._lifetime.end(f"its next batch failed with {type(error).__name__}")
             # another thread could not
-            _close(self._running, lambda: None, self._batches)
+            _close(self._lifetime, lambda: None, self._batches)
             raise
         if split == "train":
             self._left = None
@@ -592,7 +596,7 @@ class Loader(Unlike, instead=_INSTEAD):
             self._stand_at(Cursor(epoch + 1, 0, self.plan.fingerprint))
         return replace(batch, ends_step=ends_step)
 
-    def _is_at_end(self, of: Pass) -> bool:
+    def _is_at_end(self, of: Batches) -> bool:
         """Return whether a validation comes after its epoch's training, of which no loop takes more."""
         training = self._training() if self._training else None
         is_of_epoch = of.segment is not None and of.segment.epoch == self._epoch
@@ -603,20 +607,20 @@ class Loader(Unlike, instead=_INSTEAD):
         if self._delivered != (turn, split):
             self._delivered = turn, split
             if split == "train":
-                self.account.begin_interval()
+                self.metrics.begin_interval()
 
     def _settle(self) -> None:
         """Record the training up to the batch that was handed out last, if due: its compute has ended."""
         is_last, self._ended_step = self._ended_step, None
         if is_last is None or math.isinf(self.interval_s):
             return
-        if is_last or self.account.interval_age_s >= self.interval_s:
-            self.account.interval(self.cursor)
+        if is_last or self.metrics.interval_age_s >= self.interval_s:
+            self.metrics.interval(self.cursor)
 
-    def _finish(self, of: Pass) -> None:
+    def _finish(self, of: Batches) -> None:
         """A pass was taken to its end."""
         self._settle()
-        self.account.export(self.cursor)
+        self.metrics.export(self.cursor)
         if of.segment and of.turn == self._turn:
             if of.segment.split == "val":
                 is_end = self._is_at_end(of)
@@ -628,25 +632,25 @@ class Loader(Unlike, instead=_INSTEAD):
     def _diagnose(self, epoch: int) -> None:
         if math.isfinite(self.interval_s) and epoch > self._diagnosed:
             self._diagnosed = epoch
-            self.account.diagnose(epoch)
+            self.metrics.diagnose(epoch)
 
     def _next(self, expected: MicroBatchId, goes_on: bool) -> Batch:
         self._check_running()
-        account = self.account
-        self._running.reader = threading.get_ident()
-        asked = account.asked()
+        metrics = self.metrics
+        self._lifetime.reader = threading.get_ident()
+        asked = metrics.asked()
         if self.first_batch_s:
             thing = str(expected)
         else:
             thing = "the first batch"
         # It is kept a little longer than the wait, and must not hold the loader.
         awaited = functools.partial(Loader._awaited, weakref.proxy(self))
-        with account.chronicle.waiting(thing, awaited, is_batch=True):
+        with metrics.run_log.waiting(thing, awaited, is_batch=True):
             self._reach(expected, goes_on)
             batch = next(self._batches, None)
         if batch is None:
             self._check_running()
-        arrived = account.arrived(expected.split, asked)
+        arrived = metrics.arrived(expected.split, asked)
         if batch is None or batch.position != expected:
             if batch is None:
                 got = "ended"
@@ -655,15 +659,15 @@ class Loader(Unlike, instead=_INSTEAD):
             raise RaypipeError(
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
-        self._course.take()
+        self._remaining.take()
         log_place(
             split=expected.split,
             epoch=expected.epoch,
             step=self.plan.step_of_split(expected),
         )
-        if self.account.exported.is_due():
-            account.export(self.cursor)
-        account.num_bad += batch.num_bad
+        if self.metrics.prometheus.is_due():
+            metrics.export(self.cursor)
+        metrics.num_bad += batch.num_bad
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         if expected.split not in self._looked_at:
@@ -673,10 +677,10 @@ class Loader(Unlike, instead=_INSTEAD):
             batch = self._ending(batch)
         elif self.augment is not None:
             batch = self.augment.of_batch(
-                batch, account.strength(self.plan.global_step(expected))
+                batch, metrics.strength(self.plan.global_step(expected))
             )
         num_images = int((batch.index >= 0).sum())
-        account.handed_out(
+        metrics.handed_out(
             expected.split,
             arrived,
             images=num_images,
@@ -709,9 +713,9 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def _awaited(self) -> str:
         """Name what holds up a batch."""
-        if self._running.why is not None:
+        if self._lifetime.why is not None:
             return "the stream starts again for it"
-        return self.account.chronicle.awaited(self._supervisor)
+        return self.metrics.run_log.awaited(self._supervisor)
 
     def _reach(self, at: MicroBatchId, goes_on: bool) -> None:
         """Go to a place of the schedule, so that its micro-batch comes next.
@@ -721,13 +725,13 @@ class Loader(Unlike, instead=_INSTEAD):
         Args:
             goes_on: whether the next epoch comes after a validation.
         """
-        if self._running.why is None:
-            num = self._course.before(at)
+        if self._lifetime.why is None:
+            num = self._remaining.before(at)
         else:
             num = None
         if num is None or not self._reads_on(at, num):
             self._seek(at, goes_on)
-            num = self._course.before(at)
+            num = self._remaining.before(at)
             assert num is not None, "a stream begins at the step that it was opened for"
         for _ in range(num):
             self._discard()
@@ -738,18 +742,18 @@ class Loader(Unlike, instead=_INSTEAD):
             num * self.world_size * self.plan.config.micro_batch_size
             > self._start_images
         )
-        stands = self._course.next
+        stands = self._remaining.next
         if not self._moves or stands is None:
             return not is_far
         if (
-            num or self._course.is_at_start
+            num or self._remaining.is_at_start
         ):  # where batches come one after the other, nobody needs to know
             return not self._moves(Move(place_of(stands), place_of(at), leaves=is_far))
         return True
 
     def _seek(self, at: MicroBatchId, goes_on: bool) -> None:
         """Start the stream again, at the step of a micro-batch."""
-        self._running.end(MOVED)
+        self._lifetime.end(MOVED)
         fingerprint = self.plan.fingerprint
         num_steps = self.plan.steps_per_epoch
         if at.split == "train":
@@ -768,7 +772,7 @@ class Loader(Unlike, instead=_INSTEAD):
             raise RaypipeError(
                 f"rank {self.rank}: the stream ended early: please report this as a bug"
             )
-        self._course.take()
+        self._remaining.take()
 
 
 def _by_epoch(plan: Plan, cursor: Cursor) -> Iterator[tuple[int, dict[Split, Segment]]]:
@@ -779,7 +783,7 @@ def _by_epoch(plan: Plan, cursor: Cursor) -> Iterator[tuple[int, dict[Split, Seg
         yield number, {segment.split: segment for segment in segments}
 
 
-def _close(running: Running, stop: Callable[[], None], batches: Any) -> None:
+def _close(running: Lifetime, stop: Callable[[], None], batches: Any) -> None:
     """Close what may be a generator. If a thread is in it, stop that, and wait a little for it to leave."""
     deadline = time.monotonic() + _LEAVE_S
     while True:

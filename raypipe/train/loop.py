@@ -31,7 +31,7 @@ from raypipe.streaming.checkpoints import (
     read_state,
     write_checkpoint,
 )
-from raypipe.streaming.epochs import Pass
+from raypipe.streaming.epochs import Batches
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
@@ -134,10 +134,10 @@ class Trainer:
         )
         self._described = self.loader.described(run.train.model)
         self.loader.interval_s = math.inf
-        self._account = self.loader.account
-        self._account.is_run = True
-        self._account.exported.checkpointed()
-        self._account.chronicle.stop_requested = functools.partial(
+        self._metrics = self.loader.metrics
+        self._metrics.is_run = True
+        self._metrics.prometheus.checkpointed()
+        self._metrics.run_log.stop_requested = functools.partial(
             stop_requested, run_uri
         )
         self.world_size = self.loader.world_size
@@ -176,7 +176,7 @@ class Trainer:
                 self._report()
                 if self.stopping:
                     break
-                self._account.diagnose(epoch.number)
+                self._metrics.diagnose(epoch.number)
                 yield
         except Exception:
             with contextlib.suppress(Exception):  # must not hide the original error
@@ -197,7 +197,7 @@ class Trainer:
         """End the stream and the log, and wait for the checkpoint that is being written."""
         with contextlib.ExitStack() as ends:
             ends.callback(self.loader.close)
-            ends.enter_context(self._account.saving(self._awaited))
+            ends.enter_context(self._metrics.saving(self._awaited))
             # also uploads the records to the run's folder
             ends.callback(self._writer.wait)
 
@@ -207,7 +207,7 @@ class Trainer:
             dist.all_reduce(sums)
         return sums
 
-    def _train(self, batches: Pass) -> None:
+    def _train(self, batches: Batches) -> None:
         config = self.run.train
         plan = self.plan
         assert batches.segment
@@ -265,7 +265,7 @@ class Trainer:
         if self.world_size > 1:
             ranks = [[] for _ in range(self.world_size)]
             dist.all_gather_object(ranks, samples)
-        if log := self._account.chronicle.log:
+        if log := self._metrics.run_log.log:
             rows = sorted(
                 (row for rank in ranks for row in rank), key=lambda row: row[0].micro
             )
@@ -279,12 +279,12 @@ class Trainer:
         for term in losses:
             loss_sum += term
         loss = self._summed(loss_sum).item() / (len(losses) * self.world_size)
-        self._account.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
+        self._metrics.prometheus.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         # This comes after the sums, since the host has waited for them.
         now = time.perf_counter()
         shows = shows or now - self._shown_at >= _LINE_EVERY_S
         self._shown_at = now if shows else self._shown_at
-        for name, amount in self._account.interval(
+        for name, amount in self._metrics.interval(
             self.loader.cursor, shows, loss=loss, lr=lr
         ).items():
             self.metrics[name] += amount
@@ -300,7 +300,7 @@ class Trainer:
         """
         self._writer.check()
         notice = self.loader.notice
-        asked = float(self._account.chronicle.stops)
+        asked = float(self._metrics.run_log.stops)
         steps = 0.0
         due = 0.0
         self._steps_since += 1
@@ -342,7 +342,7 @@ class Trainer:
         return due > 0
 
     @torch.no_grad()
-    def _validate(self, batches: Pass) -> None:
+    def _validate(self, batches: Batches) -> None:
         """Validate exactly: every sample counts once, padding and unreadable samples have weight 0."""
         assert batches.segment
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -386,8 +386,8 @@ class Trainer:
             for name, value in values.items()
             if name != "samples"
         }
-        self._account.exported.learnt(**learnt)
-        self._account.chronicle.record(
+        self._metrics.prometheus.learnt(**learnt)
+        self._metrics.run_log.record(
             "val",
             f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({int(count)} samples)",
             epoch=epoch,
@@ -400,7 +400,7 @@ class Trainer:
         The state is copied now, and written by a thread. The checkpoint is valid when it is complete; until then,
         a resume uses the previous one.
         """
-        with self._account.saving(self._awaited):
+        with self._metrics.saving(self._awaited):
             self._save()
 
     def _awaited(self) -> str:
@@ -416,7 +416,7 @@ class Trainer:
         self._saved_at = time.perf_counter()
         notice = self.loader.notice
         begun_at = self._saved_at
-        if log := self._account.chronicle.log:
+        if log := self._metrics.run_log.log:
             cursor = self.loader.cursor
 
             def write(state: memoryview) -> None:
@@ -430,7 +430,7 @@ class Trainer:
                     before=self._checkpoint,
                     described=self._described,
                 )
-                self._account.exported.checkpointed()
+                self._metrics.prometheus.checkpointed()
                 notice.saved_in(time.perf_counter() - begun_at)
 
             self._writer.save(self.learner.state(), write)

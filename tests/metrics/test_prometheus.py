@@ -102,7 +102,7 @@ def stopped(spec: StreamSpec) -> Iterator[tuple[Loader, Any, Scrape]]:
     """A stream whose consumer stands still after its first micro-batch, and what is exported then."""
     take_counts()  # of what earlier tests of this process did in storage
     stream = loader(spec, max_actors=1, augment=AugmentConfig())
-    stream.account.exported.learnt(trainer_loss=0.5, trainer_learning_rate=0.01)
+    stream.metrics.prometheus.learnt(trainer_loss=0.5, trainer_learning_rate=0.01)
     batches = without_ray.every_batch(stream)
     next(batches)
     scrape = eventually(

@@ -32,15 +32,15 @@ from raypipe.rayext.allocation import Resources
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming import handover
 from raypipe.streaming.blocks import cut
-from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import check_resources, loader
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import GAVE_WAY, HostStream, end_oldest, supervisors
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import block_row, host_batches
-from raypipe.streaming.running import GAVE_WAY, Feed, end_oldest, supervisors
+from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def loader_of(source: InProcess, **options: Any) -> Loader:
     spec, rows = source.spec, cast(Any, source)
     return Loader(
         spec,
-        lambda _: Feed(host_batches(rows)),
+        lambda _: HostStream(host_batches(rows)),
         source.rank,
         source.world_size,
         CPU,
@@ -378,7 +378,7 @@ def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(
 def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
     return Loader(
         spec,
-        lambda start: Feed(inline_batches(spec, start, rank, world_size)),
+        lambda start: HostStream(inline_batches(spec, start, rank, world_size)),
         rank,
         world_size,
     )
@@ -477,7 +477,7 @@ def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
     source, ends = Threaded(spec, 0, 1), list[bool]()
     one = Loader(
         spec,
-        lambda _: Feed(
+        lambda _: HostStream(
             host_batches(cast(Any, source)),
             end=lambda: ends.append(source.thread.is_alive()),
         ),
@@ -506,7 +506,7 @@ def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
     ends: list[str] = []
 
     def opened() -> Any:
-        source = Feed(
+        source = HostStream(
             inline_batches(inline, inline.plan.start()),
             end=lambda: ends.append("ended"),
         )
@@ -541,7 +541,7 @@ def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(
     for epoch in one.epochs():
         places = [batch.position for batch in islice(epoch.train, 6)]
         break
-    assert one._running.why is None
+    assert one._lifetime.why is None
     # as in the next cell of a notebook
     places += [batch.position for batch in islice(epoch.train, 3)]
     assert places == list(islice(inline.plan.micro_batches(inline.plan.start()), 9))
@@ -580,7 +580,7 @@ class Remote:
 def opened(inline: StreamSpec, supervisor: Any) -> tuple[Loader, Epoch]:
     one = Loader(
         inline,
-        lambda start: Feed(inline_batches(inline, start), supervisor),
+        lambda start: HostStream(inline_batches(inline, start), supervisor),
         cursor=inline.plan.start(),
     )
     return one, next(one.epochs())
@@ -599,10 +599,10 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
     next(first[1].train)
     assert (
         end_oldest()
-        and first[0]._running.why == GAVE_WAY
-        and second[0]._running.why is None
+        and first[0]._lifetime.why == GAVE_WAY
+        and second[0]._lifetime.why is None
     )
-    monkeypatch.setattr(Chronicle, "follow", lambda *_: None)
+    monkeypatch.setattr(RunLog, "follow", lambda *_: None)
     assert next(first[1].train).position.micro == 1  # it starts again
     assert supervisors() == [one[0]._supervisor for one in (second, first)]
 
@@ -610,7 +610,7 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
         return Resources(
             cpus=2.0,
             gpus=0.0,
-            free_cpus=2.0 * (second[0]._running.why is not None),
+            free_cpus=2.0 * (second[0]._lifetime.why is not None),
             free_gpus=0.0,
         )
 
@@ -619,7 +619,7 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     # a loader of a notebook, before the notebook trains
     check_resources(inline, ScalingConfig(num_workers=2))
-    assert second[0]._running.why == GAVE_WAY and first[0]._running.why is None
+    assert second[0]._lifetime.why == GAVE_WAY and first[0]._lifetime.why is None
     next(in_process[1].train)
     assert end_oldest() and not end_oldest()
 

@@ -25,10 +25,10 @@ from raypipe.streaming import handover
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.running import Feed
 from raypipe.streaming.spec import StreamSpec
 
 OPERATIONS = (
@@ -301,9 +301,9 @@ class Program:
 def loader_of(
     spec: StreamSpec, rank: int, world_size: int, cursor: Cursor | None
 ) -> Loader:
-    def open_at(start: Cursor, only: Any = None) -> Feed:
+    def open_at(start: Cursor, only: Any = None) -> HostStream:
         part = dataclasses.replace(spec, plan=spec.plan.only(only)) if only else spec
-        return Feed(inline_batches(part, start, rank, world_size))
+        return HostStream(inline_batches(part, start, rank, world_size))
 
     return Loader(spec, open_at, rank, world_size, cursor=cursor or spec.plan.start())
 
@@ -402,12 +402,12 @@ def test_two_loaders_of_one_process_share_the_cluster(
     first, probe = loader(opened(8)), None
     batches = iter(next(first.epochs()).train)
     seen = [next(batches).position for _ in range(3)]  # its pool has all 4 CPUs
-    assert first.account.actors == 4
+    assert first.metrics.actors == 4
     probe = loader(opened(12))
     seen_by_probe = [
         batch.image.shape[-1] for batch in islice(next(probe.epochs()).train, 3)
     ]
-    assert seen_by_probe == [12] * 3 and first._running.why is None
+    assert seen_by_probe == [12] * 3 and first._lifetime.why is None
     seen += [batch.position for batch in batches]
     assert seen == Reference(first._spec, 0, 1).of("train", 0)
     probe.close()

@@ -19,7 +19,7 @@ GOES_ON = (EXHAUSTED, MOVED, GAVE_WAY)
 """The ends after which a loop may ask for more: the stream then starts again, where it is asked for."""
 
 
-class Feed(NamedTuple):
+class HostStream(NamedTuple):
     """Source of a rank's batches, and the processes behind it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Feed(NamedTuple):
     moves: Callable[[Move], bool] | None = None
 
 
-class Running:
+class Lifetime:
     """Resources of one loader's stream: threads, an execution, actors, a record. It has no reference to the
     loader, so dropping the loader ends it.
 
@@ -106,9 +106,9 @@ class Running:
         weakref.finalize(owner, self.close).atexit = False
 
 
-_all = weakref.WeakSet[Running]()
+_all = weakref.WeakSet[Lifetime]()
 # Those that are open, in the order in which they were opened, and their supervisors.
-_with_actors: dict[Running, Any] = {}
+_with_actors: dict[Lifetime, Any] = {}
 
 
 def _close_all() -> None:

@@ -26,7 +26,7 @@ import ray
 
 from raypipe.errors import RaypipeError
 from raypipe.logs import progress
-from raypipe.metrics.records import STATUS, Folder, RunLog
+from raypipe.metrics.records import STATUS, Folder, RecordWriter
 from raypipe.storage.files import write_synced, write_text
 from raypipe.storage.patience import impatient
 from raypipe.streaming.supervisor import events_of
@@ -64,8 +64,8 @@ class _Wait(NamedTuple):
         return f"{doing} for {now - self.since:.0f} s: {self.whom()}"
 
 
-class Chronicle:
-    """Chronicle of one rank's loader; all ranks but 0 are silent.
+class RunLog:
+    """Console lines and records of one rank's loader; all ranks but 0 are silent.
 
     Args:
         world_size: W.
@@ -82,7 +82,7 @@ class Chronicle:
         self._world_size = world_size
         self._is_first = rank == 0
         self._folder = folder if rank == 0 else None
-        self.log: RunLog | None = None
+        self.log: RecordWriter | None = None
         self._is_local = folder is not None and isinstance(
             folder[0], pyarrow.fs.LocalFileSystem
         )
@@ -108,14 +108,14 @@ class Chronicle:
         """Start or restart the record at `step`; the stream's events are recorded from its beginning.
 
         Args:
-            validates, settings: see `RunLog`.
+            validates, settings: see `RecordWriter`.
             supervisor: handle of the stream's Supervisor, if it has one.
         """
         self.close()
         if self._folder:
             of_run = settings()
             self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
-            self.log = RunLog(
+            self.log = RecordWriter(
                 self._folder, self.step, self._world_size, validates, of_run
             )
         self.follow(supervisor)

@@ -26,12 +26,12 @@ from raypipe.metrics.timing import (
 from raypipe.metrics.utilization import Samples, Utilization
 from raypipe.plan.places import Cursor, Split, TrainStep
 from raypipe.rayext.object_store import spilled_bytes
-from raypipe.streaming.chronicle import Chronicle
+from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
 
 
-class Account:
-    """Account of one rank's loader, which reports each micro-batch by `asked`, `arrived`, `handed_out`. It has
+class LoaderMetrics:
+    """Metrics of one rank's loader, which reports each micro-batch by `asked`, `arrived`, `handed_out`. It has
     no reference to the loader.
 
     Args:
@@ -43,7 +43,7 @@ class Account:
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
         num_bad: bad samples that this rank has seen.
         exported: metrics of this rank.
-        chronicle: console lines and records of rank 0.
+        run_log: console lines and records of rank 0.
         actors: transform actors that the pool has at most; 0 = trainers make the stream themselves.
         readers: number of readers at one time; 0 = the actors read the store.
         is_run: whether `raypipe train` trains, and no loop of the user's own.
@@ -71,8 +71,10 @@ class Account:
         }
         self._utilization = Utilization(device)
         self._in_training = Samples()  # those taken while it trained
-        self.exported = TrainerMetrics(spec.run, rank, self._utilization.sample, **info)
-        self.chronicle = Chronicle(world_size, rank, folder)
+        self.prometheus = TrainerMetrics(
+            spec.run, rank, self._utilization.sample, **info
+        )
+        self.run_log = RunLog(world_size, rank, folder)
         self.actors = self.readers = 0
         self.is_run = False
         self._plan = spec.plan
@@ -88,7 +90,7 @@ class Account:
         self._start_step = self._plan.global_step(cursor)
         self._created = time.perf_counter()
         self.first_batch_s = 0.0
-        self.exported.begin()
+        self.prometheus.begin()
 
     def times(self, split: Split) -> StageTimes:
         """See `Loader.times`."""
@@ -140,7 +142,7 @@ class Account:
         """
         computing = self._computing
         begun = self.asked()
-        with self.chronicle.waiting("the checkpoint", whom):
+        with self.run_log.waiting("the checkpoint", whom):
             yield
         ended = mark(self._device)
         self.clocks["train"].add("checkpoint", begun, ended)
@@ -156,7 +158,7 @@ class Account:
     def export(self, cursor: Cursor) -> None:
         """Export where the rank stands, after the step of a cursor."""
         step = self._plan.global_step(cursor)
-        self.exported.record(
+        self.prometheus.record(
             {split: self.times(split) for split in self.clocks},
             first_batch_s=self.first_batch_s,
             steps=step - self._start_step,
@@ -207,7 +209,7 @@ class Account:
             f"loss {learnt.get('loss', 0.0):.4f}  {images / seconds:,.0f} images/s  waiting for data {wait:.0%}"
             + ("" if used is None else f"  GPU {used:.0%}")
         )
-        self.chronicle.record(
+        self.run_log.record(
             "train",
             line if shows else "",
             epoch=cursor.epoch,
@@ -229,7 +231,7 @@ class Account:
         """Record at the end of an epoch where this rank's time went, and tell it at the end of the last."""
         times = self.times("train")
         used = self._in_training.mean
-        ready = self.chronicle.ready()
+        ready = self.run_log.ready()
         # Asked of all nodes, so only where it may say why finished blocks come late.
         spilled = spilled_bytes() if ready else 0
         text = " ".join(
@@ -249,11 +251,11 @@ class Account:
         )
         is_last = epoch + 1 == self._plan.config.epochs
         of_gpu = {} if used is None else {"gpu_utilization": used}
-        self.chronicle.record(
+        self.run_log.record(
             "diagnosis", text if is_last else "", **asdict(times), **of_gpu, text=text
         )
 
     def tell_notice(self, text: str) -> None:
         """A node of the trainers is about to go."""
-        self.chronicle.record("fault", f"fault: {text}", text=text)
-        self.exported.add({"stream_faults_total": 1}, kind="notice")
+        self.run_log.record("fault", f"fault: {text}", text=text)
+        self.prometheus.add({"stream_faults_total": 1}, kind="notice")

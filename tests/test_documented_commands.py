@@ -192,14 +192,13 @@ def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(
     filesystem.open_input_stream(f"{path}/stop").close()
     run_log = RunLog(1, 0, (filesystem, path))
     run_log.begin(False, lambda: {"to_step": 90}, None)
-    with run_log.waiting(
-        "train-e0000-s000000-m000", lambda: "idle and wait for the reader"
-    ):
-        run_log._look(time.time())
-        assert run(status, capsys)["waits_for"] == "train-e0000-s000000-m000"
-        (elsewhere,) = of("failures.md", "status")
-        assert elsewhere[:-1] == status[:-1] == ["raypipe", "status"]
-    run_log.close()
+    first = "train-e0000-s000000-m000"
+    run_log.asked("train", first, lambda: "idle and wait for the reader")
+    run_log._look(time.time())
+    assert run(status, capsys)["waits_for"] == first
+    (elsewhere,) = of("failures.md", "status")
+    assert elsewhere[:-1] == status[:-1] == ["raypipe", "status"]
+    run_log.closed()
 
 
 @runs(("concepts.md", "digest"))

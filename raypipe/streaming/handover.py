@@ -36,10 +36,11 @@ from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.checkpoints import cursor_of, find_start
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import HostStream, end_oldest, supervisors
+from raypipe.streaming.lifetime import end_oldest, supervisors
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.moves import Move
+from raypipe.streaming.rank_stream import HostStream
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import latest_of_train
@@ -183,6 +184,7 @@ def loader(
             host_batches(begun(iterators[rank])),
             supervisor,
             actors=most,
+            readers=int("train" in spec.readers()),
             stop=functools.partial(stop_execution, supervisor),
             end=end,
             start_images=_START_IMAGES * most,

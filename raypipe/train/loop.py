@@ -133,10 +133,10 @@ class Trainer:
             run_dir=run_uri,
         )
         self._described = self.loader.described(run.train.model)
-        self.loader.interval_s = math.inf
         self._metrics = self.loader.metrics
+        self._metrics.interval_s = math.inf
         self._metrics.is_run = True
-        self._metrics.prometheus.checkpointed()
+        self._metrics.tell("checkpointed")
         self._metrics.run_log.stop_requested = functools.partial(
             stop_requested, run_uri
         )
@@ -279,7 +279,6 @@ class Trainer:
         for term in losses:
             loss_sum += term
         loss = self._summed(loss_sum).item() / (len(losses) * self.world_size)
-        self._metrics.prometheus.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         # This comes after the sums, since the host has waited for them.
         now = time.perf_counter()
         shows = shows or now - self._shown_at >= _LINE_EVERY_S
@@ -381,13 +380,7 @@ class Trainer:
             del values["accuracy"]
             score = f"loss {loss:.4f}"
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
-        learnt = {
-            f"validation_{name}": value
-            for name, value in values.items()
-            if name != "samples"
-        }
-        self._metrics.prometheus.learnt(**learnt)
-        self._metrics.run_log.record(
+        self._metrics.record(
             "val",
             f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({int(count)} samples)",
             epoch=epoch,
@@ -430,7 +423,7 @@ class Trainer:
                     before=self._checkpoint,
                     described=self._described,
                 )
-                self._metrics.prometheus.checkpointed()
+                self._metrics.tell("checkpointed")
                 notice.saved_in(time.perf_counter() - begun_at)
 
             self._writer.save(self.learner.state(), write)

@@ -88,13 +88,12 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
     with leased(tmp_path.as_uri()):
         run_log.begin(False, lambda: {"to_step": 90}, None)
         run_log.step = 40
-        run_log.record("train", images_per_s=10.0, epoch=1)
-        run_log.record("fault", text="a transform actor died")
-        with run_log.waiting(
-            "the checkpoint", lambda: "the previous one is being written"
-        ):
-            run_log._look(time.time())
-            text, found = shown(tmp_path, capsys)
+        run_log.recorded("train", "", {"images_per_s": 10.0, "epoch": 1})
+        run_log.recorded("fault", "", {"text": "a transform actor died"})
+        run_log.saving(lambda: "the previous one is being written")
+        run_log._look(time.time())
+        text, found = shown(tmp_path, capsys)
+        run_log.saved()
         assert (
             found["state"] == "running"
             and found["step"] == 40
@@ -117,7 +116,7 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
             "the checkpoint for 0 s: the previous one is being written" in text
             and "40 of 90" in text
         )
-        run_log.close()
+        run_log.closed()
         assert shown(tmp_path, capsys)[1]["state"] == "restarting"
     found = shown(tmp_path, capsys)[1]
     assert (

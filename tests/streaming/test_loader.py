@@ -35,10 +35,11 @@ from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import check_resources, loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import GAVE_WAY, HostStream, end_oldest, supervisors
+from raypipe.streaming.lifetime import GAVE_WAY, end_oldest, supervisors
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.rank_stream import HostStream
 from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
@@ -349,7 +350,7 @@ def test_after_an_error_a_stream_names_it_and_can_go_on(
             again()
     one.load_state_dict(one.state_dict())
     assert [batch.position for batch in every_batch(one)] == [
-        *spec.plan.micro_batches(one._start)
+        *spec.plan.micro_batches(one._progress.start)
     ]
 
 
@@ -541,7 +542,7 @@ def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(
     for epoch in one.epochs():
         places = [batch.position for batch in islice(epoch.train, 6)]
         break
-    assert one._lifetime.why is None
+    assert one._stream.lifetime.why is None
     # as in the next cell of a notebook
     places += [batch.position for batch in islice(epoch.train, 3)]
     assert places == list(islice(inline.plan.micro_batches(inline.plan.start()), 9))
@@ -599,18 +600,18 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
     next(first[1].train)
     assert (
         end_oldest()
-        and first[0]._lifetime.why == GAVE_WAY
-        and second[0]._lifetime.why is None
+        and first[0]._stream.lifetime.why == GAVE_WAY
+        and second[0]._stream.lifetime.why is None
     )
-    monkeypatch.setattr(RunLog, "follow", lambda *_: None)
+    monkeypatch.setattr(RunLog, "opened", lambda *_: None)
     assert next(first[1].train).position.micro == 1  # it starts again
-    assert supervisors() == [one[0]._supervisor for one in (second, first)]
+    assert supervisors() == [one[0]._stream.supervisor for one in (second, first)]
 
     def cluster() -> Resources:
         return Resources(
             cpus=2.0,
             gpus=0.0,
-            free_cpus=2.0 * (second[0]._lifetime.why is not None),
+            free_cpus=2.0 * (second[0]._stream.lifetime.why is not None),
             free_gpus=0.0,
         )
 
@@ -619,7 +620,10 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     # a loader of a notebook, before the notebook trains
     check_resources(inline, ScalingConfig(num_workers=2))
-    assert second[0]._lifetime.why == GAVE_WAY and first[0]._lifetime.why is None
+    assert (
+        second[0]._stream.lifetime.why == GAVE_WAY
+        and first[0]._stream.lifetime.why is None
+    )
     next(in_process[1].train)
     assert end_oldest() and not end_oldest()
 
@@ -632,7 +636,7 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
     first, second, free = opened(inline, Remote()), opened(inline, Remote()), [1.0]
 
     def cluster() -> Resources:
-        asked = [one[0]._supervisor.asked for one in (first, second)]
+        asked = [one[0]._stream.supervisor.asked for one in (first, second)]
         return Resources(
             cpus=4.0, gpus=0.0, free_cpus=free[0] + 2 * all(asked), free_gpus=0.0
         )
@@ -641,12 +645,14 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     pool = PoolConfig(min_actors=2)
     give_back = handover._ask_for_room(pool)
-    assert first[0]._supervisor.asked == second[0]._supervisor.asked == [2.0]
+    assert (
+        first[0]._stream.supervisor.asked == second[0]._stream.supervisor.asked == [2.0]
+    )
     give_back()
-    assert first[0]._supervisor.asked == [2.0, -2.0]
+    assert first[0]._stream.supervisor.asked == [2.0, -2.0]
     free[0] = 2.0
     handover._ask_for_room(pool)()  # there is room
-    assert first[0]._supervisor.asked == [2.0, -2.0]
+    assert first[0]._stream.supervisor.asked == [2.0, -2.0]
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from raypipe.streaming import handover
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.rank_stream import HostStream
 from raypipe.streaming.spec import StreamSpec
 
 OPERATIONS = (
@@ -407,7 +407,7 @@ def test_two_loaders_of_one_process_share_the_cluster(
     seen_by_probe = [
         batch.image.shape[-1] for batch in islice(next(probe.epochs()).train, 3)
     ]
-    assert seen_by_probe == [12] * 3 and first._lifetime.why is None
+    assert seen_by_probe == [12] * 3 and first._stream.lifetime.why is None
     seen += [batch.position for batch in batches]
     assert seen == Reference(first._spec, 0, 1).of("train", 0)
     probe.close()
@@ -430,7 +430,9 @@ def train_on_two(config: dict[str, Any]) -> None:
                 seen.append(f"{epoch.number}")
         if is_last and one.rank == 0:
             time.sleep(1.0)  # the other rank says that it leaves it out
-            texts = [text for _, text in ray.get(one._supervisor.events.remote(0))]
+            texts = [
+                text for _, text in ray.get(one._stream.supervisor.events.remote(0))
+            ]
             assert [
                 text
                 for text in texts

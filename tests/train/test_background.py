@@ -140,7 +140,7 @@ def test_a_request_to_stop_is_seen_though_storage_fails_at_times(
     assert not run_log.stops and set(looks) == {"raypipe-waiting"}
     request_stop(tmp_path.as_uri())
     wait_for(lambda: run_log.stops)
-    run_log.close()
+    run_log.closed()
     assert "raypipe-waiting" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import Segment
+from raypipe.rayext.agreement import in_train_function
 from raypipe.rayext.console import quiet_broadcasts, take_console
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
@@ -126,7 +126,7 @@ def loader(
         check(f"raypipe.loader: {name}", number, Annotated[int, Limits(least, MAX_INT)])
     rank = 0
     world_size = 1
-    in_train = _in_train_worker()
+    in_train = in_train_function()
     if in_train:
         context = ray.train.get_context()
         rank = context.get_world_rank()
@@ -409,16 +409,3 @@ def _ask_for_room(pool: PoolConfig) -> Callable[[], None]:
     while cluster_resources().free_cpus < cpus and time.monotonic() < deadline:
         time.sleep(0.1)
     return functools.partial(ask, -cpus)
-
-
-def _in_train_worker() -> bool:
-    if (
-        "ray.train" not in sys.modules
-    ):  # a train function's process has it; others need not wait 2 s for it
-        return False
-    import ray.train.torch
-
-    try:
-        return ray.train.get_context().get_world_size() is not None
-    except (RuntimeError, DeprecationWarning):  # the second in a function of Ray Tune
-        return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from raypipe.metrics.timing import StageClock, StageTimes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Segment
+from raypipe.rayext.agreement import Agreement
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
@@ -79,6 +81,7 @@ class Loader(Unlike, instead=_INSTEAD):
         keep_batches: batches that stay valid besides the newest.
         metrics: measurements, metrics and records of this rank; a training loop may add its loss.
         notice: notices that nodes of the trainers will go.
+        stopping: whether the run was asked to stop, see `stop_when`, as `should_checkpoint` has seen it.
     """
 
     def __init__(
@@ -137,6 +140,9 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         self._stream.lifetime.close_with(self)
         self.notice = Notice(self.metrics.tell_notice)
+        self.stopping = False
+        self._agreement = Agreement(rank, world_size)
+        self._ended_split = False  # whether the last batch did
         # The loop over the epochs that runs; None = none.
         self._loop: object | None = None
         self._turn = 0  # the number of the epoch that was handed out last
@@ -303,6 +309,7 @@ class Loader(Unlike, instead=_INSTEAD):
             batch = self._finished(self._stream.take(position, continues))
         self._progress.take(position, ends_step, ends_split, is_at_end)
         self.metrics.move(self.cursor)
+        self._ended_split = ends_split
         if is_train and ends_step:
             self.metrics.end_step(ends_split)
         return replace(batch, ends_step=ends_step, ends_split=ends_split)
@@ -448,18 +455,42 @@ class Loader(Unlike, instead=_INSTEAD):
             augment = self.augment.config
         return input_of(self._spec, augment, model)
 
-    def should_checkpoint(self) -> bool:
-        """Return, on all ranks alike, whether to make a checkpoint now, since a node of the trainers will go.
+    def should_checkpoint(
+        self, every_s: float = math.inf, at_once: bool = False
+    ) -> bool:
+        """Return, on all ranks alike, whether to make a checkpoint now: a node of the trainers will go, the last
+        checkpoint is old, or the run was asked to stop, which `stopping` then says.
 
-        All ranks call it after each optimizer step, and after a validation. It is True within about two seconds
-        of a notice, and again at least every 15 s. Once the time is too short for another step and its
-        checkpoint, it is True for the last time: the next batch ends the train function with an error that Ray
-        Train counts as a preemption, and the trainers are started again. Ray gives notices from version 2.60
-        on; before that, it is False.
+        All ranks call it after each optimizer step, and after a validation; they wait for each other about once
+        a second. It is True within about two seconds of a notice, and again at least every 15 s. Once the time is
+        too short for another step and its checkpoint, it is True for the last time: the next batch ends the train
+        function with an error that Ray Train counts as a preemption, and the trainers are started again. Ray gives
+        notices from version 2.60 on.
+
+        Args:
+            every_s: age of the last checkpoint, in seconds, at which one is made in any case.
+            at_once: whether the ranks wait for each other now in any case; the same on all ranks.
         """
-        return self.notice.agreed(
-            self.rank, at_end=self.cursor.step in (0, self.plan.steps_per_epoch)
-        )
+        is_end = self._ended_split
+
+        def decide() -> tuple[tuple[bool, bool, bool], bool]:
+            stops = self.metrics.run_log.stops
+            is_old = self.metrics.checkpoint_age_s >= every_s
+            is_due = self.notice.is_due(at_end=is_end) or is_old or stops
+            return (is_due, self.notice.is_last, stops), self.notice.is_near()
+
+        decision = self._agreement.on(decide, at_once or is_end)
+        if decision is None:
+            return False
+        is_due, self.notice.is_last, self.stopping = decision
+        return is_due
+
+    def stop_when(self, asked: Callable[[], bool]) -> None:
+        """Let a thread of rank 0 call a function once a second, until it says that the run was asked to stop.
+
+        All ranks see it at the same step: `should_checkpoint` is True, and then `stopping`.
+        """
+        self.metrics.run_log.stop_requested = asked
 
     def restore(self, **parts: Stateful) -> None:
         """Load the states of the latest checkpoint into the parts; nothing where there is none.
@@ -478,7 +509,8 @@ class Loader(Unlike, instead=_INSTEAD):
 
         A later `raypipe.loader` continues from there.
         """
-        write_text(join(str(folder), CURSOR_FILE), self.place.to_json())
+        with self.metrics.saving(lambda: f"{folder} is written"):
+            write_text(join(str(folder), CURSOR_FILE), self.place.to_json())
         self.metrics.tell("checkpointed")
 
     @property

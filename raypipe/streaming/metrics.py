@@ -77,6 +77,7 @@ class LoaderMetrics:
         self.readers = 0
         self.is_run = False
         self._plan = plan
+        self._saved_at = time.perf_counter()
         self._device = device
         self._world_size = world_size
         self._augment = augment
@@ -147,9 +148,15 @@ class LoaderMetrics:
         Args:
             cause: names the cause of the wait.
         """
+        self._saved_at = time.perf_counter()
         self.tell("saving", cause)
         yield
         self.tell("saved")
+
+    @property
+    def checkpoint_age_s(self) -> float:
+        """Seconds since the loop began to make its last checkpoint, or since its start."""
+        return time.perf_counter() - self._saved_at
 
     def strength(self, done: TrainStep) -> float:
         """The strength of the augmentation after so many training steps."""

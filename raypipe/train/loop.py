@@ -43,8 +43,6 @@ from raypipe.train.run_folder import FIGURES_FILE, answer_stop, stop_requested
 
 logger = logging.getLogger(__name__)
 
-# Period in which the ranks agree on a stop, since each time they wait for each other and for their devices.
-_AGREE_S = 1.0
 # Period of lines of progress between those that end an epoch.
 _LINE_EVERY_S = 10.0
 
@@ -137,9 +135,7 @@ class Trainer:
         self._metrics.interval_s = math.inf
         self._metrics.is_run = True
         self._metrics.tell("checkpointed")
-        self._metrics.run_log.stop_requested = functools.partial(
-            stop_requested, run_uri
-        )
+        self.loader.stop_when(functools.partial(stop_requested, run_uri))
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
         self.learner = Learner(
@@ -158,10 +154,6 @@ class Trainer:
             )
             self.metrics |= checkpoint.metrics
             del content
-        self._agreed_at = time.perf_counter()
-        self._steps_since = 0
-        self._steps_between = 1
-        self._saved_at = time.perf_counter()
         self._shown_at = -_LINE_EVERY_S
         self._writer = CheckpointWriter()
 
@@ -291,54 +283,18 @@ class Trainer:
     def _look(self, at_once: bool = False) -> bool:
         """Check at a step's end for a request to stop, and for an error of the checkpoint writer.
 
-        About once a second the ranks synchronize, and agree on a stop, and on a checkpoint by the clock or after a
-        notice. Rank 0 sets the number of steps between two agreements, since the ranks' clocks differ.
-
         Returns:
-            Whether a checkpoint is due, by rank 0's clock or because a node of the trainers is about to go.
+            Whether a checkpoint is due, by the clock or because a node of the trainers is about to go.
         """
         self._writer.check()
-        notice = self.loader.notice
-        asked = float(self._metrics.run_log.stops)
-        steps = 0.0
-        due = 0.0
-        self._steps_since += 1
-        if (
-            self.world_size > 1
-            and not at_once
-            and self._steps_since < self._steps_between
-        ):
-            return False
-        if self.loader.rank == 0:
-            is_old = time.perf_counter() - self._saved_at >= self.run.train.checkpoint_s
-            due = float(notice.is_due() or is_old)
-        if self.world_size > 1:
-            if self.loader.rank == 0:
-                steps = max(
-                    1,
-                    int(
-                        _AGREE_S
-                        / ((time.perf_counter() - self._agreed_at) / self._steps_since)
-                    ),
-                )
-                steps = 1 if notice.is_near() else steps
-            terms = torch.tensor(
-                [asked, steps, due, notice.is_last],
-                dtype=torch.float64,
-                device=self.device,
-            )
-            asked, steps, due, last = self._summed(terms).tolist()
-            notice.is_last = last > 0
-            self._agreed_at = time.perf_counter()
-            self._steps_since = 0
-            self._steps_between = int(steps)
-        self.stopping = asked > 0
+        is_due = self.loader.should_checkpoint(self.run.train.checkpoint_s, at_once)
+        self.stopping = self.loader.stopping
         if self.stopping and self.loader.rank == 0:
             with contextlib.suppress(
                 ConfigError
             ):  # if the disk is full, the checkpoint raises
                 answer_stop(self.run_uri)
-        return due > 0
+        return is_due
 
     @torch.no_grad()
     def _validate(self, batches: Batches) -> None:
@@ -406,9 +362,8 @@ class Trainer:
 
     def _save(self) -> None:
         metrics = self.figures()
-        self._saved_at = time.perf_counter()
         notice = self.loader.notice
-        begun_at = self._saved_at
+        begun_at = time.perf_counter()
         if log := self._metrics.run_log.log:
             cursor = self.loader.cursor
 

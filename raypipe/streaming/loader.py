@@ -35,9 +35,10 @@ from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.device_stage import DeviceStage
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Batches, Epoch
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.streaming.progress import Progress
-from raypipe.streaming.rank_stream import HostStream, RankStream
+from raypipe.streaming.rank_stream import RankStream
 from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import (

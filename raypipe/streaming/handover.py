@@ -28,10 +28,11 @@ from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import Segment
-from raypipe.rayext.console import quiet_broadcasts, take_console
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
+from raypipe.rayext.tweaks import quiet_broadcasts
 from raypipe.rayext.watch import in_worker, this_process
+from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.checkpoints import cursor_of, find_start
@@ -284,7 +285,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         workers = min(workers)  # elastic
     if not ray.is_initialized():
         ray.init()
-    take_console()
+    take_worker_logs()
     pool = spec.pool
     per_worker = worker_resources(config)
     offer = cluster_resources()

@@ -33,9 +33,6 @@ LOCAL_CLUSTER = "RAYPIPE_LOCAL_CLUSTER"
 _own_node = ""
 
 _WORKER_ENV = {
-    # The thread that prefetches blocks' metadata costs the one core that runs an execution a third more time,
-    # though blocks come with their metadata. (Since Ray 2.57; read when ray.data is imported.)
-    "RAY_DATA_METADATA_PREFETCH_ON_THREAD": "0",
     # With the patch, Ray Train prints every line of a train function twice.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Ray Train waits silently for resources; after this many seconds trainer.py logs what is missing.

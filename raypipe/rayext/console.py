@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 import threading
 from typing import Any
@@ -31,6 +32,8 @@ _NOISE = re.compile(
     r"|Reporting training result|execution finished in|Registered dataset logger"
 )
 
+_JSON_LINE = re.compile(r'^\{"')
+
 _END_S = 3.0  # longest wait for the trainers' last lines, which Ray delivers late
 _ended = threading.Event()
 
@@ -50,6 +53,10 @@ def await_progress() -> None:
 def take_console() -> None:
     """Install the filter between Ray and this process's console, whether or not Ray is connected."""
     _worker.print_to_stdstream = _print
+    if "RAY_DEDUP_LOGS_ALLOW_REGEX" not in os.environ:
+        # Ray merges identical lines of several workers and appends a note, which would make JSON lines invalid.
+        for deduplicator in (_worker.stdout_deduplicator, _worker.stderr_deduplicator):
+            deduplicator.allow_re = _JSON_LINE
     dispatcher = ray_logging.global_worker_stdstream_dispatcher
     for number, (name, handler) in enumerate(dispatcher.handlers):
         if getattr(handler, "func", None) is _rays_print:  # Ray is connected already

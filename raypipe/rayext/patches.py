@@ -5,6 +5,9 @@
     create_cluster_autoscaler             for no nodes; Ray's grows if it only fills its  autoscaler from its user
                                           buffer, and adds nodes of every type            (ray#45331)
     StreamingExecutor.execute, shutdown   mark the calling thread as ours, for the rest   the others are gone
+    StreamingExecutor.execute             fetches blocks' metadata in its own thread:     Ray Data's thread for it
+                                          a second one costs the core that runs an        costs nothing
+                                          execution a third more (Ray 2.57 and later)
     _StatsManager's four methods          on a local cluster: numbers for a dashboard     they can be switched off
                                           that does not run, 6% of a core
     get_or_create_actor_location_tracker, on a local cluster: an actor that tracks the    the same
@@ -71,6 +74,7 @@ def install(make_autoscaler: Callable[[Any, Any], Any]) -> None:
         executor, "create_actor_autoscaler", _by_topology, lambda *_: _NO_AUTOSCALER
     )
     _replace(executor, "create_cluster_autoscaler", _by_topology, make_autoscaler)
+    _replace(executor.StreamingExecutor, "execute", _without_metadata_thread)
     for name in ("execute", "shutdown"):
         _replace(executor.StreamingExecutor, name, _as_ours)
     for name in (
@@ -146,6 +150,20 @@ def _as_ours(method: Function) -> Function:
             return method(self, *args, **options)
 
     return marked
+
+
+def _without_metadata_thread(method: Function) -> Function:
+    """Wrap the method of Ray Data's executor that starts it: fetch metadata without a thread for it."""
+
+    @functools.wraps(method)
+    def started(self: Any, *args: Any, **options: Any) -> Any:
+        if settings_of(self._data_context) and hasattr(self, "_metadata_fetcher"):
+            from ray.data._internal.execution import metadata_fetcher
+
+            self._metadata_fetcher = metadata_fetcher.InlineMetadataFetcher()
+        return method(self, *args, **options)
+
+    return started
 
 
 def _unless_local(function: Function, local: Function) -> Function:

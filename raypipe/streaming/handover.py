@@ -31,6 +31,7 @@ from raypipe.plan.schedule import Segment
 from raypipe.rayext.console import quiet_broadcasts, take_console
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
+from raypipe.rayext.ours import join_train_run
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
@@ -107,6 +108,7 @@ def loader(
             torchrun's process group was not started.
         ResourceError: there are no CPUs for the pool.
     """
+    join_train_run()  # first: also for errors of the lines below
     check("raypipe.loader: spec", spec, StreamSpec)
     check("raypipe.loader: max_actors", max_actors, AtLeast1 | None)
     check("raypipe.loader: cursor", cursor, Cursor | None)

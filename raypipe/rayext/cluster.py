@@ -22,16 +22,12 @@ from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
 from raypipe.lookup import num_cpus as usable_cpus
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
-from raypipe.rayext.cluster_state import is_local as is_local
 from raypipe.rayext.ray_private import find, replace, replaced
 from raypipe.rayext.tweaks import small_head
 from raypipe.rayext.waiting import Wait, wait_for_head
 from raypipe.rayext.worker_logs import take_worker_logs
 
 _WORKER_ENV = {
-    # The thread that prefetches blocks' metadata costs the one core that runs an execution a third more time,
-    # though blocks come with their metadata. (Since Ray 2.57; read when ray.data is imported.)
-    "RAY_DATA_METADATA_PREFETCH_ON_THREAD": "0",
     # With the patch, Ray Train prints every line of a train function twice.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Ray Train waits silently for resources; after this many seconds trainer.py logs what is missing.

@@ -18,7 +18,7 @@ from typing import Any
 from raypipe.environment import variable
 from raypipe.logs import RELAY
 from raypipe.rayext.cluster_state import is_local
-from raypipe.rayext.data_context import is_ours
+from raypipe.rayext.data_context import is_ours, stream_settings
 from raypipe.rayext.ray_private import Function, find, replace, replaced
 
 _SLOW_START = "the start of a local cluster takes some seconds more"
@@ -27,6 +27,9 @@ _NODE = "ray._private.node.Node"
 _STATISTICS = "ray.data._internal.stats._StatsManager"
 _POOL = "ray.data._internal.execution.operators.actor_pool_map_operator"
 _MORE_ACTORS = "Ray Data starts actors for statistics that nobody reads"
+
+_EXECUTOR = "ray.data._internal.execution.streaming_executor"
+_SLOW = "tiny images stream a quarter slower"
 
 _LINES = "Ray's own lines appear between those of a run"
 
@@ -130,10 +133,12 @@ def tweak_ray_data() -> None:
         lambda actors: {},
         loss=_MORE_ACTORS,
     )
-    executor = "ray.data._internal.execution.streaming_executor"
-    for name in ("ray.data._internal.progress", executor):
+    replace(
+        f"{_EXECUTOR}.StreamingExecutor.execute", _without_metadata_thread, loss=_SLOW
+    )
+    for name in ("ray.data._internal.progress", _EXECUTOR):
         _filter(name, _hide_progress)
-    for name in ("ray.data.exceptions", f"{executor}_state"):
+    for name in ("ray.data.exceptions", f"{_EXECUTOR}_state"):
         _filter(name, _hide_errors)
 
 
@@ -145,6 +150,24 @@ def _unless_local(function: Function, local: Function) -> Function:
         return (local if is_ours() and is_local() else function)(*args, **options)
 
     return chosen
+
+
+def _without_metadata_thread(method: Function) -> Function:
+    """Wrap the method of Ray Data's executor that starts it: fetch blocks' metadata without a thread for it.
+
+    The thread takes the interpreter from the one that runs the execution, though blocks come with their metadata.
+    """
+
+    @functools.wraps(method)
+    def started(self: Any, *args: Any, **options: Any) -> Any:
+        # Releases before Ray 2.57 have no such thread.
+        if stream_settings(self._data_context) and hasattr(self, "_metadata_fetcher"):
+            path = "ray.data._internal.execution.metadata_fetcher.InlineMetadataFetcher"
+            if fetcher := find(path, _SLOW):
+                self._metadata_fetcher = fetcher()
+        return method(self, *args, **options)
+
+    return started
 
 
 def _filter(logger: str, keep: Any) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import re
 from typing import Any
 
 from raypipe.logs import is_json, progress
@@ -16,6 +18,8 @@ from raypipe.rayext.ray_private import find, replace
 from raypipe.rayext.tweaks import sift
 
 logger = logging.getLogger(__name__)
+
+_JSON_LINE = re.compile(r'^\{"')
 
 _PRINT = "ray._private.worker.print_to_stdstream"
 _DISPATCHER = "ray._private.ray_logging.global_worker_stdstream_dispatcher"
@@ -28,6 +32,11 @@ def take_worker_logs() -> None:
     if getattr(print_lines, "is_raypipes", False):
         return
     replace(_PRINT, _printing, loss=_LOSS)
+    if "RAY_DEDUP_LOGS_ALLOW_REGEX" not in os.environ:
+        # Ray merges identical lines of several workers and appends a note, which would make JSON lines invalid.
+        for name in ("stdout_deduplicator", "stderr_deduplicator"):
+            if deduplicator := find(f"ray._private.worker.{name}", _LOSS):
+                deduplicator.allow_re = _JSON_LINE
     dispatcher = find(_DISPATCHER, _LOSS)
     for number, (name, handler) in enumerate(dispatcher.handlers if dispatcher else ()):
         if getattr(handler, "func", None) is print_lines:  # Ray is connected already

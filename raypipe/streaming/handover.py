@@ -29,6 +29,7 @@ from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.controller import own_controller, process_of
+from raypipe.rayext.data_context import join_train_run
 from raypipe.rayext.iteration import begun, stop_execution
 from raypipe.rayext.tweaks import quiet_broadcasts
 from raypipe.rayext.watch import in_worker, this_process
@@ -108,6 +109,7 @@ def loader(
             torchrun's process group was not started.
         ResourceError: there are no CPUs for the pool.
     """
+    join_train_run()  # first: also for errors of the lines below
     check("raypipe.loader: spec", spec, StreamSpec)
     check("raypipe.loader: max_actors", max_actors, AtLeast1 | None)
     check("raypipe.loader: cursor", cursor, Cursor | None)

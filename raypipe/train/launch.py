@@ -26,10 +26,12 @@ from raypipe.errors import (
 )
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
 from raypipe.rayext.allocation import Allocation, preflight
-from raypipe.rayext.cluster import connect, started_here
-from raypipe.rayext.console import await_progress, begin_progress
+from raypipe.rayext.cluster import connect
+from raypipe.rayext.cluster_state import started_here
 from raypipe.rayext.failures import cause_of, explanation
+from raypipe.rayext.tweaks import await_progress, begin_progress
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
+from raypipe.rayext.worker_logs import gets_worker_logs
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import is_remote, join_address, open_filesystem
 from raypipe.storage.retries import allow_retries
@@ -129,7 +131,8 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             "start": start,
             "begun": begin_phases(),
         }
-        relays = begin_progress() and run.log_format == "text"
+        is_shown = gets_worker_logs() and run.log_format == "text"
+        relays = begin_progress() and is_shown
         try:
             result = _fit(loop | {"relays": relays}, allocation, interrupts)
             if relays:

@@ -21,7 +21,7 @@ from raypipe.config import RunConfig
 from raypipe.errors import BadSamplesError, ConfigError, RaypipeError
 from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
 from raypipe.plan.places import MicroBatchId
-from raypipe.rayext.console import quiet_trainer
+from raypipe.rayext.tweaks import quiet_trainer
 from raypipe.storage.files import write_json
 from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.lease import is_held

@@ -27,7 +27,12 @@ from raypipe.commands.ordered_samples import CHUNK, kept_samples
 from raypipe.commands.tasks import count_cpus, run_tasks
 from raypipe.errors import ConfigError, StoreError
 from raypipe.rayext.cluster import connect
-from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
+from raypipe.storage.filesystem import (
+    check_lasting,
+    is_remote,
+    open_filesystem,
+    split_address,
+)
 from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Columns, Store
@@ -110,7 +115,7 @@ def convert(
             f"seekable JPEGs need the compiled extension, which is not used here: {why}"
         )
     dst = str(dst)
-    suffix = Path(split(dst)[1]).suffix
+    suffix = Path(split_address(dst)[1]).suffix
     if suffix not in WRITTEN_SUFFIXES:
         raise StoreError(
             f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}"

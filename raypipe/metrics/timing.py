@@ -136,7 +136,8 @@ class StageClock(Observer):
         self._arrived: Any = None  # the mark of its batch
         # the split of the batch that is computed, and the mark of its beginning
         self._computing: tuple[Split, Any] | None = None
-        self._suspended: Split | None = None  # whose compute a checkpoint interrupts
+        # The split whose compute a checkpoint interrupts.
+        self._suspended: Split | None = None
         self.begin()
 
     def begin(self) -> None:

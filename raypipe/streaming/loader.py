@@ -30,7 +30,7 @@ from raypipe.plan.schedule import Segment
 from raypipe.rayext.agreement import Agreement
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import join_address
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.device_stage import DeviceStage
 from raypipe.streaming.digest import settings_of
@@ -452,7 +452,7 @@ class Loader(Unlike, instead=_INSTEAD):
         """Describe the inputs of a model of this name that the loop trains, for its checkpoints."""
         augment = self._user_augment
         if self.augment and not self._spec.endings:
-            # with the normalization of its module
+            # It has the normalization of its module.
             augment = self.augment.config
         return input_of(self._spec, augment, model)
 
@@ -511,7 +511,7 @@ class Loader(Unlike, instead=_INSTEAD):
         A later `raypipe.loader` continues from there.
         """
         with self.metrics.saving(lambda: f"{folder} is written"):
-            write_text(join(str(folder), CURSOR_FILE), self.place.to_json())
+            write_text(join_address(str(folder), CURSOR_FILE), self.place.to_json())
         self.metrics.tell("checkpointed")
 
     @property

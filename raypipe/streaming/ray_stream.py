@@ -18,9 +18,9 @@ from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.allocation import check_own, cluster_resources, preflight
 from raypipe.rayext.cluster import connect
-from raypipe.rayext.console import quiet_broadcasts
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
+from raypipe.rayext.tweaks import quiet_broadcasts
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.moves import Move
@@ -40,7 +40,7 @@ _AGREE_S = 60.0
 
 
 class _Shared(NamedTuple):
-    """Rank 0's message: plan and place of the stream that it has started, and what all ranks need of it."""
+    """Rank 0's message: plan and place of the stream that it has started, and the parts that all ranks use."""
 
     fingerprint: str
     place: str

@@ -29,8 +29,7 @@ from raypipe.logs import progress
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.records import STATUS, Folder, RecordWriter
 from raypipe.storage.files import write_synced, write_text
-from raypipe.storage.patience import impatient
-from raypipe.streaming.supervisor import events_of
+from raypipe.storage.retries import without_retries
 
 if TYPE_CHECKING:
     from raypipe.plan.places import Split
@@ -221,7 +220,7 @@ class RunLog(Observer):
             self._stop_looked_at = now
             with (
                 contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
-                impatient(),
+                without_retries(),
             ):
                 self.stops = self.stop_requested()
 
@@ -260,7 +259,10 @@ class RunLog(Observer):
         filesystem, folder = self._folder
         path = f"{folder}/{STATUS}"
         text = json.dumps(status)
-        with contextlib.suppress(pa.ArrowException, OSError, RaypipeError), impatient():
+        with (
+            contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
+            without_retries(),
+        ):
             if self._is_local:
                 write_text(path, text)
             else:
@@ -313,3 +315,19 @@ class RunLog(Observer):
         if self.log:
             self.log.close()
             self.log = None
+
+
+def events_of(
+    supervisor: Any, first: int, timeout_s: float = _ANSWER_S
+) -> list[tuple[str, str]]:
+    """The events of a stream from number `first` on, see `Supervisor.events`; none if nobody answers.
+
+    Args:
+        supervisor: the handle of the stream's Supervisor; None = it has none.
+    """
+    if supervisor is None or not ray.is_initialized():  # a call would restart it
+        return []
+    try:
+        return ray.get(supervisor.events.remote(first), timeout=timeout_s)
+    except ray.exceptions.RayError:  # the stream does not depend on the event log
+        return []

@@ -21,9 +21,9 @@ from raypipe.config import RunConfig
 from raypipe.errors import BadSamplesError, ConfigError, RaypipeError
 from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
 from raypipe.plan.places import MicroBatchId
-from raypipe.rayext.console import quiet_trainer
+from raypipe.rayext.tweaks import quiet_trainer
 from raypipe.storage.files import write_json
-from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.lease import is_held
 from raypipe.streaming.checkpoints import (
     Checkpoint,
@@ -70,7 +70,7 @@ def train_loop(config: dict[str, Any]) -> None:
     for _ in trainer.epochs():
         pass
     if is_first:
-        write_json(join(trainer.run_uri, FIGURES_FILE), trainer.figures())
+        write_json(join_address(trainer.run_uri, FIGURES_FILE), trainer.figures())
         if relays:
             progress(logger, "")  # the end of it
 

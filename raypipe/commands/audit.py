@@ -105,7 +105,7 @@ def digest(
         combine,
         digested,
         iterate_digests,
-        settings_of,
+        plain_settings,
     )
     from raypipe.streaming.digest import compare as compared_with
     from raypipe.streaming.inline import inline_batches
@@ -142,7 +142,7 @@ def digest(
         most, spec = preflight(pool).max_actors, dataclasses.replace(spec, pool=pool)
         iterators = splits(spec, cursor, max_actors=most, world_size=workers)
         digests = list(iterate_digests(spec.plan, cursor, iterators))
-    settings = settings_of(
+    settings = plain_settings(
         spec, workers=workers, actors=most, from_step=from_step, to_step=to_step
     )
     written = DigestFile(

@@ -12,9 +12,6 @@ from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 from raypipe.section import ANY_NUMBER, MAX_INT, Limits, Section, check, kinds_of, shown
 
-Mixture = dict[str, float] | dict[int, dict[str, float]]
-"""The weight of each source by its name, or, from an epoch on, those weights."""
-Shuffle = Literal["auto", "global", "window", "off"]
 CropDecode = Literal["off", "exact", "scaled"]
 
 _MAX_PIXELS = (5 << 28) // 6  # the most pixels of an image, before and after decoding
@@ -184,13 +181,15 @@ class PlanConfig(Section, prefix="plan."):
     micro_batch_size: BatchSize = 64
     global_batch_size: Annotated[int, Limits(0, 1 << 24)] = 0
     seed: Annotated[int, Limits(0, (1 << 64) - 1)] = 0
-    shuffle: Shuffle = "auto"
+    shuffle: Literal["auto", "global", "window", "off"] = "auto"
     window_groups: int = 0
     val_interval: int = 1
     epoch_samples: (
         Annotated[int, Limits(0, 1 << 40)] | Literal["shortest", "longest"]
     ) = 0
-    mixture: Mixture = field(default_factory=dict)
+    mixture: dict[str, float] | dict[int, dict[str, float]] = field(
+        default_factory=dict
+    )
     weights: str | Annotated[float, Limits(0, 8)] = 0.0
     aug_repeats: AtLeast1 = 1
     buckets: list[str] = field(default_factory=list)

@@ -39,7 +39,7 @@ StoreSampler = Permuted | Weighted
 
 
 @dataclass(frozen=True)
-class Source:
+class StoreArrays:
     """A store as arrays for a plan, from `raypipe.streaming.planning`.
 
     Attributes:
@@ -85,7 +85,7 @@ class Training:
     content: list[Any]
 
 
-def compose_one(config: PlanConfig, source: Source) -> Training:
+def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
     """Compose the training draws of one source.
 
     Raises:
@@ -129,17 +129,17 @@ def compose_one(config: PlanConfig, source: Source) -> Training:
     steps = _steps(config, wanted or size * config.aug_repeats, source.address)
     # An epoch of the store's own length is a pass, cut off after the last whole step.
     per_epoch = steps * per_step
-    per_lap = 0 if wanted else steps * per_step
+    per_pass = 0 if wanted else steps * per_step
     if config.buckets:
         samplers = _samplers(config, source, config.seed)
         num_places = per_epoch // unit if is_weighted else 0
         shuffles = _shuffle(config, source)[0] == "global"
         sampler: Sampler = Bucketed(
-            samplers, unit, config.seed, num_places, shuffles, per_lap
+            samplers, unit, config.seed, num_places, shuffles, per_pass
         )
     else:
         (sampler,) = samplers = _samplers(
-            config, source, config.seed, per_epoch, per_lap
+            config, source, config.seed, per_epoch, per_pass
         )
     content = _content(config, source, () if config.is_plain else samplers)
     if not config.is_plain:
@@ -148,7 +148,7 @@ def compose_one(config: PlanConfig, source: Source) -> Training:
 
 
 def compose_mixture(
-    config: PlanConfig, sources: Mapping[str, Source], offsets: np.ndarray
+    config: PlanConfig, sources: Mapping[str, StoreArrays], offsets: np.ndarray
 ) -> Training:
     """Compose the training draws of several named sources; for `offsets` and errors see `Plan.of`."""
     samplers = list[tuple[StoreSampler, ...]]()
@@ -188,10 +188,10 @@ def compose_mixture(
 
 def _samplers(
     config: PlanConfig,
-    source: Source,
+    source: StoreArrays,
     seed: int,
     size: int = 0,
-    per_lap: int = 0,
+    per_pass: int = 0,
     offset: int = 0,
 ) -> tuple[StoreSampler, ...]:
     """Return the samplers of a source: one for each bucket, or a single one.
@@ -199,7 +199,7 @@ def _samplers(
     Args:
         seed: the source's seed.
         size: draws in a pass by weights; 0 = as many as there are samples.
-        per_lap: see `Lapped`.
+        per_pass: see `PassSampler`.
         offset: number of the store's first sample in the joined store.
 
     Raises:
@@ -230,7 +230,7 @@ def _samplers(
     for numbers, selection, key in parts:
         shuffle = Shuffle(kind, selection.size, key, groups, config.window_groups)
         if weights is None:
-            samplers.append(Permuted(shuffle, selection, offset, per_lap))
+            samplers.append(Permuted(shuffle, selection, offset, per_pass))
         else:
             if source.classes is None:
                 classes = None
@@ -243,7 +243,7 @@ def _samplers(
 
 
 def _shuffle(
-    config: PlanConfig, source: Source
+    config: PlanConfig, source: StoreArrays
 ) -> tuple[ShuffleKind, np.ndarray | None]:
     """Return the kind of shuffle of a source and, for windows, its groups' offsets in samples."""
     kind = config.shuffle
@@ -259,7 +259,7 @@ def _shuffle(
 
 
 def _content(
-    config: PlanConfig, source: Source, samplers: Sequence[StoreSampler]
+    config: PlanConfig, source: StoreArrays, samplers: Sequence[StoreSampler]
 ) -> list[Any]:
     """Return the parts of a fingerprint: settings, source and samplers (none in a plain plan)."""
     kind, groups = _shuffle(config, source)

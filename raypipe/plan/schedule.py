@@ -23,7 +23,7 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.plan.compose import Source, Training, compose_mixture, compose_one
+from raypipe.plan.compose import StoreArrays, Training, compose_mixture, compose_one
 from raypipe.plan.order import Domain, derive_keys, mix64
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Sides, Split, TrainStep
 from raypipe.plan.samplers import Draws, Sampler, Sequential
@@ -82,8 +82,8 @@ class Plan:
     @staticmethod
     def of(
         config: PlanConfig,
-        train: Source | Mapping[str, Source],
-        val: Source | None = None,
+        train: StoreArrays | Mapping[str, StoreArrays],
+        val: StoreArrays | None = None,
     ) -> Plan:
         """The plan of a run over a training store and, optionally, a validation store.
 
@@ -97,7 +97,7 @@ class Plan:
         """
         names = tuple[str, ...]()
         selection: Selection | JoinedSelection
-        if isinstance(train, Source):
+        if isinstance(train, StoreArrays):
             training = compose_one(config, train)
             selection = train.selection
         else:
@@ -343,14 +343,16 @@ class Plan:
         )
 
     def sample_keys(self, split: Split, draws: Draws) -> np.ndarray:
-        """The keys of the samples' CPU transforms: uint64 (B, 2), a function of (seed, split, lap, index, repeat).
+        """Keys of the samples' CPU transforms: uint64 (B, 2), a function of (seed, split, pass, index, repeat).
 
-        Each word is a bijection of the index under a key of (seed, split, lap), so that no two samples of a pass
+        Each word is a bijection of the index under a key of (seed, split, pass), so that no two samples of a pass
         share a key. A validation has the same keys in every epoch, so its metrics compare.
         """
         keys = np.empty((len(draws.indices), 2), np.uint64)
-        for lap in np.unique(draws.laps).tolist():
-            keys[draws.laps == lap] = _sample_domain(self.config.seed, split, lap)
+        for pass_number in np.unique(draws.passes).tolist():
+            keys[draws.passes == pass_number] = _sample_domain(
+                self.config.seed, split, pass_number
+            )
         # The repeat is hashed by one bijection for each word, both of which leave 0 as it is.
         repeats = mix64(draws.repeats.astype(np.uint64))
         return mix64(
@@ -387,5 +389,5 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def _sample_domain(seed: int, split: Split, lap: int) -> np.ndarray:
-    return derive_keys(2, seed, Domain.SAMPLE, _SPLIT_CODE[split], lap)
+def _sample_domain(seed: int, split: Split, pass_number: int) -> np.ndarray:
+    return derive_keys(2, seed, Domain.SAMPLE, _SPLIT_CODE[split], pass_number)

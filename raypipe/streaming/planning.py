@@ -10,7 +10,7 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, SampleError, StoreError
-from raypipe.plan.compose import Source
+from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import Sides
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
@@ -66,7 +66,7 @@ def make_plan(
     )
 
 
-def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Source:
+def _read_train(config: PlanConfig, store: Store, selection: Selection) -> StoreArrays:
     weights = classes = None
     if config.weights and isinstance(config.weights, str):
         weights = _read_weights(config.weights, store, selection)
@@ -87,7 +87,7 @@ def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Sourc
 
 def _read_source(
     store: Store, selection: Selection, buckets: Sequence[Sides], remedy: str
-) -> Source:
+) -> StoreArrays:
     """A store as the plan sees it.
 
     Args:
@@ -104,7 +104,7 @@ def _read_source(
         raise StoreError(
             f"{store.address}: its groups must ascend from 0 to its {len(store)} samples, both included"
         )
-    source = Source(store.address, store.fingerprint, selection, groups)
+    source = StoreArrays(store.address, store.fingerprint, selection, groups)
     if not buckets:
         return source
     columns = [numbers_of(store, name, "plan.buckets") for name in ("width", "height")]

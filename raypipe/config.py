@@ -175,6 +175,9 @@ class PlanConfig(Section, prefix="plan."):
             a micro-batch have one size, and each sample gets the size with the nearest aspect ratio; empty =
             transform.size.
         val_buckets: use the buckets for validation too, instead of transform.size.
+        sampler: your own sampler, `module:Class`, or with arguments `{name: module:Class, argument: value, …}`; in
+            Python also the class instead of its name. It chooses the samples and their order, instead of shuffle,
+            weights, mixture and epoch_samples (docs/sampling.md); empty = none.
     """
 
     epochs: AtLeast1 = 10
@@ -194,11 +197,13 @@ class PlanConfig(Section, prefix="plan."):
     aug_repeats: AtLeast1 = 1
     buckets: list[str] = field(default_factory=list)
     val_buckets: bool = False
+    sampler: str | dict[str, Any] | type = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_draws()
         self._check_buckets()
+        self._check_sampler()
         whole, rest = divmod(self.global_batch_size, self.micro_batch_size)
         if rest:
             nearest = " or ".join(
@@ -228,6 +233,27 @@ class PlanConfig(Section, prefix="plan."):
         self._require(
             starts[:1] in ([], [0]), "mixture", self.mixture, "weights from epoch 0 on"
         )
+
+    def _check_sampler(self) -> None:
+        if not self.sampler:
+            return
+        named = self.sampler
+        if isinstance(named, dict):
+            named = named.get("name", "")
+        self._require(
+            isinstance(named, type) or (isinstance(named, str) and ":" in named),
+            "sampler",
+            self.sampler,
+            "module:Class, or {name: module:Class, argument: value, …}",
+        )
+        for name in ("weights", "mixture", "buckets", "epoch_samples"):
+            value = getattr(self, name)
+            self._require(
+                not value,
+                name,
+                value,
+                "left out with plan.sampler, which chooses the samples itself",
+            )
 
     def _check_buckets(self) -> None:
         ok = all(map(_SIDES.fullmatch, self.buckets)) and len(
@@ -263,7 +289,7 @@ class PlanConfig(Section, prefix="plan."):
     @property
     def is_plain(self) -> bool:
         """Return whether an epoch has each sample of one store exactly once."""
-        plain = not (self.weights or self.mixture or self.buckets)
+        plain = not (self.weights or self.mixture or self.buckets or self.sampler)
         return (
             plain
             and self.aug_repeats == 1

@@ -89,11 +89,7 @@ def import_name(address: str, setting: str) -> Any:
         for part in name.split("."):
             value = getattr(value, part)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        if any(
-            _distance(frame) < 2 for frame in traceback.extract_tb(error.__traceback__)
-        ):
-            reason += f" (at {place_of(error)})"
+        reason = explained(error)
         if not is_open and isinstance(error, ModuleNotFoundError):
             reason += (
                 "; the current folder is not searched, since it contains the store or the run, or PYTHONSAFEPATH "
@@ -103,6 +99,15 @@ def import_name(address: str, setting: str) -> Any:
             f"{setting} {address!r} cannot be imported: {reason}"
         ) from error
     return value
+
+
+def explained(error: BaseException) -> str:
+    """Return an error's type and message and, if it was raised in the user's code or in packages, where."""
+    text = f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(_distance(frame) < 2 for frame in frames):
+        text += f" (at {place_of(error)})"
+    return text
 
 
 def place_of(error: BaseException) -> str:

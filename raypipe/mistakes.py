@@ -45,9 +45,10 @@ KEYWORDS = {
     **dict.fromkeys(["batch_size", "per_device_batch_size"], _BATCH_SIZE),
     **dict.fromkeys(["num_workers", "workers"], _WORKERS),
     **dict.fromkeys(
-        ["collate_fn", "drop_last", "persistent_workers", "pin_memory", "sampler"],
+        ["collate_fn", "drop_last", "persistent_workers", "pin_memory"],
         _NOT_NEEDED,
     ),
+    "sampler": "write plan=PlanConfig(sampler=…), see docs/sampling.md",
 }
 """Arguments that nothing in raypipe takes → what to write."""
 

@@ -229,6 +229,7 @@ _NOUNS: dict[Any, str] = {
     float: "number",
     str: "string",
     NoneType: "none",
+    type: "class",
     Any: "value",
 }
 _NOUNS[Callable] = "module"

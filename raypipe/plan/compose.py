@@ -3,6 +3,7 @@
 each source     Permuted or Weighted, as a whole or for each bucket
 one source      → that sampler, or Bucketed
 several         → Mixture, or a mixture of buckets, see `mix_buckets`
+plan.sampler     → CustomSampler, of all sources, see `raypipe.plan.custom`
 plan.aug_repeats → Repeated
 """
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
+from raypipe.plan.custom import CustomSampler
 from raypipe.plan.mixture import Bucketed, Mixture, Quotas, as_shares, mix_buckets
 from raypipe.plan.order import (
     Domain,
@@ -26,7 +28,7 @@ from raypipe.plan.order import (
     default_window_groups,
     derive_keys,
 )
-from raypipe.plan.samplers import Permuted, Repeated, Sampler, Weighted, as_integers
+from raypipe.plan.samplers import Permuted, Repeated, RunSampler, Weighted, as_integers
 from raypipe.plan.selection import Selection
 from raypipe.section import shown
 
@@ -76,12 +78,13 @@ class Training:
         sampler: maps a position in the run to draws.
         steps: number of steps in an epoch.
         store_samplers: sampler of each bucket of each source; without buckets, a source has one.
+            A user's sampler stands for all of them.
         content: JSON values that determine these draws.
     """
 
-    sampler: Sampler
+    sampler: RunSampler
     steps: int
-    store_samplers: tuple[tuple[StoreSampler, ...], ...]
+    store_samplers: tuple[tuple[StoreSampler | CustomSampler, ...], ...]
     content: list[Any]
 
 
@@ -134,7 +137,7 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
         samplers = _samplers(config, source, config.seed)
         num_places = per_epoch // unit if is_weighted else 0
         shuffles = _shuffle(config, source)[0] == "global"
-        sampler: Sampler = Bucketed(
+        sampler: RunSampler = Bucketed(
             samplers, unit, config.seed, num_places, shuffles, per_pass
         )
     else:
@@ -184,6 +187,41 @@ def compose_mixture(
         )
     content.append([list(shares.items()), steps])
     return Training(_repeated(config, mixture), steps, tuple(samplers), content)
+
+
+def compose_custom(
+    config: PlanConfig, sources: Sequence[StoreArrays], sampler: CustomSampler
+) -> Training:
+    """Compose the training draws of a user's sampler, which draws from all sources.
+
+    Raises:
+        ConfigError: an epoch has less than one step, or the sampler breaks its protocol.
+    """
+    sampler.check(config.epochs)
+    draws = sampler.size * config.aug_repeats
+    if draws < config.samples_per_step:
+        raise ConfigError(
+            f"plan.sampler {sampler.name!r} has {sampler.size} draws in an epoch, and a global batch has "
+            f"{config.samples_per_step}: lower plan.global_batch_size and plan.micro_batch_size"
+        )
+    steps = _steps(config, draws, sampler.name)
+    of_epochs = sampler.of_epochs(steps * _draws_per_step(config))
+    stores = [
+        [source.selection.size, source.fingerprint, source.selection.signature()]
+        for source in sources
+    ]
+    content = [
+        _VERSION,
+        config.micro_batch_size,
+        config.per_step,
+        config.seed,
+        config.aug_repeats,
+        stores,
+        {"sampler": sampler.signature()},
+    ]
+    return Training(
+        _repeated(config, of_epochs), steps, ((of_epochs,),) * len(sources), content
+    )
 
 
 def _samplers(
@@ -307,7 +345,7 @@ def _steps(config: PlanConfig, draws: int, address: str) -> int:
     return draws // config.samples_per_step
 
 
-def _repeated(config: PlanConfig, inner: Sampler) -> Sampler:
+def _repeated(config: PlanConfig, inner: RunSampler) -> RunSampler:
     if config.aug_repeats == 1:
         return inner
     return Repeated(inner, config.aug_repeats, config.micro_batch_size)

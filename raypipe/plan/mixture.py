@@ -26,7 +26,7 @@ from raypipe.plan.samplers import (
     Draws,
     PassSampler,
     Permuted,
-    Sampler,
+    RunSampler,
     Weighted,
     draw_parts,
 )
@@ -211,7 +211,7 @@ class Bucketed(PassSampler):
         return draw_parts(numbers, draw)._replace(buckets=numbers)
 
 
-class Mixture(Sampler):
+class Mixture(RunSampler):
     """Several samplers, each of which is walked through the run; their places are shuffled within each batch.
 
     Args:
@@ -224,7 +224,7 @@ class Mixture(Sampler):
 
     def __init__(
         self,
-        parts: Sequence[Sampler],
+        parts: Sequence[RunSampler],
         quotas: Quotas,
         seed: int,
         unit: int = 1,
@@ -237,7 +237,7 @@ class Mixture(Sampler):
         self._are_buckets = are_buckets
 
     def draw(self, positions: np.ndarray) -> Draws:
-        """See `Sampler.draw`."""
+        """See `RunSampler.draw`."""
         places, rows = np.divmod(positions, self._unit)
         parts, numbers = self._parts_at(places)
         inside = numbers * self._unit + rows
@@ -315,7 +315,7 @@ def mix_buckets(
         seed,
     )
     before = {batch: quotas.before(batch) for batch in shares}
-    parts = list[Sampler]()
+    parts = list[RunSampler]()
     for bucket, stores in enumerate(by_bucket):
         inner = {}  # from a place of the bucket on, by its number in the run
         for batch, table in tables.items():

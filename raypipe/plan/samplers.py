@@ -5,6 +5,7 @@ Weighted     each as often as its weight says
 Bucketed     one store, a bucket at a time
 Mixture      several samplers by shares of each global batch, see `raypipe.plan.mixture`
 Repeated     each draw k times
+Custom       a user's sampler, see `raypipe.plan.custom`
 Sequential   each sample once, in stored order, then padding: for validations
 """
 
@@ -32,7 +33,8 @@ class Draws(NamedTuple):
     Attributes:
         indices: indices of the samples in the store or the joined store; PADDING = no sample.
         passes: numbers of the passes over its store, or over the bucket of it; in a plain plan, the epoch.
-        repeats: numbers of the sample's draws in that pass; the first is 0.
+        repeats: numbers of the sample's draws in that pass; the first is 0. A user's sampler has positions in the
+            epoch here, which are as different.
         buckets: each sample's bucket; 0 without buckets.
     """
 
@@ -46,8 +48,8 @@ class Draws(NamedTuple):
         return Draws(*(column[key] for column in self))
 
 
-class Sampler(Protocol):
-    """Draws samples on and on; a sampler may wrap others."""
+class RunSampler(Protocol):
+    """Draws samples on and on, through a run; a sampler may wrap others."""
 
     def draw(self, positions: np.ndarray) -> Draws:
         """The draws at int64 positions (n,), counted through the run."""
@@ -69,7 +71,7 @@ def draw_parts(parts: np.ndarray, draw: Callable[[int, np.ndarray], Draws]) -> D
     return Draws(*columns)
 
 
-class PassSampler(Sampler):
+class PassSampler(RunSampler):
     """A sampler that goes through one store, or a bucket of it, pass after pass.
 
     Attributes:
@@ -82,7 +84,7 @@ class PassSampler(Sampler):
     per_pass: int
 
     def draw(self, positions: np.ndarray) -> Draws:
-        """See `Sampler.draw`."""
+        """See `RunSampler.draw`."""
         passes, inside = np.divmod(positions, self.per_pass)
         return draw_parts(
             passes,
@@ -119,8 +121,8 @@ class Permuted(PassSampler):
         zeros = np.zeros(len(positions), np.int64)
         return Draws(indices, zeros + pass_number, zeros, zeros)
 
-    def sample_of(self, key: int) -> int:
-        """Return a sample chosen by a key."""
+    def sample_of(self, key: int, epoch: int) -> int:
+        """Return a sample chosen by a key, of any epoch, since each has all samples."""
         return int(self._indices(np.array([key % self.size]))[0])
 
     def signature(self) -> str:
@@ -203,8 +205,8 @@ class Weighted(PassSampler):
             zeros,
         )
 
-    def sample_of(self, key: int) -> int:
-        """Return a sample chosen by a key, in proportion to the weights."""
+    def sample_of(self, key: int, epoch: int) -> int:
+        """Return a sample chosen by a key, of any epoch, in proportion to the weights."""
         return int(self.draw_pass(0, np.array([key % self.size])).indices[0])
 
     def resized(self, size: int) -> Weighted:
@@ -259,7 +261,7 @@ class Weighted(PassSampler):
         return {**self.__dict__, "_pass_shuffle": None}
 
 
-class Repeated(Sampler):
+class Repeated(RunSampler):
     """Repeats each draw k times, numbered, so that each copy is augmented differently.
 
         stride 4, k = 2   a b c d | a b c d     copies are in the same row of neighboring micro-batches of 4
@@ -270,20 +272,20 @@ class Repeated(Sampler):
         stride: draws between two copies.
     """
 
-    def __init__(self, inner: Sampler, times: int, stride: int) -> None:
+    def __init__(self, inner: RunSampler, times: int, stride: int) -> None:
         self._inner = inner
         self._times = times
         self._stride = stride
 
     def draw(self, positions: np.ndarray) -> Draws:
-        """See `Sampler.draw`."""
+        """See `RunSampler.draw`."""
         runs, places = np.divmod(positions, self._stride)
         runs, copies = np.divmod(runs, self._times)
         draws = self._inner.draw(runs * self._stride + places)
         return draws._replace(repeats=draws.repeats * self._times + copies)
 
 
-class Sequential(Sampler):
+class Sequential(RunSampler):
     """Each sample once, bucket after bucket, in stored order; each bucket's last place is padded, and so on.
 
     Args:
@@ -303,7 +305,7 @@ class Sequential(Sampler):
         self.size = int(self._ends[-1]) * unit
 
     def draw(self, positions: np.ndarray) -> Draws:
-        """See `Sampler.draw`; padding has the index PADDING, and at the end the bucket of the last sample."""
+        """See `RunSampler.draw`; padding has the index PADDING, and at the end the bucket of the last sample."""
         places = np.minimum(positions, self.size - 1) // self._unit
         numbers = np.searchsorted(self._ends, places, side="right")
         rows = positions - (self._ends - self.counts)[numbers] * self._unit

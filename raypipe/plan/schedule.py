@@ -23,10 +23,17 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.plan.compose import StoreArrays, Training, compose_mixture, compose_one
+from raypipe.plan.compose import (
+    StoreArrays,
+    Training,
+    compose_custom,
+    compose_mixture,
+    compose_one,
+)
+from raypipe.plan.custom import CustomSampler
 from raypipe.plan.order import Domain, derive_keys, mix64
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Sides, Split, TrainStep
-from raypipe.plan.samplers import Draws, Sampler, Sequential
+from raypipe.plan.samplers import Draws, RunSampler, Sequential
 from raypipe.plan.selection import JoinedSelection, Selection
 
 _SPLIT_CODE = {"train": 0, "val": 1}
@@ -84,12 +91,14 @@ class Plan:
         config: PlanConfig,
         train: StoreArrays | Mapping[str, StoreArrays],
         val: StoreArrays | None = None,
+        sampler: CustomSampler | None = None,
     ) -> Plan:
         """The plan of a run over a training store and, optionally, a validation store.
 
         Args:
             train: the training store, or a mixture's sources by name; their samples are numbered one source
                 after the other.
+            sampler: the user's, which draws the training samples of them; None = by the settings.
 
         Raises:
             ConfigError: the store, without excluded samples, is smaller than one step, has no groups to shuffle in
@@ -98,14 +107,19 @@ class Plan:
         names = tuple[str, ...]()
         selection: Selection | JoinedSelection
         if isinstance(train, StoreArrays):
-            training = compose_one(config, train)
+            sources = [train]
             selection = train.selection
         else:
-            parts = [source.selection for source in train.values()]
+            sources = list(train.values())
             names = tuple(train)
-            offsets = np.append(0, np.cumsum([part.num_samples for part in parts]))
-            training = compose_mixture(config, train, offsets)
-            selection = JoinedSelection(parts, offsets)
+            selection = JoinedSelection.of([source.selection for source in sources])
+        if sampler is not None:
+            training = compose_custom(config, sources, sampler)
+        elif isinstance(train, StoreArrays):
+            training = compose_one(config, train)
+        else:
+            assert isinstance(selection, JoinedSelection)
+            training = compose_mixture(config, train, selection.offsets)
         validation = None
         if val is not None and config.val_interval and val.selection.size:
             buckets = [val.selection]
@@ -208,8 +222,8 @@ class Plan:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
                 f"{self.fingerprint}: the training store, its excluded samples, seed, micro_batch_size, "
-                "global_batch_size, shuffle or another setting of the order differs. Restore it, or start "
-                "a new run"
+                "global_batch_size, shuffle, sampler or another setting of the order differs. Restore it, or "
+                "start a new run"
             )
         if not (
             0 <= cursor.epoch <= self.config.epochs
@@ -299,7 +313,7 @@ class Plan:
             self.step_of_split(at) * self.config.per_step + at.micro
         ) * self.config.micro_batch_size
 
-    def _sampler(self, split: Split) -> Sampler:
+    def _sampler(self, split: Split) -> RunSampler:
         sampler = (
             self.validation
             if split == "val"
@@ -385,7 +399,7 @@ class Plan:
         else:
             source = 0
         bucket = self._bucket(at) if self.config.buckets else 0
-        return self.training.store_samplers[source][bucket].sample_of(key)
+        return self.training.store_samplers[source][bucket].sample_of(key, at.epoch)
 
 
 @lru_cache(maxsize=64)

@@ -99,6 +99,12 @@ class JoinedSelection:
         self.num_samples = int(offsets[-1])
         self.num_left_out = self.num_samples - self.size
 
+    @staticmethod
+    def of(parts: Sequence[Selection]) -> JoinedSelection:
+        """The selections of stores that are numbered one after the other."""
+        offsets = np.append(0, np.cumsum([part.num_samples for part in parts]))
+        return JoinedSelection(parts, offsets)
+
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         """See `Selection.indices`."""
         indices = np.empty(len(numbers), np.int64)

@@ -15,7 +15,7 @@ from raypipe.plan.places import PADDING
 from raypipe.plan.samplers import (
     Permuted,
     Repeated,
-    Sampler,
+    RunSampler,
     Sequential,
     Weighted,
     as_integers,
@@ -49,7 +49,7 @@ def weighted(
     )
 
 
-def drawn(sampler: Sampler, first: int, num: int) -> list[tuple[int, int, int]]:
+def drawn(sampler: RunSampler, first: int, num: int) -> list[tuple[int, int, int]]:
     """Index, pass and repeat."""
     draws = sampler.draw(np.arange(first, first + num))
     assert {column.dtype for column in draws} == {
@@ -107,7 +107,7 @@ def test_each_sample_that_is_not_excluded_is_drawn_once_in_a_pass(
             sorted(index for index, _, _ in drawn(sampler, pass_number * size, size))
             == indices
         )
-        assert {sampler.sample_of(key) for key in range(2**63, 2**63 + size)} == set(
+        assert {sampler.sample_of(key, 0) for key in range(2**63, 2**63 + size)} == set(
             indices
         )
 

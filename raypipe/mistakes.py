@@ -59,6 +59,23 @@ def did_you_mean(near: Iterable[str]) -> str:
     return f"{DID_YOU_MEAN}{names}?" if names else ""
 
 
+def choices(name: str, known: Collection[str], those: str = "choose from") -> str:
+    """Return the end of a message about an unknown name: similar names, and all known names.
+
+    Args:
+        known: names, or name → text in parentheses after it.
+    """
+    # makes label close to fine_label
+    close = get_close_matches(name, known, cutoff=0.65)
+    question = f"did you mean {' or '.join(close)}? " if close else ""
+    listed = (
+        [f"{entry} ({kind})" for entry, kind in known.items()]
+        if isinstance(known, Mapping)
+        else known
+    )
+    return f"; {question}{those} {', '.join(listed)}"
+
+
 def _answer(
     name: str, answers: Mapping[str, str], known: Collection[str], prefix: str = ""
 ) -> str:

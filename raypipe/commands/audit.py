@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from raypipe.config import RunConfig
+from raypipe.cpus import num_cpus
 from raypipe.errors import ConfigError
-from raypipe.logs import table
-from raypipe.lookup import num_cpus
+from raypipe.printing import print_table
 
 # Actors of a digest that may share the CPUs of a smaller machine.
 _SHARING = 4
@@ -73,7 +73,7 @@ def print_verified(summary: dict[str, Any]) -> None:
         rows[f"sample {reason['index']}{others}"] = reason["error"] + name
     if summary["bad_samples"]:
         rows["to exclude them"] = f"--store.exclude {summary['list']}"
-    table(summary["store"], rows)
+    print_table(summary["store"], rows)
 
 
 def digest(
@@ -174,7 +174,7 @@ def print_digests(result: dict[str, Any]) -> None:
         for name, value in (result | differ).items()
         if value != {} and name != "store"
     }
-    table(result.get("store", "comparison"), rows)
+    print_table(result.get("store", "comparison"), rows)
     if "equal" in result:
         verdict = "{different} of {compared} micro-batches differ"
         print(

@@ -34,9 +34,10 @@ from raypipe.config import (
     RunConfig,
     TransformConfig,
 )
+from raypipe.cpus import num_cpus
 from raypipe.errors import ConfigError
-from raypipe.logs import table
-from raypipe.lookup import num_cpus, versions
+from raypipe.packages import versions
+from raypipe.printing import print_table
 from raypipe.stores import Store
 from raypipe.transform.transform_steps import brief
 
@@ -114,7 +115,7 @@ def bench(
 def print_bench(figures: dict[str, Any]) -> None:
     """Print the result of `bench` in a table and in sentences."""
     rows = figures | {"transform": brief(figures["transform"])}
-    table(
+    print_table(
         rows.pop("store"),
         {name: value for name, value in rows.items() if name != "versions"},
     )

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from raypipe.logs import printable
-from raypipe.lookup import DISTRIBUTION
+from raypipe.packages import DISTRIBUTION
+from raypipe.printing import printable
 
 _RAY_TIMEOUT_S = 120
 _GIB = 2**30

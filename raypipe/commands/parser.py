@@ -19,8 +19,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from raypipe.config import RunConfig
 from raypipe.errors import without_credentials
-from raypipe.logs import printable
 from raypipe.mistakes import DID_YOU_MEAN, did_you_mean
+from raypipe.printing import printable
 from raypipe.section import Setting, described, expected, settings_of
 
 _PLACES = {

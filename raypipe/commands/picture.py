@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.logs import printable
+from raypipe.printing import printable
 
 _TILE = 160
 _ROW = 212

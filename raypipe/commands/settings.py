@@ -17,7 +17,7 @@ import yaml
 from raypipe.commands.parser import Parser, fail
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.lookup import search_here
+from raypipe.importing import search_here
 from raypipe.section import build, check, fits, settings_of
 from raypipe.storage.files import read_text
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
@@ -202,7 +202,7 @@ def _normalizes(transform: Any) -> bool:
 def _close_here(addresses: Iterable[str]) -> None:
     """Keep modules of the current folder from being imported where it is in a store or a run, or is one.
 
-    `lookup.import_name` reads this variable, as do processes started from here: Ray's workers have the
+    `importing.import_name` reads this variable, as do processes started from here: Ray's workers have the
     current folder in front of all others otherwise, and so has `python -c`.
     """
     here = Path.cwd()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.lookup import explained, import_name
+from raypipe.importing import import_name, with_origin
 from raypipe.plan.order import Shuffle
 from raypipe.plan.samplers import Draws, PassSampler
 from raypipe.plan.selection import JoinedSelection, Selection
@@ -273,7 +273,7 @@ class CustomSampler(PassSampler):
             raise
         except Exception as error:
             raise ConfigError(
-                f"plan.sampler {self.name!r} {failure}: {explained(error)}"
+                f"plan.sampler {self.name!r} {failure}: {with_origin(error)}"
             ) from error
 
 

@@ -20,9 +20,9 @@ from ray._private import node, ray_constants, services
 from ray._private import utils as ray_utils
 from ray.util import client
 
+from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
-from raypipe.lookup import num_cpus as usable_cpus
 from raypipe.rayext.console import take_console
 from raypipe.rayext.waiting import Wait, wait_for_head
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from ray._private import ray_logging, worker
 
-from raypipe.logs import RELAY, is_json, progress
+from raypipe.logs import is_json
+from raypipe.progress import RELAY, print_progress
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def _print(data: dict[str, Any], *args: Any, **options: Any) -> None:
         elif _NOISE.search(line):
             continue
         elif is_json() and not line.startswith("{"):
-            progress(logger, line, pid=data.get("pid"), ip=data.get("ip"))
+            print_progress(logger, line, pid=data.get("pid"), ip=data.get("ip"))
         else:
             kept.append(line)
     if kept:

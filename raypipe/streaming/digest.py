@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.lookup import versions
+from raypipe.packages import versions
 from raypipe.plan.custom import sampler_content
 from raypipe.plan.places import Cursor
 from raypipe.rayext.failures import get

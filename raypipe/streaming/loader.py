@@ -26,12 +26,13 @@ from raypipe.device.finish import Finish, check_floats, check_module
 from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import CursorError, RaypipeError
-from raypipe.logs import configure_logs, log_place, progress
+from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageTimes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan, Segment
+from raypipe.progress import print_progress
 from raypipe.rayext.sentry import Sentry
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
@@ -164,7 +165,7 @@ class Loader(Unlike, instead=_INSTEAD):
                 raise
         if rank == 0:
             for line in self._ending.described():
-                progress(_logger, line)
+                print_progress(_logger, line)
 
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)

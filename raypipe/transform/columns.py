@@ -26,7 +26,7 @@ import numpy as np
 
 from raypipe.config import ColumnOptions
 from raypipe.errors import ConfigError, SampleError
-from raypipe.lookup import import_name
+from raypipe.importing import import_name
 from raypipe.plan.order import Domain
 from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
 from raypipe.transform.draws import Key, KeyedGenerator

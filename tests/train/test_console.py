@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from ray._private import ray_logging, worker
 
-from raypipe.logs import configure_logs, progress, relay_progress
+from raypipe.logs import configure_logs
+from raypipe.progress import print_progress, relay_progress
 from raypipe.rayext import console as rays
 
 
@@ -17,10 +18,10 @@ def test_rays_progress_is_shown_its_noise_dropped_and_the_rest_printed(
 ) -> None:
     relay_progress(True)
     try:
-        progress(
+        print_progress(
             logging.getLogger("raypipe"), "two\nlines → of it", step=3, kind="train"
         )
-        progress(logging.getLogger("raypipe"), "")
+        print_progress(logging.getLogger("raypipe"), "")
     finally:
         relay_progress(False)
     told = capsys.readouterr().out.splitlines()

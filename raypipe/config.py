@@ -1,4 +1,4 @@
-"""Every setting of a run, as frozen dataclasses; `raypipe help settings` prints them."""
+"""Settings of a run, as frozen dataclasses; `raypipe help settings` prints them."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def with_origin(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Where an error was raised, `file.py:12 in function`: the user's last frame, or the nearest to that code."""
+    """Return where an error was raised, `file.py:12 in function`: the last frame nearest to the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "an unknown place"
@@ -99,7 +99,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def _distance(frame: traceback.FrameSummary) -> int:
-    """From the user's own code, 0, over packages of others to the libraries and raypipe."""
+    """Return how far a frame is from the user's own code, 0: other packages 1, libraries 2, raypipe 3."""
     name = frame.filename
     parts = Path(name).parts
     if name.startswith(_OURS):

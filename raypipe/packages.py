@@ -1,4 +1,4 @@
-"""Installed packages and their versions."""
+"""Versions of installed packages, and the extras of raypipe."""
 
 from __future__ import annotations
 

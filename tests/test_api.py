@@ -35,7 +35,6 @@ PACKAGES = [
     "logs",
     "progress",
     "printing",
-    "failures",
     "section",
     "config",
     "storage",

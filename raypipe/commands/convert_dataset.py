@@ -76,7 +76,7 @@ def make_copy(
     sizes: bool,
     **options: Any,
 ) -> dict[str, int]:
-    """Copy a Dataset, see `raypipe.convert`.
+    """Copy a Dataset of Ray Data to a store, see `raypipe.convert`.
 
     Args:
         options: the other fields of `Copy`.

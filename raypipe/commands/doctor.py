@@ -124,7 +124,7 @@ def _torch() -> tuple[bool, str]:
 
 
 def _limits() -> tuple[bool, str]:
-    """Before Ray is started: ulimit -n 65536, --shm-size or --ipc=host, RAY_TMPDIR on a larger disk."""
+    """Check limits that are set before Ray starts: ulimit -n 65536, --shm-size or --ipc=host, RAY_TMPDIR."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # macOS has none
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0

@@ -326,7 +326,7 @@ def _draws_per_step(config: PlanConfig) -> int:
 
 
 def _steps(config: PlanConfig, draws: int, address: str) -> int:
-    """Whole steps in an epoch.
+    """Return the number of whole steps in an epoch.
 
     Raises:
         ConfigError: it has none, or the run has more draws than 64 bits count.
@@ -354,7 +354,7 @@ def _repeated(config: PlanConfig, inner: RunSampler) -> RunSampler:
 def _shares(
     config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
-    """From epoch → share of each source; in proportion to their sizes where no weights are given."""
+    """Return the share of each source by the epoch from which it holds; by default proportional to their sizes."""
     if not config.mixture:
         return {0: as_shares(sizes)}
     shares = {}
@@ -371,7 +371,7 @@ def _shares(
 def _ends(
     config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]
 ) -> list[int]:
-    """After how many draws each source has ended by its weight in epoch 0; without those of weight 0."""
+    """Return after how many draws each source ends, by its weight in epoch 0; those of weight 0 are left out."""
     if not config.mixture:
         return [sum(sizes)]
     weights = [Fraction(config.mixture_by_epoch[0][name]) for name in sources]

@@ -44,7 +44,7 @@ class Draws(NamedTuple):
     buckets: np.ndarray
 
     def at(self, key: int | slice) -> Draws:
-        """Those at a place of the first axis, or at several."""
+        """Return the draws at an index of the first axis, or at several."""
         return Draws(*(column[key] for column in self))
 
 
@@ -97,7 +97,7 @@ class PassSampler(RunSampler):
 
 
 class Permuted(PassSampler):
-    """Each sample once in a pass.
+    """Sampler that draws each sample once in a pass.
 
     Args:
         shuffle: the order of the samples' numbers.
@@ -235,7 +235,7 @@ class Weighted(PassSampler):
         )
 
     def _start(self, pass_number: int) -> int:
-        """Where the first draw of a pass falls, in [0, Σ)."""
+        """Return where the first draw of a pass falls, in [0, Σ)."""
         return (
             int(derive_keys(1, self.shuffle.seed, Domain.WEIGHTED, pass_number)[0])
             * self.weight
@@ -286,7 +286,7 @@ class Repeated(RunSampler):
 
 
 class Sequential(RunSampler):
-    """Each sample once, bucket after bucket, in stored order; each bucket's last place is padded, and so on.
+    """Sampler that draws each sample once, bucket after bucket, in stored order; padding fills each last place.
 
     Args:
         buckets: the samples of each, or all samples as one.

@@ -143,7 +143,7 @@ class Plan:
         )
 
     def bound_to(self, also: Any) -> Plan:
-        """This plan, whose fingerprint has something else, as JSON has it, that determines the stream."""
+        """Return this plan with further JSON values in its fingerprint, which determine the stream."""
         content = json.dumps([self.fingerprint, also])
         return replace(
             self,
@@ -151,7 +151,7 @@ class Plan:
         )
 
     def until(self, step: int) -> Plan:
-        """This plan, cut off before a training step, counted through all epochs.
+        """Return this plan, cut off before a training step, counted through all epochs.
 
         A validation before that step stays. So the plan cut off at a, followed by the plan cut off at b from
         `cursor_at(a)` on, equals the plan cut off at b.
@@ -160,7 +160,7 @@ class Plan:
         return replace(self, end_step=step)
 
     def only(self, segment: Segment) -> Plan:
-        """This plan with a schedule of a single segment, from any cursor: a validation that is made again."""
+        """Return this plan with a single segment for its schedule, from any cursor: to repeat a validation."""
         return replace(self, single=segment)
 
     @property
@@ -276,7 +276,7 @@ class Plan:
                 yield Segment("val", epoch, 0, self.val_steps)
 
     def micro_batches(self, cursor: Cursor, first: int = 0) -> Iterator[MicroBatchId]:
-        """Every micro-batch from a cursor on, in order, without the first `first` of them."""
+        """Yield the micro-batches from a cursor on, in order, without the first `first` of them."""
         per_step = self.config.per_step
         for segment in self.segments(cursor):
             numbers = range(segment.first_step * per_step, segment.num_steps * per_step)

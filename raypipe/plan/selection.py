@@ -1,4 +1,4 @@
-"""Which samples of a store a plan draws from, and their numbers, 0 to n - 1. Numpy only.
+"""Selections: the samples of a store that a plan draws from, numbered 0 to n - 1. Numpy only.
 
 index     0 1 2 3 4 5 6
 excluded    x   x x

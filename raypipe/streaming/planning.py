@@ -276,7 +276,7 @@ def _by_name(
     val: Store | None,
     for_all: bool,
 ) -> Mapping[str, str | Path]:
-    """Each store's own value of a setting; `for_all`: one value may be for all training stores."""
+    """Return each store's own value of a setting; `for_all`: one value may be for all training stores."""
     names = [*parts, "val"]
     if not isinstance(wanted, Mapping):
         if wanted and not for_all:

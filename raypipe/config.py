@@ -89,12 +89,12 @@ def column_options(columns: Any) -> dict[str, ColumnOptions]:
     else:
         by_name = dict.fromkeys(columns)
     columns = {}
-    known = list(kinds_of(ColumnOptions))
+    option_names = list(kinds_of(ColumnOptions))
     for name, options in by_name.items():
-        if set(options or {}) - set(known):
+        if set(options or {}) - set(option_names):
             raise ConfigError(
                 f"store.columns has {name!r}: {shown(options)}; it must be names, or {{NAME: {{option: value}}}}"
-                f" with {', '.join(known)}"
+                f" with {', '.join(option_names)}"
             )
         try:
             columns[name] = ColumnOptions(**(options or {}))
@@ -204,8 +204,8 @@ class PlanConfig(Section, prefix="plan."):
         self._check_draws()
         self._check_buckets()
         self._check_sampler()
-        whole, rest = divmod(self.global_batch_size, self.micro_batch_size)
-        if rest:
+        whole, remainder = divmod(self.global_batch_size, self.micro_batch_size)
+        if remainder:
             nearest = " or ".join(
                 str(number * self.micro_batch_size)
                 for number in (whole, whole + 1)
@@ -269,9 +269,9 @@ class PlanConfig(Section, prefix="plan."):
         self._require(
             ok, "buckets", self.buckets, f"sizes of at most {_MAX_PIXELS} pixels"
         )
-        known = bool(self.buckets) or not self.val_buckets
+        has_buckets = bool(self.buckets) or not self.val_buckets
         self._require(
-            known, "val_buckets", self.val_buckets, "false without plan.buckets"
+            has_buckets, "val_buckets", self.val_buckets, "false without plan.buckets"
         )
 
     @property
@@ -633,8 +633,8 @@ class AugmentConfig(Section, prefix="augment."):
             return self.mix_probs[0], self.mix_probs[1]
         mixup = self.mixup_alpha > 0
         cutmix = self.cutmix_alpha > 0
-        each = self.mix_prob / max(1, mixup + cutmix)
-        return each * mixup, each * cutmix
+        share = self.mix_prob / max(1, mixup + cutmix)
+        return share * mixup, share * cutmix
 
     def strength_at(self, progress: float) -> float:
         """Return the strength at a share of the run, in [0, 1]."""
@@ -714,17 +714,17 @@ class TrainConfig(Section, prefix="train."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in {
+        for name, names in {
             "loss": ["cross_entropy"],
             "optimizer": ["sgd", "adamw"],
             "lr_schedule": ["cosine"],
         }.items():
             value = getattr(self, name)
             self._require(
-                value in known or ":" in value,
+                value in names or ":" in value,
                 name,
                 value,
-                f"module:function or one of {known}",
+                f"module:function or one of {names}",
             )
         interval = self.checkpoint_interval
         ok = isinstance(interval, int) or _TIME.fullmatch(interval) is not None

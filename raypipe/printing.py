@@ -43,8 +43,8 @@ def readable(value: Any) -> str:
         and len(value) == 3
         and all(type(number) is int for number in value)
     ):
-        least, median, most = map(readable, value)
-        return f"{least}–{most} (median {median})"
+        least, median, greatest = map(readable, value)
+        return f"{least}–{greatest} (median {median})"
     if isinstance(value, list):
         return ", ".join(map(readable, value))
     if isinstance(value, bool) or value is None:

@@ -233,7 +233,10 @@ def ceiling(
         ) as executor:
             running = [executor.submit(_alone, *arguments) for _ in range(processes)]
             costs = [future.result() for future in running]
-    mean = {name: statistics.fmean(one[name] for one in costs) for name in costs[0]}
+    mean = {
+        name: statistics.fmean(measures[name] for measures in costs)
+        for name in costs[0]
+    }
     return mean | {"images_per_s": mean["images_per_s"] * processes}
 
 
@@ -443,6 +446,7 @@ def compared(before: Figures, stream: Figures, after: Figures) -> Figures:
 def summary(measured: list[Figures]) -> Figures:
     """Medians over the repeats; ratios are medians of each repeat's own ratio."""
     medians = {
-        name: statistics.median(one[name] for one in measured) for name in measured[0]
+        name: statistics.median(measures[name] for measures in measured)
+        for name in measured[0]
     }
     return medians | {"micro_batch_bytes": int(medians["micro_batch_bytes"])}

@@ -243,13 +243,13 @@ def main(args: list[str] | None = None) -> None:
                 f"unknown command {name!r}{meant(name, COMMANDS)}",
                 "`raypipe --help` lists the commands",
             )
-        rest = [word for word in words[1:] if word != "--json"]
+        arguments = [word for word in words[1:] if word != "--json"]
         if "--json" in words:
             show = None
         else:
             show = _PRINTED.get(name, print_result)
         _finish(
-            lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], rest)),
+            lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], arguments)),
             show,
             is_run=name == "train",
         )

@@ -126,13 +126,13 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
                 f"{source.address}: lower plan.micro_batch_size, or name fewer buckets"
             )
     if isinstance(config.epoch_samples, int):
-        wanted = config.epoch_samples
+        num_draws = config.epoch_samples
     else:
-        wanted = 0
-    steps = _steps(config, wanted or size * config.aug_repeats, source.address)
+        num_draws = 0
+    steps = _steps(config, num_draws or size * config.aug_repeats, source.address)
     # An epoch of the store's own length is a pass, cut off after the last whole step.
     per_epoch = steps * per_step
-    per_pass = 0 if wanted else steps * per_step
+    per_pass = 0 if num_draws else steps * per_step
     if config.buckets:
         samplers = _samplers(config, source, config.seed)
         num_places = per_epoch // unit if is_weighted else 0
@@ -146,7 +146,7 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
         )
     content = _content(config, source, () if config.is_plain else samplers)
     if not config.is_plain:
-        content.append(per_epoch if wanted else 0)
+        content.append(per_epoch if num_draws else 0)
     return Training(_repeated(config, sampler), steps, (samplers,), content)
 
 
@@ -166,13 +166,13 @@ def compose_mixture(
         content.append(_content(config, source, samplers[-1]))
     sizes = [source.selection.size for source in sources.values()]
     by_epoch = _shares(config, list(sources), sizes)
-    wanted = config.epoch_samples
-    if isinstance(wanted, str) or not wanted:
-        wanted = (max if wanted == "longest" else min)(
+    num_draws = config.epoch_samples
+    if isinstance(num_draws, str) or not num_draws:
+        num_draws = (max if num_draws == "longest" else min)(
             _ends(config, list(sources), sizes)
         ) * config.aug_repeats
     steps = _steps(
-        config, wanted, " + ".join(source.address for source in sources.values())
+        config, num_draws, " + ".join(source.address for source in sources.values())
     )
     shares = {epoch * steps: of_epoch for epoch, of_epoch in by_epoch.items()}
     unit = config.micro_batch_size

@@ -242,7 +242,7 @@ class Mixture(RunSampler):
         parts, numbers = self._parts_at(places)
         inside = numbers * self._unit + rows
         draws = draw_parts(
-            parts, lambda part, where: self._parts[part].draw(inside[where])
+            parts, lambda number, where: self._parts[number].draw(inside[where])
         )
         if self._are_buckets:
             return draws._replace(buckets=parts)

@@ -120,9 +120,11 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
         for i in range(
             NUM_ROUNDS
         ):  # even ones change the left half by the right one, odd ones the right half
-            own = i % 2
-            other = 1 - i % 2
-            halves[own] = halves[own] ^ (mix64(halves[other] ^ keys[i]) & masks[own])
+            changed = i % 2
+            unchanged = 1 - i % 2
+            halves[changed] = halves[changed] ^ (
+                mix64(halves[unchanged] ^ keys[i]) & masks[changed]
+            )
         x = (halves[0] << right_bits) | halves[1]
         out[pending] = x
         pending = pending[x >= _U64(size)]
@@ -197,8 +199,8 @@ class Shuffle:
                 NUM_ROUNDS, self.seed, Domain.WINDOW, pass_number, window
             )
             rows[inside] = start + permute(positions[inside] - start, end - start, keys)
-        place = np.searchsorted(offsets, rows, side="right") - 1
-        return groups[order[place]] + rows - offsets[place]
+        group = np.searchsorted(offsets, rows, side="right") - 1
+        return groups[order[group]] + rows - offsets[group]
 
     def layout(self, pass_number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Offsets of the groups (G + 1,); their order in a pass (G,), and their offsets by position (G + 1,)."""

@@ -64,9 +64,9 @@ def draw_parts(parts: np.ndarray, draw: Callable[[int, np.ndarray], Draws]) -> D
         draw: makes those of one part, by its number and the places, intp (k,), where `parts` has it.
     """
     columns = np.empty((len(Draws._fields), len(parts)), np.int64)
-    for part in np.unique(parts).tolist():
-        places = np.flatnonzero(parts == part)
-        for column, values in zip(columns, draw(part, places), strict=True):
+    for number in np.unique(parts).tolist():
+        places = np.flatnonzero(parts == number)
+        for column, values in zip(columns, draw(number, places), strict=True):
             column[places] = values
     return Draws(*columns)
 
@@ -211,9 +211,9 @@ class Weighted(PassSampler):
 
     def resized(self, size: int) -> Weighted:
         """Return this sampler with a different number of draws in a pass."""
-        other = copy.copy(self)
-        other.size = other.per_pass = size
-        return other
+        resized = copy.copy(self)
+        resized.size = resized.per_pass = size
+        return resized
 
     def signature(self) -> str:
         """A hash of the weights and of what it draws from."""
@@ -328,24 +328,24 @@ def as_integers(weights: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: one is negative or not finite, or all are 0.
     """
-    wanted = np.asarray(weights, np.float64)
+    exact = np.asarray(weights, np.float64)
     if (
-        wanted.ndim != 1
-        or not np.isfinite(wanted).all()
-        or (wanted < 0).any()
-        or not wanted.any()
+        exact.ndim != 1
+        or not np.isfinite(exact).all()
+        or (exact < 0).any()
+        or not exact.any()
     ):
         raise ValueError(
             "weights are finite numbers of at least 0, one for each sample, and not all 0"
         )
     with np.errstate(over="ignore"):
-        total = float(wanted.sum())
+        total = float(exact.sum())
     if total == np.inf:  # nothing is lost: these become integers of 61 bits
-        wanted = np.ldexp(wanted, -64)
-        total = float(wanted.sum())
-    if (wanted == np.rint(wanted)).all() and total < 2.0**_MAX_TOTAL_BITS:
-        return wanted.astype(np.int64)
+        exact = np.ldexp(exact, -64)
+        total = float(exact.sum())
+    if (exact == np.rint(exact)).all() and total < 2.0**_MAX_TOTAL_BITS:
+        return exact.astype(np.int64)
     # By a power of 2, so that no weight is rounded but where its last bits are dropped.
     return np.rint(
-        np.ldexp(wanted, _MAX_TOTAL_BITS - 1 - int(np.ceil(np.log2(total))))
+        np.ldexp(exact, _MAX_TOTAL_BITS - 1 - int(np.ceil(np.log2(total))))
     ).astype(np.int64)

@@ -182,18 +182,22 @@ class Plan:
         """The share of the run's training, in [0, 1], after so many steps."""
         return done / (self.config.epochs * self.steps_per_epoch)
 
-    def global_step(self, at: MicroBatchId | Cursor) -> TrainStep:
+    def global_step(self, micro_batch: MicroBatchId | Cursor) -> TrainStep:
         """Training steps, through all epochs, before a micro-batch or a cursor.
 
         During a validation these are all steps of its epoch and of earlier ones.
         """
-        if isinstance(at, MicroBatchId) and at.split == "val":
-            return TrainStep((at.epoch + 1) * self.steps_per_epoch)
-        return TrainStep(at.epoch * self.steps_per_epoch + at.step)
+        if isinstance(micro_batch, MicroBatchId) and micro_batch.split == "val":
+            return TrainStep((micro_batch.epoch + 1) * self.steps_per_epoch)
+        return TrainStep(micro_batch.epoch * self.steps_per_epoch + micro_batch.step)
 
-    def step_of_split(self, at: MicroBatchId) -> int:
+    def step_of_split(self, micro_batch: MicroBatchId) -> int:
         """Steps before a micro-batch on its split's own clock: all training's, or this validation's."""
-        return at.step if at.split == "val" else self.global_step(at)
+        return (
+            micro_batch.step
+            if micro_batch.split == "val"
+            else self.global_step(micro_batch)
+        )
 
     def has_val(self, epoch: int) -> bool:
         """True if a validation follows training epoch e."""
@@ -293,24 +297,24 @@ class Plan:
         )
         return steps * self.config.per_step
 
-    def indices(self, at: MicroBatchId) -> np.ndarray:
+    def indices(self, micro_batch: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING after a validation's last sample."""
-        return self.draw(at).indices
+        return self.draw(micro_batch).indices
 
-    def draw(self, at: MicroBatchId) -> Draws:
+    def draw(self, micro_batch: MicroBatchId) -> Draws:
         """The draws of a micro-batch, (B,)."""
-        return self.draw_block([at]).at(0)
+        return self.draw_block([micro_batch]).at(0)
 
     def draw_block(self, block: Sequence[MicroBatchId]) -> Draws:
         """The draws of k micro-batches of a segment, (k, B). For 16 it takes as long as for one."""
-        first = np.array([self._first_position(at) for at in block])
+        first = np.array([self._first_position(micro_batch) for micro_batch in block])
         positions = np.add.outer(first, np.arange(self.config.micro_batch_size))
         draws = self._sampler(block[0].split).draw(positions.ravel())
         return Draws(*(column.reshape(positions.shape) for column in draws))
 
-    def _first_position(self, at: MicroBatchId) -> int:
+    def _first_position(self, micro_batch: MicroBatchId) -> int:
         return (
-            self.step_of_split(at) * self.config.per_step + at.micro
+            self.step_of_split(micro_batch) * self.config.per_step + micro_batch.micro
         ) * self.config.micro_batch_size
 
     def _sampler(self, split: Split) -> RunSampler:
@@ -329,16 +333,16 @@ class Plan:
             epoch * self.steps_per_epoch * self.global_batch_size + positions
         )
 
-    def bucket_of(self, at: MicroBatchId) -> Sides | None:
+    def bucket_of(self, micro_batch: MicroBatchId) -> Sides | None:
         """Height and width of the bucket that a micro-batch is of; None where its split has none."""
-        sides = self.config.sides_in(at.split)
-        return sides[self._bucket(at)] if sides else None
+        sides = self.config.sides_in(micro_batch.split)
+        return sides[self._bucket(micro_batch)] if sides else None
 
-    def _bucket(self, at: MicroBatchId) -> int:
+    def _bucket(self, micro_batch: MicroBatchId) -> int:
         """Return the micro-batch's bucket: that of its first draw, since all of its samples share one."""
         return int(
-            self._sampler(at.split)
-            .draw(np.array([self._first_position(at)]))
+            self._sampler(micro_batch.split)
+            .draw(np.array([self._first_position(micro_batch)]))
             .buckets[0]
         )
 
@@ -378,28 +382,40 @@ class Plan:
     def substitute_keys(self, split: Split, bad: Draws, index: int) -> np.ndarray:
         """The keys, uint64 (1, 2), of a sample that replaces the one of a draw; its own draws have others."""
         of_bad = self.sample_keys(split, bad)
-        own = self.sample_keys(split, bad._replace(indices=np.array([index])))
-        return mix64(own ^ mix64(of_bad ^ np.uint64(Domain.SUBSTITUTE)))
+        of_substitute = self.sample_keys(split, bad._replace(indices=np.array([index])))
+        return mix64(of_substitute ^ mix64(of_bad ^ np.uint64(Domain.SUBSTITUTE)))
 
-    def micro_batch_seed(self, at: MicroBatchId) -> int:
+    def micro_batch_seed(self, micro_batch: MicroBatchId) -> int:
         """The seed, in [0, 2^63), of all that is drawn once per micro-batch: augmentation, dropout."""
-        parts = (_SPLIT_CODE[at.split], at.epoch, at.step, at.micro)
+        parts = (
+            _SPLIT_CODE[micro_batch.split],
+            micro_batch.epoch,
+            micro_batch.step,
+            micro_batch.micro,
+        )
         return int(derive_keys(1, self.config.seed, Domain.MICRO_BATCH, *parts)[0]) >> 1
 
-    def substitute(self, at: MicroBatchId, index: int, attempt: int) -> int:
+    def substitute(self, micro_batch: MicroBatchId, index: int, attempt: int) -> int:
         """The sample that replaces a bad one: a function of (seed, e, index, attempt), of its source or bucket."""
         assert self.training, "a plan without draws has a schedule alone"
         key = int(
             derive_keys(
-                1, self.config.seed, Domain.SUBSTITUTE, at.epoch, index, attempt
+                1,
+                self.config.seed,
+                Domain.SUBSTITUTE,
+                micro_batch.epoch,
+                index,
+                attempt,
             )[0]
         )
         if self.sources:
             source = int(self.source_of(np.array([index]))[0])
         else:
             source = 0
-        bucket = self._bucket(at) if self.config.buckets else 0
-        return self.training.store_samplers[source][bucket].sample_of(key, at.epoch)
+        bucket = self._bucket(micro_batch) if self.config.buckets else 0
+        return self.training.store_samplers[source][bucket].sample_of(
+            key, micro_batch.epoch
+        )
 
 
 @lru_cache(maxsize=64)

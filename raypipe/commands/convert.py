@@ -27,7 +27,12 @@ from raypipe.commands.ordered_samples import CHUNK, kept_samples
 from raypipe.commands.tasks import count_cpus, run_tasks
 from raypipe.errors import ConfigError, StoreError
 from raypipe.rayext.cluster import connect
-from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
+from raypipe.storage.filesystem import (
+    check_lasting,
+    is_remote,
+    open_filesystem,
+    split_address,
+)
 from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Columns, Store
@@ -167,7 +172,7 @@ def _check_arguments(
         raise ConfigError(
             f"seekable JPEGs need the compiled extension, which is not used here: {why}"
         )
-    suffix = Path(split(dst)[1]).suffix
+    suffix = Path(split_address(dst)[1]).suffix
     if suffix not in WRITTEN_SUFFIXES:
         raise StoreError(
             f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}"
@@ -197,7 +202,7 @@ def _shard_files(partial: Path, dst: str, num_shards: int) -> list[Path]:
     if num_shards == 1:
         return [partial]
     partial.mkdir()
-    suffix = Path(split(dst)[1]).suffix
+    suffix = Path(split_address(dst)[1]).suffix
     return [partial / f"{number:05d}{suffix}" for number in range(num_shards)]
 
 

@@ -29,7 +29,7 @@ from raypipe.commands.tasks import count_cpus
 from raypipe.errors import RaypipeError, SampleError, StoreError
 from raypipe.rayext.failures import cause_of
 from raypipe.storage.files import RemoteFile
-from raypipe.storage.filesystem import is_remote, open_filesystem, split
+from raypipe.storage.filesystem import is_remote, open_filesystem, split_address
 from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores.destination import finished, new_path, objects_at, put_shard
 from raypipe.stores.record import RecordLayout, plain
@@ -92,7 +92,7 @@ def make_copy(
         for name in SIZE_COLUMNS
         if sizes and (options["short_side"] or name not in columns)
     )
-    suffix = Path(split(dst)[1]).suffix
+    suffix = Path(split_address(dst)[1]).suffix
     copy = Copy(dst, suffix, columns | dict.fromkeys(sized, "int64"), sized, **options)
     if is_remote(dst):
         with finished(dst, objects_at(dst, overwrite)) as uploaded:

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from raypipe.errors import RaypipeError, ResourceError
+from raypipe.rayext.cluster_state import free_cpus, nodes
 from raypipe.rayext.failures import get
-from raypipe.rayext.limits import free_cpus
-from raypipe.rayext.placement import nodes
 from raypipe.rayext.waiting import Wait
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray.util.metrics import Counter, Gauge
 
-from raypipe.storage.patience import take_counts
+from raypipe.storage.retries import take_counts
 
 if TYPE_CHECKING:
     from raypipe.metrics.timing import StageTimes

@@ -28,7 +28,7 @@ from raypipe.errors import RaypipeError
 from raypipe.metrics.records import STATUS, Folder, RunLog
 from raypipe.progress import print_progress
 from raypipe.storage.files import write_synced, write_text
-from raypipe.storage.patience import impatient
+from raypipe.storage.retries import without_retries
 from raypipe.streaming.supervisor import events_of
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class Chronicle:
             self._stop_looked_at = now
             with (
                 contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
-                impatient(),
+                without_retries(),
             ):
                 self.stops = self.stop_requested()
 
@@ -236,7 +236,10 @@ class Chronicle:
         filesystem, folder = self._folder
         path = f"{folder}/{STATUS}"
         text = json.dumps(status)
-        with contextlib.suppress(pa.ArrowException, OSError, RaypipeError), impatient():
+        with (
+            contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
+            without_retries(),
+        ):
             if self._is_local:
                 write_text(path, text)
             else:

@@ -36,7 +36,7 @@ from raypipe.progress import print_progress
 from raypipe.rayext.sentry import Sentry
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import join_address
 from raypipe.streaming.account import Account
 from raypipe.streaming.course import Course
 from raypipe.streaming.decoding import Decoding
@@ -491,7 +491,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
         A later `raypipe.loader` continues from there.
         """
-        write_text(join(str(folder), CURSOR_FILE), self.place.to_json())
+        write_text(join_address(str(folder), CURSOR_FILE), self.place.to_json())
         self.account.exported.checkpointed()
 
     @property

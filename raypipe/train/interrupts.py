@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raypipe.progress import print_progress
-from raypipe.storage.patience import be_patient, lose_patience
+from raypipe.storage.retries import allow_retries, stop_retries
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        be_patient()
+        allow_retries()
         self.stand()
         return self
 
@@ -157,5 +157,5 @@ class Interrupts:
         elif now - self._asked_at > _ONE_SIGNAL_S:
             self._leave()  # a third signal gets the original handlers
             self._is_aborted = True
-            lose_patience()  # the end must not wait for storage
+            stop_retries()  # the end must not wait for storage
             raise KeyboardInterrupt

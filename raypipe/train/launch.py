@@ -27,13 +27,15 @@ from raypipe.errors import (
 from raypipe.logs import configure_logs
 from raypipe.progress import begin_phases, end_phases, phase, print_progress
 from raypipe.rayext.allocation import Allocation, preflight
-from raypipe.rayext.cluster import connect, started_here
-from raypipe.rayext.console import await_progress, begin_progress
+from raypipe.rayext.cluster import connect
+from raypipe.rayext.cluster_state import started_here
 from raypipe.rayext.failures import cause_of, explanation
+from raypipe.rayext.tweaks import await_progress, begin_progress
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
+from raypipe.rayext.worker_logs import gets_worker_logs
 from raypipe.storage.files import read_json
-from raypipe.storage.filesystem import is_remote, join, open_filesystem
-from raypipe.storage.patience import be_patient
+from raypipe.storage.filesystem import is_remote, join_address, open_filesystem
+from raypipe.storage.retries import allow_retries
 from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import spec_of
@@ -87,7 +89,7 @@ def train(run: RunConfig) -> dict[str, Any]:
                 raise
     finally:
         end_phases()
-        be_patient()  # the process may go on, as a notebook's does
+        allow_retries()  # the process may go on, as a notebook's does
 
 
 def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
@@ -130,7 +132,8 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             "start": start,
             "begun": begin_phases(),
         }
-        relays = begin_progress() and run.log_format == "text"
+        is_shown = gets_worker_logs() and run.log_format == "text"
+        relays = begin_progress() and is_shown
         try:
             result = _fit(loop | {"relays": relays}, allocation, interrupts)
             if relays:
@@ -371,7 +374,7 @@ def _fit(
         trainer.fit()
     except Exception as error:
         raise _as_run_error(error, run_uri) from error
-    return read_json(join(run_uri, FIGURES_FILE))
+    return read_json(join_address(run_uri, FIGURES_FILE))
 
 
 def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
@@ -390,7 +393,7 @@ def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
     problem = _record_error(
         run_uri, f"{explanation(error)}\n\n{''.join(traceback.format_exception(error))}"
     )
-    address = join(run_uri, ERROR_FILE).removeprefix("file://")
+    address = join_address(run_uri, ERROR_FILE).removeprefix("file://")
     if problem:
         place = f"traceback lost: {problem}"
     else:

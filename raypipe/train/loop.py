@@ -22,9 +22,9 @@ from raypipe.errors import BadSamplesError, ConfigError, RaypipeError
 from raypipe.logs import configure_logs
 from raypipe.plan.places import MicroBatchId
 from raypipe.progress import begin_phases, phase, print_progress, relay_progress
-from raypipe.rayext.console import quiet_trainer
+from raypipe.rayext.tweaks import quiet_trainer
 from raypipe.storage.files import write_json
-from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.lease import is_held
 from raypipe.streaming.checkpoints import (
     Checkpoint,
@@ -73,7 +73,7 @@ def train_loop(config: dict[str, Any]) -> None:
     for _ in trainer.epochs():
         pass
     if is_first:
-        write_json(join(trainer.run_uri, FIGURES_FILE), trainer.figures())
+        write_json(join_address(trainer.run_uri, FIGURES_FILE), trainer.figures())
         if relays:
             print_progress(logger, "")  # the end of it
 

@@ -59,7 +59,7 @@ _INSTEAD = (
 
 
 class Loader(Unlike, instead=_INSTEAD):
-    """This rank's share of the stream: the rest of the run, once, in the order of the plan.
+    """Loader of this rank's share of the stream: the rest of the run, once, in the order of the plan.
 
         for epoch in loader.epochs():
             for batch in epoch.train:
@@ -531,7 +531,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
     @property
     def num_epochs(self) -> int:
-        """Epochs of the whole run."""
+        """Return the number of epochs of the whole run."""
         return self.plan.config.epochs
 
     @property

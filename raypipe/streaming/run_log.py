@@ -25,9 +25,9 @@ import pyarrow.fs
 import ray
 
 from raypipe.errors import RaypipeError
-from raypipe.logs import progress
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.records import STATUS, Folder, RecordWriter
+from raypipe.progress import print_progress
 from raypipe.storage.files import write_synced, write_text
 from raypipe.storage.retries import without_retries
 
@@ -152,7 +152,7 @@ class RunLog(Observer):
             self._shown |= {name: values[name] for name in _SHOWN if name in values}
         if line:
             printed = {name: value for name, value in values.items() if name != "text"}
-            progress(logger, line, step=self.step, kind=kind, **printed)
+            print_progress(logger, line, step=self.step, kind=kind, **printed)
 
     def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
         self._begin_wait(name, cause, is_batch=True)
@@ -233,7 +233,7 @@ class RunLog(Observer):
         # What a loop does between two batches is its own affair, unless it is recorded as a run.
         if wait and (wait.name or self.log) and now - wait.since >= self._due_s:
             self._due_s = 2 * (now - wait.since)
-            progress(logger, wait.told(now))
+            print_progress(logger, wait.told(now))
         if self.log and now - self._status_at >= self._status_every_s:
             self._status_at = now
             self._write_status(now, wait)

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import Segment
+from raypipe.rayext.agreement import in_train_function
 from raypipe.rayext.console import quiet_broadcasts, take_console
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
@@ -37,11 +37,12 @@ from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.checkpoints import cursor_of, find_start
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import end_oldest, supervisors
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.moves import Move
+from raypipe.streaming.rank_stream import HostStream
 from raypipe.streaming.row import host_batches
-from raypipe.streaming.running import Feed, end_oldest, supervisors
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import latest_of_train
 from raypipe.streaming.supervisor import end_actors, start_supervisor
@@ -127,7 +128,7 @@ def loader(
         check(f"raypipe.loader: {name}", number, Annotated[int, Limits(least, MAX_INT)])
     rank = 0
     world_size = 1
-    in_train = _in_train_worker()
+    in_train = in_train_function()
     if in_train:
         context = ray.train.get_context()
         rank = context.get_world_rank()
@@ -154,7 +155,7 @@ def loader(
 
     again = False
 
-    def open_at(start: Cursor, only: Segment | None = None) -> Feed:
+    def open_at(start: Cursor, only: Segment | None = None) -> HostStream:
         nonlocal most, again
         if only:
             part = replace(spec, plan=spec.plan.only(only))
@@ -163,7 +164,7 @@ def loader(
         if spec.pool.engine == "inline":
             maker = MicroBatchMaker(part)
             batches = inline_batches(part, start, rank, world_size, maker)
-            return Feed(batches, draws_globally=maker.draws_globally)
+            return HostStream(batches, draws_globally=maker.draws_globally)
         give_back = _ask_for_room(spec.pool) if rank == 0 else lambda: None
         iterators, supervisor, most = _handed_round(
             part,
@@ -181,10 +182,11 @@ def loader(
             end_actors(supervisor, iterators, rank)
             give_back()
 
-        return Feed(
+        return HostStream(
             host_batches(begun(iterators[rank])),
             supervisor,
             actors=most,
+            readers=int("train" in spec.readers()),
             stop=functools.partial(stop_execution, supervisor),
             end=end,
             start_images=_START_IMAGES * most,
@@ -409,16 +411,3 @@ def _ask_for_room(pool: PoolConfig) -> Callable[[], None]:
     while cluster_resources().free_cpus < cpus and time.monotonic() < deadline:
         time.sleep(0.1)
     return functools.partial(ask, -cpus)
-
-
-def _in_train_worker() -> bool:
-    if (
-        "ray.train" not in sys.modules
-    ):  # a train function's process has it; others need not wait 2 s for it
-        return False
-    import ray.train.torch
-
-    try:
-        return ray.train.get_context().get_world_size() is not None
-    except (RuntimeError, DeprecationWarning):  # the second in a function of Ray Tune
-        return False

@@ -217,7 +217,7 @@ def consume(
         if len(rows) == num:  # the stream's end is that of its supervisor
             faults = [
                 text
-                for kind, text in events_of(stream._supervisor, 0)
+                for kind, text in events_of(stream._stream.supervisor, 0)
                 if kind == "fault"
             ]
         asked = time.monotonic()

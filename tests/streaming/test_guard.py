@@ -142,7 +142,7 @@ def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:
     for batch in without_ray.every_batch(stream):
         found.append(row_of(batch))
         if len(found) == num:  # the stream's end is that of its supervisor
-            events = events_of(stream._supervisor, 0)
+            events = events_of(stream._stream.supervisor, 0)
     return found, [text for kind, text in events if kind == "fault"]
 
 
@@ -177,7 +177,7 @@ def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
     for number, batch in enumerate(without_ray.every_batch(stream), 1):
         assert batch.num_bad == 0
         if number == 2:  # the last, as above
-            kinds = [kind for kind, _ in events_of(stream._supervisor, 0)]
+            kinds = [kind for kind, _ in events_of(stream._stream.supervisor, 0)]
     assert "fault" not in kinds
 
 

@@ -68,8 +68,9 @@ def train(run: RunConfig) -> dict[str, Any]:
     run. During the start, the run ends before it starts the trainers.
 
     Returns:
-        `val_accuracy` (None without validation), `images_per_s`, `wait_fraction`, `steps`, `run_dir`,
-        `first_batch_s`, and `stopped`: whether it was stopped on request, before its last step.
+        `val_accuracy` (None without validation), `val_NAME` for each name of `train.metrics`, `images_per_s`,
+        `wait_fraction`, `steps`, `run_dir`, `first_batch_s`, and `stopped`: whether it was stopped on request,
+        before its last step.
 
     Raises:
         RaypipeError: an error in the configuration, a store, the cluster or the run.
@@ -231,9 +232,11 @@ def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:
     train_s = figures["train_s"] or 1.0  # 0 if the run has not trained
     return {
         **{
-            name: figures[name]
-            for name in ("val_accuracy", "steps", "stopped", "first_batch_s")
+            name: value
+            for name, value in figures.items()
+            if name.startswith("val_") and name not in ("val_loss", "val_samples")
         },
+        **{name: figures[name] for name in ("steps", "stopped", "first_batch_s")},
         "images_per_s": figures["images"] / train_s,
         "wait_fraction": figures["wait_s"] / train_s,
         "run_dir": run_uri.removeprefix("file://"),

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import ray.train
@@ -40,8 +40,11 @@ from raypipe.train.background import CheckpointWriter
 from raypipe.train.learning import Learner, amp_dtype
 from raypipe.train.models import build_schedule
 from raypipe.train.run_folder import FIGURES_FILE, answer_stop, stop_requested
+from raypipe.train.validation import UserMetric, Validation
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Period of lines of progress between those that end an epoch.
 _LINE_EVERY_S = 10.0
@@ -142,6 +145,7 @@ class Trainer:
             run, num_classes, self.device, self.world_size, has_classes
         )
         self._schedule = build_schedule(run.train)
+        self._val_metric = UserMetric(run.train.metrics) if run.train.metrics else None
         self.metrics: dict[str, Any] = {
             "val_accuracy": None,
             "train_s": 0.0,
@@ -199,6 +203,14 @@ class Trainer:
             dist.all_reduce(sums)
         return sums
 
+    def _of_all_ranks(self, value: T) -> list[T]:
+        """Return the values of all ranks, which call this."""
+        if self.world_size == 1:
+            return [value]
+        values = [value] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     def _train(self, batches: Batches) -> None:
         config = self.run.train
         plan = self.plan
@@ -253,10 +265,7 @@ class Trainer:
                 self._report()
 
     def _log_samples(self, samples: list[tuple[MicroBatchId, list[int]]]) -> None:
-        ranks = [samples]
-        if self.world_size > 1:
-            ranks = [[] for _ in range(self.world_size)]
-            dist.all_gather_object(ranks, samples)
+        ranks = self._of_all_ranks(samples)
         if log := self._metrics.run_log.log:
             rows = sorted(
                 (row for rank in ranks for row in rank), key=lambda row: row[0].micro
@@ -300,22 +309,18 @@ class Trainer:
     def _validate(self, batches: Batches) -> None:
         """Validate exactly: every sample counts once, padding and unreadable samples have weight 0."""
         assert batches.segment
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        validation = Validation(self._val_metric, self._of_all_ranks)
         for batch in batches:
             logits = self.learner.evaluate(batch)
             losses = self.learner.val_losses(logits, batch)
             correct = torch.zeros_like(batch.weight)
             if self.learner.has_classes:
                 correct = (logits.argmax(1) == batch.target).float()
-            # Bad samples and padding have zeros as pixels; a NaN loss of theirs must not enter the sum.
-            real = batch.weight > 0
-            sums += torch.stack(
-                [
-                    torch.where(real, x, 0.0).sum()
-                    for x in (losses, correct, batch.weight)
-                ]
+            at = batch.position
+            validation.add(
+                (at.step, at.micro), losses, correct, batch.weight, logits, batch.target
             )
-            if batch.ends_step and batch.position.step + 1 < batches.segment.num_steps:
+            if batch.ends_step and at.step + 1 < batches.segment.num_steps:
                 is_due = self._look()
                 if (
                     self.stopping
@@ -323,22 +328,25 @@ class Trainer:
                     return
                 if is_due:
                     self._report()
-        loss, accuracy, count = self._summed(sums).tolist()
+        values, count = validation.result()
         if not count:
             raise BadSamplesError(
                 f"no sample of the validation can be read: `raypipe verify {self.run.store.val}` lists why"
             )
-        loss, accuracy = loss / count, accuracy / count
-        values = {"accuracy": accuracy, "loss": loss, "samples": int(count)}
         epoch = batches.segment.epoch
-        score = f"accuracy {accuracy:.4f}"
         if not self.learner.has_classes:
             del values["accuracy"]
-            score = f"loss {loss:.4f}"
+        scores = [
+            f"{name} {value:.4f}"
+            for name, value in values.items()
+            if name != "loss" or not self.learner.has_classes
+        ]
+        score = ", ".join(scores)
+        values["samples"] = count
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
         self._metrics.record(
             "val",
-            f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({int(count)} samples)",
+            f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({count} samples)",
             epoch=epoch,
             **values,
         )

@@ -17,6 +17,7 @@ from raypipe.lookup import import_name
 from raypipe.section import check
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.model_names import check_model
+from raypipe.train.validation import UserMetric
 from raypipe.transform.columns import ColumnType
 from raypipe.transform.views import makes_views
 
@@ -39,6 +40,8 @@ def check_code(config: TrainConfig, channels: int) -> None:
             import_name(address, f"train.{name}")
         elif name == "model":
             check_model(address, channels)
+    if config.metrics:
+        UserMetric(config.metrics)
 
 
 def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:

@@ -37,7 +37,6 @@ from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.console import changes, describe
 from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.models import check_code, num_classes_of
 from raypipe.train.run_folder import (
@@ -52,6 +51,7 @@ from raypipe.train.run_folder import (
     store_config,
     write_error,
 )
+from raypipe.train.summary import changes, summarize
 from raypipe.transform.ending import normalization
 from raypipe.transform.views import makes_views
 
@@ -113,7 +113,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             remove_stop(run_uri)
         store_config(run, run_uri)
         remove_error(run_uri)
-        progress(logger, describe(run, spec, allocation, run_uri))
+        progress(logger, summarize(run, spec, allocation, run_uri))
         phase(
             logger,
             f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}",
@@ -211,7 +211,7 @@ def _allocated(
         start = None
     else:
         start = starting.enter_context(only_start(wait(), run.name))
-    tell = start.tell.remote if start else lambda thing: None
+    tell = start.tell.remote if start else lambda text: None
     allocation = preflight(run.pool, run.train, run.plan.per_step, wait(tell=tell))
     spec.plan.check_workers(allocation.workers)
     interrupts.check()
@@ -392,10 +392,10 @@ def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
     )
     address = join(run_uri, ERROR_FILE).removeprefix("file://")
     if problem:
-        place = f"traceback lost: {problem}"
+        hint = f"traceback lost: {problem}"
     else:
-        place = f"traceback: {address}"
-    return RunError(f"{explanation(error)} ({place})")
+        hint = f"traceback: {address}"
+    return RunError(f"{explanation(error)} ({hint})")
 
 
 def _record_error(run_uri: str, text: str) -> str:

@@ -113,10 +113,10 @@ def build_optimizer(
             step.
     """
     decay = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim <= 1]
+    no_decay = [p for p in model.parameters() if p.ndim <= 1]
     groups = [
         {"params": decay, "weight_decay": config.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
+        {"params": no_decay, "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer
     if config.optimizer == "sgd":
@@ -171,10 +171,10 @@ def build_schedule(config: TrainConfig) -> Schedule:
         return learning_rate
     schedule = import_name(config.lr_schedule, "train.lr_schedule")
 
-    def checked(step: int, *others: float) -> float:
+    def checked(step: int, *bounds: float) -> float:
         rate = check(
             f"train.lr_schedule={config.lr_schedule} at step {step}",
-            schedule(step, *others),
+            schedule(step, *bounds),
             Float32,
         )
         # it may be a number of numpy's, which a checkpoint cannot hold

@@ -177,8 +177,8 @@ class Validation:
         """Return the values by name, and the number of samples; all ranks call it."""
         sums = torch.stack(self._sums).tolist() if self._sums else []
         objects = self._objects or [None] * len(sums)
-        own = list(zip(self._order, sums, objects, strict=True))
-        rows = [row for rank in self._gather(own) for row in rank]
+        rank_rows = list(zip(self._order, sums, objects, strict=True))
+        rows = [row for rank in self._gather(rank_rows) for row in rank]
         rows.sort(key=lambda row: row[0])
         totals = [math.fsum(column) for column in zip(*(sums for _, sums, _ in rows))]  # noqa: B905  equally long
         loss, correct, count, *pairs = totals

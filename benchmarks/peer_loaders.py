@@ -72,8 +72,8 @@ def _stream(work: Work, store: str = "train.lmdb", **transform: Any) -> Any:
 
 
 def raypipe_exact(work: Work, **options: Any) -> Start:
+    from raypipe.streaming.lifetime import HostStream
     from raypipe.streaming.loader import Loader
-    from raypipe.streaming.rank_stream import HostStream
     from raypipe.streaming.row import host_batches
 
     def start() -> Epochs:

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and what to do about it.
+"""Times of a run's stages, and advice on the slowest of them.
 
     mark → StageClock, which never waits for the device → StageTimes of a rank → diagnose: sentences
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def mark(device: torch.device) -> Any:
-    """This point in time: a recorded torch.cuda.Event of the current stream, or seconds of time.perf_counter."""
+    """Return a mark of this moment: a recorded torch.cuda.Event of the current stream, or time.perf_counter()."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -136,7 +136,8 @@ class StageClock(Observer):
         self._arrived: Any = None  # the mark of its batch
         # the split of the batch that is computed, and the mark of its beginning
         self._computing: tuple[Split, Any] | None = None
-        self._suspended: Split | None = None  # whose compute a checkpoint interrupts
+        # The split whose compute a checkpoint interrupts.
+        self._suspended: Split | None = None
         self.begin()
 
     def begin(self) -> None:

@@ -73,7 +73,7 @@ def in_train_function() -> bool:
 
 
 def from_rank_zero(value: T | None) -> T:
-    """Return rank 0's value on all ranks, which call this: of Ray Train, or else of torch.distributed."""
+    """Return rank 0's value on all ranks, which call this, through Ray Train or torch.distributed."""
     if in_train_function():
         from ray.train.collective import broadcast_from_rank_zero
 

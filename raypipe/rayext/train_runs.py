@@ -17,7 +17,7 @@ from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2.api.exceptions import ControllerError
 
 from raypipe.errors import ResourceError
-from raypipe.rayext.cluster import is_local
+from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import introduce, own_controller
 from raypipe.rayext.failures import is_final, own_error
 

@@ -29,7 +29,7 @@ from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.records import append_fault
 from raypipe.rayext.allocation import largest_divisor, worker_resources
-from raypipe.rayext.cluster import is_local
+from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import DriverWatch, wait_for_trainers
 from raypipe.rayext.failures import explanation, is_final, is_lost
 from raypipe.rayext.train_runs import is_cleaner, join_run

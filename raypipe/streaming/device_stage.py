@@ -12,8 +12,8 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.device.finish import Finish, check_floats, check_module
 from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch
-from raypipe.logs import progress
 from raypipe.plan.places import Split
+from raypipe.progress import print_progress
 from raypipe.streaming.spec import Transform
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.ending import Ending
@@ -81,7 +81,7 @@ class DeviceStage:
             check_module(self._endings.get("train"), self.augment)
         if self._tells:
             for line in self._finish.described():
-                progress(_logger, line)
+                print_progress(_logger, line)
 
     def __call__(self, batch: Batch, strength: float) -> Batch:
         """Finish a batch; `strength` is that of the augmentation."""

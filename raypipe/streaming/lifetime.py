@@ -1,19 +1,51 @@
-"""Resources of a running stream, and its end by closing, dropping, `ray.shutdown`, or exit."""
+"""A rank's stream in host memory, and its lifetime: it ends by closing, dropping, `ray.shutdown`, or at exit."""
 
 from __future__ import annotations
 
 import atexit
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
+
+from raypipe.streaming.moves import Move
+from raypipe.transform.fields import MicroBatch
 
 EXHAUSTED = ""
 MOVED = "it goes on at another place"
 GAVE_WAY = "its CPUs were needed by one that this process opened later"
 GOES_ON = (EXHAUSTED, MOVED, GAVE_WAY)
 """The ends after which a loop may ask for more: the stream then starts again, where it is asked for."""
+
+
+class HostStream(NamedTuple):
+    """A rank's micro-batches in host memory, and the processes behind them.
+
+    Attributes:
+        batches: the micro-batches.
+        supervisor: handle of the stream's supervisor, if it has one.
+        actors: most transform actors of the pool, if this rank knows it.
+        readers: number of readers at one time; 0 = the actors read the store.
+        stop: function that makes a thread that waits for a batch leave it.
+        draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
+            consumer's.
+        end: function that ends all processes, once the batches are closed.
+        moves: called with each move of this rank where others share the source; returns whether it leaves the
+            source, as all then do. None = no other rank shares it.
+        start_images: images that the source makes in the time that its start takes. A skip of fewer reads on; a
+            longer one starts the source again, behind them.
+    """
+
+    batches: Iterator[MicroBatch]
+    supervisor: Any = None
+    draws_globally: bool = False
+    actors: int = 0
+    readers: int = 0
+    stop: Callable[[], None] = lambda: None
+    end: Callable[[], object] = lambda: None
+    start_images: int = 0
+    moves: Callable[[Move], bool] | None = None
 
 
 class Lifetime:

@@ -30,14 +30,15 @@ from raypipe.plan.schedule import Segment
 from raypipe.rayext.agreement import Agreement
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import join_address
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.device_stage import DeviceStage
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Batches, Epoch
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.streaming.progress import Progress
-from raypipe.streaming.rank_stream import HostStream, RankStream
+from raypipe.streaming.rank_stream import RankStream
 from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import (
@@ -58,7 +59,7 @@ _INSTEAD = (
 
 
 class Loader(Unlike, instead=_INSTEAD):
-    """This rank's share of the stream: the rest of the run, once, in the order of the plan.
+    """Loader of this rank's share of the stream: the rest of the run, once, in the order of the plan.
 
         for epoch in loader.epochs():
             for batch in epoch.train:
@@ -451,7 +452,7 @@ class Loader(Unlike, instead=_INSTEAD):
         """Describe the inputs of a model of this name that the loop trains, for its checkpoints."""
         augment = self._user_augment
         if self.augment and not self._spec.endings:
-            # with the normalization of its module
+            # It has the normalization of its module.
             augment = self.augment.config
         return input_of(self._spec, augment, model)
 
@@ -510,7 +511,7 @@ class Loader(Unlike, instead=_INSTEAD):
         A later `raypipe.loader` continues from there.
         """
         with self.metrics.saving(lambda: f"{folder} is written"):
-            write_text(join(str(folder), CURSOR_FILE), self.place.to_json())
+            write_text(join_address(str(folder), CURSOR_FILE), self.place.to_json())
         self.metrics.tell("checkpointed")
 
     @property
@@ -530,7 +531,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
     @property
     def num_epochs(self) -> int:
-        """Epochs of the whole run."""
+        """Return the number of epochs of the whole run."""
         return self.plan.config.epochs
 
     @property

@@ -13,15 +13,14 @@ import torch
 
 from raypipe import __version__
 from raypipe.config import AugmentConfig
-from raypipe.logs import STAGES
 from raypipe.metrics.observer import Observer
-from raypipe.metrics.prometheus import TrainerMetrics
+from raypipe.metrics.prometheus import STAGES, TrainerMetrics
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose
 from raypipe.metrics.utilization import Samples, Utilization
 from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan
-from raypipe.rayext.object_store import spilled_bytes
+from raypipe.rayext.cluster_state import spilled_bytes
 from raypipe.streaming.run_log import RunLog
 
 _INTERVAL_S = 10.0
@@ -93,7 +92,7 @@ class LoaderMetrics:
             getattr(observer, event)(*values)
 
     def record(self, kind: str, line: str = "", **values: Any) -> None:
-        """Record values of the loop at its step: a validation is of kind "val".
+        """Record values of the loop at its step; the kind "val" is a validation's.
 
         Args:
             line: a line of progress to print; empty = none.

@@ -1,4 +1,4 @@
-"""Progress of a rank in its run: what a resume would do next. Pure."""
+"""Progress of a rank in its run, and the place at which a resume continues. Pure."""
 
 from __future__ import annotations
 

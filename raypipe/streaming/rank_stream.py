@@ -11,49 +11,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Plan, Segment
 from raypipe.rayext.sentry import Sentry
-from raypipe.streaming.lifetime import EXHAUSTED, GOES_ON, MOVED, Lifetime
+from raypipe.streaming.lifetime import (
+    EXHAUSTED,
+    GOES_ON,
+    MOVED,
+    HostStream,
+    Lifetime,
+)
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.streaming.moves import END, Move, place_of
 from raypipe.streaming.remaining import Remaining
-from raypipe.transform.fields import MicroBatch
 
 _LEAVE_S = 5.0  # time for another thread to leave its wait for a batch
-
-
-class HostStream(NamedTuple):
-    """A rank's micro-batches in host memory, and the processes behind them.
-
-    Attributes:
-        batches: the micro-batches.
-        supervisor: handle of the stream's supervisor, if it has one.
-        actors: most transform actors of the pool, if this rank knows it.
-        readers: number of readers at one time; 0 = the actors read the store.
-        stop: function that makes a thread that waits for a batch leave it.
-        draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
-            consumer's.
-        end: function that ends all processes, once the batches are closed.
-        moves: called with each move of this rank where others share the source; returns whether it leaves the
-            source, as all then do. None = no other rank shares it.
-        start_images: images that the source makes in the time that its start takes. A skip of fewer reads on; a
-            longer one starts the source again, behind them.
-    """
-
-    batches: Iterator[MicroBatch]
-    supervisor: Any = None
-    draws_globally: bool = False
-    actors: int = 0
-    readers: int = 0
-    stop: Callable[[], None] = lambda: None
-    end: Callable[[], object] = lambda: None
-    start_images: int = 0
-    moves: Callable[[Move], bool] | None = None
 
 
 class RankStream:

@@ -25,12 +25,11 @@ import pyarrow.fs
 import ray
 
 from raypipe.errors import RaypipeError
-from raypipe.logs import progress
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.records import STATUS, Folder, RecordWriter
+from raypipe.progress import print_progress
 from raypipe.storage.files import write_synced, write_text
-from raypipe.storage.patience import impatient
-from raypipe.streaming.supervisor import events_of
+from raypipe.storage.retries import without_retries
 
 if TYPE_CHECKING:
     from raypipe.plan.places import Split
@@ -153,7 +152,7 @@ class RunLog(Observer):
             self._shown |= {name: values[name] for name in _SHOWN if name in values}
         if line:
             printed = {name: value for name, value in values.items() if name != "text"}
-            progress(logger, line, step=self.step, kind=kind, **printed)
+            print_progress(logger, line, step=self.step, kind=kind, **printed)
 
     def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
         self._begin_wait(name, cause, is_batch=True)
@@ -221,7 +220,7 @@ class RunLog(Observer):
             self._stop_looked_at = now
             with (
                 contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
-                impatient(),
+                without_retries(),
             ):
                 self.stops = self.stop_requested()
 
@@ -234,7 +233,7 @@ class RunLog(Observer):
         # What a loop does between two batches is its own affair, unless it is recorded as a run.
         if wait and (wait.name or self.log) and now - wait.since >= self._due_s:
             self._due_s = 2 * (now - wait.since)
-            progress(logger, wait.told(now))
+            print_progress(logger, wait.told(now))
         if self.log and now - self._status_at >= self._status_every_s:
             self._status_at = now
             self._write_status(now, wait)
@@ -260,7 +259,10 @@ class RunLog(Observer):
         filesystem, folder = self._folder
         path = f"{folder}/{STATUS}"
         text = json.dumps(status)
-        with contextlib.suppress(pa.ArrowException, OSError, RaypipeError), impatient():
+        with (
+            contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
+            without_retries(),
+        ):
             if self._is_local:
                 write_text(path, text)
             else:
@@ -313,3 +315,19 @@ class RunLog(Observer):
         if self.log:
             self.log.close()
             self.log = None
+
+
+def events_of(
+    supervisor: Any, first: int, timeout_s: float = _ANSWER_S
+) -> list[tuple[str, str]]:
+    """The events of a stream from number `first` on, see `Supervisor.events`; none if nobody answers.
+
+    Args:
+        supervisor: the handle of the stream's Supervisor; None = it has none.
+    """
+    if supervisor is None or not ray.is_initialized():  # a call would restart it
+        return []
+    try:
+        return ray.get(supervisor.events.remote(first), timeout=timeout_s)
+    except ray.exceptions.RayError:  # the stream does not depend on the event log
+        return []

@@ -18,10 +18,10 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import plain_loaders
-from raypipe.streaming.rank_stream import HostStream
 from raypipe.streaming.spec import StreamSpec
 
 

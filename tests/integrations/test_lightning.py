@@ -24,9 +24,9 @@ from raypipe.errors import ConfigError
 from raypipe.integrations.lightning import StreamDataModule
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.rank_stream import HostStream
 from raypipe.streaming.spec import StreamSpec
 
 Flags = dict[str, Any]

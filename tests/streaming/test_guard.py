@@ -19,12 +19,12 @@ from tiers import is_soak
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import SampleError
-from raypipe.storage.patience import progress
+from raypipe.storage.retries import report_progress
 from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.run_log import events_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import events_of
 from raypipe.transform.fields import MicroBatch
 
 from pictures import CLASSES, picture  # isort: skip
@@ -79,7 +79,7 @@ class FetchedFirst(MemoryStore):
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
     ) -> Columns:
         for _ in range(0 if self.fetched else 10):
-            progress()
+            report_progress()
             time.sleep(0.2)
         self.fetched = True
         return super().read(indices, columns)

@@ -30,16 +30,16 @@ from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.rayext.allocation import Resources
 from raypipe.stores.base import MemoryStore
-from raypipe.streaming import handover
+from raypipe.streaming import room
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import check_resources, loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.lifetime import GAVE_WAY, end_oldest, supervisors
+from raypipe.streaming.lifetime import GAVE_WAY, HostStream, end_oldest, supervisors
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.rank_stream import HostStream
+from raypipe.streaming.ray_stream import RayStreams, _Shared
 from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
@@ -616,7 +616,8 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
         )
 
     monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
-    monkeypatch.setattr("raypipe.streaming.handover._SETTLE_S", 0.0)
+    monkeypatch.setattr("raypipe.streaming.room.cluster_resources", cluster)
+    monkeypatch.setattr("raypipe.streaming.room._SETTLE_S", 0.0)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     # a loader of a notebook, before the notebook trains
     check_resources(inline, ScalingConfig(num_workers=2))
@@ -641,17 +642,17 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
             cpus=4.0, gpus=0.0, free_cpus=free[0] + 2 * all(asked), free_gpus=0.0
         )
 
-    monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
+    monkeypatch.setattr("raypipe.streaming.room.cluster_resources", cluster)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     pool = PoolConfig(min_actors=2)
-    give_back = handover._ask_for_room(pool)
+    give_back = room.ask_for_room(pool)
     assert (
         first[0]._stream.supervisor.asked == second[0]._stream.supervisor.asked == [2.0]
     )
     give_back()
     assert first[0]._stream.supervisor.asked == [2.0, -2.0]
     free[0] = 2.0
-    handover._ask_for_room(pool)()  # there is room
+    room.ask_for_room(pool)()  # there is room
     assert first[0]._stream.supervisor.asked == [2.0, -2.0]
 
 
@@ -770,23 +771,21 @@ def test_a_function_of_ray_tune_gets_the_whole_stream(
 def test_ranks_of_other_plans_or_places_are_refused(
     inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handed: Any = ([], None, 1)
-
     def hand_over(
         plan: str, place: str = "epoch 0, step 0", again: bool = False
     ) -> Any:
         def broadcast(_: Any) -> Any:
             time.sleep(5 if place == "nowhere" else 0)
-            return plan, place, handed
+            return _Shared(plan, place, [], None, 1)
 
         monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
         quick = dataclasses.replace(inline, pool=PoolConfig(stall_timeout_s=0.2))
-        return handover._handed_round(
-            quick, inline.plan.start(), None, 1, 2, True, apart=False, again=again
-        )
+        streams = RayStreams(quick, 1, 2, True, None, apart=False)
+        streams._has_started = again
+        return streams._share(inline.plan.start(), None)
 
-    assert hand_over(inline.plan.fingerprint) is handed
-    assert hand_over(inline.plan.fingerprint, again=True) is handed
+    assert hand_over(inline.plan.fingerprint).max_actors == 1
+    assert hand_over(inline.plan.fingerprint, again=True).max_actors == 1
     with pytest.raises(
         ConfigError,
         match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same",
@@ -810,7 +809,7 @@ def test_a_loader_outside_of_ray_train_connects_to_ray(
     def no_ray() -> None:
         raise ConnectionRefusedError
 
-    monkeypatch.setattr("raypipe.rayext.cluster.connect", no_ray)
+    monkeypatch.setattr("raypipe.streaming.ray_stream.connect", no_ray)
     spec = open_stream(
         MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(epochs=1, micro_batch_size=4)
     )

@@ -21,14 +21,14 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId, Split
-from raypipe.streaming import handover
+from raypipe.streaming import ray_stream
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.rank_stream import HostStream
 from raypipe.streaming.spec import StreamSpec
 
 OPERATIONS = (
@@ -416,7 +416,7 @@ def test_two_loaders_of_one_process_share_the_cluster(
 
 def train_on_two(config: dict[str, Any]) -> None:
     """All ranks leave each training early, and validate twice; the last validation is iterated by rank 0 alone."""
-    handover._START_IMAGES = 0  # each skip is a seek
+    ray_stream._START_IMAGES = 0  # each skip is a seek
     one, seen = loader(config["spec"]), list[str]()
     reference = Reference(config["spec"], one.rank, 2)
     for epoch in one.epochs():

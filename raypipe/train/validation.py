@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from raypipe.errors import ConfigError
-from raypipe.lookup import import_name
+from raypipe.importing import import_name
 
 Gather = Callable[[Any], list[Any]]
 """Value of this rank → the values of all ranks."""

@@ -225,7 +225,9 @@ def _with_later(store: Store, first: Columns) -> Columns:
         if kinds == {NoneType} or all(
             issubclass(kind, int | np.integer | np.bool_) for kind in kinds
         ):
-            later = (value for part in scan(store, (name,), "") for value in part[name])
+            later = (
+                value for chunk in scan(store, (name,), "") for value in chunk[name]
+            )
             decisive = (
                 value for value in later if (value is None) != (kinds == {NoneType})
             )

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from raypipe.errors import ConfigError
-from raypipe.logs import table
 from raypipe.metrics.records import STATUS, read_records
+from raypipe.printing import print_table
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import as_uri, exists, join_address
 from raypipe.storage.lease import holder
@@ -102,7 +102,7 @@ def print_status(run: dict[str, Any]) -> None:
         "last fault": run["faults"][-1] if run["faults"] else "none",
         "error": run["error"] or None,
     }
-    table(run["run_dir"], rows)
+    print_table(run["run_dir"], rows)
 
 
 def _speed(run: dict[str, Any]) -> str:

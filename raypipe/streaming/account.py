@@ -12,8 +12,7 @@ import torch
 
 from raypipe import __version__
 from raypipe.config import AugmentConfig
-from raypipe.logs import STAGES
-from raypipe.metrics.prometheus import TrainerMetrics
+from raypipe.metrics.prometheus import STAGES, TrainerMetrics
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import (
     Situation,
@@ -25,7 +24,7 @@ from raypipe.metrics.timing import (
 )
 from raypipe.metrics.utilization import Samples, Utilization
 from raypipe.plan.places import Cursor, Split, TrainStep
-from raypipe.rayext.object_store import spilled_bytes
+from raypipe.rayext.cluster_state import spilled_bytes
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.spec import StreamSpec
 

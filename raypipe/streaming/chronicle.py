@@ -25,8 +25,8 @@ import pyarrow.fs
 import ray
 
 from raypipe.errors import RaypipeError
-from raypipe.logs import progress
 from raypipe.metrics.records import STATUS, Folder, RunLog
+from raypipe.progress import print_progress
 from raypipe.storage.files import write_synced, write_text
 from raypipe.storage.retries import without_retries
 from raypipe.streaming.supervisor import events_of
@@ -145,7 +145,7 @@ class Chronicle:
                 self._shown |= {name: values[name] for name in _SHOWN if name in values}
             values.pop("text", None)
             if line:
-                progress(logger, line, step=self.step, kind=kind, **values)
+                print_progress(logger, line, step=self.step, kind=kind, **values)
 
     @contextlib.contextmanager
     def waiting(
@@ -210,7 +210,7 @@ class Chronicle:
         # What a loop does between two batches is its own affair, unless it is recorded as a run.
         if wait and (wait.thing or self.log) and now - wait.since >= self._due_s:
             self._due_s = 2 * (now - wait.since)
-            progress(logger, wait.told(now))
+            print_progress(logger, wait.told(now))
         if self.log and now - self._status_at >= self._status_every_s:
             self._status_at = now
             self._write_status(now, wait)

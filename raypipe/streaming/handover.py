@@ -28,10 +28,12 @@ from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import Segment
-from raypipe.rayext.console import quiet_broadcasts, take_console
 from raypipe.rayext.controller import own_controller, process_of
+from raypipe.rayext.data_context import join_train_run
 from raypipe.rayext.iteration import begun, stop_execution
+from raypipe.rayext.tweaks import quiet_broadcasts
 from raypipe.rayext.watch import in_worker, this_process
+from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.checkpoints import cursor_of, find_start
@@ -107,6 +109,7 @@ def loader(
             torchrun's process group was not started.
         ResourceError: there are no CPUs for the pool.
     """
+    join_train_run()  # first: also for errors of the lines below
     check("raypipe.loader: spec", spec, StreamSpec)
     check("raypipe.loader: max_actors", max_actors, AtLeast1 | None)
     check("raypipe.loader: cursor", cursor, Cursor | None)
@@ -284,7 +287,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         workers = min(workers)  # elastic
     if not ray.is_initialized():
         ray.init()
-    take_console()
+    take_worker_logs()
     pool = spec.pool
     per_worker = worker_resources(config)
     offer = cluster_resources()
@@ -364,7 +367,7 @@ def _handed_round(
 
 
 def _make_room(cpus: float) -> None:
-    """Where a stream that this process has left open holds so many CPUs that these are not free, end it.
+    """End a stream that this process has left open, if it holds CPUs that are needed and not free.
 
     It may be one that nobody can end any more, as a notebook's names and errors hold it.
     """

@@ -22,6 +22,7 @@ from raypipe.logs import LogFormat
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
+from raypipe.rayext.data_context import join_train_run
 from raypipe.section import check
 from raypipe.storage.filesystem import join_address, split_address
 from raypipe.stores import open_store, store_options
@@ -91,6 +92,7 @@ def open_stream(
     Raises:
         StoreError, ConfigError: a store or a setting is wrong.
     """
+    join_train_run()
     check("raypipe.open_stream: plan", plan, PlanConfig | None)
     check("raypipe.open_stream: transform", transform, TransformConfig | None)
     check("raypipe.open_stream: pool", pool, PoolConfig | None)

@@ -21,8 +21,8 @@ import ray
 
 from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
-from raypipe.lookup import differences
 from raypipe.metrics.prometheus import Recorder
+from raypipe.packages import differences
 from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.watch import this_process
 from raypipe.storage import retries

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from raypipe.logs import progress
+from raypipe.progress import print_progress
 from raypipe.storage.retries import allow_retries, stop_retries
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class Interrupts:
             if self._request is not None:
                 self._ask()
             else:
-                progress(
+                print_progress(
                     logger,
                     "stopping before the trainers are started; press Ctrl-C again to abort",
                 )

@@ -86,7 +86,7 @@ def stop_answered(run_uri: str) -> bool:
 
 
 def remove_stop(run_uri: str) -> None:
-    """Withdraw the request."""
+    """Withdraw the request to stop a run."""
     if stop_requested(run_uri):
         filesystem, path = open_filesystem(join_address(run_uri, _STOP_FILE))
         filesystem.delete_file(path)

@@ -14,7 +14,7 @@ from ray.dashboard.modules.job.job_supervisor import JobSupervisor
 
 from raypipe.commands import status
 from raypipe.config import TrainConfig, TransformConfig
-from raypipe.rayext import controller, sentry, watch
+from raypipe.rayext import controller, sentry, train_runs, watch
 from raypipe.storage import lease, retries
 from raypipe.streaming import chronicle, supervisor
 
@@ -70,7 +70,7 @@ def of_controller() -> float:
 
 def of_trainer() -> float:
     """A dead trainer: Ray Train's controller asks all of them once a period, which raypipe sets."""
-    return float(os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"])
+    return train_runs.HEALTH_CHECK_INTERVAL_S
 
 
 def health_checks(file: Path) -> dict[str, int]:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from raypipe.errors import ConfigError, RaypipeError, StoreError
-from raypipe.lookup import to_install
+from raypipe.packages import to_install
 from raypipe.storage.files import open_input
 from raypipe.storage.filesystem import join_address, open_filesystem, split_address
 from raypipe.storage.retries import error_reason

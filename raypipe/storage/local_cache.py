@@ -1,6 +1,6 @@
 """The node's cache of remote shards, for stores that need local files: LMDB and tar.
 
-    CACHE/shards/KEY/        one folder per version of an object; its modification time is the last use
+    CACHE/shards/KEY/        one folder per version of an object; modified when it was last used, to a second
         data                 the whole object, unpacked if it was compressed
         partial-BOOT         the first bytes of a running download, with the id of the machine's boot
     CACHE/shards/KEY-BOOT.part    ranges of an object, see `storage.byte_ranges`; modified = last used
@@ -30,7 +30,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from raypipe.environment import variable
 from raypipe.errors import ConfigError, StoreError
@@ -40,7 +40,6 @@ from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import (
     OpenFile,
     boot_id,
-    cache_folder,
     locked,
     make_cache_folder,
 )
@@ -55,6 +54,10 @@ _DISK_SHARE = 0.9
 # Each open shard takes a file descriptor of the process.
 _MAX_OPEN = 256
 _LOOK_S = 0.5
+# The time of a file's last use is written this often at most: stores ask for the same file many times a second.
+_TOUCH_S = 1.0
+# Variables that say where the cache is, and how large.
+_SETTINGS = ("RAYPIPE_CACHE", "RAYPIPE_CACHE_BYTES", "XDG_CACHE_HOME", "HOME")
 # Size of a download's ranged reads. A process that dies loses up to _NUM_AHEAD of them.
 PART_BYTES = 8 << 20
 # Reads under way at a time, for the whole node: object stores serve 50 to 100 MB/s per connection.
@@ -86,23 +89,48 @@ class Unpacked(NamedTuple):
 CacheEntry = RemoteFile | ByteRanges | Unpacked
 
 
+class _OpenEntry(Generic[_T]):
+    """An open file of the cache.
+
+    Attributes:
+        content: what the opener returned.
+        inode: the file's.
+        path: its path; for whole objects, their folder has the time of the last use.
+        touched_s: `time.monotonic()` when the time of the last use was written.
+    """
+
+    __slots__ = ("content", "inode", "path", "touched_s")
+
+    def __init__(self, content: _T, inode: int, path: Path) -> None:
+        self.content = content
+        self.inode = inode
+        self.path = path
+        self.touched_s = -_TOUCH_S
+
+
 def shared_cache() -> LocalCache:
     """Return this process's view of the node's cache, as configured by the environment."""
+    settings = tuple(map(os.environ.get, _SETTINGS))
+    cache = _caches.get(settings)
+    if cache is None:
+        # another thread may be faster
+        cache = _caches.setdefault(settings, _make_cache())
+    return cache
+
+
+def _make_cache() -> LocalCache:
     text = variable("RAYPIPE_CACHE_BYTES") or "0"
     if not text.isdecimal():
         raise ConfigError(
             f"RAYPIPE_CACHE_BYTES must be a whole number of bytes, got {text!r}"
         )
-    key = (cache_folder() / "shards", int(text))
-    if key not in _caches:
-        try:
-            make_cache_folder("shards")
-        except OSError as error:
-            raise StoreError(
-                f"the cache cannot be used: {error}; set RAYPIPE_CACHE to another folder"
-            ) from error
-        _caches.setdefault(key, LocalCache(*key))  # another thread may have been faster
-    return _caches[key]
+    try:
+        folder = make_cache_folder("shards")
+    except OSError as error:
+        raise StoreError(
+            f"the cache cannot be used: {error}; set RAYPIPE_CACHE to another folder"
+        ) from error
+    return LocalCache(folder, int(text))
 
 
 class LocalCache:
@@ -116,8 +144,7 @@ class LocalCache:
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
-        # opened shard, and its file's inode
-        self._open: OrderedDict[CacheEntry, tuple[Any, int]] = OrderedDict()
+        self._open: OrderedDict[CacheEntry, _OpenEntry[Any]] = OrderedDict()
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -162,11 +189,7 @@ class LocalCache:
         with self._mutex:
             entries = list(self._open.items())
         self.close(
-            [
-                file
-                for file, (_, inode) in entries
-                if _inode(self._place_of(file)) != inode
-            ]
+            [file for file, entry in entries if _inode(entry.path) != entry.inode]
         )
 
     def _place_of(self, file: CacheEntry) -> Path:
@@ -179,36 +202,39 @@ class LocalCache:
             time.sleep(_LOOK_S)
             self.close_evicted()
 
-    def _kept(self, file: CacheEntry, entry: tuple[_T, int]) -> _T:
+    def _kept(self, file: CacheEntry, entry: _OpenEntry[_T]) -> _T:
+        now_s = time.monotonic()
         with self._mutex:
             # another thread may have been faster
             entry = self._open.setdefault(file, entry)
             self._open.move_to_end(file)
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
-        with contextlib.suppress(OSError):  # a user may have emptied the cache
-            os.utime(
-                self._place_of(file)
-                if isinstance(file, ByteRanges)
-                else self.folder_of(file)
-            )
-        return entry[0]
+            is_touched = now_s - entry.touched_s < _TOUCH_S
+            if not is_touched:
+                entry.touched_s = now_s
+        if not is_touched:
+            with contextlib.suppress(OSError):  # a user may have emptied the cache
+                os.utime(
+                    entry.path if isinstance(file, ByteRanges) else entry.path.parent
+                )
+        return entry.content
 
     def _opened(
         self, file: CacheEntry, opener: Callable[[Path], _T]
-    ) -> tuple[_T, int] | None:
-        """Return an opened shard and its inode; None if the cache does not have it."""
+    ) -> _OpenEntry[_T] | None:
+        """Return an opened shard; None if the cache does not have it."""
         data = self._place_of(file)
         while _is_whole(data, file):
             inode = _inode(data)
             try:
-                return opener(data), inode
+                return _OpenEntry(opener(data), inode, data)
             except (OSError, StoreError):
                 if _is_whole(data, file):  # otherwise it was evicted at this moment
                     raise
         return None
 
-    def _enter(self, file: CacheEntry, opener: Callable[[Path], _T]) -> tuple[_T, int]:
+    def _enter(self, file: CacheEntry, opener: Callable[[Path], _T]) -> _OpenEntry[_T]:
         data = self._place_of(file)
         lock = ".lock"
         if not isinstance(file, RemoteFile):
@@ -430,6 +456,7 @@ def _inode(path: Path) -> int:
         return 0
 
 
-_caches: dict[tuple[Path, int], LocalCache] = {}
+# values of _SETTINGS → cache
+_caches: dict[tuple[str | None, ...], LocalCache] = {}
 # A forked child lacks the thread that closes evicted shards, so it makes its own `LocalCache`.
 os.register_at_fork(after_in_child=_caches.clear)

@@ -185,8 +185,9 @@ def test_a_download_that_fails_in_the_end_leaves_what_has_arrived(
 
 
 def test_the_least_recently_opened_shards_make_room(
-    put: Put, proxy: FaultyProxy, tmp_path: Path
+    put: Put, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(local_cache, "_TOUCH_S", 0.0)
     files = [put(name) for name in "abcd"]
     cache = LocalCache(tmp_path / "shards", limit_bytes=2 * SIZE + 100)
     for name in "abacad":

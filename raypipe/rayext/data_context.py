@@ -59,6 +59,6 @@ def join_train_run() -> None:
     """Make the run of the calling trainer one of raypipe's, see `train_runs`; do nothing outside of Ray Train."""
     # A process without this module has no train function, and need not wait 2 s for its import.
     if "ray.train" in sys.modules:
-        from raypipe.rayext.train_runs import join_own_run
+        from raypipe.rayext.train_runs import join_run_of_trainer
 
-        join_own_run()
+        join_run_of_trainer()

@@ -29,7 +29,6 @@ from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.controller import own_controller, process_of
-from raypipe.rayext.data_context import join_train_run
 from raypipe.rayext.iteration import begun, stop_execution
 from raypipe.rayext.tweaks import quiet_broadcasts
 from raypipe.rayext.watch import in_worker, this_process
@@ -41,6 +40,7 @@ from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.moves import Move
+from raypipe.streaming.opening import join_train_run
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.running import Feed, end_oldest, supervisors
 from raypipe.streaming.spec import StreamSpec

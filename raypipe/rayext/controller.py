@@ -21,8 +21,8 @@ from ray import _raylet
 from ray._private import state
 
 from raypipe.logs import progress
-from raypipe.rayext.memory import publish, published
-from raypipe.rayext.watch import Process, end_stopped, is_stopped, this_process
+from raypipe.rayext.kv_store import publish, published
+from raypipe.rayext.processes import Process, is_stopped, kill_stopped, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class DriverWatch:
             self._stopped_turns = self._stopped_turns + 1
         else:
             self._stopped_turns = 0
-        if self._stopped_turns >= _STOPPED_TURNS and end_stopped(
+        if self._stopped_turns >= _STOPPED_TURNS and kill_stopped(
             [(process.pid, process.started)]
         ):
             self._process = None

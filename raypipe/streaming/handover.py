@@ -30,8 +30,8 @@ from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
+from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
-from raypipe.rayext.watch import in_worker, this_process
 from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
@@ -319,7 +319,7 @@ def _handed_round(
     if rank == 0:
         connect()  # a loader outside of Ray Train may be the first here to need Ray
         if (
-            in_train and max_actors is None and in_worker()
+            in_train and max_actors is None and is_ray_worker()
         ):  # a driver may also call its train function
             own = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
             check_own(cluster_resources().cpus, world_size, own, spec.pool)
@@ -355,7 +355,7 @@ def _handed_round(
             f"rank {rank} starts the stream at {place}, and rank 0 at {of_first}: all ranks iterate the same "
             "passes of the same epochs"
         )
-    if in_train and in_worker():
+    if in_train and is_ray_worker():
         stream[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
         if (
             rank == 0

@@ -32,8 +32,8 @@ from raypipe.metrics.timing import StageTimes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan, Segment
-from raypipe.rayext.sentry import Sentry
 from raypipe.rayext.trainer_notice import Notice
+from raypipe.rayext.watchdog import SupervisorWatchdog
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.streaming.account import Account
@@ -241,7 +241,9 @@ class Loader(Unlike, instead=_INSTEAD):
             *closes,
         ]
         if feed.supervisor is not None:
-            sentry = Sentry(feed.supervisor, self.rank, account.chronicle.waited_s)
+            sentry = SupervisorWatchdog(
+                feed.supervisor, self.rank, account.chronicle.waited_s
+            )
             sentry.start()
             # before its Supervisor ends, and after the last wait for a batch
             ends.insert(1, sentry.stop)

@@ -12,7 +12,7 @@ import pytest
 
 from raypipe.rayext import controller
 from raypipe.rayext.controller import DriverWatch
-from raypipe.rayext.watch import Process, _stat
+from raypipe.rayext.processes import Process, _stat
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

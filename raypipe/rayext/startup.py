@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.errors import NoRoomError
 from raypipe.logs import progress
-from raypipe.rayext.watch import Process, is_stopped, this_process
+from raypipe.rayext.processes import Process, is_stopped, this_process
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from raypipe.config import PoolConfig as PoolConfig
     from raypipe.config import TransformConfig as TransformConfig
     from raypipe.errors import RaypipeError as RaypipeError
+    from raypipe.plan.custom import Population as Population
+    from raypipe.plan.custom import Sampler as Sampler
     from raypipe.plan.schedule import Cursor as Cursor
     from raypipe.plan.schedule import Plan as Plan
     from raypipe.rayext.cluster import connect as connect
@@ -40,6 +42,7 @@ _NAMES = {
     "commands.preview": ["preview"],
     "config": ["AugmentConfig", "PlanConfig", "PoolConfig", "TransformConfig"],
     "errors": ["RaypipeError"],
+    "plan.custom": ["Population", "Sampler"],
     "plan.schedule": ["Cursor", "Plan"],
     "rayext.cluster": ["connect"],
     "stores": ["open_store"],

@@ -26,8 +26,10 @@ from raypipe.commands.parser import error_text, fail, meant, printing, settings_
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, NoRoomError, RaypipeError, without_credentials
-from raypipe.logs import configure_logs, is_json, phase, print_any_letter, table
-from raypipe.lookup import version_of
+from raypipe.logs import configure_logs, is_json, print_any_letter
+from raypipe.packages import installed_version
+from raypipe.printing import print_table
+from raypipe.progress import phase
 from raypipe.storage.filesystem import is_remote
 from raypipe.stores import open_store, store_options
 from raypipe.train.interrupts import Stopped
@@ -189,7 +191,7 @@ def draw_preview(
 def print_result(result: dict[str, Any]) -> None:
     """Print a result as a table; the heading is its store or the folder of its run."""
     rows = dict(result)
-    table(str(rows.pop("store", None) or rows.pop("run_dir", "done")), rows)
+    print_table(str(rows.pop("store", None) or rows.pop("run_dir", "done")), rows)
 
 
 GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
@@ -228,7 +230,9 @@ def main(args: list[str] | None = None) -> None:
     if words in ([], ["help"], ["-h"], ["--help"]):
         text = overview()
     elif words == ["--version"]:
-        text = f"raypipe {raypipe.__version__} (ray {version_of('ray')}, torch {version_of('torch')})\n"
+        ray = installed_version("ray")
+        torch = installed_version("torch")
+        text = f"raypipe {raypipe.__version__} (ray {ray}, torch {torch})\n"
     elif words[:2] == ["help", "settings"]:
         text = settings_text(*words[2:3])
     else:
@@ -239,13 +243,13 @@ def main(args: list[str] | None = None) -> None:
                 f"unknown command {name!r}{meant(name, COMMANDS)}",
                 "`raypipe --help` lists the commands",
             )
-        rest = [word for word in words[1:] if word != "--json"]
+        arguments = [word for word in words[1:] if word != "--json"]
         if "--json" in words:
             show = None
         else:
             show = _PRINTED.get(name, print_result)
         _finish(
-            lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], rest)),
+            lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], arguments)),
             show,
             is_run=name == "train",
         )

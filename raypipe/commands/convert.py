@@ -27,7 +27,12 @@ from raypipe.commands.ordered_samples import CHUNK, kept_samples
 from raypipe.commands.tasks import count_cpus, run_tasks
 from raypipe.errors import ConfigError, StoreError
 from raypipe.rayext.cluster import connect
-from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
+from raypipe.storage.filesystem import (
+    check_lasting,
+    is_remote,
+    open_filesystem,
+    split_address,
+)
 from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Columns, Store
@@ -110,7 +115,7 @@ def convert(
             f"seekable JPEGs need the compiled extension, which is not used here: {why}"
         )
     dst = str(dst)
-    suffix = Path(split(dst)[1]).suffix
+    suffix = Path(split_address(dst)[1]).suffix
     if suffix not in WRITTEN_SUFFIXES:
         raise StoreError(
             f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}"
@@ -220,7 +225,9 @@ def _with_later(store: Store, first: Columns) -> Columns:
         if kinds == {NoneType} or all(
             issubclass(kind, int | np.integer | np.bool_) for kind in kinds
         ):
-            later = (value for part in scan(store, (name,), "") for value in part[name])
+            later = (
+                value for chunk in scan(store, (name,), "") for value in chunk[name]
+            )
             decisive = (
                 value for value in later if (value is None) != (kinds == {NoneType})
             )

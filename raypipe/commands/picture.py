@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.logs import printable
+from raypipe.printing import printable
 
 _TILE = 160
 _ROW = 212
@@ -131,7 +131,9 @@ def _color(label: float) -> tuple[int, ...]:
     return tuple(_COLORS[1 + int(label) % 254, :3].tolist())
 
 
-def wrapped(text: str, width: int, most: int) -> list[str]:
+def wrapped(text: str, width: int, max_lines: int) -> list[str]:
     """Wrap text to `width` pixels, in letters that the font has; "..." marks a cut."""
     written = printable(text).encode("latin-1", "backslashreplace").decode("latin-1")
-    return textwrap.wrap(written, width // _LETTER, max_lines=most, placeholder="...")
+    return textwrap.wrap(
+        written, width // _LETTER, max_lines=max_lines, placeholder="..."
+    )

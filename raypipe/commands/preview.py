@@ -84,19 +84,21 @@ class Preview:
         rows = [[self._decoded(index)] for index in indices]
         names = [""]
         for epoch in epochs:
-            places = find(self.plan, epoch, indices)
+            draws = find(self.plan, epoch, indices)
             # Each micro-batch once, and one at a time.
-            for at in dict.fromkeys(at for at, _ in places if at is not None):
-                batch = self._maker.batch(at)
+            for micro_batch in dict.fromkeys(
+                micro_batch for micro_batch, _ in draws if micro_batch is not None
+            ):
+                batch = self._maker.batch(micro_batch)
                 if self._decoding:
                     batch = self._decoding.to_pixels(batch)
                 images, mixed, moved = self.stages(batch)
                 names = [*images]
-                for row, (place, position) in zip(rows, places, strict=True):
-                    if place == at:
+                for row, (drawn_in, position) in zip(rows, draws, strict=True):
+                    if drawn_in == micro_batch:
                         row += self._of_row(batch, images, mixed, moved, position)
-            for row, (place, _) in zip(rows, places, strict=True):
-                if place is None:
+            for row, (drawn_in, _) in zip(rows, draws, strict=True):
+                if drawn_in is None:
                     num_draws = min(
                         _MAX_DRAWS,
                         self.plan.steps_per_epoch * self.plan.global_batch_size,
@@ -115,11 +117,14 @@ class Preview:
     ) -> tuple[dict[str, np.ndarray], Mix | None, dict[str, np.ndarray]]:
         """Images (B, H, W, C) of a micro-batch by stage or crop, the other half of its targets if mixed, and masks
         and the like as they are behind the last stage."""
-        at, batch = batch.position, batch.in_rgb()
+        micro_batch, batch = batch.position, batch.in_rgb()
         strength = self.augment.strength_at(
-            self.plan.progress(self.plan.global_step(at))
+            self.plan.progress(self.plan.global_step(micro_batch))
         )
-        drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
+        drawn: Any = {
+            "seed": self.plan.micro_batch_seed(micro_batch),
+            "strength": strength,
+        }
         if views := batch.arrays(VIEW):
             channels_first = {
                 name: torch.from_numpy(view).movedim(-1, -3)
@@ -222,20 +227,23 @@ class Preview:
             label: tuple[str, ...] = ("not mixed", self._class(batch[LABEL][row]))
             if mixed is not None:
                 kind = "CutMix" if mixed.is_cutmix else "MixUp"
-                other = self._class(mixed.target[row].numpy())
+                mixed_class = self._class(mixed.target[row].numpy())
                 lam = float(
                     mixed.lam[row] if isinstance(mixed.lam, torch.Tensor) else mixed.lam
                 )
-                label = (f"{kind}: {lam:.2f} {label[1]}", f"+ {1 - lam:.2f} {other}")
+                label = (
+                    f"{kind}: {lam:.2f} {label[1]}",
+                    f"+ {1 - lam:.2f} {mixed_class}",
+                )
             last = {name: values[row].copy() for name, values in moved.items()}
             tiles[-1] = replace(tiles[-1], lines=label, targets=last)
         return tiles
 
     def _place(self, batch: MicroBatch, row: int) -> list[str]:
         """Lines that give a row's place and its columns."""
-        at = batch.position
-        lines = [f"step {at.step}, micro {at.micro}, row {row}"]
-        if batch.index[row] != self.plan.indices(at)[row]:
+        micro_batch = batch.position
+        lines = [f"step {micro_batch.step}, micro {micro_batch.micro}, row {row}"]
+        if batch.index[row] != self.plan.indices(micro_batch)[row]:
             lines.append(f"bad: sample {batch.index[row]} stands in")
         columns = in_group(batch.fields, COLUMN)
         values = {
@@ -353,15 +361,17 @@ def find(
     """
     num_draws = min(plan.steps_per_epoch * plan.global_batch_size, _MAX_DRAWS)
     drawn = plan.draw_epoch(epoch, np.arange(num_draws)).indices
-    places = list[tuple[MicroBatchId | None, int]]()
+    draws = list[tuple[MicroBatchId | None, int]]()
     for index in indices:
         positions = np.flatnonzero(drawn == index)
         number, row = divmod(
             int(positions[0]) if len(positions) else 0, plan.config.micro_batch_size
         )
-        at = MicroBatchId("train", epoch, *divmod(number, plan.config.per_step))
-        places.append((at if len(positions) else None, row))
-    return places
+        micro_batch = MicroBatchId(
+            "train", epoch, *divmod(number, plan.config.per_step)
+        )
+        draws.append((micro_batch if len(positions) else None, row))
+    return draws
 
 
 def _first_of(plan: Plan, num: int) -> list[int]:

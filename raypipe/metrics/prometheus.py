@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray.util.metrics import Counter, Gauge
 
-from raypipe.logs import STAGES
-from raypipe.storage.patience import take_counts
+from raypipe.storage.retries import take_counts
 
 if TYPE_CHECKING:
     from raypipe.metrics.timing import StageTimes
     from raypipe.plan.places import Split
+
+STAGES = ("wait", "transfer", "decode", "augment", "compute", "checkpoint")
+"""Stages of a trainer's time: NAME_s in progress, records, `StageTimes` and exported metrics."""
 
 _PERIOD_S = 1.0
 

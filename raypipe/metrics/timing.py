@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and what to do about it.
+"""Times of a run's stages, and advice on the slowest of them.
 
     mark → StageClock, which never waits for the device → StageTimes of a rank → diagnose: sentences
 
@@ -22,7 +22,7 @@ import torch
 
 
 def mark(device: torch.device) -> Any:
-    """This point in time: a recorded torch.cuda.Event of the current stream, or seconds of time.perf_counter."""
+    """Return a mark of this moment: a recorded torch.cuda.Event of the current stream, or time.perf_counter()."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -29,7 +29,7 @@ class HeldError(ResourceError):
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of a cluster.
+    """CPUs and GPUs of a cluster, in total and free.
 
     Attributes:
         cpus, gpus: total of all nodes that run or that the autoscaler may add.

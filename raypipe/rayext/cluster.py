@@ -18,9 +18,9 @@ from typing import Any
 import ray
 from ray.util import client
 
+from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
-from raypipe.lookup import num_cpus as usable_cpus
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
 from raypipe.rayext.ray_private import find, replace, replaced
 from raypipe.rayext.startup import Wait, wait_for_head

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from raypipe.environment import variable
-from raypipe.logs import RELAY
+from raypipe.progress import RELAY
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.data_context import is_ours, stream_settings
 from raypipe.rayext.ray_private import Function, find, replace, replaced

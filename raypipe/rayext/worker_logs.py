@@ -13,7 +13,8 @@ import os
 import re
 from typing import Any
 
-from raypipe.logs import is_json, progress
+from raypipe.logs import is_json
+from raypipe.progress import print_progress
 from raypipe.rayext.ray_private import find, replace
 from raypipe.rayext.tweaks import sift
 
@@ -67,7 +68,7 @@ def _printing(print_lines: Any) -> Any:
         kept = []
         for line in sift(lines):
             if is_json() and not line.startswith("{"):
-                progress(logger, line, pid=data.get("pid"), ip=data.get("ip"))
+                print_progress(logger, line, pid=data.get("pid"), ip=data.get("ip"))
             else:
                 kept.append(line)
         if kept:

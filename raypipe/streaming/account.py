@@ -12,8 +12,7 @@ import torch
 
 from raypipe import __version__
 from raypipe.config import AugmentConfig
-from raypipe.logs import STAGES
-from raypipe.metrics.prometheus import TrainerMetrics
+from raypipe.metrics.prometheus import STAGES, TrainerMetrics
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import (
     Situation,

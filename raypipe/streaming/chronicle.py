@@ -25,10 +25,10 @@ import pyarrow.fs
 import ray
 
 from raypipe.errors import RaypipeError
-from raypipe.logs import progress
 from raypipe.metrics.records import STATUS, Folder, RunLog
+from raypipe.progress import print_progress
 from raypipe.storage.files import write_synced, write_text
-from raypipe.storage.patience import impatient
+from raypipe.storage.retries import without_retries
 from raypipe.streaming.supervisor import events_of
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Chronicle:
                 self._shown |= {name: values[name] for name in _SHOWN if name in values}
             values.pop("text", None)
             if line:
-                progress(logger, line, step=self.step, kind=kind, **values)
+                print_progress(logger, line, step=self.step, kind=kind, **values)
 
     @contextlib.contextmanager
     def waiting(
@@ -197,7 +197,7 @@ class Chronicle:
             self._stop_looked_at = now
             with (
                 contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
-                impatient(),
+                without_retries(),
             ):
                 self.stops = self.stop_requested()
 
@@ -210,7 +210,7 @@ class Chronicle:
         # What a loop does between two batches is its own affair, unless it is recorded as a run.
         if wait and (wait.thing or self.log) and now - wait.since >= self._due_s:
             self._due_s = 2 * (now - wait.since)
-            progress(logger, wait.told(now))
+            print_progress(logger, wait.told(now))
         if self.log and now - self._status_at >= self._status_every_s:
             self._status_at = now
             self._write_status(now, wait)
@@ -236,7 +236,10 @@ class Chronicle:
         filesystem, folder = self._folder
         path = f"{folder}/{STATUS}"
         text = json.dumps(status)
-        with contextlib.suppress(pa.ArrowException, OSError, RaypipeError), impatient():
+        with (
+            contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
+            without_retries(),
+        ):
             if self._is_local:
                 write_text(path, text)
             else:

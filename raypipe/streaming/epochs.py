@@ -26,7 +26,7 @@ class _Source(Protocol):
 
 
 class Pass(Iterator[Batch]):
-    """This rank's micro-batches of an epoch's training, or of its validation, in order.
+    """Iterable of this rank's micro-batches of an epoch's training, or of its validation, in order.
 
     After a resume only the rest of them, possibly none. A validation may be iterated again, at any time: each
     `for` loop gets all of it. A training comes once: a second loop continues where the first was left, and after

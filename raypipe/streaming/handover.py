@@ -367,7 +367,7 @@ def _handed_round(
 
 
 def _make_room(cpus: float) -> None:
-    """Where a stream that this process has left open holds so many CPUs that these are not free, end it.
+    """End a stream that this process has left open, if it holds CPUs that are needed and not free.
 
     It may be one that nobody can end any more, as a notebook's names and errors hold it.
     """

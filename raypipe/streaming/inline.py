@@ -46,7 +46,7 @@ def inline_batches(
 def _by_threads(
     spec: StreamSpec, maker: MicroBatchMaker, places: Iterator[MicroBatchId]
 ) -> Iterator[MicroBatch]:
-    """Micro-batches in order, made ahead."""
+    """Yield micro-batches in order, which threads make ahead of use."""
     makers = SimpleQueue[
         MicroBatchMaker
     ]()  # those at rest: one serves a thread at a time

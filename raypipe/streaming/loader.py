@@ -26,16 +26,17 @@ from raypipe.device.finish import Finish, check_floats, check_module
 from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import CursorError, RaypipeError
-from raypipe.logs import configure_logs, log_place, progress
+from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageTimes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan, Segment
+from raypipe.progress import print_progress
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.rayext.watchdog import SupervisorWatchdog
 from raypipe.storage.files import write_text
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import join_address
 from raypipe.streaming.account import Account
 from raypipe.streaming.course import Course
 from raypipe.streaming.decoding import Decoding
@@ -67,7 +68,7 @@ _INSTEAD = (
 
 
 class Loader(Unlike, instead=_INSTEAD):
-    """This rank's share of the stream: the rest of the run, once, in the order of the plan.
+    """Loader of this rank's share of the stream: the rest of the run, once, in the order of the plan.
 
         for epoch in loader.epochs():
             for batch in epoch.train:
@@ -164,7 +165,7 @@ class Loader(Unlike, instead=_INSTEAD):
                 raise
         if rank == 0:
             for line in self._ending.described():
-                progress(_logger, line)
+                print_progress(_logger, line)
 
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)
@@ -492,7 +493,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
         A later `raypipe.loader` continues from there.
         """
-        write_text(join(str(folder), CURSOR_FILE), self.place.to_json())
+        write_text(join_address(str(folder), CURSOR_FILE), self.place.to_json())
         self.account.exported.checkpointed()
 
     @property
@@ -512,7 +513,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
     @property
     def num_epochs(self) -> int:
-        """Epochs of the whole run."""
+        """Return the number of epochs of the whole run."""
         return self.plan.config.epochs
 
     @property

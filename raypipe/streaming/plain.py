@@ -126,7 +126,7 @@ class SharedEpochs:
 
 
 class PlainLoader:
-    """Each iteration is the next epoch's training, after a resume the rest of it; or a whole validation.
+    """Iterable whose iterations are the next epoch's training, after a resume its end; or a whole validation.
 
     Both loaders of a run share one stream. It costs least in the order of the plan, which validates at the end of
     an epoch; at any other time, and a second time, a validation is made as well.
@@ -150,7 +150,7 @@ class PlainLoader:
         self._format = format
 
     def __len__(self) -> int:
-        """This rank's micro-batches of a whole epoch."""
+        """Return the number of this rank's micro-batches in a whole epoch."""
         plan = self._loader.plan
         loader = self._loader
         if self._split == "train":

@@ -10,8 +10,8 @@ from typing import Any
 
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.logs import LogFormat
-from raypipe.lookup import versions
 from raypipe.mistakes import Unlike
+from raypipe.packages import versions
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store

@@ -19,11 +19,12 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from raypipe.config import RunConfig
 from raypipe.errors import BadSamplesError, ConfigError, RaypipeError
-from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
+from raypipe.logs import configure_logs
 from raypipe.plan.places import MicroBatchId
+from raypipe.progress import begin_phases, phase, print_progress, relay_progress
 from raypipe.rayext.tweaks import quiet_trainer
 from raypipe.storage.files import write_json
-from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.lease import is_held
 from raypipe.streaming.checkpoints import (
     Checkpoint,
@@ -72,9 +73,9 @@ def train_loop(config: dict[str, Any]) -> None:
     for _ in trainer.epochs():
         pass
     if is_first:
-        write_json(join(trainer.run_uri, FIGURES_FILE), trainer.figures())
+        write_json(join_address(trainer.run_uri, FIGURES_FILE), trainer.figures())
         if relays:
-            progress(logger, "")  # the end of it
+            print_progress(logger, "")  # the end of it
 
 
 class Trainer:
@@ -449,9 +450,9 @@ class Trainer:
             start_from=self.run.train.start_from,
         )
         for name, reason in skipped.items():
-            progress(logger, f"not resumed from {name}: {reason}")
+            print_progress(logger, f"not resumed from {name}: {reason}")
         if skipped:
-            progress(
+            print_progress(
                 logger, f"resumed from {newest.name if newest else 'the beginning'}"
             )
         return newest

@@ -15,7 +15,7 @@ from ray.dashboard.modules.job.job_supervisor import JobSupervisor
 from raypipe.commands import status
 from raypipe.config import TrainConfig, TransformConfig
 from raypipe.rayext import controller, processes, train_runs, watchdog
-from raypipe.storage import lease, patience
+from raypipe.storage import lease, retries
 from raypipe.streaming import chronicle, supervisor
 
 ROOT = Path(__file__).parents[2]
@@ -135,10 +135,10 @@ SENTENCES = [
     f"within `train.stop_grace_s` ({TrainConfig().stop_grace_s:.0f} s), then exit code {os.EX_TEMPFAIL}",
     f"within `RAY_JOB_STOP_WAIT_TIME_S` ({JobSupervisor.DEFAULT_RAY_JOB_STOP_WAIT_TIME_S} s; "
     f"{JOB_STOP} in `cluster.yaml`)",
-    f"for `RAYPIPE_STORAGE_PATIENCE_S` ({patience._PATIENCE_S / 60:.0f} min), with a line every "
-    f"{patience._LOG_EVERY_S:.0f} s",
+    f"for `RAYPIPE_STORAGE_PATIENCE_S` ({retries._PATIENCE_S / 60:.0f} min), with a line every "
+    f"{retries._LOG_EVERY_S:.0f} s",
     {0.2: "requests are repeated for a fifth of that"}.get(
-        patience._DENIED_SHARE, "another share"
+        retries._DENIED_SHARE, "another share"
     ),
     {60.0: "free at once on the same machine, after a minute on another"}.get(
         lease._EXPIRES_S, "another time"

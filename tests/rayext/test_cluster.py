@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray
 
+from raypipe.cpus import _quota, num_cpus
 from raypipe.errors import ResourceError
-from raypipe.lookup import _quota, num_cpus
 from raypipe.rayext import cluster
 
 
@@ -37,7 +37,7 @@ def test_ray_offers_the_cpus_that_this_process_may_use(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
     monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: 64)
-    monkeypatch.setattr("raypipe.lookup._quota", lambda *_: 1 << 20)
+    monkeypatch.setattr("raypipe.cpus._quota", lambda *_: 1 << 20)
     assert offered(monkeypatch) == num_cpus() == len(allowed)
     assert offered(monkeypatch, num_cpus=7) == 7
     monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: 1)

@@ -5,7 +5,7 @@ import logging
 import pytest
 from ray._private import node
 
-from raypipe.logs import progress, relay_progress
+from raypipe.progress import print_progress, relay_progress
 from raypipe.rayext import tweaks
 
 NOISE = [
@@ -23,8 +23,8 @@ def test_progress_is_printed_noise_is_dropped_and_the_rest_is_kept(
     relay_progress(True)
     try:
         logger = logging.getLogger("raypipe")
-        progress(logger, "two\nlines → of it", step=3, kind="train")
-        progress(logger, "")
+        print_progress(logger, "two\nlines → of it", step=3, kind="train")
+        print_progress(logger, "")
     finally:
         relay_progress(False)
     told = capsys.readouterr().out.splitlines()

@@ -19,7 +19,7 @@ from tiers import is_soak
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import SampleError
-from raypipe.storage.patience import progress
+from raypipe.storage.retries import report_progress
 from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
@@ -79,7 +79,7 @@ class FetchedFirst(MemoryStore):
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
     ) -> Columns:
         for _ in range(0 if self.fetched else 10):
-            progress()
+            report_progress()
             time.sleep(0.2)
         self.fetched = True
         return super().read(indices, columns)

@@ -32,7 +32,7 @@ from raypipe.rayext.allocation import largest_divisor, worker_resources
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import DriverWatch, wait_for_trainers
 from raypipe.rayext.failures import explanation, is_final, is_lost
-from raypipe.rayext.startup import is_head_lost
+from raypipe.rayext.head import is_head_lost
 from raypipe.rayext.train_runs import is_cleaner, join
 
 logger = logging.getLogger(__name__)

@@ -66,7 +66,7 @@ def test_every_command_is_understood(
         # which is not asked for here
         args = [word.replace("s3://bucket/runs/", f"{tmp_path}/") for word in args]
         own = settings.parse_command(
-            "", SEARCH if words[0].endswith("tune.py") else cli.train, args
+            "", SEARCH if words[0].endswith("tune.py") else cli.COMMANDS["train"], args
         )
         assert isinstance(own["run"], RunConfig)
         return

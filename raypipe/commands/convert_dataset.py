@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress
 
-from raypipe.commands.copies import NO_SIZE, digest_of, make_image
-from raypipe.commands.ordered_samples import CHUNK, columns_of, encoded
+from raypipe.commands.copies import NO_SIZE, make_image, shard_fingerprint
+from raypipe.commands.ordered_samples import CHUNK, columns_of, with_encoded_image
 from raypipe.commands.tasks import count_cpus
 from raypipe.errors import RaypipeError, SampleError, StoreError
 from raypipe.rayext.failures import cause_of
@@ -84,7 +84,9 @@ def make_copy(
     first = _first_rows(dataset)
     if not first:
         raise StoreError("the Dataset has no samples")
-    columns = columns_of(map(encoded, first), "the Dataset", options["short_side"])
+    columns = columns_of(
+        map(with_encoded_image, first), "the Dataset", options["short_side"]
+    )
     sized = tuple(
         name
         for name in SIZE_COLUMNS
@@ -253,7 +255,7 @@ def _make(row: dict[str, Any], copy: Copy) -> dict[str, Any]:
         "is_bad": False,
     }
     try:
-        sample = encoded(row)
+        sample = with_encoded_image(row)
         try:
             size = make_image(
                 sample, copy.short_side, copy.quality, copy.exif, copy.seekable
@@ -352,7 +354,7 @@ def _written(batch: pa.Table, copy: Copy) -> dict[str, Any]:
         if len(report["skipped"]) == len(batch):
             file.unlink()
             return report
-        if digest_of(file, copy.columns) != writer.fingerprint:
+        if shard_fingerprint(file, copy.columns) != writer.fingerprint:
             raise StoreError(
                 f"{file} does not read back as it was written: check the disk, and try again"
             )

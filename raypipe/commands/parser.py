@@ -117,25 +117,15 @@ class Parser:
                 texts[places.pop(0)] = word
                 continue
             key = option[2:].replace("-", "_")
-            if key in self.known:
-                switch = key
-            else:
-                switch = key.removeprefix("no_")
+            if not equals:
+                switch = self._switch(key, words)
+                if switch:
+                    texts |= switch
+                    continue
             is_config = self.takes_run and key == "config"
-            # the help names these values
-            is_told = equals or words[-1:] in (
-                ["true"],
-                ["false"],
-            )
-            if switch in self.known and self.known[switch].kind is bool and not is_told:
-                key, text = switch, str(switch == key).lower()
-            elif key not in self.known and not is_config:
-                if self.takes_run:
-                    settings = "`raypipe help settings` lists the settings of a run, "
-                else:
-                    settings = ""
-                fail(self.unknown(key), f"{settings}`{self.prog} --help` the options")
-            elif not equals:
+            if key not in self.known and not is_config:
+                self._fail_unknown(key)
+            if not equals:
                 if not words or words[-1].startswith("--"):
                     fail(f"{option} needs a value", self.usage)
                 text = words.pop()
@@ -148,6 +138,26 @@ class Parser:
         ]:
             fail(f"missing: {', '.join(map(_value, missing))}", self.usage)
         return texts, configs
+
+    def _switch(self, key: str, words: list[str]) -> dict[str, str]:
+        """Return the text of a switch, --NAME or --no-NAME; empty for other options, and before true or false.
+
+        Args:
+            words: the words that follow, the next one last.
+        """
+        name = key if key in self.known else key.removeprefix("no_")
+        # the help names these values
+        is_told = words[-1:] in (["true"], ["false"])
+        if name in self.known and self.known[name].kind is bool and not is_told:
+            return {name: str(name == key).lower()}
+        return {}
+
+    def _fail_unknown(self, key: str) -> NoReturn:
+        """End the program because of an option that does not exist."""
+        settings = ""
+        if self.takes_run:
+            settings = "`raypipe help settings` lists the settings of a run, "
+        fail(self.unknown(key), f"{settings}`{self.prog} --help` the options")
 
     def _instead(self, word: str) -> str:
         """Return the advice about an unexpected word, if it looks like the address of a store."""

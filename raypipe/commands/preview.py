@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from raypipe.commands.picture import Tile, draw
+from raypipe.commands.picture import Tile, draw_grid
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mix, check_mixable
 from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.places import Cursor, MicroBatchId, TrainStep
+from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.maker import MicroBatchMaker
@@ -304,52 +304,49 @@ def preview(
         raise ConfigError(
             f"--output must be a .png file in an existing folder, got {output}"
         )
-    plan, store, augment = (
-        spec.plan.config,
-        spec.stores["train"],
-        augment or AugmentConfig(),
-    )
+    store = spec.stores["train"]
     outside = [index for index in indices or () if not 0 <= index < len(store)]
     if outside:
         raise ConfigError(
             f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}"
         )
+    augment = augment or AugmentConfig()
     shown = Preview(spec, augment)
     indices = indices or _first_of(shown.plan, min(samples, len(store)))
-    epochs = min(epochs, plan.epochs)
+    run_epochs = spec.plan.config.epochs
+    epochs = min(epochs, run_epochs)
     if not 0 < (num := len(indices) * (1 + epochs)) <= _MAX_PICTURES:
         raise ConfigError(
             f"{len(indices)} samples, stored and in {epochs} epochs, are {num} pictures, not 1 to {_MAX_PICTURES}"
         )
-    numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
-    name = store.address.rstrip("/").rpartition("/")[2]
-    size_px = ", ".join(plan.buckets) or spec.transform.size_text
-    title = f"{name}: {brief(spec.transforms['train'])}, {size_px} px; on the device: {_on_device(augment)}"
-    begins = (
-        shown.plan.global_step(Cursor(epoch, 0, shown.plan.fingerprint))
-        for epoch in numbers
-    )
-    strengths = (augment.strength_at(shown.plan.progress(begin)) for begin in begins)
-    headers = [
-        f"epoch {e}, seed {plan.seed}, strength {s:.2f}"
-        for e, s in zip(numbers, strengths, strict=True)
-    ]
-    if spec.transform.strength != 1:
-        shares = (
-            shown.plan.progress(TrainStep(epoch * shown.plan.steps_per_epoch))
-            for epoch in numbers
-        )
-        on_cpu = map(spec.transform.strength_at, shares)
-        headers = [
-            f"{header}, CPU {strength:.2f}"
-            for header, strength in zip(headers, on_cpu, strict=True)
-        ]
+    numbers = np.linspace(0, run_epochs - 1, epochs).round().astype(int).tolist()
+    headers = [_header(spec, augment, shown.plan, epoch) for epoch in numbers]
     rows, names = shown.tiles(indices, numbers)
+    picture = draw_grid(rows, _title(spec, augment), headers, names)
     try:
-        draw(rows, title, headers, names).save(target, optimize=True)
+        picture.save(target, optimize=True)
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error}") from error
     return {"output": output, "samples": len(indices), "epochs": epochs}
+
+
+def _title(spec: StreamSpec, augment: AugmentConfig) -> str:
+    """Return the title of a picture: the store, the transform, the sizes, and the operations on the device."""
+    name = spec.stores["train"].address.rstrip("/").rpartition("/")[2]
+    size_px = ", ".join(spec.plan.config.buckets) or spec.transform.size_text
+    on_cpu = brief(spec.transforms["train"])
+    return f"{name}: {on_cpu}, {size_px} px; on the device: {_on_device(augment)}"
+
+
+def _header(spec: StreamSpec, augment: AugmentConfig, plan: Plan, epoch: int) -> str:
+    """Return the header of an epoch: its number, the seed, and the strengths at its begin."""
+    begin = plan.global_step(Cursor(epoch, 0, plan.fingerprint))
+    progress = plan.progress(begin)
+    strength = augment.strength_at(progress)
+    header = f"epoch {epoch}, seed {plan.config.seed}, strength {strength:.2f}"
+    if spec.transform.strength == 1:
+        return header
+    return f"{header}, CPU {spec.transform.strength_at(progress):.2f}"
 
 
 def find(

@@ -124,7 +124,7 @@ def _append_whole(path: Path, lines: bytes) -> None:
         file.write(lines)
 
 
-class RunLog:
+class RecordWriter:
     """Rank 0's record of a run. Local runs are written in place; remote ones are copied at each `sync`.
 
     A line that cannot be written is skipped, with one warning: a full disk does not end a run.

@@ -3,7 +3,7 @@
 RUN/config.yaml        the effective configuration, below a first line that identifies a run
 RUN/metrics.jsonl      one object per log interval ("train"), per validation ("val"), per start of the trainers
                        ("start"), per fault of the stream ("fault") and per change of the pool's size ("scale");
-                       see `raypipe.metrics.records`, and `raypipe.streaming.chronicle`, which writes them
+                       see `raypipe.metrics.records`, and `raypipe.streaming.run_log`, which writes them
 RUN/status.json        progress of its loop, and the ranks that it waits for, written every few seconds
 RUN/samples.jsonl      with train.log_samples: the samples of each micro-batch
 RUN/stop               a request to end the run within seconds, with a checkpoint; the run removes it

@@ -16,7 +16,7 @@ from raypipe.commands import status
 from raypipe.config import TrainConfig, TransformConfig
 from raypipe.rayext import controller, processes, train_runs, watchdog
 from raypipe.storage import lease, retries
-from raypipe.streaming import chronicle, supervisor
+from raypipe.streaming import run_log, supervisor
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "failures.md").read_text()
@@ -128,9 +128,9 @@ def test_the_seconds_of_a_node_are_those_of_the_clusters_and_of_ray() -> None:
 TRANSFORM = TransformConfig()
 JOB_STOP = re.findall(r"JOB_STOP_WAIT_TIME_S=(\d+)", CLUSTERS[0].read_text())[0]
 SENTENCES = [
-    f"rank 0 has reported within {status._LATE * chronicle._STATUS_S:.0f} s; in object storage within "
-    f"{status._LATE * chronicle._STATUS_REMOTE_S / 60:.0f} minutes",
-    f"Waits of {chronicle._FIRST_TOLD_S:.0f} s or more are logged.",
+    f"rank 0 has reported within {status._LATE * run_log._STATUS_S:.0f} s; in object storage within "
+    f"{status._LATE * run_log._STATUS_REMOTE_S / 60:.0f} minutes",
+    f"Waits of {run_log._FIRST_TOLD_S:.0f} s or more are logged.",
     f"after `transform.time_limit_s` ({TRANSFORM.time_limit_s / 60:.0f} minutes)",
     f"within `train.stop_grace_s` ({TrainConfig().stop_grace_s:.0f} s), then exit code {os.EX_TEMPFAIL}",
     f"within `RAY_JOB_STOP_WAIT_TIME_S` ({JobSupervisor.DEFAULT_RAY_JOB_STOP_WAIT_TIME_S} s; "

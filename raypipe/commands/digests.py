@@ -1,4 +1,4 @@
-"""The commands that audit stores, their bad samples, and streams."""
+"""The command `digest`, which hashes and compares streams."""
 
 from __future__ import annotations
 
@@ -12,68 +12,6 @@ from raypipe.printing import print_table
 
 # Actors of a digest that may share the CPUs of a smaller machine.
 _SHARING = 4
-
-
-def inspect(run: RunConfig, target: str = "") -> dict[str, Any]:
-    """Describe a store: format, columns, classes, and a few of its images.
-
-    Examples:
-        raypipe inspect train.lmdb
-        raypipe inspect 's3://bucket/train-*.parquet' --store.image-column img
-    """
-    from raypipe.commands.inspection import describe
-    from raypipe.streaming.opening import open_train
-    from raypipe.transform.targets import check_columns
-
-    store = open_train(run)
-    targets = run.transform.target_columns
-    check_columns(store, targets)
-    return describe(store, targets, run.transform.boxes_format)
-
-
-def verify(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, Any]:
-    """Read and decode every sample of a store, and list the bad ones.
-
-    Examples:
-        raypipe verify train.lmdb
-        raypipe verify s3://bucket/train.parquet --output bad.json
-
-    Args:
-        output: where to write the list of bad samples, for --store.exclude, a local path or a URI; empty =
-            NAME.bad.json in this folder, if any sample is bad.
-    """
-    from raypipe.commands import inspection
-    from raypipe.streaming.opening import open_train, run_columns
-    from raypipe.transform.targets import check_columns
-
-    store = open_train(run)
-    targets = run.transform.target_columns
-    check_columns(store, targets)
-    columns = run_columns(run, store)
-    form = run.transform.boxes_format
-    summary = inspection.verify(
-        store, output, targets=targets, columns=columns, boxes_format=form
-    )
-    return {"store": store.address, **summary}
-
-
-def print_verified(summary: dict[str, Any]) -> None:
-    """Print the result of `verify`: each reason with the first sample that has it, and how to exclude them."""
-    rows = {
-        name: value
-        for name, value in summary.items()
-        if name not in ("store", "reasons")
-    }
-    for reason in summary["reasons"]:
-        if reason["samples"] > 1:
-            more = f" and {reason['samples'] - 1:,} more"
-        else:
-            more = ""
-        name = f" ({reason['name']})" if reason["name"] else ""
-        rows[f"sample {reason['index']}{more}"] = reason["error"] + name
-    if summary["bad_samples"]:
-        rows["to exclude them"] = f"--store.exclude {summary['list']}"
-    print_table(summary["store"], rows)
 
 
 def digest(

@@ -25,11 +25,11 @@ MODULES = sorted(
 
 # Each imports only from those before it, and within a package no modules import one another in a circle.
 PACKAGES = [
+    "kernel",
     "errors",
     "mistakes",
     "environment",
     "lookup",
-    "native",
     "logs",
     "failures",
     "section",
@@ -56,7 +56,7 @@ WITHOUT_RAY_AND_TORCH = {
     "section",
     "config",
     "logs",
-    "native",
+    "kernel",
 }
 
 

@@ -21,9 +21,9 @@ from dataclasses import replace
 from typing import Any
 
 from raypipe.errors import ConfigError
+from raypipe.kernel import program_of
 from raypipe.lookup import choices, import_name, place_of
 from raypipe.transform.ending import take_ending
-from raypipe.transform.program import program_of
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
 from raypipe.transform.transform_steps import Steps, build_steps

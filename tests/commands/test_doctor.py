@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from raypipe import kernel
 from raypipe.commands import doctor
 from raypipe.commands.cli import main
-from raypipe.transform import jpeg, kernel
+from raypipe.transform import jpeg
 
 
 def test_a_machine_that_runs_the_tests_is_fit() -> None:

@@ -16,12 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raypipe import lookup, open_stream
+from raypipe import kernel, lookup, open_stream
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform import jpeg, kernel
+from raypipe.transform import jpeg
 
 SIZE = 12
 LAYOUTS = ("folder", "tar", "lmdb", "parquet")

@@ -11,7 +11,7 @@ import _raypipe_kernel
 
 import raypipe
 from raypipe.kernel import why_no_kernel
-from raypipe.lookup import DISTRIBUTION
+from raypipe.packages import DISTRIBUTION
 
 SOURCES = Path(__file__).parents[1] / "raypipe"
 assert raypipe.__file__ and _raypipe_kernel.__file__

@@ -34,7 +34,7 @@
 
 #include <pthread.h>
 
-/* Of the interface above; raypipe/kernel/native.py asks for it. */
+/* Version of this interface; raypipe/kernel/native.py accepts no other. */
 #define INTERFACE_VERSION 6
 #define MAX_THREADS 256
 

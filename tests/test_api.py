@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import raypipe
+import raypipe.kernel
 from raypipe import errors
 
 ROOT = Path(raypipe.__file__).parent
@@ -29,9 +30,12 @@ PACKAGES = [
     "errors",
     "mistakes",
     "environment",
-    "lookup",
+    "importing",
+    "packages",
+    "cpus",
     "logs",
-    "failures",
+    "progress",
+    "printing",
     "section",
     "config",
     "storage",
@@ -126,7 +130,9 @@ def test_the_public_names_are_pinned() -> None:
         "Plan",
         "PlanConfig",
         "PoolConfig",
+        "Population",
         "RaypipeError",
+        "Sampler",
         "StreamSpec",
         "TransformConfig",
         "check_resources",
@@ -207,7 +213,21 @@ def test_each_package_imports_only_from_those_before_it() -> None:
                 )
 
 
-def test_imports_have_no_circle_and_no_chain_beyond_fourteen() -> None:
+def test_the_kernel_has_one_door_and_imports_nothing_of_raypipe() -> None:
+    """It could be released by itself: what the rest uses are the names of `raypipe.kernel`."""
+    for module in MODULES:
+        is_inside = module.split(".")[0] == "kernel"
+        for name in imports(module):
+            if is_inside and name.startswith("raypipe"):
+                assert name.startswith("raypipe.kernel."), f"{module} imports {name}"
+            # The extension still holds the reader of LMDB.
+            if not is_inside and module != "stores.lmdb_pages":
+                assert not name.startswith("raypipe.kernel."), f"{module}: {name}"
+    for name in raypipe.kernel.__all__:
+        assert hasattr(raypipe.kernel, name)
+
+
+def test_imports_have_no_circle_and_no_chain_beyond_sixteen() -> None:
     graph = {
         m: {n.removeprefix("raypipe.") for n in imports(m) if n.startswith("raypipe.")}
         for m in MODULES
@@ -217,7 +237,7 @@ def test_imports_have_no_circle_and_no_chain_beyond_fourteen() -> None:
         chain[module] = 1 + max(
             (chain[name] for name in graph.get(module, ())), default=0
         )
-    assert max(chain.values()) <= 14, max(chain, key=chain.__getitem__)
+    assert max(chain.values()) <= 16, max(chain, key=chain.__getitem__)
 
 
 def test_each_side_knows_only_its_own_framework() -> None:

@@ -3,7 +3,7 @@
     CACHE/shards/KEY/        one folder per version of an object; its modification time is the last use
         data                 the whole object, unpacked if it was compressed
         partial-BOOT         the first bytes of a running download, with the id of the machine's boot
-    CACHE/shards/KEY-BOOT.part    a part of an object, see `storage.parts`; its modification time is the last use
+    CACHE/shards/KEY-BOOT.part    ranges of an object, see `storage.byte_ranges`; modified = last used
     CACHE/shards/.lock       exclusive lock of the process that downloads a whole object
     CACHE/shards/.lock-NN    of the processes that fetch a part or unpack an object whose key has this number
     CACHE/shards/.room       of the process that makes room; the file's text = bytes of all shards and parts
@@ -34,7 +34,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from raypipe.environment import variable
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.files import RemoteFile, hash_of, look_up, opened
+from raypipe.storage.byte_ranges import ByteRanges
+from raypipe.storage.files import RemoteFile, hash_of, look_up, open_object
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import (
     OpenFile,
@@ -43,13 +44,12 @@ from raypipe.storage.local_file import (
     locked,
     make_cache_folder,
 )
-from raypipe.storage.parts import Part
-from raypipe.storage.patience import Threads, progress
-from raypipe.storage.unpack import unpacked
+from raypipe.storage.retries import Threads, report_progress
+from raypipe.storage.unpack import unpack_pieces
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _DISK_SHARE = 0.9
 # Each open shard takes a file descriptor of the process.
@@ -83,7 +83,7 @@ class Unpacked(NamedTuple):
         return self.file.address
 
 
-Entry = RemoteFile | Part | Unpacked
+CacheEntry = RemoteFile | ByteRanges | Unpacked
 
 
 def shared_cache() -> LocalCache:
@@ -117,11 +117,11 @@ class LocalCache:
         self._folder = folder
         self._limit_bytes = limit_bytes
         # opened shard, and its file's inode
-        self._open: OrderedDict[Entry, tuple[Any, int]] = OrderedDict()
+        self._open: OrderedDict[CacheEntry, tuple[Any, int]] = OrderedDict()
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def get(self, file: Entry, opener: Callable[[Path], T]) -> T:
+    def get(self, file: CacheEntry, opener: Callable[[Path], _T]) -> _T:
         """Return an opened shard, which stays open until it is evicted and nothing refers to it.
 
         Args:
@@ -131,7 +131,7 @@ class LocalCache:
         """
         return self._kept(file, self._open.get(file) or self._enter(file, opener))
 
-    def find(self, file: Entry, opener: Callable[[Path], T]) -> T | None:
+    def find(self, file: CacheEntry, opener: Callable[[Path], _T]) -> _T | None:
         """Return an opened shard as `get` does if it is in the cache; else None, and nothing is fetched."""
         entry = self._open.get(file)
         if entry is None:
@@ -152,7 +152,9 @@ class LocalCache:
         with self._mutex:
             closed = set(files)
             for file in list(self._open):
-                if file in closed or (isinstance(file, Part) and file.file in closed):
+                if file in closed or (
+                    isinstance(file, ByteRanges) and file.file in closed
+                ):
                     del self._open[file]
 
     def close_evicted(self) -> None:
@@ -167,8 +169,8 @@ class LocalCache:
             ]
         )
 
-    def _place_of(self, file: Entry) -> Path:
-        if isinstance(file, Part):
+    def _place_of(self, file: CacheEntry) -> Path:
+        if isinstance(file, ByteRanges):
             return self._folder / f"{file.name}-{boot_id()}{_PART_SUFFIX}"
         return self.folder_of(file) / "data"
 
@@ -177,7 +179,7 @@ class LocalCache:
             time.sleep(_LOOK_S)
             self.close_evicted()
 
-    def _kept(self, file: Entry, entry: tuple[T, int]) -> T:
+    def _kept(self, file: CacheEntry, entry: tuple[_T, int]) -> _T:
         with self._mutex:
             # another thread may have been faster
             entry = self._open.setdefault(file, entry)
@@ -186,11 +188,15 @@ class LocalCache:
                 self._open.popitem(last=False)
         with contextlib.suppress(OSError):  # a user may have emptied the cache
             os.utime(
-                self._place_of(file) if isinstance(file, Part) else self.folder_of(file)
+                self._place_of(file)
+                if isinstance(file, ByteRanges)
+                else self.folder_of(file)
             )
         return entry[0]
 
-    def _opened(self, file: Entry, opener: Callable[[Path], T]) -> tuple[T, int] | None:
+    def _opened(
+        self, file: CacheEntry, opener: Callable[[Path], _T]
+    ) -> tuple[_T, int] | None:
         """Return an opened shard and its inode; None if the cache does not have it."""
         data = self._place_of(file)
         while _is_whole(data, file):
@@ -202,11 +208,11 @@ class LocalCache:
                     raise
         return None
 
-    def _enter(self, file: Entry, opener: Callable[[Path], T]) -> tuple[T, int]:
+    def _enter(self, file: CacheEntry, opener: Callable[[Path], _T]) -> tuple[_T, int]:
         data = self._place_of(file)
         lock = ".lock"
         if not isinstance(file, RemoteFile):
-            key = (data if isinstance(file, Part) else data.parent).name[:8]
+            key = (data if isinstance(file, ByteRanges) else data.parent).name[:8]
             lock = f".lock-{int(key, 16) % _NUM_LOCKS:02}"
         try:
             data.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +228,7 @@ class LocalCache:
                 "RAYPIPE_CACHE to another disk"
             ) from error
 
-    def _make(self, file: Entry, data: Path) -> None:
+    def _make(self, file: CacheEntry, data: Path) -> None:
         if isinstance(file, RemoteFile):
             self._make_room(file, file.num_bytes)
             _fetch(file, data.parent)
@@ -245,7 +251,7 @@ class LocalCache:
             old.unlink(missing_ok=True)
         num_bytes = room = 0
         with partial.open("xb") as target:
-            for piece in unpacked(
+            for piece in unpack_pieces(
                 _pieces(file.file), file.address, file.file.num_bytes
             ):
                 if num_bytes + len(piece) > room:
@@ -253,7 +259,7 @@ class LocalCache:
                     room += _STEP_BYTES
                 target.write(piece)
                 num_bytes += len(piece)
-                progress()
+                report_progress()
             target.flush()
             os.utime(target.fileno(), ns=(_UNTOUCHED_NS, _UNTOUCHED_NS))
             os.fsync(target.fileno())
@@ -261,7 +267,7 @@ class LocalCache:
 
     def _make_room(
         self,
-        file: Entry,
+        file: CacheEntry,
         num_bytes: int,
         num_made: int = 0,
         reserved: Path | None = None,
@@ -312,9 +318,9 @@ class LocalCache:
             _DISK_SHARE * (shutil.disk_usage(self._folder).free + used)
         )
 
-    def _files(self, wanted: Entry) -> list[tuple[int, int, Path]]:
+    def _files(self, wanted: CacheEntry) -> list[tuple[int, int, Path]]:
         """Return last use, size and path of what may be evicted for an entry."""
-        if isinstance(wanted, Part):
+        if isinstance(wanted, ByteRanges):
             own = None
         else:
             own = self.folder_of(wanted)
@@ -345,13 +351,13 @@ class LocalCache:
         return found
 
 
-def _is_whole(data: Path, file: Entry) -> bool:
+def _is_whole(data: Path, file: CacheEntry) -> bool:
     """Return whether a complete and unchanged download of an object exists."""
     try:
         status = data.stat()
     except FileNotFoundError:
         return False
-    if isinstance(file, Part):
+    if isinstance(file, ByteRanges):
         return status.st_size == file.num_bytes
     has_size = isinstance(file, Unpacked) or status.st_size == file.num_bytes
     return has_size and status.st_mtime_ns == _UNTOUCHED_NS
@@ -401,7 +407,7 @@ def _fetch(file: RemoteFile, folder: Path) -> None:
 def _download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
     """Yield an object's bytes from `start` to its end, in order, with several concurrent reads."""
     window = _NUM_AHEAD * PART_BYTES
-    with opened(wanted.address) as (source, current), Threads(_NUM_AHEAD) as pool:
+    with open_object(wanted.address) as (source, current), Threads(_NUM_AHEAD) as pool:
         wanted.check_same(current)
         for first in range(start, wanted.num_bytes, window):
             starts = range(first, min(first + window, wanted.num_bytes), PART_BYTES)
@@ -412,7 +418,7 @@ def _download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
                 if len(data) != num_bytes:
                     raise OSError("the object became shorter during the download")
                 yield data
-                progress()
+                report_progress()
     # never mix byte ranges of two versions of an object
     wanted.check_same(look_up(wanted.address))
 

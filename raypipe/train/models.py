@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from raypipe.config import Float32, RunConfig, TrainConfig
 from raypipe.device.mixing import check_mixable
 from raypipe.errors import ConfigError
-from raypipe.lookup import import_name
+from raypipe.importing import import_name
 from raypipe.section import check
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.model_names import check_model

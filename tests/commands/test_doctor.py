@@ -13,6 +13,7 @@ import pytest
 from raypipe import kernel
 from raypipe.commands import doctor
 from raypipe.commands.cli import main
+from raypipe.kernel import extension
 from raypipe.transform import jpeg
 
 
@@ -55,7 +56,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_the_extension_it_warns_and_says_how_to_build_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (jpeg, kernel):
+    for module in (jpeg, kernel, extension):
         monkeypatch.setattr(module, "why_no_kernel", lambda: "not built")
     check = doctor.examined("decoding")
     assert (check["status"], check["found"]) == (

@@ -22,7 +22,7 @@ from PIL import Image
 from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
-from raypipe.kernel import DONE, Job, Op, is_seekable
+from raypipe.kernel import DONE, Job, Op, extension, is_seekable
 from raypipe.transform import jpeg
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import Content
@@ -249,7 +249,7 @@ def test_a_micro_batch_is_that_of_the_originals(
     ]
     damaged = micro_batch(flipped, 2)
     assert damaged[1] == [3]
-    for module in (kernel, jpeg):
+    for module in (kernel, extension, jpeg):
         monkeypatch.setattr(module, "why_no_kernel", lambda: "not built")
     assert micro_batch(seekable, 1) == expected
     assert micro_batch(flipped, 1) == damaged

@@ -20,7 +20,7 @@ import albumentations as A  # noqa: N812
 
 from raypipe import kernel
 from raypipe.config import TransformConfig
-from raypipe.kernel import yuv420
+from raypipe.kernel import extension, yuv420
 from raypipe.transform import jpeg
 from raypipe.transform.albumentations import find_program
 from raypipe.transform.batch import MicroBatchTransform
@@ -78,7 +78,7 @@ GOOD = SAMPLES[0], SAMPLES[3]
 @contextmanager
 def without_kernel() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        for module in (kernel, jpeg):
+        for module in (kernel, extension, jpeg):
             patched.setattr(module, "why_no_kernel", lambda: "not built")
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,6 @@ from raypipe.logs import LogFormat
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
-from raypipe.rayext.data_context import join_train_run
 from raypipe.section import check
 from raypipe.storage.filesystem import join_address, split_address
 from raypipe.stores import open_store, store_options
@@ -48,6 +48,15 @@ Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
 
 _MEMBERS = ("address", "columns", "classes", "groups", "fingerprint", "__len__", "read")
+
+
+def join_train_run() -> None:
+    """Make the run of the calling trainer one of raypipe's, see `train_runs`; do nothing outside of Ray Train."""
+    # A process without this module has no train function, and need not wait 2 s for its import.
+    if "ray.train" in sys.modules:
+        from raypipe.rayext.train_runs import join_run_of_trainer
+
+        join_run_of_trainer()
 
 
 @checks_keywords

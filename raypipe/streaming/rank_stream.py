@@ -17,7 +17,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Plan, Segment
-from raypipe.rayext.sentry import Sentry
+from raypipe.rayext.watchdog import SupervisorWatchdog
 from raypipe.streaming.lifetime import (
     EXHAUSTED,
     GOES_ON,
@@ -99,7 +99,7 @@ class RankStream:
         ends.callback(host.end)
         if host.supervisor is not None:
             waited_s = self._metrics.run_log.waited_s
-            sentry = Sentry(host.supervisor, self._rank, waited_s)
+            sentry = SupervisorWatchdog(host.supervisor, self._rank, waited_s)
             sentry.start()
             # before its Supervisor ends, and after the last wait for a batch
             ends.callback(sentry.stop)

@@ -20,8 +20,8 @@ from raypipe.rayext.allocation import check_own, cluster_resources, preflight
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
+from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
-from raypipe.rayext.watch import in_worker, this_process
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.moves import Move
 from raypipe.streaming.pipeline import splits
@@ -141,7 +141,7 @@ class RayStreams:
                 f"rank {self._rank} starts the stream at {start_name}, and rank 0 at {shared.start_name}: "
                 "all ranks iterate the same passes of the same epochs"
             )
-        if self._in_train and in_worker():
+        if self._in_train and is_ray_worker():
             self._join(shared.supervisor)
         return shared
 
@@ -154,7 +154,7 @@ class RayStreams:
         connect()  # a loader outside of Ray Train may be the first here to need Ray
         max_actors = self._max_actors
         # a driver may also call its train function
-        if self._in_train and max_actors is None and in_worker():
+        if self._in_train and max_actors is None and is_ray_worker():
             resources = ray.get_runtime_context().get_assigned_resources()
             cpus = resources.get("CPU", 0.0)
             check_own(cluster_resources().cpus, self._world_size, cpus, pool)

@@ -20,6 +20,7 @@ from raypipe.errors import ResourceError
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import introduce, own_controller
 from raypipe.rayext.failures import is_final, own_error
+from raypipe.rayext.tweaks import are_on
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +82,16 @@ class FinalErrors(WorkerGroupCallback):
             raise PreemptionError(self._notice)
 
 
-def join_own_run() -> None:
+def join_run_of_trainer() -> None:
     """Make the run of the calling trainer one of raypipe's; do nothing elsewhere."""
     if controller := own_controller():
         try:
-            ray.get(join(controller), timeout=_ANSWER_S)
+            ray.get(join_run(controller), timeout=_ANSWER_S)
         except ray.exceptions.RayError:
             logger.warning("Ray Train's controller does not answer", exc_info=True)
 
 
-def join(controller: Any) -> Any:
+def join_run(controller: Any) -> Any:
     """Make the run of a controller one of raypipe's; returns a reference to the call's end."""
     return controller.__ray_call__.remote(adapt)
 
@@ -105,7 +106,7 @@ def adapt(controller: Any) -> None:
     if any(isinstance(callback, FinalErrors) for callback in run_callbacks):
         return
     introduce()
-    for name in _SILENCED:
+    for name in _SILENCED if are_on() else ():
         # A filter, since Ray Train resets the levels of its loggers when a run begins.
         logging.getLogger(f"ray.train.v2._internal.{name}").addFilter(_is_error)
     if constants.HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
@@ -117,7 +118,7 @@ def adapt(controller: Any) -> None:
     for callback in list(run_callbacks):
         if hasattr(callback, "_watcher") and _NOTICE_INTERVAL not in os.environ:
             _watch_often(callback)
-        if is_local() and is_cleaner(callback):
+        if are_on() and is_local() and is_cleaner(callback):
             _end_cleaner(callback, callback_lists)
     errors = FinalErrors()
     run_callbacks.append(errors)

@@ -32,8 +32,9 @@ from raypipe.rayext.allocation import largest_divisor, worker_resources
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import DriverWatch, wait_for_trainers
 from raypipe.rayext.failures import explanation, is_final, is_lost
-from raypipe.rayext.train_runs import is_cleaner, join
-from raypipe.rayext.waiting import is_head_lost
+from raypipe.rayext.head import is_head_lost
+from raypipe.rayext.train_runs import is_cleaner, join_run
+from raypipe.rayext.tweaks import are_on
 
 logger = logging.getLogger(__name__)
 
@@ -256,14 +257,18 @@ class RunTrainer(TorchTrainer):
     def fit(self) -> Any:
         """Train; if Ray Train's controller dies, begin again from the last checkpoint, `max_failures` times."""
         failures = self.run_config.failure_config
-        most = failures.max_failures if failures else 0
+        max_failures = failures.max_failures if failures else 0
         for deaths in itertools.count(1):
             try:
                 return self._fit()
             except (
                 ray.exceptions.RayActorError
             ) as error:  # Ray Train raises its own errors for trainers
-                if 0 <= most < deaths or is_head_lost() or not wait_for_trainers():
+                if (
+                    0 <= max_failures < deaths
+                    or is_head_lost()
+                    or not wait_for_trainers()
+                ):
                     raise
                 cause = _DEAD_ACTOR.sub(r"process \1 on \2, \3", explanation(error))
                 text = f"restarting the trainers: Ray Train's controller died: {cause}"
@@ -302,7 +307,10 @@ class RunTrainer(TorchTrainer):
         return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:
+        logs = _Logs(self._log_format, self._run)
         callbacks = super()._create_default_callbacks()
+        if not are_on():
+            return [*callbacks, logs]
         # This one would start an actor, to distribute Ray Train's datasets, which a run does not have.
         callbacks = [
             callback
@@ -311,11 +319,11 @@ class RunTrainer(TorchTrainer):
         ]
         if is_local():
             callbacks = [callback for callback in callbacks if not is_cleaner(callback)]
-        return [*callbacks, _Logs(self._log_format, self._run)]
+        return [*callbacks, logs]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         self._controller = controller
-        join(controller)  # before the trainers start
+        join_run(controller)  # before the trainers start
         self._watch = DriverWatch(
             controller, self._timeout_s, self._give_up, self._record
         )

@@ -13,14 +13,9 @@ import ray
 
 from raypipe.errors import ResourceError
 from raypipe.rayext.cluster import connect
-from raypipe.rayext.waiting import (
-    Wait,
-    _Starting,
-    is_head_lost,
-    only_start,
-    wait_for_head,
-)
-from raypipe.rayext.watch import Process, _stat
+from raypipe.rayext.head import is_head_lost, wait_for_head
+from raypipe.rayext.processes import Process, _stat
+from raypipe.rayext.startup import Wait, _Starting, only_start
 
 
 def test_a_wait_ends_with_what_it_was_for_and_lines_tell_of_it(

@@ -11,7 +11,8 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from raypipe.rayext.watch import Process, Watch, _stat, end_stopped, this_process
+from raypipe.rayext.processes import Process, _stat, kill_stopped, this_process
+from raypipe.rayext.watchdog import StreamWatchdog
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -43,9 +44,9 @@ def test_a_stopped_process_is_killed_and_a_busy_one_is_not(
 ) -> None:
     stopped, busy = processes
     known = [(each.pid, _stat(each.pid)[1]) for each in processes]
-    assert end_stopped(known) == []
+    assert kill_stopped(known) == []
     stop(stopped)
-    assert end_stopped(known) == [stopped.pid]
+    assert kill_stopped(known) == [stopped.pid]
     assert stopped.wait(20) == -signal.SIGKILL and busy.poll() is None
 
 
@@ -54,7 +55,7 @@ def test_a_later_process_of_the_same_number_is_left_alone(
 ) -> None:
     stopped, _ = processes
     stop(stopped)
-    assert end_stopped([(stopped.pid, "1"), (stopped.pid, ""), (2**22 + 1, "1")]) == []
+    assert kill_stopped([(stopped.pid, "1"), (stopped.pid, ""), (2**22 + 1, "1")]) == []
     assert stopped.poll() is None
 
 
@@ -64,7 +65,7 @@ def test_a_process_that_goes_on_within_a_moment_is_left_alone(
     paused, _ = processes
     stop(paused)
     resume = subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -CONT {paused.pid}"])
-    assert end_stopped([(paused.pid, _stat(paused.pid)[1])]) == []
+    assert kill_stopped([(paused.pid, _stat(paused.pid)[1])]) == []
     assert resume.wait(20) == 0 and paused.poll() is None
 
 
@@ -87,7 +88,7 @@ class Actor:
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
     notes: list[tuple[str, str]] = []
-    watch = Watch(
+    watch = StreamWatchdog(
         lambda *note: notes.append(note), lambda key: f"in the block of {key}"
     )
     stopped, busy = (ray.remote(num_cpus=0)(Actor).remote() for _ in range(2))
@@ -118,7 +119,7 @@ def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
 
 
 def test_a_stream_whose_execution_has_ended_is_not_looked_at() -> None:
-    watch = Watch(lambda *note: None)
+    watch = StreamWatchdog(lambda *note: None)
     watch.add("a", Process("transform actor", 1, "1", "127.0.0.1", "node"))
     watch.moves("an execution", 60.0)
     watch.remove("an execution")

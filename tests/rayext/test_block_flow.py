@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from raypipe.rayext import deliveries
-from raypipe.rayext.deliveries import Deliveries
+from raypipe.rayext import block_flow
+from raypipe.rayext.block_flow import Deliveries
 
 
 class Block:
@@ -89,9 +89,9 @@ def test_a_block_without_a_copy_on_a_living_node_is_lost(
         {"object_size": 1 << 20, "node_ids": [], "did_spill": True},
         {"object_size": 100, "node_ids": []},
     ]
-    monkeypatch.setattr(deliveries, "nodes", lambda: [{"NodeID": "alive"}])
+    monkeypatch.setattr(block_flow, "nodes", lambda: [{"NodeID": "alive"}])
     monkeypatch.setattr(
-        deliveries,
+        block_flow,
         "get_object_locations",
         lambda blocks, limit: {block: at[block.name] for block in blocks},
     )

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from raypipe.rayext import sentry
-from raypipe.rayext.sentry import Sentry
-from raypipe.rayext.watch import Process, _stat
+from raypipe.rayext import watchdog
+from raypipe.rayext.processes import Process, _stat
+from raypipe.rayext.watchdog import SupervisorWatchdog
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -56,7 +56,7 @@ def supervisor(
         is_initialized=lambda: True,
         get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "here"),
     )
-    monkeypatch.setattr(sentry, "ray", ray)
+    monkeypatch.setattr(watchdog, "ray", ray)
     return made
 
 
@@ -69,7 +69,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def test_a_stopped_supervisor_is_killed_and_a_busy_one_is_not(
     busy: subprocess.Popen[bytes], supervisor: Supervisor
 ) -> None:
-    watch = Sentry(supervisor, 3, lambda: 2.5)
+    watch = SupervisorWatchdog(supervisor, 3, lambda: 2.5)
     watch.turn(0.0)
     assert supervisor.heard == [(3, 2.5)]
     supervisor.answers = False
@@ -89,7 +89,7 @@ def test_a_supervisor_that_answers_is_not_looked_at(
     busy: subprocess.Popen[bytes], supervisor: Supervisor
 ) -> None:
     stop(busy)
-    watch = Sentry(supervisor, 0, lambda: 0.0)
+    watch = SupervisorWatchdog(supervisor, 0, lambda: 0.0)
     for now in range(10):
         watch.turn(float(now))
     assert busy.poll() is None and len(supervisor.heard) == 10
@@ -99,7 +99,7 @@ def test_another_nodes_process_is_left_to_the_rank_there(
     busy: subprocess.Popen[bytes], supervisor: Supervisor
 ) -> None:
     supervisor.process = supervisor.process._replace(node="there")
-    watch = Sentry(supervisor, 1, lambda: 0.0)
+    watch = SupervisorWatchdog(supervisor, 1, lambda: 0.0)
     watch.turn(0.0)
     stop(busy)
     supervisor.answers = False

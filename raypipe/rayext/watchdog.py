@@ -4,22 +4,23 @@ To Ray, a stopped process (SIGSTOP, a debugger) looks busy, so Ray waits. The ti
 help, since its watchdog is stopped with the process. So while no rank takes a block, a task on each node reads the
 states of the stream's processes there, and kills those that it finds stopped twice. A process that is only slow,
 or holds the interpreter, is running, and is not killed. While the stream moves, no process is checked.
+
+A stream's Supervisor runs this watch. Each rank watches the Supervisor in turn: it asks for a sign of life, and
+kills one that is stopped. Ray restarts it at once, and it remembers its processes, see `kv_store`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypipe.rayext.processes import Process, kill_stopped
 
 logger = logging.getLogger(__name__)
 
@@ -27,90 +28,14 @@ _PERIOD_S = 0.5
 # Processes are checked after the stream has stalled for so long; the interval then doubles, up to the limit below.
 _STILL_S = 2.0
 _MOST_S = 30.0
-# Time between two checks of a process that seems stopped, since a profiler stops a process for a moment.
-_SURE_S = 0.5
+
+# The period in which a rank asks the Supervisor.
+_SUPERVISOR_PERIOD_S = 1.0
+# Time without an answer, after which the Supervisor's process is checked. A busy one answers within milliseconds.
+_SUPERVISOR_ANSWER_S = 3.0
 
 
-class Process(NamedTuple):
-    """A process of a stream.
-
-    Attributes:
-        role: role for messages: "transform actor", "reader", "trainer 1".
-        pid: process id on its node.
-        started: start time, which distinguishes it from a later process of the same id; "" = unknown.
-        address: address of its node.
-        node: id of its node.
-    """
-
-    role: str
-    pid: int
-    started: str
-    address: str
-    node: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.address}, node {self.node[:8]}"
-
-
-def this_process(role: str) -> Process:
-    """Return the calling process, which is connected to Ray."""
-    _, started = _stat(os.getpid())
-    node = ray.get_runtime_context().get_node_id()
-    return Process(role, os.getpid(), started, ray.util.get_node_ip_address(), node)
-
-
-def here() -> NodeAffinitySchedulingStrategy:
-    """Return the strategy for the caller's node; if `soft`, Ray 2.60 would place every second actor elsewhere."""
-    return NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )
-
-
-def in_worker() -> bool:
-    """Return whether Ray started the calling process; users may stop other processes with Ctrl-Z."""
-    worker: Any = ray.get_runtime_context().worker
-    return bool(worker.mode == ray.WORKER_MODE)
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """Return a process's state and start time from Linux; both empty for a dead process or another system."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
-
-
-def is_stopped(process: Process) -> bool:
-    """Return whether a process of this node is stopped."""
-    return bool(process.started) and _stat(process.pid) == ("T", process.started)
-
-
-def end_stopped(processes: list[tuple[int, str]]) -> list[int]:
-    """Kill those of this node's processes that are stopped, now and a moment later; return their ids.
-
-    Args:
-        processes: id and start time of each.
-    """
-
-    def stopped() -> list[int]:
-        return [
-            pid
-            for pid, started in processes
-            if started and _stat(pid) == ("T", started)
-        ]
-
-    suspects = stopped()
-    if suspects:
-        time.sleep(_SURE_S)
-    ended = [pid for pid in stopped() if pid in suspects]
-    for pid in ended:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return ended
-
-
-class Watch:
+class StreamWatchdog:
     """Checks a stream's processes while the stream has stalled; see above.
 
     Args:
@@ -207,7 +132,7 @@ class Watch:
                 (process.pid, process.started) for process in self._on(node).values()
             ]
             on_node = NodeAffinitySchedulingStrategy(node, soft=False)
-            task = ray.remote(end_stopped).options(
+            task = ray.remote(kill_stopped).options(
                 num_cpus=0, max_retries=0, scheduling_strategy=on_node
             )
             self._looks[node] = task.remote(known)
@@ -233,3 +158,68 @@ class Watch:
                         f"{process.role} ({process}{work and f', {work}'})",
                         "stopped",
                     )
+
+
+class SupervisorWatchdog:
+    """SupervisorWatchdog of one rank, in a thread.
+
+    Args:
+        supervisor: handle of the stream's Supervisor.
+        rank: number of the rank.
+        waited_s: returns the seconds for which the rank has waited for a batch; 0 = it does not wait.
+    """
+
+    def __init__(
+        self, supervisor: Any, rank: int, waited_s: Callable[[], float]
+    ) -> None:
+        self._supervisor = supervisor
+        self._rank = rank
+        self._waited_s = waited_s
+        self._process: Process | None = None  # where the Supervisor has answered from
+        self._asked: Any = None
+        self._asked_at = 0.0
+        self._left = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="raypipe-sentry", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop to watch; a call afterwards would start Ray again."""
+        self._left.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(2 * _SUPERVISOR_PERIOD_S)
+
+    def _run(self) -> None:
+        while not self._left.wait(_SUPERVISOR_PERIOD_S) and ray.is_initialized():
+            try:
+                self.turn(time.monotonic())
+            except Exception:
+                logger.debug("cannot watch a stream's supervisor", exc_info=True)
+
+    def turn(self, now: float) -> None:
+        """Ask the Supervisor for an answer, or take it; check the process of one that gives none."""
+        if self._asked is None:
+            self._asked = self._supervisor.hears.remote(self._rank, self._waited_s())
+            self._asked_at = now
+        if ray.wait([self._asked], timeout=_SUPERVISOR_PERIOD_S)[0]:
+            asked, self._asked = self._asked, None
+            self._process = ray.get(asked)
+        elif now - self._asked_at >= _SUPERVISOR_ANSWER_S and self._process:
+            self._check(self._process)
+
+    def _check(self, process: Process) -> None:
+        if (
+            process.node != ray.get_runtime_context().get_node_id()
+        ):  # rank 0 is on its node
+            return
+        if kill_stopped([(process.pid, process.started)]):
+            self._process = self._asked = None
+            # The restarted one records it.
+            self._supervisor.note.remote(
+                f"killed a stopped process (SIGSTOP) that watched the stream: {process.role} ({process})",
+                "stopped",
+            )

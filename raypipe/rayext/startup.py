@@ -1,30 +1,26 @@
-"""Waits during a start, with a limit and log lines: for a cluster's head, other starting runs, and resources."""
+"""Waits during a start, with a limit and log lines: for other starting runs, and for resources."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
-from ray import _raylet
-from ray._private import services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.errors import NoRoomError
 from raypipe.progress import print_progress
-from raypipe.rayext.watch import Process, is_stopped, this_process
+from raypipe.rayext.processes import Process, is_stopped, this_process
 
 logger = logging.getLogger(__name__)
 
 _FIRST_LINE_S = 1.0
 _LINE_EVERY_S = 30.0
-_CONNECT_S = 3.0  # timeout of a connection to a port
-_LOST_S = 5.0  # a living head answers at once
+_KILL_S = 5.0  # longest wait for the end of a call that may never return
 
 _STARTING = "raypipe-start"
 _HOLDER_S = 2.0  # time for the other run's actor to answer
@@ -37,7 +33,7 @@ class Wait:
         timeout_s: limit, after which the wait raises.
         check: called at each turn; may raise to end the wait.
         setting: setting of `timeout_s`, for messages.
-        tell: called with the thing when a line about it is logged.
+        tell: called with the reason of the wait when a line about it is logged.
     """
 
     def __init__(
@@ -45,7 +41,7 @@ class Wait:
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
         setting: str = "",
-        tell: Callable[[str], object] = lambda thing: None,
+        tell: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self._tell = tell
         self._timeout_s = timeout_s
@@ -54,73 +50,22 @@ class Wait:
         self._begun = time.monotonic()
         self._line_at = self._begun + _FIRST_LINE_S - _LINE_EVERY_S
 
-    def turn(self, thing: str, pause_s: float = 0.5) -> None:
-        """Wait a little longer for a thing; raise NoRoomError at the limit."""
+    def turn(self, reason: str, pause_s: float = 0.5) -> None:
+        """Wait a little longer for a reason, which follows "waiting for"; raise NoRoomError at the limit."""
         self._check()
         now = time.monotonic()
         left_s = self._begun + self._timeout_s - now
         if left_s <= 0:
             raise NoRoomError(
-                f"waited {self._timeout_s:g} s{self._setting} for {thing}"
+                f"waited {self._timeout_s:g} s{self._setting} for {reason}"
             )
         if now - self._line_at >= _LINE_EVERY_S:
             self._line_at = now
             print_progress(
-                logger, f"waiting up to {left_s:.0f} s more{self._setting} for {thing}"
+                logger, f"waiting up to {left_s:.0f} s more{self._setting} for {reason}"
             )
-            self._tell(thing)
+            self._tell(reason)
         time.sleep(min(pause_s, left_s))
-
-
-def wait_for_head(address: str, wait: Wait) -> None:
-    """Wait until the head of the cluster at an address answers.
-
-    Ray itself would wait for minutes, without a message, and without reacting to signals.
-
-    Raises:
-        ResourceError: the head does not answer in time.
-    """
-    answered = threading.Event()
-    ended = threading.Event()
-    reason = ["no answer"]
-
-    def ask() -> (
-        None
-    ):  # in a thread, since signals interrupt the main thread only in Python code
-        while not ended.wait(0 if reason[0] == "no answer" else 1):
-            try:
-                head = services.canonicalize_bootstrap_address(address)
-                if head is not None:  # None for an address that cannot be tested
-                    host, _, port = head.rpartition(":")
-                    socket.create_connection(
-                        (host.strip("[]"), int(port)), _CONNECT_S
-                    ).close()
-                    reason[0] = "it accepts connections, but does not answer"
-                    client: Any = _raylet
-                    client.GcsClient(address=head).internal_kv_get(b"raypipe", None)
-                return answered.set()
-            except (
-                Exception
-            ) as error:  # host names, sockets and Ray raise different types
-                reason[0] = str(error) or type(error).__name__
-
-    threading.Thread(target=ask, daemon=True, name="raypipe-head").start()
-    try:
-        while not answered.wait(0.2):
-            wait.turn(f"the Ray cluster at {address} ({reason[0]})", 0)
-    finally:
-        ended.set()
-
-
-def is_head_lost() -> bool:
-    """Return whether the head of the connected cluster no longer answers."""
-    if not ray.is_initialized():
-        return False
-    try:
-        wait_for_head(ray.get_runtime_context().gcs_address, Wait(_LOST_S))
-    except Exception:
-        return True
-    return False
 
 
 class _Starting:
@@ -134,18 +79,17 @@ class _Starting:
     def __init__(self, run: str, driver: Process) -> None:
         self._run = run
         self._driver = driver
-        self._thing = ""
+        self._reason = ""
 
-    def tell(self, thing: str) -> None:
-        """The run waits for a thing."""
-        self._thing = thing
+    def tell(self, reason: str) -> None:
+        """Record what the run waits for."""
+        self._reason = reason
 
     def state(self) -> str:
         """Return who holds up the other runs, and why."""
-        why = f", which waits for {self._thing}" if self._thing else ""
-        if self._driver.node == ray.get_runtime_context().get_node_id() and is_stopped(
-            self._driver
-        ):
+        why = f", which waits for {self._reason}" if self._reason else ""
+        is_here = self._driver.node == ray.get_runtime_context().get_node_id()
+        if is_here and is_stopped(self._driver):
             why = ", which is stopped (SIGSTOP): continue or end it"
         return f"run {self._run} ({self._driver}){why}"
 
@@ -160,14 +104,12 @@ def only_start(wait: Wait, run: str = "") -> Iterator[Any]:
     Args:
         run: name of this run, for others.
     """
-    own = NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=True
-    )
+    node = ray.get_runtime_context().get_node_id()
     options = {
         "num_cpus": 0,
         "name": _STARTING,
         "namespace": "raypipe",
-        "scheduling_strategy": own,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
     }
     while True:
         try:
@@ -189,7 +131,7 @@ def only_start(wait: Wait, run: str = "") -> Iterator[Any]:
             target=_kill, args=(actor,), daemon=True, name="raypipe-kill"
         )
         killing.start()
-        killing.join(_LOST_S)
+        killing.join(_KILL_S)
 
 
 def _kill(actor: Any) -> None:

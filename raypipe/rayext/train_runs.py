@@ -86,12 +86,12 @@ def join_own_run() -> None:
     """Make the run of the calling trainer one of raypipe's; do nothing elsewhere."""
     if controller := own_controller():
         try:
-            ray.get(join(controller), timeout=_ANSWER_S)
+            ray.get(join_run(controller), timeout=_ANSWER_S)
         except ray.exceptions.RayError:
             logger.warning("Ray Train's controller does not answer", exc_info=True)
 
 
-def join(controller: Any) -> Any:
+def join_run(controller: Any) -> Any:
     """Make the run of a controller one of raypipe's; returns a reference to the call's end."""
     return controller.__ray_call__.remote(adapt)
 

@@ -33,7 +33,7 @@ from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import DriverWatch, wait_for_trainers
 from raypipe.rayext.failures import explanation, is_final, is_lost
 from raypipe.rayext.head import is_head_lost
-from raypipe.rayext.train_runs import is_cleaner, join
+from raypipe.rayext.train_runs import is_cleaner, join_run
 from raypipe.rayext.tweaks import are_on
 
 logger = logging.getLogger(__name__)
@@ -257,14 +257,17 @@ class RunTrainer(TorchTrainer):
     def fit(self) -> Any:
         """Train; if Ray Train's controller dies, begin again from the last checkpoint, `max_failures` times."""
         failures = self.run_config.failure_config
-        most = failures.max_failures if failures else 0
+        max_failures = failures.max_failures if failures else 0
         for deaths in itertools.count(1):
             try:
                 return self._fit()
-            except (
-                ray.exceptions.RayActorError
-            ) as error:  # Ray Train raises its own errors for trainers
-                if 0 <= most < deaths or is_head_lost() or not wait_for_trainers():
+            # Ray Train raises its own errors for trainers.
+            except ray.exceptions.RayActorError as error:
+                if (
+                    0 <= max_failures < deaths
+                    or is_head_lost()
+                    or not wait_for_trainers()
+                ):
                     raise
                 cause = _DEAD_ACTOR.sub(r"process \1 on \2, \3", explanation(error))
                 text = f"restarting the trainers: Ray Train's controller died: {cause}"
@@ -319,7 +322,7 @@ class RunTrainer(TorchTrainer):
 
     def _register_sigint_handler(self, controller: Any) -> None:
         self._controller = controller
-        join(controller)  # before the trainers start
+        join_run(controller)  # before the trainers start
         self._watch = DriverWatch(
             controller, self._timeout_s, self._give_up, self._record
         )

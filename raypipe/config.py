@@ -650,6 +650,9 @@ class TrainConfig(Section, prefix="train."):
             `module:function` that makes a model for `num_classes`.
         loss: "cross_entropy", or `module:function` of logits and targets that returns a loss for each sample;
             targets other than classes need one.
+        metrics: more metrics of the validation, besides loss and accuracy: `module:name` of a function of outputs,
+            targets and weights, or of an object such as one of torchmetrics, see docs/training-loop.md; empty =
+            none.
         optimizer: "sgd" (with Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
         lr_schedule: schedule of the learning rate: "cosine", or `module:function` of the step, the number of all
             steps, the number of warm-up steps, and `lr`.
@@ -688,6 +691,7 @@ class TrainConfig(Section, prefix="train."):
 
     model: str = "resnet50"
     loss: str = "cross_entropy"
+    metrics: str = ""
     optimizer: str = "sgd"
     lr_schedule: str = "cosine"
     num_classes: Annotated[int, Limits(0, 1 << 24)] = 0
@@ -726,6 +730,8 @@ class TrainConfig(Section, prefix="train."):
                 value,
                 f"module:function or one of {names}",
             )
+        ok = not self.metrics or ":" in self.metrics
+        self._require(ok, "metrics", self.metrics, "module:name, or empty")
         interval = self.checkpoint_interval
         ok = isinstance(interval, int) or _TIME.fullmatch(interval) is not None
         self._require(

@@ -151,6 +151,27 @@ def test_the_public_names_are_pinned() -> None:
     ]
 
 
+def documented_names() -> set[str]:
+    """The names on the page of the Python API."""
+    page = (ROOT.parent / ".ci" / "api.md").read_text()
+    return set(re.findall(r"^::: (\S+)", page, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("module", ["loop", "ddp", "ordered", "validation"])
+def test_the_training_loop_imports_only_public_names(module: str) -> None:
+    public = documented_names() | {f"raypipe.{name}" for name in raypipe.__all__}
+    tree = ast.parse((ROOT / "train" / f"{module}.py").read_text())
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {
+        f"{node.module}.{alias.name}"
+        for node in froms
+        for alias in node.names
+        if node.module and node.module.partition(".")[0] == "raypipe"
+    }
+    inside = {name for name in imported if name.startswith("raypipe.train.")}
+    assert imported - inside <= public
+
+
 def test_every_public_name_is_there_listed_and_described() -> None:
     for name in raypipe.__all__:
         value = getattr(raypipe, name)

@@ -82,7 +82,7 @@ class FinalErrors(WorkerGroupCallback):
             raise PreemptionError(self._notice)
 
 
-def join_own_run() -> None:
+def join_run_of_trainer() -> None:
     """Make the run of the calling trainer one of raypipe's; do nothing elsewhere."""
     if controller := own_controller():
         try:

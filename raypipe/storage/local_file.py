@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import stat
 import time
@@ -157,6 +158,7 @@ def make_cache_folder(name: str = "") -> Path:
     return folder
 
 
+@functools.cache
 def boot_id() -> str:
     """Return an id that changes with each start of the machine; empty if unknown, as on any system but Linux."""
     with contextlib.suppress(OSError):

@@ -41,7 +41,6 @@ from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.console import changes, describe
 from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.models import check_code, num_classes_of
 from raypipe.train.run_folder import (
@@ -56,6 +55,7 @@ from raypipe.train.run_folder import (
     store_config,
     write_error,
 )
+from raypipe.train.summary import changes, summarize
 from raypipe.transform.ending import normalization
 from raypipe.transform.views import makes_views
 
@@ -72,8 +72,9 @@ def train(run: RunConfig) -> dict[str, Any]:
     run. During the start, the run ends before it starts the trainers.
 
     Returns:
-        `val_accuracy` (None without validation), `images_per_s`, `wait_fraction`, `steps`, `run_dir`,
-        `first_batch_s`, and `stopped`: whether it was stopped on request, before its last step.
+        `val_accuracy` (None without validation), `val_NAME` for each name of `train.metrics`, `images_per_s`,
+        `wait_fraction`, `steps`, `run_dir`, `first_batch_s`, and `stopped`: whether it was stopped on request,
+        before its last step.
 
     Raises:
         RaypipeError: an error in the configuration, a store, the cluster or the run.
@@ -116,7 +117,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             remove_stop(run_uri)
         store_config(run, run_uri)
         remove_error(run_uri)
-        print_progress(logger, describe(run, spec, allocation, run_uri))
+        print_progress(logger, summarize(run, spec, allocation, run_uri))
         phase(
             logger,
             f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}",
@@ -215,7 +216,7 @@ def _allocated(
         start = None
     else:
         start = starting.enter_context(only_start(wait(), run.name))
-    tell = start.tell.remote if start else lambda thing: None
+    tell = start.tell.remote if start else lambda text: None
     allocation = preflight(run.pool, run.train, run.plan.per_step, wait(tell=tell))
     spec.plan.check_workers(allocation.workers)
     interrupts.check()
@@ -236,9 +237,11 @@ def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:
     train_s = figures["train_s"] or 1.0  # 0 if the run has not trained
     return {
         **{
-            name: figures[name]
-            for name in ("val_accuracy", "steps", "stopped", "first_batch_s")
+            name: value
+            for name, value in figures.items()
+            if name.startswith("val_") and name not in ("val_loss", "val_samples")
         },
+        **{name: figures[name] for name in ("steps", "stopped", "first_batch_s")},
         "images_per_s": figures["images"] / train_s,
         "wait_fraction": figures["wait_s"] / train_s,
         "run_dir": run_uri.removeprefix("file://"),
@@ -320,7 +323,7 @@ def _fit(
 ) -> dict[str, Any]:
     """Train on the allocated resources; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from raypipe.rayext.trainer import RunTrainer, ray_config
-    from raypipe.train.loop import train_loop
+    from raypipe.train.worker import train_loop
 
     run = loop["run"]
     run_uri = loop["run_uri"]
@@ -396,10 +399,10 @@ def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
     )
     address = join_address(run_uri, ERROR_FILE).removeprefix("file://")
     if problem:
-        place = f"traceback lost: {problem}"
+        hint = f"traceback lost: {problem}"
     else:
-        place = f"traceback: {address}"
-    return RunError(f"{explanation(error)} ({place})")
+        hint = f"traceback: {address}"
+    return RunError(f"{explanation(error)} ({hint})")
 
 
 def _record_error(run_uri: str, text: str) -> str:

@@ -41,7 +41,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def describe(
+def summarize(
     run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str
 ) -> str:
     """Describe a run: the settings that differ from the defaults, and values derived from the settings."""

@@ -27,7 +27,7 @@ from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from raypipe import TransformConfig, open_store
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode

@@ -20,6 +20,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.commands.convert_dataset import make_copy
 from raypipe.commands.copies import write_shard
@@ -32,7 +33,6 @@ from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.destination import new_path, new_remote
-from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.record import ColumnValues, column_types
 from raypipe.stores.scan import SIZE_COLUMNS, scan
 from raypipe.stores.sources import Asked, Source, open_source
@@ -150,7 +150,7 @@ def convert(
             )
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
-        first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
+        first = store.read(np.arange(min(len(store), CHUNK)), tuple(store.schema.names))
         columns = column_types(_with_later(store, first), store.address, short_side)
         sized = tuple(
             name
@@ -212,18 +212,18 @@ def convert(
 def _with_later(store: Store, first: Columns) -> Columns:
     """Return the first values of columns, and what decides a type later: a value, or None among integers."""
     columns = dict(first)
-    # An LMDB has the types of its columns, and is read whole for any of them.
-    for name in (
-        columns.keys() - {"image", "label"} if not isinstance(store, LMDBStore) else ()
-    ):
+    for field in store.schema:
+        name = field.name
+        if name in ("image", "label"):
+            continue
         kinds = set(map(type, first[name]))
-        if kinds == {NoneType} or all(
-            issubclass(kind, int | np.integer | np.bool_) for kind in kinds
-        ):
+        has_no_value = kinds == {NoneType} and not pa.types.is_string(field.type)
+        may_lack_one = pa.types.is_integer(field.type) or pa.types.is_boolean(
+            field.type
+        )
+        if has_no_value or (may_lack_one and field.nullable and NoneType not in kinds):
             later = (value for part in scan(store, (name,), "") for value in part[name])
-            decisive = (
-                value for value in later if (value is None) != (kinds == {NoneType})
-            )
+            decisive = (value for value in later if (value is None) != has_no_value)
             columns[name] = [*first[name], *itertools.islice(decisive, 1)]
     return columns
 

@@ -24,8 +24,9 @@ from raypipe.commands import cli, tasks
 from raypipe.commands.convert import convert as _convert
 from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
 from raypipe.stores import open_store
-from raypipe.stores.base import MemoryStore, Store
+from raypipe.stores.base import Columns, Store
 from raypipe.stores.destination import new_path, write_atomically
+from raypipe.stores.memory import MemoryStore
 from raypipe.transform import kernel
 from raypipe.transform.decode import decode
 from raypipe.transform.seekable import is_seekable
@@ -444,10 +445,8 @@ class TestConvert:
                 self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
             ) -> Any:
                 if 0 in indices and len(columns) == 2 and log.exists():
-                    return {
-                        "image": [b""] * len(indices),
-                        "label": np.zeros(len(indices), int),
-                    }
+                    labels = np.zeros(len(indices), int)
+                    return Columns([b""] * len(indices), pa.table({"label": labels}))
                 with log.open("a") as file:
                     file.write(".")
                 time.sleep(0.2)

@@ -15,7 +15,7 @@ from raypipe.commands.convert import _with_later, convert
 from raypipe.commands.copies import digest_of, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.stores.record import Fingerprint, RecordLayout, column_types, plain
 
 TYPES = {

@@ -13,7 +13,7 @@ import torch
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker

@@ -28,10 +28,13 @@ PACKAGES = [
     "errors",
     "mistakes",
     "environment",
-    "lookup",
+    "importing",
+    "packages",
+    "cpus",
     "native",
     "logs",
-    "failures",
+    "progress",
+    "printing",
     "section",
     "config",
     "storage",
@@ -126,7 +129,9 @@ def test_the_public_names_are_pinned() -> None:
         "Plan",
         "PlanConfig",
         "PoolConfig",
+        "Population",
         "RaypipeError",
+        "Sampler",
         "StreamSpec",
         "TransformConfig",
         "check_resources",
@@ -207,7 +212,7 @@ def test_each_package_imports_only_from_those_before_it() -> None:
                 )
 
 
-def test_imports_have_no_circle_and_no_chain_beyond_fourteen() -> None:
+def test_imports_have_no_circle_and_no_chain_beyond_sixteen() -> None:
     graph = {
         m: {n.removeprefix("raypipe.") for n in imports(m) if n.startswith("raypipe.")}
         for m in MODULES
@@ -217,7 +222,7 @@ def test_imports_have_no_circle_and_no_chain_beyond_fourteen() -> None:
         chain[module] = 1 + max(
             (chain[name] for name in graph.get(module, ())), default=0
         )
-    assert max(chain.values()) <= 14, max(chain, key=chain.__getitem__)
+    assert max(chain.values()) <= 16, max(chain, key=chain.__getitem__)
 
 
 def test_each_side_knows_only_its_own_framework() -> None:

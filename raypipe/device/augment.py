@@ -136,7 +136,7 @@ class Normalize:
         return addcmul(self._shift, image, scale, self._dtype)
 
     def cast(self, image: torch.Tensor) -> torch.Tensor:
-        """Only scale whole numbers to [0, 1]."""
+        """Return images as floating point; only whole numbers are scaled, to [0, 1]."""
         return scaled(image).to(self._dtype, memory_format=torch.channels_last)
 
 

@@ -210,7 +210,7 @@ def pack(fused: Fused, params: FusedParams, height: int, width: int) -> np.ndarr
 
 
 def _maps(params: FusedParams, height: int, width: int) -> np.ndarray:
-    """From a pixel of the result to the one that it shows: shift, turn and scale undone, then the flip; (B, 6)."""
+    """Return affine maps (B, 6) from the result to the source: shift, turn and scale undone, then the flip."""
     turn = np.deg2rad(params.degrees)
     cos = np.cos(turn) / params.scale
     sin = np.sin(turn) / params.scale
@@ -302,7 +302,7 @@ def _sampled(image: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
 
 
 def _blurred(image: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Each row by its own five weights, along both axes; float32 (B, C, H, W), and (B, 5)."""
+    """Blur each row by its own five weights, along both axes; float32 (B, C, H, W), and (B, 5)."""
     shape = rows, channels, height, width = image.shape
     flat = image.reshape(1, rows * channels, height, width)
     of_channel = weights.repeat_interleave(channels, 0)
@@ -314,7 +314,7 @@ def _blurred(image: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Each row through its own map of color, not cut off as yet."""
+    """Map the colors of each row by its own matrix, without a limit to their range."""
     means = image.mean((2, 3), dtype=torch.float32)
     offset = (means * packed[:, _MEAN]).sum(1).view(-1, 1, 1, 1)
     color = packed[:, _COLOR].unflatten(1, (3, 3))[..., None, None]
@@ -358,7 +358,7 @@ def addcmul(
 
 
 def _erased(out: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """In place: cut off at 0 and 1, and at 0 and 0 in the box that is erased."""
+    """Limit the values in place, to [0, 1], and to 0 in the box that is erased."""
     height, width = out.shape[2:]
     places = torch.arange(max(height, width), device=out.device)
     box = packed[:, _ERASE].unflatten(1, (2, 2, 1))

@@ -185,7 +185,7 @@ def _check_alone(step: nn.Module, targets: Collection[str], has_label: bool) -> 
 
 
 def _operations(module: nn.Module) -> Iterator[Any]:
-    """Kornia's operations within a module."""
+    """Return Kornia's operations within a module."""
     for each in module.modules():
         if kornia_class(each, "AugmentationBase2D", "MixAugmentationBaseV2"):
             yield each

@@ -34,7 +34,7 @@ from raypipe.device.targets import (
     to_boxes,
 )
 from raypipe.errors import ConfigError
-from raypipe.lookup import import_name, place_of
+from raypipe.importing import import_name, raised_at
 from raypipe.transform.fields import LABEL
 from raypipe.transform.process_state import process_kept, seed_process
 
@@ -248,7 +248,7 @@ class UserModule:
         keys = ", ".join(["image", *made.targets])
         return (
             f"augment.module={self._name}: {type(step).__name__} fails on {keys} of {tuple(made.image.shape)}: "
-            f"{type(error).__name__}: {error} (at {place_of(error)})"
+            f"{type(error).__name__}: {error} (at {raised_at(error)})"
         )
 
     @contextlib.contextmanager

@@ -60,6 +60,7 @@ class Batch(Unlike, instead=_INSTEAD):
         target_host: the target, on the host.
         index: int64 (B,), on the host; -1 for padding.
         ends_step: whether it is this rank's last micro-batch of an optimizer step.
+        ends_split: whether it is this rank's last micro-batch of an epoch's training, or of a validation.
         num_bad: samples replaced or left out.
         read_s: seconds that an actor spent reading it.
         work_s: seconds that an actor spent on it in all.
@@ -82,6 +83,7 @@ class Batch(Unlike, instead=_INSTEAD):
     index: np.ndarray
     num_bad: int
     ends_step: bool = False
+    ends_split: bool = False
     read_s: float = 0.0
     work_s: float = 0.0
     outage_s: float = 0.0

@@ -23,9 +23,9 @@ import pyarrow.fs
 from raypipe.errors import ConfigError, OutageError, RaypipeError
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import open_input, read_whole, write_synced
-from raypipe.storage.filesystem import explained, join, open_filesystem
-from raypipe.storage.patience import impatient
-from raypipe.storage.patient import upload
+from raypipe.storage.filesystem import errors_as, join_address, open_filesystem
+from raypipe.storage.retries import without_retries
+from raypipe.storage.retrying_filesystem import upload
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def read_records(run_uri: str, name: str = METRICS) -> list[dict[str, Any]]:
     Raises:
         ConfigError: it cannot be read.
     """
-    return parse(read_whole(join(run_uri, name)) or b"")
+    return parse(read_whole(join_address(run_uri, name)) or b"")
 
 
 def parse(content: bytes) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
         reason: why they are started again, see `prometheus.METRICS`.
     """
     try:
-        content = read_whole(join(run_uri, METRICS)) or b""
+        content = read_whole(join_address(run_uri, METRICS)) or b""
         step = max((record["step"] for record in parse(content)), default=0)
         fault = {
             "kind": "fault",
@@ -100,7 +100,7 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
             "time": time.time(),
         }
         line = json.dumps(fault).encode() + b"\n"
-        filesystem, path = open_filesystem(join(run_uri, METRICS))
+        filesystem, path = open_filesystem(join_address(run_uri, METRICS))
         if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
             _append_whole(Path(path), line)
         else:
@@ -124,7 +124,7 @@ def _append_whole(path: Path, lines: bytes) -> None:
         file.write(lines)
 
 
-class RunLog:
+class RecordWriter:
     """Rank 0's record of a run. Local runs are written in place; remote ones are copied at each `sync`.
 
     A line that cannot be written is skipped, with one warning: a full disk does not end a run.
@@ -165,7 +165,7 @@ class RunLog:
             for name in (METRICS, SAMPLES):
                 where = f"{self._remote}/{name}"
                 with (
-                    explained(ConfigError, f"{where} cannot be read"),
+                    errors_as(ConfigError, f"{where} cannot be read"),
                     contextlib.suppress(FileNotFoundError),
                 ):
                     (self._folder / name).write_bytes(
@@ -206,7 +206,7 @@ class RunLog:
             f"the record, which is left in {self._folder}," if last else "the record"
         ):
             # The next one brings all that this one does not; the last one waits for storage.
-            with contextlib.nullcontext() if last else impatient():
+            with contextlib.nullcontext() if last else without_retries():
                 upload(str(self._folder), self._filesystem, self._remote)
             if last:
                 shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and what to do about it.
+"""Times of a run's stages, and advice on the slowest of them.
 
     mark → StageClock, which never waits for the device → StageTimes of a rank → diagnose: sentences
 
@@ -15,14 +15,20 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raypipe.metrics.observer import Observer
+
+if TYPE_CHECKING:
+    from raypipe.plan.places import Split
+
 
 def mark(device: torch.device) -> Any:
-    """This point in time: a recorded torch.cuda.Event of the current stream, or seconds of time.perf_counter."""
+    """Return a mark of this moment: a recorded torch.cuda.Event of the current stream, or time.perf_counter()."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -108,32 +114,93 @@ class StageTimes:
         return 0.0
 
 
-class StageClock:
-    """Sums over a run. Marks on CUDA are read when the device has passed them, so the newest may be missing."""
+class StageClock(Observer):
+    """Sums over a run, by split. Marks on CUDA are read when the device has passed them, so the newest may be
+    missing.
 
-    def __init__(self) -> None:
-        self._pending: deque[tuple[str, Any, Any]] = deque()
-        self._times = StageTimes()
+    Args:
+        device: the device whose time is measured.
 
-    def add(self, stage: str, start: Any, end: Any) -> None:
+    Attributes:
+        first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pending: deque[tuple[Split, str, Any, Any]] = deque()
+        self._times: dict[Split, StageTimes] = {
+            "train": StageTimes(),
+            "val": StageTimes(),
+        }
+        self._asked: Any = None  # the mark of the last request
+        self._arrived: Any = None  # the mark of its batch
+        # the split of the batch that is computed, and the mark of its beginning
+        self._computing: tuple[Split, Any] | None = None
+        # The split whose compute a checkpoint interrupts.
+        self._suspended: Split | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """The wait for the first batch begins."""
+        self._created = time.perf_counter()
+        self.first_batch_s = 0.0
+
+    def add(self, split: Split, stage: str, start: Any, end: Any) -> None:
         """Count the time between two marks. May be called from any thread."""
-        self._pending.append((stage, start, end))
+        self._pending.append((split, stage, start, end))
 
-    def count(self, **amounts: Any) -> None:
+    def count(self, split: Split, **amounts: Any) -> None:
         """Add to sums, by their names."""
-        self._times += StageTimes(**amounts)
+        self._times[split] += StageTimes(**amounts)
 
-    def times(self) -> StageTimes:
+    def times(self, split: Split) -> StageTimes:
         """The sums so far."""
         for _ in range(len(self._pending)):
-            stage, start, end = self._pending.popleft()
+            of_split, stage, start, end = self._pending.popleft()
             if isinstance(end, float):
-                self.count(**{f"{stage}_s": end - start})
+                self.count(of_split, **{f"{stage}_s": end - start})
             elif end.query():
-                self.count(**{f"{stage}_s": start.elapsed_time(end) / 1000})
+                seconds = start.elapsed_time(end) / 1000
+                self.count(of_split, **{f"{stage}_s": seconds})
             else:
-                self._pending.append((stage, start, end))
-        return self._times
+                self._pending.append((of_split, stage, start, end))
+        return self._times[split]
+
+    def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
+        self._end_compute()
+
+    def arrived(self, split: Split) -> None:
+        drained = has_drained(self._asked)
+        self._arrived = mark(self._device)
+        if self.first_batch_s:
+            self.add(split, "wait", self._asked, self._arrived)
+            self.count(split, micro_batches=1, drained=drained)
+        else:  # the start of the run is reported apart
+            self.first_batch_s = time.perf_counter() - self._created
+
+    def handed_out(self, split: Split, amounts: Mapping[str, Any]) -> None:
+        self.count(split, **amounts)
+        now = mark(self._device)
+        self.add(split, "augment", self._arrived, now)
+        self._computing = split, now
+
+    def saving(self, cause: Callable[[], str]) -> None:
+        self._suspended = self._computing[0] if self._computing else None
+        self._end_compute()
+
+    def saved(self) -> None:
+        now = mark(self._device)
+        self.add("train", "checkpoint", self._asked, now)
+        if self._suspended:
+            self._computing = self._suspended, now
+
+    def _end_compute(self) -> None:
+        """The loop has launched the work of the last batch, and waits for something."""
+        self._asked = mark(self._device)
+        if self._computing:
+            split, since = self._computing
+            self.add(split, "compute", since, self._asked)
+            self._computing = None
 
 
 # The pool at most doubles every pool.grow_after_s (5 s), and blocks find their size meanwhile. So what limits a

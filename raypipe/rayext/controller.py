@@ -20,7 +20,7 @@ import ray
 from ray import _raylet
 from ray._private import state
 
-from raypipe.logs import progress
+from raypipe.progress import print_progress
 from raypipe.rayext.memory import publish, published
 from raypipe.rayext.watch import Process, end_stopped, is_stopped, this_process
 
@@ -177,7 +177,7 @@ class DriverWatch:
                 limit = "Ray's limit"
             else:
                 limit = "pool.stall_timeout_s"
-            progress(
+            print_progress(
                 logger,
                 f"{self._silence(silent_s)}; the run ends in {timeout_s - silent_s:.0f} s ({limit})",
             )

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.experimental import get_object_locations
 
-from raypipe.rayext.placement import nodes
+from raypipe.rayext.cluster_state import nodes
 
 # A rank fetches the block that it waits for, and one ahead.
 _FETCHED = 2

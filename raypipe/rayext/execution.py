@@ -28,8 +28,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypipe.config import PoolConfig
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
+from raypipe.rayext.data_context import CONTEXT_KEY, take_process
 from raypipe.rayext.deliveries import Deliveries
-from raypipe.rayext.ours import KEY, take_process
 from raypipe.rayext.patches import install
 from raypipe.rayext.pool import PoolKeeper
 from raypipe.rayext.watch import in_worker, this_process
@@ -111,7 +111,7 @@ def context_of(settings: Settings, actors: int) -> DataContext:
     context.memory_usage_poll_interval_s = None
     context.op_resource_reservation_enabled = False
     context.set_config("backpressure_policies.enabled", [InFlightPolicy])
-    context.set_config(KEY, settings)
+    context.set_config(CONTEXT_KEY, settings)
     # Each turn takes from the reader at most the blocks that it has buffered.
     limit = settings.limit(actors)
     if settings.reads:
@@ -194,7 +194,7 @@ class InFlightPolicy(BackpressurePolicy):
 
     def __init__(self, data_context: Any, topology: Any, resource_manager: Any) -> None:
         super().__init__(data_context, topology, resource_manager)
-        self._settings: Settings = data_context.get_config(KEY)
+        self._settings: Settings = data_context.get_config(CONTEXT_KEY)
         self._flow = _Flow(topology)
         self._next_look = 0.0  # time.perf_counter()
 

@@ -16,7 +16,7 @@ from ray._private import services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.errors import NoRoomError
-from raypipe.logs import progress
+from raypipe.progress import print_progress
 from raypipe.rayext.watch import Process, is_stopped, this_process
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Wait:
             )
         if now - self._line_at >= _LINE_EVERY_S:
             self._line_at = now
-            progress(
+            print_progress(
                 logger, f"waiting up to {left_s:.0f} s more{self._setting} for {thing}"
             )
             self._tell(thing)

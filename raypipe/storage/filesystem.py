@@ -1,7 +1,7 @@
 """Map from addresses to a file system and a path on it: local paths, file://, s3://, gs://, az://, abfs://, hdfs://,
 and the schemes of fsspec.
 
-All but the last are pyarrow's own. Remote ones have timeouts and retries, see `raypipe.storage.patience`. Settings
+All but the last are pyarrow's own. Remote ones have timeouts and retries, see `raypipe.storage.retries`. Settings
 and credentials come from the environment of each process, so every node of a cluster needs them:
 
     s3://bucket/key            AWS_ACCESS_KEY_ID or any other AWS login; AWS_REGION, else the bucket's region;
@@ -32,8 +32,8 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
-from raypipe.storage.patience import one_line, patience_s
-from raypipe.storage.patient import PatientFileSystem
+from raypipe.storage.retries import error_reason, patience_s
+from raypipe.storage.retrying_filesystem import RetryingFileSystem
 
 _CONNECT_S = 5
 _SILENT_S = 20  # a request without a byte for so long is retried
@@ -82,14 +82,14 @@ def as_uri(address: str) -> str:
     return Path(address).expanduser().resolve().as_uri()
 
 
-def join(address: str, *names: str) -> str:
+def join_address(address: str, *names: str) -> str:
     """Return the address of a name below the folder at an address."""
     return "/".join(
         (address.rstrip("/"), *(map(quote, names) if "://" in address else names))
     )
 
 
-def split(address: str) -> tuple[str, str]:
+def split_address(address: str) -> tuple[str, str]:
     """Return the address of the parent folder, "" for a bare name, and the last name; the reverse of `join`."""
     folder, _, name = address.rstrip("/").rpartition("/")
     return folder, unquote(name) if "://" in address else name
@@ -112,7 +112,7 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
 
     Raises:
         ConfigError: the address is malformed, contains credentials, or has an unknown scheme.
-        OSError: the file system cannot be reached, see `explained`.
+        OSError: the file system cannot be reached, see `errors_as`.
     """
     uri = str(address)
     scheme, mark, rest = uri.partition("://")
@@ -144,17 +144,17 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     try:
         filesystem = _filesystem(kind, host, settings, os.getpid())
     except pa.ArrowInvalid as error:
-        raise ConfigError(f"{uri}: {one_line(error)}") from error
+        raise ConfigError(f"{uri}: {error_reason(error)}") from error
     return filesystem, path.rstrip("/") or "/"
 
 
 @functools.lru_cache(maxsize=64)
 def _filesystem(
     kind: str, host: str, settings: frozenset[tuple[str, str]], pid: int
-) -> PatientFileSystem:
+) -> RetryingFileSystem:
     """Make or reuse this process's file system; `pid` keeps a forked child from using its parent's."""
     patience_s()  # raises early for a wrong setting
-    return PatientFileSystem(kind, host, _make)
+    return RetryingFileSystem(kind, host, _make)
 
 
 def _make(kind: str, host: str) -> pyarrow.fs.FileSystem:
@@ -257,12 +257,12 @@ def _fsspec(scheme: str, host: str) -> pyarrow.fs.FileSystem:
 
 
 @contextlib.contextmanager
-def explained(failure: type[RaypipeError], what: str) -> Iterator[None]:
+def errors_as(failure: type[RaypipeError], what: str) -> Iterator[None]:
     """Context manager: turn a file system's error into `failure` with one line: `what`, reason, and remedy."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        raise failure(f"{what}: {one_line(error)}") from error
+        raise failure(f"{what}: {error_reason(error)}") from error
 
 
 def exists(address: str) -> bool:
@@ -274,7 +274,7 @@ def exists(address: str) -> bool:
 def check_bucket(address: str) -> None:
     """Raise ConfigError if the bucket of a remote address cannot be reached, before work is done for it."""
     if is_remote(address):
-        with explained(ConfigError, f"{address} cannot be used"):
+        with errors_as(ConfigError, f"{address} cannot be used"):
             filesystem, path = open_filesystem(address)
             bucket = path.partition("/")[0] or "/"
             if filesystem.get_file_info(bucket).type == pyarrow.fs.FileType.NotFound:

@@ -29,9 +29,15 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError
 from raypipe.storage.files import open_input, write_synced
-from raypipe.storage.filesystem import as_uri, exists, explained, join, open_filesystem
+from raypipe.storage.filesystem import (
+    as_uri,
+    errors_as,
+    exists,
+    join_address,
+    open_filesystem,
+)
 from raypipe.storage.local_file import boot_id
-from raypipe.storage.patience import impatient
+from raypipe.storage.retries import without_retries
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +102,7 @@ def leased(run_uri: str) -> Iterator[str]:
         target=claim.renew_until, args=(ended,), daemon=True, name="raypipe-lease"
     )
     try:
-        with explained(ConfigError, f"{run_uri} cannot be written to"):
+        with errors_as(ConfigError, f"{run_uri} cannot be written to"):
             claim.win()
         renewing.start()
         yield claim.token
@@ -109,7 +115,7 @@ def leased(run_uri: str) -> Iterator[str]:
 
 def is_held(run_uri: str, token: str) -> bool:
     """Return whether a lease is still valid, from any machine that can read the run's folder."""
-    return exists(join(run_uri, _FOLDER, f"{token}.json"))
+    return exists(join_address(run_uri, _FOLDER, f"{token}.json"))
 
 
 def holder(run_uri: str) -> str:
@@ -135,7 +141,7 @@ class _Claim:
         self.token = secrets.token_hex(8)
         self._run_uri = run_uri
         self._since = time.time()
-        self._filesystem, self._folder = open_filesystem(join(run_uri, _FOLDER))
+        self._filesystem, self._folder = open_filesystem(join_address(run_uri, _FOLDER))
         self._path = f"{self._folder}/{self.token}.json"
 
     def win(self) -> None:
@@ -211,7 +217,7 @@ class _Claim:
     def renew_until(self, ended: threading.Event) -> None:
         while not ended.wait(_RENEW_S):
             try:
-                with impatient():  # the next round retries soon
+                with without_retries():  # the next round retries soon
                     self._renew()
             except FileNotFoundError:
                 return  # another process took the folder; the trainers detect it at their next checkpoint
@@ -220,7 +226,7 @@ class _Claim:
 
     def give_back(self) -> None:
         """Withdraw the claim, and remove the folder if it is empty; object storage has no folders."""
-        with contextlib.suppress(pa.ArrowException, OSError), impatient():
+        with contextlib.suppress(pa.ArrowException, OSError), without_retries():
             self._filesystem.delete_file(self._path)
             Path(self._folder).rmdir()
             Path(self._folder).parent.rmdir()

@@ -88,7 +88,7 @@ class TableColumns:
             kind = kind.field(self.leaves[name]).type
         if name == "label" and pa.types.is_integer(kind):
             return pa.int64()
-        if pa.types.is_string_view(kind):  # for which few functions of pyarrow exist
+        if pa.types.is_string_view(kind):  # few functions of pyarrow take views
             return pa.large_string()
         return pa.large_binary() if pa.types.is_binary_view(kind) else kind
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.numbers import MAX_SAMPLE_BYTES
 
 _LIST_SCALARS = (
     pa.ListScalar | pa.LargeListScalar | pa.ListViewScalar | pa.LargeListViewScalar
@@ -123,8 +123,8 @@ def to_arrow(numbers: np.ndarray, is_null: np.ndarray | None = None) -> pa.Array
 
 
 def to_values(column: pa.ChunkedArray) -> np.ndarray | list[Any]:
-    """Return a column's values, see above. Text that is not UTF-8, as in a damaged record, is None, and so is a
-    list over 512 MiB."""
+    """Return a column's values, see above. Text that is not UTF-8, as in a damaged record, is None; a list over
+    512 MiB is None too."""
     numbers = array_of(column.type)
     if numbers is None:
         return _python_values(column)
@@ -208,7 +208,7 @@ def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.ChunkedArray:
         return column.take(pa.array(rows))
     except (
         pa.ArrowNotImplementedError
-    ):  # of views of text and bytes, and run-end encoding
+    ):  # pyarrow takes no views of text and bytes, and no run ends
         chunks = [
             chunk for row in rows.tolist() for chunk in column.slice(row, 1).chunks
         ]

@@ -25,16 +25,12 @@ from typing import (
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.logs import printable
-from raypipe.lookup import choices
+from raypipe.mistakes import choices
+from raypipe.printing import printable
+from raypipe.stores.numbers import MAX_SAMPLE_BYTES as MAX_SAMPLE_BYTES
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-MAX_SAMPLE_BYTES = 1 << 29
-"""Largest file, member or record that is read as an image; a larger one, which might take all memory, becomes
-None. The limit is the size of 179 million pixels, the decoder's limit, as uncompressed RGB. Unpacking or joining
-such a value takes twice as much memory."""
 
 
 class Columns(Mapping[str, Any]):

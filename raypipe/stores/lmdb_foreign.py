@@ -301,6 +301,6 @@ def _numbers(dtype: str, numbers: list[Any]) -> pa.Array:
 
 def _fits(label: Any, kinds: tuple[type, ...]) -> bool:
     """Return whether a label is a number of these types, and of 64 bits."""
-    if not isinstance(label, kinds):
-        return False
-    return isinstance(label, float) or -(1 << 63) <= label < 1 << 63
+    if isinstance(label, int):
+        return -(1 << 63) <= label < 1 << 63
+    return isinstance(label, kinds)

@@ -14,6 +14,10 @@ from raypipe.errors import SampleError
 
 NPY = b"\x93NUMPY"
 """First bytes of a .npy file."""
+MAX_SAMPLE_BYTES = 1 << 29
+"""Largest file, member or record that is read as an image; a larger one, which might take all memory, becomes
+None. The limit is the size of 179 million pixels, the decoder's limit, as uncompressed RGB. Unpacking or joining
+such a value takes twice as much memory."""
 MAX_LABEL = (1 << 63) - 1
 """Largest label: labels are int64."""
 _MAX_HEADER_BYTES = 10_000  # numpy's own default

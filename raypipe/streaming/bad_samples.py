@@ -10,8 +10,8 @@ from typing import Any
 from raypipe.errors import BadSamplesError, SampleError, TransformError
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import write_text
-from raypipe.storage.filesystem import join, open_filesystem
-from raypipe.storage.patience import impatient
+from raypipe.storage.filesystem import join_address, open_filesystem
+from raypipe.storage.retries import without_retries
 from raypipe.stores.base import title_of
 
 logger = logging.getLogger(__name__)
@@ -38,11 +38,12 @@ def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]]) -> 
     if not folder_uri or folder_uri in _without_records:
         return
     try:
-        with impatient():
+        with without_retries():
             filesystem, folder = open_filesystem(folder_uri)
             filesystem.create_dir(folder, recursive=True)
             write_text(
-                join(folder_uri, f"{at}.jsonl"), "".join(line + "\n" for line in lines)
+                join_address(folder_uri, f"{at}.jsonl"),
+                "".join(line + "\n" for line in lines),
             )
     except (
         Exception

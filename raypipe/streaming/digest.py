@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.lookup import versions
+from raypipe.packages import versions
+from raypipe.plan.custom import sampler_content
 from raypipe.plan.places import Cursor
 from raypipe.rayext.failures import get
 from raypipe.storage.files import read_json, write_json
@@ -236,6 +237,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """A stream's settings, as names and plain values; its range in training steps through all epochs."""
     val = spec.stores.get("val")
+    sampler = spec.plan.config.sampler
     settings = {
         "plan": spec.plan.fingerprint,
         "store": spec.stores["train"].address,
@@ -247,6 +249,7 @@ def settings_of(
             f"plan.{name}": value
             for name, value in dataclasses.asdict(spec.plan.config).items()
         },
+        "plan.sampler": sampler and sampler_content(sampler),
         **{
             f"transform.{name}": value
             for name, value in dataclasses.asdict(spec.transform).items()

@@ -21,7 +21,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
-from raypipe.storage.patience import outages_s
+from raypipe.storage.retries import outages_s
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
 from raypipe.streaming.remake import (

@@ -22,8 +22,9 @@ from raypipe.logs import LogFormat
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
+from raypipe.rayext.data_context import join_train_run
 from raypipe.section import check
-from raypipe.storage.filesystem import join, split
+from raypipe.storage.filesystem import join_address, split_address
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Store
 from raypipe.stores.in_memory import InMemoryStore
@@ -91,6 +92,7 @@ def open_stream(
     Raises:
         StoreError, ConfigError: a store or a setting is wrong.
     """
+    join_train_run()
     check("raypipe.open_stream: plan", plan, PlanConfig | None)
     check("raypipe.open_stream: transform", transform, TransformConfig | None)
     check("raypipe.open_stream: pool", pool, PoolConfig | None)
@@ -98,7 +100,7 @@ def open_stream(
     declared = renamed(column_options(columns), target_column)
     transform = transform or TransformConfig()
     options = store_options(image_column, target_column or "", trust_pickles)
-    index = join(split(quarantine)[0], "index") if quarantine else ""
+    index = join_address(split_address(quarantine)[0], "index") if quarantine else ""
     train_store = open_stores(train, options, plan.shuffle, index)
     if val is None:
         val_store = None
@@ -290,7 +292,7 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
         pool=run.pool,
         exclude=store.exclude,
         filter=store.filter,
-        quarantine=join(run_uri, "quarantine") if run_uri else "",
+        quarantine=join_address(run_uri, "quarantine") if run_uri else "",
         run=run.name,
         log_format=run.log_format,
         image_column=store.image_column,

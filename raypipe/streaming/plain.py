@@ -12,7 +12,7 @@ import torch
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
-from raypipe.streaming.epochs import Epoch, Pass
+from raypipe.streaming.epochs import Batches, Epoch
 from raypipe.streaming.loader import Loader
 
 Format = Literal["dict", "batch"] | Callable[[Batch], Any]
@@ -73,10 +73,11 @@ class SharedEpochs:
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
+        self._epochs = loader.epochs()
         self._epoch: Epoch | None = None
         self._was_given = False  # the epoch's training, to a loop
 
-    def next(self, split: Split) -> Pass:
+    def next(self, split: Split) -> Batches:
         """The next training, or the validation of the epoch that is being trained."""
         if (
             self._epoch and self._epoch.train.turn != self.loader._turn
@@ -121,12 +122,15 @@ class SharedEpochs:
             )
 
     def _next_epoch(self) -> None:
-        self._epoch = next(self.loader.epochs(), None)
+        self._epoch = next(self._epochs, None)
+        if self._epoch is None:
+            # there are more again after a load_state_dict
+            self._epochs = self.loader.epochs()
         self._was_given = False
 
 
 class PlainLoader:
-    """Each iteration is the next epoch's training, after a resume the rest of it; or a whole validation.
+    """Iterable whose iterations are the next epoch's training, after a resume its end; or a whole validation.
 
     Both loaders of a run share one stream. It costs least in the order of the plan, which validates at the end of
     an epoch; at any other time, and a second time, a validation is made as well.
@@ -150,7 +154,7 @@ class PlainLoader:
         self._format = format
 
     def __len__(self) -> int:
-        """This rank's micro-batches of a whole epoch."""
+        """Return the number of this rank's micro-batches in a whole epoch."""
         plan = self._loader.plan
         loader = self._loader
         if self._split == "train":
@@ -207,7 +211,7 @@ class PlainLoader:
         return entries | ({"views": batch.views} if batch.views else {}) | batch.columns
 
 
-def _to_the_end(batches: Pass) -> Iterator[Batch]:
+def _to_the_end(batches: Batches) -> Iterator[Batch]:
     """The batches; their end is asked for with the last one, since loops that count do not ask for it."""
     taken = iter(batches)
     for number, batch in enumerate(taken, 1):

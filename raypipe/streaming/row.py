@@ -100,12 +100,12 @@ class SourceRow(NamedTuple):
         )
 
 
-def _ipc_bytes(table: pa.Table) -> pa.Buffer:
+def _ipc_bytes(table: pa.Table) -> bytes:
     """Return a table as a stream of Arrow's."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return sink.getvalue()
+    return sink.getvalue().to_pybytes()
 
 
 def _places(split: int, epoch: int, steps: list[int], micros: list[int]) -> Block:

@@ -102,7 +102,7 @@ def report(
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Those metrics that are numbers."""
+    """Return the metrics that are numbers."""
     return {
         name: value for name, value in metrics.items() if isinstance(value, int | float)
     }

@@ -484,19 +484,3 @@ def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:
         for actor in {*filter(None, map(coordinator_of, iterators)), supervisor}:
             ray.kill(actor)
         forget(supervisor)
-
-
-def events_of(
-    supervisor: Any, first: int, timeout_s: float = _PATIENCE_S
-) -> list[tuple[str, str]]:
-    """The events of a stream from number `first` on, see `Supervisor.events`; none if nobody answers.
-
-    Args:
-        supervisor: the handle of the stream's Supervisor; None = it has none.
-    """
-    if supervisor is None or not ray.is_initialized():  # a call would restart it
-        return []
-    try:
-        return ray.get(supervisor.events.remote(first), timeout=timeout_s)
-    except ray.exceptions.RayError:  # the stream does not depend on the event log
-        return []

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import ray.train
@@ -19,11 +19,12 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from raypipe.config import RunConfig
 from raypipe.errors import BadSamplesError, ConfigError, RaypipeError
-from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
+from raypipe.logs import configure_logs
 from raypipe.plan.places import MicroBatchId
-from raypipe.rayext.console import quiet_trainer
+from raypipe.progress import begin_phases, phase, print_progress, relay_progress
+from raypipe.rayext.tweaks import quiet_trainer
 from raypipe.storage.files import write_json
-from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.lease import is_held
 from raypipe.streaming.checkpoints import (
     Checkpoint,
@@ -31,7 +32,7 @@ from raypipe.streaming.checkpoints import (
     read_state,
     write_checkpoint,
 )
-from raypipe.streaming.epochs import Pass
+from raypipe.streaming.epochs import Batches
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
@@ -40,11 +41,12 @@ from raypipe.train.background import CheckpointWriter
 from raypipe.train.learning import Learner, amp_dtype
 from raypipe.train.models import build_schedule
 from raypipe.train.run_folder import FIGURES_FILE, answer_stop, stop_requested
+from raypipe.train.validation import UserMetric, Validation
 
 logger = logging.getLogger(__name__)
 
-# Period in which the ranks agree on a stop, since each time they wait for each other and for their devices.
-_AGREE_S = 1.0
+T = TypeVar("T")
+
 # Period of lines of progress between those that end an epoch.
 _LINE_EVERY_S = 10.0
 
@@ -72,9 +74,9 @@ def train_loop(config: dict[str, Any]) -> None:
     for _ in trainer.epochs():
         pass
     if is_first:
-        write_json(join(trainer.run_uri, FIGURES_FILE), trainer.figures())
+        write_json(join_address(trainer.run_uri, FIGURES_FILE), trainer.figures())
         if relays:
-            progress(logger, "")  # the end of it
+            print_progress(logger, "")  # the end of it
 
 
 class Trainer:
@@ -133,19 +135,18 @@ class Trainer:
             run_dir=run_uri,
         )
         self._described = self.loader.described(run.train.model)
-        self.loader.interval_s = math.inf
-        self._account = self.loader.account
-        self._account.is_run = True
-        self._account.exported.checkpointed()
-        self._account.chronicle.stop_requested = functools.partial(
-            stop_requested, run_uri
-        )
+        self._metrics = self.loader.metrics
+        self._metrics.interval_s = math.inf
+        self._metrics.is_run = True
+        self._metrics.tell("checkpointed")
+        self.loader.stop_when(functools.partial(stop_requested, run_uri))
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
         self.learner = Learner(
             run, num_classes, self.device, self.world_size, has_classes
         )
         self._schedule = build_schedule(run.train)
+        self._val_metric = UserMetric(run.train.metrics) if run.train.metrics else None
         self.metrics: dict[str, Any] = {
             "val_accuracy": None,
             "train_s": 0.0,
@@ -158,10 +159,6 @@ class Trainer:
             )
             self.metrics |= checkpoint.metrics
             del content
-        self._agreed_at = time.perf_counter()
-        self._steps_since = 0
-        self._steps_between = 1
-        self._saved_at = time.perf_counter()
         self._shown_at = -_LINE_EVERY_S
         self._writer = CheckpointWriter()
 
@@ -176,7 +173,7 @@ class Trainer:
                 self._report()
                 if self.stopping:
                     break
-                self._account.diagnose(epoch.number)
+                self._metrics.diagnose(epoch.number)
                 yield
         except Exception:
             with contextlib.suppress(Exception):  # must not hide the original error
@@ -197,7 +194,7 @@ class Trainer:
         """End the stream and the log, and wait for the checkpoint that is being written."""
         with contextlib.ExitStack() as ends:
             ends.callback(self.loader.close)
-            ends.enter_context(self._account.saving(self._awaited))
+            ends.enter_context(self._metrics.saving(self._awaited))
             # also uploads the records to the run's folder
             ends.callback(self._writer.wait)
 
@@ -207,7 +204,15 @@ class Trainer:
             dist.all_reduce(sums)
         return sums
 
-    def _train(self, batches: Pass) -> None:
+    def _of_all_ranks(self, value: T) -> list[T]:
+        """Return the values of all ranks, which call this."""
+        if self.world_size == 1:
+            return [value]
+        values = [value] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def _train(self, batches: Batches) -> None:
         config = self.run.train
         plan = self.plan
         assert batches.segment
@@ -261,11 +266,8 @@ class Trainer:
                 self._report()
 
     def _log_samples(self, samples: list[tuple[MicroBatchId, list[int]]]) -> None:
-        ranks = [samples]
-        if self.world_size > 1:
-            ranks = [[] for _ in range(self.world_size)]
-            dist.all_gather_object(ranks, samples)
-        if log := self._account.chronicle.log:
+        ranks = self._of_all_ranks(samples)
+        if log := self._metrics.run_log.log:
             rows = sorted(
                 (row for rank in ranks for row in rank), key=lambda row: row[0].micro
             )
@@ -279,12 +281,11 @@ class Trainer:
         for term in losses:
             loss_sum += term
         loss = self._summed(loss_sum).item() / (len(losses) * self.world_size)
-        self._account.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         # This comes after the sums, since the host has waited for them.
         now = time.perf_counter()
         shows = shows or now - self._shown_at >= _LINE_EVERY_S
         self._shown_at = now if shows else self._shown_at
-        for name, amount in self._account.interval(
+        for name, amount in self._metrics.interval(
             self.loader.cursor, shows, loss=loss, lr=lr
         ).items():
             self.metrics[name] += amount
@@ -292,75 +293,35 @@ class Trainer:
     def _look(self, at_once: bool = False) -> bool:
         """Check at a step's end for a request to stop, and for an error of the checkpoint writer.
 
-        About once a second the ranks synchronize, and agree on a stop, and on a checkpoint by the clock or after a
-        notice. Rank 0 sets the number of steps between two agreements, since the ranks' clocks differ.
-
         Returns:
-            Whether a checkpoint is due, by rank 0's clock or because a node of the trainers is about to go.
+            Whether a checkpoint is due, by the clock or because a node of the trainers is about to go.
         """
         self._writer.check()
-        notice = self.loader.notice
-        asked = float(self._account.chronicle.stops)
-        steps = 0.0
-        due = 0.0
-        self._steps_since += 1
-        if (
-            self.world_size > 1
-            and not at_once
-            and self._steps_since < self._steps_between
-        ):
-            return False
-        if self.loader.rank == 0:
-            is_old = time.perf_counter() - self._saved_at >= self.run.train.checkpoint_s
-            due = float(notice.is_due() or is_old)
-        if self.world_size > 1:
-            if self.loader.rank == 0:
-                steps = max(
-                    1,
-                    int(
-                        _AGREE_S
-                        / ((time.perf_counter() - self._agreed_at) / self._steps_since)
-                    ),
-                )
-                steps = 1 if notice.is_near() else steps
-            terms = torch.tensor(
-                [asked, steps, due, notice.is_last],
-                dtype=torch.float64,
-                device=self.device,
-            )
-            asked, steps, due, last = self._summed(terms).tolist()
-            notice.is_last = last > 0
-            self._agreed_at = time.perf_counter()
-            self._steps_since = 0
-            self._steps_between = int(steps)
-        self.stopping = asked > 0
+        is_due = self.loader.should_checkpoint(self.run.train.checkpoint_s, at_once)
+        self.stopping = self.loader.stopping
         if self.stopping and self.loader.rank == 0:
             with contextlib.suppress(
                 ConfigError
             ):  # if the disk is full, the checkpoint raises
                 answer_stop(self.run_uri)
-        return due > 0
+        return is_due
 
     @torch.no_grad()
-    def _validate(self, batches: Pass) -> None:
+    def _validate(self, batches: Batches) -> None:
         """Validate exactly: every sample counts once, padding and unreadable samples have weight 0."""
         assert batches.segment
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        validation = Validation(self._val_metric, self._of_all_ranks)
         for batch in batches:
             logits = self.learner.evaluate(batch)
             losses = self.learner.val_losses(logits, batch)
             correct = torch.zeros_like(batch.weight)
             if self.learner.has_classes:
                 correct = (logits.argmax(1) == batch.target).float()
-            # Bad samples and padding have zeros as pixels; a NaN loss of theirs must not enter the sum.
-            real = batch.weight > 0
-            sums += torch.stack(
-                [
-                    torch.where(real, x, 0.0).sum()
-                    for x in (losses, correct, batch.weight)
-                ]
+            at = batch.position
+            validation.add(
+                (at.step, at.micro), losses, correct, batch.weight, logits, batch.target
             )
-            if batch.ends_step and batch.position.step + 1 < batches.segment.num_steps:
+            if batch.ends_step and at.step + 1 < batches.segment.num_steps:
                 is_due = self._look()
                 if (
                     self.stopping
@@ -368,28 +329,25 @@ class Trainer:
                     return
                 if is_due:
                     self._report()
-        loss, accuracy, count = self._summed(sums).tolist()
+        values, count = validation.result()
         if not count:
             raise BadSamplesError(
                 f"no sample of the validation can be read: `raypipe verify {self.run.store.val}` lists why"
             )
-        loss, accuracy = loss / count, accuracy / count
-        values = {"accuracy": accuracy, "loss": loss, "samples": int(count)}
         epoch = batches.segment.epoch
-        score = f"accuracy {accuracy:.4f}"
         if not self.learner.has_classes:
             del values["accuracy"]
-            score = f"loss {loss:.4f}"
-        self.metrics |= {f"val_{name}": value for name, value in values.items()}
-        learnt = {
-            f"validation_{name}": value
+        scores = [
+            f"{name} {value:.4f}"
             for name, value in values.items()
-            if name != "samples"
-        }
-        self._account.exported.learnt(**learnt)
-        self._account.chronicle.record(
+            if name != "loss" or not self.learner.has_classes
+        ]
+        score = ", ".join(scores)
+        values["samples"] = count
+        self.metrics |= {f"val_{name}": value for name, value in values.items()}
+        self._metrics.record(
             "val",
-            f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({int(count)} samples)",
+            f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({count} samples)",
             epoch=epoch,
             **values,
         )
@@ -400,7 +358,7 @@ class Trainer:
         The state is copied now, and written by a thread. The checkpoint is valid when it is complete; until then,
         a resume uses the previous one.
         """
-        with self._account.saving(self._awaited):
+        with self._metrics.saving(self._awaited):
             self._save()
 
     def _awaited(self) -> str:
@@ -413,10 +371,9 @@ class Trainer:
 
     def _save(self) -> None:
         metrics = self.figures()
-        self._saved_at = time.perf_counter()
         notice = self.loader.notice
-        begun_at = self._saved_at
-        if log := self._account.chronicle.log:
+        begun_at = time.perf_counter()
+        if log := self._metrics.run_log.log:
             cursor = self.loader.cursor
 
             def write(state: memoryview) -> None:
@@ -430,7 +387,7 @@ class Trainer:
                     before=self._checkpoint,
                     described=self._described,
                 )
-                self._account.exported.checkpointed()
+                self._metrics.tell("checkpointed")
                 notice.saved_in(time.perf_counter() - begun_at)
 
             self._writer.save(self.learner.state(), write)
@@ -449,9 +406,9 @@ class Trainer:
             start_from=self.run.train.start_from,
         )
         for name, reason in skipped.items():
-            progress(logger, f"not resumed from {name}: {reason}")
+            print_progress(logger, f"not resumed from {name}: {reason}")
         if skipped:
-            progress(
+            print_progress(
                 logger, f"resumed from {newest.name if newest else 'the beginning'}"
             )
         return newest

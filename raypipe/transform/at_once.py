@@ -270,7 +270,7 @@ def _job_of(
 
 
 def _results(crop: Crop, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Where the images of a crop are put, in the arrays of a micro-batch by field; see `Job`."""
+    """Return where the images of a crop are put, in the arrays of a micro-batch by field; see `Job`."""
     places = {"out": arrays[crop.field], "chroma": arrays.get(chroma_of(crop.field))}
     if crop.number is None:
         return places

@@ -57,7 +57,7 @@ class Samples:
         return len(self.images)
 
     @cached_property
-    def columns(self) -> Mapping[str, Sequence[Any]]:
+    def columns(self) -> Mapping[str, Sequence[Any] | np.ndarray]:
         """The values of the table, see `raypipe.stores.arrow_values`."""
         return {name: to_values(self.table[name]) for name in self.table.column_names}
 
@@ -73,7 +73,7 @@ class Samples:
 
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
-        """Those of several micro-batches, one after the other."""
+        """Join the samples of several micro-batches, one after the other."""
         images = list(itertools.chain.from_iterable(part.images for part in parts))
         labels = np.concatenate([part.labels for part in parts])
         return Samples(images, labels, pa.concat_tables([part.table for part in parts]))
@@ -116,7 +116,7 @@ def read_samples(
     is_real = indices != PADDING
     names = ("image", *((LABEL,) if wanted.label else ()), *wanted.columns)
     stored = _read(store, indices[is_real], names)
-    images = stored.images
+    images = stored["image"]
     labels = np.zeros(len(indices), np.int64)
     if wanted.label:
         labels[is_real] = _classes(store, stored.table[LABEL])
@@ -136,13 +136,13 @@ def _read(store: Store, indices: np.ndarray, names: tuple[str, ...]) -> Columns:
             f"{', '.join(columns) if isinstance(columns, Columns) else type(columns).__name__}"
         )
     for name in names:
-        num = len(columns.images if name == "image" else columns.table)
+        num = len(columns["image"] if name == "image" else columns.table)
         if num != len(indices):
             raise StoreError(
                 f"{store.address}: `read` must return {len(indices)} values of {name!r} for {len(indices)} "
                 f"indices, and returned {num}"
             )
-    for image in columns.images:
+    for image in columns["image"]:
         if not isinstance(image, _ENCODED):
             raise StoreError(
                 f"{store.address}: an image must be encoded, as bytes, and is a {type(image).__name__}"
@@ -158,5 +158,6 @@ def _classes(store: Store, labels: pa.ChunkedArray) -> np.ndarray:
             "and declare its type in the schema of the store's class"
         )
     if labels.type == pa.uint64():
-        labels = pc.if_else(pc.less_equal(labels, MAX_LABEL), labels, None)
+        fits = pc.less_equal(labels, pa.scalar(MAX_LABEL, pa.uint64()))
+        labels = pc.if_else(fits, labels, pa.scalar(None, pa.uint64()))
     return labels.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()

@@ -50,7 +50,9 @@ def without_sizes(src: str | Store, dst: Path, **options: Any) -> dict[str, int]
 def contents(store: Store) -> dict[str, list[Any]]:
     return {
         name: list(values)
-        for name, values in store.read(np.arange(len(store)), store.columns).items()
+        for name, values in store.read(
+            np.arange(len(store)), tuple(store.schema.names)
+        ).items()
     }
 
 

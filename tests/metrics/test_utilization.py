@@ -88,7 +88,7 @@ def test_records_the_diagnosis_and_the_status_have_it_where_it_is_known(
         pool=PoolConfig(engine="inline"),
     )
     one = loader(spec, run_dir=tmp_path)
-    one.interval_s, used = 0, one.account._utilization
+    one.metrics.interval_s, used = 0, one.metrics._utilization
     if known:
         answers = iter([40, 60] * 1000)
         monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(answers))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypipe.plan.places import MicroBatchId
-from raypipe.storage import patience
+from raypipe.storage import retries
 from raypipe.streaming import worker
 from raypipe.streaming.worker import Guard
 
@@ -51,10 +51,10 @@ class Process:
         self.calls.clear()
         with guard.block((AT,)) as orders:
             # a shard that is fetched starts the limit again, too
-            assert patience.on_progress
+            assert retries.on_progress
             for self.now in seconds:
                 guard.attempt(AT, orders)
-        assert not patience.on_progress
+        assert not retries.on_progress
         return list(self.calls)
 
 
@@ -86,4 +86,4 @@ def test_a_time_limit_ends_with_its_block_also_by_an_error(
     ):
         guard.attempt(AT, orders)
         raise ValueError("of the transform")
-    assert process.calls == [(2.25, True), "ended"] and not patience.on_progress
+    assert process.calls == [(2.25, True), "ended"] and not retries.on_progress

@@ -9,7 +9,7 @@ import yaml
 from raypipe.config import RunConfig
 from raypipe.rayext.allocation import Allocation
 from raypipe.storage.files import read_whole
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import join_address
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.run_folder import CONFIG_FILE, as_plain
 from raypipe.transform.jpeg import missing_extension
@@ -18,7 +18,9 @@ from raypipe.transform.jpeg import missing_extension
 def changes(run: RunConfig, run_uri: str) -> str:
     """Return the settings that a resume changes, with both values; empty if there are none or they are unknown."""
     try:
-        before = yaml.safe_load(read_whole(join(run_uri, CONFIG_FILE)) or b"") or {}
+        before = (
+            yaml.safe_load(read_whole(join_address(run_uri, CONFIG_FILE)) or b"") or {}
+        )
     except yaml.YAMLError:
         return ""
     then = _flat(before)
@@ -39,7 +41,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def describe(
+def summarize(
     run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str
 ) -> str:
     """Describe a run: the settings that differ from the defaults, and values derived from the settings."""

@@ -17,19 +17,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.fs
 import ray
 
 from raypipe.errors import RaypipeError
-from raypipe.logs import progress
-from raypipe.metrics.records import STATUS, Folder, RunLog
+from raypipe.metrics.observer import Observer
+from raypipe.metrics.records import STATUS, Folder, RecordWriter
+from raypipe.progress import print_progress
 from raypipe.storage.files import write_synced, write_text
-from raypipe.storage.patience import impatient
-from raypipe.streaming.supervisor import events_of
+from raypipe.storage.retries import without_retries
+
+if TYPE_CHECKING:
+    from raypipe.plan.places import Split
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +48,31 @@ _SHOWN = ("epoch", "images_per_s", "wait_fraction", "gpu_utilization", "loss")
 
 
 class _Wait(NamedTuple):
-    """Wait of the loop: for a thing, since a moment of time.time(), with its cause.
+    """Wait of the loop, by what it waits for, since a moment of time.time(), with its cause.
 
-    The thing is empty between two waits: then the loop computes a step or waits for other ranks.
+    The name is empty between two waits: then the loop computes a step or waits for other ranks.
     """
 
-    thing: str
-    whom: Callable[[], str]
+    name: str
+    cause: Callable[[], str]
     since: float
     is_batch: bool = False
 
     def told(self, now: float) -> str:
         """Write a line about it."""
-        if self.thing:
-            doing = f"waiting for {self.thing}"
+        if self.name:
+            doing = f"waiting for {self.name}"
         else:
             doing = "training has asked for nothing"
-        return f"{doing} for {now - self.since:.0f} s: {self.whom()}"
+        return f"{doing} for {now - self.since:.0f} s: {self.cause()}"
 
 
-class Chronicle:
-    """Chronicle of one rank's loader; all ranks but 0 are silent.
+def _loop_computes() -> str:
+    return "the loop computes, or waits for other ranks"
+
+
+class RunLog(Observer):
+    """Console lines and records of one rank's loader; all ranks but 0 are silent.
 
     Args:
         world_size: W.
@@ -82,7 +89,7 @@ class Chronicle:
         self._world_size = world_size
         self._is_first = rank == 0
         self._folder = folder if rank == 0 else None
-        self.log: RunLog | None = None
+        self.log: RecordWriter | None = None
         self._is_local = folder is not None and isinstance(
             folder[0], pyarrow.fs.LocalFileSystem
         )
@@ -95,7 +102,7 @@ class Chronicle:
         self._wait: _Wait | None = None
         self._shown: dict[str, Any] = {}
         self._looks: tuple[threading.Thread, threading.Event] | None = None
-        self._told: _Wait | None = None  # these were printed
+        self._told: _Wait | None = None  # the last one that was printed
         self._due_s = self._status_at = self._stop_looked_at = 0.0
         self.stop_requested: Callable[[], bool] = lambda: False
         self.stops = False
@@ -108,20 +115,19 @@ class Chronicle:
         """Start or restart the record at `step`; the stream's events are recorded from its beginning.
 
         Args:
-            validates, settings: see `RunLog`.
+            validates, settings: see `RecordWriter`.
             supervisor: handle of the stream's Supervisor, if it has one.
         """
-        self.close()
+        self.closed()
         if self._folder:
             of_run = settings()
             self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
-            self.log = RunLog(
+            self.log = RecordWriter(
                 self._folder, self.step, self._world_size, validates, of_run
             )
-        self.follow(supervisor)
+        self.opened(supervisor)
 
-    def follow(self, supervisor: Any) -> None:
-        """Record the events of a stream, which may have started again."""
+    def opened(self, supervisor: Any) -> None:
         if self.log:
             self._supervisor = supervisor
             self._num_events = 0
@@ -137,29 +143,46 @@ class Chronicle:
         self._step = step
         self._step_at = time.time()
 
-    def record(self, kind: str, line: str = "", **values: Any) -> None:
-        """Record values at `step`, and print a line of progress unless it is empty."""
-        if self.log:
-            self.log.write(kind, self.step, **values)
-            if kind == "train":
-                self._shown |= {name: values[name] for name in _SHOWN if name in values}
-            values.pop("text", None)
-            if line:
-                progress(logger, line, step=self.step, kind=kind, **values)
+    def recorded(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
+        """Write values at `step`, and print a line of progress unless it is empty."""
+        if not self.log:
+            return
+        self.log.write(kind, self.step, **values)
+        if kind == "train":
+            self._shown |= {name: values[name] for name in _SHOWN if name in values}
+        if line:
+            printed = {name: value for name, value in values.items() if name != "text"}
+            print_progress(logger, line, step=self.step, kind=kind, **printed)
 
-    @contextlib.contextmanager
-    def waiting(
-        self, thing: str, whom: Callable[[], str], is_batch: bool = False
-    ) -> Iterator[None]:
-        """Context manager: the loop waits for a thing. A line now and then names it and the cause."""
+    def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
+        self._begin_wait(name, cause, is_batch=True)
+
+    def arrived(self, split: Split) -> None:
+        self._end_wait()
+
+    def failed(self) -> None:
+        self._end_wait()
+
+    def saving(self, cause: Callable[[], str]) -> None:
+        self._begin_wait("the checkpoint", cause)
+
+    def saved(self) -> None:
+        self._end_wait()
+
+    def _begin_wait(
+        self, name: str, cause: Callable[[], str], is_batch: bool = False
+    ) -> None:
+        """The loop waits. A line now and then names what it waits for, and the cause."""
         self._begin_looking()
-        self._wait = _Wait(thing, whom, time.time(), is_batch)
-        try:
-            yield
-        finally:
-            self._wait = _Wait(
-                "", lambda: "the loop computes, or waits for other ranks", time.time()
-            )
+        self._wait = _Wait(name, cause, time.time(), is_batch)
+
+    def _end_wait(self) -> None:
+        self._wait = _Wait("", _loop_computes, time.time())
+
+    def sync(self) -> None:
+        """Make what was written so far visible at the run's address."""
+        if self.log:
+            self.log.sync()
 
     def waited_s(self) -> float:
         """Return for how long the loop has waited for a batch; 0 = it does not."""
@@ -197,7 +220,7 @@ class Chronicle:
             self._stop_looked_at = now
             with (
                 contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
-                impatient(),
+                without_retries(),
             ):
                 self.stops = self.stop_requested()
 
@@ -208,9 +231,9 @@ class Chronicle:
             self._told = wait
             self._due_s = _FIRST_TOLD_S
         # What a loop does between two batches is its own affair, unless it is recorded as a run.
-        if wait and (wait.thing or self.log) and now - wait.since >= self._due_s:
+        if wait and (wait.name or self.log) and now - wait.since >= self._due_s:
             self._due_s = 2 * (now - wait.since)
-            progress(logger, wait.told(now))
+            print_progress(logger, wait.told(now))
         if self.log and now - self._status_at >= self._status_every_s:
             self._status_at = now
             self._write_status(now, wait)
@@ -229,14 +252,17 @@ class Chronicle:
             "step": self._step,
             "step_at": self._step_at,
             **self._shown,
-            "waits_for": wait.thing if wait else "",
-            "whom": wait.whom() if wait and wait.thing else "",
+            "waits_for": wait.name if wait else "",
+            "whom": wait.cause() if wait and wait.name else "",
             "since": wait.since if wait else now,
         }
         filesystem, folder = self._folder
         path = f"{folder}/{STATUS}"
         text = json.dumps(status)
-        with contextlib.suppress(pa.ArrowException, OSError, RaypipeError), impatient():
+        with (
+            contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
+            without_retries(),
+        ):
             if self._is_local:
                 write_text(path, text)
             else:
@@ -265,12 +291,11 @@ class Chronicle:
         """Record and print what has happened to the stream since the last call."""
         for kind, text in events_of(self._supervisor, self._num_events, timeout_s):
             self._num_events += 1
-            self.record(
-                kind, f"{'pool' if kind == 'scale' else kind}: {text}", text=text
-            )
+            label = "pool" if kind == "scale" else kind
+            self.recorded(kind, f"{label}: {text}", {"text": text})
 
-    def unfollow(self) -> None:
-        """Record the last events, and that the loop has been left; there are no more."""
+    def ended(self) -> None:
+        """Write the last events of the stream, and that nobody reads it any more."""
         if self._looks:
             thread, left = self._looks
             left.set()
@@ -284,9 +309,25 @@ class Chronicle:
         if self.log:
             self._write_status(time.time(), None, ended=True)
 
-    def close(self) -> None:
-        """Record the last events, and end the record."""
-        self.unfollow()
+    def closed(self) -> None:
+        """Write the last events, and end the record."""
+        self.ended()
         if self.log:
             self.log.close()
             self.log = None
+
+
+def events_of(
+    supervisor: Any, first: int, timeout_s: float = _ANSWER_S
+) -> list[tuple[str, str]]:
+    """The events of a stream from number `first` on, see `Supervisor.events`; none if nobody answers.
+
+    Args:
+        supervisor: the handle of the stream's Supervisor; None = it has none.
+    """
+    if supervisor is None or not ray.is_initialized():  # a call would restart it
+        return []
+    try:
+        return ray.get(supervisor.events.remote(first), timeout=timeout_s)
+    except ray.exceptions.RayError:  # the stream does not depend on the event log
+        return []

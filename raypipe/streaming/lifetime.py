@@ -1,4 +1,4 @@
-"""Resources of a running stream, and its end by closing, dropping, leaving the loop, `ray.shutdown`, or exit."""
+"""A rank's stream in host memory, and its lifetime: it ends by closing, dropping, `ray.shutdown`, or at exit."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from raypipe.streaming.moves import Move
 from raypipe.transform.fields import MicroBatch
 
 EXHAUSTED = ""
-LEFT = "the loop over its epochs was left"
+MOVED = "it goes on at another place"
 GAVE_WAY = "its CPUs were needed by one that this process opened later"
-GOES_ON = (EXHAUSTED, LEFT, GAVE_WAY)
+GOES_ON = (EXHAUSTED, MOVED, GAVE_WAY)
 """The ends after which a loop may ask for more: the stream then starts again, where it is asked for."""
 
 
-class Feed(NamedTuple):
-    """Source of a rank's batches, and the processes behind it.
+class HostStream(NamedTuple):
+    """A rank's micro-batches in host memory, and the processes behind them.
 
     Attributes:
-        batches: micro-batches in host memory.
+        batches: the micro-batches.
         supervisor: handle of the stream's supervisor, if it has one.
         actors: most transform actors of the pool, if this rank knows it.
+        readers: number of readers at one time; 0 = the actors read the store.
         stop: function that makes a thread that waits for a batch leave it.
         draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
             consumer's.
-        end: function that ends all other parts, once the batches are closed.
+        end: function that ends all processes, once the batches are closed.
         moves: called with each move of this rank where others share the source; returns whether it leaves the
             source, as all then do. None = no other rank shares it.
         start_images: images that the source makes in the time that its start takes. A skip of fewer reads on; a
@@ -40,13 +41,14 @@ class Feed(NamedTuple):
     supervisor: Any = None
     draws_globally: bool = False
     actors: int = 0
+    readers: int = 0
     stop: Callable[[], None] = lambda: None
     end: Callable[[], object] = lambda: None
     start_images: int = 0
     moves: Callable[[Move], bool] | None = None
 
 
-class Running:
+class Lifetime:
     """Resources of one loader's stream: threads, an execution, actors, a record. It has no reference to the
     loader, so dropping the loader ends it.
 
@@ -66,16 +68,15 @@ class Running:
         self._one_by_one = threading.RLock()
         _all.add(self)
 
-    def begin(self, supervisor: Any, *ends: Callable[[], object]) -> None:
+    def begin(self, supervisor: Any, ends: ExitStack) -> None:
         """The stream is open.
 
         Args:
             supervisor: handle of its Supervisor, if it holds CPUs of the cluster.
-            ends: what ends it; the last is called first.
+            ends: callbacks that end it.
         """
         self.why = None
-        for end in ends:
-            self._ends.callback(end)
+        self._ends.push(ends)
         # Ray Data would start Ray again, and wait forever, to end an execution after Ray has gone at exit. Of
         # these hooks the last that was registered runs first, and Ray's was before.
         atexit.unregister(_close_all)
@@ -106,9 +107,9 @@ class Running:
         weakref.finalize(owner, self.close).atexit = False
 
 
-_all = weakref.WeakSet[Running]()
-# Those that are open, in the order in which they were opened, and their supervisors.
-_with_actors: dict[Running, Any] = {}
+_all = weakref.WeakSet[Lifetime]()
+# The open ones, in the order in which they were opened, and their supervisors.
+_with_actors: dict[Lifetime, Any] = {}
 
 
 def _close_all() -> None:

@@ -9,7 +9,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Segment
 
 
-class Course:
+class Remaining:
     """Micro-batches that a rank's stream still brings, in order.
 
     Args:

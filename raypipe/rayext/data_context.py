@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-KEY = "raypipe"
+CONTEXT_KEY = "raypipe"
 """Key of raypipe's settings in the context of an execution."""
 
 _thread = threading.local()
@@ -47,9 +47,18 @@ def is_ours() -> bool:
 
     # The thread of an execution has its context as an attribute; a thread that makes a dataset has set it.
     running = getattr(threading.current_thread(), "_data_context", None)
-    return settings_of(running or DataContext.get_current()) is not None
+    return stream_settings(running or DataContext.get_current()) is not None
 
 
-def settings_of(context: Any) -> Any:
+def stream_settings(context: Any) -> Any:
     """Return raypipe's settings in the context of one of its executions; None for any other, or none."""
-    return context and context.get_config(KEY)
+    return context and context.get_config(CONTEXT_KEY)
+
+
+def join_train_run() -> None:
+    """Make the run of the calling trainer one of raypipe's, see `train_runs`; do nothing outside of Ray Train."""
+    # A process without this module has no train function, and need not wait 2 s for its import.
+    if "ray.train" in sys.modules:
+        from raypipe.rayext.train_runs import join_run_of_trainer
+
+        join_run_of_trainer()

@@ -15,16 +15,16 @@ from itertools import accumulate
 from pathlib import Path
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import RemoteFile, look_up, opened
+from raypipe.storage.files import RemoteFile, look_up, open_object
 from raypipe.storage.local_file import OpenFile
-from raypipe.storage.patience import in_threads, progress
+from raypipe.storage.retries import in_threads, report_progress
 
 # Size of one request: as of whole shards, see `storage.local_cache`.
 _PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class ByteRanges:
     """A part of an object.
 
     Attributes:
@@ -66,7 +66,7 @@ class Part:
                 place += size
         descriptor = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            with opened(self.address) as (source, current):
+            with open_object(self.address) as (source, current):
                 self.file.check_same(current)
 
                 def copy(piece: tuple[int, int, int]) -> None:
@@ -77,7 +77,7 @@ class Part:
                             f"{self.address} has become shorter than {start + size} bytes"
                         )
                     os.pwrite(descriptor, data, place)
-                    progress()
+                    report_progress()
 
                 in_threads(copy, pieces)
             # never mix byte ranges of two versions of an object
@@ -86,10 +86,10 @@ class Part:
             os.close(descriptor)
 
 
-class PartReader:
+class ByteRangesReader:
     """The local file of a part, read at the places that its bytes have in the object; closes with the object."""
 
-    def __init__(self, path: Path, part: Part) -> None:
+    def __init__(self, path: Path, part: ByteRanges) -> None:
         self._file = OpenFile(path)
         self._starts = [start for start, _ in part.ranges]
         sizes = [end - start for start, end in part.ranges]

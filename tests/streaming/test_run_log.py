@@ -14,11 +14,11 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.metrics.records import read_records
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.streaming import chronicle
+from raypipe.streaming import run_log
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.running import Feed
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Supervisor
 from raypipe.transform.fields import MicroBatch
@@ -115,7 +115,7 @@ def test_a_line_now_and_then_says_what_the_first_batch_waits_for(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(chronicle, "_FIRST_TOLD_S", 0.01)
+    monkeypatch.setattr(run_log, "_FIRST_TOLD_S", 0.01)
     said = []
 
     def slow() -> Iterator[MicroBatch]:
@@ -124,7 +124,7 @@ def test_a_line_now_and_then_says_what_the_first_batch_waits_for(
             said.extend(capsys.readouterr().out.splitlines())
         yield from inline_batches(spec, spec.plan.start(), 0, 1)
 
-    loader = Loader(spec, lambda _: Feed(slow()), cursor=spec.plan.start())
+    loader = Loader(spec, lambda _: HostStream(slow()), cursor=spec.plan.start())
     next(next(loader.epochs()).train)
     assert all(
         line.startswith("waiting for the first batch for 0 s: this process makes it")
@@ -138,8 +138,8 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(chronicle, "_FIRST_TOLD_S", 0.01)
-    monkeypatch.setattr(chronicle, "_STATUS_S", 0.001)
+    monkeypatch.setattr(run_log, "_FIRST_TOLD_S", 0.01)
+    monkeypatch.setattr(run_log, "_STATUS_S", 0.001)
     said: list[str] = []
 
     def until_told(of: str) -> None:
@@ -155,7 +155,7 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
 
     folder = open_filesystem(tmp_path.as_uri())
     loader = Loader(
-        spec, lambda _: Feed(stalled()), cursor=spec.plan.start(), folder=folder
+        spec, lambda _: HostStream(stalled()), cursor=spec.plan.start(), folder=folder
     )
     batches = next(loader.epochs()).train
     for _ in range(8):
@@ -163,7 +163,7 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
         next(batches)
     assert any("s: this process makes it" in line for line in said)
     begun = time.perf_counter()
-    with loader.account.saving(lambda: "the previous one is being written"):
+    with loader.metrics.saving(lambda: "the previous one is being written"):
         until_told("s: the previous one is being written")
         while (found := read_json(tmp_path / "status.json"))[
             "waits_for"

@@ -1,4 +1,4 @@
-"""Remote file systems that retry each operation, see `storage.patience`."""
+"""Remote file systems that retry each operation, see `storage.retries`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.storage.patience import Patience, count
+from raypipe.storage.retries import Retries, count
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _CHUNK_BYTES = 8 << 20
 
-Make = Callable[[str, str], pyarrow.fs.FileSystem]
+MakeFileSystem = Callable[[str, str], pyarrow.fs.FileSystem]
 """Function that makes pyarrow's file system for a scheme and a host, with the current credentials."""
 
 
-class PatientFileSystem(pyarrow.fs.PyFileSystem):
+class RetryingFileSystem(pyarrow.fs.PyFileSystem):
     """A remote file system that retries each operation.
 
     For retries, a stream of `open_output_stream` stays in memory until it is closed; `write` and `upload` need no
@@ -39,7 +39,7 @@ class PatientFileSystem(pyarrow.fs.PyFileSystem):
         OSError, ArrowException, OutageError: it cannot be made.
     """
 
-    def __init__(self, scheme: str, host: str, make: Make) -> None:
+    def __init__(self, scheme: str, host: str, make: MakeFileSystem) -> None:
         self._made_by = scheme, host, make
         super().__init__(_Handler(scheme, host, make))
         self.call("open", host, lambda inner: None)
@@ -48,13 +48,13 @@ class PatientFileSystem(pyarrow.fs.PyFileSystem):
         return type(self), self._made_by
 
     def call(
-        self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]
-    ) -> T:
+        self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], _T]
+    ) -> _T:
         """Return `do(pyarrow's file system)`; `do` may be called several times."""
         return self.handler.call(operation, path, do)
 
-    def open_input_file(self, path: str) -> PatientInput:
-        return PatientInput(self.handler, path)
+    def open_input_file(self, path: str) -> RetryingInput:
+        return RetryingInput(self.handler, path)
 
     def write(self, path: str, content: bytes | memoryview) -> None:
         """Write an object, which appears only when it is complete."""
@@ -63,7 +63,7 @@ class PatientFileSystem(pyarrow.fs.PyFileSystem):
 
 def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
     """Copy a local file, or a folder with its contents, to a file system."""
-    if isinstance(filesystem, PatientFileSystem):
+    if isinstance(filesystem, RetryingFileSystem):
         filesystem.call("write", path, lambda inner: upload(local, inner, path))
         return
     # pyarrow's copy_files is not used, since in pyarrow 26 it ignores objects that it cannot write.
@@ -149,7 +149,7 @@ class RangeInput(io.RawIOBase):
         return True
 
 
-class PatientInput(RangeInput):
+class RetryingInput(RangeInput):
     """An object, open for reading; threads may call `read_at` concurrently."""
 
     def __init__(self, handler: _Handler, path: str) -> None:
@@ -162,7 +162,7 @@ class PatientInput(RangeInput):
         )
         super().__init__(self._call("open", lambda file: file.size()))
 
-    def _call(self, operation: str, do: Callable[[pa.NativeFile], T]) -> T:
+    def _call(self, operation: str, do: Callable[[pa.NativeFile], _T]) -> _T:
         return self._handler.call(
             operation, self._path, lambda inner: do(self._native(inner))
         )
@@ -235,9 +235,9 @@ def _waiting(operation: str, name: str, *keywords: str) -> Any:
 
 
 class _Handler(pyarrow.fs.FileSystemHandler):
-    """The handler that pyarrow calls; see `PatientFileSystem`."""
+    """The handler that pyarrow calls; see `RetryingFileSystem`."""
 
-    def __init__(self, scheme: str, host: str, make: Make) -> None:
+    def __init__(self, scheme: str, host: str, make: MakeFileSystem) -> None:
         self._scheme = scheme
         self._make = lambda: make(scheme, host)
         if host.startswith("anonymous@"):
@@ -245,7 +245,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
         else:
             self._renew = self._forget
         self._inner: pyarrow.fs.FileSystem | None = None
-        self._patience = Patience()
+        self._retries = Retries()
         self._lock = threading.Lock()
 
     def inner(self) -> pyarrow.fs.FileSystem:
@@ -257,9 +257,9 @@ class _Handler(pyarrow.fs.FileSystemHandler):
         self._inner = None
 
     def call(
-        self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]
-    ) -> T:
-        return self._patience.call(
+        self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], _T]
+    ) -> _T:
+        return self._retries.call(
             operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew
         )
 
@@ -285,7 +285,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
         raise OSError("raypipe never deletes the contents of a whole file system")
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        return pa.PythonFile(PatientInput(self, path), mode="r")
+        return pa.PythonFile(RetryingInput(self, path), mode="r")
 
     open_input_stream = open_input_file
 

@@ -32,8 +32,8 @@ from raypipe.errors import ConfigError, OutageError
 
 logger = logging.getLogger(__name__)
 
-S = TypeVar("S")
-T = TypeVar("T")
+_S = TypeVar("_S")
+_T = TypeVar("_T")
 
 NUM_REQUESTS = 16
 """Concurrent requests of one store: each takes about 20 to 50 ms, and a store may have thousands of objects."""
@@ -86,7 +86,7 @@ _ADVICE = {
 on_progress: list[Callable[[], None]] = []
 """Callbacks during a download, or a wait for storage or another process: this time is not a transform's."""
 
-_impatient: ContextVar[bool] = ContextVar("impatient", default=False)
+_without_retries: ContextVar[bool] = ContextVar("without retries", default=False)
 # The event of the thread's `Threads`.
 _given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)
 
@@ -156,7 +156,7 @@ def count(operation: str, **amounts: float) -> None:
             _counts[operation, name] += amount
 
 
-def progress() -> None:
+def report_progress() -> None:
     """Call the callbacks of `on_progress`, to show that this process waits for a reason."""
     for call in on_progress:
         call()
@@ -177,30 +177,30 @@ def patience_s() -> float:
 
 
 @contextlib.contextmanager
-def impatient() -> Iterator[None]:
+def without_retries() -> Iterator[None]:
     """Context manager: no retries in this thread, for optional operations and those that are repeated soon."""
-    token = _impatient.set(True)
+    token = _without_retries.set(True)
     try:
         yield
     finally:
-        _impatient.reset(token)
+        _without_retries.reset(token)
 
 
 _lost = threading.Event()  # set while this process waits for no storage
 _LOST_S = 2.0  # limit of each request then
 
 
-def lose_patience() -> None:
-    """End all waits for storage in this process, and let none begin, until `be_patient`."""
+def stop_retries() -> None:
+    """End all waits for storage in this process, and let none begin, until `allow_retries`."""
     _lost.set()
 
 
-def be_patient() -> None:
+def allow_retries() -> None:
     """Wait for storage again, as `patience_s` says."""
     _lost.clear()
 
 
-def one_line(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """Return the reason of a file system's error on one line, with a remedy if one is known."""
     reason = " ".join(str(error).split())
     advice = next(
@@ -214,7 +214,7 @@ def one_line(error: BaseException) -> str:
     return f"{reason}; {advice}" if advice else reason
 
 
-class Patience:
+class Retries:
     """Retries for one file system; all threads of a process share its log lines."""
 
     def __init__(self) -> None:
@@ -225,9 +225,9 @@ class Patience:
         self,
         operation: str,
         address: str,
-        do: Callable[[], T],
+        do: Callable[[], _T],
         renew: Callable[[], object] | None = None,
-    ) -> T:
+    ) -> _T:
         """Call `do` until it succeeds, and return its result.
 
         Args:
@@ -249,11 +249,13 @@ class Patience:
                     if waiting is None and not _lost.is_set():
                         answer = do()
                     else:
-                        answer = _in_thread(do, waiting.tick if waiting else progress)
+                        answer = _in_thread(
+                            do, waiting.tick if waiting else report_progress
+                        )
                 except (OSError, pa.ArrowException) as error:
                     is_denied = renew is not None and bool(_DENIED.search(str(error)))
                     if (
-                        _impatient.get()
+                        _without_retries.get()
                         or _lost.is_set()
                         or not (is_denied or _is_transient(error))
                     ):
@@ -307,8 +309,8 @@ class Patience:
 class _Wait:
     """A failed operation that is being retried."""
 
-    def __init__(self, patience: Patience, operation: str, address: str) -> None:
-        self._patience = patience
+    def __init__(self, retries: Retries, operation: str, address: str) -> None:
+        self._retries = retries
         self.operation = operation
         self.address = address
         self.since = time.monotonic()
@@ -323,7 +325,7 @@ class _Wait:
         limit = patience_s() * (_DENIED_SHARE if is_denied else 1)
         self._denied_at = (self._denied_at or now) if is_denied else 0.0
         self.deadline = (self._denied_at or self.since) + limit
-        self.reason = one_line(error)
+        self.reason = error_reason(error)
         if now >= self.deadline and is_denied:
             raise OSError(
                 f"{self.reason}; denied for {limit:g} s, with credentials read again each time"
@@ -344,8 +346,8 @@ class _Wait:
 
     def tick(self) -> None:
         """Call `progress`, and log the wait if it is time."""
-        progress()
-        self._patience.log(self)
+        report_progress()
+        self._retries.log(self)
 
 
 class Threads(ThreadPoolExecutor):
@@ -367,8 +369,8 @@ class Threads(ThreadPoolExecutor):
 
 
 def in_threads(
-    do: Callable[[S], T], items: Iterable[S], num: int = NUM_REQUESTS
-) -> list[T]:
+    do: Callable[[_S], _T], items: Iterable[_S], num: int = NUM_REQUESTS
+) -> list[_T]:
     """Return `do(item)` for each item, in order, from several threads."""
     work = list(items)
     if len(work) < 2:
@@ -383,9 +385,9 @@ def _is_transient(error: BaseException) -> bool:
     )
 
 
-def _in_thread(do: Callable[[], T], tick: Callable[[], None]) -> T:
+def _in_thread(do: Callable[[], _T], tick: Callable[[], None]) -> _T:
     """Call `do` in another thread, so that a silent server blocks neither Ctrl-C nor `tick`."""
-    outcome = Future[T]()
+    outcome = Future[_T]()
 
     def run() -> None:
         try:

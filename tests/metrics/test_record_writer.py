@@ -7,7 +7,7 @@ import pyarrow.fs
 import pytest
 from full_disk import fill, make_room
 
-from raypipe.metrics.records import SAMPLES, RunLog, read_records
+from raypipe.metrics.records import SAMPLES, RecordWriter, read_records
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.filesystem import as_uri, open_filesystem
 
@@ -18,7 +18,7 @@ def steps(run: Path | str, kind: str = "train") -> list[int]:
 
 
 def written(run: Path, numbers: range, at: int = 0) -> None:
-    log = RunLog(run.as_uri(), at)
+    log = RecordWriter(run.as_uri(), at)
     for step in numbers:
         log.write("train", step, loss=step / 2)
     log.close()
@@ -26,7 +26,7 @@ def written(run: Path, numbers: range, at: int = 0) -> None:
 
 def test_records_hold_kind_step_and_values_in_order(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "mine"
-    log = RunLog(run.as_uri(), 0, workers=2)
+    log = RecordWriter(run.as_uri(), 0, workers=2)
     log.write("train", 4, loss=0.5, epoch=0)
     log.write("val", 5, accuracy=None)
     log.close()
@@ -40,7 +40,7 @@ def test_records_hold_kind_step_and_values_in_order(tmp_path: Path) -> None:
 
 
 def test_records_are_readable_before_the_run_ends(tmp_path: Path) -> None:
-    log = RunLog(tmp_path.as_uri(), 0)
+    log = RecordWriter(tmp_path.as_uri(), 0)
     log.write("train", 1, loss=1.0)
     assert steps(tmp_path) == [1]
     log.close()
@@ -72,7 +72,7 @@ def test_a_cut_or_foreign_line_does_not_stop_a_resume(tmp_path: Path) -> None:
 
 
 def test_samples_are_recorded_step_by_step_and_once(tmp_path: Path) -> None:
-    def log_samples(log: RunLog, step: int) -> None:
+    def log_samples(log: RecordWriter, step: int) -> None:
         log.write_samples(
             [
                 (MicroBatchId("train", 0, step - 1, micro), [step, micro])
@@ -82,7 +82,7 @@ def test_samples_are_recorded_step_by_step_and_once(tmp_path: Path) -> None:
         )
 
     for start, end in ((0, 4), (2, 5)):
-        log = RunLog(tmp_path.as_uri(), start)
+        log = RecordWriter(tmp_path.as_uri(), start)
         for step in range(start + 1, end):
             log_samples(log, step)
         log.close()
@@ -97,7 +97,7 @@ def test_a_full_disk_neither_ends_nor_delays_a_run_and_records_stay(
 ) -> None:
     written(full_disk, range(1, 4))
     fill(full_disk)
-    log = RunLog(full_disk.as_uri(), 3)  # a resume
+    log = RecordWriter(full_disk.as_uri(), 3)  # a resume
     for step in range(4, 60):
         log.write("train", step, loss=0.5, text="x" * 300)
         log.sync()
@@ -117,7 +117,7 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path) -> None
     (tmp_path / "runs").mkdir()
     remote = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
     run = tmp_path / "runs" / "mine"
-    log = RunLog((remote, "runs/mine"), 0)
+    log = RecordWriter((remote, "runs/mine"), 0)
     log.write("train", 1, loss=1.0)
     assert not run.exists()
     log.sync()
@@ -125,7 +125,7 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path) -> None
     log.write("train", 2, loss=1.0)
     log.close()
     assert steps(run) == [1, 2]
-    log = RunLog((remote, "runs/mine"), 1)
+    log = RecordWriter((remote, "runs/mine"), 1)
     log.write("train", 2, loss=0.5)
     log.close()
     assert (
@@ -138,7 +138,7 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path) -> None
 def test_records_are_kept_here_if_their_bucket_is_gone(
     bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = RunLog(f"{bucket}/runs/mine", 0)
+    log = RecordWriter(f"{bucket}/runs/mine", 0)
     log.write("train", 1, loss=1.0)
     log._filesystem = open_filesystem(f"{bucket}-gone")[0]
     log._remote = f"{bucket[5:]}-gone/runs/mine"
@@ -150,7 +150,7 @@ def test_records_are_kept_here_if_their_bucket_is_gone(
 
 def test_a_run_folder_with_a_space_is_read_back(tmp_path: Path) -> None:
     run = tmp_path / "my runs"
-    log = RunLog(as_uri(str(run)), 0)
+    log = RecordWriter(as_uri(str(run)), 0)
     log.write("train", 1, loss=1.0)
     log.close()
     assert steps(run) == [1]

@@ -1,4 +1,4 @@
-"""The commands that audit stores, their bad samples, and streams."""
+"""The command `digest`, which hashes and compares streams."""
 
 from __future__ import annotations
 
@@ -6,74 +6,12 @@ import dataclasses
 from typing import Any
 
 from raypipe.config import RunConfig
+from raypipe.cpus import num_cpus
 from raypipe.errors import ConfigError
-from raypipe.logs import table
-from raypipe.lookup import num_cpus
+from raypipe.printing import print_table
 
 # Actors of a digest that may share the CPUs of a smaller machine.
 _SHARING = 4
-
-
-def inspect(run: RunConfig, target: str = "") -> dict[str, Any]:
-    """Describe a store: format, columns, classes, and a few of its images.
-
-    Examples:
-        raypipe inspect train.lmdb
-        raypipe inspect 's3://bucket/train-*.parquet' --store.image-column img
-    """
-    from raypipe.commands.inspection import describe
-    from raypipe.streaming.opening import open_train
-    from raypipe.transform.targets import check_columns
-
-    store = open_train(run)
-    targets = run.transform.target_columns
-    check_columns(store, targets)
-    return describe(store, targets, run.transform.boxes_format)
-
-
-def verify(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, Any]:
-    """Read and decode every sample of a store, and list the bad ones.
-
-    Examples:
-        raypipe verify train.lmdb
-        raypipe verify s3://bucket/train.parquet --output bad.json
-
-    Args:
-        output: where to write the list of bad samples, for --store.exclude, a local path or a URI; empty =
-            NAME.bad.json in this folder, if any sample is bad.
-    """
-    from raypipe.commands import inspection
-    from raypipe.streaming.opening import open_train, run_columns
-    from raypipe.transform.targets import check_columns
-
-    store = open_train(run)
-    targets = run.transform.target_columns
-    check_columns(store, targets)
-    columns = run_columns(run, store)
-    form = run.transform.boxes_format
-    summary = inspection.verify(
-        store, output, targets=targets, columns=columns, boxes_format=form
-    )
-    return {"store": store.address, **summary}
-
-
-def print_verified(summary: dict[str, Any]) -> None:
-    """Print the result of `verify`: each reason with the first sample that has it, and how to exclude them."""
-    rows = {
-        name: value
-        for name, value in summary.items()
-        if name not in ("store", "reasons")
-    }
-    for reason in summary["reasons"]:
-        if reason["samples"] > 1:
-            others = f" and {reason['samples'] - 1:,} more"
-        else:
-            others = ""
-        name = f" ({reason['name']})" if reason["name"] else ""
-        rows[f"sample {reason['index']}{others}"] = reason["error"] + name
-    if summary["bad_samples"]:
-        rows["to exclude them"] = f"--store.exclude {summary['list']}"
-    table(summary["store"], rows)
 
 
 def digest(
@@ -126,7 +64,7 @@ def digest(
     spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
     cursor = spec.plan.cursor_at(from_step)
     if spec.pool.engine == "inline":
-        most = 0
+        max_actors = 0
         digests = list(digested(inline_batches(spec, cursor)))
     else:
         from raypipe.rayext.allocation import preflight
@@ -139,19 +77,22 @@ def digest(
         )
         few = max(pool.least_actors, min(pool.max_actors, _SHARING))
         connect(num_cpus=max(num_cpus(), few))
-        most, spec = preflight(pool).max_actors, dataclasses.replace(spec, pool=pool)
-        iterators = splits(spec, cursor, max_actors=most, world_size=workers)
+        max_actors, spec = (
+            preflight(pool).max_actors,
+            dataclasses.replace(spec, pool=pool),
+        )
+        iterators = splits(spec, cursor, max_actors=max_actors, world_size=workers)
         digests = list(iterate_digests(spec.plan, cursor, iterators))
     settings = settings_of(
-        spec, workers=workers, actors=most, from_step=from_step, to_step=to_step
+        spec, workers=workers, actors=max_actors, from_step=from_step, to_step=to_step
     )
     written = DigestFile(
-        output, settings, {one.name: one.digest.hex() for one in digests}
+        output, settings, {hashed.name: hashed.digest.hex() for hashed in digests}
     )
     result: dict[str, Any] = {
         "store": spec.stores["train"].address,
-        "digest": combine(one.digest for one in digests),
-        "samples": sum(one.num_samples for one in digests),
+        "digest": combine(hashed.digest for hashed in digests),
+        "samples": sum(hashed.num_samples for hashed in digests),
         "micro_batches": len(digests),
     }
     if output:
@@ -174,7 +115,7 @@ def print_digests(result: dict[str, Any]) -> None:
         for name, value in (result | differ).items()
         if value != {} and name != "store"
     }
-    table(result.get("store", "comparison"), rows)
+    print_table(result.get("store", "comparison"), rows)
     if "equal" in result:
         verdict = "{different} of {compared} micro-batches differ"
         print(

@@ -16,15 +16,15 @@ from s3_server import FaultyProxy, first
 
 from raypipe.errors import OutageError, StoreError
 from raypipe.rayext.failures import is_final
-from raypipe.storage import patience
+from raypipe.storage import retries
 from raypipe.storage.files import look_up, read_whole, write_bytes
-from raypipe.storage.filesystem import exists, explained, open_filesystem
-from raypipe.storage.patience import (
-    be_patient,
-    impatient,
-    lose_patience,
+from raypipe.storage.filesystem import errors_as, exists, open_filesystem
+from raypipe.storage.retries import (
+    allow_retries,
     outages_s,
+    stop_retries,
     take_counts,
+    without_retries,
 )
 
 # more than pyarrow tries a request by itself, and than it ever did for raypipe
@@ -44,8 +44,8 @@ def proxy(
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """pyarrow has pauses of its own between its attempts."""
-    monkeypatch.setattr(patience, "_FIRST_S", 0.01)
-    monkeypatch.setattr(patience, "_LOST_S", 30.0)
+    monkeypatch.setattr(retries, "_FIRST_S", 0.01)
+    monkeypatch.setattr(retries, "_LOST_S", 30.0)
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -55,9 +55,9 @@ def test_an_outage_is_waited_for_and_told_in_two_lines(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(patience, "_LOG_AFTER_S", 0.0)
+    monkeypatch.setattr(retries, "_LOG_AFTER_S", 0.0)
     signs: list[None] = []
-    monkeypatch.setattr(patience, "on_progress", [lambda: signs.append(None)])
+    monkeypatch.setattr(retries, "on_progress", [lambda: signs.append(None)])
     proxy.outage = first(MANY)
     with caplog.at_level(logging.WARNING, "raypipe"):
         assert read_whole(f"{bucket}/a") == b"content"
@@ -142,7 +142,11 @@ def test_what_can_be_left_out_is_not_waited_for(
 ) -> None:
     proxy.outage = first(10**6)
     told = r"^x: .*503.*; the server is down, or limits the request rate"
-    with pytest.raises(StoreError, match=told), explained(StoreError, "x"), impatient():
+    with (
+        pytest.raises(StoreError, match=told),
+        errors_as(StoreError, "x"),
+        without_retries(),
+    ):
         exists(f"{bucket}/a")
     assert proxy.faults["SlowDown"] == 3  # pyarrow's own attempts
 
@@ -192,12 +196,12 @@ def test_ctrl_c_ends_the_waiting_at_once(
 ) -> None:
     proxy.outage = first(10**6)
     code = f"""
-from raypipe.storage import patience
+from raypipe.storage import retries
 from raypipe.storage.files import read_whole
-patience._LOG_AFTER_S = 0.0
-patience._FIRST_S = patience._LONGEST_S = 100.0
+retries._LOG_AFTER_S = 0.0
+retries._FIRST_S = retries._LONGEST_S = 100.0
 if {by == "others"}:
-    with patience.Threads(4) as threads:
+    with retries.Threads(4) as threads:
         list(threads.map(read_whole, ["{bucket}/a"] * 8))
 read_whole("{bucket}/a")
 """
@@ -231,7 +235,7 @@ def test_a_process_that_ends_waits_for_no_storage(
     while not proxy.faults["SlowDown"]:
         time.sleep(0.01)
     try:
-        lose_patience()
+        stop_retries()
         waiting.join(60)
         with pytest.raises(OSError, match="503"):
             exists(f"{bucket}/a")
@@ -241,7 +245,7 @@ def test_a_process_that_ends_waits_for_no_storage(
             "storage that answers is asked as ever"
         )
     finally:
-        be_patient()
+        allow_retries()
     proxy.outage = first(MANY)
     assert read_whole(f"{bucket}/a") == b"content"
 

@@ -22,10 +22,12 @@ import raypipe  # noqa: F401  # isort: skip
 import cv2
 import numpy as np
 import psutil
+import pyarrow as pa
 import ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
+from raypipe.stores.base import Columns
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
@@ -42,7 +44,7 @@ class BitmapStore:
     """Any number of samples, all of the same large bytes, read in groups."""
 
     classes = ("a",)
-    columns = ("image", "label")
+    schema = pa.schema({"image": pa.binary(), "label": pa.int64()})
     groups = None
     address = "bitmaps"
     fingerprint = "bitmaps"
@@ -59,12 +61,10 @@ class BitmapStore:
 
     def read(
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
-    ) -> dict[str, Any]:
+    ) -> Columns:
         time.sleep(self._delay_s)
-        return {
-            "image": [self._image] * len(indices),
-            "label": np.zeros(len(indices), np.int64),
-        }
+        labels = np.zeros(len(indices), np.int64)
+        return Columns([self._image] * len(indices), pa.table({"label": labels}))
 
     def close(self) -> None:
         pass

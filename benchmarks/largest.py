@@ -16,11 +16,13 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
+
+from raypipe.stores.base import Columns
 
 SIZES = (10**4, 10**9)
 
@@ -34,7 +36,7 @@ class SimulatedStore:
     """
 
     classes = ("a",)
-    columns = ("image", "label")
+    schema = pa.schema({"image": pa.binary(), "label": pa.int64()})
     groups = None
     address = "simulated"
 
@@ -48,11 +50,9 @@ class SimulatedStore:
 
     def read(
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
-    ) -> dict[str, Any]:
-        return {
-            "image": [self._image] * len(indices),
-            "label": np.zeros(len(indices), np.int64),
-        }
+    ) -> Columns:
+        labels = np.zeros(len(indices), np.int64)
+        return Columns([self._image] * len(indices), pa.table({"label": labels}))
 
     def close(self) -> None:
         """Nothing is open."""

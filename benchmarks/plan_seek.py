@@ -15,14 +15,16 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.config import PlanConfig
 from raypipe.plan.mixture import Mixture, Quotas, as_shares, mix_buckets
 from raypipe.plan.order import Shuffle
 from raypipe.plan.samplers import Permuted, Repeated, RunSampler
 from raypipe.plan.selection import Selection
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.base import Columns
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
 
 _SIZES = [700_000_000, 250_000_000, 49_000_000, 1_000_000]
@@ -99,7 +101,8 @@ class _Sized(MemoryStore):
 
     def __init__(self, found: dict[str, np.ndarray]) -> None:
         self._found = found
-        self.columns = ("image", "label", *found)
+        table = pa.table(found)
+        self.schema = pa.schema([("image", pa.binary()), *table.schema])
         self.address = self.fingerprint = f"{len(self)} sizes"
         self.groups = None
 
@@ -108,8 +111,10 @@ class _Sized(MemoryStore):
 
     def read(
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
-    ) -> dict[str, np.ndarray]:
-        return {name: self._found[name][indices] for name in columns}
+    ) -> Columns:
+        return Columns(
+            None, pa.table({name: self._found[name][indices] for name in columns})
+        )
 
 
 def main() -> None:

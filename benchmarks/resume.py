@@ -37,7 +37,7 @@ class RepeatedStore:
         self._store = store
         self._size = size
         self.address = f"{store.address} x {size / len(store):.0f}"
-        self.columns = store.columns
+        self.schema = store.schema
         self.classes = store.classes
         self.groups = None
         self.fingerprint = f"{store.fingerprint} x {size}"

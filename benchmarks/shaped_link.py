@@ -35,7 +35,7 @@ import ray
 from ray._private.internal_api import node_stats
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches

@@ -418,7 +418,7 @@ def test_docs_formats_converts_from_python_and_streams_a_store_of_sqlite(
 ) -> None:
     names = program("formats.md", monkeypatch, tmp_path)
     samples = raypipe.open_store("samples.lmdb")
-    assert len(samples) == 100 and samples.columns == (
+    assert len(samples) == 100 and tuple(samples.schema.names) == (
         "image",
         "label",
         "name",

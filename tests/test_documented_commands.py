@@ -370,7 +370,7 @@ def test_docs_formats_reads_what_others_wrote(
     assert found["samples"] == (6 if words[1] == "preview" else 30)
     if words[1] == "convert":
         store = open_store(words[3])
-        assert len(store) == 30 and "label" in store.columns
+        assert len(store) == 30 and "label" in tuple(store.schema.names)
 
 
 LMDBS: dict[str, Callable[[list[bytes], list[int]], object]] = {

@@ -330,7 +330,7 @@ def stream_once(
     transform = dataclasses.replace(transform, val=transform.train)
     epochs = max(3, round(guess * seconds / len(store)))
     plan = PlanConfig(epochs=epochs, micro_batch_size=micro_batch)
-    label = "label" if "label" in store.columns else ""
+    label = "label" if "label" in store.schema.names else ""
     spec = open_stream(
         store, store, plan=plan, transform=transform, pool=pool, target_column=label
     )
@@ -396,7 +396,7 @@ def timed_by_torch(
     warm_up = calls // 3 + 1  # actors start, and blocks grow
     own_warm_up = max(calls // 100, 2)  # the timer's
     epochs = math.ceil((warm_up + own_warm_up + calls) / (len(store) // micro_batch))
-    label = "label" if "label" in store.columns else ""
+    label = "label" if "label" in store.schema.names else ""
     plan = PlanConfig(epochs=epochs, micro_batch_size=micro_batch)
     spec = open_stream(
         store, plan=plan, transform=transform, pool=pool, target_column=label

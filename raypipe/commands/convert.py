@@ -20,6 +20,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe import kernel
 from raypipe.commands.convert_dataset import make_copy
@@ -38,7 +39,6 @@ from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.destination import new_path, new_remote
-from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.record import ColumnValues, column_types
 from raypipe.stores.scan import SIZE_COLUMNS, scan
 from raypipe.stores.sources import Asked, Source, open_source
@@ -189,7 +189,7 @@ def _columns_of(
     store: Store, short_side: int, sizes: bool
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the types of the new store's columns, and which of them are measured from the images."""
-    first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
+    first = store.read(np.arange(min(len(store), CHUNK)), tuple(store.schema.names))
     columns = column_types(_with_later(store, first), store.address, short_side)
     sized = tuple(
         name for name in SIZE_COLUMNS if sizes and (short_side or name not in columns)
@@ -239,23 +239,21 @@ def _copy(store: Store, files: list[Path], options: tuple[Any, ...]) -> dict[str
     }
 
 
-def _with_later(store: Store, first: Columns) -> Columns:
+def _with_later(store: Store, first: Columns) -> dict[str, Any]:
     """Return the first values of columns, and what decides a type later: a value, or None among integers."""
     columns = dict(first)
-    # An LMDB has the types of its columns, and is read whole for any of them.
-    for name in (
-        columns.keys() - {"image", "label"} if not isinstance(store, LMDBStore) else ()
-    ):
+    for field in store.schema:
+        name = field.name
+        if name in ("image", "label"):
+            continue
         kinds = set(map(type, first[name]))
-        if kinds == {NoneType} or all(
-            issubclass(kind, int | np.integer | np.bool_) for kind in kinds
-        ):
-            later = (
-                value for chunk in scan(store, (name,), "") for value in chunk[name]
-            )
-            decisive = (
-                value for value in later if (value is None) != (kinds == {NoneType})
-            )
+        has_no_value = kinds == {NoneType} and not pa.types.is_string(field.type)
+        may_lack_one = pa.types.is_integer(field.type) or pa.types.is_boolean(
+            field.type
+        )
+        if has_no_value or (may_lack_one and field.nullable and NoneType not in kinds):
+            later = (value for part in scan(store, (name,), "") for value in part[name])
+            decisive = (value for value in later if (value is None) != has_no_value)
             columns[name] = [*first[name], *itertools.islice(decisive, 1)]
     return columns
 

@@ -163,7 +163,7 @@ def draw_preview(
     store = replace(
         run.store,
         val="",
-        target_column=run.store.target_column if "label" in opened.columns else "",
+        target_column=run.store.target_column if "label" in opened.schema.names else "",
     )
 
     def spec_at(size: int) -> StreamSpec:

@@ -25,11 +25,10 @@ from raypipe.errors import ConfigError, RaypipeError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.files import check_place
 from raypipe.storage.filesystem import is_remote
-from raypipe.stores.base import Store, name_of
+from raypipe.stores.base import Store, forwards, name_of
 from raypipe.stores.numbers import NPY
-from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.record import write_bad_list
-from raypipe.transform.column_types import type_of
+from raypipe.transform.column_types import types_in
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode_array import decode_any
 from raypipe.transform.image_header import image_kind
@@ -95,7 +94,7 @@ def check_samples(
     maker = ColumnMaker(of_run) if of_run else None
     columns = {
         "image": "image",
-        **({"label": "label"} if "label" in store.columns else {}),
+        **({"label": "label"} if "label" in store.schema.names else {}),
         **targets,
     }
     columns |= {f"column {name}": name for name in of_run.stored}
@@ -260,14 +259,14 @@ def _format(image: bytes) -> str:
 
 
 def types_of(store: Store) -> dict[str, str]:
-    """The contents of each column of a store in words, by a few samples."""
-    kinds = {name: "images" if name == "image" else "unknown" for name in store.columns}
+    """The contents of each column of a store in words, by its schema, or by a few samples."""
+    kinds = dict.fromkeys(store.schema.names, "unknown") | {"image": "images"}
     indices = spread(store, _NUM_TYPED)[:_NUM_TYPED]
-    for name in store.columns if len(indices) else ():
+    for name in store.schema.names if len(indices) else ():
         if name != "image":
-            values, _ = read_each(store, indices, name)
-            with contextlib.suppress(ConfigError):  # they have no values
-                kinds[name] = str(type_of(name, values, None, True, name))
+            column = SampleColumns({name: (name,)})
+            with contextlib.suppress(ConfigError, StoreError):  # it has no values
+                kinds[name] = str(types_in(store, column, indices)[name])
     return kinds
 
 
@@ -313,7 +312,7 @@ def verify(
     bounds = task_bounds(
         store, count_cpus("the verification", here) * _PER_CPU
     ).tolist()
-    reader = store.forwards() if isinstance(store, ParquetStore) else store
+    reader = forwards(store)
     calls = [
         (reader, *ends, num_samples, targets, columns, boxes_format)
         for ends in itertools.pairwise(bounds)

@@ -20,18 +20,19 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.mistakes import did_you_mean
 from raypipe.stores.base import (
     Columns,
-    MemoryStore,
     Store,
     check_columns,
     check_indices,
 )
 
 if TYPE_CHECKING:
+    from raypipe.stores.memory import MemoryStore as MemoryStore
     from raypipe.stores.writers import LMDBWriter as LMDBWriter
     from raypipe.stores.writers import ParquetWriter as ParquetWriter
 
 _HOME = {
     "LMDBWriter": "writers",
+    "MemoryStore": "memory",
     "ParquetWriter": "writers",
     "digits_stores": "destination",
     "open_writer": "writers",

@@ -1,5 +1,4 @@
-"""The protocol of a store, an indexed, read-only collection of N encoded samples, with the code that stores share,
-and `MemoryStore`, which keeps its samples in memory.
+"""The protocol of a store, an indexed, read-only collection of N encoded samples, with the code that stores share.
 
 A store object consists of an address and options. It opens lazily, once per process, and pickles as address and
 options, so it can be sent to any actor. Stores import neither Ray nor torch.
@@ -13,20 +12,62 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
 
 import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.mistakes import choices
 from raypipe.printing import printable
-from raypipe.stores.numbers import exactly
+from raypipe.stores.numbers import MAX_SAMPLE_BYTES as MAX_SAMPLE_BYTES
 
-Columns = dict[str, Any]
-"""Columns of n samples. `image` is a list of n `bytes`, or of read-only `memoryview` of uint8 if the store has
-them in memory, or of None for a missing value. Int and float columns are numpy arrays of shape (n,), and arrays of
-one known shape are a numpy array (n, …). All other columns, and numbers with None among them, are lists of n
-objects."""
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Columns(Mapping[str, Any]):
+    """Columns of n samples; `columns[name]` are a column's values as NumPy and Python have them, see
+    `raypipe.stores.arrow_values`.
+
+    Attributes:
+        images: the column `image`: n `bytes`, or read-only `memoryview` of uint8 if the store has them in memory,
+            or None for a missing value; None = it was not requested.
+        table: all other columns, with n rows.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[bytes | memoryview | None] | None,
+        table: pa.Table,
+    ) -> None:
+        self.images = images
+        self.table = table
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "image" and self.images is not None:
+            return self.images
+        from raypipe.stores.arrow_values import (
+            to_values,  # importing pyarrow takes time
+        )
+
+        return to_values(self.table[name])
+
+    def __iter__(self) -> Iterator[str]:
+        if self.images is not None:
+            yield "image"
+        yield from self.table.column_names
+
+    def __len__(self) -> int:
+        return len(self.table.column_names) + (self.images is not None)
+
 
 IMAGE_SUFFIXES = frozenset(
     {
@@ -45,24 +86,19 @@ else, such as features."""
 RENAMED = {"image": "image_column", "label": "target_column"}
 """Columns that a store may have under another name → the setting that gives that name."""
 
-MAX_SAMPLE_BYTES = 1 << 29
-"""Largest file, member or record that is read as an image; a larger one, which might take all memory, becomes
-None. The limit is the size of 179 million pixels, the decoder's limit, as uncompressed RGB. Unpacking or joining
-such a value takes twice as much memory."""
-
 
 @runtime_checkable
 class Store(Protocol):
     """An indexed, read-only collection of encoded samples.
 
     A store may also have a method `sample_name(index: int) -> str`, which returns a sample's name at its source,
-    such as file and key, for errors and records; see `name_of`. It may also have an attribute `label_is_class:
-    bool`, False if labels are floats or arrays; see `is_class`; and a method `element_type(name: str) -> str |
-    None`, see `FileStore.element_type`.
+    such as file and key, for errors and records; see `name_of`. It may also have a method `forwards() ->
+    Store`, see `forwards`.
 
     Attributes:
         address: the path or URI that the store was opened with, as a string.
-        columns: names of all columns, `image` and `label` first if the store has them.
+        schema: names and types of all columns, `image` and `label` first if the store has them. `image` is
+            binary; an integer `label` is a class, and has the type int64.
         classes: class names, position = label; None if the store does not name them.
         groups: offsets, int64 of shape (num_groups + 1,), of runs of samples that are read together
             (Parquet row groups); None if reading a single sample has no extra cost.
@@ -72,7 +108,7 @@ class Store(Protocol):
     address: str
 
     @property
-    def columns(self) -> tuple[str, ...]: ...
+    def schema(self) -> pa.Schema: ...
 
     @property
     def classes(self) -> tuple[str, ...] | None: ...
@@ -95,7 +131,7 @@ class Store(Protocol):
             columns: names of the columns to read.
 
         Returns:
-            One entry per requested column, see `Columns`. A missing or damaged image is None or undecodable
+            The requested columns, with the types of the schema. A missing or damaged image is None or undecodable
                 bytes; the bad-sample policy handles it.
 
         Raises:
@@ -168,8 +204,8 @@ class FileStore(ABC, Generic[C]):
         return self._opened
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        return self._contents.columns
+    def schema(self) -> pa.Schema:
+        return self._contents.schema
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -180,18 +216,8 @@ class FileStore(ABC, Generic[C]):
         return self._contents.groups
 
     @property
-    def label_is_class(self) -> bool:
-        return getattr(self._contents, "label_is_class", True)
-
-    @property
     def fingerprint(self) -> str:
         return self._contents.fingerprint
-
-    def element_type(self, name: str) -> str | None:
-        """Return the type of the numbers in a column, or in its lists, "int64", "float64" or "bool"; None if the
-        format has no schema, or the values are not numbers."""
-        of_contents = getattr(self._contents, "element_type", None)
-        return of_contents(name) if of_contents else None
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -200,9 +226,9 @@ class FileStore(ABC, Generic[C]):
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
     ) -> Columns:
         """Read samples, see `Store.read`."""
-        wanted = check_indices(indices, len(self), self.address)
-        check_columns(columns, self.columns, self.address)
-        return self._contents.read(wanted, columns)
+        rows = check_indices(indices, len(self), self.address)
+        check_columns(columns, self.schema.names, self.address)
+        return self._contents.read(rows, columns)
 
     def sample_name(self, index: int) -> str:
         """Return a sample's file, and its place in the file."""
@@ -217,6 +243,11 @@ def _identity_of(contents: Any) -> str:
     return str(getattr(contents, "identity", None) or contents.fingerprint)
 
 
+def forwards(store: Store) -> Store:
+    """Return a store for a single pass from start to end: its own `forwards()`, which keeps less, or itself."""
+    return store.forwards() if hasattr(store, "forwards") else store
+
+
 def name_of(store: Store, index: int) -> str:
     """Return a store's name for a sample, as one printable line; empty if there is none, or the store fails."""
     try:
@@ -226,8 +257,11 @@ def name_of(store: Store, index: int) -> str:
 
 
 def is_class(store: Store) -> bool:
-    """Return whether a store's labels are integers, one per sample; also True for no labels or an unknown type."""
-    return bool(getattr(store, "label_is_class", True))
+    """Return whether a store's labels are integers, one per sample; also True for no labels."""
+    from raypipe.stores.arrow_values import is_integer  # importing pyarrow takes time
+
+    schema = store.schema
+    return "label" not in schema.names or is_integer(schema.field("label").type)
 
 
 def title_of(address: object, index: object, name: object) -> str:
@@ -345,110 +379,3 @@ def check_columns(
     for name in wanted:
         if name not in present:
             raise StoreError(missing(address, name, present, RENAMED.get(name, "")))
-
-
-class MemoryStore:
-    """A store that keeps its samples in memory, and pickles with them.
-
-    Args:
-        images: encoded images, or None for a missing one; memory views are copied.
-        labels: one for each image: integers, which are classes, or floats, or arrays of one shape; None = a store
-            without labels.
-        classes: class names, position = label.
-        columns: extra columns, name → one value per image. Numbers, and arrays (n, …), become numpy arrays.
-        group_size: samples per group, the last group may be smaller; None = a store without groups.
-    """
-
-    def __init__(
-        self,
-        images: Sequence[bytes | memoryview | None],
-        labels: Sequence[int] | np.ndarray | None,
-        classes: Sequence[str] | None = None,
-        columns: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
-        group_size: int | None = None,
-    ) -> None:
-        self._columns: dict[str, Any] = {
-            "image": [
-                bytes(image) if isinstance(image, memoryview) else image
-                for image in images
-            ]
-        }
-        self.label_is_class = True
-        if labels is not None:
-            numbers = exactly(labels)
-            self.label_is_class = (
-                numbers.ndim == 1 and numbers.dtype.kind in "iub"
-            ) or not numbers.size
-            self._columns["label"] = (
-                exactly(numbers, np.int64) if self.label_is_class else numbers
-            )
-        for name, values in (columns or {}).items():
-            self._columns[name] = (
-                exactly(values) if _are_numbers(values) else list(values)
-            )
-        for name, values in self._columns.items():
-            if len(values) != len(self):
-                raise ValueError(
-                    f"column {name!r} has {len(values)} values for {len(self)} images"
-                )
-        self.columns = tuple(self._columns)
-        self.classes = None if classes is None else tuple(classes)
-        self.groups: np.ndarray | None = None
-        if group_size is not None:
-            if group_size < 1:
-                raise ValueError(f"group_size must be at least 1, not {group_size}")
-            self.groups = np.append(
-                np.arange(0, len(self), group_size, dtype=np.int64), len(self)
-            )
-        self.fingerprint = self._hash(group_size)
-        self.address = f"memory:{self.fingerprint[:8]}"
-
-    def __len__(self) -> int:
-        return len(self._columns["image"])
-
-    def read(
-        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
-    ) -> Columns:
-        """Read samples, see `Store.read`."""
-        wanted = check_indices(indices, len(self), self.address)
-        check_columns(columns, self.columns, self.address)
-        return {
-            name: values[wanted]
-            if isinstance(values, np.ndarray)
-            else [values[i] for i in wanted.tolist()]
-            for name, values in ((name, self._columns[name]) for name in columns)
-        }
-
-    def close(self) -> None:
-        """Do nothing: the store has no files."""
-
-    def _hash(self, group_size: int | None) -> str:
-        digest = hashlib.blake2b(
-            repr((self.classes, group_size)).encode(), digest_size=16
-        )
-        for name, values in self._columns.items():
-            digest.update(repr((name, len(values))).encode())
-            if isinstance(values, np.ndarray) and values.dtype.kind != "O":
-                digest.update(str(values.dtype).encode() + values.tobytes())
-                continue
-            for value in values:
-                if (
-                    isinstance(value, np.ndarray) and value.dtype.kind != "O"
-                ):  # its repr shows it in part
-                    content = f"{value.dtype}{value.shape}".encode() + value.tobytes()
-                else:
-                    if isinstance(value, bytes):
-                        content = value
-                    else:
-                        content = repr(value).encode()
-                digest.update(f"{type(value).__name__}:{len(content)}:".encode())
-                digest.update(content)
-        return digest.hexdigest()
-
-
-def _are_numbers(values: Sequence[Any] | np.ndarray) -> bool:
-    if isinstance(values, np.ndarray):
-        return values.dtype.kind in "biuf"
-    return len(values) > 0 and all(
-        isinstance(value, int | float | np.number) for value in values
-    )

@@ -67,16 +67,10 @@ def matching(
     """
     compiled, names = parse(expression, setting)
     parts = list[np.ndarray]()
-    types = dict[str, pa.DataType]()
     text = f"{setting} {shown(expression)}"
     for columns in scan(store, names, setting):
         try:
-            arrays = {name: _array(values) for name, values in columns.items()}
-            for name, array in arrays.items():
-                if pa.types.is_null(array.type):
-                    if name not in types:
-                        types[name] = _type_of(store, name, setting)
-                    arrays[name] = array.cast(types[name])
+            arrays = {name: _array(columns.table[name]) for name in names}
             parts.append(_evaluated(compiled, arrays))
         except RecursionError:
             raise ConfigError(f"{text}: {_NESTED}") from None
@@ -92,22 +86,19 @@ def matching(
     return keep
 
 
-def _array(values: Any) -> pa.Array:
-    """Return the values of a column; numbers as int64 or float64, or as uint64 if int64 is too small."""
-    array = pa.array(values)
-    if pa.types.is_integer(array.type) and (
-        array.type != pa.uint64() or (pc.max(array).as_py() or 0) < 1 << 63
-    ):
+def _array(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column; numbers as int64 or float64, or as uint64 if int64 is too small."""
+    kind = column.type
+    array = column.combine_chunks()
+    if pa.types.is_integer(kind):
+        if kind == pa.uint64() and (pc.max(array).as_py() or 0) >= 1 << 63:
+            return array
         return array.cast(pa.int64())
-    if pa.types.is_floating(array.type):
+    if pa.types.is_floating(kind):
         return array.cast(pa.float64())
+    if pa.types.is_dictionary(kind):
+        return array.cast(kind.value_type)
     return array
-
-
-def _type_of(store: Store, name: str, setting: str) -> pa.DataType:
-    """Return the type of a column whose first samples have no value; null if no sample has one."""
-    types = (_array(columns[name]).type for columns in scan(store, (name,), setting))
-    return next((kind for kind in types if not pa.types.is_null(kind)), pa.null())
 
 
 def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:

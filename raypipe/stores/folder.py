@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, StoreError
@@ -143,9 +144,10 @@ class _Images:
     ) -> None:
         self._root = root
         self.classes = classes
-        self.columns: tuple[str, ...] = (
-            ("image",) if classes is None else ("image", "label")
-        )
+        fields = {"image": pa.binary()}
+        if classes is not None:
+            fields["label"] = pa.int64()
+        self.schema = pa.schema(fields)
         self._labels = np.repeat(np.arange(len(num)), num)
         self._paths = [path for path, _ in files]
         self._sizes = np.array([num_bytes for _, num_bytes in files], np.int64)
@@ -170,12 +172,13 @@ class _Images:
         return digest.hexdigest()
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        return {
-            name: self._labels[indices]
-            if name == "label"
-            else self._images(indices.tolist())
-            for name in columns
-        }
+        images = None
+        if "image" in columns:
+            images = self._images(indices.tolist())
+        table = {}
+        if "label" in columns:
+            table["label"] = self._labels[indices]
+        return Columns(images, pa.table(table))
 
     def sample_name(self, index: int) -> str:
         """Return a sample's path or URI."""

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
 import logging
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.storage.shared_memory import Arena, open_arena
+from raypipe.stores.arrow_values import array_of, to_arrow
 from raypipe.stores.base import Columns, Store, check_columns, check_indices
 
 logger = logging.getLogger(__name__)
 
-# First byte of a value.
-_NONE = b"0"
-_BYTES = b"b"
-_TEXT = b"t"
-_NUMBERS = b"n"
-_PLAIN = b"j"
-_MOST_HEAD_BYTES = 255
-_PLAIN_TYPES = (bool, int, float)
+# First byte of a cell.
+_NULL = b"0"
+_VALUE = b"1"
+_PLAIN = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _Parts = Sequence[bytes | memoryview]
 
 
 class InMemoryStore:
     """The samples of another store, which is read only once per node.
 
-    All other attributes are those of the store. Values other than bytes, text, numbers and arrays of numbers are
+    All other attributes are those of the store. Values other than bytes, text, numbers and arrays of one shape are
     read from the store each time. The same happens to samples for which there was no room, see
     `raypipe.storage.shared_memory`.
 
@@ -46,7 +43,6 @@ class InMemoryStore:
         self._pid = 0
         self._is_received = False
         self._is_full = False
-        self._unfit = set[str]()  # columns of values that are not kept
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (self.inner,)
@@ -71,39 +67,37 @@ class InMemoryStore:
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
     ) -> Columns:
         """Read samples, see `Store.read`; images are views of the shared memory."""
-        wanted = check_indices(indices, len(self), self.inner.address)
-        check_columns(columns, self.inner.columns, self.inner.address)
-        kept = tuple(name for name in columns if name not in self._unfit)
-        if not wanted.size or not kept:
-            return self.inner.read(wanted, columns)
+        rows = check_indices(indices, len(self), self.inner.address)
+        schema = self.inner.schema
+        check_columns(columns, schema.names, self.inner.address)
+        kept = tuple(name for name in columns if _is_kept(schema.field(name)))
+        if not rows.size or not kept:
+            return self.inner.read(rows, columns)
         arena = self._opened()
-        stored = {name: arena.values(self._cells(name, wanted)) for name in kept}
-        missing = np.array([None in row for row in zip(*stored.values(), strict=True)])
-        if missing.any():
-            fresh = {
-                name: list(map(_encoded, values))
-                for name, values in self.inner.read(wanted[missing], kept).items()
-            }
-            if unfit := {name for name, values in fresh.items() if None in values}:
-                self._unfit |= unfit
-                return self.read(wanted, columns)
+        cells = {name: arena.values(self._cells(name, rows)) for name in kept}
+        is_new = np.array([None in row for row in zip(*cells.values(), strict=True)])
+        if is_new.any():
+            positions = np.flatnonzero(is_new).tolist()
+            read = self.inner.read(rows[is_new], kept)
             # Images come last, since a sample without room for one of its values is read again.
-            for name, encoded in sorted(
-                fresh.items(), key=lambda item: item[0] == "image"
-            ):
-                # all of them
-                values = [value for value in encoded if value is not None]
-                self._keep(arena, self._cells(name, wanted[missing]), values)
-                for position, value in zip(
-                    np.flatnonzero(missing).tolist(), values, strict=True
-                ):
-                    stored[name][position] = memoryview(b"".join(value))
-        found = {name: _decoded(stored[name]) for name in kept}
-        if len(kept) < len(columns):
-            found |= self.inner.read(
-                wanted, tuple(name for name in columns if name in self._unfit)
-            )
-        return {name: found[name] for name in columns}
+            for name in sorted(kept, key=lambda name: name == "image"):
+                values = list(map(_encoded, read[name]))
+                self._keep(arena, self._cells(name, rows[is_new]), values)
+                for position, value in zip(positions, values, strict=True):
+                    cells[name][position] = memoryview(b"".join(value))
+        images = None
+        arrays = {}
+        for name in columns:
+            if name == "image":
+                images = _bytes_in(cells[name])
+            elif name in cells:
+                arrays[name] = _decoded(cells[name], schema.field(name).type)
+        others = tuple(name for name in columns if name not in kept)
+        if others:
+            table = self.inner.read(rows, others).table
+            arrays |= dict(zip(table.column_names, table.columns, strict=True))
+        names = [name for name in columns if name != "image"]
+        return Columns(images, pa.table({name: arrays[name] for name in names}))
 
     def _keep(self, arena: Arena, cells: np.ndarray, values: Sequence[_Parts]) -> None:
         if self._is_full or arena.write(cells, values):
@@ -116,14 +110,16 @@ class InMemoryStore:
         )
 
     def _cells(self, column: str, indices: np.ndarray) -> np.ndarray:
-        return self.inner.columns.index(column) * len(self) + indices
+        return self.inner.schema.names.index(column) * len(self) + indices
 
     def _opened(self) -> Arena:
         if self._arena and self._pid == os.getpid():
             return self._arena
-        facts = repr((self.inner.fingerprint, self.inner.columns, len(self)))
+        facts = repr(
+            (self.inner.fingerprint, tuple(self.inner.schema.names), len(self))
+        )
         self._key = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-        arena = open_arena(self._key, len(self.inner.columns) * len(self))
+        arena = open_arena(self._key, len(self.inner.schema.names) * len(self))
         if self._is_received:
             _kept_arenas[self._key] = arena
         self._arena = arena
@@ -143,59 +139,38 @@ _kept_arenas: dict[str, Arena] = {}
 os.register_at_fork(after_in_child=_kept_arenas.clear)
 
 
-def _encoded(value: Any) -> _Parts | None:
-    """Return a value as bytes, in parts; None for a kind that is not kept."""
+def _is_kept(field: pa.Field) -> bool:
+    """Return whether values of a column are kept: bytes, text, numbers, and arrays of one shape."""
+    kind = field.type
+    return field.name == "image" or kind in _PLAIN or array_of(kind) is not None
+
+
+def _encoded(value: Any) -> _Parts:
+    """Return a value as bytes, in parts."""
     if value is None:
-        return (_NONE,)
+        return (_NULL,)
     if isinstance(value, bytes | memoryview):
-        return _BYTES, value
+        return _VALUE, value
     if isinstance(value, str):
-        return _TEXT, value.encode(errors="surrogatepass")
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
-        head = json.dumps([value.dtype.str, value.shape]).encode()
-        if len(head) > _MOST_HEAD_BYTES:
-            return None
-        return _NUMBERS, bytes([len(head)]), head, value.tobytes()
-    if type(value) in _PLAIN_TYPES:
-        return (_PLAIN, json.dumps(value).encode())
-    return None
+        return _VALUE, value.encode()
+    return _VALUE, value.tobytes()
 
 
-def _decoded(stored: Sequence[memoryview | None]) -> Any:
-    """Return the values of a column: an array if all are numbers of one type and shape, else a list."""
-    contents = [value for value in stored if value is not None]
-    kinds = [value[:1] for value in contents]
-    if all(kind == _NUMBERS for kind in kinds):
-        heads = {bytes(value[2 : 2 + value[1]]) for value in contents}
-        if len(heads) == 1:
-            dtype, shape = _type_of(heads.pop())
-            start = 2 + contents[0][1]
-            numbers = np.frombuffer(
-                bytearray(b"".join(value[start:] for value in contents)), dtype
-            )
-            return numbers.reshape(len(contents), *shape)
-    return [
-        _value_of(bytes(kind), value)
-        for kind, value in zip(kinds, contents, strict=True)
-    ]
+def _bytes_in(cells: Sequence[memoryview | None]) -> list[memoryview | None]:
+    """Return the values in cells, as views; None for no value."""
+    return [cell[1:] if cell and cell[:1] == _VALUE else None for cell in cells]
 
 
-def _value_of(kind: bytes, value: memoryview) -> Any:
-    if kind == _BYTES:
-        return value[1:]
-    if kind == _TEXT:
-        return bytes(value[1:]).decode(errors="surrogatepass")
-    if kind == _PLAIN:
-        return json.loads(bytes(value[1:]))
-    if kind == _NONE:
-        return None
-    end = 2 + value[1]
-    dtype, shape = _type_of(bytes(value[2:end]))
-    numbers = np.frombuffer(value[end:], dtype).reshape(shape)
-    return numbers if shape else numbers.item()
-
-
-@functools.lru_cache(maxsize=64)
-def _type_of(head: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    dtype, shape = json.loads(head)
-    return np.dtype(dtype), tuple(shape)
+def _decoded(cells: Sequence[memoryview | None], kind: pa.DataType) -> pa.Array:
+    """Return the values of a column."""
+    contents = _bytes_in(cells)
+    numbers = array_of(kind)
+    if numbers is None:
+        return pa.array(contents, pa.binary()).cast(kind)
+    of_element, shape = numbers
+    dtype = np.dtype(of_element.to_pandas_dtype())
+    nothing = bytes(dtype.itemsize * math.prod(shape))
+    is_null = np.array([content is None for content in contents], bool)
+    joined = b"".join(nothing if content is None else content for content in contents)
+    values = np.frombuffer(joined, dtype).reshape(len(contents), *shape)
+    return to_arrow(values, is_null)

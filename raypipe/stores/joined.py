@@ -6,15 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.errors import StoreError
+from raypipe.stores.arrow_values import (
+    array_of,
+    array_type,
+    in_order,
+    no_rows,
+    to_arrow,
+    to_values,
+)
 from raypipe.stores.base import (
     Columns,
     Store,
     by_part,
     check_columns,
     check_indices,
-    is_class,
     join_fingerprints,
     name_of,
     part_of,
@@ -45,14 +53,15 @@ class JoinedStore:
         self.address = " + ".join(store.address for store in parts.values())
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Names of the columns that all stores have."""
-        first, *others = self.parts.values()
-        return tuple(
-            name
-            for name in first.columns
-            if all(name in store.columns for store in others)
-        )
+    def schema(self) -> pa.Schema:
+        """The columns that all stores have, with a type for the numbers of all."""
+        first, *others = [store.schema for store in self.parts.values()]
+        fields = []
+        for name in first.names:
+            if all(name in schema.names for schema in others):
+                kinds = [schema.field(name).type for schema in (first, *others)]
+                fields.append(pa.field(name, _common_type(kinds)))
+        return pa.schema(fields)
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -61,10 +70,6 @@ class JoinedStore:
         if all(store.classes == first.classes for store in others):
             return first.classes
         return None
-
-    @property
-    def label_is_class(self) -> bool:
-        return all(is_class(store) for store in self.parts.values())
 
     @property
     def groups(self) -> np.ndarray | None:
@@ -93,25 +98,30 @@ class JoinedStore:
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
     ) -> Columns:
         """Read samples, see `Store.read`, with one read of each store."""
-        wanted = check_indices(indices, len(self), self.address)
+        rows = check_indices(indices, len(self), self.address)
         for store in self.parts.values():
-            check_columns(columns, store.columns, store.address)
+            check_columns(columns, store.schema.names, store.address)
         stores = list(self.parts.values())
-        places: list[np.ndarray] = [np.empty(0, np.int64)]
-        values_of: dict[str, list[Any]] = {name: [] for name in columns}
-        for number, positions in by_part(wanted, self.offsets):
-            places.append(positions)
-            store_values = stores[number].read(
-                wanted[positions] - self.offsets[number], columns
-            )
-            for name in columns:
-                values_of[name].append(store_values[name])
-        if not values_of or len(places) == 1:
-            return stores[0].read(wanted, columns)
-        back = np.argsort(np.concatenate(places))
-        return {
-            name: _put_back(name, values, back) for name, values in values_of.items()
-        }
+        parts = list(by_part(rows, self.offsets))
+        if len(parts) == 1 and len(stores) == 1:
+            return stores[0].read(rows, columns)
+        images: list[bytes | memoryview | None] = [None] * len(rows)
+        schema = self.schema
+        names = [name for name in columns if name != "image"]
+        fields = pa.schema([schema.field(name) for name in names])
+        tables = [no_rows(list(fields))]
+        positions_of = [np.empty(0, np.int64)]
+        for number, positions in parts:
+            part = stores[number].read(rows[positions] - self.offsets[number], columns)
+            if part.images is not None:
+                for position, image in zip(
+                    positions.tolist(), part.images, strict=True
+                ):
+                    images[position] = image
+            tables.append(_cast(part.table, fields))
+            positions_of.append(positions)
+        table = in_order(tables, positions_of)
+        return Columns(images if "image" in columns else None, table)
 
     def sample_name(self, index: int) -> str:
         """Return the name of a sample's source, its index there, and the store's name for it."""
@@ -126,28 +136,52 @@ class JoinedStore:
             store.close()
 
 
-def _put_back(name: str, values: list[Any], back: np.ndarray) -> Any:
-    """Join a column that was read in parts, in the requested order."""
-    arrays = [isinstance(part, np.ndarray) for part in values]
-    if all(arrays) and len({part.shape[1:] for part in values}) == 1:
-        try:
-            common = np.result_type(*values)
-            return np.concatenate([exactly(part, common) for part in values])[back]
-        except InexactError as error:
-            raise StoreError(
-                f"column {name!r} as {common} has {error}: give it one type in all stores"
-            ) from None
-    if all(arrays):
-        shapes = sorted({part.shape[1:] for part in values})
-        raise StoreError(
-            f"column {name!r} must have arrays of one shape in all stores, got {shapes}"
-        )
-    if any(arrays) and any(
-        not array and None not in part
-        for part, array in zip(values, arrays, strict=True)
-    ):
+def _common_type(kinds: list[pa.DataType]) -> pa.DataType:
+    """Return the type for a column of several stores: a number's by NumPy's rules, else the first's."""
+    numbers = [array_of(kind) for kind in kinds]
+    shapes = {shape for _, shape in filter(None, numbers)}
+    if len(set(kinds)) == 1 or None in numbers or len(shapes) > 1:
+        return kinds[0]
+    dtypes = [kind.to_pandas_dtype() for kind, _ in filter(None, numbers)]
+    return array_type(np.result_type(*dtypes), shapes.pop())
+
+
+def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return a store's columns with the types of all; raise StoreError if a value would change."""
+    columns = [
+        _cast_column(name, column, schema.field(name).type)
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def _cast_column(name: str, column: pa.ChunkedArray, kind: pa.DataType) -> Any:
+    if column.type == kind:
+        return column
+    ours = array_of(column.type)
+    common = array_of(kind)
+    if (ours is None) != (common is None):
         raise StoreError(
             f"column {name!r} has numbers in one store and other values in another"
         )
-    joined = [value for part in values for value in part]
-    return [joined[place] for place in back.tolist()]
+    if ours is None or common is None:
+        try:
+            return column.cast(kind)
+        except pa.ArrowException:
+            raise StoreError(
+                f"column {name!r} has {column.type} in one store and {kind} in another"
+            ) from None
+    if ours[1] != common[1]:
+        raise StoreError(
+            f"column {name!r} must have arrays of one shape in all stores, got {sorted({ours[1], common[1]})}"
+        )
+    values = to_values(column)
+    if isinstance(values, list):  # some have no value
+        return column.cast(kind)
+    dtype = np.dtype(common[0].to_pandas_dtype())
+    try:
+        return to_arrow(exactly(values, dtype))
+    except InexactError as error:
+        raise StoreError(
+            f"column {name!r} as {dtype} has {error}: give it one type in all stores"
+        ) from None

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, open_object
@@ -31,6 +32,7 @@ from raypipe.stores.addresses import (
     list_files,
     names_at,
 )
+from raypipe.stores.arrow_values import to_arrow
 from raypipe.stores.base import (
     Columns,
     FileStore,
@@ -47,10 +49,16 @@ from raypipe.stores.lmdb_foreign import (
 )
 from raypipe.stores.lmdb_listing import Options
 from raypipe.stores.lmdb_pages import LMDBFile
-from raypipe.stores.record import KEY, METADATA_KEY, Metadata, RecordLayout, array_type
+from raypipe.stores.record import (
+    KEY,
+    METADATA_KEY,
+    Metadata,
+    RecordLayout,
+    arrow_column,
+    arrow_type,
+)
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+_ORDER = {"image": 0, "label": 1}
 
 
 class LMDBStore(FileStore["_Shards | ForeignShards"]):
@@ -99,11 +107,6 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
                 "put them into two folders"
             )
         return _Shards(own, target_column or "label")
-
-    @property
-    def column_types(self) -> dict[str, str]:
-        """Name of each column → int64, float64, binary, string, or an array such as `float32[512]`."""
-        return self._contents.column_types
 
     def close(self) -> None:
         super().close()
@@ -212,14 +215,14 @@ class _Shards:
         self._stored = stored_names(
             shards[0].path, first.types, {"label": target_column}
         )
-        self.columns = tuple(
-            sorted(self._stored, key=lambda name: {"image": 0, "label": 1}.get(name, 2))
+        self._stored = dict(
+            sorted(self._stored.items(), key=lambda item: _ORDER.get(item[0], 2))
         )
-        self.column_types = {
-            name: first.types[place] for name, place in self._stored.items()
-        }
+        # Only damaged records lack a number.
+        self.schema = pa.schema(
+            [_field(name, first.types[own]) for name, own in self._stored.items()]
+        )
         label = first.types.get(target_column, "int64")
-        self.label_is_class = label == "int64"
         if label in ("string", "binary"):
             raise StoreError(
                 f"{shards[0].path}, column {target_column!r} has type {label}; labels must be numbers or arrays: "
@@ -251,34 +254,37 @@ class _Shards:
         return int(self._offsets[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        stored = dict.fromkeys(self._stored[name] for name in columns)
-        values: dict[str, Any] = {}
-        for name in stored:
-            is_number = self._types[name] in ("int64", "float64")
-            values[name] = (
-                np.empty(len(indices), self._types[name])
-                if is_number
-                else [None] * len(indices)
-            )
+        names = dict.fromkeys(self._stored[name] for name in columns)
+        kinds = {name: self._types[name] for name in names}
+        values = {name: _empty(kind, len(indices)) for name, kind in kinds.items()}
+        is_missing = np.zeros(len(indices), bool)
         for number, positions in by_part(indices, self._offsets):
             shard = self._shards[number]
             layout = self._layouts[number]
             keys = indices[positions] - self._offsets[number]
             file = shard.open()
-            fixed, variable, done = file.records(keys, layout.native(stored))
+            fixed, variable, done = file.records(keys, layout.native(names))
             if done.any():
-                for name, column in layout.columns(fixed, variable, stored).items():
-                    _put(values, name, positions, column)
+                for name, column in layout.columns(fixed, variable, names).items():
+                    _put(values[name], positions, column)
             for position, key in zip(
                 positions[~done].tolist(), keys[~done].tolist(), strict=True
             ):
-                row = self._row(shard, file, key, layout, stored)
-                for name in stored:
-                    values[name] = _with(values[name], position, row.get(name))
-        return {
-            name: _column(values[self._stored[name]], self._types[self._stored[name]])
-            for name in columns
-        }
+                row = self._row(shard, file, key, layout, names)
+                is_missing[position] = not row
+                for name, value in row.items():
+                    values[name][position] = value
+        images = None
+        arrays = {}
+        for name in columns:
+            own = self._stored[name]
+            if name == "image":
+                images = values[own]
+            elif isinstance(values[own], np.ndarray):
+                arrays[name] = to_arrow(values[own], is_missing)
+            else:
+                arrays[name] = arrow_column(kinds[own], values[own])
+        return Columns(images, pa.table(arrays))
 
     @staticmethod
     def _row(
@@ -304,39 +310,24 @@ class _Shards:
         return f"{self._shards[number].path}, key {within}"
 
 
-def _put(
-    values: dict[str, Any],
-    name: str,
-    positions: np.ndarray,
-    column: np.ndarray | list[Any],
-) -> None:
+def _field(name: str, kind: str) -> pa.Field:
+    return pa.field(name, arrow_type(kind), nullable=kind not in ("int64", "float64"))
+
+
+def _empty(kind: str, num: int) -> Any:
+    """Return a column without values yet."""
+    if kind in ("int64", "float64"):
+        return np.zeros(num, kind)
+    return [None] * num
+
+
+def _put(values: Any, positions: np.ndarray, column: np.ndarray | list[Any]) -> None:
     """Write the values of some samples into a column."""
-    if isinstance(column, np.ndarray) and isinstance(values[name], np.ndarray):
-        values[name][positions] = column
+    if isinstance(values, np.ndarray):
+        values[positions] = column
         return
-    if isinstance(values[name], np.ndarray):
-        values[name] = values[name].tolist()
     for position, value in zip(positions.tolist(), column, strict=True):
-        values[name][position] = value
-
-
-def _with(
-    values: np.ndarray | list[Any], position: int, value: Any
-) -> np.ndarray | list[Any]:
-    """Return a column with one value set; None as the value turns an array into a list."""
-    if value is None and isinstance(values, np.ndarray):
-        values = values.tolist()
-    values[position] = value
-    return values
-
-
-def _column(values: Any, kind: str) -> Any:
-    """Return the values of one column: as one array if all samples have an array."""
-    array = None if isinstance(values, np.ndarray) else array_type(kind)
-    if array is None or any(value is None for value in values):
-        return values
-    dtype, shape = array
-    return np.array(values, dtype.newbyteorder("=")).reshape(len(values), *shape)
+        values[position] = value
 
 
 def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard | None:

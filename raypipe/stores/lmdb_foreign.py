@@ -13,11 +13,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
+from raypipe.stores.arrow_values import to_arrow
 from raypipe.stores.base import (
     Columns,
     as_text,
@@ -35,6 +37,7 @@ from raypipe.stores.lmdb_listing import (
     listing_of,
 )
 from raypipe.stores.lmdb_pages import LMDBFile
+from raypipe.stores.record import arrow_column, arrow_type
 
 DATA_FILE = "data.mdb"
 """Name of the file in an LMDB that is a folder."""
@@ -142,20 +145,17 @@ class ForeignShards:
         else:
             label_type = first.label_type
         self._is_scene_text = first.layout == "scene-text"
-        has_text = self._is_scene_text or label_type == "string"
         self._label_type = "" if label_type == "string" else label_type
-        self.label_is_class = self._label_type in ("", "int64")
-        self.columns: tuple[str, ...] = (
-            "image",
-            *(["label"] if self._label_type else []),
-            *(["text"] if has_text else []),
-            "key",
-        )
-        kinds = {"image": "binary", "label": self._label_type}
-        self.column_types = {name: kinds.get(name, "string") for name in self.columns}
-        if target_column not in ("", "label") and "label" not in self.columns:
+        fields = {"image": pa.binary()}
+        if self._label_type:
+            fields["label"] = _arrow_type(self._label_type)
+        if self._is_scene_text or label_type == "string":
+            fields["text"] = pa.string()
+        fields["key"] = pa.string()
+        self.schema = pa.schema(fields)
+        if target_column not in ("", "label") and "label" not in fields:
             raise StoreError(
-                missing(shards[0].path, target_column, self.columns, "target_column")
+                missing(shards[0].path, target_column, fields, "target_column")
             )
         facts = [hash_of_facts(self.classes)] if self.classes else []
         self.fingerprint = join_fingerprints(
@@ -178,9 +178,11 @@ class ForeignShards:
                 values["label"][positions] = labels[rows]
             if stored:
                 self._read_into(values, self._shards[number], positions, rows, stored)
+        images = values.pop("image", None)
         if "label" in stored:
-            values["label"] = _as_array(values["label"], self._label_type)
-        return values
+            values["label"] = _labels_as(self._label_type, values["label"])
+        fields = [self.schema.field(name) for name in values]
+        return Columns(images, pa.table(values, schema=pa.schema(fields)))
 
     def _read_into(
         self,
@@ -265,23 +267,40 @@ def _labels_of(
     return None, [listing.labels for listing in listings]
 
 
-def _as_array(labels: list[Any], kind: str) -> Any:
-    """Return labels as an array, or as a list with None for those that are missing or of another type."""
-    kinds = {"int64": int, "float64": int | float, "array": list}[kind]
-    labels = [label if isinstance(label, kinds) else None for label in labels]
-    try:
-        if any(label is None for label in labels):
-            raise ValueError
-        array = np.array(labels, None if kind == "array" else kind)
-        if array.dtype.kind in "biuf":
-            return array
-    except (
-        ValueError,
-        OverflowError,
-    ):  # a missing one, one over 64 bits, or lists of several lengths
-        if kind == "int64":
-            labels = [
-                label if label is not None and -(1 << 63) <= label < 1 << 63 else None
-                for label in labels
-            ]
-    return labels
+def _arrow_type(label_type: str) -> pa.DataType:
+    if label_type.endswith("[]"):
+        return pa.list_(arrow_type(label_type.removesuffix("[]")))
+    return arrow_type(label_type)
+
+
+def _labels_as(label_type: str, labels: list[Any]) -> pa.Array:
+    """Return labels as Arrow; those that are missing, or of another type, have no value."""
+    dtype, is_array, length = label_type.partition("[")
+    kinds = (int,) if dtype == "int64" else (int, float)
+    if not is_array:
+        numbers = [label if _fits(label, kinds) else None for label in labels]
+        return _numbers(dtype, numbers)
+    lists = [
+        label
+        if isinstance(label, list)
+        and length in ("]", f"{len(label)}]")
+        and all(_fits(number, kinds) for number in label)
+        else None
+        for label in labels
+    ]
+    if length == "]":
+        return pa.array(lists, pa.list_(arrow_type(dtype)))
+    return arrow_column(label_type, lists)
+
+
+def _numbers(dtype: str, numbers: list[Any]) -> pa.Array:
+    is_null = np.array([number is None for number in numbers], bool)
+    filled = [0 if number is None else number for number in numbers]
+    return to_arrow(np.array(filled, dtype), is_null)
+
+
+def _fits(label: Any, kinds: tuple[type, ...]) -> bool:
+    """Return whether a label is a number of these types, and of 64 bits."""
+    if isinstance(label, int):
+        return -(1 << 63) <= label < 1 << 63
+    return isinstance(label, kinds)

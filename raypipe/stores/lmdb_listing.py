@@ -2,7 +2,7 @@
 
 A large file is listed once per node: the listing stays in the node's cache, and all processes map it.
 
-    RAYPIPE_CACHE/lmdb/KEY-1.listing   KEY: hash of the file's path, size, time of change and inode, and of options
+    RAYPIPE_CACHE/lmdb/KEY-2.listing   KEY: hash of the file's path, size, time of change and inode, and of options
         8 bytes        length of the JSON
         JSON           layout, classes, fingerprint, number of samples, type of the labels in the listing
         int64 (n,)     place of each sample: page number << 16 | entry within the page
@@ -99,7 +99,8 @@ class Listing:
         layout: see above.
         places, labels: see above; `labels` is None if the values have the labels, or there are none.
         value: places of image and label in the values; None for `image` and `scene-text`.
-        label_type: "int64", "float64", "string", "array", or "" without labels.
+        label_type: "int64", "float64", "string", an array such as "float64[4]", lists of different lengths such as
+            "float64[]", or "" without labels.
         classes: class names, position = label; None = not named.
         fingerprint: hash over keys, lengths of values, order and labels, and the values of 64 samples.
     """
@@ -134,7 +135,7 @@ def listing_of(
             status = Path(options.list_file).stat()
             version += [status.st_size, status.st_mtime_ns]
     try:
-        kept = make_cache_folder("lmdb") / f"{hash_of_facts(version)}-1.listing"
+        kept = make_cache_folder("lmdb") / f"{hash_of_facts(version)}-2.listing"
     except OSError:  # the cache only saves time
         return _list(file, where, options)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -355,7 +356,16 @@ def _type_of(labels: Sequence[Any]) -> str:
     kinds = Counter(_TYPES[type(label)] for label in labels if label is not None)
     if kinds["float64"]:  # among floats, a whole number may be an int
         kinds["float64"] += kinds.pop("int64", 0)
-    return kinds.most_common(1)[0][0] if kinds else ""
+    if not kinds:
+        return ""
+    ((kind, _),) = kinds.most_common(1)
+    if kind != "array":
+        return kind
+    lists = [label for label in labels if isinstance(label, list)]
+    lengths = Counter(map(len, lists))
+    has_floats = any(isinstance(number, float) for label in lists for number in label)
+    dtype = "float64" if has_floats else "int64"
+    return f"{dtype}[{'' if len(lengths) > 1 else len(lists[0])}]"
 
 
 def _numeric_order(table: KeyTable) -> np.ndarray | None:

@@ -14,6 +14,12 @@ from raypipe.errors import SampleError
 
 NPY = b"\x93NUMPY"
 """First bytes of a .npy file."""
+MAX_SAMPLE_BYTES = 1 << 29
+"""Largest file, member or record that is read as an image; a larger one, which might take all memory, becomes
+None. The limit is the size of 179 million pixels, the decoder's limit, as uncompressed RGB. Unpacking or joining
+such a value takes twice as much memory."""
+MAX_LABEL = (1 << 63) - 1
+"""Largest label: labels are int64."""
 _MAX_HEADER_BYTES = 10_000  # numpy's own default
 _WHOLE = 2.0**53  # from here on, a float64 may stand for several integers
 
@@ -64,19 +70,6 @@ def _changed(array: np.ndarray, cast: np.ndarray) -> np.ndarray:
     wide = cast.astype(np.float64)
     fits = wide < 2.0 ** (8 * array.dtype.itemsize - (array.dtype.kind == "i"))
     return ~fits | (np.where(fits, wide, 0).astype(array.dtype) != array)
-
-
-def labels_of(values: Any) -> Any:
-    """Return integer labels as int64 (n,), or as a list with None for missing labels and those beyond int64."""
-    if isinstance(values, np.ndarray) and (
-        values.dtype != np.uint64 or values.max(initial=0) < 1 << 63
-    ):
-        return values.astype(np.int64, copy=False)
-    labels = [
-        None if value is None or not -(1 << 63) <= value < 1 << 63 else int(value)
-        for value in values
-    ]
-    return labels if None in labels else np.array(labels, np.int64)
 
 
 class NpyHeader(NamedTuple):

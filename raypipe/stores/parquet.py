@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +24,8 @@ from raypipe.storage.files import open_input, read_by
 from raypipe.storage.filesystem import errors_as, open_filesystem
 from raypipe.storage.retries import error_reason, in_threads
 from raypipe.stores.addresses import list_files
-from raypipe.stores.arrow_columns import StoredColumn, TableColumns
+from raypipe.stores.arrow_columns import TableColumns, chunked_taker
+from raypipe.stores.arrow_values import in_order, no_rows
 from raypipe.stores.base import Columns, FileStore, by_part, part_of
 
 # more than a hundred groups of the 8 MiB that ParquetWriter makes
@@ -93,6 +96,19 @@ class _Group(NamedTuple):
         return f"{self.path}, row group {self.number}"
 
 
+class _Column:
+    """A column of a row group, in memory."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self.column = column
+        self.num_bytes = column.get_total_buffer_size()
+
+    @cached_property
+    def images(self) -> Callable[[np.ndarray], list[memoryview | None]]:
+        """A function that takes rows of images, as views."""
+        return chunked_taker(self.column)
+
+
 class _Groups(TableColumns):
     """The row groups that have rows, as one sequence; the last used row groups stay decoded."""
 
@@ -132,7 +148,7 @@ class _Groups(TableColumns):
             [0, *(group.num_rows for group in self._groups)], dtype=np.int64
         )
         self._cache_bytes = cache_bytes
-        self._cache: OrderedDict[tuple[int, str], StoredColumn] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, str], _Column] = OrderedDict()
         self._lock = threading.Lock()
 
     def _check_bytes(self, address: str, image_column: str) -> None:
@@ -164,24 +180,30 @@ class _Groups(TableColumns):
         return int(self.groups[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        parts: dict[str, list[Any]] = {name: [] for name in columns}
+        has_images = "image" in columns
+        images: list[bytes | memoryview | None] = [None] * len(indices)
+        fields = [self.schema.field(name) for name in columns if name != "image"]
+        tables = [no_rows(fields)]
+        positions_of = [np.empty(0, np.int64)]
         num_viewed = 0
         for number, positions in by_part(indices, self.groups):
             group = self._columns(number, columns)
             rows = indices[positions] - self.groups[number]
-            for name in columns:
-                parts[name].append(group[name].take(rows))
-            if "image" in columns:
-                num_viewed += group["image"].num_bytes
-                if (
-                    num_viewed > self._cache_bytes // _VIEWED
-                ):  # a single view keeps its whole group in memory
-                    images = parts["image"]
-                    images[-1] = [
-                        None if image is None else bytes(image) for image in images[-1]
-                    ]
-        places = np.argsort(np.argsort(indices, kind="stable"))
-        return {name: self.join(name, parts[name], places) for name in columns}
+            if has_images:
+                opened = group.pop("image")
+                views = opened.images(rows)
+                num_viewed += opened.num_bytes
+                # A single view keeps its whole group in memory.
+                is_copied = num_viewed > self._cache_bytes // _VIEWED
+                for position, view in zip(positions.tolist(), views, strict=True):
+                    images[position] = view
+                    if is_copied and view is not None:
+                        images[position] = bytes(view)
+            stored = {name: opened.column for name, opened in group.items()}
+            tables.append(self.rows_of(stored, rows, self._groups[number].path))
+            positions_of.append(positions)
+        table = in_order(tables, positions_of)
+        return Columns(images if has_images else None, table)
 
     def num_bytes(self) -> int:
         """Return the bytes of the columns in the cache."""
@@ -191,7 +213,7 @@ class _Groups(TableColumns):
         number, row = part_of(self.groups, index)
         return f"{self._groups[number]}, row {row}"
 
-    def _columns(self, number: int, names: tuple[str, ...]) -> dict[str, StoredColumn]:
+    def _columns(self, number: int, names: tuple[str, ...]) -> dict[str, _Column]:
         """Return columns of a row group, which become the last used."""
         with self._lock:
             missing = [name for name in names if (number, name) not in self._cache]
@@ -208,7 +230,7 @@ class _Groups(TableColumns):
                 self._cache.popitem(last=False)
             return columns
 
-    def _load(self, number: int, names: list[str]) -> dict[str, StoredColumn]:
+    def _load(self, number: int, names: list[str]) -> dict[str, _Column]:
         if not names:
             return {}
         group = self._groups[number]
@@ -240,9 +262,7 @@ class _Groups(TableColumns):
             raise StoreError(
                 f"{group}: has {table.num_rows} rows, but declares {group.num_rows}; copy or convert it again"
             )
-        return {
-            name: self.opened(name, table[stored[name]], group.path) for name in names
-        }
+        return {name: _Column(self.opened(name, table[stored[name]])) for name in names}
 
 
 def _check_size(group: _Group, leaves: list[str]) -> None:

@@ -28,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_json, write_json
+from raypipe.stores import arrow_values
 from raypipe.stores.base import RENAMED, Store, as_text, missing
 from raypipe.stores.numbers import exactly
 
@@ -91,6 +93,32 @@ def array_type(kind: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
     if match is None:
         return None
     return np.dtype(match[1]).newbyteorder("<"), tuple(map(int, match[2].split(",")))
+
+
+def arrow_type(kind: str) -> pa.DataType:
+    """Return the Arrow type of a column of one of `COLUMN_TYPES`, or of arrays."""
+    if (array := array_type(kind)) is not None:
+        dtype, shape = array
+        return arrow_values.array_type(dtype.newbyteorder("="), shape)
+    return getattr(pa, kind)()
+
+
+def arrow_column(kind: str, values: np.ndarray | list[Any]) -> pa.Array:
+    """Return the values of a column as Arrow.
+
+    Args:
+        kind: one of `COLUMN_TYPES`, or a type of arrays.
+        values: numbers (n,); or a list of n, in which None is a missing or damaged value.
+    """
+    array = array_type(kind)
+    if array is None:
+        return pa.array(values, arrow_type(kind))
+    dtype, shape = array
+    is_null = np.array([value is None for value in values], bool)
+    numbers = np.zeros((len(values), *shape), dtype.newbyteorder("="))
+    for row in np.flatnonzero(~is_null).tolist():
+        numbers[row] = values[row]
+    return arrow_values.to_arrow(numbers, is_null)
 
 
 class RecordLayout:

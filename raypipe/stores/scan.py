@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.errors import ConfigError
+from raypipe.stores.arrow_values import is_number
 from raypipe.stores.base import Columns, Store, missing
 
 SIZE_COLUMNS = ("width", "height")
@@ -25,8 +27,8 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
         ConfigError: the store lacks a column, or a column is `image`.
     """
     for name in columns:
-        if name == "image" or name not in store.columns:
-            others = [other for other in store.columns if other != "image"]
+        if name == "image" or name not in store.schema.names:
+            others = [other for other in store.schema.names if other != "image"]
             if name in SIZE_COLUMNS:
                 add = "; `raypipe convert` adds it"
             else:
@@ -38,20 +40,18 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
 
 def numbers_of(store: Store, column: str, setting: str) -> np.ndarray:
     """Return a column of numbers, (N,); raise ConfigError if it has other values."""
-    parts = []
-    for part in scan(store, (column,), setting):
-        values = part[column]
-        if isinstance(values, list) and all(
-            isinstance(value, int | float | np.number | None) for value in values
-        ):
-            values = np.array([np.nan if value is None else value for value in values])
-        if not (
-            isinstance(values, np.ndarray)
-            and values.dtype.kind in "iufb"
-            and values.ndim == 1
-        ):
+    if column in store.schema.names:
+        kind = store.schema.field(column).type
+        if not is_number(kind) and not pa.types.is_null(kind):
             raise ConfigError(
                 f"{setting} must name a column of numbers, got {column!r} of {store.address}"
             )
-        parts.append(values)
-    return np.concatenate(parts) if parts else np.empty(0)
+    parts = [np.empty(0)]
+    for columns in scan(store, (column,), setting):
+        numbers = columns[column]
+        if isinstance(numbers, list):
+            numbers = np.array(
+                [np.nan if value is None else value for value in numbers]
+            )
+        parts.append(numbers)
+    return np.concatenate(parts[1:] or parts)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.storage.byte_ranges import ByteRanges, ByteRangesReader
@@ -14,6 +15,7 @@ from raypipe.storage.files import RemoteFile
 from raypipe.storage.local_cache import Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.retries import in_threads
+from raypipe.stores.arrow_values import array_type, to_arrow
 from raypipe.stores.base import (
     MAX_SAMPLE_BYTES,
     Columns,
@@ -71,12 +73,10 @@ class TarSamples:
             self.left_out += not_in_all
             nums = [scan["num"] for scan in scans]
         bounds = np.cumsum([0, *nums])
-        self.columns = tuple(self._index)
-        self.fingerprint = join_fingerprints(digests)
-        labels = self._index.get("label")
-        self.label_is_class = labels is None or (
-            labels.dtype == np.int64 and labels.ndim == 1
+        self.schema = pa.schema(
+            [(name, _type_of(name, values)) for name, values in self._index.items()]
         )
+        self.fingerprint = join_fingerprints(digests)
         self.groups = self._groups_of(bounds) if in_groups else None
         # Samples from self._bounds[i] on are read from one file or part, of tar self._numbers[i].
         is_remote_tar = any(
@@ -113,29 +113,28 @@ class TarSamples:
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         placed = tuple(name for name in columns if name != "label")
-        contents: Columns = {name: [None] * len(indices) for name in placed}
+        contents: dict[str, list[bytes | None]] = {
+            name: [None] * len(indices) for name in placed
+        }
         if placed:
             self._last_placed = placed
             parts = list(by_part(indices, self._bounds))
             readers = self._readers([number for number, _ in parts], placed)
             for (number, positions), reader in zip(parts, readers, strict=True):
+                rows = indices[positions]
                 for name in placed:
-                    self._read(
-                        name,
-                        indices[positions],
-                        positions,
-                        number,
-                        reader,
-                        contents[name],
-                    )
-        if "label" in columns:
-            contents["label"] = self._index["label"][indices]
-        return {
-            name: list(map(as_text, contents[name]))
-            if name in TEXT_SUFFIXES
-            else contents[name]
-            for name in columns
-        }
+                    self._read(name, rows, positions, number, reader, contents[name])
+        images = contents.pop("image", None)
+        arrays: dict[str, pa.Array] = {}
+        for name in columns:
+            if name == "label":
+                arrays[name] = to_arrow(self._index[name][indices])
+            elif name in TEXT_SUFFIXES:
+                texts = list(map(as_text, contents[name]))
+                arrays[name] = pa.array(texts, pa.string())
+            elif name != "image":
+                arrays[name] = pa.array(contents[name], pa.binary())
+        return Columns(images, pa.table(arrays))
 
     def _read(
         self,
@@ -149,9 +148,9 @@ class TarSamples:
         shard = int(self._numbers[number])
         name = self._archives[shard].name
         sparse = self._sparse[shard]
-        wanted: list[list[int]] = self._index[column][indices].tolist()
+        places: list[list[int]] = self._index[column][indices].tolist()
         for position, (start, num_bytes) in zip(
-            positions.tolist(), wanted, strict=True
+            positions.tolist(), places, strict=True
         ):
             contents[position] = _content(reader, name, start, num_bytes, sparse)
 
@@ -245,6 +244,13 @@ class TarSamples:
         # A name beyond 100 characters, or in an extended header, is cut off here.
         header = reader.pread(tarfile.BLOCKSIZE, start)
         return f"{archive.name}, {tarfile.TarInfo.frombuf(header, 'utf-8', 'surrogateescape').name}"
+
+
+def _type_of(name: str, values: np.ndarray) -> pa.DataType:
+    """Return the type of a column, from its values if they are labels."""
+    if name == "label":
+        return array_type(values.dtype, values.shape[1:])
+    return pa.string() if name in TEXT_SUFFIXES else pa.binary()
 
 
 def _content(

@@ -20,7 +20,7 @@ from ray.data.extensions import ArrowTensorArray
 
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.stores import open_store, store_options
-from raypipe.stores.base import Store, missing, name_of
+from raypipe.stores.base import Columns, Store, missing, name_of
 from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.scan import SIZE_COLUMNS
 from raypipe.transform.decode_array import header_size
@@ -33,12 +33,6 @@ MADE_COLUMNS = ("index", "name", "class_name", *SIZE_COLUMNS)
 the image's size in pixels by its header, -1 if the header cannot be read."""
 
 _NUM_SAMPLED = 64  # images that show the mean size
-_ARROW_TYPES = {
-    "binary": pa.large_binary(),
-    "string": pa.large_string(),
-    "int64": pa.int64(),
-    "float64": pa.float64(),
-}
 _BLOCK_BYTES = 32 << 20
 _MAX_ROWS = 1 << 16  # a block without images has up to so many
 _READER_CPUS = 1
@@ -95,8 +89,8 @@ class LMDBDatasource(Datasource):
                 f"{path} is not LMDB: see ray.data.read_parquet, read_webdataset and read_images"
             )
         self._store = store
-        self._columns = tuple(self._store.columns if columns is None else columns)
-        known = (*self._store.columns, *MADE_COLUMNS)
+        self._columns = tuple(self._store.schema.names if columns is None else columns)
+        known = (*self._store.schema.names, *MADE_COLUMNS)
         for name in self._columns:
             if name not in known:
                 raise ConfigError(missing(self._store.address, name, known))
@@ -140,7 +134,7 @@ class LMDBDatasource(Datasource):
 
     def _table(self, indices: np.ndarray) -> pa.Table:
         stored = dict.fromkeys(
-            name for name in self._columns if name in self._store.columns
+            name for name in self._columns if name in self._store.schema.names
         )
         made = [name for name in self._columns if name not in stored]
         needed = dict(stored)
@@ -148,32 +142,33 @@ class LMDBDatasource(Datasource):
             needed["image"] = None
         if "class_name" in made:
             needed["label"] = None
-        values = self._store.read(indices, tuple(needed))
+        read = self._store.read(indices, tuple(needed))
+        columns: dict[str, Any] = {
+            name: _arrow(read, name) for name in stored if name in needed
+        }
         if "index" in made:
-            values["index"] = indices
+            columns["index"] = indices
         if "name" in made:
-            values["name"] = pa.array(
+            columns["name"] = pa.array(
                 [name_of(self._store, index) for index in indices.tolist()], pa.string()
             )
         if "class_name" in made:
-            names = self._store.classes or ()
-            known = (
-                label if label is not None and 0 <= label < len(names) else None
-                for label in values["label"]
+            columns["class_name"] = pa.array(
+                _names_of(read["label"], self._store.classes or ()), pa.string()
             )
-            values["class_name"] = pa.array(
-                [None if each is None else names[each] for each in known], pa.string()
-            )
-        for name in made:
-            if name in SIZE_COLUMNS:
-                sizes = [_size_of(image) for image in values["image"]]
-                values[name] = np.array(
-                    [size[SIZE_COLUMNS.index(name)] for size in sizes], np.int64
-                )
-        kinds = self._store.column_types
-        return pa.table(
-            {name: _arrow(values[name], kinds.get(name, "")) for name in self._columns}
-        )
+        for number, name in enumerate(SIZE_COLUMNS):
+            if name in made:
+                sizes = [_size_of(image)[number] for image in read["image"]]
+                columns[name] = np.array(sizes, np.int64)
+        return pa.table({name: columns[name] for name in self._columns})
+
+
+def _names_of(labels: Sequence[int | None], classes: Sequence[str]) -> list[str | None]:
+    """Return the class of each label; None if it has none."""
+    return [
+        classes[label] if label is not None and 0 <= label < len(classes) else None
+        for label in labels
+    ]
 
 
 def _blocks(
@@ -194,13 +189,19 @@ def _size_of(image: bytes | memoryview | None) -> tuple[int, int]:
     return width, height
 
 
-def _arrow(values: Any, kind: str) -> pa.Array:
-    """Return a column as Arrow; blocks with missing values have the same type as those without."""
-    if isinstance(values, pa.Array):
-        return values
-    if isinstance(values, np.ndarray) and values.ndim > 1:
+def _arrow(columns: Columns, name: str) -> pa.Array | pa.ChunkedArray:
+    """Return a column of a block; arrays of one shape become tensors."""
+    if name == "image":
+        return pa.array(columns.images, pa.large_binary())
+    column = columns.table[name]
+    if pa.types.is_string(column.type):
+        return column.cast(pa.large_string())
+    if pa.types.is_binary(column.type):
+        return column.cast(pa.large_binary())
+    values = columns[name] if pa.types.is_fixed_size_list(column.type) else None
+    if isinstance(values, np.ndarray):
         return ArrowTensorArray.from_numpy(values)
-    return pa.array(values, _ARROW_TYPES.get(kind))
+    return column
 
 
 def _mean_bytes(store: Store, columns: Sequence[str]) -> int:

@@ -47,7 +47,7 @@ from raypipe.transform.split_endings import take_endings
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
 
-_MEMBERS = ("address", "columns", "classes", "groups", "fingerprint", "__len__", "read")
+_MEMBERS = ("address", "schema", "classes", "groups", "fingerprint", "__len__", "read")
 
 
 def join_train_run() -> None:
@@ -330,7 +330,7 @@ def run_columns(run: RunConfig, store: Store) -> SampleColumns:
     make = run.transform.make_columns or None
     indices = np.arange(min(NUM_PROBED, len(store)))
     # any store may be looked at
-    has_label = bool(run.store.target_column) and LABEL in store.columns
+    has_label = bool(run.store.target_column) and LABEL in store.schema.names
     return find_columns({"train": store}, declared, make, lambda _: indices, has_label)
 
 

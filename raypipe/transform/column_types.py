@@ -1,15 +1,18 @@
-"""Types of a stream's columns, found on its driver from the first samples of its stores."""
+"""Types of a stream's columns, found on its driver: by the schemas of its stores, and by values where these cannot
+tell, as in JSON, in results of a function, and in numbers that are written as text or bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.config import ColumnOptions
 from raypipe.errors import ConfigError, SampleError
+from raypipe.stores.arrow_values import array_of, array_type, is_bytes, is_list, is_text
 from raypipe.stores.base import RENAMED, Store, is_class, missing, name_of, title_of
 from raypipe.stores.joined import JoinedStore
 from raypipe.transform.columns import (
@@ -28,6 +31,8 @@ from raypipe.transform.process_state import process_kept
 
 NUM_PROBED = 16  # samples that tell a column's type, if one of them has a value
 _NUM_AT_ONCE = 1024  # samples that are read at a time in search of a value
+_JSON = pa.json_()
+_NPY = {"stored": "npy"}  # metadata of a field whose numbers are stored as .npy
 
 
 @process_kept()
@@ -98,146 +103,207 @@ def _of_store(
     indices: np.ndarray,
     label: bool,
 ) -> SampleColumns:
-    options = {name: own for name, own in declared.items() if own != ColumnOptions()}
-    wanted = dict.fromkeys(
-        [*declared, *([LABEL] if label and not is_class(store) else [])]
-    )
-    paths = {name: path for name in wanted if (path := _path_of(store, name))}
-    for name in wanted:
-        if name not in paths and function is None and name != LABEL:
-            raise ConfigError(
-                missing(store.address, name, store.columns, "store.columns")
-            )
-        if paths.get(name, ("",))[0] == IMAGE:
-            raise ConfigError(
-                f"store.columns names {name!r}: every batch has images, so leave it out"
-            )
+    options = {
+        name: options
+        for name, options in declared.items()
+        if options != ColumnOptions()
+    }
+    paths = _paths_in(store, declared, function, label)
     reads_class = label and LABEL not in paths
     if reads_class and function is None:
         _check_label(store)
     columns = SampleColumns(paths, options, function, reads_class=reads_class)
-    if not paths:
-        if function is not None:
-            raise ConfigError(
-                "transform.make_columns makes columns of columns: name those that it needs in store.columns "
-                f"({store.address} has {', '.join(store.columns)})"
-            )
-        return columns
-    if not len(indices):
+    if not paths and function is not None:
+        raise ConfigError(
+            "transform.make_columns makes columns of columns: name those that it needs in store.columns "
+            f"({store.address} has {', '.join(store.schema.names)})"
+        )
+    if not paths or not len(indices):
         return columns  # a store without samples has no types, and none to give
-    read = store.read(indices, columns.stored)
-    fixed = {
-        name
-        for name, path in paths.items()
-        if len(path) == 1 and isinstance(read[path[0]], np.ndarray)
-    }
-    maker = ColumnMaker(columns)
-    values = dict[str, list[Any]]()
-    reason = ""
-    for index, *row in zip(
-        indices.tolist(), *(read[name] for name in columns.stored), strict=True
-    ):
-        try:
-            unchecked = maker.unchecked(
-                dict(zip(columns.stored, row, strict=True)), (index, 0)
+    types: dict[str, ColumnType] = {}
+    for name, kind in types_in(store, columns, indices).items():
+        types[name] = _target_type(store, name, kind, options)
+        if kind.is_padded:
+            types[length_name(name)] = CLASS
+    reads_class = reads_class and LABEL not in types
+    if reads_class:
+        _check_label(store)
+    return replace(columns, types=types, reads_class=reads_class)
+
+
+def _paths_in(
+    store: Store,
+    declared: Mapping[str, ColumnOptions],
+    function: MakeColumns | str | None,
+    label: bool,
+) -> dict[str, tuple[str, ...]]:
+    """Return the path of each column to read; a column that is a class is read as the store's label."""
+    names = dict.fromkeys(declared)
+    if label and not is_class(store):
+        names[LABEL] = None
+    paths: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        path = _path_of(store, name)
+        if path is not None:
+            paths[name] = path
+        elif function is None and name != LABEL:
+            raise ConfigError(
+                missing(store.address, name, store.schema.names, "store.columns")
             )
-        except SampleError as error:
-            reason = f"{title_of(store.address, index, name_of(store, index))}: {error}"
-            continue
-        for name, value in unchecked.items():
+        if path is not None and path[0] == IMAGE:
+            raise ConfigError(
+                f"store.columns names {name!r}: every batch has images, so leave it out"
+            )
+    return paths
+
+
+def _target_type(
+    store: Store, name: str, kind: ColumnType, options: Mapping[str, ColumnOptions]
+) -> ColumnType:
+    """Return a column's type, which for an integer target is a class of any width."""
+    if name != LABEL:
+        return kind
+    if kind.kind != "array":
+        raise ConfigError(
+            f"column {name!r} of {store.address} is the target, and is {kind}: targets are numbers, or lists of "
+            "one length; declare store.columns={label: {length: …}}, or name another store.target_column"
+        )
+    is_integer = np.dtype(kind.dtype).kind in "iu"
+    return CLASS if is_integer and not kind.shape and name not in options else kind
+
+
+def types_in(
+    store: Store, columns: SampleColumns, indices: np.ndarray
+) -> dict[str, ColumnType]:
+    """Return the types of a batch's columns.
+
+    Args:
+        columns: without types yet.
+        indices: the store's first samples, int64 (n,), at least one.
+
+    Raises:
+        ConfigError: the type of a column is not to be told, or is not what its options need.
+    """
+    fields = {
+        name: pa.field(name, _as_read(store.schema.field(path[0]).type))
+        for name, path in columns.paths.items()
+        if len(path) == 1
+        and columns.function is None
+        and _tells_type(store.schema.field(path[0]).type, columns.options.get(name))
+    }
+    if len(fields) < len(columns.paths):
+        unknown = {
+            name: path for name, path in columns.paths.items() if name not in fields
+        }
+        schema = schema_of_values(store, replace(columns, paths=unknown), indices)
+        fields |= {field.name: field for field in schema}
+    if missing_names := [name for name in columns.options if name not in fields]:
+        raise ConfigError(
+            f"store.columns has options of {missing_names[0]!r}, and transform.make_columns makes "
+            f"{', '.join(fields)}: make it too, or leave its options out"
+        )
+    in_order = [*columns.paths, *fields]
+    types: dict[str, ColumnType] = {}
+    for name in dict.fromkeys(name for name in in_order if name in fields):
+        where = f"column {name!r} of {store.address}"
+        types[name] = type_of_field(fields[name], columns.options.get(name), where)
+        length = length_name(name)
+        if types[name].is_padded and length in fields:
+            raise ConfigError(
+                f"column {length!r} has the name that the lengths of a padded column have: rename it"
+            )
+    return types
+
+
+def _as_read(kind: pa.DataType) -> pa.DataType:
+    """Return the type of a column's values as they are read: lists of different lengths hold Python's numbers."""
+    numbers = array_of(kind.value_type) if is_list(kind) else None
+    if numbers is None or array_of(kind) is not None:
+        return kind
+    of_element, shape = numbers
+    if pa.types.is_integer(of_element):
+        return pa.list_(array_type(np.int64, shape))
+    return pa.list_(
+        array_type(np.float64, shape)
+        if pa.types.is_floating(of_element)
+        else kind.value_type
+    )
+
+
+def _tells_type(kind: pa.DataType, options: ColumnOptions | None) -> bool:
+    """Return whether a type of Arrow tells that of a column: not whether text or bytes hold numbers, nor whether
+    lists of lists have one length."""
+    if pa.types.is_null(kind):
+        return False
+    if array_of(kind) is not None:
+        return True
+    if is_list(kind):
+        return not is_list(kind.value_type) or array_of(kind.value_type) is not None
+    return options is None
+
+
+def schema_of_values(
+    store: Store, columns: SampleColumns, indices: np.ndarray
+) -> pa.Schema:
+    """Return the schema of a batch's columns, by their values in the first samples.
+
+    A column of whose first values none has a number or text has the type of its first later value that has.
+    """
+    maker = ColumnMaker(columns)
+    values: dict[str, list[Any]] = {}
+    reasons: list[str] = []
+    for sample in _samples(store, columns, maker, indices, reasons):
+        for name, value in sample.items():
             values.setdefault(name, []).append(value)
     if not values:
         raise ConfigError(
-            f"none of the first {len(indices)} samples has columns; {reason}"
+            f"none of the first {len(indices)} samples has columns; {reasons[-1]}"
         )
-    _add_later(store, columns, maker, values, int(indices.max()) + 1)
-    if unknown := [name for name in options if name not in values]:
-        raise ConfigError(
-            f"store.columns has options of {unknown[0]!r}, and transform.make_columns makes {', '.join(values)}: "
-            "make it too, or leave its options out"
-        )
-    types: dict[str, ColumnType] = {}
-    for name, of_column in values.items():
-        where = f"column {name!r} of {store.address}"
-        kind = type_of(
-            name,
-            of_column,
-            options.get(name),
-            name in fixed or function is not None,
-            where,
-        )
-        if name == LABEL and kind.kind != "array":
-            raise ConfigError(
-                f"{where} is the target, and is {kind}: targets are numbers, or lists of one length; declare "
-                "store.columns={label: {length: …}}, or name another store.target_column"
+    unknown = {name for name, column in values.items() if all(map(_is_empty, column))}
+    for first in range(int(indices.max()) + 1, len(store), _NUM_AT_ONCE):
+        if not unknown:
+            break
+        later = np.arange(first, min(first + _NUM_AT_ONCE, len(store)))
+        for sample in _samples(store, columns, maker, later, reasons):
+            for name in list(unknown):
+                if not _is_empty(sample.get(name)):
+                    values[name].append(sample[name])
+                    unknown.remove(name)
+    return pa.schema(
+        [
+            field_of_values(
+                name,
+                column,
+                columns.options.get(name),
+                columns.function is not None,
+                f"column {name!r} of {store.address}",
             )
-        if (
-            name == LABEL
-            and name not in options
-            and not kind.shape
-            and np.dtype(kind.dtype).kind in "iu"
-        ):
-            kind = CLASS  # any width
-        types[name] = kind
-        if kind.is_padded:
-            types[length := length_name(name)] = CLASS
-            if length in values:
-                raise ConfigError(
-                    f"column {length!r} has the name that the lengths of a padded column have: rename it"
-                )
-    if reads_class and LABEL not in types:
-        _check_label(store)
-    return replace(columns, types=types, reads_class=reads_class and LABEL not in types)
+            for name, column in values.items()
+        ]
+    )
 
 
-def _add_later(
+def _samples(
     store: Store,
     columns: SampleColumns,
     maker: ColumnMaker,
-    values: dict[str, list[Any]],
-    start: int,
-) -> None:
-    """Add to columns without a number or text in their values the first later value that has one, for the type.
-    If none has, the values become empty arrays of the type in the store's schema."""
-    unknown = {
-        name
-        for name, of_column in values.items()
-        if all(map(_tells_nothing, of_column))
-    }
-    for first in range(start, len(store) if unknown else 0, _NUM_AT_ONCE):
-        indices = np.arange(first, min(first + _NUM_AT_ONCE, len(store)))
-        read = store.read(indices, columns.stored)
-        for index, *row in zip(
-            indices.tolist(), *(read[name] for name in columns.stored), strict=True
-        ):
-            try:
-                unchecked = maker.unchecked(
-                    dict(zip(columns.stored, row, strict=True)), (index, 0)
-                )
-            except SampleError:
-                continue
-            for name in [
-                name for name in unknown if not _tells_nothing(unchecked.get(name))
-            ]:
-                values[name].append(unchecked[name])
-                unknown.remove(name)
-        if not unknown:
-            return
-    element_type = getattr(store, "element_type", lambda name: None)
-    for name in unknown:
-        path = columns.paths.get(name, ())
-        if len(path) == 1 and columns.function is None:
-            kind = element_type(path[0])
-        else:
-            kind = None
-        if kind is not None:  # an empty list by itself is float64
-            values[name] = [
-                None if value is None else np.empty(0, kind) for value in values[name]
-            ]
+    indices: np.ndarray,
+    reasons: list[str],
+) -> Iterator[dict[str, Any]]:
+    """Yield the columns of samples, unchecked; the reason for one that has none is added to `reasons`."""
+    read = store.read(indices, columns.stored)
+    stored = {name: read[name] for name in columns.stored}
+    for row, index in enumerate(indices.tolist()):
+        sample = {name: values[row] for name, values in stored.items()}
+        try:
+            yield maker.unchecked(sample, (index, 0))
+        except SampleError as error:
+            title = title_of(store.address, index, name_of(store, index))
+            reasons.append(f"{title}: {error}")
 
 
-def _tells_nothing(value: Any) -> bool:
-    """Return whether a value is none, or a list without elements."""
+def _is_empty(value: Any) -> bool:
+    """Return whether a value is none, or a list without elements, and so tells no type."""
     if isinstance(value, str | bytes):
         return value.strip() in ("[]", b"[]")
     return value is None or (
@@ -246,32 +312,32 @@ def _tells_nothing(value: Any) -> bool:
 
 
 def _check_label(store: Store) -> None:
-    if LABEL not in store.columns:
+    if LABEL not in store.schema.names:
         raise ConfigError(
-            f"{missing(store.address, LABEL, store.columns, RENAMED[LABEL])}; set it to one of them, or to '' for "
-            "batches without a target"
+            f"{missing(store.address, LABEL, store.schema.names, RENAMED[LABEL])}; set it to one of them, or to "
+            "'' for batches without a target"
         )
 
 
 def _path_of(store: Store, name: str) -> tuple[str, ...] | None:
     """A column, or a field within the values of one, `json.caption`; None = there is none."""
-    if name in store.columns:
+    if name in store.schema.names:
         return (name,)
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
-        if (column := ".".join(parts[:end])) in store.columns:
+        if (column := ".".join(parts[:end])) in store.schema.names:
             return column, *parts[end:]
     return None
 
 
-def type_of(
+def field_of_values(
     name: str,
     values: Sequence[Any],
     options: ColumnOptions | None,
     fixed: bool,
     where: str,
-) -> ColumnType:
-    """Find the type of a column from some of its values.
+) -> pa.Field:
+    """Return the field of a column, by some of its values.
 
     Args:
         fixed: arrays have one shape, and are not lists of different lengths.
@@ -280,84 +346,121 @@ def type_of(
     Raises:
         ConfigError: there are no values, or values of several kinds.
     """
-    values, num = [value for value in values if value is not None], len(values)
-    if not values:
+    present = [value for value in values if value is not None]
+    if not present:
         raise ConfigError(
-            f"{where} has no value in any of the first {num} samples: fix the store"
+            f"{where} has no value in any of the first {len(values)} samples: fix the store"
         )
     if options is None:
-        for kind, python in (("text", str), ("bytes", bytes)):
-            if all(isinstance(value, python) for value in values):
-                return ColumnType(kind)  # type: ignore[arg-type]
-        if len({_family(value) for value in values}) > 1:
-            names = ", ".join(sorted({type(value).__name__ for value in values}))
+        for kind, python in ((pa.string(), str), (pa.binary(), bytes)):
+            if all(isinstance(value, python) for value in present):
+                return pa.field(name, kind)
+        if len(set(map(_family, present))) > 1:
+            names = ", ".join(sorted({type(value).__name__ for value in present}))
             raise ConfigError(
                 f"{where} has values of several types, {names}: fix the store"
             )
-    arrays = []
-    problem = ""
-    npy = any(map(is_npy, values))
-    for value in values:
-        try:
-            if is_npy(value) or not (
-                npy and isinstance(value, bytes)
-            ):  # the first bytes of others are damaged
-                arrays.append(numbers_of(name, value, options))
-        except SampleError as error:
-            problem = str(error)
+    has_npy = any(map(is_npy, present))
+    if has_npy:  # the first bytes of others are damaged
+        present = [
+            value for value in present if is_npy(value) or not isinstance(value, bytes)
+        ]
+    arrays, problem = _numbers_in(name, present, options)
     if options is None and problem:
-        return ColumnType("json")
+        return pa.field(name, _JSON)
     if not arrays:
         raise ConfigError(f"{where}: {problem}")
+    is_array = fixed and all(isinstance(value, np.ndarray) for value in present)
+    kind = _type_of_arrays(arrays, options, is_array, where)
+    return pa.field(name, kind, metadata=_NPY if has_npy else None)
+
+
+def _numbers_in(
+    name: str, values: Sequence[Any], options: ColumnOptions | None
+) -> tuple[list[np.ndarray], str]:
+    """Return the numbers of values that have such, and why another has none."""
+    arrays = []
+    problem = ""
+    for value in values:
+        try:
+            arrays.append(numbers_of(name, value, options))
+        except SampleError as error:
+            problem = str(error)
+    return arrays, problem
+
+
+def _type_of_arrays(
+    arrays: list[np.ndarray], options: ColumnOptions | None, is_array: bool, where: str
+) -> pa.DataType:
     filled = [array for array in arrays if array.size] or arrays
+    dtype = np.result_type(*filled)
     if options and options.dtype:
-        dtype = np.dtype(options.dtype)
-    else:
-        dtype = np.result_type(*filled)
-    if (
-        options
-        and options.dtype
-        and all(rank(array.dtype) > rank(dtype) for array in filled)
-    ):
-        raise ConfigError(
-            f"{where} has {filled[0].dtype}, and store.columns.{name}.dtype is {dtype}: give another"
-        )
+        declared = np.dtype(options.dtype)
+        fits = any(rank(array.dtype) <= rank(declared) for array in filled)
+        dtype = declared if fits else filled[0].dtype
     shapes = {array.shape for array in filled}
-    if len({len(shape) for shape in shapes}) > 1:
+    if len(set(map(len, shapes))) > 1:
         raise ConfigError(
             f"{where} has numbers of several shapes, {sorted(shapes)}: fix the store"
         )
-    if options and options.length:
-        inner = {shape[1:] for shape in shapes}
-        if () in shapes or len(inner) > 1:
-            raise ConfigError(
-                f"{where} is declared with a length, but its first samples have shapes {sorted(shapes)}"
-            )
-        if not _can_hold(dtype, options.fill or 0):
-            raise ConfigError(
-                f"store.columns.{name}.fill is {options.fill}, which {dtype} cannot hold: set its dtype"
-            )
-        shape = (options.length, *inner.pop())
-        return ColumnType(
-            "array",
-            dtype.name,
-            shape,
-            options.fill or 0,
-            options.fill is not None,
-            is_npy=npy,
-        )
-    if shapes == {()}:
-        return ColumnType("array", dtype.name, is_npy=npy)
-    if (
-        fixed
-        and len(shapes) == 1
-        and all(isinstance(value, np.ndarray) for value in values)
-    ):
-        return ColumnType("array", dtype.name, shapes.pop())
+    if len(shapes) == 1 and (is_array or () in shapes):
+        return array_type(dtype, shapes.pop())
     inner = {shape[1:] for shape in shapes}
     if len(inner) > 1:
-        return ColumnType("json")
-    return ColumnType("ragged", dtype.name, inner.pop(), is_npy=npy)
+        return _JSON
+    return pa.list_(array_type(dtype, inner.pop()))
+
+
+def type_of_field(
+    field: pa.Field, options: ColumnOptions | None, where: str
+) -> ColumnType:
+    """Return the type of a column in batches.
+
+    Args:
+        field: its type in the store.
+        where: name of the column, for errors.
+
+    Raises:
+        ConfigError: its options do not fit.
+    """
+    kind = field.type
+    numbers = array_of(kind)
+    has_list = numbers is None and is_list(kind)
+    if has_list:
+        numbers = array_of(kind.value_type)
+    if numbers is None:
+        if options and options.length:
+            raise _no_length(where, kind)
+        if is_text(kind):
+            return ColumnType("text")
+        return ColumnType("bytes" if is_bytes(kind) else "json")
+    stored, shape = numbers
+    dtype = np.dtype(stored.to_pandas_dtype())
+    if options and options.dtype:
+        declared = np.dtype(options.dtype)
+        if rank(dtype) > rank(declared):
+            raise ConfigError(
+                f"{where} has {dtype}, and store.columns.{field.name}.dtype is {declared}: give another"
+            )
+        dtype = declared
+    npy = field.metadata is not None and b"stored" in field.metadata
+    if options and options.length:
+        if not has_list and not shape:
+            raise _no_length(where, kind)
+        fill = options.fill or 0
+        if not _can_hold(dtype, fill):
+            raise ConfigError(
+                f"store.columns.{field.name}.fill is {options.fill}, which {dtype} cannot hold: set its dtype"
+            )
+        inner = shape if has_list else shape[1:]
+        is_padded = options.fill is not None
+        length = (options.length, *inner)
+        return ColumnType("array", dtype.name, length, fill, is_padded, is_npy=npy)
+    return ColumnType("ragged" if has_list else "array", dtype.name, shape, is_npy=npy)
+
+
+def _no_length(where: str, kind: pa.DataType) -> ConfigError:
+    return ConfigError(f"{where} is declared with a length, but its values are {kind}")
 
 
 def _can_hold(dtype: np.dtype[Any], number: float) -> bool:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.plan.places import PADDING
+from raypipe.stores.arrow_values import to_values
 from raypipe.stores.base import Columns, Store
-from raypipe.stores.numbers import labels_of
+from raypipe.stores.numbers import MAX_LABEL
 from raypipe.transform.fields import LABEL
 
 NO_LABEL = int(np.iinfo(np.int64).min)
@@ -42,15 +46,20 @@ class Samples:
     Attributes:
         images: B, each encoded; None = no image.
         labels: int64 (B,), NO_LABEL among them.
-        columns: other values, by the store's names, B of each.
+        table: other columns, by the store's names, with B rows.
     """
 
-    images: list[bytes | memoryview | None]
+    images: Sequence[bytes | memoryview | None]
     labels: np.ndarray
-    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    table: pa.Table = field(default_factory=lambda: pa.table({}))
 
     def __len__(self) -> int:
         return len(self.images)
+
+    @cached_property
+    def columns(self) -> Mapping[str, Sequence[Any] | np.ndarray]:
+        """The values of the table, see `raypipe.stores.arrow_values`."""
+        return {name: to_values(self.table[name]) for name in self.table.column_names}
 
     def __getitem__(self, row: int) -> EncodedSample:
         image = self.images[row]
@@ -66,25 +75,19 @@ class Samples:
     def joined(parts: Sequence[Samples]) -> Samples:
         """Join the samples of several micro-batches, one after the other."""
         images = list(itertools.chain.from_iterable(part.images for part in parts))
-        columns = {
-            name: list(
-                itertools.chain.from_iterable(part.columns[name] for part in parts)
-            )
-            for name in parts[0].columns
-        }
-        return Samples(images, np.concatenate([part.labels for part in parts]), columns)
+        labels = np.concatenate([part.labels for part in parts])
+        return Samples(images, labels, pa.concat_tables([part.table for part in parts]))
 
     def split(self, num: int) -> list[Samples]:
         """The parts of as many micro-batches; the inverse of `joined`."""
         size = len(self) // num
-        parts = [slice(first, first + size) for first in range(0, len(self), size)]
         return [
             Samples(
-                self.images[part],
-                self.labels[part],
-                {name: values[part] for name, values in self.columns.items()},
+                self.images[first : first + size],
+                self.labels[first : first + size],
+                self.table.slice(first, size),
             )
-            for part in parts
+            for first in range(0, len(self), size)
         ]
 
 
@@ -111,35 +114,33 @@ def read_samples(
         StoreError: as `Store.read`; or a user's store returns something else than it should.
     """
     is_real = indices != PADDING
-    stored = _read(
-        store,
-        indices[is_real],
-        ("image", *((LABEL,) if wanted.label else ()), *wanted.columns),
-    )
-    columns = {name: stored[name] for name in ("image", *wanted.columns)}
+    names = ("image", *((LABEL,) if wanted.label else ()), *wanted.columns)
+    stored = _read(store, indices[is_real], names)
+    images = stored["image"]
     labels = np.zeros(len(indices), np.int64)
     if wanted.label:
-        labels[is_real] = _classes(store, stored[LABEL])
+        labels[is_real] = _classes(store, stored.table[LABEL])
+    table = stored.table.select(wanted.columns)
     if not is_real.all():
-        rows = np.flatnonzero(is_real).tolist()
-        columns = {
-            name: _spread(values, rows, len(indices))
-            for name, values in columns.items()
-        }
-    return Samples(list(columns.pop("image")), labels, columns)
+        rows = iter(images)
+        images = [next(rows) if real else None for real in is_real.tolist()]
+        table = table.take(pa.array(np.cumsum(is_real) - 1, mask=~is_real))
+    return Samples(images, labels, table)
 
 
 def _read(store: Store, indices: np.ndarray, names: tuple[str, ...]) -> Columns:
     columns: Any = store.read(indices, names)
+    if not isinstance(columns, Columns) or set(columns) != set(names):
+        raise StoreError(
+            f"{store.address}: `read` must return raypipe.stores.Columns of {', '.join(names)}, and returned "
+            f"{', '.join(columns) if isinstance(columns, Columns) else type(columns).__name__}"
+        )
     for name in names:
-        if (
-            not isinstance(columns, Mapping)
-            or name not in columns
-            or len(columns[name]) != len(indices)
-        ):
+        num = len(columns["image"] if name == "image" else columns.table)
+        if num != len(indices):
             raise StoreError(
-                f"{store.address}: `read` must return a dict with {len(indices)} values of {name!r} for "
-                f"{len(indices)} indices"
+                f"{store.address}: `read` must return {len(indices)} values of {name!r} for {len(indices)} "
+                f"indices, and returned {num}"
             )
     for image in columns["image"]:
         if not isinstance(image, _ENCODED):
@@ -149,31 +150,14 @@ def _read(store: Store, indices: np.ndarray, names: tuple[str, ...]) -> Columns:
     return columns
 
 
-def _spread(values: Sequence[Any], rows: Sequence[int], num: int) -> list[Any]:
-    """A column with its values in these of so many rows, None in others."""
-    column: list[Any] = [None] * num
-    for row, value in zip(rows, values, strict=True):
-        column[row] = value
-    return column
-
-
-def _classes(store: Store, labels: Any) -> np.ndarray:
+def _classes(store: Store, labels: pa.ChunkedArray) -> np.ndarray:
     """Labels as classes, int64 (n,); NO_LABEL where one is none."""
-    if isinstance(labels, np.ndarray) and (
-        labels.ndim != 1 or labels.dtype.kind == "f"
-    ):
+    if not pa.types.is_integer(labels.type):
         raise ConfigError(
-            f"{store.address} has labels of {labels.dtype} {labels.shape[1:]}, which are not classes: name label "
-            "in store.columns, or set label_is_class = False in the store's class"
+            f"{store.address} has labels of {labels.type}, which are not classes: name label in store.columns, "
+            "and declare its type in the schema of the store's class"
         )
-    try:
-        labels = labels_of(labels)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{store.address} has labels that are not integers: {error}"
-        ) from error
-    if isinstance(labels, np.ndarray):
-        return labels
-    return np.array(
-        [NO_LABEL if label is None else label for label in labels], np.int64
-    )
+    if labels.type == pa.uint64():
+        fits = pc.less_equal(labels, pa.scalar(MAX_LABEL, pa.uint64()))
+        labels = pc.if_else(fits, labels, pa.scalar(None, pa.uint64()))
+    return labels.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()

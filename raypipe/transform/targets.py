@@ -47,16 +47,19 @@ _MAX_LABEL = 1 << 24
 def check_columns(store: Store, targets: Mapping[str, str]) -> None:
     """Raise ConfigError unless a store has the columns of targets, see `TransformConfig.target_columns`."""
     for name, column in targets.items():
-        if column not in store.columns:
+        if column not in store.schema.names:
             parent, _, field = column.rpartition(".")
-            if parent in store.columns:
+            if parent in store.schema.names:
                 raise ConfigError(
                     f"transform.{name}_column is {column!r}: name the column that has the labels next to "
                     f"{field!r} too, {parent!r}"
                 )
             raise ConfigError(
                 missing(
-                    store.address, column, store.columns, f"transform.{name}_column"
+                    store.address,
+                    column,
+                    store.schema.names,
+                    f"transform.{name}_column",
                 )
             )
         if column == "image":

@@ -23,7 +23,7 @@ from raypipe.commands.cli import main
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores import open_store
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 
 from pictures import samples  # isort: skip
 

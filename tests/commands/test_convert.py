@@ -26,8 +26,9 @@ from raypipe.commands.convert import convert as _convert
 from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
 from raypipe.kernel import is_seekable
 from raypipe.stores import open_store
-from raypipe.stores.base import MemoryStore, Store
+from raypipe.stores.base import Columns, Store
 from raypipe.stores.destination import new_path, write_atomically
+from raypipe.stores.memory import MemoryStore
 from raypipe.transform.decode import decode
 
 from pictures import CLASSES, picture  # isort: skip
@@ -49,7 +50,9 @@ def without_sizes(src: str | Store, dst: Path, **options: Any) -> dict[str, int]
 def contents(store: Store) -> dict[str, list[Any]]:
     return {
         name: list(values)
-        for name, values in store.read(np.arange(len(store)), store.columns).items()
+        for name, values in store.read(
+            np.arange(len(store)), tuple(store.schema.names)
+        ).items()
     }
 
 
@@ -444,10 +447,8 @@ class TestConvert:
                 self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
             ) -> Any:
                 if 0 in indices and len(columns) == 2 and log.exists():
-                    return {
-                        "image": [b""] * len(indices),
-                        "label": np.zeros(len(indices), int),
-                    }
+                    labels = np.zeros(len(indices), int)
+                    return Columns([b""] * len(indices), pa.table({"label": labels}))
                 with log.open("a") as file:
                     file.write(".")
                 time.sleep(0.2)

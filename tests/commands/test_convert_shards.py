@@ -15,7 +15,7 @@ from raypipe.commands.convert import _with_later, convert
 from raypipe.commands.copies import shard_fingerprint, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.stores.record import Fingerprint, RecordLayout, column_types, plain
 
 TYPES = {
@@ -133,7 +133,7 @@ def test_a_value_beyond_the_first_samples_decides_the_type() -> None:
         "none": [None] * 100,
     }
     store = MemoryStore([b"x"] * 100, [0] * 100, columns=later)
-    first = store.read(np.arange(64), store.columns)
+    first = store.read(np.arange(64), tuple(store.schema.names))
     types = column_types(_with_later(store, first), "x")
     assert list(types.items())[2:] == [
         ("year", "float64"),
@@ -184,7 +184,7 @@ def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
         MemoryStore([picture(0)] * 3, [0] * 3, columns={"boxes": boxes}),
         tmp_path / "copy.lmdb",
     )
-    types = column_types(store.read(np.arange(3), store.columns), "x")
+    types = column_types(store.read(np.arange(3), tuple(store.schema.names)), "x")
     assert types["boxes"] == "string"
     assert list(write_shard(store, file, 0, 3, types, 0, 90, "raise")) == [
         (3, 0, 3 * len(picture(0)), [])

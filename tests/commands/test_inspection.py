@@ -16,8 +16,8 @@ from raypipe.commands.inspection import _reasons, describe, task_bounds, verify
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store
-from raypipe.stores.base import MemoryStore
 from raypipe.stores.destination import write_atomically
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream
 
 from pictures import CLASSES, picture  # isort: skip

@@ -22,7 +22,8 @@ from raypipe.commands.inspection import (
 from raypipe.config import RunConfig, StoreConfig
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
-from raypipe.stores.base import MemoryStore, Store
+from raypipe.stores.base import Store
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import run_columns
 
 from pictures import CLASSES, picture  # isort: skip

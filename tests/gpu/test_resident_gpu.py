@@ -11,7 +11,7 @@ from pictures import samples
 from waiting import waiting_is_an_error
 
 from raypipe.config import AugmentConfig, PlanConfig
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.resident import Resident, resident
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]

@@ -25,7 +25,7 @@ from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import METRICS, TrainerMetrics
 from raypipe.metrics.timing import StageTimes
 from raypipe.storage.retries import take_counts
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream

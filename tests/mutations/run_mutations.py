@@ -189,7 +189,7 @@ def read_all(path: Path, rng: np.random.Generator) -> str:
         num = len(store)
         assert num >= 0 and len(store.fingerprint) == 32
         assert store.groups is None or store.groups[-1] == num
-        columns = tuple(dict.fromkeys(("image", *store.columns)))
+        columns = tuple(dict.fromkeys(("image", *tuple(store.schema.names))))
         assert store.classes is None or all(
             isinstance(name, str) for name in store.classes
         )

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ConfigError
 from raypipe.stores import scan
-from raypipe.stores.base import MemoryStore
 from raypipe.stores.filter import matching
+from raypipe.stores.memory import MemoryStore
 
 NUM = 12
 COLUMNS: dict[str, Any] = {

@@ -28,8 +28,8 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.section import Limits, Section, check, kinds_of, shown
-from raypipe.stores.base import MemoryStore
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
 from raypipe.transform.limits import MAX_PIXELS
 from raypipe.transform.presets import check_transform

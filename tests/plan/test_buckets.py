@@ -14,8 +14,8 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.stores.base import MemoryStore
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
 
 THREE = ["192x256", "224x224", "256x192"]

@@ -16,8 +16,9 @@ from raypipe.plan.mixture import ONE, as_shares
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.stores.base import MemoryStore, Store
+from raypipe.stores.base import Store
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
 
 

@@ -22,9 +22,10 @@ from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.plan.samplers import Draws
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.stores.base import MemoryStore, Store
+from raypipe.stores.base import Store
 from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan, nearest
 from raypipe.transform.sizes import size_in
 

@@ -15,7 +15,7 @@ from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.custom import Population, Sampler
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 

@@ -11,8 +11,9 @@ import pytest
 from raypipe.config import PlanConfig
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.stores.base import MemoryStore, Store
+from raypipe.stores.base import Store
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
 
 BUCKETS = ["12x16", "14x14", "16x12"]

@@ -19,7 +19,7 @@ from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.samplers import Draws, Permuted
 from raypipe.plan.schedule import Plan, Segment
 from raypipe.plan.selection import Selection
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
 
 

@@ -16,9 +16,10 @@ import pytest
 from raypipe.commands.copies import write_shard
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
-from raypipe.stores.base import MemoryStore, is_class
+from raypipe.stores.base import is_class
 from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.stores.record import column_types
 
 from pictures import picture  # isort: skip
@@ -142,7 +143,7 @@ def test_writers_keep_arrays(name: str, tmp_path: Path) -> None:
                 }
             )
     store = open_store(tmp_path / name)
-    found = store.read(ORDER, store.columns)
+    found = store.read(ORDER, tuple(store.schema.names))
     assert (
         np.array_equal(found["embedding"], EMBEDDINGS[ORDER])
         and found["embedding"].dtype == np.float32
@@ -152,7 +153,7 @@ def test_writers_keep_arrays(name: str, tmp_path: Path) -> None:
     )
     assert found["label"].tolist() == ORDER.tolist() and is_class(store)
     as_target = open_store(tmp_path / name, target_column="embedding")
-    assert "embedding" not in as_target.columns and not is_class(as_target)
+    assert "embedding" not in tuple(as_target.schema.names) and not is_class(as_target)
     assert np.array_equal(as_target.read(ORDER)["label"], EMBEDDINGS[ORDER])
     assert as_target.fingerprint != store.fingerprint
 
@@ -177,7 +178,9 @@ def test_lmdb_has_its_label_by_name(tmp_path: Path) -> None:
         for row in range(4):
             writer.append({"image": b"x", "score": row / 2, "name": "a"})
     store = open_store(tmp_path / "a.lmdb", target_column="score")
-    assert store.columns == ("image", "label", "name") and not is_class(store)
+    assert tuple(store.schema.names) == ("image", "label", "name") and not is_class(
+        store
+    )
     assert store.read(ORDER)["label"].tolist() == (ORDER / 2).tolist()
     with pytest.raises(
         StoreError,
@@ -192,12 +195,14 @@ def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -
         tmp_path / "a.parquet", label=pa.array([0.5, 1, 2, 3], pa.float32())
     )
     store = open_store(path)
-    columns = column_types(store.read(np.arange(4), store.columns), "a")
+    columns = column_types(store.read(np.arange(4), tuple(store.schema.names)), "a")
     assert columns["embedding"] == "float32[3]" and columns["grid"] == "uint8[2,3]"
     assert (columns["label"], columns["ragged"]) == ("float64", "string")
     list(write_shard(store, tmp_path / name, 0, 4, columns, 0, 90, "raise"))
     copy = open_store(tmp_path / name)
-    found, expected = (each.read(ORDER, store.columns) for each in (copy, store))
+    found, expected = (
+        each.read(ORDER, tuple(store.schema.names)) for each in (copy, store)
+    )
     assert np.array_equal(found["embedding"], expected["embedding"]) and np.array_equal(
         found["grid"], GRIDS[ORDER]
     )

@@ -17,6 +17,7 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store
+from raypipe.stores.base import is_class
 from raypipe.stores.folder import FolderStore
 from raypipe.stores.tar import TarStore
 
@@ -208,8 +209,8 @@ def contents(make: Callable[..., Store], path: Path) -> Any:
         read["image"],
         read["label"].tolist(),
         store.classes,
-        store.columns,
-        store.label_is_class,
+        tuple(store.schema.names),
+        is_class(store),
     )
 
 

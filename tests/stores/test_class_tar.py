@@ -11,6 +11,7 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
+from raypipe.stores.base import is_class
 from raypipe.stores.folder import FolderStore
 from raypipe.stores.tar import TarStore
 
@@ -58,7 +59,7 @@ def test_order_and_classes_are_those_of_a_folder(tmp_path: Path) -> None:
         "a/.hidden.png",
         "../evil.png",
     )
-    assert store.classes == folder.classes == ("a", "a-b", "b") and store.label_is_class
+    assert store.classes == folder.classes == ("a", "a-b", "b") and is_class(store)
     samples, expected = store.read(np.arange(7)), folder.read(np.arange(7))
     assert samples["image"] == expected["image"]
     assert samples["label"].tolist() == expected["label"].tolist()

@@ -20,7 +20,8 @@ from foreign_lmdbs import DUMPS, write_datums, write_folders, write_lsun, write_
 
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
-from raypipe.stores.base import MemoryStore, name_of
+from raypipe.stores.base import name_of
+from raypipe.stores.memory import MemoryStore
 
 CLASSES = ("ant", "bee", "cat")
 LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
@@ -214,17 +215,15 @@ def test_reads_random_batches(store: Store) -> None:
 
 def test_reads_nothing(store: Store) -> None:
     batch = store.read(np.empty(0, np.int64))
-    assert batch["image"] == []
+    assert list(batch["image"]) == []
     assert batch["label"].dtype == np.int64
     assert batch["label"].shape == (0,)
 
 
 def test_reads_the_columns_asked_for(store: Store) -> None:
     assert list(store.read(np.array([1]), columns=("label",))) == ["label"]
-    assert list(store.read(np.array([1]), columns=("label", "image"))) == [
-        "label",
-        "image",
-    ]
+    both = store.read(np.array([1]), columns=("label", "image"))
+    assert set(both) == {"image", "label"}
 
 
 def test_result_belongs_to_the_reader(store: Store) -> None:
@@ -233,7 +232,7 @@ def test_result_belongs_to_the_reader(store: Store) -> None:
 
 
 def test_columns_and_classes(store: Store, kind: str) -> None:
-    assert store.columns == (
+    assert tuple(store.schema.names) == (
         "image",
         "label",
         *(["key"] if kind.startswith("lmdb_of") else []),

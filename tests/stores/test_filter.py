@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from raypipe.errors import ConfigError
-from raypipe.stores.base import MemoryStore
 from raypipe.stores.filter import matching
+from raypipe.stores.memory import MemoryStore
 
 STORE = MemoryStore(
     [b""] * 6,
@@ -156,15 +156,12 @@ def test_sixty_thousand_terms_are_evaluated() -> None:
         ("label in ['1']", "cannot be evaluated"),
         ("- " * 100_000 + "label == 1", "it may contain"),
         ("label" + " + 1" * 100_000 + " > 3", "it may contain"),
-        ("large == 1", "cannot be evaluated"),
     ],
 )
 def test_numbers_and_lists_that_cannot_be_compared_are_refused(
     expression: str, message: str
 ) -> None:
-    store = MemoryStore(
-        [b""] * 2, [0, 1], columns={"name": ["a", "1"], "large": [None, 1 << 70]}
-    )
+    store = MemoryStore([b""] * 2, [0, 1], columns={"name": ["a", "1"]})
     with pytest.raises(ConfigError, match=message) as caught:
         matching(store, expression)
     assert len(str(caught.value)) < 700

@@ -15,9 +15,9 @@ from pictures import picture
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.stores.base import MemoryStore
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="only Linux shares memory by descriptors"
@@ -39,7 +39,7 @@ class Counting(MemoryStore):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.num_read: dict[str, int] = dict.fromkeys(self.columns, 0)
+        self.num_read: dict[str, int] = dict.fromkeys(tuple(self.schema.names), 0)
 
     def read(self, indices: Any, columns: Any = ("image", "label")) -> Any:
         for name in columns:
@@ -71,22 +71,26 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_what_is_read_is_what_the_store_has_and_is_read_once() -> None:
     inner, plain = make(), make()
     store = InMemoryStore(inner)
-    assert (len(store), store.columns, store.fingerprint) == (
+    assert (len(store), tuple(store.schema.names), store.fingerprint) == (
         NUM,
-        plain.columns,
+        tuple(plain.schema.names),
         plain.fingerprint,
     )
     rng = np.random.default_rng(0)
     for _ in range(30):
         wanted = rng.integers(0, NUM, 7)
         assert_same(
-            store.read(wanted, store.columns), plain.read(wanted, plain.columns)
+            store.read(wanted, tuple(store.schema.names)),
+            plain.read(wanted, tuple(plain.schema.names)),
         )
     assert inner.num_read["words"] > 200  # of a kind that is not kept
     kept = {name: num for name, num in inner.num_read.items() if name != "words"}
     # The first read of all was made twice, to find that.
     assert max(kept.values()) <= NUM + 2 * 7
-    assert store.read(np.array([], int), store.columns)["box"].shape == (0, 4)
+    assert store.read(np.array([], int), tuple(store.schema.names))["box"].shape == (
+        0,
+        4,
+    )
 
 
 def test_processes_share_one_copy_by_content() -> None:

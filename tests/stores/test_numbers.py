@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from raypipe.errors import SampleError, StoreError
-from raypipe.stores.base import MemoryStore
 from raypipe.stores.joined import JoinedStore
-from raypipe.stores.numbers import InexactError, exactly, labels_of, read_npy
+from raypipe.stores.memory import MemoryStore
+from raypipe.stores.numbers import InexactError, exactly, read_npy
 from raypipe.stores.record import RecordLayout
 
 U63, U64 = np.uint64(1 << 63), np.uint64((1 << 64) - 1)
@@ -61,13 +61,6 @@ def test_a_cast_that_changes_a_number_is_refused_with_the_number(
 ) -> None:
     with pytest.raises(InexactError, match=r"the number \S+, and \w+ cannot hold it"):
         exactly(values, dtype)
-
-
-def test_labels_that_int64_cannot_hold_have_no_value() -> None:
-    assert labels_of(np.array([1, 1 << 63], np.uint64)) == [1, None] and labels_of(
-        [2, None]
-    ) == [2, None]
-    assert labels_of(np.array([3], np.uint8)).dtype == np.int64
 
 
 def npy(array: np.ndarray) -> bytes:

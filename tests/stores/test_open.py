@@ -11,9 +11,9 @@ import pytest
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer, store_options
-from raypipe.stores.base import MemoryStore
 from raypipe.stores.folder import FolderStore
 from raypipe.stores.lmdb import LMDBStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.tar import TarStore
 
@@ -214,8 +214,15 @@ class TestWriters:
                 }
                 writer.append({**sample, "mask": None if i == 1 else b"m"})
         store = open_store(tmp_path / f"a{suffix}")
-        assert store.columns == ("image", "label", "caption", "width", "score", "mask")
-        batch = store.read(np.array([2, 1]), columns=store.columns)
+        assert tuple(store.schema.names) == (
+            "image",
+            "label",
+            "caption",
+            "width",
+            "score",
+            "mask",
+        )
+        batch = store.read(np.array([2, 1]), columns=tuple(store.schema.names))
         assert batch["image"] == [b"ii", b"i"]
         assert batch["caption"] == ["ä2", "ä1"]
         assert batch["mask"] == [b"m", None]
@@ -229,7 +236,7 @@ class TestWriters:
         with open_writer(tmp_path / f"a{suffix}", {"image": "binary"}) as writer:
             writer.append({"image": b"x"})
         store = open_store(tmp_path / f"a{suffix}")
-        assert store.columns == ("image",)
+        assert tuple(store.schema.names) == ("image",)
         assert store.classes is None
         with pytest.raises(StoreError, match="no column 'label'"):
             store.read(np.array([0]), columns=("label",))
@@ -263,8 +270,8 @@ def test_memory_extras() -> None:
     store = MemoryStore(
         [b"a", None], None, columns={"size": [1, 2], "name": ["x", "y"]}
     )
-    assert store.columns == ("image", "size", "name")
-    batch = store.read(np.array([1, 0]), columns=store.columns)
+    assert tuple(store.schema.names) == ("image", "size", "name")
+    batch = store.read(np.array([1, 0]), columns=tuple(store.schema.names))
     assert batch["image"] == [None, b"a"]
     assert batch["size"].tolist() == [2, 1]
     assert batch["name"] == ["y", "x"]

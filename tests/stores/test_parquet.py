@@ -20,7 +20,7 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store, parquet
-from raypipe.stores.arrow_columns import TableColumns
+from raypipe.stores.arrow_columns import TableColumns, chunked_taker
 from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.writers import GROUP_BYTES, ParquetWriter
 
@@ -133,7 +133,7 @@ def test_renamed_columns(tmp_path: Path) -> None:
     }
     path = write_table(tmp_path / "a.parquet", metadata, **columns)
     store = ParquetStore(path, image_column="img", target_column="fine")
-    assert store.columns == ("image", "label", "coarse")
+    assert tuple(store.schema.names) == ("image", "label", "coarse")
     assert store.classes == ("x", "y")
     assert store.read(np.array([1]))["label"].tolist() == [1]
 
@@ -147,7 +147,7 @@ def test_renamed_columns(tmp_path: Path) -> None:
     ):
         len(ParquetStore(path, image_column="img", target_column="fien"))
     without_label = ParquetStore(path, image_column="img")
-    assert without_label.columns == ("image", "coarse", "fine")
+    assert tuple(without_label.schema.names) == ("image", "coarse", "fine")
     assert without_label.fingerprint != store.fingerprint
     with pytest.raises(
         StoreError, match="no column 'label' for target_column; its columns are image, "
@@ -161,8 +161,8 @@ def test_what_the_datasets_library_wrote_is_read() -> None:
     for split, num_files in (("train", 2), ("test", 1)):
         store = open_store(DATA / "hugging-face" / f"{split}-*.parquet")
         assert store.classes == ("cat", "dog", "owl")
-        assert store.columns == ("image", "label", "caption")
-        batch = store.read(np.arange(len(store)), store.columns)
+        assert tuple(store.schema.names) == ("image", "label", "caption")
+        batch = store.read(np.arange(len(store)), tuple(store.schema.names))
         rows = expected[split]
         assert [hashlib.sha256(image).hexdigest() for image in batch["image"]] == [
             row["sha256"] for row in rows
@@ -237,7 +237,14 @@ def test_extra_columns(tmp_path: Path) -> None:
         "text": pa.array(["x", None, "z"]),
     }
     store = ParquetStore(write_table(tmp_path / "a.parquet", **columns))
-    assert store.columns == ("image", "label", "weight", "tags", "ok", "text")
+    assert tuple(store.schema.names) == (
+        "image",
+        "label",
+        "weight",
+        "tags",
+        "ok",
+        "text",
+    )
     batch = store.read(np.array([2, 1]), columns=("weight", "tags", "ok", "text"))
     assert batch["weight"] == [2.0, None]
     assert (batch["tags"], batch["ok"], batch["text"]) == (
@@ -436,10 +443,10 @@ def test_images_in_several_chunks_with_and_without_nulls(kind: pa.DataType) -> N
     ]
     schema = pa.schema({"image": kind})
     columns = TableColumns([("a.parquet", schema)], "image", "label")
-    image = columns.opened("image", pa.chunked_array(chunks), "a.parquet")
+    take = chunked_taker(columns.opened("image", pa.chunked_array(chunks)))
     order = [5, 0, 4, 4, 3, 2, 1]
-    assert image.take(np.array(order)) == [values[i] for i in order]
-    assert image.take(np.array([], np.int64)) == []
+    assert take(np.array(order)) == [values[i] for i in order]
+    assert take(np.array([], np.int64)) == []
 
 
 def test_cache_keeps_the_last_group(
@@ -523,7 +530,7 @@ from raypipe.stores.parquet import ParquetStore
 store = ParquetStore(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
-    values = store.read(np.array([0]), store.columns)
+    values = store.read(np.array([0]), tuple(store.schema.names))
     found = {name: None if values[name][0] is None else len(np.atleast_1d(values[name])) for name in values}
 except StoreError as error:
     found = str(error)

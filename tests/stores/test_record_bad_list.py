@@ -11,7 +11,7 @@ import pytest
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.stores.record import read_bad_list, write_bad_list
 from raypipe.streaming.opening import open_stream
 

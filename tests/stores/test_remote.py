@@ -124,7 +124,10 @@ def test_a_remote_store_is_the_local_one(
     for _ in range(2):
         assert len(remote) == len(local) == len(IMAGES)
         assert remote.fingerprint == local.fingerprint
-        assert (remote.columns, remote.classes) == (local.columns, local.classes)
+        assert (tuple(remote.schema.names), remote.classes) == (
+            tuple(local.schema.names),
+            local.classes,
+        )
         for wanted in (np.arange(len(IMAGES)), np.array([11, 0, 5, 5, 3])):
             expected, found = local.read(wanted), remote.read(wanted)
             assert (
@@ -181,7 +184,7 @@ def test_what_a_driver_asks_of_an_lmdb_store_downloads_nothing(
     assert (
         len(store) == len(IMAGES)
         and store.classes
-        and store.columns
+        and tuple(store.schema.names)
         and store.fingerprint
     )
     assert sum(proxy.sent.values()) < 40_000  # of 600,000

@@ -77,8 +77,8 @@ def test_a_folder_copied_to_a_bucket_is_the_same_store(
     assert isinstance(remote, FolderStore) and remote.groups is None
     assert remote.address == address and len(remote) == len(local) == 9
     assert (
-        (remote.columns, remote.classes)
-        == (local.columns, local.classes)
+        (tuple(remote.schema.names), remote.classes)
+        == (tuple(local.schema.names), local.classes)
         == (
             ("image", "label"),
             ("a", "a-b", "b", "empty", "ä"),

@@ -8,9 +8,9 @@ import pytest
 
 from raypipe.errors import ConfigError
 from raypipe.stores import open_store, open_writer
-from raypipe.stores.base import MemoryStore
 from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.stores.scan import numbers_of
 
 

@@ -28,7 +28,9 @@ def make(path: Path, *members: tuple[str, bytes], **options: Any) -> TarStore:
 def read(store: TarStore) -> dict[str, list[Any]]:
     return {
         name: list(column)
-        for name, column in store.read(np.arange(len(store)), store.columns).items()
+        for name, column in store.read(
+            np.arange(len(store)), tuple(store.schema.names)
+        ).items()
     }
 
 
@@ -54,7 +56,7 @@ def test_what_webdataset_writes_is_read(tmp_path: Path) -> None:
     )
     store = open_store(f"{tmp_path}/x-{{0000..0002}}.tar")
     assert (
-        store.columns == ("image", "label", "json", "npy", "txt")
+        tuple(store.schema.names) == ("image", "label", "json", "npy", "txt")
         and store.classes is None
     )
     assert read(store) == {
@@ -232,7 +234,7 @@ def test_a_column_is_what_all_samples_of_all_shards_have(tmp_path: Path) -> None
         "npy": [b"n", b"n"],
     }
     make(tmp_path / "b.tar", *members[:3])
-    assert open_store(tmp_path).columns == ("image", "label", "txt")
+    assert tuple(open_store(tmp_path).schema.names) == ("image", "label", "txt")
 
 
 def test_images_of_another_suffix(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ray import cloudpickle
 from signalled import own_processes
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.digest import iterate_digests
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits

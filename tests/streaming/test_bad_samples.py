@@ -19,7 +19,7 @@ from full_disk import fill
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError, TransformError
 from raypipe.plan.places import MicroBatchId
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming import maker
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
 from raypipe.streaming.inline import inline_batches

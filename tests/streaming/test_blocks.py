@@ -7,7 +7,7 @@ import pytest
 
 from raypipe.config import PlanConfig
 from raypipe.plan.schedule import Plan
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.blocks import MAX_BYTES, cut, fitting, most, most_bytes, tasks
 from raypipe.streaming.planning import make_plan
 

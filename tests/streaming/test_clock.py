@@ -13,7 +13,7 @@ from without_ray import every_batch
 import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig
 from raypipe.plan.places import Cursor
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.loader import Loader
 
 SIZES = list(itertools.product((4, 7), (1, 4, 13), (1, 3), (1, 2), (1, 2)))

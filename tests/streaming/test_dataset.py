@@ -19,7 +19,7 @@ import raypipe
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.dataset import samples_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch, Ragged

@@ -22,7 +22,7 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.digest import batch_digest, plain_settings
 from raypipe.streaming.inline import inline_batches

@@ -20,7 +20,8 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import SampleError
 from raypipe.storage.retries import report_progress
-from raypipe.stores.base import Columns, MemoryStore
+from raypipe.stores.base import Columns
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.run_log import events_of

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from raypipe.config import PlanConfig, TransformConfig
-from raypipe.stores.base import Columns, MemoryStore
+from raypipe.stores.base import Columns
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker, Outcome
 from raypipe.streaming.opening import open_stream

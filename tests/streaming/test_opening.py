@@ -7,12 +7,14 @@ from typing import Any
 
 import albumentations as A  # noqa: N812  as its users do
 import numpy as np
+import pyarrow as pa
 import pytest
 from without_ray import host_batches
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.base import Columns
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -60,17 +62,17 @@ class Odd(MemoryStore):
     [
         (
             Odd(lambda read: tuple(read.values())),
-            "return a dict with 4 values of 'image' for 4 indices",
+            "must return raypipe.stores.Columns of image, label, and returned tuple",
         ),
-        (Odd(lambda read: {"image": read["image"]}), "4 values of 'label'"),
-        (Odd(lambda read: {**read, "image": read["image"][1:]}), "4 values of 'image'"),
+        (Odd(lambda read: {"image": read["image"]}), "image, label, and returned dict"),
+        (Odd(lambda read: Columns(read.images[1:], read.table)), "4 values of 'image'"),
         (
-            Odd(lambda read: {**read, "image": ["a.jpg"] * len(read["image"])}),
+            Odd(lambda read: Columns(["a.jpg"] * len(read.images), read.table)),
             "encoded, as bytes, and is a str",
         ),
         (
-            Odd(lambda read: {**read, "label": ["cat"] * len(read["label"])}),
-            "labels that are not integers",
+            Odd(lambda read: Columns(read.images, pa.table({"label": ["cat"] * 4}))),
+            "labels of string, which are not classes",
         ),
         (Odd(groups=np.array([0, 4])), "ascend from 0 to its 8 samples"),
         (Odd(groups=np.array([0, 6, 4, 8])), "ascend from 0 to its 8 samples"),

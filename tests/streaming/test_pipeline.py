@@ -31,7 +31,7 @@ from raypipe.plan.places import Cursor
 from raypipe.rayext.allocation import preflight
 from raypipe.rayext.iteration import begun
 from raypipe.stores import open_store
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.stores.writers import ParquetWriter
 from raypipe.streaming.digest import batch_digest, iterate_digests
 from raypipe.streaming.handover import loader

@@ -13,7 +13,7 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import balanced, check_weights, make_plan, nearest
 
 

@@ -22,7 +22,7 @@ from pictures import picture
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
@@ -257,7 +257,7 @@ IN_A_PROCESS = """
     from pictures import picture
     from raypipe.config import PlanConfig, PoolConfig
     from raypipe.plan.places import MicroBatchId
-    from raypipe.stores.base import MemoryStore
+    from raypipe.stores.memory import MemoryStore
     from raypipe.streaming.maker import MicroBatchMaker
     from raypipe.streaming.opening import open_stream
 

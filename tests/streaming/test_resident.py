@@ -16,7 +16,7 @@ import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, ResourceError, StoreError
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.resident import resident
 
 PLAN = PlanConfig(epochs=3, micro_batch_size=8, global_batch_size=16, seed=5)

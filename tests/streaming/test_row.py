@@ -27,8 +27,8 @@ BLOCK = [MicroBatchId("val", 3, 2, 0), MicroBatchId("val", 3, 2, 1)]
 
 
 COLUMNS = [
-    {"seg": b"m", "note": "ré", "boxes": np.arange(10.0).reshape(2, 5)},
-    {"seg": None, "note": "", "boxes": 3},
+    {"seg": b"m", "note": "ré", "boxes": [[0.5, 1.5], [2.0]]},
+    {"seg": None, "note": "", "boxes": []},
 ]
 
 
@@ -42,7 +42,7 @@ def test_what_a_reader_has_read_is_what_an_actor_unpacks(
         ),
         as_samples(
             [
-                EncodedSample(None, -1, columns[1]),
+                EncodedSample(None, -1, columns[0]),
                 EncodedSample(b"b", NO_LABEL, columns[1]),
             ]
         ),

@@ -22,7 +22,8 @@ from raypipe.metrics.records import read_records
 from raypipe.plan.places import PADDING, Cursor, Split
 from raypipe.plan.schedule import Plan
 from raypipe.storage.files import read_json
-from raypipe.stores.base import Columns, MemoryStore, Store
+from raypipe.stores.base import Columns, Store
+from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream

@@ -8,7 +8,7 @@ import numpy as np
 from pictures import picture
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 

@@ -14,6 +14,6 @@ def assert_read_or_named(path: Path) -> None:
     """All of it is read, or one error names it."""
     try:
         store = open_store(path)
-        store.read(np.arange(len(store)), store.columns)
+        store.read(np.arange(len(store)), tuple(store.schema.names))
     except StoreError as error:
         assert str(path) in str(error)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.config import TransformConfig
 from raypipe.plan.places import PADDING, MicroBatchId
@@ -45,9 +46,8 @@ def as_samples(samples: Sequence[EncodedSample]) -> Samples:
     )
     names = dict.fromkeys(itertools.chain.from_iterable(columns))
     labels = np.array([sample.label for sample in samples], np.int64)
-    return Samples(
-        images, labels, {name: [row.get(name) for row in columns] for name in names}
-    )
+    table = {name: pa.array([row.get(name) for row in columns]) for name in names}
+    return Samples(images, labels, pa.table(table))
 
 
 def as_read(samples: Sequence[Sample]) -> Samples | list[Callable[[], Any]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.transform.targets import check_columns, decode_boxes
 
 CORNERS = [[1, 2, 5, 8, 3], [0, 0, 4, 4, 0]]

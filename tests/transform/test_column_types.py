@@ -17,7 +17,7 @@ import pytest
 from raypipe.config import column_options
 from raypipe.errors import ConfigError
 from raypipe.stores import Store, open_store, open_writer
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import ColumnType
 

@@ -11,8 +11,8 @@ import torch
 
 from raypipe.config import ColumnOptions, column_options
 from raypipe.errors import ConfigError, SampleError, TransformError
-from raypipe.stores.base import MemoryStore
-from raypipe.transform.column_types import find_columns, type_of
+from raypipe.stores.memory import MemoryStore
+from raypipe.transform.column_types import field_of_values, find_columns, type_of_field
 from raypipe.transform.columns import ColumnMaker, ColumnType, SampleColumns
 from raypipe.transform.fields import COLUMN, BlockMemory, Ragged, Rows, in_group
 
@@ -60,6 +60,11 @@ def made(columns: ColumnMaker, *rows: Any) -> dict[str, Any]:
 # What types are found
 
 
+def type_of(values: Any, options: ColumnOptions | None, fixed: bool) -> ColumnType:
+    field = field_of_values("a", values, options, fixed, "column 'a'")
+    return type_of_field(field, options, "column 'a'")
+
+
 @pytest.mark.parametrize(
     ("values", "options", "expected"),
     [
@@ -91,13 +96,13 @@ def made(columns: ColumnMaker, *rows: Any) -> dict[str, Any]:
 def test_the_type_of_a_column_is_found_by_its_values(
     values: Any, options: Any, expected: ColumnType
 ) -> None:
-    assert type_of("a", values, options, False, "column 'a'") == expected
+    assert type_of(values, options, False) == expected
 
 
 def test_arrays_are_of_one_shape_where_the_store_says_so_and_else_lists() -> None:
     pair = [np.zeros((2, 3), np.uint8)] * 2
-    assert type_of("a", pair, None, True, "") == ColumnType("array", "uint8", (2, 3))
-    assert type_of("a", pair, None, False, "") == ColumnType("ragged", "uint8", (3,))
+    assert type_of(pair, None, True) == ColumnType("array", "uint8", (2, 3))
+    assert type_of(pair, None, False) == ColumnType("ragged", "uint8", (3,))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +134,7 @@ def test_a_column_without_one_type_is_refused(
     values: Any, options: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        type_of("a", values, options, False, "column 'a'")
+        type_of(values, options, False)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from PIL import Image
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import SampleError
 from raypipe.plan.places import MicroBatchId
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.transform import jpeg as jpeg_module

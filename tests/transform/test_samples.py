@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.base import Columns
+from raypipe.stores.memory import MemoryStore
 from raypipe.transform.samples import NO_LABEL, EncodedSample, Wanted, read_samples
 
 TARGETS = {"seg": [b"m0", b"m1"], "objects": [[[0, 0, 1, 1, 2]], []]}
@@ -17,7 +19,7 @@ TARGETS = {"seg": [b"m0", b"m1"], "objects": [[[0, 0, 1, 1, 2]], []]}
 class Watched(MemoryStore):
     """It notes what is read of it."""
 
-    def read(self, indices: np.ndarray, columns: Any) -> dict[str, Any]:
+    def read(self, indices: np.ndarray, columns: Any) -> Columns:
         self.read_of = indices.tolist(), tuple(columns)
         return super().read(indices, columns)
 
@@ -57,11 +59,13 @@ def test_padding_is_not_read_and_has_neither_image_nor_columns() -> None:
 
 def test_a_label_that_no_class_can_be_is_marked() -> None:
     class Labeled(MemoryStore):
-        def read(self, indices: np.ndarray, columns: Any) -> dict[str, Any]:
-            return {**super().read(indices, columns), "label": labels}
+        def read(self, indices: np.ndarray, columns: Any) -> Columns:
+            return Columns(
+                super().read(indices, columns).images, pa.table({"label": labels})
+            )
 
     for labels in (
-        [7, None, 1 - 2**63, 2**63],
+        [7, None, 1 - 2**63, None],
         np.array([7, 2**64 - 1, 2**62, 2**63], np.uint64),
     ):
         found = [
@@ -72,14 +76,17 @@ def test_a_label_that_no_class_can_be_is_marked() -> None:
         assert found[2] == int(labels[2]) and {type(label) for label in found} == {int}
 
 
-@pytest.mark.parametrize("labels", [np.array([0.5, 1]), np.zeros((2, 3), np.int64)])
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [(np.array([0.5, 1]), "double"), (np.zeros((2, 3), np.int64), "fixed_size_list")],
+)
 def test_labels_that_are_no_classes_end_the_run_with_their_type(
-    labels: np.ndarray,
+    labels: np.ndarray, kind: str
 ) -> None:
     store = MemoryStore([b"a", b"b"], labels)
     with pytest.raises(
         ConfigError,
-        match=rf"labels of {labels.dtype} \(.*\), which are not classes: name",
+        match=rf"labels of {kind}.*, which are not classes: name",
     ):
         read_samples(store, np.arange(2))
 

@@ -14,7 +14,7 @@ import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.kernel import COLOR_STEPS, GEOMETRY_STEPS, Program, native_step
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker

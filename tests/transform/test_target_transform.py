@@ -17,7 +17,7 @@ import albumentations as A  # noqa: N812
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.checks import check_transforms
 from raypipe.transform.decode import encode_jpeg

@@ -18,7 +18,8 @@ from raypipe.storage.files import open_input, read_json
 from raypipe.storage.filesystem import is_remote, join_address, open_filesystem
 from raypipe.storage.local_file import regular_path
 from raypipe.stores.addresses import folders_at, list_files, names_at
-from raypipe.stores.arrow_columns import TableColumns
+from raypipe.stores.arrow_columns import TableColumns, chunked_taker
+from raypipe.stores.base import Columns
 from raypipe.stores.sources.base import Asked, Source, explained
 
 _FILE_MAGIC = b"ARROW1"
@@ -67,12 +68,14 @@ def _samples(paths: list[str], columns: TableColumns) -> Iterator[dict[str, Any]
         with _reader(path) as reader:
             while (batch := _next(path, reader)) is not None:
                 rows = np.arange(batch.num_rows)
-                values = {
+                opened = {
                     name: columns.opened(
-                        name, pa.chunked_array([batch.column(field.name)]), path
-                    ).take(rows)
+                        name, pa.chunked_array([batch.column(field.name)])
+                    )
                     for name, field in columns.fields.items()
                 }
+                images = chunked_taker(opened.pop("image"))(rows)
+                values = Columns(images, columns.rows_of(opened, rows, path))
                 _check_embedded(path, batch, columns)
                 for row in zip(*values.values(), strict=True):
                     yield dict(zip(values, row, strict=True))

@@ -1,0 +1,229 @@
+"""Values of Arrow columns as NumPy and Python have them, and the way back.
+
+Arrow                                            NumPy, Python
+numbers                                          (n,), of their dtype
+lists of fixed sizes, tensors of one shape       (n, …), of their dtype
+anything else, and either of these with nulls    a list of n values, None for nulls
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raypipe.stores.numbers import MAX_SAMPLE_BYTES
+
+_LIST_SCALARS = (
+    pa.ListScalar | pa.LargeListScalar | pa.ListViewScalar | pa.LargeListViewScalar
+)
+
+
+def is_integer(kind: pa.DataType) -> bool:
+    """Return whether values are integers."""
+    return bool(pa.types.is_integer(kind))
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Return whether values are integers, floats or booleans."""
+    return (
+        pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_boolean(kind)
+    )
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Return whether values are lists, in any of Arrow's physical types."""
+    return (
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+        or pa.types.is_list_view(kind)
+        or pa.types.is_large_list_view(kind)
+    )
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether values are text, in any of Arrow's physical types."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return (
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_string_view(kind)
+    )
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Return whether values are bytes, in any of Arrow's physical types."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return (
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_binary_view(kind)
+        or pa.types.is_fixed_size_binary(kind)
+    )
+
+
+def array_of(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]] | None:
+    """Return the type of numbers, and the shape that all values have, () for numbers; None for other values."""
+    shape: tuple[int, ...] = ()
+    if isinstance(kind, pa.FixedShapeTensorType):
+        order = kind.permutation
+        if order is not None and list(order) != sorted(order):
+            return None  # rare: the axes are stored in another order
+        shape = tuple(kind.shape)
+        kind = kind.value_type
+    while pa.types.is_fixed_size_list(kind):
+        shape = (*shape, kind.list_size)
+        kind = kind.value_type
+    return (kind, shape) if is_number(kind) else None
+
+
+def array_type(dtype: Any, shape: tuple[int, ...] = ()) -> pa.DataType:
+    """Return the Arrow type of numbers, or of arrays of one shape."""
+    kind = pa.from_numpy_dtype(np.dtype(dtype))
+    for size in reversed(shape):
+        kind = pa.list_(kind, size)
+    return kind
+
+
+def to_arrow(numbers: np.ndarray, is_null: np.ndarray | None = None) -> pa.Array:
+    """Return numbers, (n, …), as an Arrow array of `array_type`.
+
+    Args:
+        is_null: bool (n,), which of them have no value; None = all have one.
+    """
+    num = len(numbers)
+    shape = numbers.shape[1:]
+    kind = array_type(numbers.dtype.newbyteorder("="), shape)
+    if is_null is not None and not is_null.any():
+        is_null = None
+    if not shape:
+        return pa.array(numbers, kind, mask=is_null)
+    if not math.prod(shape):
+        nothing = [
+            None if null else value
+            for value, null in zip(
+                numbers.tolist(),
+                np.zeros(num, bool) if is_null is None else is_null,
+                strict=True,
+            )
+        ]
+        return pa.array(nothing, kind)
+    values = to_arrow(numbers.reshape(-1))
+    for size in reversed(shape[1:]):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    mask = None if is_null is None else pa.array(is_null)
+    return pa.FixedSizeListArray.from_arrays(values, shape[0], mask=mask)
+
+
+def to_values(column: pa.ChunkedArray) -> np.ndarray | list[Any]:
+    """Return a column's values, see above. Text that is not UTF-8, as in a damaged record, is None; a list over
+    512 MiB is None too."""
+    numbers = array_of(column.type)
+    if numbers is None:
+        return _python_values(column)
+    if isinstance(column.type, pa.BaseExtensionType):
+        chunks = [chunk.storage for chunk in column.chunks]
+        column = pa.chunked_array(chunks, column.type.storage_type)
+    flat = _flat(column.combine_chunks())
+    if flat is None:
+        return _with_none(column)
+    _, shape = numbers
+    values = np.array(flat.to_numpy(zero_copy_only=False))
+    return values.reshape(len(column), *shape)
+
+
+def _python_values(column: pa.ChunkedArray) -> list[Any]:
+    if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
+        try:
+            return column.to_pylist()
+        except UnicodeDecodeError:
+            pass  # one of them is not UTF-8
+    return [_python_value(scalar) for scalar in column]
+
+
+def _flat(values: pa.Array) -> pa.Array | None:
+    """Return the numbers in an array of numbers, or of lists of numbers; None if one is null."""
+    while not values.null_count and pa.types.is_fixed_size_list(values.type):
+        values = values.flatten()
+    return None if values.null_count else values
+
+
+def _with_none(column: pa.ChunkedArray) -> list[Any]:
+    """Return a column's values, None for those that are or contain a null."""
+    values = column.to_pylist()
+    if is_number(column.type):
+        dtype = np.dtype(column.type.to_pandas_dtype()).type
+        return [None if value is None else dtype(value) for value in values]
+    return [None if _has_none(value) else np.asarray(value) for value in values]
+
+
+def _has_none(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and any(map(_has_none, value)))
+
+
+def _python_value(scalar: pa.Scalar) -> Any:
+    if (
+        isinstance(scalar, _LIST_SCALARS)
+        and _num_bytes_of(scalar.values) > MAX_SAMPLE_BYTES
+    ):
+        return None
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return None
+
+
+def _num_bytes_of(values: pa.Array | None) -> int:
+    """Return an upper bound of the bytes of values in Python: each dictionary index may be the largest entry."""
+    if values is None:
+        return 0
+    if pa.types.is_struct(values.type):
+        return sum(map(_num_bytes_of, values.flatten()))
+    if pa.types.is_nested(values.type):
+        return _num_bytes_of(values.flatten())
+    if pa.types.is_dictionary(values.type):
+        return len(values) * values.dictionary.nbytes
+    return values.nbytes
+
+
+# Tables
+
+
+def no_rows(fields: list[pa.Field]) -> pa.Table:
+    """Return a table without rows."""
+    columns = [pa.chunked_array([], field.type) for field in fields]
+    return pa.table(columns, schema=pa.schema(fields))
+
+
+def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.ChunkedArray:
+    """Return rows, int64 (n,), of a column."""
+    try:
+        return column.take(pa.array(rows))
+    except (
+        pa.ArrowNotImplementedError
+    ):  # pyarrow takes no views of text and bytes, and no run ends
+        chunks = [
+            chunk for row in rows.tolist() for chunk in column.slice(row, 1).chunks
+        ]
+        return pa.chunked_array(chunks, column.type)
+
+
+def in_order(tables: list[pa.Table], positions: list[np.ndarray]) -> pa.Table:
+    """Return the rows of several tables, at least one, as one table.
+
+    Args:
+        positions: of each table, int64 (n,), where its rows are in the result.
+    """
+    if len(tables) == 1 and np.array_equal(positions[0], np.arange(len(positions[0]))):
+        return tables[0]
+    joined = pa.concat_tables(tables)
+    rows = np.argsort(np.concatenate(positions), kind="stable")
+    columns = [take(column, rows) for column in joined.columns]
+    return pa.table(columns, schema=joined.schema)

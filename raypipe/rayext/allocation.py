@@ -14,7 +14,7 @@ import ray
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.rayext.cluster_state import autoscaler_limits
-from raypipe.rayext.waiting import Wait
+from raypipe.rayext.startup import Wait
 
 # CPUs of a run that has just ended become free within seconds; CPUs that stay busy longer belong to another job.
 _SETTLE_S = 10.0

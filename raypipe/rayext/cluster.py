@@ -22,9 +22,10 @@ from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
+from raypipe.rayext.head import wait_for_head
 from raypipe.rayext.ray_private import find, replace, replaced
+from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import small_head
-from raypipe.rayext.waiting import Wait, wait_for_head
 from raypipe.rayext.worker_logs import take_worker_logs
 
 _WORKER_ENV = {

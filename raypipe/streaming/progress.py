@@ -64,26 +64,26 @@ class Progress:
         self.segments = {}
 
     def take(
-        self, at: MicroBatchId, ends_step: bool, ends_split: bool, is_at_end: bool
+        self, position: MicroBatchId, ends_step: bool, ends_split: bool, is_at_end: bool
     ) -> None:
         """Count a batch.
 
         Args:
-            at: its place.
+            position: its place.
             ends_step: whether it is the rank's last of its step.
             ends_split: whether it is the rank's last of its training or validation.
             is_at_end: whether it belongs to the validation behind an epoch's training.
         """
-        if at.split == "train":
+        if position.split == "train":
             self._left = None
             self.num_in_step += 1
             if ends_step:
-                self._stand_at(at.epoch, at.step + 1)
+                self._stand_at(position.epoch, position.step + 1)
         elif is_at_end:
             if self._left:
                 self._left = "train"
-            if ends_split and self.cursor.epoch <= at.epoch:
-                self._stand_at(at.epoch + 1, 0)
+            if ends_split and self.cursor.epoch <= position.epoch:
+                self._stand_at(position.epoch + 1, 0)
 
     def leave_early(self, split: Split) -> None:
         """A loop has left the epoch's batches of a split before their end."""

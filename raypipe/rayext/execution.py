@@ -299,7 +299,7 @@ class StreamAutoscaler:
             else:
                 at = ""
             ready = 1.0 - flow.waiting_of(self._ranks)
-            said = self._supervisor.moves.remote(
+            said = self._supervisor.execution_progress.remote(
                 self._name, now - self._left_at, self._process, at, ready
             )
             self._said = self._said or said
@@ -320,7 +320,7 @@ class StreamAutoscaler:
         self._flow.deliveries.drop()
         self._metrics.show(self._flow.finished)
         if ray.is_initialized():  # otherwise the call would start Ray again
-            self._supervisor.left.remote(self._name)
+            self._supervisor.process_left.remote(self._name)
 
     def get_total_resources(self) -> ExecutionResources:
         """Return the resources that the execution may use: no limit."""

@@ -66,7 +66,9 @@ class Sentry:
     def turn(self, now: float) -> None:
         """Ask the Supervisor for an answer, or take it; check the process of one that gives none."""
         if self._asked is None:
-            self._asked = self._supervisor.hears.remote(self._rank, self._waited_s())
+            self._asked = self._supervisor.rank_waits.remote(
+                self._rank, self._waited_s()
+            )
             self._asked_at = now
         if ray.wait([self._asked], timeout=_PERIOD_S)[0]:
             asked, self._asked = self._asked, None

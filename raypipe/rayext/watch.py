@@ -159,7 +159,7 @@ class Watch:
         self._processes.pop(key, None)
         self._still.pop(key, None)
 
-    def moves(
+    def execution_progress(
         self, execution: str, still_s: float, process: Process | None = None
     ) -> bool:
         """Record for how long no rank has taken a block from an execution; missing calls count as a stall.

@@ -219,7 +219,7 @@ def _moved(supervisor: Any, rank: int, world_size: int, move: Move) -> bool:
 
     It waits for them no longer than `_AGREE_S`, and then reads on, as one that computes for so long does later.
     """
-    supervisor.moves_to.remote(rank, world_size, move)
+    supervisor.rank_moves.remote(rank, world_size, move)
     deadline = time.monotonic() + _AGREE_S
     answer = "wait"
     while move.leaves and answer == "wait":
@@ -353,13 +353,15 @@ def _handed_round(
             "passes of the same epochs"
         )
     if in_train and in_worker():
-        stream[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
+        stream[1].process_joined.remote(
+            f"trainer {rank}", this_process(f"trainer {rank}")
+        )
         if (
             rank == 0
             and (controller := own_controller())
             and (process := process_of(controller))
         ):
-            stream[1].joined.remote("controller", process)
+            stream[1].process_joined.remote("controller", process)
     return stream
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import _raypipe_kernel
 
 import raypipe
-from raypipe.lookup import DISTRIBUTION
+from raypipe.packages import DISTRIBUTION
 from raypipe.transform.kernel import why_no_kernel
 
 SOURCES = Path(__file__).parents[1] / "raypipe"

@@ -1,10 +1,12 @@
-"""Tar shards in a bucket against the same shards on disk: first batch, bytes of an epoch, images/s.
+"""Tar shards in a bucket against the same shards on disk: first batch, bytes of an epoch, CPU time, images/s.
 
-    python benchmarks/bucket_tars.py --folder /tmp/bucket-tars --json
+    python benchmarks/bucket_tars.py --folder /tmp/bucket-tars
+    python benchmarks/bucket_tars.py --shards 6 --rounds 3       # six shards, three rounds
     python benchmarks/bucket_tars.py --shards 4 --shard-mb 20    # a quick look
 
-The bucket is benchmarks/slow_bucket.py, with 20 ms before each answer. Each way starts with an empty cache. The
-last line is JSON.
+The bucket is benchmarks/slow_bucket.py, with 20 ms before each answer. Each way starts with an empty cache, and
+the ways take turns. CPU time is that of this process and all its descendants, Ray's too, from the first batch on;
+the server's is counted apart. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import io
 import json
 import os
 import shutil
+import statistics
 import tarfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +70,56 @@ def write_shards(folder: Path, num_shards: int, shard_bytes: int, side: int) -> 
     return number
 
 
+def cpu_seconds() -> dict[str, float]:
+    """Return the CPU seconds of this process and its descendants so far, by the names of the processes."""
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    names: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended
+        pid = int(folder.name)
+        parents[pid] = int(fields[1])
+        # Children that have ended and were waited for count with their parent.
+        seconds[pid] = sum(map(int, fields[11:15])) / ticks_per_s
+        names[pid] = _role_of(
+            [argument.decode(errors="replace") for argument in arguments]
+        )
+    names[os.getpid()] = "driver"
+    by_name: dict[str, float] = defaultdict(float)
+    for pid, name in names.items():
+        ancestor = pid
+        while ancestor > 1 and ancestor != os.getpid():
+            ancestor = parents.get(ancestor, 0)
+        if ancestor == os.getpid():
+            by_name[name] += seconds[pid]
+    return by_name
+
+
+def _role_of(arguments: list[str]) -> str:
+    """Return what a process of Ray or of the benchmark does."""
+    program = arguments[0]
+    if any(argument.endswith("slow_bucket.py") for argument in arguments):
+        return "server"
+    if "TransformWorker" in program or "MapWorker" in program:
+        return "actors"
+    if program.startswith("ray::"):
+        return program.split("(")[0].removeprefix("ray::")
+    return "Ray"
+
+
 def measure(
-    address: str, shuffle: Any, cache: Path, endpoint: str, epochs: int, preset: str
+    address: str,
+    shuffle: Any,
+    reader: Any,
+    cache: Path,
+    endpoint: str,
+    epochs: int,
+    preset: str,
 ) -> dict[str, Any]:
     """Read epochs of a store through a stream with Ray: what the first batch and each epoch took."""
     shutil.rmtree(cache, ignore_errors=True)
@@ -77,6 +129,7 @@ def measure(
         address,
         plan=raypipe.PlanConfig(epochs=epochs, micro_batch_size=64, shuffle=shuffle),
         transform=raypipe.TransformConfig(train=preset, size=224),
+        pool=raypipe.PoolConfig(reader=reader),
     )
     result: dict[str, Any] = {
         "open_s": round(time.perf_counter() - begun, 2),
@@ -99,6 +152,7 @@ def measure(
                     n for path, n in counts.items() if path.endswith(".tar")
                 )
                 first = False
+                cpu_before = cpu_seconds()
                 started = time.perf_counter()
                 images = 0
             images += len(batch.image)
@@ -107,6 +161,15 @@ def measure(
         num_requests.append(counts.pop("requests", 0))
         num_bytes.append(sum(n for path, n in counts.items() if path.endswith(".tar")))
         epoch_images.append(images)
+    cpu = {name: spent - cpu_before[name] for name, spent in cpu_seconds().items()}
+    result["cpu_us_per_image"] = {
+        name: round(1e6 * spent / sum(epoch_images), 1)
+        for name, spent in cpu.items()
+        if spent > 0
+    }
+    result["cpu_us_without_server"] = round(
+        1e6 * (sum(cpu.values()) - cpu["server"]) / sum(epoch_images), 1
+    )
     num_bytes[0] += result["first_batch_bytes"]
     result["epoch_bytes"] = num_bytes
     result["epoch_requests"] = num_requests
@@ -129,6 +192,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--preset", default="light")
     parser.add_argument("--latency-ms", type=float, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     shards = options.folder / "bucket" / "shards"
     if not shards.exists():
@@ -157,17 +221,40 @@ def main() -> None:
             ),
         }
         connect()
-        arguments = cache, endpoint, options.epochs, options.preset
-        ways = {
-            "bucket": ("s3://bucket/shards", "auto"),
-            "disk": (str(shards), "auto"),
-            "disk, in windows": (str(shards), "window"),
-            "bucket again": ("s3://bucket/shards", "auto"),
-            "disk again": (str(shards), "auto"),
+        bucket = "s3://bucket/shards"
+        ways: dict[str, tuple[str, str, str]] = {
+            "bucket": (bucket, "auto", "auto"),
+            "disk": (str(shards), "auto", "auto"),
+            "bucket, read by actors": (bucket, "auto", "actors"),
+            "disk, in windows": (str(shards), "window", "auto"),
         }
-        for name, (address, shuffle) in ways.items():
-            report[name] = measure(address, shuffle, *arguments)
-            print(name, report[name], flush=True)
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+        for _ in range(options.rounds):
+            for name, (address, shuffle, reader) in ways.items():
+                rounds[name].append(
+                    measure(
+                        address,
+                        shuffle,
+                        reader,
+                        cache,
+                        endpoint,
+                        options.epochs,
+                        options.preset,
+                    )
+                )
+                print(name, rounds[name][-1], flush=True)
+        report["rounds"] = rounds
+        report["medians"] = {
+            name: {
+                "images_per_s": statistics.median(
+                    rate for result in results for rate in result["images_per_s"]
+                ),
+                "cpu_us_per_image": statistics.median(
+                    result["cpu_us_without_server"] for result in results
+                ),
+            }
+            for name, results in rounds.items()
+        }
     print(json.dumps(report))
 
 

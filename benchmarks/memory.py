@@ -21,7 +21,7 @@ import ray
 from ray._private.internal_api import node_stats
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.logs import table
+from raypipe.printing import print_table
 
 _PERIOD_S = 0.25
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -184,7 +184,7 @@ def main() -> None:
         (name.replace("_bytes", "").replace("_", " "), f"{n / 2**20:,.0f} MiB")
         for name, n in found.items()
     ]
-    table(args.store, dict(rows))
+    print_table(args.store, dict(rows))
     print(json.dumps(found), flush=True)
 
 

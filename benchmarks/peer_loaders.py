@@ -72,14 +72,14 @@ def _stream(work: Work, store: str = "train.lmdb", **transform: Any) -> Any:
 
 
 def raypipe_exact(work: Work, **options: Any) -> Start:
+    from raypipe.streaming.lifetime import HostStream
     from raypipe.streaming.loader import Loader
     from raypipe.streaming.row import host_batches
-    from raypipe.streaming.running import Feed
 
     def start() -> Epochs:
         spec, iterator = _stream(work, **options)
         loader = Loader(
-            spec, lambda _: Feed(host_batches(iterator)), cursor=spec.plan.start()
+            spec, lambda _: HostStream(host_batches(iterator)), cursor=spec.plan.start()
         )
         for epoch in loader.epochs():
             yield ((batch.image, batch.target) for batch in epoch.train)

@@ -19,7 +19,7 @@ import numpy as np
 from raypipe.config import PlanConfig
 from raypipe.plan.mixture import Mixture, Quotas, as_shares, mix_buckets
 from raypipe.plan.order import Shuffle
-from raypipe.plan.samplers import Permuted, Repeated, Sampler
+from raypipe.plan.samplers import Permuted, Repeated, RunSampler
 from raypipe.plan.selection import Selection
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.joined import JoinedStore
@@ -41,16 +41,16 @@ def _permuted(num: int, seed: int, offset: int = 0) -> Permuted:
     return Permuted(Shuffle("global", num, seed), Selection([], num), offset)
 
 
-def samplers() -> dict[str, Callable[[], Sampler]]:
+def samplers() -> dict[str, Callable[[], RunSampler]]:
     """What is looked into, by name."""
     offsets = np.append(0, np.cumsum(_SIZES)).tolist()
     sources = list(enumerate(zip(_SIZES, offsets, strict=False)))
 
-    def mixture() -> Sampler:
+    def mixture() -> RunSampler:
         parts = [_permuted(size, number, offset) for number, (size, offset) in sources]
         return Mixture(parts, Quotas(_SHARES, _BATCH, 1), 1)
 
-    def in_buckets() -> Sampler:
+    def in_buckets() -> RunSampler:
         buckets = [
             [
                 _permuted(size // part, number, offset)
@@ -69,7 +69,7 @@ def samplers() -> dict[str, Callable[[], Sampler]]:
     }
 
 
-def with_tables(weights: Sequence[str]) -> tuple[Sampler, float, float]:
+def with_tables(weights: Sequence[str]) -> tuple[RunSampler, float, float]:
     """A mixture in buckets over 10^7 samples, with seconds and MiB that it took to lay out."""
     rng = np.random.default_rng(0)
     parts = {}
@@ -118,7 +118,7 @@ def main() -> None:
     samplers()["mixture in buckets, repeated"]().draw(np.arange(2))
     print(f"{sum(_SIZES):,} samples            seek, ms   peak, MiB")
 
-    def seek(name: str, sampler: Callable[[], Sampler], first: int) -> None:
+    def seek(name: str, sampler: Callable[[], RunSampler], first: int) -> None:
         positions = np.arange(first, first + _MICRO_BATCH) + _EPOCH * _STEPS * _BATCH
         started = time.perf_counter()
         sampler().draw(positions)  # one that has seen nothing

@@ -20,7 +20,7 @@ import numpy as np
 import ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.logs import table
+from raypipe.printing import print_table
 from raypipe.stores.base import Columns, Store
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
@@ -115,7 +115,7 @@ def main() -> None:
         repeats=args.repeats,
     )
     ray.shutdown()
-    table(
+    print_table(
         f"{args.store}: a resume in an epoch of {NUM_SAMPLES:,} samples, {args.repeats} repeats",
         {
             "first batch, at the epoch's start": f"{found['resume_start_s']:.2f} s",

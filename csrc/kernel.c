@@ -34,7 +34,7 @@
 
 #include <pthread.h>
 
-/* Of the interface above; kernel.py and jpeg.py ask for it. */
+/* Version of this interface; raypipe/native.py accepts no other. */
 #define INTERFACE_VERSION 6
 #define MAX_THREADS 256
 

@@ -9,7 +9,8 @@
 In a job, the last line of output is one JSON object: val_accuracy, images_per_s, wait_fraction, steps, run_dir.
 """
 
-from raypipe.commands.cli import run_job, train
+from raypipe.commands.cli import run_job
+from raypipe.commands.training import train
 
 if __name__ == "__main__":
     run_job(train, __doc__)

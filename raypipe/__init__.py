@@ -1,35 +1,13 @@
 """raypipe: deterministic, resumable image input for Ray Train, as one stream per run.
 
-`import raypipe` imports neither ray nor torch: each public name is loaded when it is first used.
+`import raypipe` imports neither ray nor torch: each public name is loaded when it is first used. It changes
+nothing in the process: no environment variable, no logger, no library.
 """
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-# Albumentations checks the network for a newer version when it is imported. Every process that unpickles a
-# transform imports raypipe first, so this setting reaches it.
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-
-# This setting is for executions in this process; see `raypipe.rayext.cluster`.
-os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
-# Ray merges identical lines of several workers and appends a note, which would make JSON lines invalid.
-os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r'^\{"')
-
-# Interval in which Ray Train's controller checks its workers. With its default of 2 s, it would notice a death
-# late, and lose a checkpoint that was reported in that time.
-os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-# Interval in which it checks for preemption notices; the default is 5 s.
-os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
-# Ray Train makes this callback in each `fit`, so that workers are not restarted after raypipe's own errors.
-_CALLBACKS = (
-    os.environ.get("RAY_TRAIN_CALLBACKS", ""),
-    "raypipe.rayext.trainer.FinalErrors",
-)
-if _CALLBACKS[1] not in _CALLBACKS[0]:
-    os.environ["RAY_TRAIN_CALLBACKS"] = ",".join(filter(None, _CALLBACKS))
 
 if TYPE_CHECKING:
     from raypipe.commands.convert import convert as convert
@@ -41,6 +19,8 @@ if TYPE_CHECKING:
     from raypipe.config import PoolConfig as PoolConfig
     from raypipe.config import TransformConfig as TransformConfig
     from raypipe.errors import RaypipeError as RaypipeError
+    from raypipe.plan.custom import Population as Population
+    from raypipe.plan.custom import Sampler as Sampler
     from raypipe.plan.schedule import Cursor as Cursor
     from raypipe.plan.schedule import Plan as Plan
     from raypipe.rayext.cluster import connect as connect
@@ -62,6 +42,7 @@ _NAMES = {
     "commands.preview": ["preview"],
     "config": ["AugmentConfig", "PlanConfig", "PoolConfig", "TransformConfig"],
     "errors": ["RaypipeError"],
+    "plan.custom": ["Population", "Sampler"],
     "plan.schedule": ["Cursor", "Plan"],
     "rayext.cluster": ["connect"],
     "stores": ["open_store"],

@@ -1,4 +1,4 @@
-"""Every setting of a run, as frozen dataclasses; `raypipe help settings` prints them."""
+"""Settings of a run, as frozen dataclasses; `raypipe help settings` prints them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 from raypipe.section import ANY_NUMBER, MAX_INT, Limits, Section, check, kinds_of, shown
 
-Mixture = dict[str, float] | dict[int, dict[str, float]]
-"""The weight of each source by its name, or, from an epoch on, those weights."""
-Shuffle = Literal["auto", "global", "window", "off"]
 CropDecode = Literal["off", "exact", "scaled"]
 
 _MAX_PIXELS = (5 << 28) // 6  # the most pixels of an image, before and after decoding
@@ -92,12 +89,12 @@ def column_options(columns: Any) -> dict[str, ColumnOptions]:
     else:
         by_name = dict.fromkeys(columns)
     columns = {}
-    known = list(kinds_of(ColumnOptions))
+    option_names = list(kinds_of(ColumnOptions))
     for name, options in by_name.items():
-        if set(options or {}) - set(known):
+        if set(options or {}) - set(option_names):
             raise ConfigError(
                 f"store.columns has {name!r}: {shown(options)}; it must be names, or {{NAME: {{option: value}}}}"
-                f" with {', '.join(known)}"
+                f" with {', '.join(option_names)}"
             )
         try:
             columns[name] = ColumnOptions(**(options or {}))
@@ -178,30 +175,37 @@ class PlanConfig(Section, prefix="plan."):
             a micro-batch have one size, and each sample gets the size with the nearest aspect ratio; empty =
             transform.size.
         val_buckets: use the buckets for validation too, instead of transform.size.
+        sampler: your own sampler, `module:Class`, or with arguments `{name: module:Class, argument: value, …}`; in
+            Python also the class instead of its name. It chooses the samples and their order, instead of shuffle,
+            weights, mixture and epoch_samples (docs/sampling.md); empty = none.
     """
 
     epochs: AtLeast1 = 10
     micro_batch_size: BatchSize = 64
     global_batch_size: Annotated[int, Limits(0, 1 << 24)] = 0
     seed: Annotated[int, Limits(0, (1 << 64) - 1)] = 0
-    shuffle: Shuffle = "auto"
+    shuffle: Literal["auto", "global", "window", "off"] = "auto"
     window_groups: int = 0
     val_interval: int = 1
     epoch_samples: (
         Annotated[int, Limits(0, 1 << 40)] | Literal["shortest", "longest"]
     ) = 0
-    mixture: Mixture = field(default_factory=dict)
+    mixture: dict[str, float] | dict[int, dict[str, float]] = field(
+        default_factory=dict
+    )
     weights: str | Annotated[float, Limits(0, 8)] = 0.0
     aug_repeats: AtLeast1 = 1
     buckets: list[str] = field(default_factory=list)
     val_buckets: bool = False
+    sampler: str | dict[str, Any] | type = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_draws()
         self._check_buckets()
-        whole, rest = divmod(self.global_batch_size, self.micro_batch_size)
-        if rest:
+        self._check_sampler()
+        whole, remainder = divmod(self.global_batch_size, self.micro_batch_size)
+        if remainder:
             nearest = " or ".join(
                 str(number * self.micro_batch_size)
                 for number in (whole, whole + 1)
@@ -230,6 +234,27 @@ class PlanConfig(Section, prefix="plan."):
             starts[:1] in ([], [0]), "mixture", self.mixture, "weights from epoch 0 on"
         )
 
+    def _check_sampler(self) -> None:
+        if not self.sampler:
+            return
+        named = self.sampler
+        if isinstance(named, dict):
+            named = named.get("name", "")
+        self._require(
+            isinstance(named, type) or (isinstance(named, str) and ":" in named),
+            "sampler",
+            self.sampler,
+            "module:Class, or {name: module:Class, argument: value, …}",
+        )
+        for name in ("weights", "mixture", "buckets", "epoch_samples"):
+            value = getattr(self, name)
+            self._require(
+                not value,
+                name,
+                value,
+                "left out with plan.sampler, which chooses the samples itself",
+            )
+
     def _check_buckets(self) -> None:
         ok = all(map(_SIDES.fullmatch, self.buckets)) and len(
             set(self.bucket_sides)
@@ -244,9 +269,9 @@ class PlanConfig(Section, prefix="plan."):
         self._require(
             ok, "buckets", self.buckets, f"sizes of at most {_MAX_PIXELS} pixels"
         )
-        known = bool(self.buckets) or not self.val_buckets
+        has_buckets = bool(self.buckets) or not self.val_buckets
         self._require(
-            known, "val_buckets", self.val_buckets, "false without plan.buckets"
+            has_buckets, "val_buckets", self.val_buckets, "false without plan.buckets"
         )
 
     @property
@@ -264,7 +289,7 @@ class PlanConfig(Section, prefix="plan."):
     @property
     def is_plain(self) -> bool:
         """Return whether an epoch has each sample of one store exactly once."""
-        plain = not (self.weights or self.mixture or self.buckets)
+        plain = not (self.weights or self.mixture or self.buckets or self.sampler)
         return (
             plain
             and self.aug_repeats == 1
@@ -608,8 +633,8 @@ class AugmentConfig(Section, prefix="augment."):
             return self.mix_probs[0], self.mix_probs[1]
         mixup = self.mixup_alpha > 0
         cutmix = self.cutmix_alpha > 0
-        each = self.mix_prob / max(1, mixup + cutmix)
-        return each * mixup, each * cutmix
+        share = self.mix_prob / max(1, mixup + cutmix)
+        return share * mixup, share * cutmix
 
     def strength_at(self, progress: float) -> float:
         """Return the strength at a share of the run, in [0, 1]."""
@@ -625,6 +650,9 @@ class TrainConfig(Section, prefix="train."):
             `module:function` that makes a model for `num_classes`.
         loss: "cross_entropy", or `module:function` of logits and targets that returns a loss for each sample;
             targets other than classes need one.
+        metrics: more metrics of the validation, besides loss and accuracy: `module:name` of a function of outputs,
+            targets and weights, or of an object such as one of torchmetrics, see docs/training-loop.md; empty =
+            none.
         optimizer: "sgd" (with Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
         lr_schedule: schedule of the learning rate: "cosine", or `module:function` of the step, the number of all
             steps, the number of warm-up steps, and `lr`.
@@ -663,6 +691,7 @@ class TrainConfig(Section, prefix="train."):
 
     model: str = "resnet50"
     loss: str = "cross_entropy"
+    metrics: str = ""
     optimizer: str = "sgd"
     lr_schedule: str = "cosine"
     num_classes: Annotated[int, Limits(0, 1 << 24)] = 0
@@ -689,18 +718,20 @@ class TrainConfig(Section, prefix="train."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in {
+        for name, names in {
             "loss": ["cross_entropy"],
             "optimizer": ["sgd", "adamw"],
             "lr_schedule": ["cosine"],
         }.items():
             value = getattr(self, name)
             self._require(
-                value in known or ":" in value,
+                value in names or ":" in value,
                 name,
                 value,
-                f"module:function or one of {known}",
+                f"module:function or one of {names}",
             )
+        ok = not self.metrics or ":" in self.metrics
+        self._require(ok, "metrics", self.metrics, "module:name, or empty")
         interval = self.checkpoint_interval
         ok = isinstance(interval, int) or _TIME.fullmatch(interval) is not None
         self._require(

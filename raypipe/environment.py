@@ -43,6 +43,11 @@ VARIABLES = {
         "unset",
         "set by raypipe in the processes of a cluster that it has started on one machine; do not set it",
     ),
+    "RAYPIPE_TWEAKS": Variable(
+        "`1`",
+        "`0` = leave Ray's start, its statistics and its log lines as they are: a start takes longer, and "
+        "Ray's own lines appear between those of a run",
+    ),
     "RAYPIPE_EXTENSION": Variable(
         "auto",
         "while raypipe is built: `yes` = fail if the C extension cannot be built, `no` = leave it out, `auto` = "

@@ -45,9 +45,10 @@ KEYWORDS = {
     **dict.fromkeys(["batch_size", "per_device_batch_size"], _BATCH_SIZE),
     **dict.fromkeys(["num_workers", "workers"], _WORKERS),
     **dict.fromkeys(
-        ["collate_fn", "drop_last", "persistent_workers", "pin_memory", "sampler"],
+        ["collate_fn", "drop_last", "persistent_workers", "pin_memory"],
         _NOT_NEEDED,
     ),
+    "sampler": "write plan=PlanConfig(sampler=…), see docs/sampling.md",
 }
 """Arguments that nothing in raypipe takes → what to write."""
 
@@ -58,42 +59,59 @@ def did_you_mean(near: Iterable[str]) -> str:
     return f"{DID_YOU_MEAN}{names}?" if names else ""
 
 
+def choices(name: str, names: Collection[str], those: str = "choose from") -> str:
+    """Return the end of a message about an unknown name: similar names, and all known names.
+
+    Args:
+        names: names, or name → text in parentheses after it.
+    """
+    # makes label close to fine_label
+    close = get_close_matches(name, names, cutoff=0.65)
+    question = f"did you mean {' or '.join(close)}? " if close else ""
+    listed = (
+        [f"{entry} ({kind})" for entry, kind in names.items()]
+        if isinstance(names, Mapping)
+        else names
+    )
+    return f"; {question}{those} {', '.join(listed)}"
+
+
 def _answer(
-    name: str, answers: Mapping[str, str], known: Collection[str], prefix: str = ""
+    name: str, answers: Mapping[str, str], names: Collection[str], prefix: str = ""
 ) -> str:
     """Return the end of a message about an unknown name."""
     by_lower_case = {
-        other.lower(): other for other in known if not other.startswith("_")
+        similar.lower(): similar for similar in names if not similar.startswith("_")
     }
     near = get_close_matches(name.lower(), by_lower_case, 1)
     if name in answers:
         return f": {answers[name]}"
-    return did_you_mean(prefix + by_lower_case[other] for other in near)
+    return did_you_mean(prefix + by_lower_case[similar] for similar in near)
 
 
-def missing_name(name: str, known: Collection[str]) -> AttributeError:
+def missing_name(name: str, names: Collection[str]) -> AttributeError:
     """Make the error about a name that the module raypipe does not have."""
     return AttributeError(
-        f"module 'raypipe' has no attribute {name!r}{_answer(name, NAMES, known, 'raypipe.')}"
+        f"module 'raypipe' has no attribute {name!r}{_answer(name, NAMES, names, 'raypipe.')}"
     )
 
 
-def check_keywords(owner: str, keywords: Iterable[str], known: Collection[str]) -> None:
+def check_keywords(owner: str, keywords: Iterable[str], names: Collection[str]) -> None:
     """Raise TypeError for an argument that a class or function does not have."""
     for name in keywords:
-        if name not in known:
+        if name not in names:
             raise TypeError(
-                f"{owner} has no argument {name!r}{_answer(name, KEYWORDS, known)}"
+                f"{owner} has no argument {name!r}{_answer(name, KEYWORDS, names)}"
             )
 
 
 def checks_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function with `check_keywords`."""
-    known = inspect.signature(function).parameters
+    names = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def checked(*arguments: P.args, **keywords: P.kwargs) -> R:
-        check_keywords(f"raypipe.{function.__name__}", keywords, known)
+        check_keywords(f"raypipe.{function.__name__}", keywords, names)
         return function(*arguments, **keywords)
 
     return checked
@@ -125,6 +143,6 @@ class Unlike:
 
         def __getattr__(self, name: str) -> None:
             owner = type(self)
-            known = [*dir(type(self)), *self.__dict__]
-            message = f"{owner.__name__} has no attribute {name!r}{_answer(name, ATTRIBUTES, known)}"
+            names = [*dir(type(self)), *self.__dict__]
+            message = f"{owner.__name__} has no attribute {name!r}{_answer(name, ATTRIBUTES, names)}"
             raise AttributeError(message)

@@ -109,10 +109,10 @@ def check(name: str, value: object, kind: Any) -> Any:
     try:
         return _as_kind(value, kind)
     except _UnfitError as error:
-        place = "".join(f"[{shown(key)}]" for key in error.path)
+        path = "".join(f"[{shown(key)}]" for key in error.path)
         description = expected(error.kind, error.value)
         raise ConfigError(
-            f"{name}{place} must be {description}, got {shown(error.value)}"
+            f"{name}{path} must be {description}, got {shown(error.value)}"
         ) from None
 
 
@@ -148,15 +148,15 @@ def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
         if isinstance(value, list | tuple):
             return origin(
                 [
-                    _as_kind(item, parts[0], (*path, number))
-                    for number, item in enumerate(value)
+                    _as_kind(entry, parts[0], (*path, number))
+                    for number, entry in enumerate(value)
                 ]
             )
     elif origin is dict:
         if isinstance(value, Mapping) and all(fits(key, parts[0]) for key in value):
             return {
-                _as_kind(key, parts[0]): _as_kind(item, parts[1], (*path, key))
-                for key, item in value.items()
+                _as_kind(key, parts[0]): _as_kind(entry, parts[1], (*path, key))
+                for key, entry in value.items()
             }
     elif isinstance(value, plain):
         return value
@@ -165,8 +165,8 @@ def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
 
 def _parts(kind: Any) -> tuple[Any, Limits | None]:
     """Return a kind without its limits, and the limits; None = not a number."""
-    plain, *own = get_args(kind) if get_origin(kind) is Annotated else [kind]
-    return plain, own[0] if own else _DEFAULT.get(plain)
+    plain, *limits = get_args(kind) if get_origin(kind) is Annotated else [kind]
+    return plain, limits[0] if limits else _DEFAULT.get(plain)
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -183,9 +183,9 @@ def _as_one_of(
 ) -> Any:
     """Convert to the first alternative that fits; else raise the error of one that fits except for an item."""
     nearest = _UnfitError(kind, value, path)
-    for part in parts:
+    for alternative in parts:
         try:
-            return _as_kind(value, part, path)
+            return _as_kind(value, alternative, path)
         except _UnfitError as error:
             nearest = error if len(error.path) > len(path) else nearest
     raise nearest
@@ -193,8 +193,8 @@ def _as_one_of(
 
 def expected(kind: Any, value: object = None) -> str:
     """Describe what a value must be; a number's large limits are omitted unless the value exceeds them."""
-    *others, last = dict.fromkeys(_alternatives(kind, value))
-    return f"{', '.join(others)} or {last}" if others else last
+    *first, last = dict.fromkeys(_alternatives(kind, value))
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _alternatives(kind: Any, value: object, inside: bool = False) -> list[str]:
@@ -202,7 +202,11 @@ def _alternatives(kind: Any, value: object, inside: bool = False) -> list[str]:
     origin = get_origin(plain)
     parts = get_args(plain)
     if origin in (Union, UnionType):
-        return [words for part in parts for words in _alternatives(part, value, inside)]
+        return [
+            words
+            for alternative in parts
+            for words in _alternatives(alternative, value, inside)
+        ]
     if origin is Literal:
         return [*map(repr, parts)]
     if plain is bool:
@@ -210,7 +214,9 @@ def _alternatives(kind: Any, value: object, inside: bool = False) -> list[str]:
     if limits is not None and not inside:
         return ["a number" if limits is ANY_NUMBER else limits.words(plain, value)]
     within = [
-        "/".join(_alternatives(part, None, True)) for part in parts if part is not ...
+        "/".join(_alternatives(alternative, None, True))
+        for alternative in parts
+        if alternative is not ...
     ]
     if origin in (list, tuple):
         return [f"[{within[0]}, …]"]
@@ -229,6 +235,7 @@ _NOUNS: dict[Any, str] = {
     float: "number",
     str: "string",
     NoneType: "none",
+    type: "class",
     Any: "value",
 }
 _NOUNS[Callable] = "module"
@@ -315,13 +322,13 @@ def settings_of(section: type[Section]) -> dict[str, Setting]:
 
 def build(section: type[Section], values: Mapping[str, Any]) -> Any:
     """Build a section from settings by whole name, with defaults for others; raise ConfigError for a wrong one."""
-    own: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name, kind in kinds_of(section).items():  # type: ignore[arg-type]
         if is_section(kind):
-            own[name] = build(kind, values)
+            by_name[name] = build(kind, values)
         elif section._prefix + name in values:
-            own[name] = values[section._prefix + name]
-    return section(**own)
+            by_name[name] = values[section._prefix + name]
+    return section(**by_name)
 
 
 def described(documented: Any) -> dict[str, str]:

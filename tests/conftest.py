@@ -22,6 +22,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # too. Ray sets it for its workers as well. It is read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A test may import Albumentations before raypipe sets this, and there may be no network.
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
 # All are read when Ray is imported. Metrics are exported every 10 s by default.
 os.environ |= {"RAY_metrics_report_interval_ms": "2000", **RAY_ON_THIS_MACHINE}
 
@@ -32,7 +35,6 @@ from full_disk import small_disk
 from pictures import CLASSES, samples
 from tiers import pytest_addoption, pytest_configure, select  # noqa: F401  the first two are hooks
 
-import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations read at import
 from raypipe.stores.destination import write_atomically
 
 # on a busy machine an example may take seconds

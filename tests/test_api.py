@@ -28,10 +28,13 @@ PACKAGES = [
     "errors",
     "mistakes",
     "environment",
-    "lookup",
+    "importing",
+    "packages",
+    "cpus",
     "native",
     "logs",
-    "failures",
+    "progress",
+    "printing",
     "section",
     "config",
     "storage",
@@ -126,7 +129,9 @@ def test_the_public_names_are_pinned() -> None:
         "Plan",
         "PlanConfig",
         "PoolConfig",
+        "Population",
         "RaypipeError",
+        "Sampler",
         "StreamSpec",
         "TransformConfig",
         "check_resources",
@@ -144,6 +149,27 @@ def test_the_public_names_are_pinned() -> None:
         "resident",
         "verify",
     ]
+
+
+def documented_names() -> set[str]:
+    """The names on the page of the Python API."""
+    page = (ROOT.parent / ".ci" / "api.md").read_text()
+    return set(re.findall(r"^::: (\S+)", page, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("module", ["loop", "ddp", "ordered", "validation"])
+def test_the_training_loop_imports_only_public_names(module: str) -> None:
+    public = documented_names() | {f"raypipe.{name}" for name in raypipe.__all__}
+    tree = ast.parse((ROOT / "train" / f"{module}.py").read_text())
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {
+        f"{node.module}.{alias.name}"
+        for node in froms
+        for alias in node.names
+        if node.module and node.module.partition(".")[0] == "raypipe"
+    }
+    inside = {name for name in imported if name.startswith("raypipe.train.")}
+    assert imported - inside <= public
 
 
 def test_every_public_name_is_there_listed_and_described() -> None:
@@ -207,7 +233,7 @@ def test_each_package_imports_only_from_those_before_it() -> None:
                 )
 
 
-def test_imports_have_no_circle_and_no_chain_beyond_fourteen() -> None:
+def test_imports_have_no_circle_and_no_chain_beyond_sixteen() -> None:
     graph = {
         m: {n.removeprefix("raypipe.") for n in imports(m) if n.startswith("raypipe.")}
         for m in MODULES
@@ -217,7 +243,7 @@ def test_imports_have_no_circle_and_no_chain_beyond_fourteen() -> None:
         chain[module] = 1 + max(
             (chain[name] for name in graph.get(module, ())), default=0
         )
-    assert max(chain.values()) <= 14, max(chain, key=chain.__getitem__)
+    assert max(chain.values()) <= 16, max(chain, key=chain.__getitem__)
 
 
 def test_each_side_knows_only_its_own_framework() -> None:

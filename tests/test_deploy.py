@@ -39,7 +39,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from raypipe.rayext import placement
-from raypipe.rayext.limits import limits_of
+from raypipe.rayext.cluster_state import limits_of
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -52,7 +52,7 @@ RAY_UP = [
 GCP = [path for path in RAY_UP if path.name.startswith("gcp")]
 AWS = [path for path in RAY_UP if path not in GCP]
 BOUNDS = ("requests", "limits")
-LABEL = {placement.LABEL: placement.VALUE}
+LABEL = {placement.LABEL_KEY: placement.LABEL_VALUE}
 
 sys.path.insert(0, str(ROOT / "tests/deploy"))
 from aws_cli import AwsCli  # noqa: E402  isort: skip

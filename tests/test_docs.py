@@ -66,7 +66,7 @@ def test_every_command_is_understood(
         # which is not asked for here
         args = [word.replace("s3://bucket/runs/", f"{tmp_path}/") for word in args]
         own = settings.parse_command(
-            "", SEARCH if words[0].endswith("tune.py") else cli.train, args
+            "", SEARCH if words[0].endswith("tune.py") else cli.COMMANDS["train"], args
         )
         assert isinstance(own["run"], RunConfig)
         return
@@ -348,6 +348,9 @@ def test_docs_sampling_draws_shares_learns_on_buckets_and_balance_wins(
         names["sources"] == {0: 48, 1: 16}
         and names["mixture"].kept["train"].num_left_out > 100
     )
+    folds = names["folds"]
+    assert folds.num_val == 287 and folds.num_train == 1437
+    assert folds.steps_per_epoch == (1437 - 287) // 32
     assert names["shares"] == {(35, 15): 5 * 28} and names["accuracies"][-1] > 0.9
     assert names["sizes"][0] == 150 and names["sizes"][-1] == 3
     sizes, (uniform, balanced) = torch.tensor(names["sizes"]), names["results"].values()

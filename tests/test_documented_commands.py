@@ -27,7 +27,7 @@ from raypipe.commands import cli
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
-from raypipe.streaming.chronicle import Chronicle
+from raypipe.streaming.run_log import RunLog
 from raypipe.train.run_folder import CONFIG_HEAD
 from raypipe.transform.seekable import is_seekable
 
@@ -190,16 +190,15 @@ def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(
         file.write(CONFIG_HEAD.encode())
     assert run(words, capsys)["stop_requested"]
     filesystem.open_input_stream(f"{path}/stop").close()
-    chronicle = Chronicle(1, 0, (filesystem, path))
-    chronicle.begin(False, lambda: {"to_step": 90}, None)
-    with chronicle.waiting(
-        "train-e0000-s000000-m000", lambda: "idle and wait for the reader"
-    ):
-        chronicle._look(time.time())
-        assert run(status, capsys)["waits_for"] == "train-e0000-s000000-m000"
-        (elsewhere,) = of("failures.md", "status")
-        assert elsewhere[:-1] == status[:-1] == ["raypipe", "status"]
-    chronicle.close()
+    run_log = RunLog(1, 0, (filesystem, path))
+    run_log.begin(False, lambda: {"to_step": 90}, None)
+    first = "train-e0000-s000000-m000"
+    run_log.asked("train", first, lambda: "idle and wait for the reader")
+    run_log._look(time.time())
+    assert run(status, capsys)["waits_for"] == first
+    (elsewhere,) = of("failures.md", "status")
+    assert elsewhere[:-1] == status[:-1] == ["raypipe", "status"]
+    run_log.closed()
 
 
 @runs(("concepts.md", "digest"))

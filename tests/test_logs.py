@@ -3,20 +3,15 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
-import os
 import re
-import tarfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import picture
 
 from raypipe import logs
-from raypipe.commands.cli import main
-from raypipe.logs import configure_logs, log_place, number, printable, progress
+from raypipe.logs import configure_logs, log_place
+from raypipe.progress import print_progress
 
 logger = logging.getLogger("raypipe.somewhere")
 
@@ -73,10 +68,10 @@ def test_an_exception_is_part_of_its_line(capsys: pytest.CaptureFixture[str]) ->
 def test_progress_is_text_or_an_object_on_standard_output(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    progress(logger, "step 3  loss 0.5", loss=0.5)
+    print_progress(logger, "step 3  loss 0.5", loss=0.5)
     configure_logs("json", run="mine")
     log_place(step=9)
-    progress(logger, "step 3  loss 0.5", loss=0.5, step=3)
+    print_progress(logger, "step 3  loss 0.5", loss=0.5, step=3)
     out, err = capsys.readouterr()
     text, line = out.splitlines()
     assert text == "step 3  loss 0.5" and err == ""
@@ -147,93 +142,3 @@ def test_a_value_that_json_does_not_know_is_written_as_text(
 
 
 # What a terminal must not obey
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("naïve 日本\U0001f600 [b]", "naïve 日本\U0001f600 [b]"),
-        ("two\n\tlines", "two\n\tlines"),
-        ("\x1b[2J\x07\r\x9b1m", r"\x1b[2J\x07\r\x9b1m"),
-        (os.fsdecode(b"caf\xe9"), r"caf\udce9"),
-        ("a\u202egpj.exe", r"a\u202egpj.exe"),
-    ],
-)
-def test_what_is_no_character_is_printed_as_an_escape(text: str, expected: str) -> None:
-    assert printable(text) == expected
-
-
-def tar(path: Path, *names: bytes) -> str:
-    with tarfile.open(path, "w") as made:
-        for name in names:
-            member = tarfile.TarInfo(os.fsdecode(name))
-            content = b"0" if name.endswith(b".cls") else picture(len(name))
-            member.size = len(content)
-            made.addfile(member, io.BytesIO(content))
-    return str(path)
-
-
-def test_names_from_an_archive_do_not_command_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raypipe.commands.cli._is_terminal", lambda: True)
-    evil = b"\x1b]0;owned\x07\xff"
-    columns = tar(tmp_path / "a.tar", b"0.jpg", b"0.cls", b"0." + evil)
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "inspect",
-                tar(tmp_path / "b.tar", evil + b".jpg", evil + b".cls", b"1.jpg"),
-                "--image-column",
-                "jpg",
-            ]
-        )
-    main(["inspect", columns])
-    found = capsys.readouterr()
-    assert (
-        r"\x1b]0;owned\x07\udcff" in found.out and "\x1b" not in found.out + found.err
-    )
-    (tmp_path / os.fsdecode(b"c\x1b[2J\xff")).mkdir()
-    with pytest.raises(SystemExit):
-        main(["inspect", str(tmp_path / os.fsdecode(b"c\x1b[2J\xff"))])
-    assert r"c\x1b[2J\udcff contains no store" in capsys.readouterr().err
-
-
-def test_a_name_that_is_no_utf_8_breaks_no_table_and_no_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raypipe.commands.cli._is_terminal", lambda: True)
-    names = [b"\xe9t\xe9\x1b[31m/1.jpg", b"b/2.jpg"]
-    members = [
-        name.replace(b"jpg", suffix) for name in names for suffix in (b"jpg", b"cls")
-    ]
-    for store in (
-        tar(tmp_path / "a.tar", *members),
-        str(tmp_path / os.fsdecode(b"folder\xff")),
-    ):
-        if not Path(store).exists():
-            for name in names:
-                file = Path(store, os.fsdecode(name))
-                file.parent.mkdir(parents=True)
-                file.write_bytes(picture(1))
-        main(["inspect", store])
-        assert "\x1b" not in capsys.readouterr().out
-    main(
-        [
-            "preview",
-            store,
-            "-o",
-            str(tmp_path / "grid.png"),
-            "--transform.train",
-            "none",
-            "--samples",
-            "2",
-        ]
-    )
-    assert (tmp_path / "grid.png").stat().st_size > 1000
-
-
-def test_figures_are_short() -> None:
-    assert [number(v) for v in (0, 3.0, 1234.5, 0.123456, 1e-5, math.nan)] == [
-        *("0", "3", "1,234", "0.1235", "1e-05", "none")
-    ]

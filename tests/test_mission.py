@@ -804,7 +804,7 @@ def test_resume(
 def test_submit() -> None:
     """`ray job submit … python jobs/train.py`; tests/test_jobs.py submits it to a cluster."""
     job = runpy.run_path(str(ROOT / "jobs" / "train.py"))
-    assert job["train"] is cli.train
+    assert job["train"] is cli.COMMANDS["train"]
     cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     assert (
         cluster["provider"]["type"] == "aws"

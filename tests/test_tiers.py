@@ -130,7 +130,7 @@ def test_programs_of_tests_end_at_ctrl_c_in_a_background_run_too() -> None:
         "pytest",
         "-n0",
         "-q",
-        "tests/storage/test_patience.py",
+        "tests/storage/test_retries.py",
         "-k",
         "ctrl_c",
     ]

@@ -34,9 +34,10 @@ from raypipe.config import (
     RunConfig,
     TransformConfig,
 )
+from raypipe.cpus import num_cpus
 from raypipe.errors import ConfigError
-from raypipe.logs import table
-from raypipe.lookup import num_cpus, versions
+from raypipe.packages import versions
+from raypipe.printing import print_table
 from raypipe.stores import Store
 from raypipe.transform.transform_steps import brief
 
@@ -114,7 +115,7 @@ def bench(
 def print_bench(figures: dict[str, Any]) -> None:
     """Print the result of `bench` in a table and in sentences."""
     rows = figures | {"transform": brief(figures["transform"])}
-    table(
+    print_table(
         rows.pop("store"),
         {name: value for name, value in rows.items() if name != "versions"},
     )
@@ -232,7 +233,10 @@ def ceiling(
         ) as executor:
             running = [executor.submit(_alone, *arguments) for _ in range(processes)]
             costs = [future.result() for future in running]
-    mean = {name: statistics.fmean(one[name] for one in costs) for name in costs[0]}
+    mean = {
+        name: statistics.fmean(measures[name] for measures in costs)
+        for name in costs[0]
+    }
     return mean | {"images_per_s": mean["images_per_s"] * processes}
 
 
@@ -441,6 +445,7 @@ def compared(before: Figures, stream: Figures, after: Figures) -> Figures:
 def summary(measured: list[Figures]) -> Figures:
     """Medians over the repeats; ratios are medians of each repeat's own ratio."""
     medians = {
-        name: statistics.median(one[name] for one in measured) for name in measured[0]
+        name: statistics.median(measures[name] for measures in measured)
+        for name in measured[0]
     }
     return medians | {"micro_batch_bytes": int(medians["micro_batch_bytes"])}

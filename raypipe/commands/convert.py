@@ -27,7 +27,12 @@ from raypipe.commands.ordered_samples import CHUNK, kept_samples
 from raypipe.commands.tasks import count_cpus, run_tasks
 from raypipe.errors import ConfigError, StoreError
 from raypipe.rayext.cluster import connect
-from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
+from raypipe.storage.filesystem import (
+    check_lasting,
+    is_remote,
+    open_filesystem,
+    split_address,
+)
 from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Columns, Store
@@ -100,27 +105,8 @@ def convert(
         ConfigError: an argument is wrong, or `seekable` is wanted without the compiled extension.
         ResourceError: this node has no CPU to spare, or a task died.
     """
-    if shards < 0 or short_side < 0 or not 1 <= quality <= 100:
-        raise ConfigError(
-            "shards and short_side must be at least 0 and quality in [1, 100], "
-            f"got {shards}, {short_side} and {quality}"
-        )
-    if seekable and (why := kernel.why_no_kernel()):
-        raise ConfigError(
-            f"seekable JPEGs need the compiled extension, which is not used here: {why}"
-        )
     dst = str(dst)
-    suffix = Path(split(dst)[1]).suffix
-    if suffix not in WRITTEN_SUFFIXES:
-        raise StoreError(
-            f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}"
-        )
-    if expand(dst) != [dst] or "*" in dst:
-        raise StoreError(
-            f"{dst}: several files cannot appear at once in a folder with others: name one destination, such as "
-            "train.lmdb; several --shards make it a folder of shards"
-        )
-    check_lasting(dst, "the destination")
+    _check_arguments(dst, short_side, quality, shards, seekable)
     opened = _opened(src, image_column, target_column, trust_pickles)
     if _is_dataset(opened):
         connect()
@@ -150,14 +136,7 @@ def convert(
             )
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
-        first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
-        columns = column_types(_with_later(store, first), store.address, short_side)
-        sized = tuple(
-            name
-            for name in SIZE_COLUMNS
-            if sizes and (short_side or name not in columns)
-        )
-        columns |= dict.fromkeys(sized, "int64")
+        columns, sized = _columns_of(store, short_side, sizes)
         connect()
         # A local destination is on this node, and files to upload are written here first: no other node writes.
         num_shards = min(
@@ -168,45 +147,96 @@ def convert(
             if is_remote(dst)
             else new_path(Path(open_filesystem(dst)[1]), overwrite)
         )
-        files = [partial]
-        if num_shards > 1:
-            partial.mkdir()
-            files = [partial / f"{number:05d}{suffix}" for number in range(num_shards)]
-        bounds = np.linspace(0, len(store), len(files) + 1).astype(int).tolist()
-        calls = [
-            (
-                store,
-                file,
-                *ends,
-                columns,
-                short_side,
-                quality,
-                on_bad_sample,
-                sized,
-                exif,
-                seekable,
-            )
-            for file, ends in zip(files, itertools.pairwise(bounds), strict=True)
-        ]
-        counts = np.zeros(3, np.int64)
-        skipped = list[tuple[int, str]]()
-        for *part_counts, part_skipped in run_tasks(
-            "the copy", True, write_shard, calls, len(store)
-        ):
-            counts += part_counts
-            skipped += part_skipped
-        num_samples, num_without_size, num_bytes = counts.tolist()
-        if num_samples == len(skipped):
-            raise StoreError(
-                f"{store.address} has no readable sample; the first: {min(skipped)[1]}"
-            )
-        return {
-            "samples": num_samples - len(skipped),
-            "classes": len(store.classes or ()),
-            "bytes": num_bytes,
-            "skipped": len(skipped),
-            "without_size": num_without_size,
-        }
+        options = (
+            columns,
+            short_side,
+            quality,
+            on_bad_sample,
+            sized,
+            exif,
+            seekable,
+        )
+        return _copy(store, _shard_files(partial, dst, num_shards), options)
+
+
+def _check_arguments(
+    dst: str, short_side: int, quality: int, shards: int, seekable: bool
+) -> None:
+    """Raise an error for arguments of `convert` that are wrong for any source."""
+    if shards < 0 or short_side < 0 or not 1 <= quality <= 100:
+        raise ConfigError(
+            "shards and short_side must be at least 0 and quality in [1, 100], "
+            f"got {shards}, {short_side} and {quality}"
+        )
+    if seekable and (why := kernel.why_no_kernel()):
+        raise ConfigError(
+            f"seekable JPEGs need the compiled extension, which is not used here: {why}"
+        )
+    suffix = Path(split_address(dst)[1]).suffix
+    if suffix not in WRITTEN_SUFFIXES:
+        raise StoreError(
+            f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}"
+        )
+    if expand(dst) != [dst] or "*" in dst:
+        raise StoreError(
+            f"{dst}: several files cannot appear at once in a folder with others: name one destination, such as "
+            "train.lmdb; several --shards make it a folder of shards"
+        )
+    check_lasting(dst, "the destination")
+
+
+def _columns_of(
+    store: Store, short_side: int, sizes: bool
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the types of the new store's columns, and which of them are measured from the images."""
+    first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
+    columns = column_types(_with_later(store, first), store.address, short_side)
+    sized = tuple(
+        name for name in SIZE_COLUMNS if sizes and (short_side or name not in columns)
+    )
+    return columns | dict.fromkeys(sized, "int64"), sized
+
+
+def _shard_files(partial: Path, dst: str, num_shards: int) -> list[Path]:
+    """Return the files to write: one, or those of a new folder."""
+    if num_shards == 1:
+        return [partial]
+    partial.mkdir()
+    suffix = Path(split_address(dst)[1]).suffix
+    return [partial / f"{number:05d}{suffix}" for number in range(num_shards)]
+
+
+def _copy(store: Store, files: list[Path], options: tuple[Any, ...]) -> dict[str, int]:
+    """Copy a store into files, a task for each; return what `convert` does.
+
+    Args:
+        options: further arguments of `write_shard`.
+    """
+    bounds = np.linspace(0, len(store), len(files) + 1).astype(int).tolist()
+    ranges = itertools.pairwise(bounds)
+    calls = [
+        (store, file, start, stop, *options)
+        for file, (start, stop) in zip(files, ranges, strict=True)
+    ]
+    counts = np.zeros(3, np.int64)
+    skipped = list[tuple[int, str]]()
+    for *chunk_counts, chunk_skipped in run_tasks(
+        "the copy", True, write_shard, calls, len(store)
+    ):
+        counts += chunk_counts
+        skipped += chunk_skipped
+    num_samples, num_without_size, num_bytes = counts.tolist()
+    if num_samples == len(skipped):
+        raise StoreError(
+            f"{store.address} has no readable sample; the first: {min(skipped)[1]}"
+        )
+    return {
+        "samples": num_samples - len(skipped),
+        "classes": len(store.classes or ()),
+        "bytes": num_bytes,
+        "skipped": len(skipped),
+        "without_size": num_without_size,
+    }
 
 
 def _with_later(store: Store, first: Columns) -> Columns:
@@ -220,7 +250,9 @@ def _with_later(store: Store, first: Columns) -> Columns:
         if kinds == {NoneType} or all(
             issubclass(kind, int | np.integer | np.bool_) for kind in kinds
         ):
-            later = (value for part in scan(store, (name,), "") for value in part[name])
+            later = (
+                value for chunk in scan(store, (name,), "") for value in chunk[name]
+            )
             decisive = (
                 value for value in later if (value is None) != (kinds == {NoneType})
             )

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress
 
-from raypipe.commands.copies import NO_SIZE, digest_of, make_image
-from raypipe.commands.ordered_samples import CHUNK, columns_of, encoded
+from raypipe.commands.copies import NO_SIZE, make_image, shard_fingerprint
+from raypipe.commands.ordered_samples import CHUNK, columns_of, with_encoded_image
 from raypipe.commands.tasks import count_cpus
 from raypipe.errors import RaypipeError, SampleError, StoreError
 from raypipe.rayext.failures import cause_of
 from raypipe.storage.files import RemoteFile
-from raypipe.storage.filesystem import is_remote, open_filesystem, split
+from raypipe.storage.filesystem import is_remote, open_filesystem, split_address
 from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores.destination import finished, new_path, objects_at, put_shard
 from raypipe.stores.record import RecordLayout, plain
@@ -76,7 +76,7 @@ def make_copy(
     sizes: bool,
     **options: Any,
 ) -> dict[str, int]:
-    """Copy a Dataset, see `raypipe.convert`.
+    """Copy a Dataset of Ray Data to a store, see `raypipe.convert`.
 
     Args:
         options: the other fields of `Copy`.
@@ -84,20 +84,22 @@ def make_copy(
     first = _first_rows(dataset)
     if not first:
         raise StoreError("the Dataset has no samples")
-    columns = columns_of(map(encoded, first), "the Dataset", options["short_side"])
+    columns = columns_of(
+        map(with_encoded_image, first), "the Dataset", options["short_side"]
+    )
     sized = tuple(
         name
         for name in SIZE_COLUMNS
         if sizes and (options["short_side"] or name not in columns)
     )
-    suffix = Path(split(dst)[1]).suffix
+    suffix = Path(split_address(dst)[1]).suffix
     copy = Copy(dst, suffix, columns | dict.fromkeys(sized, "int64"), sized, **options)
     if is_remote(dst):
         with finished(dst, objects_at(dst, overwrite)) as uploaded:
             counts = _Counts()
-            for part in _parts(dataset, copy, shards, first):
-                if counts.add(part):
-                    address, num_bytes, digest = part["shard"]
+            for report in _parts(dataset, copy, shards, first):
+                if counts.add(report):
+                    address, num_bytes, digest = report["shard"]
                     uploaded.append(RemoteFile(address, num_bytes, digest=digest))
             counts.check()
         return counts.result(copy)
@@ -106,9 +108,9 @@ def make_copy(
         partial.mkdir()
         counts = _Counts()
         names = []
-        for part in _parts(dataset, _at(copy, partial), shards, first):
-            if counts.add(part):
-                names.append(part["shard"][0])
+        for report in _parts(dataset, _at(copy, partial), shards, first):
+            if counts.add(report):
+                names.append(report["shard"][0])
         counts.check()
         _arrange(partial, names, suffix)
     return counts.result(copy)
@@ -141,24 +143,24 @@ class _Counts:
         self._samples = self._without_size = self._bytes = self._skipped = 0
         self._first_reason = ""
 
-    def add(self, part: dict[str, Any]) -> bool:
+    def add(self, report: dict[str, Any]) -> bool:
         """Add a part; return whether it has a shard. Raise the error of a task."""
-        if part["error"]:
-            if part["at"] < 0:
+        if report["error"]:
+            if report["at"] < 0:
                 where = ""
             else:
-                where = f"sample {self._samples + part['at']}: "
-            raise (SampleError if part["is_bad"] else StoreError)(
-                f"the Dataset: {where}{part['error']}"
+                where = f"sample {self._samples + report['at']}: "
+            raise (SampleError if report["is_bad"] else StoreError)(
+                f"the Dataset: {where}{report['error']}"
             )
-        if part["skipped"] and not self._first_reason:
-            at, reason = part["skipped"][0]
-            self._first_reason = f"sample {self._samples + at}: {reason}"
-        self._samples += part["samples"]
-        self._without_size += part["without_size"]
-        self._bytes += part["bytes"]
-        self._skipped += len(part["skipped"])
-        return bool(part["shard"])
+        if report["skipped"] and not self._first_reason:
+            position, reason = report["skipped"][0]
+            self._first_reason = f"sample {self._samples + position}: {reason}"
+        self._samples += report["samples"]
+        self._without_size += report["without_size"]
+        self._bytes += report["bytes"]
+        self._skipped += len(report["skipped"])
+        return bool(report["shard"])
 
     def check(self) -> None:
         """Raise StoreError if no sample was written."""
@@ -203,21 +205,21 @@ def _parts(
     """Run the tasks; yield what each batch became, in order."""
     import ray
 
-    made = dataset.map(partial(_make, copy=copy))
+    written = dataset.map(partial(_make, copy=copy))
     batch_size: int | None = None
     if shards:
-        made = made.repartition(shards)
+        written = written.repartition(shards)
     else:
         num_bytes = sum(len(_make(row, copy)["record"]) for row in first) / len(first)
         batch_size = max(1, int(_SHARD_BYTES / max(1, num_bytes)))
     options: dict[str, Any] = {}
     if not is_remote(copy.dst):
-        own = ray.get_runtime_context().get_node_id()
+        own_node = ray.get_runtime_context().get_node_id()
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            own, soft=False
+            own_node, soft=False
         )
         options["scheduling_strategy"] = affinity
-    written = made.map_batches(
+    written = written.map_batches(
         partial(_write, copy=copy),
         batch_size=batch_size,
         batch_format="pyarrow",
@@ -231,9 +233,9 @@ def _parts(
         shown = bar.add_task("the copy", total=None)
         try:
             for row in written.iter_rows():
-                part = json.loads(row["part"])
-                bar.advance(shown, part["samples"])
-                yield part
+                report = json.loads(row["part"])
+                bar.advance(shown, report["samples"])
+                yield report
         except ray.exceptions.RayTaskError as error:
             if isinstance(own_error := cause_of(error), RaypipeError):
                 raise own_error from None
@@ -245,7 +247,7 @@ def _parts(
 
 def _make(row: dict[str, Any], copy: Copy) -> dict[str, Any]:
     """Return a row's record, the size of its image, whether it is measured, and its error."""
-    made: dict[str, Any] = {
+    written: dict[str, Any] = {
         "record": b"",
         "bytes": 0,
         "has_size": False,
@@ -253,31 +255,31 @@ def _make(row: dict[str, Any], copy: Copy) -> dict[str, Any]:
         "is_bad": False,
     }
     try:
-        sample = encoded(row)
+        sample = with_encoded_image(row)
         try:
             size = make_image(
                 sample, copy.short_side, copy.quality, copy.exif, copy.seekable
             )
         except SampleError as error:
-            return {**made, "error": str(error), "is_bad": True}
+            return {**written, "error": str(error), "is_bad": True}
         sample |= {name: size[name] for name in copy.sized}
         record = RecordLayout(copy.columns).pack(plain(sample, copy.columns))
         return {
-            **made,
+            **written,
             "record": record,
             "bytes": len(sample["image"]),
             "has_size": size != NO_SIZE,
         }
     except StoreError as error:
-        return {**made, "error": str(error)}
+        return {**written, "error": str(error)}
 
 
 class _BadRowError(Exception):
     """A row that ends the copy; `part` says so."""
 
-    def __init__(self, part: dict[str, Any]) -> None:
-        super().__init__(part["error"])
-        self.part = part
+    def __init__(self, report: dict[str, Any]) -> None:
+        super().__init__(report["error"])
+        self.part = report
 
 
 def _write(batch: pa.Table, copy: Copy) -> dict[str, list[str]]:
@@ -297,14 +299,14 @@ def _write(batch: pa.Table, copy: Copy) -> dict[str, list[str]]:
 
 
 def _written(batch: pa.Table, copy: Copy) -> dict[str, Any]:
-    part: dict[str, Any] = {
+    report: dict[str, Any] = {
         "samples": len(batch),
         "without_size": 0,
         "bytes": 0,
         "skipped": [],
         "shard": [],
     }
-    part |= {"error": "", "at": -1, "is_bad": False}
+    report |= {"error": "", "at": -1, "is_bad": False}
     layout = RecordLayout(copy.columns)
     names = tuple(copy.columns)
     with contextlib.ExitStack() as stack:
@@ -323,11 +325,11 @@ def _written(batch: pa.Table, copy: Copy) -> dict[str, Any]:
                 batch[name].to_pylist()
                 for name in ("error", "is_bad", "has_size", "bytes")
             ]
-            for at, (error, is_bad, has_size, num_bytes) in enumerate(
+            for position, (error, is_bad, has_size, num_bytes) in enumerate(
                 zip(*columns, strict=True)
             ):
                 if error and is_bad and copy.on_bad_sample == "skip":
-                    part["skipped"].append((at, error))
+                    report["skipped"].append((position, error))
                     continue
                 if error:
                     if is_bad:
@@ -336,29 +338,29 @@ def _written(batch: pa.Table, copy: Copy) -> dict[str, Any]:
                         advice = ""
                     raise _BadRowError(
                         {
-                            **part,
+                            **report,
                             "samples": 0,
                             "error": f"{error}{advice}",
-                            "at": at,
+                            "at": position,
                             "is_bad": is_bad,
                         }
                     )
-                record = batch["record"][at].as_buffer()
+                record = batch["record"][position].as_buffer()
                 writer.append(
                     {**dict.fromkeys(names), **layout.unpack(memoryview(record), names)}
                 )
-                part["without_size"] += not has_size
-                part["bytes"] += num_bytes
-        if len(part["skipped"]) == len(batch):
+                report["without_size"] += not has_size
+                report["bytes"] += num_bytes
+        if len(report["skipped"]) == len(batch):
             file.unlink()
-            return part
-        if digest_of(file, copy.columns) != writer.fingerprint:
+            return report
+        if shard_fingerprint(file, copy.columns) != writer.fingerprint:
             raise StoreError(
                 f"{file} does not read back as it was written: check the disk, and try again"
             )
         if is_remote(copy.dst):
             shard = put_shard(file, copy.dst, 0)
-            part["shard"] = [shard.address, shard.num_bytes, shard.digest]
+            report["shard"] = [shard.address, shard.num_bytes, shard.digest]
         else:
-            part["shard"] = [file.name]
-    return part
+            report["shard"] = [file.name]
+    return report

@@ -22,7 +22,7 @@ from raypipe.transform.seekable import is_seekable
 
 NO_SIZE = {"width": -1, "height": -1}
 
-Part = tuple[int, int, int, list[tuple[int, str]]]
+ChunkReport = tuple[int, int, int, list[tuple[int, str]]]
 """What a task has done: how many samples, how many of those written have no known size, bytes of images; and the
 indices skipped, each with its reason."""
 
@@ -39,7 +39,7 @@ def write_shard(
     sized: Sequence[str] = (),
     exif: bool = False,
     seekable: bool = False,
-) -> Iterator[Part]:
+) -> Iterator[ChunkReport]:
     """A task: writes samples start … stop - 1, yields what it did with each chunk, and reads all of it back.
 
     Args:
@@ -73,7 +73,7 @@ def write_shard(
                 writer.append(sample)
                 num_bytes += len(sample["image"])
             yield len(samples), num_without_size, num_bytes, skipped
-    if digest_of(file, columns) != writer.fingerprint:
+    if shard_fingerprint(file, columns) != writer.fingerprint:
         raise StoreError(
             f"{file} does not read back as it was written: check the disk, and try again"
         )
@@ -82,14 +82,14 @@ def write_shard(
 def make_image(
     sample: dict[str, Any], short_side: int, quality: int, exif: bool, seekable: bool
 ) -> dict[str, int]:
-    """Replace a sample's image by its copy, and return the copy's size, see `size_of`; raises SampleError."""
+    """Replace a sample's image by its copy, and return the copy's size, see `header_sides`; raises SampleError."""
     sample["image"] = _checked(sample["image"], short_side, quality)
     if seekable:
         sample["image"] = _made_seekable(sample["image"])
-    return size_of(sample["image"], exif)
+    return header_sides(sample["image"], exif)
 
 
-def digest_of(file: Path, columns: dict[str, str]) -> str:
+def shard_fingerprint(file: Path, columns: dict[str, str]) -> str:
     """The fingerprint of a shard as it reads back."""
     store = open_store(file)
     layout = RecordLayout(columns)
@@ -144,7 +144,7 @@ def _made_seekable(image: bytes) -> bytes:
     return image
 
 
-def size_of(image: bytes, exif: bool = False) -> dict[str, int]:
+def header_sides(image: bytes, exif: bool = False) -> dict[str, int]:
     """Return `width` and `height`, in pixels, as decoding gives them, by the header.
 
     NO_SIZE if this machine lacks the image's decoder, which the readers of the copy may have.

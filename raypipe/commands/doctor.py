@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from raypipe.logs import printable
-from raypipe.lookup import DISTRIBUTION
+from raypipe.packages import DISTRIBUTION
+from raypipe.printing import printable
 
 _RAY_TIMEOUT_S = 120
 _GIB = 2**30
@@ -124,16 +124,18 @@ def _torch() -> tuple[bool, str]:
 
 
 def _limits() -> tuple[bool, str]:
-    """Before Ray is started: ulimit -n 65536, --shm-size or --ipc=host, RAY_TMPDIR on a larger disk."""
+    """Check limits that are set before Ray starts: ulimit -n 65536, --shm-size or --ipc=host, RAY_TMPDIR."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # macOS has none
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     limits = f"/dev/shm has {shared / _GIB:.1f} GiB (Ray wants {0.3 * memory / _GIB:.1f}, 30 % of memory)"
-    limits += f"; at most {most} open files; {folder} has {free / _GIB:.1f} GiB free"
-    return shared >= 0.3 * memory and most >= 4096 and free >= 5 * _GIB, limits
+    limits += (
+        f"; at most {max_files} open files; {folder} has {free / _GIB:.1f} GiB free"
+    )
+    return shared >= 0.3 * memory and max_files >= 4096 and free >= 5 * _GIB, limits
 
 
 def _ray() -> tuple[bool, str]:

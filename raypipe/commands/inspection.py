@@ -71,15 +71,15 @@ class CheckedSample:
     error: str
 
 
-def spread(store: Store, most: int) -> np.ndarray:
+def spread(store: Store, num_most: int) -> np.ndarray:
     """Indices, int64 (n,), of up to `most` samples, evenly spread; at few places where there are groups."""
     groups = store.groups
     if groups is None or not len(store):
         return np.unique(
-            np.linspace(0, len(store) - 1, min(len(store), most)).astype(np.int64)
+            np.linspace(0, len(store) - 1, min(len(store), num_most)).astype(np.int64)
         )
     places = np.linspace(0, len(store) - 1, _NUM_PLACES).astype(np.int64)
-    near = places[:, None] + np.arange(most // _NUM_PLACES)
+    near = places[:, None] + np.arange(num_most // _NUM_PLACES)
     ends = groups[np.searchsorted(groups, places, side="right")]
     return np.unique(near[near < ends[:, None]])
 
@@ -160,7 +160,7 @@ def read_each(
     first, first_errors = read_each(store, indices[:half], column)
     second, second_errors = read_each(store, indices[half:], column)
     return first + second, first_errors | {
-        half + at: reason for at, reason in second_errors.items()
+        half + position: reason for position, reason in second_errors.items()
     }
 
 

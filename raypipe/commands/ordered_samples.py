@@ -45,7 +45,10 @@ def kept_samples(
         ):
             shown = bar.add_task("the samples", total=source.num_samples)
             chunks = iter(
-                lambda: list(pool.map(encoded, itertools.islice(samples, CHUNK))), []
+                lambda: list(
+                    pool.map(with_encoded_image, itertools.islice(samples, CHUNK))
+                ),
+                [],
             )
             first = next(chunks, [])
             if not first:
@@ -95,7 +98,7 @@ def columns_of(
     return column_types(values, where, short_side)
 
 
-def encoded(sample: ColumnValues) -> dict[str, Any]:
+def with_encoded_image(sample: ColumnValues) -> dict[str, Any]:
     """Return a sample with encoded bytes, or None, for its image."""
     import cv2
 

@@ -19,8 +19,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from raypipe.config import RunConfig
 from raypipe.errors import without_credentials
-from raypipe.logs import printable
 from raypipe.mistakes import DID_YOU_MEAN, did_you_mean
+from raypipe.printing import printable
 from raypipe.section import Setting, described, expected, settings_of
 
 _PLACES = {
@@ -78,10 +78,10 @@ class Parser:
         for key, parameter in inspect.signature(command).parameters.items():
             if key != "run":
                 if parameter.kind is parameter.KEYWORD_ONLY:
-                    own = self.options
+                    kept = self.options
                 else:
-                    own = self.places
-                own[key] = Setting(kinds[key], parameter.default, about.get(key, ""))
+                    kept = self.places
+                kept[key] = Setting(kinds[key], parameter.default, about.get(key, ""))
         self.takes_run = "run" in kinds
         self._about_run = about.get("run", "")
         self.known = self.options | (settings_of(RunConfig) if self.takes_run else {})
@@ -117,25 +117,15 @@ class Parser:
                 texts[places.pop(0)] = word
                 continue
             key = option[2:].replace("-", "_")
-            if key in self.known:
-                switch = key
-            else:
-                switch = key.removeprefix("no_")
+            if not equals:
+                switch = self._switch(key, words)
+                if switch:
+                    texts |= switch
+                    continue
             is_config = self.takes_run and key == "config"
-            # the help names these values
-            is_told = equals or words[-1:] in (
-                ["true"],
-                ["false"],
-            )
-            if switch in self.known and self.known[switch].kind is bool and not is_told:
-                key, text = switch, str(switch == key).lower()
-            elif key not in self.known and not is_config:
-                if self.takes_run:
-                    settings = "`raypipe help settings` lists the settings of a run, "
-                else:
-                    settings = ""
-                fail(self.unknown(key), f"{settings}`{self.prog} --help` the options")
-            elif not equals:
+            if key not in self.known and not is_config:
+                self._fail_unknown(key)
+            if not equals:
                 if not words or words[-1].startswith("--"):
                     fail(f"{option} needs a value", self.usage)
                 text = words.pop()
@@ -148,6 +138,26 @@ class Parser:
         ]:
             fail(f"missing: {', '.join(map(_value, missing))}", self.usage)
         return texts, configs
+
+    def _switch(self, key: str, words: list[str]) -> dict[str, str]:
+        """Return the text of a switch, --NAME or --no-NAME; empty for other options, and before true or false.
+
+        Args:
+            words: the words that follow, the next one last.
+        """
+        name = key if key in self.known else key.removeprefix("no_")
+        # the help names these values
+        is_told = words[-1:] in (["true"], ["false"])
+        if name in self.known and self.known[name].kind is bool and not is_told:
+            return {name: str(name == key).lower()}
+        return {}
+
+    def _fail_unknown(self, key: str) -> NoReturn:
+        """End the program because of an option that does not exist."""
+        settings = ""
+        if self.takes_run:
+            settings = "`raypipe help settings` lists the settings of a run, "
+        fail(self.unknown(key), f"{settings}`{self.prog} --help` the options")
 
     def _instead(self, word: str) -> str:
         """Return the advice about an unexpected word, if it looks like the address of a store."""
@@ -181,19 +191,19 @@ class Parser:
         return "\n".join(parts)
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def meant(name: str, names: Iterable[str]) -> str:
     """The end of an error about a name: a known name that is near, that ends alike, or that means the same."""
-    known = list(known)
-    by_end = {other.rpartition(".")[2]: other for other in known}
+    names = list(names)
+    by_end = {known_name.rpartition(".")[2]: known_name for known_name in names}
     end = name.rpartition(".")[2]
     means = _ELSEWHERE.get(end)
-    if means and means in known:
+    if means and means in names:
         return did_you_mean([repr(means)])
     if end in by_end:
         return did_you_mean([repr(by_end[end])])
     near = [
         by_end[close] for close in get_close_matches(end, by_end, 1)
-    ] or get_close_matches(name, known, 1)
+    ] or get_close_matches(name, names, 1)
     return did_you_mean(map(repr, near))
 
 
@@ -235,10 +245,10 @@ def error_text(message: str, tip: str = "") -> str:
 def settings_text(pattern: str = "") -> str:
     """The settings of a run whose names have a pattern, with type, default and meaning."""
     settings = settings_of(RunConfig)
-    wanted = pattern.lower().replace("-", "_")
+    text = pattern.lower().replace("-", "_")
     lines = []
     for key, (kind, default, about) in settings.items():
-        if wanted in key:
+        if text in key:
             if default not in ("", [], {}):
                 shown = f", default {default!r}"
             else:
@@ -249,7 +259,7 @@ def settings_text(pattern: str = "") -> str:
             )
     if not lines:
         fail(
-            f"no setting has {pattern!r} in its name{meant(wanted, settings)}",
+            f"no setting has {pattern!r} in its name{meant(text, settings)}",
             "`raypipe help settings` lists all",
         )
     return "".join(f"{line}\n" for line in lines)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.logs import printable
+from raypipe.printing import printable
 
 _TILE = 160
 _ROW = 212
@@ -46,53 +46,71 @@ class Tile:
     targets: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def draw(
+class _Canvas:
+    """A white picture with a grid of columns and a pen.
+
+    Args:
+        num_columns: columns of tiles.
+        above: pixels over the first row.
+        num_rows: rows of tiles.
+    """
+
+    def __init__(self, num_columns: int, above: int, num_rows: int) -> None:
+        from PIL import Image, ImageDraw, ImageFont
+
+        self._font = ImageFont.load_default_imagefont()
+        size = (_width(num_columns) + 2 * _MARGIN, above + num_rows * _ROW)
+        self.image = Image.new("RGB", size, "white")
+        self._pen = ImageDraw.Draw(self.image)
+
+    def write(self, column: int, y: int, lines: list[str]) -> None:
+        """Write lines at the left of a column."""
+        for number, line in enumerate(lines):
+            start = (_left(column), y + number * _LINE)
+            self._pen.text(start, line, "black", self._font)
+
+    def put(self, column: int, y: int, tile: Tile) -> None:
+        """Draw a tile, in the middle of its square, with its caption below."""
+        x = _left(column)
+        self._pen.rectangle((x, y, x + _TILE - 1, y + _TILE - 1), "#dcdcdc")
+        if tile.image is not None:
+            image = _drawn(tile.image, tile.targets)
+            corner = (x + (_TILE - image.width) // 2, y + (_TILE - image.height) // 2)
+            self.image.paste(image, corner)
+        self.write(column, y + 8, wrapped(tile.reason, _TILE, 8))
+        caption = [line for text in tile.lines for line in wrapped(text, _TILE, 1)]
+        self.write(column, y + _TILE + 4, caption[:3])
+
+
+def draw_grid(
     rows: list[list[Tile]], title: str, headers: list[str], names: list[str]
 ) -> Any:
     """Draw rows of 1 + n·E tiles into a PIL.Image, under a title and E headers of n names."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    font = ImageFont.load_default_imagefont()
     num_columns = 1 + len(names) * len(headers)
-    inside = num_columns * (_TILE + _GUTTER) - _GUTTER
-    heading = wrapped(title, inside, 8)
+    heading = wrapped(title, _width(num_columns), 8)
     above = _MARGIN + _LINE * len(heading) + 44
-    picture = Image.new(
-        "RGB", (inside + 2 * _MARGIN, above + len(rows) * _ROW), "white"
-    )
-    pen = ImageDraw.Draw(picture)
-
-    def write(column: int, y: int, lines: list[str]) -> None:
-        x = _MARGIN + column * (_TILE + _GUTTER)
-        for number, line in enumerate(lines):
-            pen.text((x, y + number * _LINE), line, "black", font)
-
-    write(0, _MARGIN, heading)
+    canvas = _Canvas(num_columns, above, len(rows))
+    canvas.write(0, _MARGIN, heading)
+    header_width = max(2, len(names)) * _TILE
     for number, header in enumerate(headers):
-        write(
-            1 + number * len(names),
-            above - 36,
-            wrapped(header, max(2, len(names)) * _TILE, 1),
-        )
+        column = 1 + number * len(names)
+        canvas.write(column, above - 36, wrapped(header, header_width, 1))
     for column, name in enumerate(["decoded", *names * len(headers)]):
-        write(column, above - 18, wrapped(name, _TILE, 1))
-    for y, row in zip(range(above, picture.height, _ROW), rows, strict=True):
+        canvas.write(column, above - 18, wrapped(name, _TILE, 1))
+    for number, row in enumerate(rows):
         for column, tile in enumerate(row):
-            x = _MARGIN + column * (_TILE + _GUTTER)
-            pen.rectangle((x, y, x + _TILE - 1, y + _TILE - 1), "#dcdcdc")
-            if tile.image is not None:
-                image = _drawn(tile.image, tile.targets)
-                picture.paste(
-                    image,
-                    (x + (_TILE - image.width) // 2, y + (_TILE - image.height) // 2),
-                )
-            write(column, y + 8, wrapped(tile.reason, _TILE, 8))
-            write(
-                column,
-                y + _TILE + 4,
-                [line for text in tile.lines for line in wrapped(text, _TILE, 1)][:3],
-            )
-    return picture
+            canvas.put(column, above + number * _ROW, tile)
+    return canvas.image
+
+
+def _left(column: int) -> int:
+    """Return where a column begins, in pixels."""
+    return _MARGIN + column * (_TILE + _GUTTER)
+
+
+def _width(num_columns: int) -> int:
+    """Return the width of the columns, in pixels, without margins."""
+    return num_columns * (_TILE + _GUTTER) - _GUTTER
 
 
 def _drawn(pixels: np.ndarray, targets: Mapping[str, np.ndarray]) -> Any:
@@ -131,7 +149,9 @@ def _color(label: float) -> tuple[int, ...]:
     return tuple(_COLORS[1 + int(label) % 254, :3].tolist())
 
 
-def wrapped(text: str, width: int, most: int) -> list[str]:
+def wrapped(text: str, width: int, max_lines: int) -> list[str]:
     """Wrap text to `width` pixels, in letters that the font has; "..." marks a cut."""
     written = printable(text).encode("latin-1", "backslashreplace").decode("latin-1")
-    return textwrap.wrap(written, width // _LETTER, max_lines=most, placeholder="...")
+    return textwrap.wrap(
+        written, width // _LETTER, max_lines=max_lines, placeholder="..."
+    )

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from raypipe.commands.picture import Tile, draw
+from raypipe.commands.picture import Tile, draw_grid
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mix, check_mixable
 from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.places import Cursor, MicroBatchId, TrainStep
+from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.maker import MicroBatchMaker
@@ -84,19 +84,21 @@ class Preview:
         rows = [[self._decoded(index)] for index in indices]
         names = [""]
         for epoch in epochs:
-            places = find(self.plan, epoch, indices)
+            draws = find(self.plan, epoch, indices)
             # Each micro-batch once, and one at a time.
-            for at in dict.fromkeys(at for at, _ in places if at is not None):
-                batch = self._maker.batch(at)
+            for micro_batch in dict.fromkeys(
+                micro_batch for micro_batch, _ in draws if micro_batch is not None
+            ):
+                batch = self._maker.batch(micro_batch)
                 if self._decoding:
                     batch = self._decoding.to_pixels(batch)
                 images, mixed, moved = self.stages(batch)
                 names = [*images]
-                for row, (place, position) in zip(rows, places, strict=True):
-                    if place == at:
+                for row, (drawn_in, position) in zip(rows, draws, strict=True):
+                    if drawn_in == micro_batch:
                         row += self._of_row(batch, images, mixed, moved, position)
-            for row, (place, _) in zip(rows, places, strict=True):
-                if place is None:
+            for row, (drawn_in, _) in zip(rows, draws, strict=True):
+                if drawn_in is None:
                     num_draws = min(
                         _MAX_DRAWS,
                         self.plan.steps_per_epoch * self.plan.global_batch_size,
@@ -115,11 +117,14 @@ class Preview:
     ) -> tuple[dict[str, np.ndarray], Mix | None, dict[str, np.ndarray]]:
         """Images (B, H, W, C) of a micro-batch by stage or crop, the other half of its targets if mixed, and masks
         and the like as they are behind the last stage."""
-        at, batch = batch.position, batch.in_rgb()
+        micro_batch, batch = batch.position, batch.in_rgb()
         strength = self.augment.strength_at(
-            self.plan.progress(self.plan.global_step(at))
+            self.plan.progress(self.plan.global_step(micro_batch))
         )
-        drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
+        drawn: Any = {
+            "seed": self.plan.micro_batch_seed(micro_batch),
+            "strength": strength,
+        }
         if views := batch.arrays(VIEW):
             channels_first = {
                 name: torch.from_numpy(view).movedim(-1, -3)
@@ -222,20 +227,23 @@ class Preview:
             label: tuple[str, ...] = ("not mixed", self._class(batch[LABEL][row]))
             if mixed is not None:
                 kind = "CutMix" if mixed.is_cutmix else "MixUp"
-                other = self._class(mixed.target[row].numpy())
+                mixed_class = self._class(mixed.target[row].numpy())
                 lam = float(
                     mixed.lam[row] if isinstance(mixed.lam, torch.Tensor) else mixed.lam
                 )
-                label = (f"{kind}: {lam:.2f} {label[1]}", f"+ {1 - lam:.2f} {other}")
+                label = (
+                    f"{kind}: {lam:.2f} {label[1]}",
+                    f"+ {1 - lam:.2f} {mixed_class}",
+                )
             last = {name: values[row].copy() for name, values in moved.items()}
             tiles[-1] = replace(tiles[-1], lines=label, targets=last)
         return tiles
 
     def _place(self, batch: MicroBatch, row: int) -> list[str]:
         """Lines that give a row's place and its columns."""
-        at = batch.position
-        lines = [f"step {at.step}, micro {at.micro}, row {row}"]
-        if batch.index[row] != self.plan.indices(at)[row]:
+        micro_batch = batch.position
+        lines = [f"step {micro_batch.step}, micro {micro_batch.micro}, row {row}"]
+        if batch.index[row] != self.plan.indices(micro_batch)[row]:
             lines.append(f"bad: sample {batch.index[row]} stands in")
         columns = in_group(batch.fields, COLUMN)
         values = {
@@ -296,52 +304,49 @@ def preview(
         raise ConfigError(
             f"--output must be a .png file in an existing folder, got {output}"
         )
-    plan, store, augment = (
-        spec.plan.config,
-        spec.stores["train"],
-        augment or AugmentConfig(),
-    )
+    store = spec.stores["train"]
     outside = [index for index in indices or () if not 0 <= index < len(store)]
     if outside:
         raise ConfigError(
             f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}"
         )
+    augment = augment or AugmentConfig()
     shown = Preview(spec, augment)
     indices = indices or _first_of(shown.plan, min(samples, len(store)))
-    epochs = min(epochs, plan.epochs)
+    run_epochs = spec.plan.config.epochs
+    epochs = min(epochs, run_epochs)
     if not 0 < (num := len(indices) * (1 + epochs)) <= _MAX_PICTURES:
         raise ConfigError(
             f"{len(indices)} samples, stored and in {epochs} epochs, are {num} pictures, not 1 to {_MAX_PICTURES}"
         )
-    numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
-    name = store.address.rstrip("/").rpartition("/")[2]
-    size_px = ", ".join(plan.buckets) or spec.transform.size_text
-    title = f"{name}: {brief(spec.transforms['train'])}, {size_px} px; on the device: {_on_device(augment)}"
-    begins = (
-        shown.plan.global_step(Cursor(epoch, 0, shown.plan.fingerprint))
-        for epoch in numbers
-    )
-    strengths = (augment.strength_at(shown.plan.progress(begin)) for begin in begins)
-    headers = [
-        f"epoch {e}, seed {plan.seed}, strength {s:.2f}"
-        for e, s in zip(numbers, strengths, strict=True)
-    ]
-    if spec.transform.strength != 1:
-        shares = (
-            shown.plan.progress(TrainStep(epoch * shown.plan.steps_per_epoch))
-            for epoch in numbers
-        )
-        on_cpu = map(spec.transform.strength_at, shares)
-        headers = [
-            f"{header}, CPU {strength:.2f}"
-            for header, strength in zip(headers, on_cpu, strict=True)
-        ]
+    numbers = np.linspace(0, run_epochs - 1, epochs).round().astype(int).tolist()
+    headers = [_header(spec, augment, shown.plan, epoch) for epoch in numbers]
     rows, names = shown.tiles(indices, numbers)
+    picture = draw_grid(rows, _title(spec, augment), headers, names)
     try:
-        draw(rows, title, headers, names).save(target, optimize=True)
+        picture.save(target, optimize=True)
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error}") from error
     return {"output": output, "samples": len(indices), "epochs": epochs}
+
+
+def _title(spec: StreamSpec, augment: AugmentConfig) -> str:
+    """Return the title of a picture: the store, the transform, the sizes, and the operations on the device."""
+    name = spec.stores["train"].address.rstrip("/").rpartition("/")[2]
+    size_px = ", ".join(spec.plan.config.buckets) or spec.transform.size_text
+    on_cpu = brief(spec.transforms["train"])
+    return f"{name}: {on_cpu}, {size_px} px; on the device: {_on_device(augment)}"
+
+
+def _header(spec: StreamSpec, augment: AugmentConfig, plan: Plan, epoch: int) -> str:
+    """Return the header of an epoch: its number, the seed, and the strengths at its begin."""
+    begin = plan.global_step(Cursor(epoch, 0, plan.fingerprint))
+    progress = plan.progress(begin)
+    strength = augment.strength_at(progress)
+    header = f"epoch {epoch}, seed {plan.config.seed}, strength {strength:.2f}"
+    if spec.transform.strength == 1:
+        return header
+    return f"{header}, CPU {spec.transform.strength_at(progress):.2f}"
 
 
 def find(
@@ -353,15 +358,17 @@ def find(
     """
     num_draws = min(plan.steps_per_epoch * plan.global_batch_size, _MAX_DRAWS)
     drawn = plan.draw_epoch(epoch, np.arange(num_draws)).indices
-    places = list[tuple[MicroBatchId | None, int]]()
+    draws = list[tuple[MicroBatchId | None, int]]()
     for index in indices:
         positions = np.flatnonzero(drawn == index)
         number, row = divmod(
             int(positions[0]) if len(positions) else 0, plan.config.micro_batch_size
         )
-        at = MicroBatchId("train", epoch, *divmod(number, plan.config.per_step))
-        places.append((at if len(positions) else None, row))
-    return places
+        micro_batch = MicroBatchId(
+            "train", epoch, *divmod(number, plan.config.per_step)
+        )
+        draws.append((micro_batch if len(positions) else None, row))
+    return draws
 
 
 def _first_of(plan: Plan, num: int) -> list[int]:

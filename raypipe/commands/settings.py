@@ -17,7 +17,7 @@ import yaml
 from raypipe.commands.parser import Parser, fail
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.lookup import search_here
+from raypipe.importing import search_here
 from raypipe.section import build, check, fits, settings_of
 from raypipe.storage.files import read_text
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
@@ -108,10 +108,10 @@ class _Loader(yaml.SafeLoader):
 _Loader.yaml_implicit_resolvers = {
     first: [
         (tag, form)
-        for tag, form in known
+        for tag, form in resolvers
         if not tag.endswith((":bool", ":float", ":timestamp"))
     ]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _FLOAT = re.compile(
     r"(?i)([-+]?((\d[\d_]*\.[\d_]*|\.\d+)(e[-+]?\d+)?|\d+e[-+]?\d+|\.inf)|\.nan)$"
@@ -146,14 +146,14 @@ def _from_text(text: str, kind: Any) -> Any:
     return value if fits(value, kind) or not fits(text, kind) else text
 
 
-def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
+def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
     """Lay the user's values over the settings of a run that is resumed, or those of the digits."""
     from raypipe.train.run_folder import folder_to_resume, read_config
 
     values = {
         name: setting.default for name, setting in settings_of(RunConfig).items()
-    } | own
-    target = own.get("target", "")
+    } | given
+    target = given.get("target", "")
     resume = folder_to_resume(values["resume"], values["storage_path"], values["name"])
     base = ""
     if resume:
@@ -163,16 +163,16 @@ def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
         base = (files("raypipe") / "digits.yaml").read_text()
     defaults = _flat(_loaded(base, resume), parser)
     if not resume and _normalizes(
-        own.get("transform.train")
+        given.get("transform.train")
     ):  # the digits' own numbers would contradict it
         defaults = {
             name: value
             for name, value in defaults.items()
             if name not in ("augment.mean", "augment.std")
         }
-    values |= defaults | own
+    values |= defaults | given
     values |= {
-        "trust_run_code": own.get("trust_run_code", False),
+        "trust_run_code": given.get("trust_run_code", False),
         "resume": resume or values["resume"],
     }
     if target:
@@ -180,7 +180,9 @@ def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
     train = values["store.train"]
     stores = train.values() if isinstance(train, dict) else (train,)
     addresses = (
-        value for key, value in own.items() if isinstance(value, str) and "." not in key
+        value
+        for key, value in given.items()
+        if isinstance(value, str) and "." not in key
     )
     _close_here(filter(None, (resume, *stores, values["store.val"], *addresses)))
     if any(
@@ -202,7 +204,7 @@ def _normalizes(transform: Any) -> bool:
 def _close_here(addresses: Iterable[str]) -> None:
     """Keep modules of the current folder from being imported where it is in a store or a run, or is one.
 
-    `lookup.import_name` reads this variable, as do processes started from here: Ray's workers have the
+    `importing.import_name` reads this variable, as do processes started from here: Ray's workers have the
     current folder in front of all others otherwise, and so has `python -c`.
     """
     here = Path.cwd()

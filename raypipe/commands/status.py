@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 from raypipe.errors import ConfigError
-from raypipe.logs import table
 from raypipe.metrics.records import STATUS, read_records
+from raypipe.printing import print_table
 from raypipe.storage.files import read_json
-from raypipe.storage.filesystem import as_uri, exists, join
+from raypipe.storage.filesystem import as_uri, exists, join_address
 from raypipe.storage.lease import holder
 from raypipe.streaming.checkpoints import newest_name
 
@@ -57,7 +57,7 @@ def status(folder: str) -> dict[str, Any]:
     from raypipe.train.run_folder import check_run_folder, read_error, stop_requested
 
     run_uri = as_uri(folder.rstrip("/"))
-    if not exists(join(run_uri, STATUS)):
+    if not exists(join_address(run_uri, STATUS)):
         check_run_folder(run_uri, resume=True)
         error = read_error(run_uri)
         if error:
@@ -76,7 +76,11 @@ def status(folder: str) -> dict[str, Any]:
     return {
         "run_dir": folder,
         **standing(
-            read_json(join(run_uri, STATUS)), time.time(), bool(held_by), died_at, error
+            read_json(join_address(run_uri, STATUS)),
+            time.time(),
+            bool(held_by),
+            died_at,
+            error,
         ),
         "error": error,
         "held_by": held_by,
@@ -98,7 +102,7 @@ def print_status(run: dict[str, Any]) -> None:
         "last fault": run["faults"][-1] if run["faults"] else "none",
         "error": run["error"] or None,
     }
-    table(run["run_dir"], rows)
+    print_table(run["run_dir"], rows)
 
 
 def _speed(run: dict[str, Any]) -> str:

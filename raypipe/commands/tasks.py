@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from raypipe.errors import RaypipeError, ResourceError
+from raypipe.rayext.cluster_state import free_cpus, nodes
 from raypipe.rayext.failures import get
-from raypipe.rayext.limits import free_cpus
-from raypipe.rayext.placement import nodes
-from raypipe.rayext.waiting import Wait
+from raypipe.rayext.startup import Wait
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
@@ -24,7 +23,7 @@ _STOP_S = 30.0
 
 
 def run_tasks(
-    what: str,
+    work: str,
     here: bool,
     function: Callable[..., Iterator[tuple[Any, ...]]],
     calls: Iterable[tuple[Any, ...]],
@@ -36,7 +35,7 @@ def run_tasks(
     while its work is being undone.
 
     Args:
-        what: the work, for errors and the bar.
+        work: the work, for errors and the bar.
         here: only on this node, for tasks on local files, which other nodes may not have; else on any.
         function: yields parts of its work, every few seconds at least; each begins with its number of samples.
         calls: the arguments of each task.
@@ -45,12 +44,12 @@ def run_tasks(
     Raises:
         ResourceError: a task's process died, or there is no CPU; else what a task raised.
     """
-    _wait_for_cpu(what, here)
+    _wait_for_cpu(work, here)
     strategy: Any = "SPREAD"
     if here:
-        own = ray.get_runtime_context().get_node_id()
+        own_node = ray.get_runtime_context().get_node_id()
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            own, soft=False
+            own_node, soft=False
         )
     options = {
         "num_cpus": 1,
@@ -64,15 +63,15 @@ def run_tasks(
     # dispatched meanwhile ("Check failed: Tried to complete task that was not pending").
     try:
         with (
-            tempfile.NamedTemporaryFile(prefix="raypipe-tasks-") as wanted,
+            tempfile.NamedTemporaryFile(prefix="raypipe-tasks-") as marker,
             Progress(console=Console(stderr=True), transient=True) as bar,
         ):
-            shown = bar.add_task(what, total=total)
+            shown = bar.add_task(work, total=total)
             for arguments in calls:
                 # Other nodes do not have the file, so a task there works to its end.
                 pending.append(
                     task.remote(
-                        Path(wanted.name if here else "/"), function, *arguments
+                        Path(marker.name if here else "/"), function, *arguments
                     )
                 )
             while pending:
@@ -81,21 +80,21 @@ def run_tasks(
                 )[0]
                 for stream in ready:
                     try:
-                        part = get(next(stream))
+                        report = get(next(stream))
                     except StopIteration:
                         pending.remove(stream)
                         continue
-                    if isinstance(part, RaypipeError):
-                        raise part
-                    bar.advance(shown, part[0])
-                    yield part
+                    if isinstance(report, RaypipeError):
+                        raise report
+                    bar.advance(shown, report[0])
+                    yield report
     finally:
         if pending:
             ends = [stream.completed() for stream in pending]
             ray.wait(ends, num_returns=len(ends), timeout=_STOP_S, fetch_local=False)
 
 
-def count_cpus(what: str, here: bool) -> int:
+def count_cpus(work: str, here: bool) -> int:
     """Count the CPUs that the tasks may have, free or not.
 
     Raises:
@@ -104,39 +103,39 @@ def count_cpus(what: str, here: bool) -> int:
     num_cpus = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes(here))
     if not num_cpus:
         raise ResourceError(
-            f"{_where(here)} offers Ray no CPUs (num-cpus: 0): run {what} where there are some"
+            f"{_where(here)} offers Ray no CPUs (num-cpus: 0): run {work} where there are some"
         )
     return num_cpus
 
 
 def _while_wanted(
-    wanted: Path, function: Callable[..., Iterator[Any]], *arguments: Any
+    marker: Path, function: Callable[..., Iterator[Any]], *arguments: Any
 ) -> Iterator[Any]:
     """A task: yields what the function yields as long as a file exists, and its error."""
     parts = function(*arguments)
     try:
-        while wanted.exists() and (part := next(parts, None)) is not None:
-            yield part
+        while marker.exists() and (report := next(parts, None)) is not None:
+            yield report
     except (
         RaypipeError
     ) as error:  # if it were raised, Ray would print the errors of all other tasks
         yield error
 
 
-def _wait_for_cpu(what: str, here: bool) -> None:
+def _wait_for_cpu(work: str, here: bool) -> None:
     """Raise ResourceError if other jobs keep all CPUs: Ray itself would wait forever, silently."""
     wait = Wait(_SETTLE_S)
     own_nodes = {node["NodeID"] for node in _nodes(here)}
     while not any(cpus >= 1 for node, cpus in free_cpus().items() if node in own_nodes):
         wait.turn(
-            f"1 CPU for {what}, since other jobs hold all {count_cpus(what, here)} of {_where(here)}. Wait for "
+            f"1 CPU for {work}, since other jobs hold all {count_cpus(work, here)} of {_where(here)}. Wait for "
             "them, or stop them (`ray job list`)"
         )
 
 
 def _nodes(here: bool) -> list[dict[str, Any]]:
-    own = ray.get_runtime_context().get_node_id()
-    return [node for node in nodes() if not here or node["NodeID"] == own]
+    own_node = ray.get_runtime_context().get_node_id()
+    return [node for node in nodes() if not here or node["NodeID"] == own_node]
 
 
 def _where(here: bool) -> str:

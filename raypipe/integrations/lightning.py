@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
-from raypipe.streaming.epochs import Pass
+from raypipe.streaming.epochs import Batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.plain import Format, PlainLoader, SharedEpochs, check_format
 
@@ -150,7 +150,7 @@ class _LightningEpochs(SharedEpochs):
         super().__init__(loader)
         self._module = module
 
-    def next(self, split: Split) -> Pass:
+    def next(self, split: Split) -> Batches:
         trainer: Any = self._module.trainer  # its types lack some attributes
         if split == "train" and trainer is not None:
             self._module._check_accumulation(trainer)

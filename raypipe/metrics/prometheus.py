@@ -22,12 +22,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray.util.metrics import Counter, Gauge
 
-from raypipe.logs import STAGES
-from raypipe.storage.patience import take_counts
+from raypipe.metrics.observer import Observer
+from raypipe.storage.retries import take_counts
 
 if TYPE_CHECKING:
     from raypipe.metrics.timing import StageTimes
     from raypipe.plan.places import Split
+
+STAGES = ("wait", "transfer", "decode", "augment", "compute", "checkpoint")
+"""Stages of a trainer's time: NAME_s in progress, records, `StageTimes` and exported metrics."""
 
 _PERIOD_S = 1.0
 
@@ -226,6 +229,14 @@ _ALL = (
 METRICS = {metric.name: metric for metric in _ALL}
 """By name. A label has few values: runs, ranks, splits, and what this module names."""
 
+_GAUGES = {
+    ("train", "loss"): "trainer_loss",
+    ("train", "lr"): "trainer_learning_rate",
+    ("val", "loss"): "validation_loss",
+    ("val", "accuracy"): "validation_accuracy",
+}
+"""Gauges of what a loop records, by the record's kind and the value's name."""
+
 
 @functools.cache
 def _instrument(name: str) -> Any:
@@ -278,10 +289,10 @@ class Recorder:
             )
 
 
-class TrainerMetrics(Recorder):
+class TrainerMetrics(Recorder, Observer):
     """Metrics of one rank; only rank 0 has those of the whole run.
 
-    From `begin` to `end` a thread sets the gauges once a second, so that they last while the rank waits.
+    While a stream is open, a thread sets the gauges once a second, so that they last while the rank waits.
 
     Args:
         sample: asks for the utilization of the rank's device, once a second; None = it is not known.
@@ -302,9 +313,8 @@ class TrainerMetrics(Recorder):
         self._recorded_at = 0.0
         self._end = weakref.finalize(self, lambda: None)
 
-    def begin(self) -> None:
-        """The rank begins to wait for its first micro-batch."""
-        self.end()
+    def opened(self, supervisor: Any) -> None:
+        self.ended()
         self._gauges |= {"trainer_last_batch_timestamp_seconds": time.time()}
         ended = threading.Event()
         self._end = weakref.finalize(self, ended.set)
@@ -315,8 +325,8 @@ class TrainerMetrics(Recorder):
             daemon=True,
         ).start()
 
-    def end(self) -> None:
-        """The rank has got all; nothing happens where it has not begun, or has ended before."""
+    def ended(self) -> None:
+        # Without an open stream there is nothing to end.
         if self._end.alive:
             self._end()
             self.set(self._gauges)
@@ -330,15 +340,25 @@ class TrainerMetrics(Recorder):
         """Return whether a second has passed since `record`."""
         return time.monotonic() - self._recorded_at >= _PERIOD_S
 
-    def learnt(self, **values: float) -> None:
-        """Show these gauges of the run from now on, on rank 0: trainer_loss, validation_accuracy, …"""
-        if self._rank == 0:
-            # a new dict: the thread may be reading the old one
-            self._gauges = self._gauges | values
+    def recorded(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
+        if kind == "fault":  # others are counted where they are seen
+            self.add({"stream_faults_total": 1}, kind="notice")
+        self._show(
+            {
+                _GAUGES[kind, name]: value
+                for name, value in values.items()
+                if (kind, name) in _GAUGES
+            }
+        )
 
     def checkpointed(self) -> None:
-        """A checkpoint has just been written, or the run begins to make some."""
-        self.learnt(trainer_last_checkpoint_timestamp_seconds=time.time())
+        self._show({"trainer_last_checkpoint_timestamp_seconds": time.time()})
+
+    def _show(self, values: Mapping[str, float]) -> None:
+        """Show these gauges of the run from now on, on rank 0."""
+        if self._rank == 0:
+            # a new dict: the thread may be reading the old one
+            self._gauges = self._gauges | dict(values)
 
     def record(
         self,
@@ -354,17 +374,17 @@ class TrainerMetrics(Recorder):
             times: of each split, since the rank started.
             first_batch_s: from the start of the loader to its first batch.
             steps: since the rank started.
-            of_run: values of the whole run, see `learnt`.
+            of_run: gauges of the whole run, which only rank 0 shows.
         """
         self._recorded_at = time.monotonic()
         self.add_storage("trainer")
-        for split, of in times.items():
+        for split, of_split in times.items():
             seconds = {
-                f"trainer_{stage}_seconds_total": getattr(of, f"{stage}_s")
+                f"trainer_{stage}_seconds_total": getattr(of_split, f"{stage}_s")
                 for stage in STAGES
             }
             counts = {
-                f"trainer_{name}_total": getattr(of, name)
+                f"trainer_{name}_total": getattr(of_split, name)
                 for name in ("images", "micro_batches", "drained")
             }
             self.reach(seconds | counts, split=split)
@@ -374,7 +394,7 @@ class TrainerMetrics(Recorder):
             "trainer_last_batch_timestamp_seconds": time.time(),
         }
         self._gauges = self._gauges | of_rank
-        self.learnt(**of_run)
+        self._show(of_run)
 
 
 def _keep(metrics: weakref.ref[TrainerMetrics], ended: threading.Event) -> None:

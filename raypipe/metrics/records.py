@@ -23,33 +23,33 @@ import pyarrow.fs
 from raypipe.errors import ConfigError, OutageError, RaypipeError
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import open_input, read_whole, write_synced
-from raypipe.storage.filesystem import explained, join, open_filesystem
-from raypipe.storage.patience import impatient
-from raypipe.storage.patient import upload
+from raypipe.storage.filesystem import errors_as, join_address, open_filesystem
+from raypipe.storage.retries import without_retries
+from raypipe.storage.retrying_filesystem import upload
 
 logger = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
+RECORDS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 STATUS = "status.json"
-START = "start"
-_HAPPENED = (START, "fault", "scale")
+_START = "start"
+_HAPPENED = (_START, "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
 
 Folder = tuple[pyarrow.fs.FileSystem, str]
 """A folder by its file system and the path on it."""
 
 
-def read_records(run_uri: str, name: str = METRICS) -> list[dict[str, Any]]:
-    """Read a file of records of a run, see `parse`; empty where there is none.
+def read_records(run_uri: str, name: str = RECORDS) -> list[dict[str, Any]]:
+    """Read a file of records of a run, see `parse_records`; empty where there is none.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    return parse(read_whole(join(run_uri, name)) or b"")
+    return parse_records(read_whole(join_address(run_uri, name)) or b"")
 
 
-def parse(content: bytes) -> list[dict[str, Any]]:
+def parse_records(content: bytes) -> list[dict[str, Any]]:
     """The records of a file's content, in their order, without those of steps that the run has done over again.
 
     The last line counts once it has its end. Other lines, cut off by a crash or a full disk, are
@@ -65,7 +65,7 @@ def parse(content: bytes) -> list[dict[str, Any]]:
             record.get("step"), int | float
         ):
             continue
-        if record.get("kind") == START:
+        if record.get("kind") == _START:
             kept = [earlier for earlier in kept if _stands(earlier, record)]
         kept.append(record)
     return kept
@@ -90,8 +90,8 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
         reason: why they are started again, see `prometheus.METRICS`.
     """
     try:
-        content = read_whole(join(run_uri, METRICS)) or b""
-        step = max((record["step"] for record in parse(content)), default=0)
+        content = read_whole(join_address(run_uri, RECORDS)) or b""
+        step = max((record["step"] for record in parse_records(content)), default=0)
         fault = {
             "kind": "fault",
             "step": step,
@@ -100,7 +100,7 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
             "time": time.time(),
         }
         line = json.dumps(fault).encode() + b"\n"
-        filesystem, path = open_filesystem(join(run_uri, METRICS))
+        filesystem, path = open_filesystem(join_address(run_uri, RECORDS))
         if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
             _append_whole(Path(path), line)
         else:
@@ -111,7 +111,7 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
             )
     except (RaypipeError, pa.ArrowException, OSError) as error:
         logger.warning(
-            "a fault cannot be written to %s of %s: %s", METRICS, run_uri, error
+            "a fault cannot be written to %s of %s: %s", RECORDS, run_uri, error
         )
 
 
@@ -124,7 +124,7 @@ def _append_whole(path: Path, lines: bytes) -> None:
         file.write(lines)
 
 
-class RunLog:
+class RecordWriter:
     """Rank 0's record of a run. Local runs are written in place; remote ones are copied at each `sync`.
 
     A line that cannot be written is skipped, with one warning: a full disk does not end a run.
@@ -162,23 +162,22 @@ class RunLog:
         with self._best_effort("the folder"):
             self._folder.mkdir(parents=True, exist_ok=True)
         if not self._local:
-            for name in (METRICS, SAMPLES):
-                where = f"{self._remote}/{name}"
+            for name in (RECORDS, SAMPLES):
+                path = f"{self._remote}/{name}"
                 with (
-                    explained(ConfigError, f"{where} cannot be read"),
+                    errors_as(ConfigError, f"{path} cannot be read"),
                     contextlib.suppress(FileNotFoundError),
                 ):
-                    (self._folder / name).write_bytes(
-                        open_input(self._filesystem, where).read()
-                    )
+                    content = open_input(self._filesystem, path).read()
+                    (self._folder / name).write_bytes(content)
         start = {
-            "kind": START,
+            "kind": _START,
             "step": global_step,
             "workers": workers,
             "validates": validates,
         }
         start |= {"settings": settings} if settings else {}
-        self._append(METRICS, [start])
+        self._append(RECORDS, [start])
         if (self._folder / SAMPLES).exists():
             self._append(SAMPLES, [start])
 
@@ -189,14 +188,14 @@ class RunLog:
         self._append(
             SAMPLES,
             [
-                {"micro_batch": str(at), "step": step, "indices": indices}
-                for at, indices in rows
+                {"micro_batch": str(position), "step": step, "indices": indices}
+                for position, indices in rows
             ],
         )
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Record values at a global step; `kind` is one of those above."""
-        self._append(METRICS, [{"kind": kind, "step": step, **values}])
+        self._append(RECORDS, [{"kind": kind, "step": step, **values}])
 
     def sync(self, last: bool = False) -> None:
         """Make what was written so far visible at the run's address."""
@@ -206,7 +205,7 @@ class RunLog:
             f"the record, which is left in {self._folder}," if last else "the record"
         ):
             # The next one brings all that this one does not; the last one waits for storage.
-            with contextlib.nullcontext() if last else impatient():
+            with contextlib.nullcontext() if last else without_retries():
                 upload(str(self._folder), self._filesystem, self._remote)
             if last:
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -223,12 +222,12 @@ class RunLog:
             )
 
     @contextlib.contextmanager
-    def _best_effort(self, what: str) -> Iterator[None]:
+    def _best_effort(self, file: str) -> Iterator[None]:
         """Turn a file that cannot be written into a warning, the first time."""
         try:
             yield
         except (pa.ArrowException, OSError, OutageError) as error:
             if not self._warned:
                 text = "%s of %s cannot be written: %s; the run goes on, and its record has gaps"
-                logger.warning(text, what, self._name, error)
+                logger.warning(text, file, self._name, error)
             self._warned = True

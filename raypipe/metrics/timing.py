@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and what to do about it.
+"""Times of a run's stages, and advice on the slowest of them.
 
     mark → StageClock, which never waits for the device → StageTimes of a rank → diagnose: sentences
 
@@ -15,14 +15,20 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raypipe.metrics.observer import Observer
+
+if TYPE_CHECKING:
+    from raypipe.plan.places import Split
+
 
 def mark(device: torch.device) -> Any:
-    """This point in time: a recorded torch.cuda.Event of the current stream, or seconds of time.perf_counter."""
+    """Return a mark of this moment: a recorded torch.cuda.Event of the current stream, or time.perf_counter()."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -72,20 +78,20 @@ class StageTimes:
     outage_s: float = 0.0
     decode_s: float = 0.0
 
-    def __add__(self, other: StageTimes) -> StageTimes:
+    def __add__(self, times: StageTimes) -> StageTimes:
         return replace(
             self,
             **{
-                f.name: getattr(self, f.name) + getattr(other, f.name)
+                f.name: getattr(self, f.name) + getattr(times, f.name)
                 for f in fields(self)
             },
         )
 
-    def __sub__(self, other: StageTimes) -> StageTimes:
+    def __sub__(self, times: StageTimes) -> StageTimes:
         return replace(
             self,
             **{
-                f.name: getattr(self, f.name) - getattr(other, f.name)
+                f.name: getattr(self, f.name) - getattr(times, f.name)
                 for f in fields(self)
             },
         )
@@ -108,32 +114,93 @@ class StageTimes:
         return 0.0
 
 
-class StageClock:
-    """Sums over a run. Marks on CUDA are read when the device has passed them, so the newest may be missing."""
+class StageClock(Observer):
+    """Sums over a run, by split. Marks on CUDA are read when the device has passed them, so the newest may be
+    missing.
 
-    def __init__(self) -> None:
-        self._pending: deque[tuple[str, Any, Any]] = deque()
-        self._times = StageTimes()
+    Args:
+        device: the device whose time is measured.
 
-    def add(self, stage: str, start: Any, end: Any) -> None:
+    Attributes:
+        first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pending: deque[tuple[Split, str, Any, Any]] = deque()
+        self._times: dict[Split, StageTimes] = {
+            "train": StageTimes(),
+            "val": StageTimes(),
+        }
+        self._asked: Any = None  # the mark of the last request
+        self._arrived: Any = None  # the mark of its batch
+        # the split of the batch that is computed, and the mark of its beginning
+        self._computing: tuple[Split, Any] | None = None
+        # The split whose compute a checkpoint interrupts.
+        self._suspended: Split | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """The wait for the first batch begins."""
+        self._created = time.perf_counter()
+        self.first_batch_s = 0.0
+
+    def add(self, split: Split, stage: str, start: Any, end: Any) -> None:
         """Count the time between two marks. May be called from any thread."""
-        self._pending.append((stage, start, end))
+        self._pending.append((split, stage, start, end))
 
-    def count(self, **amounts: Any) -> None:
+    def count(self, split: Split, **amounts: Any) -> None:
         """Add to sums, by their names."""
-        self._times += StageTimes(**amounts)
+        self._times[split] += StageTimes(**amounts)
 
-    def times(self) -> StageTimes:
+    def times(self, split: Split) -> StageTimes:
         """The sums so far."""
         for _ in range(len(self._pending)):
-            stage, start, end = self._pending.popleft()
+            of_split, stage, start, end = self._pending.popleft()
             if isinstance(end, float):
-                self.count(**{f"{stage}_s": end - start})
+                self.count(of_split, **{f"{stage}_s": end - start})
             elif end.query():
-                self.count(**{f"{stage}_s": start.elapsed_time(end) / 1000})
+                seconds = start.elapsed_time(end) / 1000
+                self.count(of_split, **{f"{stage}_s": seconds})
             else:
-                self._pending.append((stage, start, end))
-        return self._times
+                self._pending.append((of_split, stage, start, end))
+        return self._times[split]
+
+    def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
+        self._end_compute()
+
+    def arrived(self, split: Split) -> None:
+        drained = has_drained(self._asked)
+        self._arrived = mark(self._device)
+        if self.first_batch_s:
+            self.add(split, "wait", self._asked, self._arrived)
+            self.count(split, micro_batches=1, drained=drained)
+        else:  # the start of the run is reported apart
+            self.first_batch_s = time.perf_counter() - self._created
+
+    def handed_out(self, split: Split, amounts: Mapping[str, Any]) -> None:
+        self.count(split, **amounts)
+        now = mark(self._device)
+        self.add(split, "augment", self._arrived, now)
+        self._computing = split, now
+
+    def saving(self, cause: Callable[[], str]) -> None:
+        self._suspended = self._computing[0] if self._computing else None
+        self._end_compute()
+
+    def saved(self) -> None:
+        now = mark(self._device)
+        self.add("train", "checkpoint", self._asked, now)
+        if self._suspended:
+            self._computing = self._suspended, now
+
+    def _end_compute(self) -> None:
+        """The loop has launched the work of the last batch, and waits for something."""
+        self._asked = mark(self._device)
+        if self._computing:
+            split, since = self._computing
+            self.add(split, "compute", since, self._asked)
+            self._computing = None
 
 
 # The pool at most doubles every pool.grow_after_s (5 s), and blocks find their size meanwhile. So what limits a
@@ -259,12 +326,12 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
             spare = " (the pool may shrink)"
         else:
             spare = ""
-        what = "CPU actor" if enough == 1 else "CPU actors"
+        noun = "CPU actor" if enough == 1 else "CPU actors"
         if actors:
             pool = f"the pool has up to {actors}{spare}"
         else:
             pool = "there are none (pool.engine=inline)"
-        sentences.append(f"{enough} {what} would be enough, {share}; {pool}.")
+        sentences.append(f"{enough} {noun} would be enough, {share}; {pool}.")
     return sentences
 
 
@@ -314,35 +381,34 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
     source_s = times.read_s if readers else times.work_s
     busy_s = times.augment_s + times.compute_s
     if source_s and times.outage_s > _OUTAGES_LIMIT * source_s:
-        what = f"Outages of object storage limit the run, with {times.outage_s / source_s:.0%} of the reading time"
-        if not readers:
-            share = times.outage_s / source_s
-            what = f"Outages of object storage limit the run, with {share:.0%} of an actor's time"
+        share = times.outage_s / source_s
+        whole = "the reading time" if readers else "an actor's time"
+        cause = f"Outages of object storage limit the run, with {share:.0%} of {whole}"
         advice = "look at its status and its limits of requests, or keep the store on the nodes (RAYPIPE_CACHE)"
     elif times.transfer_s > busy_s:
-        what = "The copy to the device limits the run"
+        cause = "The copy to the device limits the run"
         advice = (
             "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
         )
     elif times.decode_s > busy_s:
-        what = f"Decoding on the {name} limits the run"
+        cause = f"Decoding on the {name} limits the run"
         advice = "convert the store with --short-side, or set transform.decode=cpu in a new run"
     elif not actors:
-        what = f"The {name} makes its micro-batches itself, which limits the run"
+        cause = f"The {name} makes its micro-batches itself, which limits the run"
         advice = (
             "set pool.engine=ray, so that actors make them, or raise pool.max_actors"
         )
     elif reading > _READS_ALWAYS:
-        what = f"Reading the store limits the run: its reader reads for {min(1.0, reading):.0%} of the time"
+        cause = f"Reading the store limits the run: its reader reads for {min(1.0, reading):.0%} of the time"
         advice = "convert the store to LMDB, which the actors read, or keep it on a local disk"
     elif situation.ready > _READY_IS_MADE and situation.spilled_bytes:
-        what = (
+        cause = (
             f"The object store is full, and Ray has written {situation.spilled_bytes / 1e9:.1f} GB to disk: "
             "blocks are finished in time, and come back late"
         )
         advice = "give the nodes more of it (ray start --object-store-memory), or lower pool.max_in_flight"
     elif situation.ready > _READY_IS_MADE:
-        what = (
+        cause = (
             "The network to the trainers limits the run: a finished block lay ready for "
             f"{situation.ready:.0%} of the time"
         )
@@ -351,15 +417,15 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
             "the trainers' own nodes, or give these a faster link"
         )
     elif times.work_s and needed <= actors:
-        what = "The stream brings micro-batches late although its actors could make them in time"
+        cause = "The stream brings micro-batches late although its actors could make them in time"
         advice = "raise pool.max_in_flight"
     elif not reading and times.read_s > 0.5 * times.work_s:
-        what = f"Reading the store limits the run, with {times.read_s / times.work_s:.0%} of an actor's time"
+        cause = f"Reading the store limits the run, with {times.read_s / times.work_s:.0%} of an actor's time"
         advice = "convert the store to LMDB or keep the store on a local disk, or raise pool.max_actors"
     else:
-        what = "Decoding and transforming on CPUs limits the run"
+        cause = "Decoding and transforming on CPUs limits the run"
         advice = (
             "raise pool.max_actors and give the cluster the CPUs, convert the store with --short-side, set "
             "transform.crop_decode=scaled, or choose a lighter transform"
         )
-    return f"{what}, {times.wait_fraction:.0%} of the {name}'s time goes by waiting: {advice}."
+    return f"{cause}, {times.wait_fraction:.0%} of the {name}'s time goes by waiting: {advice}."

@@ -3,6 +3,7 @@
 each source     Permuted or Weighted, as a whole or for each bucket
 one source      → that sampler, or Bucketed
 several         → Mixture, or a mixture of buckets, see `mix_buckets`
+plan.sampler     → CustomSampler, of all sources, see `raypipe.plan.custom`
 plan.aug_repeats → Repeated
 """
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
+from raypipe.plan.custom import CustomSampler
 from raypipe.plan.mixture import Bucketed, Mixture, Quotas, as_shares, mix_buckets
 from raypipe.plan.order import (
     Domain,
@@ -26,7 +28,7 @@ from raypipe.plan.order import (
     default_window_groups,
     derive_keys,
 )
-from raypipe.plan.samplers import Permuted, Repeated, Sampler, Weighted, as_integers
+from raypipe.plan.samplers import Permuted, Repeated, RunSampler, Weighted, as_integers
 from raypipe.plan.selection import Selection
 from raypipe.section import shown
 
@@ -39,7 +41,7 @@ StoreSampler = Permuted | Weighted
 
 
 @dataclass(frozen=True)
-class Source:
+class StoreArrays:
     """A store as arrays for a plan, from `raypipe.streaming.planning`.
 
     Attributes:
@@ -76,16 +78,17 @@ class Training:
         sampler: maps a position in the run to draws.
         steps: number of steps in an epoch.
         store_samplers: sampler of each bucket of each source; without buckets, a source has one.
+            A user's sampler stands for all of them.
         content: JSON values that determine these draws.
     """
 
-    sampler: Sampler
+    sampler: RunSampler
     steps: int
-    store_samplers: tuple[tuple[StoreSampler, ...], ...]
+    store_samplers: tuple[tuple[StoreSampler | CustomSampler, ...], ...]
     content: list[Any]
 
 
-def compose_one(config: PlanConfig, source: Source) -> Training:
+def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
     """Compose the training draws of one source.
 
     Raises:
@@ -123,32 +126,32 @@ def compose_one(config: PlanConfig, source: Source) -> Training:
                 f"{source.address}: lower plan.micro_batch_size, or name fewer buckets"
             )
     if isinstance(config.epoch_samples, int):
-        wanted = config.epoch_samples
+        num_draws = config.epoch_samples
     else:
-        wanted = 0
-    steps = _steps(config, wanted or size * config.aug_repeats, source.address)
+        num_draws = 0
+    steps = _steps(config, num_draws or size * config.aug_repeats, source.address)
     # An epoch of the store's own length is a pass, cut off after the last whole step.
     per_epoch = steps * per_step
-    per_lap = 0 if wanted else steps * per_step
+    per_pass = 0 if num_draws else steps * per_step
     if config.buckets:
         samplers = _samplers(config, source, config.seed)
         num_places = per_epoch // unit if is_weighted else 0
         shuffles = _shuffle(config, source)[0] == "global"
-        sampler: Sampler = Bucketed(
-            samplers, unit, config.seed, num_places, shuffles, per_lap
+        sampler: RunSampler = Bucketed(
+            samplers, unit, config.seed, num_places, shuffles, per_pass
         )
     else:
         (sampler,) = samplers = _samplers(
-            config, source, config.seed, per_epoch, per_lap
+            config, source, config.seed, per_epoch, per_pass
         )
     content = _content(config, source, () if config.is_plain else samplers)
     if not config.is_plain:
-        content.append(per_epoch if wanted else 0)
+        content.append(per_epoch if num_draws else 0)
     return Training(_repeated(config, sampler), steps, (samplers,), content)
 
 
 def compose_mixture(
-    config: PlanConfig, sources: Mapping[str, Source], offsets: np.ndarray
+    config: PlanConfig, sources: Mapping[str, StoreArrays], offsets: np.ndarray
 ) -> Training:
     """Compose the training draws of several named sources; for `offsets` and errors see `Plan.of`."""
     samplers = list[tuple[StoreSampler, ...]]()
@@ -163,13 +166,13 @@ def compose_mixture(
         content.append(_content(config, source, samplers[-1]))
     sizes = [source.selection.size for source in sources.values()]
     by_epoch = _shares(config, list(sources), sizes)
-    wanted = config.epoch_samples
-    if isinstance(wanted, str) or not wanted:
-        wanted = (max if wanted == "longest" else min)(
+    num_draws = config.epoch_samples
+    if isinstance(num_draws, str) or not num_draws:
+        num_draws = (max if num_draws == "longest" else min)(
             _ends(config, list(sources), sizes)
         ) * config.aug_repeats
     steps = _steps(
-        config, wanted, " + ".join(source.address for source in sources.values())
+        config, num_draws, " + ".join(source.address for source in sources.values())
     )
     shares = {epoch * steps: of_epoch for epoch, of_epoch in by_epoch.items()}
     unit = config.micro_batch_size
@@ -186,12 +189,47 @@ def compose_mixture(
     return Training(_repeated(config, mixture), steps, tuple(samplers), content)
 
 
+def compose_custom(
+    config: PlanConfig, sources: Sequence[StoreArrays], sampler: CustomSampler
+) -> Training:
+    """Compose the training draws of a user's sampler, which draws from all sources.
+
+    Raises:
+        ConfigError: an epoch has less than one step, or the sampler breaks its protocol.
+    """
+    sampler.check(config.epochs)
+    draws = sampler.size * config.aug_repeats
+    if draws < config.samples_per_step:
+        raise ConfigError(
+            f"plan.sampler {sampler.name!r} has {sampler.size} draws in an epoch, and a global batch has "
+            f"{config.samples_per_step}: lower plan.global_batch_size and plan.micro_batch_size"
+        )
+    steps = _steps(config, draws, sampler.name)
+    of_epochs = sampler.of_epochs(steps * _draws_per_step(config))
+    stores = [
+        [source.selection.size, source.fingerprint, source.selection.signature()]
+        for source in sources
+    ]
+    content = [
+        _VERSION,
+        config.micro_batch_size,
+        config.per_step,
+        config.seed,
+        config.aug_repeats,
+        stores,
+        {"sampler": sampler.signature()},
+    ]
+    return Training(
+        _repeated(config, of_epochs), steps, ((of_epochs,),) * len(sources), content
+    )
+
+
 def _samplers(
     config: PlanConfig,
-    source: Source,
+    source: StoreArrays,
     seed: int,
     size: int = 0,
-    per_lap: int = 0,
+    per_pass: int = 0,
     offset: int = 0,
 ) -> tuple[StoreSampler, ...]:
     """Return the samplers of a source: one for each bucket, or a single one.
@@ -199,7 +237,7 @@ def _samplers(
     Args:
         seed: the source's seed.
         size: draws in a pass by weights; 0 = as many as there are samples.
-        per_lap: see `Lapped`.
+        per_pass: see `PassSampler`.
         offset: number of the store's first sample in the joined store.
 
     Raises:
@@ -230,7 +268,7 @@ def _samplers(
     for numbers, selection, key in parts:
         shuffle = Shuffle(kind, selection.size, key, groups, config.window_groups)
         if weights is None:
-            samplers.append(Permuted(shuffle, selection, offset, per_lap))
+            samplers.append(Permuted(shuffle, selection, offset, per_pass))
         else:
             if source.classes is None:
                 classes = None
@@ -243,7 +281,7 @@ def _samplers(
 
 
 def _shuffle(
-    config: PlanConfig, source: Source
+    config: PlanConfig, source: StoreArrays
 ) -> tuple[ShuffleKind, np.ndarray | None]:
     """Return the kind of shuffle of a source and, for windows, its groups' offsets in samples."""
     kind = config.shuffle
@@ -259,7 +297,7 @@ def _shuffle(
 
 
 def _content(
-    config: PlanConfig, source: Source, samplers: Sequence[StoreSampler]
+    config: PlanConfig, source: StoreArrays, samplers: Sequence[StoreSampler]
 ) -> list[Any]:
     """Return the parts of a fingerprint: settings, source and samplers (none in a plain plan)."""
     kind, groups = _shuffle(config, source)
@@ -288,7 +326,7 @@ def _draws_per_step(config: PlanConfig) -> int:
 
 
 def _steps(config: PlanConfig, draws: int, address: str) -> int:
-    """Whole steps in an epoch.
+    """Return the number of whole steps in an epoch.
 
     Raises:
         ConfigError: it has none, or the run has more draws than 64 bits count.
@@ -307,7 +345,7 @@ def _steps(config: PlanConfig, draws: int, address: str) -> int:
     return draws // config.samples_per_step
 
 
-def _repeated(config: PlanConfig, inner: Sampler) -> Sampler:
+def _repeated(config: PlanConfig, inner: RunSampler) -> RunSampler:
     if config.aug_repeats == 1:
         return inner
     return Repeated(inner, config.aug_repeats, config.micro_batch_size)
@@ -316,7 +354,7 @@ def _repeated(config: PlanConfig, inner: Sampler) -> Sampler:
 def _shares(
     config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
-    """From epoch → share of each source; in proportion to their sizes where no weights are given."""
+    """Return the share of each source by the epoch from which it holds; by default proportional to their sizes."""
     if not config.mixture:
         return {0: as_shares(sizes)}
     shares = {}
@@ -333,7 +371,7 @@ def _shares(
 def _ends(
     config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]
 ) -> list[int]:
-    """After how many draws each source has ended by its weight in epoch 0; without those of weight 0."""
+    """Return after how many draws each source ends, by its weight in epoch 0; those of weight 0 are left out."""
     if not config.mixture:
         return [sum(sizes)]
     weights = [Fraction(config.mixture_by_epoch[0][name]) for name in sources]

@@ -22,7 +22,14 @@ from itertools import accumulate
 import numpy as np
 
 from raypipe.plan.order import NUM_ROUNDS, Domain, derive_keys, permute, shuffled
-from raypipe.plan.samplers import Draws, Lapped, Permuted, Sampler, Weighted, draw_parts
+from raypipe.plan.samplers import (
+    Draws,
+    PassSampler,
+    Permuted,
+    RunSampler,
+    Weighted,
+    draw_parts,
+)
 
 ONE = 1 << 40
 """What the shares of all parts add up to."""
@@ -137,7 +144,7 @@ class Quotas:
         return next(era for era in reversed(self._eras) if era.first <= batch)
 
 
-class Bucketed(Lapped):
+class Bucketed(PassSampler):
     """Samples one store by buckets: all U draws of a place are from one bucket.
 
         bucket   | 0: n_0 samples      | 1: n_1 …  | …
@@ -153,7 +160,7 @@ class Bucketed(Lapped):
         seed: the keys' seed.
         num_places: T, by weights; 0 = each bucket has as many as its samples fill, none of them twice.
         shuffles: whether places are permuted.
-        per_lap: see `Lapped`; 0 = all.
+        per_pass: see `PassSampler`; 0 = all.
     """
 
     def __init__(
@@ -163,7 +170,7 @@ class Bucketed(Lapped):
         seed: int,
         num_places: int = 0,
         shuffles: bool = True,
-        per_lap: int = 0,
+        per_pass: int = 0,
     ) -> None:
         self._buckets = list(buckets)
         self.unit = unit
@@ -176,19 +183,19 @@ class Bucketed(Lapped):
             self._quotas = Quotas({0: shares}, num_places, seed)
         self.num_places = num_places or sum(self._counts)
         self.size = self.num_places * unit
-        self.per_lap = per_lap or self.size
+        self.per_pass = per_pass or self.size
 
-    def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
-        """See `Lapped.draw_lap`."""
+    def draw_pass(self, pass_number: int, positions: np.ndarray) -> Draws:
+        """See `PassSampler.draw_pass`."""
         places, rows = np.divmod(positions, self.unit)
         if self._shuffles:
             places = permute(
                 places,
                 self.num_places,
-                derive_keys(NUM_ROUNDS, self._seed, Domain.BUCKET, lap),
+                derive_keys(NUM_ROUNDS, self._seed, Domain.BUCKET, pass_number),
             )
         if self._quotas:
-            counts = self._quotas.counts(lap)
+            counts = self._quotas.counts(pass_number)
         else:
             counts = self._counts
         ends = np.cumsum(counts)
@@ -199,12 +206,12 @@ class Bucketed(Lapped):
             bucket = self._buckets[number]
             if isinstance(bucket, Weighted):
                 bucket = bucket.resized(counts[number] * self.unit)
-            return bucket.draw_lap(lap, inside[where])
+            return bucket.draw_pass(pass_number, inside[where])
 
         return draw_parts(numbers, draw)._replace(buckets=numbers)
 
 
-class Mixture(Sampler):
+class Mixture(RunSampler):
     """Several samplers, each of which is walked through the run; their places are shuffled within each batch.
 
     Args:
@@ -217,7 +224,7 @@ class Mixture(Sampler):
 
     def __init__(
         self,
-        parts: Sequence[Sampler],
+        parts: Sequence[RunSampler],
         quotas: Quotas,
         seed: int,
         unit: int = 1,
@@ -230,12 +237,12 @@ class Mixture(Sampler):
         self._are_buckets = are_buckets
 
     def draw(self, positions: np.ndarray) -> Draws:
-        """See `Sampler.draw`."""
+        """See `RunSampler.draw`."""
         places, rows = np.divmod(positions, self._unit)
         parts, numbers = self._parts_at(places)
         inside = numbers * self._unit + rows
         draws = draw_parts(
-            parts, lambda part, where: self._parts[part].draw(inside[where])
+            parts, lambda number, where: self._parts[number].draw(inside[where])
         )
         if self._are_buckets:
             return draws._replace(buckets=parts)
@@ -308,7 +315,7 @@ def mix_buckets(
         seed,
     )
     before = {batch: quotas.before(batch) for batch in shares}
-    parts = list[Sampler]()
+    parts = list[RunSampler]()
     for bucket, stores in enumerate(by_bucket):
         inner = {}  # from a place of the bucket on, by its number in the run
         for batch, table in tables.items():

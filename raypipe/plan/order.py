@@ -120,9 +120,11 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
         for i in range(
             NUM_ROUNDS
         ):  # even ones change the left half by the right one, odd ones the right half
-            own = i % 2
-            other = 1 - i % 2
-            halves[own] = halves[own] ^ (mix64(halves[other] ^ keys[i]) & masks[own])
+            changed = i % 2
+            unchanged = 1 - i % 2
+            halves[changed] = halves[changed] ^ (
+                mix64(halves[unchanged] ^ keys[i]) & masks[changed]
+            )
         x = (halves[0] << right_bits) | halves[1]
         out[pending] = x
         pending = pending[x >= _U64(size)]
@@ -179,13 +181,13 @@ class Shuffle:
         """Return this shuffle with a different size and groups."""
         return Shuffle(self.kind, size, self.seed, groups, self._given)
 
-    def numbers(self, lap: int, positions: np.ndarray) -> np.ndarray:
+    def numbers(self, pass_number: int, positions: np.ndarray) -> np.ndarray:
         """The numbers, int64 (n,), at int64 positions (n,) of a pass."""
         if self.kind == "off":
             return positions
         if self.kind == "global":
-            return permute(positions, self.size, _order_keys(self.seed, lap))
-        groups, order, offsets = self.layout(lap)
+            return permute(positions, self.size, _order_keys(self.seed, pass_number))
+        groups, order, offsets = self.layout(pass_number)
         starts = np.append(offsets[: -1 : self.window_groups], self.size)
         windows = np.searchsorted(starts, positions, side="right") - 1
         rows = np.empty(len(positions), np.int64)
@@ -193,23 +195,25 @@ class Shuffle:
             inside = windows == window
             start = int(starts[window])
             end = int(starts[window + 1])
-            keys = derive_keys(NUM_ROUNDS, self.seed, Domain.WINDOW, lap, window)
+            keys = derive_keys(
+                NUM_ROUNDS, self.seed, Domain.WINDOW, pass_number, window
+            )
             rows[inside] = start + permute(positions[inside] - start, end - start, keys)
-        place = np.searchsorted(offsets, rows, side="right") - 1
-        return groups[order[place]] + rows - offsets[place]
+        group = np.searchsorted(offsets, rows, side="right") - 1
+        return groups[order[group]] + rows - offsets[group]
 
-    def layout(self, lap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def layout(self, pass_number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Offsets of the groups (G + 1,); their order in a pass (G,), and their offsets by position (G + 1,)."""
         assert self.groups is not None, "windows are of groups"
         # read once, since threads share a plan, and may be in different passes
         kept = self._pass
-        if kept[0] != lap:
+        if kept[0] != pass_number:
             num_groups = len(self.groups) - 1
             order = permute(
-                np.arange(num_groups), num_groups, _order_keys(self.seed, lap)
+                np.arange(num_groups), num_groups, _order_keys(self.seed, pass_number)
             )
             kept = self._pass = (
-                lap,
+                pass_number,
                 order,
                 np.append(0, np.cumsum(np.diff(self.groups)[order])),
             )
@@ -220,8 +224,8 @@ class Shuffle:
 
 
 @lru_cache(maxsize=64)
-def _order_keys(seed: int, lap: int) -> np.ndarray:
-    return derive_keys(NUM_ROUNDS, seed, Domain.ORDER, lap)
+def _order_keys(seed: int, pass_number: int) -> np.ndarray:
+    return derive_keys(NUM_ROUNDS, seed, Domain.ORDER, pass_number)
 
 
 def default_window_groups(groups: np.ndarray) -> int:

@@ -56,7 +56,7 @@ class Cursor:
 
     @staticmethod
     def from_dict(fields: Any) -> Cursor:
-        """From the fields by name. Raises CursorError if they are not a cursor's."""
+        """Make a cursor from its fields by name. Raises CursorError if they are not a cursor's."""
         try:
             return Cursor(
                 int(fields["epoch"]), int(fields["step"]), str(fields["fingerprint"])

@@ -5,6 +5,7 @@ Weighted     each as often as its weight says
 Bucketed     one store, a bucket at a time
 Mixture      several samplers by shares of each global batch, see `raypipe.plan.mixture`
 Repeated     each draw k times
+Custom       a user's sampler, see `raypipe.plan.custom`
 Sequential   each sample once, in stored order, then padding: for validations
 """
 
@@ -27,27 +28,28 @@ _MAX_TOTAL_BITS = 61
 
 
 class Draws(NamedTuple):
-    """Draws of samples, int64 arrays of one shape. No two of a run have the same index, lap and repeat.
+    """Draws of samples, int64 arrays of one shape. No two of a run have the same index, pass and repeat.
 
     Attributes:
         indices: indices of the samples in the store or the joined store; PADDING = no sample.
-        laps: numbers of the passes over its store, or over the bucket of it; in a plain plan, the epoch.
-        repeats: numbers of the sample's draws in that pass; the first is 0.
+        passes: numbers of the passes over its store, or over the bucket of it; in a plain plan, the epoch.
+        repeats: numbers of the sample's draws in that pass; the first is 0. A user's sampler has positions in the
+            epoch here, which are as different.
         buckets: each sample's bucket; 0 without buckets.
     """
 
     indices: np.ndarray
-    laps: np.ndarray
+    passes: np.ndarray
     repeats: np.ndarray
     buckets: np.ndarray
 
     def at(self, key: int | slice) -> Draws:
-        """Those at a place of the first axis, or at several."""
+        """Return the draws at an index of the first axis, or at several."""
         return Draws(*(column[key] for column in self))
 
 
-class Sampler(Protocol):
-    """Draws samples on and on; a sampler may wrap others."""
+class RunSampler(Protocol):
+    """Draws samples on and on, through a run; a sampler may wrap others."""
 
     def draw(self, positions: np.ndarray) -> Draws:
         """The draws at int64 positions (n,), counted through the run."""
@@ -62,62 +64,65 @@ def draw_parts(parts: np.ndarray, draw: Callable[[int, np.ndarray], Draws]) -> D
         draw: makes those of one part, by its number and the places, intp (k,), where `parts` has it.
     """
     columns = np.empty((len(Draws._fields), len(parts)), np.int64)
-    for part in np.unique(parts).tolist():
-        places = np.flatnonzero(parts == part)
-        for column, values in zip(columns, draw(part, places), strict=True):
+    for number in np.unique(parts).tolist():
+        places = np.flatnonzero(parts == number)
+        for column, values in zip(columns, draw(number, places), strict=True):
             column[places] = values
     return Draws(*columns)
 
 
-class Lapped(Sampler):
+class PassSampler(RunSampler):
     """A sampler that goes through one store, or a bucket of it, pass after pass.
 
     Attributes:
         size: draws that a pass may have.
-        per_lap: draws of a pass that the run takes; the rest are skipped. Each pass has its own key, so it
+        per_pass: draws of a pass that the run takes; the rest are skipped. Each pass has its own key, so it
             skips different samples.
     """
 
     size: int
-    per_lap: int
+    per_pass: int
 
     def draw(self, positions: np.ndarray) -> Draws:
-        """See `Sampler.draw`."""
-        laps, inside = np.divmod(positions, self.per_lap)
-        return draw_parts(laps, lambda lap, places: self.draw_lap(lap, inside[places]))
+        """See `RunSampler.draw`."""
+        passes, inside = np.divmod(positions, self.per_pass)
+        return draw_parts(
+            passes,
+            lambda pass_number, places: self.draw_pass(pass_number, inside[places]),
+        )
 
     @abstractmethod
-    def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
+    def draw_pass(self, pass_number: int, positions: np.ndarray) -> Draws:
         """The draws at int64 positions (n,), in [0, size), of one pass."""
 
 
-class Permuted(Lapped):
-    """Each sample once in a pass.
+class Permuted(PassSampler):
+    """Sampler that draws each sample once in a pass.
 
     Args:
         shuffle: the order of the samples' numbers.
         selection: which samples these are.
         offset: number of the store's first sample in a joined store.
-        per_lap: see `Lapped`; 0 = all.
+        per_pass: see `PassSampler`; 0 = all.
     """
 
     def __init__(
-        self, shuffle: Shuffle, selection: Selection, offset: int = 0, per_lap: int = 0
+        self, shuffle: Shuffle, selection: Selection, offset: int = 0, per_pass: int = 0
     ) -> None:
         self.shuffle = shuffle
         self.selection = selection
         self._offset = offset
         self.size = self.weight = shuffle.size
-        self.per_lap = per_lap or self.size
+        self.per_pass = per_pass or self.size
 
-    def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
-        """See `Lapped.draw_lap`."""
-        indices = self._indices(self.shuffle.numbers(lap, positions))
+    def draw_pass(self, pass_number: int, positions: np.ndarray) -> Draws:
+        """See `PassSampler.draw_pass`."""
+        indices = self._indices(self.shuffle.numbers(pass_number, positions))
         zeros = np.zeros(len(positions), np.int64)
-        return Draws(indices, zeros + lap, zeros, zeros)
+        return Draws(indices, zeros + pass_number, zeros, zeros)
 
-    def sample_of(self, key: int) -> int:
-        """Return a sample chosen by a key."""
+    def sample_of(self, key: int, epoch: int) -> int:
+        """Return a sample chosen by a key, of any epoch, since each has all samples."""
         return int(self._indices(np.array([key % self.size]))[0])
 
     def signature(self) -> str:
@@ -128,7 +133,7 @@ class Permuted(Lapped):
         return self.selection.indices(numbers) + self._offset
 
 
-class Weighted(Lapped):
+class Weighted(PassSampler):
     """Systematic sampling: a pass draws each sample in proportion to its weight, rounded down or up.
 
         sample          0     1           2   3
@@ -165,7 +170,7 @@ class Weighted(Lapped):
         self.shuffle = shuffle
         self.selection = selection
         self._offset = offset
-        self.size = self.per_lap = size or selection.size
+        self.size = self.per_pass = size or selection.size
         self._arranged: np.ndarray | None = None
         if shuffle.kind == "global":
             arranged = np.argsort(
@@ -175,12 +180,12 @@ class Weighted(Lapped):
             weights = weights[arranged]
         self.cumulative = np.append(0, np.cumsum(weights))
         self.weight = int(self.cumulative[-1])
-        self._lap_shuffle: tuple[int, Shuffle] | None = None
+        self._pass_shuffle: tuple[int, Shuffle] | None = None
 
-    def draw_lap(self, lap: int, positions: np.ndarray) -> Draws:
-        """See `Lapped.draw_lap`."""
-        draws = self._shuffle_of(lap).numbers(lap, positions)
-        start = self._start(lap)
+    def draw_pass(self, pass_number: int, positions: np.ndarray) -> Draws:
+        """See `PassSampler.draw_pass`."""
+        draws = self._shuffle_of(pass_number).numbers(pass_number, positions)
+        start = self._start(pass_number)
         zeros = 0 * positions
         # In Python's integers: products of two such numbers have more than 64 bits.
         points = np.array(
@@ -193,17 +198,22 @@ class Weighted(Lapped):
         else:
             numbers = self._arranged[rows].astype(np.int64)
         indices = self.selection.indices(numbers) + self._offset
-        return Draws(indices, zeros + lap, draws - self._first_draws(lap, rows), zeros)
+        return Draws(
+            indices,
+            zeros + pass_number,
+            draws - self._first_draws(pass_number, rows),
+            zeros,
+        )
 
-    def sample_of(self, key: int) -> int:
-        """Return a sample chosen by a key, in proportion to the weights."""
-        return int(self.draw_lap(0, np.array([key % self.size])).indices[0])
+    def sample_of(self, key: int, epoch: int) -> int:
+        """Return a sample chosen by a key, of any epoch, in proportion to the weights."""
+        return int(self.draw_pass(0, np.array([key % self.size])).indices[0])
 
     def resized(self, size: int) -> Weighted:
         """Return this sampler with a different number of draws in a pass."""
-        other = copy.copy(self)
-        other.size = other.per_lap = size
-        return other
+        resized = copy.copy(self)
+        resized.size = resized.per_pass = size
+        return resized
 
     def signature(self) -> str:
         """A hash of the weights and of what it draws from."""
@@ -212,9 +222,9 @@ class Weighted(Lapped):
             content.update(self._arranged.astype(np.int64).tobytes())
         return f"{content.hexdigest()} {self.selection.signature()}"
 
-    def _first_draws(self, lap: int, rows: np.ndarray) -> np.ndarray:
+    def _first_draws(self, pass_number: int, rows: np.ndarray) -> np.ndarray:
         """The first draw of a pass, int64 (n,), of the sample in each row of the table, or of a later one."""
-        start = self._start(lap)
+        start = self._start(pass_number)
         before = self.cumulative[rows].tolist()
         return np.array(
             [
@@ -224,32 +234,34 @@ class Weighted(Lapped):
             np.int64,
         )
 
-    def _start(self, lap: int) -> int:
-        """Where the first draw of a pass falls, in [0, Σ)."""
+    def _start(self, pass_number: int) -> int:
+        """Return where the first draw of a pass falls, in [0, Σ)."""
         return (
-            int(derive_keys(1, self.shuffle.seed, Domain.WEIGHTED, lap)[0])
+            int(derive_keys(1, self.shuffle.seed, Domain.WEIGHTED, pass_number)[0])
             * self.weight
             >> 64
         )
 
-    def _shuffle_of(self, lap: int) -> Shuffle:
+    def _shuffle_of(self, pass_number: int) -> Shuffle:
         """The order of a pass's draw numbers; the groups begin at different draws from pass to pass."""
         if self.shuffle.groups is None:
             return self.shuffle.of(self.size, None)
         # read once, since threads share a plan, and may be in different passes
-        kept = self._lap_shuffle
-        if kept is None or kept[0] != lap:
-            kept = self._lap_shuffle = (
-                lap,
-                self.shuffle.of(self.size, self._first_draws(lap, self.shuffle.groups)),
+        kept = self._pass_shuffle
+        if kept is None or kept[0] != pass_number:
+            kept = self._pass_shuffle = (
+                pass_number,
+                self.shuffle.of(
+                    self.size, self._first_draws(pass_number, self.shuffle.groups)
+                ),
             )
         return kept[1]
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_lap_shuffle": None}
+        return {**self.__dict__, "_pass_shuffle": None}
 
 
-class Repeated(Sampler):
+class Repeated(RunSampler):
     """Repeats each draw k times, numbered, so that each copy is augmented differently.
 
         stride 4, k = 2   a b c d | a b c d     copies are in the same row of neighboring micro-batches of 4
@@ -260,21 +272,21 @@ class Repeated(Sampler):
         stride: draws between two copies.
     """
 
-    def __init__(self, inner: Sampler, times: int, stride: int) -> None:
+    def __init__(self, inner: RunSampler, times: int, stride: int) -> None:
         self._inner = inner
         self._times = times
         self._stride = stride
 
     def draw(self, positions: np.ndarray) -> Draws:
-        """See `Sampler.draw`."""
+        """See `RunSampler.draw`."""
         runs, places = np.divmod(positions, self._stride)
         runs, copies = np.divmod(runs, self._times)
         draws = self._inner.draw(runs * self._stride + places)
         return draws._replace(repeats=draws.repeats * self._times + copies)
 
 
-class Sequential(Sampler):
-    """Each sample once, bucket after bucket, in stored order; each bucket's last place is padded, and so on.
+class Sequential(RunSampler):
+    """Sampler that draws each sample once, bucket after bucket, in stored order; padding fills each last place.
 
     Args:
         buckets: the samples of each, or all samples as one.
@@ -293,7 +305,7 @@ class Sequential(Sampler):
         self.size = int(self._ends[-1]) * unit
 
     def draw(self, positions: np.ndarray) -> Draws:
-        """See `Sampler.draw`; padding has the index PADDING, and at the end the bucket of the last sample."""
+        """See `RunSampler.draw`; padding has the index PADDING, and at the end the bucket of the last sample."""
         places = np.minimum(positions, self.size - 1) // self._unit
         numbers = np.searchsorted(self._ends, places, side="right")
         rows = positions - (self._ends - self.counts)[numbers] * self._unit
@@ -316,24 +328,24 @@ def as_integers(weights: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: one is negative or not finite, or all are 0.
     """
-    wanted = np.asarray(weights, np.float64)
+    exact = np.asarray(weights, np.float64)
     if (
-        wanted.ndim != 1
-        or not np.isfinite(wanted).all()
-        or (wanted < 0).any()
-        or not wanted.any()
+        exact.ndim != 1
+        or not np.isfinite(exact).all()
+        or (exact < 0).any()
+        or not exact.any()
     ):
         raise ValueError(
             "weights are finite numbers of at least 0, one for each sample, and not all 0"
         )
     with np.errstate(over="ignore"):
-        total = float(wanted.sum())
+        total = float(exact.sum())
     if total == np.inf:  # nothing is lost: these become integers of 61 bits
-        wanted = np.ldexp(wanted, -64)
-        total = float(wanted.sum())
-    if (wanted == np.rint(wanted)).all() and total < 2.0**_MAX_TOTAL_BITS:
-        return wanted.astype(np.int64)
+        exact = np.ldexp(exact, -64)
+        total = float(exact.sum())
+    if (exact == np.rint(exact)).all() and total < 2.0**_MAX_TOTAL_BITS:
+        return exact.astype(np.int64)
     # By a power of 2, so that no weight is rounded but where its last bits are dropped.
     return np.rint(
-        np.ldexp(wanted, _MAX_TOTAL_BITS - 1 - int(np.ceil(np.log2(total))))
+        np.ldexp(exact, _MAX_TOTAL_BITS - 1 - int(np.ceil(np.log2(total))))
     ).astype(np.int64)

@@ -23,10 +23,17 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.plan.compose import Source, Training, compose_mixture, compose_one
+from raypipe.plan.compose import (
+    StoreArrays,
+    Training,
+    compose_custom,
+    compose_mixture,
+    compose_one,
+)
+from raypipe.plan.custom import CustomSampler
 from raypipe.plan.order import Domain, derive_keys, mix64
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Sides, Split, TrainStep
-from raypipe.plan.samplers import Draws, Sampler, Sequential
+from raypipe.plan.samplers import Draws, RunSampler, Sequential
 from raypipe.plan.selection import JoinedSelection, Selection
 
 _SPLIT_CODE = {"train": 0, "val": 1}
@@ -82,14 +89,16 @@ class Plan:
     @staticmethod
     def of(
         config: PlanConfig,
-        train: Source | Mapping[str, Source],
-        val: Source | None = None,
+        train: StoreArrays | Mapping[str, StoreArrays],
+        val: StoreArrays | None = None,
+        sampler: CustomSampler | None = None,
     ) -> Plan:
         """The plan of a run over a training store and, optionally, a validation store.
 
         Args:
             train: the training store, or a mixture's sources by name; their samples are numbered one source
                 after the other.
+            sampler: the user's, which draws the training samples of them; None = by the settings.
 
         Raises:
             ConfigError: the store, without excluded samples, is smaller than one step, has no groups to shuffle in
@@ -97,15 +106,20 @@ class Plan:
         """
         names = tuple[str, ...]()
         selection: Selection | JoinedSelection
-        if isinstance(train, Source):
-            training = compose_one(config, train)
+        if isinstance(train, StoreArrays):
+            sources = [train]
             selection = train.selection
         else:
-            parts = [source.selection for source in train.values()]
+            sources = list(train.values())
             names = tuple(train)
-            offsets = np.append(0, np.cumsum([part.num_samples for part in parts]))
-            training = compose_mixture(config, train, offsets)
-            selection = JoinedSelection(parts, offsets)
+            selection = JoinedSelection.of([source.selection for source in sources])
+        if sampler is not None:
+            training = compose_custom(config, sources, sampler)
+        elif isinstance(train, StoreArrays):
+            training = compose_one(config, train)
+        else:
+            assert isinstance(selection, JoinedSelection)
+            training = compose_mixture(config, train, selection.offsets)
         validation = None
         if val is not None and config.val_interval and val.selection.size:
             buckets = [val.selection]
@@ -129,7 +143,7 @@ class Plan:
         )
 
     def bound_to(self, also: Any) -> Plan:
-        """This plan, whose fingerprint has something else, as JSON has it, that determines the stream."""
+        """Return this plan with further JSON values in its fingerprint, which determine the stream."""
         content = json.dumps([self.fingerprint, also])
         return replace(
             self,
@@ -137,7 +151,7 @@ class Plan:
         )
 
     def until(self, step: int) -> Plan:
-        """This plan, cut off before a training step, counted through all epochs.
+        """Return this plan, cut off before a training step, counted through all epochs.
 
         A validation before that step stays. So the plan cut off at a, followed by the plan cut off at b from
         `cursor_at(a)` on, equals the plan cut off at b.
@@ -146,7 +160,7 @@ class Plan:
         return replace(self, end_step=step)
 
     def only(self, segment: Segment) -> Plan:
-        """This plan with a schedule of a single segment, from any cursor: a validation that is made again."""
+        """Return this plan with a single segment for its schedule, from any cursor: to repeat a validation."""
         return replace(self, single=segment)
 
     @property
@@ -168,18 +182,22 @@ class Plan:
         """The share of the run's training, in [0, 1], after so many steps."""
         return done / (self.config.epochs * self.steps_per_epoch)
 
-    def global_step(self, at: MicroBatchId | Cursor) -> TrainStep:
+    def global_step(self, micro_batch: MicroBatchId | Cursor) -> TrainStep:
         """Training steps, through all epochs, before a micro-batch or a cursor.
 
         During a validation these are all steps of its epoch and of earlier ones.
         """
-        if isinstance(at, MicroBatchId) and at.split == "val":
-            return TrainStep((at.epoch + 1) * self.steps_per_epoch)
-        return TrainStep(at.epoch * self.steps_per_epoch + at.step)
+        if isinstance(micro_batch, MicroBatchId) and micro_batch.split == "val":
+            return TrainStep((micro_batch.epoch + 1) * self.steps_per_epoch)
+        return TrainStep(micro_batch.epoch * self.steps_per_epoch + micro_batch.step)
 
-    def step_of_split(self, at: MicroBatchId) -> int:
+    def step_of_split(self, micro_batch: MicroBatchId) -> int:
         """Steps before a micro-batch on its split's own clock: all training's, or this validation's."""
-        return at.step if at.split == "val" else self.global_step(at)
+        return (
+            micro_batch.step
+            if micro_batch.split == "val"
+            else self.global_step(micro_batch)
+        )
 
     def has_val(self, epoch: int) -> bool:
         """True if a validation follows training epoch e."""
@@ -208,8 +226,8 @@ class Plan:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
                 f"{self.fingerprint}: the training store, its excluded samples, seed, micro_batch_size, "
-                "global_batch_size, shuffle or another setting of the order differs. Restore it, or start "
-                "a new run"
+                "global_batch_size, shuffle, sampler or another setting of the order differs. Restore it, or "
+                "start a new run"
             )
         if not (
             0 <= cursor.epoch <= self.config.epochs
@@ -262,7 +280,7 @@ class Plan:
                 yield Segment("val", epoch, 0, self.val_steps)
 
     def micro_batches(self, cursor: Cursor, first: int = 0) -> Iterator[MicroBatchId]:
-        """Every micro-batch from a cursor on, in order, without the first `first` of them."""
+        """Yield the micro-batches from a cursor on, in order, without the first `first` of them."""
         per_step = self.config.per_step
         for segment in self.segments(cursor):
             numbers = range(segment.first_step * per_step, segment.num_steps * per_step)
@@ -279,27 +297,27 @@ class Plan:
         )
         return steps * self.config.per_step
 
-    def indices(self, at: MicroBatchId) -> np.ndarray:
+    def indices(self, micro_batch: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING after a validation's last sample."""
-        return self.draw(at).indices
+        return self.draw(micro_batch).indices
 
-    def draw(self, at: MicroBatchId) -> Draws:
+    def draw(self, micro_batch: MicroBatchId) -> Draws:
         """The draws of a micro-batch, (B,)."""
-        return self.draw_block([at]).at(0)
+        return self.draw_block([micro_batch]).at(0)
 
     def draw_block(self, block: Sequence[MicroBatchId]) -> Draws:
         """The draws of k micro-batches of a segment, (k, B). For 16 it takes as long as for one."""
-        first = np.array([self._first_position(at) for at in block])
+        first = np.array([self._first_position(micro_batch) for micro_batch in block])
         positions = np.add.outer(first, np.arange(self.config.micro_batch_size))
         draws = self._sampler(block[0].split).draw(positions.ravel())
         return Draws(*(column.reshape(positions.shape) for column in draws))
 
-    def _first_position(self, at: MicroBatchId) -> int:
+    def _first_position(self, micro_batch: MicroBatchId) -> int:
         return (
-            self.step_of_split(at) * self.config.per_step + at.micro
+            self.step_of_split(micro_batch) * self.config.per_step + micro_batch.micro
         ) * self.config.micro_batch_size
 
-    def _sampler(self, split: Split) -> Sampler:
+    def _sampler(self, split: Split) -> RunSampler:
         sampler = (
             self.validation
             if split == "val"
@@ -315,16 +333,16 @@ class Plan:
             epoch * self.steps_per_epoch * self.global_batch_size + positions
         )
 
-    def bucket_of(self, at: MicroBatchId) -> Sides | None:
+    def bucket_of(self, micro_batch: MicroBatchId) -> Sides | None:
         """Height and width of the bucket that a micro-batch is of; None where its split has none."""
-        sides = self.config.sides_in(at.split)
-        return sides[self._bucket(at)] if sides else None
+        sides = self.config.sides_in(micro_batch.split)
+        return sides[self._bucket(micro_batch)] if sides else None
 
-    def _bucket(self, at: MicroBatchId) -> int:
+    def _bucket(self, micro_batch: MicroBatchId) -> int:
         """Return the micro-batch's bucket: that of its first draw, since all of its samples share one."""
         return int(
-            self._sampler(at.split)
-            .draw(np.array([self._first_position(at)]))
+            self._sampler(micro_batch.split)
+            .draw(np.array([self._first_position(micro_batch)]))
             .buckets[0]
         )
 
@@ -343,14 +361,16 @@ class Plan:
         )
 
     def sample_keys(self, split: Split, draws: Draws) -> np.ndarray:
-        """The keys of the samples' CPU transforms: uint64 (B, 2), a function of (seed, split, lap, index, repeat).
+        """Keys of the samples' CPU transforms: uint64 (B, 2), a function of (seed, split, pass, index, repeat).
 
-        Each word is a bijection of the index under a key of (seed, split, lap), so that no two samples of a pass
+        Each word is a bijection of the index under a key of (seed, split, pass), so that no two samples of a pass
         share a key. A validation has the same keys in every epoch, so its metrics compare.
         """
         keys = np.empty((len(draws.indices), 2), np.uint64)
-        for lap in np.unique(draws.laps).tolist():
-            keys[draws.laps == lap] = _sample_domain(self.config.seed, split, lap)
+        for pass_number in np.unique(draws.passes).tolist():
+            keys[draws.passes == pass_number] = _sample_domain(
+                self.config.seed, split, pass_number
+            )
         # The repeat is hashed by one bijection for each word, both of which leave 0 as it is.
         repeats = mix64(draws.repeats.astype(np.uint64))
         return mix64(
@@ -362,30 +382,42 @@ class Plan:
     def substitute_keys(self, split: Split, bad: Draws, index: int) -> np.ndarray:
         """The keys, uint64 (1, 2), of a sample that replaces the one of a draw; its own draws have others."""
         of_bad = self.sample_keys(split, bad)
-        own = self.sample_keys(split, bad._replace(indices=np.array([index])))
-        return mix64(own ^ mix64(of_bad ^ np.uint64(Domain.SUBSTITUTE)))
+        of_substitute = self.sample_keys(split, bad._replace(indices=np.array([index])))
+        return mix64(of_substitute ^ mix64(of_bad ^ np.uint64(Domain.SUBSTITUTE)))
 
-    def micro_batch_seed(self, at: MicroBatchId) -> int:
+    def micro_batch_seed(self, micro_batch: MicroBatchId) -> int:
         """The seed, in [0, 2^63), of all that is drawn once per micro-batch: augmentation, dropout."""
-        parts = (_SPLIT_CODE[at.split], at.epoch, at.step, at.micro)
+        parts = (
+            _SPLIT_CODE[micro_batch.split],
+            micro_batch.epoch,
+            micro_batch.step,
+            micro_batch.micro,
+        )
         return int(derive_keys(1, self.config.seed, Domain.MICRO_BATCH, *parts)[0]) >> 1
 
-    def substitute(self, at: MicroBatchId, index: int, attempt: int) -> int:
+    def substitute(self, micro_batch: MicroBatchId, index: int, attempt: int) -> int:
         """The sample that replaces a bad one: a function of (seed, e, index, attempt), of its source or bucket."""
         assert self.training, "a plan without draws has a schedule alone"
         key = int(
             derive_keys(
-                1, self.config.seed, Domain.SUBSTITUTE, at.epoch, index, attempt
+                1,
+                self.config.seed,
+                Domain.SUBSTITUTE,
+                micro_batch.epoch,
+                index,
+                attempt,
             )[0]
         )
         if self.sources:
             source = int(self.source_of(np.array([index]))[0])
         else:
             source = 0
-        bucket = self._bucket(at) if self.config.buckets else 0
-        return self.training.store_samplers[source][bucket].sample_of(key)
+        bucket = self._bucket(micro_batch) if self.config.buckets else 0
+        return self.training.store_samplers[source][bucket].sample_of(
+            key, micro_batch.epoch
+        )
 
 
 @lru_cache(maxsize=64)
-def _sample_domain(seed: int, split: Split, lap: int) -> np.ndarray:
-    return derive_keys(2, seed, Domain.SAMPLE, _SPLIT_CODE[split], lap)
+def _sample_domain(seed: int, split: Split, pass_number: int) -> np.ndarray:
+    return derive_keys(2, seed, Domain.SAMPLE, _SPLIT_CODE[split], pass_number)

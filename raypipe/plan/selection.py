@@ -1,4 +1,4 @@
-"""Which samples of a store a plan draws from, and their numbers, 0 to n - 1. Numpy only.
+"""Selections: the samples of a store that a plan draws from, numbered 0 to n - 1. Numpy only.
 
 index     0 1 2 3 4 5 6
 excluded    x   x x
@@ -92,21 +92,29 @@ class JoinedSelection:
     def __init__(self, parts: Sequence[Selection], offsets: np.ndarray) -> None:
         self.parts = list(parts)
         self.offsets = offsets
-        self._bounds = np.append(0, np.cumsum([part.size for part in parts])).astype(
-            np.int64
-        )
+        self._bounds = np.append(
+            0, np.cumsum([selection.size for selection in parts])
+        ).astype(np.int64)
         self.size = int(self._bounds[-1])
         self.num_samples = int(offsets[-1])
         self.num_left_out = self.num_samples - self.size
+
+    @staticmethod
+    def of(parts: Sequence[Selection]) -> JoinedSelection:
+        """The selections of stores that are numbered one after the other."""
+        offsets = np.append(
+            0, np.cumsum([selection.num_samples for selection in parts])
+        )
+        return JoinedSelection(parts, offsets)
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         """See `Selection.indices`."""
         indices = np.empty(len(numbers), np.int64)
         part_of = np.searchsorted(self._bounds[1:-1], numbers, side="right")
-        for part in np.unique(part_of).tolist():
-            inside = part_of == part
-            of_part = self.parts[part].indices(numbers[inside] - self._bounds[part])
-            indices[inside] = self.offsets[part] + of_part
+        for number in np.unique(part_of).tolist():
+            inside = part_of == number
+            of_part = self.parts[number].indices(numbers[inside] - self._bounds[number])
+            indices[inside] = self.offsets[number] + of_part
         return indices
 
 
@@ -117,8 +125,8 @@ def _compact(indices: np.ndarray) -> np.ndarray:
     )
 
 
-def _like(listed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _like(listed: np.ndarray, searched: np.ndarray) -> np.ndarray:
     """Searched values in the type of the list, which would be copied whole otherwise."""
-    return np.minimum(wanted.astype(np.uint64), np.iinfo(listed.dtype).max).astype(
+    return np.minimum(searched.astype(np.uint64), np.iinfo(listed.dtype).max).astype(
         listed.dtype
     )

@@ -13,8 +13,8 @@ import ray
 
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
-from raypipe.rayext.limits import autoscaler_limits
-from raypipe.rayext.waiting import Wait
+from raypipe.rayext.cluster_state import autoscaler_limits
+from raypipe.rayext.startup import Wait
 
 # CPUs of a run that has just ended become free within seconds; CPUs that stay busy longer belong to another job.
 _SETTLE_S = 10.0
@@ -29,7 +29,7 @@ class HeldError(ResourceError):
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of a cluster.
+    """CPUs and GPUs of a cluster, in total and free.
 
     Attributes:
         cpus, gpus: total of all nodes that run or that the autoscaler may add.

@@ -16,26 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import node, ray_constants, services
-from ray._private import utils as ray_utils
 from ray.util import client
 
+from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
-from raypipe.lookup import num_cpus as usable_cpus
-from raypipe.rayext.console import take_console
-from raypipe.rayext.waiting import Wait, wait_for_head
-
-LOCAL_CLUSTER = "RAYPIPE_LOCAL_CLUSTER"
-"""Variable in the environment of all processes of a cluster that `connect` started."""
-
-# Id of the node that this process started last.
-_own_node = ""
+from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
+from raypipe.rayext.head import wait_for_head
+from raypipe.rayext.ray_private import find, replace, replaced
+from raypipe.rayext.startup import Wait
+from raypipe.rayext.tweaks import small_head
+from raypipe.rayext.worker_logs import take_worker_logs
 
 _WORKER_ENV = {
-    # The thread that prefetches blocks' metadata costs the one core that runs an execution a third more time,
-    # though blocks come with their metadata. (Since Ray 2.57; read when ray.data is imported.)
-    "RAY_DATA_METADATA_PREFETCH_ON_THREAD": "0",
     # With the patch, Ray Train prints every line of a train function twice.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Ray Train waits silently for resources; after this many seconds trainer.py logs what is missing.
@@ -89,7 +82,7 @@ def connect(
             "a stream does not run through Ray Client (ray://…): start the program on a machine of the cluster, "
             "such as by `ray job submit`"
         )
-    take_console()
+    take_worker_logs()
     # This also removes Ray's prefix "(Actor pid=…)" from the lines of workers.
     if log_format == "json":
         ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING")
@@ -121,20 +114,19 @@ def connect(
         return
     if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
         # Under `uv run`, Ray would rebuild the project's environment for its workers, which can share this one.
-        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
-    # Ray warns that authentication is on, which is irrelevant to a private cluster on one machine.
-    logging.getLogger(
-        "ray._private.authentication.authentication_token_setup"
-    ).setLevel(logging.ERROR)
+        replace(
+            "ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV",
+            lambda _: False,
+            loss="under `uv run`, Ray makes an environment of its own for its workers",
+        )
     _keep_token_private()
     environment = _LOCAL_ENV | (
         {"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {}
     )
-    with _inherited(environment), _small_head(), _spared_signals(), _whole_start():
+    with _inherited(environment), small_head(), _spared_signals(), _whole_start():
         try:
             ray.init(
-                # Ray counts the machine's, or those of its container, and not those of `taskset` or Slurm.
-                num_cpus=num_cpus or min(usable_cpus(), int(ray_utils.get_num_cpus())),
+                num_cpus=num_cpus or _offered_cpus(),
                 object_store_memory=object_store_bytes,
                 include_dashboard=False,
                 **options,
@@ -146,8 +138,16 @@ def connect(
                 "Ray did not start on this machine: its CPUs or memory may be in use, or TMPDIR may be too long "
                 f"or not ASCII: {error}"
             ) from error
-    global _own_node
-    _own_node = ray.get_runtime_context().get_node_id()
+    remember_own_node()
+
+
+def _offered_cpus() -> int:
+    """Return the CPUs that this process may use: Ray does not see the limits of `taskset` and Slurm."""
+    rays = find(
+        "ray._private.utils.get_num_cpus",
+        "the quota of a control group of version 1 is unknown",
+    )
+    return min(usable_cpus(), int(rays()) if rays else usable_cpus())
 
 
 def _keep_token_private() -> None:
@@ -165,16 +165,6 @@ def _keep_token_private() -> None:
                 new.write(secrets.token_hex(32))  # Ray's own has the same form
         elif stat.S_IMODE(token.stat().st_mode) & 0o077:
             token.chmod(0o600)
-
-
-def started_here() -> bool:
-    """Return whether this process started the connected cluster, which ends with the process."""
-    return ray.is_initialized() and ray.get_runtime_context().get_node_id() == _own_node
-
-
-def is_local() -> bool:
-    """Return whether `connect` started the connected cluster, in this process or in its driver."""
-    return started_here() or LOCAL_CLUSTER in os.environ
 
 
 class _SearchPath(list[str]):
@@ -209,36 +199,6 @@ def _inherited(environment: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _small_head() -> Iterator[None]:
-    """Context manager: start Ray without the services that a cluster of one machine does not need.
-
-    Ray starts the dashboard's server even without a dashboard, and ray.init waits 2 s for it; the monitor would
-    add nodes. The agent's port only matters to a dashboard, so it may be any: Ray would wait up to 3 s for a fixed
-    port, which every other Ray on this machine uses too.
-    """
-    node_type = node.Node
-    start_raylet = node_type.start_raylet
-
-    def start_with_any_port(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._ray_params.dashboard_agent_listen_port = 0
-        return start_raylet(self, *args, **kwargs)
-
-    replaced = {
-        name: lambda self, *_, **__: None
-        for name in ("start_api_server", "start_monitor")
-    }
-    replaced["start_raylet"] = start_with_any_port
-    saved = {name: getattr(node_type, name) for name in replaced}
-    try:
-        for name, method in replaced.items():
-            setattr(node_type, name, method)
-        yield
-    finally:
-        for name, method in saved.items():
-            setattr(node_type, name, method)
-
-
-@contextlib.contextmanager
 def _spared_signals() -> Iterator[None]:
     """Context manager: start Ray in separate process groups.
 
@@ -246,15 +206,15 @@ def _spared_signals() -> Iterator[None]:
     stopped run could not write its checkpoint. On Linux Ray still ends with this process; on other systems Ray
     needs the group to end its processes.
     """
-    popen: Any = services.ConsolePopen
     if sys.platform != "linux":
         yield
         return
-    services.ConsolePopen = functools.partial(popen, process_group=0)  # type: ignore[misc, assignment]
-    try:
+    with replaced(
+        "ray._private.services.ConsolePopen",
+        lambda popen: functools.partial(popen, process_group=0),
+        loss="a signal to the whole process group ends Ray before the last checkpoint",
+    ):
         yield
-    finally:
-        services.ConsolePopen = popen  # type: ignore[misc]
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from raypipe.rayext.data_context import ours, stream_settings
 from raypipe.rayext.failures import cause_of
-from raypipe.rayext.ours import ours, settings_of
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -72,7 +72,7 @@ def stop_execution(supervisor: Any) -> None:
         supervisor: handle of the stream's Supervisor.
     """
     for thread in threading.enumerate():
-        settings = settings_of(getattr(thread, "_data_context", None))
+        settings = stream_settings(getattr(thread, "_data_context", None))
         if settings and settings.supervisor is supervisor:
             cast(Any, thread).shutdown(force=True)
 

@@ -9,24 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
-
-from raypipe.rayext.limits import has_labelled_type
+from raypipe.rayext.cluster_state import has_labelled_type, nodes
 
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to each node
-LABEL = "raypipe"
-VALUE = "transform"
+LABEL_KEY = "raypipe"
+LABEL_VALUE = "transform"
 """The label of nodes for transforms, which the YAML of a cluster sets; see docs/clusters.md."""
-
-
-def nodes() -> list[dict[str, Any]]:
-    """Return the living nodes, as dicts from `ray.nodes`."""
-    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def is_labelled(node: dict[str, Any]) -> bool:
     """Return whether a node has the label."""
-    return node.get("Labels", {}).get(LABEL) == VALUE
+    return node.get("Labels", {}).get(LABEL_KEY) == LABEL_VALUE
 
 
 def placement() -> dict[str, Any]:
@@ -43,6 +36,9 @@ def placement() -> dict[str, Any]:
     fallback: list[dict[str, Any]] = (
         [{"label_selector": {_NODE_ID: f"in({','.join(others)})"}}] if others else []
     )
-    if not (is_label_used or has_labelled_type(LABEL, VALUE)):
+    if not (is_label_used or has_labelled_type(LABEL_KEY, LABEL_VALUE)):
         fallback = [{"label_selector": {}}]
-    return {"label_selector": {LABEL: VALUE}, "fallback_strategy": fallback or None}
+    return {
+        "label_selector": {LABEL_KEY: LABEL_VALUE},
+        "fallback_strategy": fallback or None,
+    }

@@ -22,8 +22,8 @@ from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 
 from raypipe.config import PoolConfig
 from raypipe.errors import NoRoomError, RaypipeError, ResourceError
-from raypipe.rayext.limits import draining, resource_state
-from raypipe.rayext.placement import is_labelled, nodes, placement
+from raypipe.rayext.cluster_state import draining, nodes, resource_state
+from raypipe.rayext.placement import is_labelled, placement
 
 _WATCH_PERIOD_S = 1.0
 
@@ -363,7 +363,7 @@ class PoolKeeper:
         Replaced actors are released when they are idle and others run. If no other actor runs, they stay and work.
 
         Args:
-            going: node id → end, see `limits.draining`.
+            going: node id → end, see `cluster_state.draining`.
         """
         running = {
             actor: s

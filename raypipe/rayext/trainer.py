@@ -13,57 +13,30 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.train.v2._internal.callbacks import datasets, placement_group_callback
+from ray.train.v2._internal.callbacks import datasets
 from ray.train.v2._internal.execution import (
     failure_handling,
     scaling_policy,
     train_fn_utils,
 )
-from ray.train.v2._internal.execution.callback import (
-    ControllerCallback,
-    WorkerGroupCallback,
-)
+from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2.api import config as ray_config
-from ray.train.v2.api.exceptions import (
-    ControllerError,
-    TrainingFailedError,
-    WorkerGroupError,
-)
+from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
-from raypipe.errors import NoRoomError, ResourceError
+from raypipe.errors import NoRoomError
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.records import append_fault
 from raypipe.rayext.allocation import largest_divisor, worker_resources
-from raypipe.rayext.cluster import is_local
-from raypipe.rayext.controller import DriverWatch, introduce, wait_for_trainers
-from raypipe.rayext.failures import explanation, is_final, is_lost, own_error
-from raypipe.rayext.waiting import is_head_lost
+from raypipe.rayext.cluster_state import is_local
+from raypipe.rayext.controller import DriverWatch, wait_for_trainers
+from raypipe.rayext.failures import explanation, is_final, is_lost
+from raypipe.rayext.head import is_head_lost
+from raypipe.rayext.train_runs import is_cleaner, join_run
+from raypipe.rayext.tweaks import are_on
 
 logger = logging.getLogger(__name__)
-
-# Two loggers of Ray Train's controller are silenced: on a busy machine, the first warns about retried requests,
-# with a traceback, and the second about each trainer that has died. The policies below log what a run waits for.
-# A filter, since Ray Train resets the levels of its loggers when a run begins.
-for _name in (
-    "execution.scaling_policy.autoscaling_coordinator_client",
-    "callbacks.backend_setup",
-):
-    logging.getLogger(f"ray.train.v2._internal.{_name}").addFilter(
-        lambda record: record.levelno >= logging.ERROR
-    )
-
-if is_local():
-    # In the controller of each run of Ray Train, a user's included, this callback starts an actor that frees the
-    # trainers' resources when the driver has died. A local cluster dies with its driver, and lacks the dashboard
-    # that the actor asks: `fit` would wait 12 s for the actor's end, and log a traceback.
-    for _name in ("after_controller_start", "after_worker_group_start"):
-        setattr(
-            placement_group_callback.PlacementGroupCleanerCallback,
-            _name,
-            lambda *_: None,
-        )
 
 # Trainers with resources start at once, so a longer wait is logged. It must be below the timeout in cluster.py,
 # after which Ray Train tries again.
@@ -235,49 +208,6 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
         return decision
 
 
-class FinalErrors(ControllerCallback, WorkerGroupCallback):
-    """Callback that ends any run of Ray Train at a final error of raypipe, and recognizes preemptions.
-
-    A death after a notice counts as a preemption. The callback also publishes the controller's process, so that
-    the driver and the trainers can watch it.
-
-    `raypipe` names the class in RAY_TRAIN_CALLBACKS, from which each `fit` makes an instance in Ray Train's
-    controller. Errors of other code are retried according to `FailureConfig`.
-    """
-
-    def __init__(self) -> None:
-        self._has_failed = False
-        self._notice: Any = None  # the current trainers' last notice
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        introduce()
-
-    def after_worker_group_start(self, worker_group: Any) -> None:
-        self._notice = None
-
-    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        failures = list(worker_group_status.errors.values())
-        error = own_error(failures)
-        # Resources that were lost with a node during the run may come back.
-        if error and not (self._has_failed and isinstance(error, ResourceError)):
-            raise ControllerError(error)  # Ray Train does not retry this error
-        self._has_failed |= bool(failures)
-        if not hasattr(worker_group_status, "get_preemption_info"):  # before Ray 2.60
-            return
-        self._notice = worker_group_status.get_preemption_info() or self._notice
-        # Ray recognizes a preempted node only by the deadline of its notice. A node that goes earlier, or a
-        # trainer that first reports its lost peer, would count against `max_failures`.
-        if (
-            failures
-            and self._notice
-            and not is_final(failures)
-            and not worker_group_status.has_preempted_worker()
-        ):
-            from ray.train.v2.api.exceptions import PreemptionError
-
-            raise PreemptionError(self._notice)
-
-
 class _Logs(ControllerCallback):
     """Callback that sets the log format in Ray Train's controller."""
 
@@ -327,14 +257,18 @@ class RunTrainer(TorchTrainer):
     def fit(self) -> Any:
         """Train; if Ray Train's controller dies, begin again from the last checkpoint, `max_failures` times."""
         failures = self.run_config.failure_config
-        most = failures.max_failures if failures else 0
+        max_failures = failures.max_failures if failures else 0
         for deaths in itertools.count(1):
             try:
                 return self._fit()
             except (
                 ray.exceptions.RayActorError
             ) as error:  # Ray Train raises its own errors for trainers
-                if 0 <= most < deaths or is_head_lost() or not wait_for_trainers():
+                if (
+                    0 <= max_failures < deaths
+                    or is_head_lost()
+                    or not wait_for_trainers()
+                ):
                     raise
                 cause = _DEAD_ACTOR.sub(r"process \1 on \2, \3", explanation(error))
                 text = f"restarting the trainers: Ray Train's controller died: {cause}"
@@ -373,17 +307,23 @@ class RunTrainer(TorchTrainer):
         return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:
-        # The removed callback would start an actor, to distribute Ray Train's datasets, which a run does not have.
-        defaults = super()._create_default_callbacks()
+        logs = _Logs(self._log_format, self._run)
+        callbacks = super()._create_default_callbacks()
+        if not are_on():
+            return [*callbacks, logs]
+        # This one would start an actor, to distribute Ray Train's datasets, which a run does not have.
         callbacks = [
             callback
-            for callback in defaults
+            for callback in callbacks
             if not isinstance(callback, datasets.DatasetsCallback)
         ]
-        return [*callbacks, _Logs(self._log_format, self._run)]
+        if is_local():
+            callbacks = [callback for callback in callbacks if not is_cleaner(callback)]
+        return [*callbacks, logs]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         self._controller = controller
+        join_run(controller)  # before the trainers start
         self._watch = DriverWatch(
             controller, self._timeout_s, self._give_up, self._record
         )

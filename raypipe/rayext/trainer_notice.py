@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 _AGAIN_S = 15.0  # period of checkpoints after a notice
-_AGREE_S = 1.0  # period in which the ranks of a train function agree
 _NEAR_S = 5.0  # time before the last checkpoint in which ranks agree after each step
 # Reserve between the last checkpoint and the node's end: Ray Train registers a checkpoint up to 0.5 s after its
 # report, and the machines' clocks differ.
@@ -47,7 +46,7 @@ class Notice:
 
     Attributes:
         is_last: whether the due checkpoint is the last one, after which `begin_step` ends the train function. Rank
-            0 decides and broadcasts it.
+            0 decides it, and all ranks agree on it.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -59,9 +58,6 @@ class Notice:
         self._step_s = self._checkpoint_s = 0.0  # recent maximum
         self._begun_at = time.monotonic()
         self._asked_at = 0.0  # start of the step, and of the current checkpoint
-        self._steps = 0
-        self._steps_between = 1
-        self._agreed_at = time.monotonic()
 
     def begin_step(self) -> None:
         """Start a step; all ranks must call it.
@@ -92,10 +88,9 @@ class Notice:
             return False
         if info is None:
             return False
-        now, self._step_s = (
-            time.time(),
-            max(time.monotonic() - self._begun_at, 0.8 * self._step_s),
-        )
+        now = time.time()
+        step_s = time.monotonic() - self._begun_at
+        self._step_s = max(step_s, 0.8 * self._step_s)
         if new := sorted(set(info.preempted_node_ids) - self._known):
             self._known.update(new)
             ranks = ", ".join(map(str, info.preempted_ranks))
@@ -124,30 +119,6 @@ class Notice:
     def is_near(self) -> bool:
         """Return, on rank 0, whether a node ends so soon that ranks have to agree after each step."""
         return self._room_s <= _NEAR_S
-
-    def agreed(self, rank: int, at_end: bool = False) -> bool:
-        """Return rank 0's `is_due` on all ranks of a train function. All call it after each step; they synchronize
-        about once a second.
-        """
-        from ray.train.collective import broadcast_from_rank_zero
-
-        try:
-            noticed()
-        except LookupError:
-            return False
-        self._steps += 1
-        if self._steps < self._steps_between and not at_end:
-            return False
-        now = time.monotonic()
-        between = max(1, int(self._steps * _AGREE_S / max(now - self._agreed_at, 1e-6)))
-        self._steps = 0
-        self._agreed_at = now
-        due: bool
-        asked = rank == 0 and self.is_due(at_end)
-        due, self.is_last, self._steps_between = broadcast_from_rank_zero(
-            (asked, self.is_last, 1 if self.is_near() else between)
-        )
-        return due
 
 
 def _leave() -> None:

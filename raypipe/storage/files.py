@@ -20,14 +20,14 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.filesystem import (
     check_bucket,
     check_lasting,
-    explained,
+    errors_as,
     is_remote,
     open_filesystem,
 )
 from raypipe.storage.local_file import regular_path
-from raypipe.storage.patient import PatientFileSystem
+from raypipe.storage.retrying_filesystem import RetryingFileSystem
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 # The size of a scan of 14 million members; the digests of the longest runs take a tenth of it.
 _MAX_JSON_BYTES = 1 << 30
@@ -42,10 +42,10 @@ def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
 
 
 def read_by(
-    filesystem: pyarrow.fs.FileSystem, path: str, read: Callable[[pa.NativeFile], T]
-) -> T:
+    filesystem: pyarrow.fs.FileSystem, path: str, read: Callable[[pa.NativeFile], _T]
+) -> _T:
     """Return `read(file)`. For a remote file, `read` runs in pyarrow's threads, and may be called again."""
-    if isinstance(filesystem, PatientFileSystem):
+    if isinstance(filesystem, RetryingFileSystem):
         return filesystem.call("read", path, lambda inner: read_by(inner, path, read))
     with open_input(filesystem, path) as file:
         return read(file)
@@ -53,7 +53,7 @@ def read_by(
 
 def read_whole(address: str) -> bytes | None:
     """Return a file's content, None if it does not exist; raise ConfigError if it cannot be read."""
-    with explained(ConfigError, f"{address} cannot be read"):
+    with errors_as(ConfigError, f"{address} cannot be read"):
         try:
             with open_input(*open_filesystem(address)) as file:
                 return file.read()
@@ -73,7 +73,7 @@ def read_json(address: str | Path) -> Any:
 def read_text(address: str | Path, max_bytes: int) -> str:
     """Return the text of a file; raise ConfigError if it cannot be read, is larger, or is not UTF-8."""
     with (
-        explained(ConfigError, f"{address} cannot be read"),
+        errors_as(ConfigError, f"{address} cannot be read"),
         open_input(*open_filesystem(address)) as file,
     ):
         if file.size() > max_bytes:
@@ -99,7 +99,7 @@ def write_text(address: str | Path, text: str) -> None:
 
 def write_bytes(address: str | Path, content: bytes) -> None:
     """Write a file, or replace an old one atomically; raise ConfigError if it cannot be written."""
-    with explained(ConfigError, f"{address} cannot be written"):
+    with errors_as(ConfigError, f"{address} cannot be written"):
         filesystem, path = open_filesystem(address)
         if is_remote(address):  # an object only appears when it is complete
             write_synced(filesystem, path, content)
@@ -119,7 +119,7 @@ def write_synced(
     filesystem: pyarrow.fs.FileSystem, path: str, content: bytes | memoryview
 ) -> None:
     """Write a new file and wait until its content is on the disk, not only in memory."""
-    if isinstance(filesystem, PatientFileSystem):
+    if isinstance(filesystem, RetryingFileSystem):
         filesystem.write(path, content)
         return
     with Path(path).open("wb") as file:
@@ -140,7 +140,7 @@ def sync_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
 
 def check_place(address: str | Path) -> None:
     """Raise ConfigError if a file cannot be written, before the work of making its content."""
-    with explained(ConfigError, f"{address} cannot be written"):
+    with errors_as(ConfigError, f"{address} cannot be written"):
         _, path = open_filesystem(address)
         check_lasting(str(address), "the file to write")
     if is_remote(address):
@@ -191,14 +191,14 @@ class RemoteFile:
 
 def look_up(address: str) -> RemoteFile:
     """Look up an object with one request; raise StoreError if it does not exist or cannot be reached."""
-    with opened(address) as (_, file):
+    with open_object(address) as (_, file):
         return file
 
 
 @contextlib.contextmanager
-def opened(address: str) -> Iterator[tuple[pa.NativeFile, RemoteFile]]:
+def open_object(address: str) -> Iterator[tuple[pa.NativeFile, RemoteFile]]:
     """Context manager: open an object for ranged reads, with its identity; its errors become StoreError."""
-    with explained(StoreError, f"{address} cannot be read"):
+    with errors_as(StoreError, f"{address} cannot be read"):
         filesystem, path = open_filesystem(address)
         try:
             file = open_input(filesystem, path)

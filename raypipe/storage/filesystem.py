@@ -1,7 +1,7 @@
 """Map from addresses to a file system and a path on it: local paths, file://, s3://, gs://, az://, abfs://, hdfs://,
 and the schemes of fsspec.
 
-All but the last are pyarrow's own. Remote ones have timeouts and retries, see `raypipe.storage.patience`. Settings
+All but the last are pyarrow's own. Remote ones have timeouts and retries, see `raypipe.storage.retries`. Settings
 and credentials come from the environment of each process, so every node of a cluster needs them:
 
     s3://bucket/key            AWS_ACCESS_KEY_ID or any other AWS login; AWS_REGION, else the bucket's region;
@@ -32,8 +32,8 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
-from raypipe.storage.patience import one_line, patience_s
-from raypipe.storage.patient import PatientFileSystem
+from raypipe.storage.retries import error_reason, patience_s
+from raypipe.storage.retrying_filesystem import RetryingFileSystem
 
 _CONNECT_S = 5
 _SILENT_S = 20  # a request without a byte for so long is retried
@@ -82,14 +82,14 @@ def as_uri(address: str) -> str:
     return Path(address).expanduser().resolve().as_uri()
 
 
-def join(address: str, *names: str) -> str:
+def join_address(address: str, *names: str) -> str:
     """Return the address of a name below the folder at an address."""
     return "/".join(
         (address.rstrip("/"), *(map(quote, names) if "://" in address else names))
     )
 
 
-def split(address: str) -> tuple[str, str]:
+def split_address(address: str) -> tuple[str, str]:
     """Return the address of the parent folder, "" for a bare name, and the last name; the reverse of `join`."""
     folder, _, name = address.rstrip("/").rpartition("/")
     return folder, unquote(name) if "://" in address else name
@@ -97,8 +97,8 @@ def split(address: str) -> tuple[str, str]:
 
 def refuse_credentials(address: str | Path) -> None:
     """Raise ConfigError if an address contains a login or options; the message does not show them."""
-    scheme, mark, rest = str(address).partition("://")
-    if mark and (without_credentials(str(address)) != str(address) or "?" in rest):
+    scheme, mark, location = str(address).partition("://")
+    if mark and (without_credentials(str(address)) != str(address) or "?" in location):
         names = _CREDENTIALS.get(_KINDS.get(scheme, scheme), "variables")
         raise ConfigError(
             f"{address} contains credentials or options, which would be printed, logged and kept with the run: "
@@ -112,30 +112,19 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
 
     Raises:
         ConfigError: the address is malformed, contains credentials, or has an unknown scheme.
-        OSError: the file system cannot be reached, see `explained`.
+        OSError: the file system cannot be reached, see `errors_as`.
     """
     uri = str(address)
-    scheme, mark, rest = uri.partition("://")
+    scheme, mark, location = uri.partition("://")
     if not mark:
         return pyarrow.fs.LocalFileSystem(), str(Path(address).expanduser().absolute())
     refuse_credentials(uri)
     if scheme == "file":
         filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
         return filesystem, path
-    host, _, path = rest.partition("/")
+    host = location.partition("/")[0]
     kind = _KINDS.get(scheme, scheme)
-    if kind in _HADOOP:
-        path = f"/{unquote(path)}"
-    elif kind == scheme and scheme not in _KINDS:
-        path = _fsspec_class(scheme, uri)._strip_protocol(unquote(uri))
-    else:
-        if scheme.startswith("abfs"):
-            bucket = host.partition("@")[0]
-        else:
-            bucket = host.rpartition("@")[2]
-        if not bucket:
-            raise ConfigError(f"{uri} names no bucket")
-        path = f"{bucket}/{unquote(path)}"
+    path = _path_of(uri, kind)
     settings = frozenset(
         (name, value)
         for name, value in os.environ.items()
@@ -144,17 +133,34 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     try:
         filesystem = _filesystem(kind, host, settings, os.getpid())
     except pa.ArrowInvalid as error:
-        raise ConfigError(f"{uri}: {one_line(error)}") from error
+        raise ConfigError(f"{uri}: {error_reason(error)}") from error
     return filesystem, path.rstrip("/") or "/"
+
+
+def _path_of(uri: str, kind: str) -> str:
+    """Return the path of a remote address on its file system."""
+    scheme, _, location = uri.partition("://")
+    host, _, path = location.partition("/")
+    if kind in _HADOOP:
+        return f"/{unquote(path)}"
+    if scheme not in _KINDS:
+        return str(_fsspec_class(scheme, uri)._strip_protocol(unquote(uri)))
+    if scheme.startswith("abfs"):
+        bucket = host.partition("@")[0]
+    else:
+        bucket = host.rpartition("@")[2]
+    if not bucket:
+        raise ConfigError(f"{uri} names no bucket")
+    return f"{bucket}/{unquote(path)}"
 
 
 @functools.lru_cache(maxsize=64)
 def _filesystem(
     kind: str, host: str, settings: frozenset[tuple[str, str]], pid: int
-) -> PatientFileSystem:
+) -> RetryingFileSystem:
     """Make or reuse this process's file system; `pid` keeps a forked child from using its parent's."""
     patience_s()  # raises early for a wrong setting
-    return PatientFileSystem(kind, host, _make)
+    return RetryingFileSystem(kind, host, _make)
 
 
 def _make(kind: str, host: str) -> pyarrow.fs.FileSystem:
@@ -197,10 +203,11 @@ def _s3(host: str) -> pyarrow.fs.FileSystem:
 
 
 def _azure(host: str) -> pyarrow.fs.FileSystem:
-    container, at, server = host.partition("@")
-    account = (
-        server.partition(".")[0] if at else os.environ.get("AZURE_STORAGE_ACCOUNT")
-    )
+    container, _, server = host.partition("@")
+    if server:
+        account = server.partition(".")[0]
+    else:
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT", "")
     if not account:
         raise ConfigError(
             f"az://{container}: set AZURE_STORAGE_ACCOUNT; addresses are az://container/path, or "
@@ -242,9 +249,9 @@ def _fsspec_class(scheme: str, uri: str) -> Any:
     except ImportError as error:
         raise ConfigError(f"{uri}: {error} (on every node)") from None
     except ValueError:
-        known = "a local path, file://, s3://, gs://, az://, abfs://, hdfs://"
         raise ConfigError(
-            f"unsupported scheme in {uri}; use {known}, or one that fsspec knows"
+            f"unsupported scheme in {uri}; use a local path, file://, s3://, gs://, az://, abfs://, hdfs://, or "
+            "one that fsspec knows"
         ) from None
 
 
@@ -257,12 +264,12 @@ def _fsspec(scheme: str, host: str) -> pyarrow.fs.FileSystem:
 
 
 @contextlib.contextmanager
-def explained(failure: type[RaypipeError], what: str) -> Iterator[None]:
-    """Context manager: turn a file system's error into `failure` with one line: `what`, reason, and remedy."""
+def errors_as(failure: type[RaypipeError], message: str) -> Iterator[None]:
+    """Context manager: turn a file system's error into `failure` with one line: message, reason, and remedy."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        raise failure(f"{what}: {one_line(error)}") from error
+        raise failure(f"{message}: {error_reason(error)}") from error
 
 
 def exists(address: str) -> bool:
@@ -274,7 +281,7 @@ def exists(address: str) -> bool:
 def check_bucket(address: str) -> None:
     """Raise ConfigError if the bucket of a remote address cannot be reached, before work is done for it."""
     if is_remote(address):
-        with explained(ConfigError, f"{address} cannot be used"):
+        with errors_as(ConfigError, f"{address} cannot be used"):
             filesystem, path = open_filesystem(address)
             bucket = path.partition("/")[0] or "/"
             if filesystem.get_file_info(bucket).type == pyarrow.fs.FileType.NotFound:

@@ -1,9 +1,9 @@
 """The node's cache of remote shards, for stores that need local files: LMDB and tar.
 
-    CACHE/shards/KEY/        one folder per version of an object; its modification time is the last use
+    CACHE/shards/KEY/        one folder per version of an object; modified when it was last used, to a second
         data                 the whole object, unpacked if it was compressed
         partial-BOOT         the first bytes of a running download, with the id of the machine's boot
-    CACHE/shards/KEY-BOOT.part    a part of an object, see `storage.parts`; its modification time is the last use
+    CACHE/shards/KEY-BOOT.part    ranges of an object, see `storage.byte_ranges`; modified = last used
     CACHE/shards/.lock       exclusive lock of the process that downloads a whole object
     CACHE/shards/.lock-NN    of the processes that fetch a part or unpack an object whose key has this number
     CACHE/shards/.room       of the process that makes room; the file's text = bytes of all shards and parts
@@ -28,39 +28,35 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from raypipe.environment import variable
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.files import RemoteFile, hash_of, look_up, opened
-from raypipe.storage.filesystem import is_remote
+from raypipe.storage.byte_ranges import ByteRanges
+from raypipe.storage.download import UNTOUCHED_NS, download, read_pieces
+from raypipe.storage.files import RemoteFile
 from raypipe.storage.local_file import (
-    OpenFile,
     boot_id,
-    cache_folder,
     locked,
     make_cache_folder,
 )
-from raypipe.storage.parts import Part
-from raypipe.storage.patience import Threads, progress
-from raypipe.storage.unpack import unpacked
+from raypipe.storage.retries import report_progress
+from raypipe.storage.unpack import unpack_pieces
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _DISK_SHARE = 0.9
 # Each open shard takes a file descriptor of the process.
 _MAX_OPEN = 256
 _LOOK_S = 0.5
-# Size of a download's ranged reads. A process that dies loses up to _NUM_AHEAD of them.
-PART_BYTES = 8 << 20
-# Reads under way at a time, for the whole node: object stores serve 50 to 100 MB/s per connection.
-_NUM_AHEAD = 16
-# Modification time of a file that is unchanged since its download.
-_UNTOUCHED_NS = 0
+# The time of a file's last use is written this often at most: stores ask for the same file many times a second.
+_TOUCH_S = 1.0
+# Variables that say where the cache is, and how large.
+_SETTINGS = ("RAYPIPE_CACHE", "RAYPIPE_CACHE_BYTES", "XDG_CACHE_HOME", "HOME")
 # Locks of parts: far more than the threads of a node that fetch at a time.
 _NUM_LOCKS = 64
 _PART_SUFFIX = ".part"
@@ -83,26 +79,51 @@ class Unpacked(NamedTuple):
         return self.file.address
 
 
-Entry = RemoteFile | Part | Unpacked
+CacheEntry = RemoteFile | ByteRanges | Unpacked
+
+
+class _OpenEntry(Generic[_T]):
+    """An open file of the cache.
+
+    Attributes:
+        content: the object that the opener returned.
+        inode: the file's.
+        path: its path; for whole objects, their folder has the time of the last use.
+        touched_s: `time.monotonic()` when the time of the last use was written.
+    """
+
+    __slots__ = ("content", "inode", "path", "touched_s")
+
+    def __init__(self, content: _T, inode: int, path: Path) -> None:
+        self.content = content
+        self.inode = inode
+        self.path = path
+        self.touched_s = -_TOUCH_S
 
 
 def shared_cache() -> LocalCache:
     """Return this process's view of the node's cache, as configured by the environment."""
+    settings = tuple(map(os.environ.get, _SETTINGS))
+    cache = _caches.get(settings)
+    if cache is None:
+        # another thread may be faster
+        cache = _caches.setdefault(settings, _make_cache())
+    return cache
+
+
+def _make_cache() -> LocalCache:
     text = variable("RAYPIPE_CACHE_BYTES") or "0"
     if not text.isdecimal():
         raise ConfigError(
             f"RAYPIPE_CACHE_BYTES must be a whole number of bytes, got {text!r}"
         )
-    key = (cache_folder() / "shards", int(text))
-    if key not in _caches:
-        try:
-            make_cache_folder("shards")
-        except OSError as error:
-            raise StoreError(
-                f"the cache cannot be used: {error}; set RAYPIPE_CACHE to another folder"
-            ) from error
-        _caches.setdefault(key, LocalCache(*key))  # another thread may have been faster
-    return _caches[key]
+    try:
+        folder = make_cache_folder("shards")
+    except OSError as error:
+        raise StoreError(
+            f"the cache cannot be used: {error}; set RAYPIPE_CACHE to another folder"
+        ) from error
+    return LocalCache(folder, int(text))
 
 
 class LocalCache:
@@ -116,12 +137,11 @@ class LocalCache:
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
-        # opened shard, and its file's inode
-        self._open: OrderedDict[Entry, tuple[Any, int]] = OrderedDict()
+        self._open: OrderedDict[CacheEntry, _OpenEntry[Any]] = OrderedDict()
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def get(self, file: Entry, opener: Callable[[Path], T]) -> T:
+    def get(self, file: CacheEntry, opener: Callable[[Path], _T]) -> _T:
         """Return an opened shard, which stays open until it is evicted and nothing refers to it.
 
         Args:
@@ -131,7 +151,7 @@ class LocalCache:
         """
         return self._kept(file, self._open.get(file) or self._enter(file, opener))
 
-    def find(self, file: Entry, opener: Callable[[Path], T]) -> T | None:
+    def find(self, file: CacheEntry, opener: Callable[[Path], _T]) -> _T | None:
         """Return an opened shard as `get` does if it is in the cache; else None, and nothing is fetched."""
         entry = self._open.get(file)
         if entry is None:
@@ -152,7 +172,9 @@ class LocalCache:
         with self._mutex:
             closed = set(files)
             for file in list(self._open):
-                if file in closed or (isinstance(file, Part) and file.file in closed):
+                if file in closed or (
+                    isinstance(file, ByteRanges) and file.file in closed
+                ):
                     del self._open[file]
 
     def close_evicted(self) -> None:
@@ -160,15 +182,11 @@ class LocalCache:
         with self._mutex:
             entries = list(self._open.items())
         self.close(
-            [
-                file
-                for file, (_, inode) in entries
-                if _inode(self._place_of(file)) != inode
-            ]
+            [file for file, entry in entries if _inode(entry.path) != entry.inode]
         )
 
-    def _place_of(self, file: Entry) -> Path:
-        if isinstance(file, Part):
+    def _place_of(self, file: CacheEntry) -> Path:
+        if isinstance(file, ByteRanges):
             return self._folder / f"{file.name}-{boot_id()}{_PART_SUFFIX}"
         return self.folder_of(file) / "data"
 
@@ -177,36 +195,43 @@ class LocalCache:
             time.sleep(_LOOK_S)
             self.close_evicted()
 
-    def _kept(self, file: Entry, entry: tuple[T, int]) -> T:
+    def _kept(self, file: CacheEntry, entry: _OpenEntry[_T]) -> _T:
+        now_s = time.monotonic()
         with self._mutex:
             # another thread may have been faster
             entry = self._open.setdefault(file, entry)
             self._open.move_to_end(file)
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
-        with contextlib.suppress(OSError):  # a user may have emptied the cache
-            os.utime(
-                self._place_of(file) if isinstance(file, Part) else self.folder_of(file)
-            )
-        return entry[0]
+            is_touched = now_s - entry.touched_s < _TOUCH_S
+            if not is_touched:
+                entry.touched_s = now_s
+        if not is_touched:
+            with contextlib.suppress(OSError):  # a user may have emptied the cache
+                os.utime(
+                    entry.path if isinstance(file, ByteRanges) else entry.path.parent
+                )
+        return entry.content
 
-    def _opened(self, file: Entry, opener: Callable[[Path], T]) -> tuple[T, int] | None:
-        """Return an opened shard and its inode; None if the cache does not have it."""
+    def _opened(
+        self, file: CacheEntry, opener: Callable[[Path], _T]
+    ) -> _OpenEntry[_T] | None:
+        """Return an opened shard; None if the cache does not have it."""
         data = self._place_of(file)
         while _is_whole(data, file):
             inode = _inode(data)
             try:
-                return opener(data), inode
+                return _OpenEntry(opener(data), inode, data)
             except (OSError, StoreError):
                 if _is_whole(data, file):  # otherwise it was evicted at this moment
                     raise
         return None
 
-    def _enter(self, file: Entry, opener: Callable[[Path], T]) -> tuple[T, int]:
+    def _enter(self, file: CacheEntry, opener: Callable[[Path], _T]) -> _OpenEntry[_T]:
         data = self._place_of(file)
         lock = ".lock"
         if not isinstance(file, RemoteFile):
-            key = (data if isinstance(file, Part) else data.parent).name[:8]
+            key = (data if isinstance(file, ByteRanges) else data.parent).name[:8]
             lock = f".lock-{int(key, 16) % _NUM_LOCKS:02}"
         try:
             data.parent.mkdir(parents=True, exist_ok=True)
@@ -222,10 +247,10 @@ class LocalCache:
                 "RAYPIPE_CACHE to another disk"
             ) from error
 
-    def _make(self, file: Entry, data: Path) -> None:
+    def _make(self, file: CacheEntry, data: Path) -> None:
         if isinstance(file, RemoteFile):
             self._make_room(file, file.num_bytes)
-            _fetch(file, data.parent)
+            download(file, data.parent)
         elif isinstance(file, Unpacked):
             self._unpack(file, data.parent)
         else:
@@ -245,23 +270,23 @@ class LocalCache:
             old.unlink(missing_ok=True)
         num_bytes = room = 0
         with partial.open("xb") as target:
-            for piece in unpacked(
-                _pieces(file.file), file.address, file.file.num_bytes
+            for piece in unpack_pieces(
+                read_pieces(file.file), file.address, file.file.num_bytes
             ):
                 if num_bytes + len(piece) > room:
                     self._make_room(file, _STEP_BYTES, room)
                     room += _STEP_BYTES
                 target.write(piece)
                 num_bytes += len(piece)
-                progress()
+                report_progress()
             target.flush()
-            os.utime(target.fileno(), ns=(_UNTOUCHED_NS, _UNTOUCHED_NS))
+            os.utime(target.fileno(), ns=(UNTOUCHED_NS, UNTOUCHED_NS))
             os.fsync(target.fileno())
         partial.replace(folder / "data")
 
     def _make_room(
         self,
-        file: Entry,
+        file: CacheEntry,
         num_bytes: int,
         num_made: int = 0,
         reserved: Path | None = None,
@@ -286,7 +311,7 @@ class LocalCache:
             if is_counted and used + num_bytes <= self._limit(used):
                 record.write_text(str(used + num_bytes))
                 return
-            files = self._files(file)
+            files = self._evictable(file)
             if reserved:
                 num_bytes = 0  # its file counts
             used = sum(size for _, size, _ in files)
@@ -312,13 +337,13 @@ class LocalCache:
             _DISK_SHARE * (shutil.disk_usage(self._folder).free + used)
         )
 
-    def _files(self, wanted: Entry) -> list[tuple[int, int, Path]]:
-        """Return last use, size and path of what may be evicted for an entry."""
-        if isinstance(wanted, Part):
-            own = None
+    def _evictable(self, entry: CacheEntry) -> list[tuple[int, int, Path]]:
+        """Return last use, size and path of the files that may be evicted for an entry."""
+        if isinstance(entry, ByteRanges):
+            folder_of_entry = None
         else:
-            own = self.folder_of(wanted)
-        found: list[tuple[int, int, Path]] = []
+            folder_of_entry = self.folder_of(entry)
+        files: list[tuple[int, int, Path]] = []
         for path in self._folder.iterdir():
             with contextlib.suppress(
                 FileNotFoundError
@@ -335,86 +360,26 @@ class LocalCache:
                         boot_id() not in path.name
                     ):  # it may have lost bytes when the machine stopped
                         last_ns = 0
-                    found.append((last_ns, status.st_size, path))
-                elif path != own and stat.S_ISDIR(status.st_mode):
+                    files.append((last_ns, status.st_size, path))
+                elif path != folder_of_entry and stat.S_ISDIR(status.st_mode):
                     for content in (path / "data", *path.glob("partial-*")):
                         with contextlib.suppress(FileNotFoundError):
-                            found.append(
+                            files.append(
                                 (status.st_mtime_ns, content.stat().st_size, content)
                             )
-        return found
+        return files
 
 
-def _is_whole(data: Path, file: Entry) -> bool:
+def _is_whole(data: Path, file: CacheEntry) -> bool:
     """Return whether a complete and unchanged download of an object exists."""
     try:
         status = data.stat()
     except FileNotFoundError:
         return False
-    if isinstance(file, Part):
+    if isinstance(file, ByteRanges):
         return status.st_size == file.num_bytes
     has_size = isinstance(file, Unpacked) or status.st_size == file.num_bytes
-    return has_size and status.st_mtime_ns == _UNTOUCHED_NS
-
-
-def _pieces(file: RemoteFile) -> Iterator[bytes]:
-    """Yield a file's content, local or remote, in order."""
-    if is_remote(file.address):
-        yield from _download(file, 0)
-        return
-    source = OpenFile(file.address)
-    start = 0
-    while piece := source.pread(PART_BYTES, start):
-        start += len(piece)
-        yield piece
-
-
-def _fetch(file: RemoteFile, folder: Path) -> None:
-    """Download an object to `folder`/data, or continue a partial download.
-
-    Bytes are written in order, so that the file's length is the progress, and hashed as they arrive. After a
-    failure, such as a full disk, the partial file stays for the next attempt.
-    """
-    # The name has the boot id: after a power failure, any part of an older file may be missing.
-    partial = folder / f"partial-{boot_id()}"
-    logger.info("fetching %s, %.1f MiB", file.address, file.num_bytes / 2**20)
-    for old in {folder / "data", *folder.glob("partial-*")} - {partial}:
-        old.unlink(missing_ok=True)
-    with partial.open("ab+") as target:
-        target.seek(0)
-        digest = hash_of(target)
-        for part in _download(file, target.tell()):
-            target.write(part)
-            target.flush()
-            digest.update(part)
-        os.utime(target.fileno(), ns=(_UNTOUCHED_NS, _UNTOUCHED_NS))
-        os.fsync(target.fileno())
-    if file.digest and digest.hexdigest() != file.digest:
-        partial.unlink()
-        raise StoreError(
-            f"{file.address} is damaged: its checksum is {digest.hexdigest()}, but it was written with "
-            f"{file.digest}; convert it again"
-        )
-    partial.replace(folder / "data")
-
-
-def _download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
-    """Yield an object's bytes from `start` to its end, in order, with several concurrent reads."""
-    window = _NUM_AHEAD * PART_BYTES
-    with opened(wanted.address) as (source, current), Threads(_NUM_AHEAD) as pool:
-        wanted.check_same(current)
-        for first in range(start, wanted.num_bytes, window):
-            starts = range(first, min(first + window, wanted.num_bytes), PART_BYTES)
-            sizes = [min(PART_BYTES, wanted.num_bytes - offset) for offset in starts]
-            for num_bytes, data in zip(
-                sizes, pool.map(source.read_at, sizes, starts), strict=True
-            ):
-                if len(data) != num_bytes:
-                    raise OSError("the object became shorter during the download")
-                yield data
-                progress()
-    # never mix byte ranges of two versions of an object
-    wanted.check_same(look_up(wanted.address))
+    return has_size and status.st_mtime_ns == UNTOUCHED_NS
 
 
 def _inode(path: Path) -> int:
@@ -424,6 +389,7 @@ def _inode(path: Path) -> int:
         return 0
 
 
-_caches: dict[tuple[Path, int], LocalCache] = {}
+# values of _SETTINGS → cache
+_caches: dict[tuple[str | None, ...], LocalCache] = {}
 # A forked child lacks the thread that closes evicted shards, so it makes its own `LocalCache`.
 os.register_at_fork(after_in_child=_caches.clear)

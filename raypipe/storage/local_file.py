@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import stat
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from raypipe.environment import variable
 from raypipe.errors import StoreError
-from raypipe.storage.patience import progress
+from raypipe.storage.retries import report_progress
 
 _POLL_S = 0.05
 
@@ -30,10 +31,10 @@ _KINDS = {
 def check_regular(mode: int) -> None:
     """Raise OSError, which names the kind of file, unless the mode is a regular file's."""
     if not stat.S_ISREG(mode):
-        raise OSError(f"it is {kind_of(mode)}, not a regular file")
+        raise OSError(f"it is {file_kind(mode)}, not a regular file")
 
 
-def kind_of(mode: int) -> str:
+def file_kind(mode: int) -> str:
     """Return the kind of what is not a regular file, in words."""
     return _KINDS.get(stat.S_IFMT(mode), "an unknown kind")
 
@@ -110,7 +111,7 @@ def locked(path: Path) -> Iterator[None]:
     descriptor = open_lock(path)
     try:
         while not try_lock(descriptor):
-            progress()
+            report_progress()
             time.sleep(_POLL_S)
         yield
     finally:
@@ -157,6 +158,7 @@ def make_cache_folder(name: str = "") -> Path:
     return folder
 
 
+@functools.cache
 def boot_id() -> str:
     """Return an id that changes with each start of the machine; empty if unknown, as on any system but Linux."""
     with contextlib.suppress(OSError):

@@ -47,7 +47,9 @@ _KINDS: dict[bytes, Callable[[], Any]] = {
 }
 
 
-def unpacked(pieces: Iterator[bytes], name: str, num_bytes: int) -> Iterator[bytes]:
+def unpack_pieces(
+    pieces: Iterator[bytes], name: str, num_bytes: int
+) -> Iterator[bytes]:
     """Yield the content of a compressed file in pieces of up to 1 MiB; its first bytes show the format.
 
     Args:

@@ -160,10 +160,10 @@ def _near(missing: Path) -> str:
 
 def _kind_of(address: str) -> str:
     """Return the kind of a path or URI, by its name, by a folder's content, or by a pattern's first file."""
-    from raypipe.storage.filesystem import is_remote, split
+    from raypipe.storage.filesystem import is_remote, split_address
     from raypipe.stores.addresses import expand, folders_matching, list_files, names_at
 
-    name = split(address)[1].lower()
+    name = split_address(address)[1].lower()
     if is_remote(address) and _kind_of_name(name):
         return _kind_of_name(name)
     if folders := folders_matching(address):
@@ -209,12 +209,12 @@ def _has_lmdb_magic(address: str) -> bool:
 
 def _are_lmdbs(address: str, folders: Collection[str]) -> bool:
     """Return whether the folders in a folder are LMDBs, by the first one, to which their names may lead."""
-    from raypipe.storage.filesystem import is_remote, join
+    from raypipe.storage.filesystem import is_remote, join_address
     from raypipe.stores.addresses import names_at
 
     first = min(folders, default="")
     likely = first.endswith("lmdb") or (bool(first) and not is_remote(address))
-    return likely and "data.mdb" in (names_at(join(address, first)) or ())
+    return likely and "data.mdb" in (names_at(join_address(address, first)) or ())
 
 
 def _refuse_source(address: str, names: set[str] | None = None) -> None:

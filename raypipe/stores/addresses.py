@@ -27,11 +27,11 @@ import pyarrow.fs
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, read_json, write_json
 from raypipe.storage.filesystem import (
-    explained,
+    errors_as,
     is_remote,
-    join,
+    join_address,
     open_filesystem,
-    split,
+    split_address,
 )
 
 MANIFEST = "_raypipe.json"
@@ -88,7 +88,7 @@ def list_files(
     expanded = expand(address)
     if expanded != [address]:
         return [RemoteFile(name) for name in expanded]
-    folder, pattern = split(address)
+    folder, pattern = split_address(address)
     if "*" in pattern:
         files = [name for name in names_at(folder) or () if fnmatchcase(name, pattern)]
     else:
@@ -97,7 +97,7 @@ def list_files(
         if names is None:
             return [RemoteFile(address)]
         if MANIFEST in names:
-            return _of_manifest(join(address, MANIFEST))
+            return _of_manifest(join_address(address, MANIFEST))
         if is_remote(address) and any(map(_UPLOADED.fullmatch, names)):
             raise StoreError(
                 f"{address} is not complete: a conversion is still running or was interrupted. Wait for it, or "
@@ -107,7 +107,7 @@ def list_files(
         check_one_split(address, files)
     if not files:
         raise StoreError(f"{address} has no {what} files")
-    return [RemoteFile(join(folder, name)) for name in sorted(files)]
+    return [RemoteFile(join_address(folder, name)) for name in sorted(files)]
 
 
 def names_at(address: str) -> set[str] | None:
@@ -116,7 +116,7 @@ def names_at(address: str) -> set[str] | None:
     Raises:
         StoreError: the folder cannot be listed, or a remote address does not exist.
     """
-    with explained(StoreError, f"{address} cannot be opened"):
+    with errors_as(StoreError, f"{address} cannot be opened"):
         if not is_remote(address):
             path = Path(address or "/")
             if not path.is_dir():
@@ -139,7 +139,7 @@ def is_left_out(name: str) -> bool:
 
 def folders_at(address: str) -> set[str]:
     """Return the names of a folder's visible folders; raises StoreError if it cannot be listed."""
-    with explained(StoreError, f"{address} cannot be opened"):
+    with errors_as(StoreError, f"{address} cannot be opened"):
         if not is_remote(address):  # names that are not UTF-8 are unknown to pyarrow
             names = {child.name for child in Path(address).iterdir() if child.is_dir()}
         else:
@@ -155,11 +155,11 @@ def folders_at(address: str) -> set[str]:
 
 def folders_matching(address: str) -> list[str]:
     """Return the addresses of the folders that a pattern matches, sorted; none if the address is not a pattern."""
-    folder, pattern = split(address)
+    folder, pattern = split_address(address)
     if "*" not in pattern:
         return []
     return [
-        join(folder, name)
+        join_address(folder, name)
         for name in sorted(folders_at(folder or "."))
         if fnmatchcase(name, pattern)
     ]
@@ -216,10 +216,10 @@ def _of_manifest(where: str) -> list[RemoteFile]:
             content["shards"][0],
             *content["shards"][1:],
         ]
-        folder, _ = split(where)
+        folder, _ = split_address(where)
         return [
             RemoteFile(
-                join(folder, str(shard["name"])),
+                join_address(folder, str(shard["name"])),
                 int(shard["num_bytes"]),
                 digest=str(shard["digest"]),
             )
@@ -237,10 +237,10 @@ def write_manifest(address: str, shards: Iterable[RemoteFile]) -> None:
     """Write a folder's manifest, replacing an old one."""
     entries = [
         {
-            "name": split(shard.address)[1],
+            "name": split_address(shard.address)[1],
             "num_bytes": shard.num_bytes,
             "digest": shard.digest,
         }
         for shard in shards
     ]
-    write_json(join(address, MANIFEST), {"version": VERSION, "shards": entries})
+    write_json(join_address(address, MANIFEST), {"version": VERSION, "shards": entries})

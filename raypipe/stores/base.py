@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.logs import printable
-from raypipe.lookup import choices
+from raypipe.mistakes import choices
+from raypipe.printing import printable
 from raypipe.stores.numbers import exactly
 
 Columns = dict[str, Any]

@@ -83,7 +83,7 @@ class Tree(Protocol):
 
 
 class Layout(NamedTuple):
-    """Result of `find_classes`.
+    """Class folders of a store, as `find_classes` finds them.
 
     Attributes:
         root: path of the folder that the classes are in.

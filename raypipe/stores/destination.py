@@ -26,10 +26,10 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, digest_of_file
 from raypipe.storage.filesystem import (
     check_bucket,
-    explained,
-    join,
+    errors_as,
+    join_address,
     open_filesystem,
-    split,
+    split_address,
 )
 from raypipe.storage.local_file import (
     cache_folder,
@@ -38,7 +38,7 @@ from raypipe.storage.local_file import (
     open_lock,
     try_lock,
 )
-from raypipe.storage.patient import upload
+from raypipe.storage.retrying_filesystem import upload
 from raypipe.stores.addresses import MANIFEST, names_in, write_manifest
 from raypipe.stores.writers import open_writer
 
@@ -134,14 +134,14 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
     """
     check_bucket(dst)
     objects_at(dst, overwrite)
-    with explained(StoreError, f"{cache_folder()} cannot be written to"):
+    with errors_as(StoreError, f"{cache_folder()} cannot be written to"):
         temporary = tempfile.TemporaryDirectory(
             prefix="convert-", dir=make_cache_folder(), ignore_cleanup_errors=True
         )
     with temporary as folder:
-        path = Path(folder, f"store{Path(split(dst)[1]).suffix}")
+        path = Path(folder, f"store{Path(split_address(dst)[1]).suffix}")
         yield path
-        with explained(StoreError, f"{dst} cannot be written"):
+        with errors_as(StoreError, f"{dst} cannot be written"):
             _upload(
                 sorted(path.iterdir()) if path.is_dir() else [path],
                 dst,
@@ -151,7 +151,7 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
 
 def objects_at(dst: str, overwrite: bool) -> set[str]:
     """Return the paths of the objects at an address; raise StoreError if objects exist and must be kept."""
-    with explained(StoreError, f"{dst} cannot be written"):
+    with errors_as(StoreError, f"{dst} cannot be written"):
         filesystem, path = open_filesystem(dst)
         if filesystem.get_file_info(path).type == pyarrow.fs.FileType.File:
             objects = {path}
@@ -186,7 +186,7 @@ def finished(dst: str, old: set[str]) -> Iterator[list[RemoteFile]]:
         raise
     kept = {
         f"{path}/{name}"
-        for name in (MANIFEST, *(split(shard.address)[1] for shard in shards))
+        for name in (MANIFEST, *(split_address(shard.address)[1] for shard in shards))
     }
     _remove_objects(filesystem, (old | _paths_in(filesystem, path)) - kept)
 
@@ -199,7 +199,7 @@ def put_shard(file: Path, dst: str, number: int) -> RemoteFile:
     """Upload a shard under a new, random name; return what the manifest says of it."""
     name = f"{number:05d}-{secrets.token_hex(4)}{file.suffix}"
     shard = RemoteFile(
-        join(dst, name), file.stat().st_size, digest=digest_of_file(file)
+        join_address(dst, name), file.stat().st_size, digest=digest_of_file(file)
     )
     _copy(file, shard)
     return shard
@@ -244,7 +244,7 @@ def digits_stores(folder: Path | None = None) -> tuple[str, str]:
     train = folder / "train.lmdb"
     val = folder / "val.lmdb"
     if not (train.exists() and val.exists()):
-        with explained(
+        with errors_as(
             StoreError,
             f"{folder} cannot be written to (RAYPIPE_CACHE may name another folder)",
         ):

@@ -15,9 +15,14 @@ import numpy as np
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem
-from raypipe.storage.local_file import kind_of, open_regular
-from raypipe.storage.patience import in_threads, progress
+from raypipe.storage.filesystem import (
+    errors_as,
+    is_remote,
+    join_address,
+    open_filesystem,
+)
+from raypipe.storage.local_file import file_kind, open_regular
+from raypipe.storage.retries import in_threads, report_progress
 from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import (
     ARRAY_SUFFIX,
@@ -174,7 +179,7 @@ class _Images:
 
     def sample_name(self, index: int) -> str:
         """Return a sample's path or URI."""
-        return join(self._root, *self._paths[index].split("/"))
+        return join_address(self._root, *self._paths[index].split("/"))
 
     def _images(self, indices: list[int]) -> list[bytes | None]:
         """Return the contents of files."""
@@ -182,7 +187,7 @@ class _Images:
             return [
                 _bytes_of(f"{self._root}/{self._paths[index]}") for index in indices
             ]
-        with explained(StoreError, f"{self._root} cannot be read"):
+        with errors_as(StoreError, f"{self._root} cannot be read"):
             filesystem, root = open_filesystem(self._root)
             return in_threads(
                 lambda index: self._object(filesystem, root, index), indices
@@ -234,7 +239,7 @@ def _kind(entry: os.DirEntry[str]) -> str:
             return FILE
         if entry.is_dir():
             return FOLDER
-        return kind_of(entry.stat().st_mode)
+        return file_kind(entry.stat().st_mode)
     except OSError:  # a broken link is a sample that cannot be read
         return FILE
 
@@ -264,7 +269,7 @@ def _bytes_of(path: str) -> bytes | None:
 def _list_objects(address: str) -> MemoryTree:
     """List a folder of the object store: its top, then the objects of several of its folders at a time."""
     tree = MemoryTree(missing=0)
-    with explained(StoreError, f"{address} cannot be listed"):
+    with errors_as(StoreError, f"{address} cannot be listed"):
         filesystem, root = open_filesystem(address)
         top = root
         folders = [root]
@@ -287,7 +292,7 @@ def _objects(
     filesystem: pyarrow.fs.FileSystem, folder: str
 ) -> list[pyarrow.fs.FileInfo]:
     infos = filesystem.get_file_info(pyarrow.fs.FileSelector(folder, recursive=True))
-    progress()
+    report_progress()
     return infos
 
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import RemoteFile, opened
-from raypipe.storage.filesystem import explained, is_remote, join, split
+from raypipe.storage.files import RemoteFile, open_object
+from raypipe.storage.filesystem import errors_as, is_remote, join_address, split_address
 from raypipe.storage.local_cache import shared_cache
-from raypipe.storage.patience import in_threads
+from raypipe.storage.retries import in_threads
 from raypipe.stores.addresses import (
     MANIFEST,
     check_one_split,
@@ -122,11 +122,11 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
         StoreError: there is none, or a folder has LMDBs of several splits.
     """
     if matches := folders_matching(address):
-        return [RemoteFile(join(folder, DATA_FILE)) for folder in matches]
-    is_one = "*" not in split(address)[1] and expand(address) == [address]
+        return [RemoteFile(join_address(folder, DATA_FILE)) for folder in matches]
+    is_one = "*" not in split_address(address)[1] and expand(address) == [address]
     names = names_at(address) if is_one else None
     if names is not None and DATA_FILE in names:
-        return [RemoteFile(join(address, DATA_FILE))]
+        return [RemoteFile(join_address(address, DATA_FILE))]
     if (
         names is None
         or MANIFEST in names
@@ -139,13 +139,15 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
             if not is_remote(file.address) and Path(file.address).is_dir()
         }
         return [
-            RemoteFile(join(file.address, DATA_FILE)) if file in is_folder else file
+            RemoteFile(join_address(file.address, DATA_FILE))
+            if file in is_folder
+            else file
             for file in files
         ]
     folders = sorted(
         name
         for name in folders_at(address)
-        if DATA_FILE in (names_at(join(address, name)) or ())
+        if DATA_FILE in (names_at(join_address(address, name)) or ())
     )
     check_one_split(address, folders)
     splits = {
@@ -161,7 +163,7 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
         raise StoreError(
             f"{address} has no *.lmdb files, and no folder in it has {DATA_FILE}"
         )
-    return [RemoteFile(join(address, name, DATA_FILE)) for name in folders]
+    return [RemoteFile(join_address(address, name, DATA_FILE)) for name in folders]
 
 
 @dataclass(frozen=True)
@@ -340,7 +342,7 @@ def _column(values: Any, kind: str) -> Any:
 def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard | None:
     """Open a file, or a source that replaces it, with its metadata; None if raypipe did not write it."""
     file = LMDBFile(path, source)
-    with explained(StoreError, f"{path} cannot be read"):
+    with errors_as(StoreError, f"{path} cannot be read"):
         try:
             record = file.get(METADATA_KEY)
         except StoreError:
@@ -368,7 +370,7 @@ def _open_local(listed: RemoteFile) -> _Shard | RemoteFile:
 
 
 def _look_up(listed: RemoteFile) -> _Shard | RemoteFile:
-    with opened(listed.address) as (source, current):
+    with open_object(listed.address) as (source, current):
         shard = _open_file(listed.address, source)
         file = listed.checked(current)
         return file if shard is None else replace(shard, file=file)

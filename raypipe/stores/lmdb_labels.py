@@ -63,7 +63,7 @@ class KeyTable:
 
     @property
     def key_bytes(self) -> np.ndarray:
-        """Length of each key."""
+        """Return the length of each key."""
         return self._arrays()[1]
 
     def key(self, row: int) -> bytes:

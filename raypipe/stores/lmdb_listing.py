@@ -34,7 +34,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import locked, make_cache_folder
-from raypipe.storage.patience import progress
+from raypipe.storage.retries import report_progress
 from raypipe.stores.base import hash_of_facts
 from raypipe.stores.lmdb_labels import (
     KeyTable,
@@ -281,7 +281,7 @@ def _walk(file: LMDBFile, bounds: Sequence[bytes]) -> tuple[np.ndarray, KeyTable
     table = KeyTable()
     for number, leaf in enumerate(file.leaves()):
         if number % _PROGRESS == 0:
-            progress()
+            report_progress()
         slots = _slots(leaf, bounds)
         places.append(leaf.number << SLOT_BITS | slots)
         table.add(leaf, slots)

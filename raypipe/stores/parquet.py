@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import open_input, read_by
-from raypipe.storage.filesystem import explained, open_filesystem
-from raypipe.storage.patience import in_threads, one_line
+from raypipe.storage.filesystem import errors_as, open_filesystem
+from raypipe.storage.retries import error_reason, in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import StoredColumn, TableColumns
 from raypipe.stores.base import Columns, FileStore, by_part, part_of
@@ -100,7 +100,7 @@ class _Groups(TableColumns):
         self, address: str, image_column: str, target_column: str, cache_bytes: int
     ) -> None:
         files = list_files(address, lambda name: name.endswith(".parquet"), "*.parquet")
-        with explained(StoreError, f"{address} cannot be opened"):
+        with errors_as(StoreError, f"{address} cannot be opened"):
             self._filesystem, _ = open_filesystem(address)
             paths = [open_filesystem(file.address)[1] for file in files]
         footers = in_threads(lambda path: _read_footer(self._filesystem, path), paths)
@@ -234,7 +234,7 @@ class _Groups(TableColumns):
             table = read_by(self._filesystem, group.path, read)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise StoreError(
-                f"{group}: cannot be read: {one_line(error)}; copy or convert it again"
+                f"{group}: cannot be read: {error_reason(error)}; copy or convert it again"
             ) from error
         if table.num_rows != group.num_rows:
             raise StoreError(

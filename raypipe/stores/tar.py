@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import RemoteFile, look_up, opened
+from raypipe.storage.files import RemoteFile, look_up, open_object
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile, locked, make_cache_folder, open_regular
-from raypipe.storage.patience import in_threads
+from raypipe.storage.retries import in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import (
     FileStore,
@@ -297,7 +297,7 @@ def _scan(archive: Archive, image_column: str, target_column: str) -> Scan:
         whole = shared_cache().find(file, OpenFile)
         if whole is None and file.num_bytes > _SMALL_REMOTE_BYTES:
             try:
-                with opened(file.address) as (source, current):
+                with open_object(file.address) as (source, current):
                     file.check_same(current)
                     jumps = Jumps(source, file.num_bytes)
                     return scan_tar(jumps, jumps.read_at, archive.name, *columns)

@@ -27,7 +27,12 @@ from raypipe.storage.files import (
     write_bytes,
     write_json,
 )
-from raypipe.storage.filesystem import is_remote, join, open_filesystem, split
+from raypipe.storage.filesystem import (
+    is_remote,
+    join_address,
+    open_filesystem,
+    split_address,
+)
 from raypipe.storage.local_cache import Unpacked
 from raypipe.storage.local_file import OpenFile
 from raypipe.stores.addresses import names_in
@@ -70,7 +75,7 @@ class Indexes:
     def find(self, name: str, file: File) -> Scan | None:
         """Return the scan of a tar; None if there is no index of it as it is now."""
         for address in self._addresses(name):
-            folder, own = split(address)
+            folder, own = split_address(address)
             if own in self._names_in(folder):
                 try:
                     return _read(address, file)
@@ -89,7 +94,7 @@ class Indexes:
 
     def keep_in_run(self, name: str, file: File, scan: Scan) -> None:
         """Write the index of a tar into the folder of the run, unless it has one there or next to it."""
-        places = map(split, self._addresses(name))
+        places = map(split_address, self._addresses(name))
         if self._run_folder and not any(
             own in self._names_in(folder) for folder, own in places
         ):
@@ -97,14 +102,14 @@ class Indexes:
                 _write(self._addresses(name)[-1], name, file, scan)
 
     def _addresses(self, name: str) -> list[str]:
-        folder, own = split(name)
-        there = join(
+        folder, own = split_address(name)
+        there = join_address(
             folder, INDEX_FOLDER, f"{own}.{hash_of_facts(self._options)[:8]}{_SUFFIX}"
         )
         if not self._run_folder:
             return [there]
         facts = hash_of_facts((name, self._options))
-        return [there, join(self._run_folder, f"{own}.{facts[:16]}{_SUFFIX}")]
+        return [there, join_address(self._run_folder, f"{own}.{facts[:16]}{_SUFFIX}")]
 
     def _names_in(self, folder: str) -> set[str]:
         """Return the names of the indexes in a folder, which is listed once."""
@@ -123,7 +128,7 @@ class _OutdatedError(Exception):
 def _write(address: str, name: str, file: File, scan: Scan) -> None:
     num_bytes, version = version_of(file)
     content = {
-        "tar": split(name)[1],
+        "tar": split_address(name)[1],
         "num_bytes": num_bytes,
         "object": version,
         "scan": scan,
@@ -131,7 +136,7 @@ def _write(address: str, name: str, file: File, scan: Scan) -> None:
     packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
     packed = packer.compress(json.dumps(content).encode()) + packer.flush()
     if not is_remote(address):
-        Path(split(address)[0]).mkdir(parents=True, exist_ok=True)
+        Path(split_address(address)[0]).mkdir(parents=True, exist_ok=True)
     write_bytes(address, packed)
 
 

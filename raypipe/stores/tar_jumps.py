@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypipe.storage.patient import RangeInput
+from raypipe.storage.retrying_filesystem import RangeInput
 from raypipe.stores.tar_scan import UnfitError
 
 # A read around a header also brings the small members after it, such as a label.

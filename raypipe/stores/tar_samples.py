@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.storage.byte_ranges import ByteRanges, ByteRangesReader
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.local_cache import Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile
-from raypipe.storage.parts import Part, PartReader
-from raypipe.storage.patience import in_threads
+from raypipe.storage.retries import in_threads
 from raypipe.stores.base import (
     MAX_SAMPLE_BYTES,
     Columns,
@@ -87,7 +87,7 @@ class TarSamples:
         else:
             self._bounds = self.groups
         self._numbers = np.searchsorted(bounds, self._bounds[:-1], "right") - 1
-        self._parts: dict[tuple[int, tuple[str, ...]], Part] = {}
+        self._parts: dict[tuple[int, tuple[str, ...]], ByteRanges] = {}
         self._last_placed: tuple[str, ...] = ("image",)
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class TarSamples:
         indices: np.ndarray,
         positions: np.ndarray,
         number: int,
-        reader: OpenFile | PartReader,
+        reader: OpenFile | ByteRangesReader,
         contents: list[bytes | None],
     ) -> None:
         shard = int(self._numbers[number])
@@ -157,7 +157,7 @@ class TarSamples:
 
     def _readers(
         self, numbers: Sequence[int], placed: tuple[str, ...]
-    ) -> list[OpenFile | PartReader]:
+    ) -> list[OpenFile | ByteRangesReader]:
         """Return an open file or part for each run of samples; missing ones are fetched, several at a time."""
         readers = [self._reader_at_hand(number, placed) for number in numbers]
         missing = [
@@ -172,7 +172,7 @@ class TarSamples:
 
     def _reader_at_hand(
         self, number: int, placed: tuple[str, ...]
-    ) -> OpenFile | PartReader | None:
+    ) -> OpenFile | ByteRangesReader | None:
         file = self._archives[self._numbers[number]].file
         if isinstance(file, OpenFile):
             return file
@@ -185,17 +185,19 @@ class TarSamples:
         ):
             return whole
         part = self._part_of(number, placed)
-        return cache.find(part, lambda path: PartReader(path, part))
+        return cache.find(part, lambda path: ByteRangesReader(path, part))
 
-    def _fetched(self, number: int, placed: tuple[str, ...]) -> OpenFile | PartReader:
+    def _fetched(
+        self, number: int, placed: tuple[str, ...]
+    ) -> OpenFile | ByteRangesReader:
         file = self._archives[self._numbers[number]].file
         assert not isinstance(file, OpenFile), "local tars are at hand"
         if self._bounds is not self.groups or isinstance(file, Unpacked):
             return shared_cache().get(file, OpenFile)
         part = self._part_of(number, placed)
-        return shared_cache().get(part, lambda path: PartReader(path, part))
+        return shared_cache().get(part, lambda path: ByteRangesReader(path, part))
 
-    def _part_of(self, number: int, placed: tuple[str, ...]) -> Part:
+    def _part_of(self, number: int, placed: tuple[str, ...]) -> ByteRanges:
         """Return the bytes that columns of a group have in their tar, with small gaps."""
         if known := self._parts.get((number, placed)):
             return known
@@ -224,7 +226,7 @@ class TarSamples:
                 ranges.append([begin, end])
         if len(self._parts) >= _MOST_PARTS:
             self._parts.clear()
-        part = self._parts[number, placed] = Part(
+        part = self._parts[number, placed] = ByteRanges(
             file, tuple((begin, end) for begin, end in ranges)
         )
         return part
@@ -246,7 +248,7 @@ class TarSamples:
 
 
 def _content(
-    file: OpenFile | PartReader,
+    file: OpenFile | ByteRangesReader,
     name: str,
     start: int,
     num_bytes: int,
@@ -268,7 +270,7 @@ def _content(
 
 
 def _with_holes(
-    file: OpenFile | PartReader,
+    file: OpenFile | ByteRangesReader,
     start: int,
     num_bytes: int,
     parts: Sequence[Sequence[int]],

@@ -11,8 +11,8 @@ from typing import Any
 from raypipe.errors import BadSamplesError, SampleError, TransformError
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import write_text
-from raypipe.storage.filesystem import join, open_filesystem
-from raypipe.storage.patience import impatient
+from raypipe.storage.filesystem import join_address, open_filesystem
+from raypipe.storage.retries import without_retries
 from raypipe.stores.base import title_of
 
 logger = logging.getLogger(__name__)
@@ -74,11 +74,11 @@ def record_bad(
     if not folder_uri or folder_uri in _without_records:
         return
     try:
-        with impatient():
+        with without_retries():
             filesystem, folder = open_filesystem(folder_uri)
             filesystem.create_dir(folder, recursive=True)
             write_text(
-                join(folder_uri, f"{position}.jsonl"),
+                join_address(folder_uri, f"{position}.jsonl"),
                 "".join(line + "\n" for line in lines),
             )
     except (

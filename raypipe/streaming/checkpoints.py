@@ -28,13 +28,13 @@ from raypipe.plan.places import CURSOR_FILE, Cursor
 from raypipe.storage.files import read_by, sync_folder, write_synced
 from raypipe.storage.filesystem import (
     as_uri,
+    errors_as,
     exists,
-    explained,
-    join,
+    join_address,
     open_filesystem,
-    split,
+    split_address,
 )
-from raypipe.storage.patience import impatient
+from raypipe.storage.retries import without_retries
 
 if TYPE_CHECKING:
     from raypipe.metrics.records import Folder
@@ -73,7 +73,7 @@ class Checkpoint(NamedTuple):
     @property
     def name(self) -> str:
         """The folder's name."""
-        return split(self.address)[1]
+        return split_address(self.address)[1]
 
 
 def read_state(folder: Folder) -> bytes:
@@ -130,7 +130,7 @@ def write_checkpoint(
     name = f"checkpoint_{cursor.epoch:04d}_{cursor.step:07d}_{secrets.token_hex(4)}"
     filesystem, path = open_filesystem(run_uri)
     folder = f"{path}/{name}"
-    with explained(
+    with errors_as(
         ConfigError,
         f"checkpoint {name} of {run_uri} cannot be written (mend that, and --resume)",
     ):
@@ -139,18 +139,17 @@ def write_checkpoint(
             write_files((filesystem, folder), cursor, state, metrics, described)
             sync_folder(filesystem, path)
         except BaseException:
-            with contextlib.suppress(pa.ArrowException, OSError), impatient():
+            with contextlib.suppress(pa.ArrowException, OSError), without_retries():
                 filesystem.delete_dir(folder)
             raise
     with (
         contextlib.suppress(pa.ArrowException, OSError),
-        impatient(),
+        without_retries(),
     ):  # tried again at the next one
-        for other in _names(
-            run_uri
-        ):  # one of a later place, passed over by a resume, stays
-            if _place(other) <= _place(name) and other not in (name, before):
-                filesystem.delete_dir(f"{path}/{other}")
+        # A checkpoint of a later place, which a resume has passed over, stays.
+        for older in _names(run_uri):
+            if _place(older) <= _place(name) and older not in (name, before):
+                filesystem.delete_dir(f"{path}/{older}")
     return name
 
 
@@ -220,17 +219,17 @@ def find_newest(
         ConfigError: there are checkpoints, and all of them are damaged; or there is none at `start_from`.
         CursorError: all complete ones belong to another plan.
     """
-    with explained(ConfigError, f"the checkpoints of {run_uri} cannot be read"):
+    with errors_as(ConfigError, f"the checkpoints of {run_uri} cannot be read"):
         names = _names(run_uri, _ANY)
-        if not names and exists(join(run_uri, _MANIFEST)):
-            run_uri, name = split(run_uri)
+        if not names and exists(join_address(run_uri, _MANIFEST)):
+            run_uri, name = split_address(run_uri)
             names = [name]
     passed_over: dict[str, str] = {}
     foreign = None
     for name in names:
         try:
-            folder = open_filesystem(join(run_uri, name))
-            checkpoint = _look(folder)._replace(address=join(run_uri, name))
+            folder = open_filesystem(join_address(run_uri, name))
+            checkpoint = _look(folder)._replace(address=join_address(run_uri, name))
             check(checkpoint.cursor)
             if with_state:
                 state = _content(folder, STATE_FILE, checkpoint.digest)
@@ -261,7 +260,12 @@ def has_checkpoints(run_uri: str) -> bool:
 def newest_name(run_uri: str) -> str:
     """The newest checkpoint that was written to its end, whose files are not looked at; empty = there is none."""
     return next(
-        (name for name in _names(run_uri) if exists(join(run_uri, name, _MANIFEST))), ""
+        (
+            name
+            for name in _names(run_uri)
+            if exists(join_address(run_uri, name, _MANIFEST))
+        ),
+        "",
     )
 
 
@@ -330,7 +334,7 @@ def _read(
 ) -> Any:
     """Apply `read` to a file; raises _DamageError where it is missing, ConfigError where it cannot be read."""
     filesystem, path = folder
-    with explained(ConfigError, f"{path}/{name} cannot be read"):
+    with errors_as(ConfigError, f"{path}/{name} cannot be read"):
         try:
             return read_by(filesystem, f"{path}/{name}", read)
         except FileNotFoundError:

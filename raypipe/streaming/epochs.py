@@ -13,19 +13,19 @@ from raypipe.plan.schedule import Segment
 
 
 class _Source(Protocol):
-    """Source of the batches of passes: the loader, which ends its stream when no pass holds it any more."""
+    """Source of batches: the loader, which ends its stream when no batches hold it any more."""
 
     @property
     def accumulation_steps(self) -> int: ...
 
-    def _deliver(self, of: Pass, number: int) -> Batch: ...
+    def _deliver(self, batches: Batches, number: int) -> Batch: ...
 
-    def _finish(self, of: Pass) -> None: ...
+    def _finish(self, batches: Batches) -> None: ...
 
-    def _left_early(self, of: Pass) -> None: ...
+    def _leave_early(self, batches: Batches) -> None: ...
 
 
-class Pass(Iterator[Batch]):
+class Batches(Iterator[Batch]):
     """This rank's micro-batches of an epoch's training, or of its validation, in order.
 
     After a resume only the rest of them, possibly none. A validation may be iterated again, at any time: each
@@ -38,7 +38,7 @@ class Pass(Iterator[Batch]):
     Args:
         segment: its place in the plan; None = it is empty.
         source: the loader.
-        turn: the loader's number of the epoch that it hands out, to which the pass belongs.
+        turn: the loader's number of the epoch that it hands out, to which they belong.
 
     Attributes:
         begun: whether any batch was asked for.
@@ -49,12 +49,12 @@ class Pass(Iterator[Batch]):
         self.turn = turn
         self.begun = False
         self._source = source
-        self._num_taken = self._num_loops = 0
+        self._num_taken = 0
+        self._num_loops = 0
         self._was_left = False
         if segment:
-            self._len = (
-                segment.num_steps - segment.first_step
-            ) * source.accumulation_steps
+            num_steps = segment.num_steps - segment.first_step
+            self._len = num_steps * source.accumulation_steps
         else:
             self._len = 0
 
@@ -74,7 +74,7 @@ class Pass(Iterator[Batch]):
         A `for` loop that is left by `break` says so itself. Loops of libraries keep their iterators.
         """
         self._was_left = True
-        self._source._left_early(self)
+        self._source._leave_early(self)
 
     def __next__(self) -> Batch:
         if self._num_taken == self._len:
@@ -86,26 +86,27 @@ class Pass(Iterator[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if self.segment and self.segment.split == "val":
-            return self._whole()
+            return self._all()
         if self.segment and self._num_taken == self._len:
             raise RaypipeError(
                 f"all batches of epoch {self.segment.epoch}'s training were taken, and a training comes once: "
                 "continue with the next epoch of loader.epochs(). To see the same batches again without training, "
                 "make another loader: raypipe.loader(spec, cursor=spec.plan.cursor_at(STEP))"
             )
-        return self._rest()
+        return self._remaining()
 
-    def _whole(self) -> Iterator[Batch]:
-        number = 0
+    def _all(self) -> Iterator[Batch]:
+        num_taken = 0
         try:
-            for number in range(1, self._len + 1):
-                yield self._take(number - 1)
+            while num_taken < self._len:
+                num_taken += 1
+                yield self._take(num_taken - 1)
         finally:
-            if number < self._len:
-                self._source._left_early(self)
+            if num_taken < self._len:
+                self._source._leave_early(self)
         self._source._finish(self)
 
-    def _rest(self) -> Iterator[Batch]:
+    def _remaining(self) -> Iterator[Batch]:
         self._num_loops += 1
         try:
             while (batch := next(self, None)) is not None:
@@ -113,7 +114,7 @@ class Pass(Iterator[Batch]):
         finally:
             self._num_loops -= 1
             if not self._num_loops and self._num_taken < self._len:
-                self._source._left_early(self)
+                self._source._leave_early(self)
 
     def _take(self, number: int) -> Batch:
         self.begun = True
@@ -131,5 +132,5 @@ class Epoch(Unlike, instead="iterate epoch.train, and then epoch.val"):
     """
 
     number: int
-    train: Pass
-    val: Pass
+    train: Batches
+    val: Batches

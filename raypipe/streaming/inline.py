@@ -13,10 +13,31 @@ from itertools import islice
 from queue import SimpleQueue
 
 from raypipe.plan.places import Cursor, MicroBatchId
+from raypipe.plan.schedule import Segment
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.remake import copied
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
+
+
+def open_inline(
+    spec: StreamSpec,
+    rank: int,
+    world_size: int,
+    start: Cursor,
+    only: Segment | None = None,
+) -> HostStream:
+    """Open a rank's stream at a place.
+
+    Args:
+        only: the one segment that it brings; None = all from there on.
+    """
+    if only:
+        spec = replace(spec, plan=spec.plan.only(only))
+    maker = MicroBatchMaker(spec)
+    batches = inline_batches(spec, start, rank, world_size, maker)
+    return HostStream(batches, draws_globally=maker.draws_globally)
 
 
 def inline_batches(
@@ -46,7 +67,7 @@ def inline_batches(
 def _by_threads(
     spec: StreamSpec, maker: MicroBatchMaker, places: Iterator[MicroBatchId]
 ) -> Iterator[MicroBatch]:
-    """Micro-batches in order, made ahead."""
+    """Yield micro-batches in order, which threads make ahead of use."""
     makers = SimpleQueue[
         MicroBatchMaker
     ]()  # those at rest: one serves a thread at a time

@@ -9,40 +9,36 @@ import functools
 import logging
 import math
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment, settings_of_device
-from raypipe.device.finish import Finish, check_floats, check_module
-from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch, on_device
-from raypipe.errors import CursorError, RaypipeError
-from raypipe.logs import configure_logs, log_place, progress
+from raypipe.errors import RaypipeError
+from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.records import Folder
-from raypipe.metrics.timing import StageTimes
+from raypipe.metrics.timing import StageClock, StageTimes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
-from raypipe.plan.schedule import Plan, Segment
-from raypipe.rayext.sentry import Sentry
+from raypipe.plan.schedule import Segment
+from raypipe.rayext.agreement import Agreement
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
-from raypipe.storage.filesystem import join
-from raypipe.streaming.account import Account
-from raypipe.streaming.course import Course
+from raypipe.storage.filesystem import join_address
 from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.digest import settings_of
-from raypipe.streaming.epochs import Epoch, Pass
-from raypipe.streaming.moves import END, Move, place_of
-from raypipe.streaming.running import EXHAUSTED, GOES_ON, LEFT, Feed, Running
+from raypipe.streaming.device_stage import DeviceStage
+from raypipe.streaming.digest import plain_settings
+from raypipe.streaming.epochs import Batches, Epoch
+from raypipe.streaming.lifetime import HostStream
+from raypipe.streaming.metrics import LoaderMetrics
+from raypipe.streaming.progress import Progress
+from raypipe.streaming.rank_stream import RankStream
 from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import (
@@ -53,13 +49,9 @@ from raypipe.streaming.stateful import (
     restore,
 )
 from raypipe.transform.columns import SampleColumns
-from raypipe.transform.views import makes_views
 
 _logger = logging.getLogger(__name__)
 
-
-_INTERVAL_S = 10.0
-_LEAVE_S = 5.0  # time for another thread to leave its wait for a batch
 _INSTEAD = (
     "write `for epoch in loader.epochs():` and `for batch in epoch.train:`; it batches, shuffles and shards, so "
     "no DataLoader goes around it"
@@ -67,7 +59,7 @@ _INSTEAD = (
 
 
 class Loader(Unlike, instead=_INSTEAD):
-    """This rank's share of the stream: the rest of the run, once, in the order of the plan.
+    """Loader of this rank's share of the stream: the rest of the run, once, in the order of the plan.
 
         for epoch in loader.epochs():
             for batch in epoch.train:
@@ -79,25 +71,24 @@ class Loader(Unlike, instead=_INSTEAD):
 
     `raypipe.loader` makes one. If a loop stops in the middle of an epoch's training, the next epoch skips the rest
     of it, without making it. Each loop over a validation gets all of it. The stream's processes and threads end
-    when the loop over the epochs ends in any way, when the last reference to the loader and its epochs is gone, by
-    `close`, and at exit; only after the last two does a further batch fail.
+    after its last epoch, with the block of `with raypipe.loader(spec) as loader:`, by `close`, when the last
+    reference to the loader and its epochs is gone, and at exit.
 
     Attributes:
         plan: the run's plan.
         rank: this process's rank.
         world_size: W, the number of ranks.
+        device: where batches are.
         keep_batches: batches that stay valid besides the newest.
-        cursor: place after the last fully delivered step.
-        account: measurements, metrics and records of this rank; a training loop may add its loss.
+        metrics: measurements, metrics and records of this rank; a training loop may add its loss.
         notice: notices that nodes of the trainers will go.
-        interval_s: seconds between two records of the training; infinity = the loop makes them, by
-            `Account.interval` and `Account.diagnose`.
+        stopping: whether the run was asked to stop, see `stop_when`, as `should_checkpoint` has seen it.
     """
 
     def __init__(
         self,
         spec: StreamSpec,
-        open_at: Callable[..., Feed],
+        open_at: Callable[..., HostStream],
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
@@ -121,247 +112,267 @@ class Loader(Unlike, instead=_INSTEAD):
         configure_logs(spec.log_format, run=spec.run, rank=rank)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
-        self._user_augment = augment
-        self._ending = Finish(spec.endings, augment, self.device, dtype)
-        augment = self._ending.config if augment else None
-        if augment and (target := spec.columns.target):
-            check_mixable(augment, target.dtype, target.shape)
-        self.augment: DeviceAugment | None = None
         self.rank = rank
         self.world_size = world_size
-        self._spec = spec
-        self._open_at = open_at
-        self._start_from = start_from
-        self._looked_at = set[Split]()
-        self._lacks_weights = start_from is not None
-        self._prefetch_factor = prefetch_factor
         self.keep_batches = keep_batches
-        self.account = Account(spec, self.device, rank, world_size, augment, folder)
-        self._decoding: Decoding | None = None
-        if spec.transform.decode == "device":
-            self._decoding = Decoding(spec, self.device, self.account.decoded)
-        self._running = Running(self.account.chronicle.close)
-        self._running.close_with(self)
-        self.interval_s = _INTERVAL_S
-        self._supervisor: Any = None
-        self._turn = 0
-        self.notice = Notice(self.account.tell_notice)
+        self._spec = spec
+        self._user_augment = augment
+        self._start_from = start_from
+        self._lacks_weights = start_from is not None
+        self._device_stage = DeviceStage(
+            augment, self.device, dtype, spec.endings, spec.columns, tells=rank == 0
+        )
+        self.metrics = LoaderMetrics(
+            spec.run,
+            spec.plan,
+            self.device,
+            rank,
+            world_size,
+            self._device_stage.config,
+            folder,
+        )
+        self._stream = RankStream(
+            spec.plan,
+            rank,
+            world_size,
+            open_at,
+            self._transfer(prefetch_factor),
+            self.metrics,
+        )
+        self._stream.lifetime.close_with(self)
+        self.notice = Notice(self.metrics.tell_notice)
+        self.stopping = False
+        self._agreement = Agreement(rank, world_size)
+        self._ended_split = False  # whether the last batch did
+        # The loop over the epochs that runs; None = none.
+        self._loop: object | None = None
+        self._turn = 0  # the number of the epoch that was handed out last
+        # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
+        self._training: weakref.ref[Batches] | None = None
         self._go_to(cursor or self.plan.start())
         if cursor:
             self._begin()
-        if augment:  # its imports take a second, in which the pool starts
-            try:
-                views = makes_views(spec.transforms["train"])
-                targets = spec.transform.target_columns
-                has_target = spec.columns.has_target
-                dtype = self._ending.dtype
-                self.augment = DeviceAugment(
-                    augment, self.device, dtype, targets, views, has_target
-                )
-                check_module(spec.endings.get("train"), self.augment)
-            except BaseException:  # its traceback refers to the loader
-                self.close()
-                raise
-        if rank == 0:
-            for line in self._ending.described():
-                progress(_logger, line)
+        try:  # the pool starts meanwhile
+            self._device_stage.build(spec.transforms["train"], spec.transform)
+        except BaseException:  # its traceback refers to the loader
+            self.close()
+            raise
+
+    def _transfer(
+        self, prefetch_factor: int
+    ) -> Callable[[HostStream], Iterator[Batch]]:
+        """The function that brings a stream's micro-batches onto the device; it does not refer to the loader."""
+        spec = self._spec
+        clock = self.metrics.clock
+        decoding = None
+        if spec.transform.decode == "device":
+            on_decoded = functools.partial(_count_decoding, clock)
+            decoding = Decoding(spec, self.device, on_decoded)
+        device = self.device
+        keep_batches = self.keep_batches
+
+        def transfer(host: HostStream) -> Iterator[Batch]:
+            return on_device(
+                host.batches,
+                device,
+                spec.plan.micro_batch_seed,
+                prefetch_factor,
+                keep_batches,
+                ring=False if host.draws_globally else None,
+                on_copied=functools.partial(clock.add, "train", "transfer"),
+                decode=decoding,
+            )
+
+        return transfer
 
     def _go_to(self, cursor: Cursor) -> None:
-        self.plan.check(cursor)
-        self._start = cursor = self.plan.normalized(cursor)
-        self._in_step = 0  # batches of the training step under way, behind the cursor
-        self._stand_at(cursor)
-        # the split that the loop has left early, of the epoch that was handed out last
-        self._left: Split | None = None
-        self._turn += 1  # the number of the epoch that was handed out last
-        self._has_begun = self._was_left = False
-        self._epoch = cursor.epoch - 1
-        self._diagnosed = cursor.epoch - 1
-        # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
-        self._training: weakref.ref[Pass] | None = None
-        self._segments = _by_epoch(self.plan, cursor)
-        # turn and split of the last batch
-        self._delivered: tuple[int, Split] | None = None
-        # Whether the last batch was the epoch's last, if it ended a step of the training.
-        self._ended_step: bool | None = None
-        self._batches: Any = None  # an iterator of Batch
+        self._progress = Progress(self.plan, cursor)
+        self._turn += 1
+        self._is_recorded = False
+        self._training = None
 
     def _begin(self) -> None:
         """Start the stream at the loader's place."""
-        if self.rank == 0 and next(self.plan.segments(self._start), None) is None:
+        start = self._progress.start
+        if self.rank == 0 and next(self.plan.segments(start), None) is None:
             _logger.warning(
                 "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
                 self.num_epochs,
             )
-        self.account.begin(self._start)
-        self._open(self._start)
+        self.metrics.begin(start)
+        self._stream.open(start)
 
-    def _open(self, start: Cursor, only: Segment | None = None) -> None:
-        """Open the stream.
+    # Epochs and their batches
 
-        Args:
-            start: its first place.
-            only: the one segment that it brings; None = all from there on.
+    def epochs(self) -> Iterator[Epoch]:
+        """Iterate over the remaining epochs; the first may be the rest of one.
+
+        Each call begins after the last whole step, also where an earlier loop was left. The stream stays open for
+        as long as the loader, an epoch or its batches are referred to.
         """
-        # Of the feed no more is held than these: its execution is to be collected once it has ended.
-        if only:
-            feed = self._open_at(start, only)
-        else:
-            feed = self._open_at(start)
-        self._supervisor = feed.supervisor
-        account = self.account
-        spec = self._spec
-        plan = self.plan.only(only) if only else self.plan
-        self._course = Course(
-            plan.segments(start), plan.config.per_step, self.rank, self.world_size
-        )
-        self._start_images = feed.start_images
-        self._moves = feed.moves
-        account.actors = feed.actors
-        account.readers = int(feed.supervisor is not None and "train" in spec.readers())
-        self._batches = on_device(
-            feed.batches,
-            self.device,
-            spec.plan.micro_batch_seed,
-            self._prefetch_factor,
-            self.keep_batches,
-            ring=False if feed.draws_globally else None,
-            on_copied=functools.partial(account.clocks["train"].add, "transfer"),
-            decode=self._decoding,
-        )
-        close = functools.partial(_close, self._running, feed.stop)
-        closes = (
-            functools.partial(close, generator)
-            for generator in (feed.batches, self._batches)
-        )
-        ends: list[Callable[[], object]] = [
-            feed.end,
-            account.exported.end,
-            account.chronicle.unfollow,
-            *closes,
-        ]
-        if feed.supervisor is not None:
-            sentry = Sentry(feed.supervisor, self.rank, account.chronicle.waited_s)
-            sentry.start()
-            # before its Supervisor ends, and after the last wait for a batch
-            ends.insert(1, sentry.stop)
-        self._running.begin(feed.supervisor, *ends)
-        account.chronicle.follow(self._supervisor)
+        self._stream.check()
+        self._progress.leave_loop()
+        self._loop = loop = object()
+        try:
+            while (epoch := self._next_epoch()) is not None:
+                yield epoch
+        finally:
+            if self._loop is loop:
+                self._loop = None
 
-    def epochs(self) -> Epochs:
-        """Iterate once over the remaining epochs; the first may be the rest of one.
-
-        A `for` loop over them ends the stream's processes when it is left: at its end, by `break`, or by an
-        exception. A later batch, from its last epoch or from `epochs`, starts them again.
-        """
-        return Epochs(self)
-
-    def validation(self) -> Pass:
+    def validation(self) -> Batches:
         """Return the validation, for a loop that validates when the plan does not: before the training, in the
         middle of an epoch, or after the last one.
 
         All ranks iterate it. Where actors make the stream, they start again for it, and then for the training.
         """
-        epoch = max(0, self._epoch)
-        if self.plan.val_steps:
-            segment = Segment("val", epoch, 0, self.plan.val_steps)
-        else:
-            segment = None
-        return Pass(segment, self, -1)
+        if not self.plan.val_steps:
+            return Batches(None, self, -1)
+        epoch = max(0, self._progress.epoch)
+        return Batches(Segment("val", epoch, 0, self.plan.val_steps), self, -1)
 
-    def _stand_at(self, cursor: Cursor) -> None:
-        self.cursor = cursor
-        self._in_step = 0
-        self.account.chronicle.step = self.global_step
+    def close(self) -> None:
+        """End the stream and its record now. One that was dropped needs no closing."""
+        self._stream.lifetime.close("the loader was closed")
 
-    def _next_epoch(self) -> Epoch:
-        """Leave the epoch that was handed out last, if there is one, and hand out the next."""
-        if self._was_left:
-            self._was_left = False
-            self._segments = _by_epoch(self.plan, self.cursor)
-        elif self._has_begun:
-            self._leave_epoch()
-        else:
-            self._has_begun = True
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next_epoch(self) -> Epoch | None:
+        """Leave the epoch that was handed out last, and hand out the next; None = there is none."""
+        self._stream.check()
+        progress = self._progress
+        if progress.segments:
+            self.metrics.settle(self.cursor)
+            progress.leave_epoch()
+            self.metrics.move(self.cursor)
+            self.metrics.end_epoch(progress.epoch)
+        if not self._is_recorded:
+            self._is_recorded = True
             self._begin_record()
         self._turn += 1
-        # nothing of the new epoch was left, and no step of it has begun
-        self._left = None
-        self._in_step = 0
-        number, of_split = next(self._segments, (-1, {}))
-        if number < 0:
-            self._end()
-            raise StopIteration
-        self._epoch = number
-        self._segments_of_epoch = of_split
-        train = Pass(of_split.get("train"), self, self._turn)
+        if not progress.next_epoch():
+            self._stream.finish()
+            return None
+        train = Batches(progress.segments.get("train"), self, self._turn)
+        val = Batches(progress.segments.get("val"), self, self._turn)
         self._training = weakref.ref(train)
-        return Epoch(number, train, Pass(of_split.get("val"), self, self._turn))
-
-    def _leave_epoch(self) -> None:
-        self._settle()
-        if self.cursor.epoch <= self._epoch:
-            train = self._segments_of_epoch.get("train")
-            if train:
-                last = train.num_steps
-            else:
-                last = self.plan.steps_per_epoch
-            if "val" in self._segments_of_epoch:
-                after = (self._epoch + 1, 0)
-            else:
-                after = (self._epoch, last)
-            self._stand_at(Cursor(*after, self.plan.fingerprint))
-        self._diagnose(self._epoch)
-
-    def _end(self) -> None:
-        """End the stream: all epochs were handed out, and the last one was left."""
-        if self._running.why is None:
-            stands = self._course.next
-            if stands is None:
-                assert next(self._batches, None) is None, (
-                    "the stream is longer than the plan"
-                )
-                if self._moves:
-                    self._moves(Move(END, END))
-            elif self._moves and not self._moves(
-                Move(place_of(stands), END, leaves=True)
-            ):
-                while self._course.next:
-                    self._discard()
-            self._running.end(EXHAUSTED)
-
-    def _leave(self) -> None:
-        """Note that the loop over the epochs was left: the next batch starts the stream again."""
-        self._was_left = True
-        self._running.end(LEFT)
+        return Epoch(progress.epoch, train, val)
 
     def _begin_record(self) -> None:
-        at = self.cursor
+        cursor = self.cursor
         total = self.plan.config.epochs * self.plan.steps_per_epoch
-        begins = {
-            "workers": self.world_size,
-            "actors": self.account.actors,
-            "from_step": self.global_step,
-        }
-        validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
+        is_at_end = cursor.step == self.plan.steps_per_epoch
 
         def settings() -> dict[str, Any]:
-            of_stream = settings_of(self._spec, **begins, to_step=total)
-            return of_stream | (
-                settings_of_device(self._user_augment) if self._user_augment else {}
+            of_stream = plain_settings(
+                self._spec,
+                workers=self.world_size,
+                actors=self.metrics.actors,
+                from_step=self.global_step,
+                to_step=total,
             )
+            if self._user_augment:
+                return of_stream | settings_of_device(self._user_augment)
+            return of_stream
 
-        self.account.chronicle.begin(validates, settings, self._supervisor)
+        validates = is_at_end and self.plan.has_val(cursor.epoch)
+        self.metrics.run_log.begin(validates, settings, self._stream.supervisor)
 
-    def _left_early(self, of: Pass) -> None:
-        # a forgotten loop may end at any later time
-        is_now = of.segment is not None and of.turn == self._turn
-        if (
-            of.segment
-            and is_now
-            and (of.segment.split == "train" or self._is_at_end(of))
-        ):
-            self._left = of.segment.split
+    def _deliver(self, batches: Batches, number: int) -> Batch:
+        """The batch of a number of an epoch's training or of a validation."""
+        segment = batches.segment
+        assert segment
+        is_train = segment.split == "train"
+        if is_train and batches.turn != self._turn:
+            raise RaypipeError(
+                f"the rest of epoch {segment.epoch}'s train batches was skipped when the next epoch was asked "
+                "for, or load_state_dict was called: take an epoch's training before the next epoch"
+            )
+        steps, turn = divmod(number, self.accumulation_steps)
+        position = MicroBatchId(
+            segment.split,
+            segment.epoch,
+            segment.first_step + steps,
+            self.rank + turn * self.world_size,
+        )
+        ends_step = turn + 1 == self.accumulation_steps
+        ends_split = number + 1 == len(batches)
+        is_at_end = not is_train and self._is_at_end(batches)
+        self.metrics.begin_batch(batches.turn, segment.split, self.cursor)
+        if turn == 0:
+            self.notice.begin_step()
+        with self._stream.failing():
+            continues = is_at_end and batches.turn == self._turn
+            batch = self._finished(self._stream.take(position, continues))
+        self._progress.take(position, ends_step, ends_split, is_at_end)
+        self.metrics.move(self.cursor)
+        self._ended_split = ends_split
+        if is_train and ends_step:
+            self.metrics.end_step(ends_split)
+        return replace(batch, ends_step=ends_step, ends_split=ends_split)
+
+    def _finished(self, batch: Batch) -> Batch:
+        """A batch that has arrived, augmented; its compute begins."""
+        position = batch.position
+        log_place(
+            split=position.split,
+            epoch=position.epoch,
+            step=self.plan.step_of_split(position),
+        )
+        self.metrics.export(self.cursor)
+        self.metrics.num_bad += batch.num_bad
+        if self.plan.sources:
+            batch = replace(batch, source=self.plan.source_of(batch.index))
+        strength = self.metrics.strength(self.plan.global_step(position))
+        batch = self._device_stage(batch, strength)
+        amounts = {
+            "images": int((batch.index >= 0).sum()),
+            "read_s": batch.read_s,
+            "work_s": batch.work_s,
+            "outage_s": batch.outage_s,
+        }
+        self.metrics.tell("handed_out", position.split, amounts)
+        return batch
+
+    def _is_at_end(self, batches: Batches) -> bool:
+        """Return whether a validation comes after its epoch's training, of which no loop takes more."""
+        training = self._training() if self._training else None
+        segment = batches.segment
+        is_of_epoch = segment is not None and segment.epoch == self._progress.epoch
+        return is_of_epoch and not (training and training.is_open)
+
+    def _leave_early(self, batches: Batches) -> None:
+        """A loop has left batches before their end; a forgotten loop may end at any later time."""
+        segment = batches.segment
+        if segment is None or batches.turn != self._turn:
+            return
+        if segment.split == "train" or self._is_at_end(batches):
+            self._progress.leave_early(segment.split)
+
+    def _finish(self, batches: Batches) -> None:
+        """Batches were taken to their end."""
+        self.metrics.settle(self.cursor)
+        self.metrics.export(self.cursor, at_once=True)
+        segment = batches.segment
+        if segment is None or batches.turn != self._turn:
+            return
+        if segment.split == "val":
+            is_end = self._is_at_end(batches)
+        else:
+            is_end = not self.plan.has_val(segment.epoch)
+        if is_end:
+            self.metrics.end_epoch(segment.epoch)
+
+    # The run's place, and checkpoints
+
+    @property
+    def cursor(self) -> Cursor:
+        """Place after the last fully delivered step."""
+        return self._progress.cursor
 
     @property
     def place(self) -> Cursor:
@@ -370,26 +381,14 @@ class Loader(Unlike, instead=_INSTEAD):
         It is the cursor. Once a loop has left an epoch's batches before their end (by `break`, not by an
         exception that is being handled, nor by leaving the loop over the epochs), it is after them.
         """
-        cursor = self.cursor
-        if (
-            self._left
-            and cursor.epoch == self._epoch
-            and not self._was_left
-            and sys.exc_info()[0] is None
-        ):
-            is_val = self._left == "val"
-            cursor = Cursor(
-                cursor.epoch + is_val,
-                0 if is_val else self.plan.steps_per_epoch,
-                cursor.fingerprint,
-            )
-        return self.plan.normalized(cursor)
+        is_in_loop = self._loop is not None and sys.exc_info()[0] is None
+        return self._progress.place(is_in_loop)
 
     @property
     def num_beyond(self) -> int:
         """Batches that this rank was handed beyond `place`: some of a training step's."""
         if self.place == self.plan.normalized(self.cursor):
-            return self._in_step
+            return self._progress.num_in_step
         return 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -410,8 +409,9 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         cursor = Cursor.from_dict(state)
         self.plan.check(cursor)
-        is_there = cursor == self._start and not (self.first_batch_s or self._has_begun)
-        if not is_there or self._batches is None or self._running.why:
+        was_used = bool(self.first_batch_s) or self._is_recorded
+        is_there = cursor == self._progress.start and not was_used
+        if not (is_there and self._stream.is_running):
             self.close()
             self._go_to(cursor)
             self._begin()
@@ -435,7 +435,7 @@ class Loader(Unlike, instead=_INSTEAD):
             name: value.item() if hasattr(value, "item") else value
             for name, value in metrics.items()
         }
-        with self.account.saving(
+        with self.metrics.saving(
             lambda: "Ray Train writes it, or other ranks have not reported yet"
         ):
             report(metrics, parts, self.rank, self.place, self.described())
@@ -445,33 +445,53 @@ class Loader(Unlike, instead=_INSTEAD):
                 "states yourself, new weights are trained from the middle of the run on"
             )
         self._lacks_weights = False
-        self.account.exported.checkpointed()
-        chronicle = self.account.chronicle
-        chronicle.record("report", values=numbers_in(metrics))
-        if chronicle.log:
-            chronicle.log.sync()
+        self.metrics.record("report", values=numbers_in(metrics))
+        self.metrics.run_log.sync()
 
     def described(self, model: str = "") -> dict[str, Any]:
         """Describe the inputs of a model of this name that the loop trains, for its checkpoints."""
         augment = self._user_augment
-        if (
-            self.augment and not self._spec.endings
-        ):  # with the normalization of its module
+        if self.augment and not self._spec.endings:
+            # It has the normalization of its module.
             augment = self.augment.config
         return input_of(self._spec, augment, model)
 
-    def should_checkpoint(self) -> bool:
-        """Return, on all ranks alike, whether to make a checkpoint now, since a node of the trainers will go.
+    def should_checkpoint(
+        self, every_s: float = math.inf, at_once: bool = False
+    ) -> bool:
+        """Return, on all ranks alike, whether to make a checkpoint now: a node of the trainers will go, the last
+        checkpoint is old, or the run was asked to stop, which `stopping` then says.
 
-        All ranks call it after each optimizer step, and after a validation. It is True within about two seconds
-        of a notice, and again at least every 15 s. Once the time is too short for another step and its
-        checkpoint, it is True for the last time: the next batch ends the train function with an error that Ray
-        Train counts as a preemption, and the trainers are started again. Ray gives notices from version 2.60
-        on; before that, it is False.
+        All ranks call it after each optimizer step, and after a validation; they wait for each other about once
+        a second. It is True within about two seconds of a notice, and again at least every 15 s. Once the time is
+        too short for another step and its checkpoint, it is True for the last time: the next batch ends the train
+        function with an error that Ray Train counts as a preemption, and the trainers are started again. Ray gives
+        notices from version 2.60 on.
+
+        Args:
+            every_s: age of the last checkpoint, in seconds, at which one is made in any case.
+            at_once: whether the ranks wait for each other now in any case; the same on all ranks.
         """
-        return self.notice.agreed(
-            self.rank, at_end=self.cursor.step in (0, self.plan.steps_per_epoch)
-        )
+        is_end = self._ended_split
+
+        def decide() -> tuple[tuple[bool, bool, bool], bool]:
+            stops = self.metrics.run_log.stops
+            is_old = self.metrics.checkpoint_age_s >= every_s
+            is_due = self.notice.is_due(at_end=is_end) or is_old or stops
+            return (is_due, self.notice.is_last, stops), self.notice.is_near()
+
+        decision = self._agreement.on(decide, at_once or is_end)
+        if decision is None:
+            return False
+        is_due, self.notice.is_last, self.stopping = decision
+        return is_due
+
+    def stop_when(self, asked: Callable[[], bool]) -> None:
+        """Let a thread of rank 0 call a function once a second, until it says that the run was asked to stop.
+
+        All ranks see it at the same step: `should_checkpoint` is True, and then `stopping`.
+        """
+        self.metrics.run_log.stop_requested = asked
 
     def restore(self, **parts: Stateful) -> None:
         """Load the states of the latest checkpoint into the parts; nothing where there is none.
@@ -490,13 +510,14 @@ class Loader(Unlike, instead=_INSTEAD):
 
         A later `raypipe.loader` continues from there.
         """
-        write_text(join(str(folder), CURSOR_FILE), self.place.to_json())
-        self.account.exported.checkpointed()
+        with self.metrics.saving(lambda: f"{folder} is written"):
+            write_text(join_address(str(folder), CURSOR_FILE), self.place.to_json())
+        self.metrics.tell("checkpointed")
 
     @property
     def first_batch_s(self) -> float:
         """Seconds from the start of the stream to its first batch; 0 before it."""
-        return self.account.first_batch_s
+        return self.metrics.first_batch_s
 
     @property
     def columns(self) -> SampleColumns:
@@ -510,7 +531,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
     @property
     def num_epochs(self) -> int:
-        """Epochs of the whole run."""
+        """Return the number of epochs of the whole run."""
         return self.plan.config.epochs
 
     @property
@@ -518,285 +539,19 @@ class Loader(Unlike, instead=_INSTEAD):
         """Training steps done, through all epochs, according to the cursor."""
         return self.plan.global_step(self.cursor)
 
-    def close(self) -> None:
-        """End the stream and its record now. One whose loop was left, or that was dropped, needs no closing."""
-        self._running.close("the loader was closed")
-
-    def _check_running(self) -> None:
-        if self._batches is None:
-            raise CursorError(
-                "the latest checkpoint has no place of the stream: make checkpoints with loader.report or "
-                "loader.save(folder), or call loader.load_state_dict before the first batch; to start over "
-                "anyway, raypipe.loader(spec, cursor=spec.plan.start())"
-            )
-        if (why := self._running.why) and why not in GOES_ON:
-            raise RaypipeError(
-                f"the stream has ended, since {why}: loader.load_state_dict(loader.state_dict()) restarts "
-                "it after the last whole step"
-            )
+    @property
+    def augment(self) -> DeviceAugment | None:
+        """The augmentation on the device; None = there is none."""
+        return self._device_stage.augment
 
     def times(self, split: Split = "train") -> StageTimes:
         """Measurements of this rank in one split, without the wait for the very first batch.
 
         Transfers are counted with "train". On CUDA the newest micro-batches may be missing.
         """
-        return self.account.times(split)
-
-    def _deliver(self, of: Pass, number: int) -> Batch:
-        """A pass's micro-batch of a number."""
-        segment = of.segment
-        assert segment
-        split = segment.split
-        epoch = segment.epoch
-        if split == "train" and of.turn != self._turn:
-            raise RaypipeError(
-                f"the rest of epoch {epoch}'s train batches was skipped when the next epoch was asked for, or "
-                "load_state_dict was called: take an epoch's training before the next epoch"
-            )
-        steps, turn = divmod(number, self.accumulation_steps)
-        at = MicroBatchId(
-            split, epoch, segment.first_step + steps, self.rank + turn * self.world_size
-        )
-        ends_step = turn + 1 == self.accumulation_steps
-        is_last = number + 1 == len(of)
-        is_at_end = split == "val" and self._is_at_end(of)
-        self._settle()
-        self._begin_pass(of.turn, split)
-        if turn == 0:
-            self.notice.begin_step()
-        try:
-            batch = self._next(at, is_at_end and of.turn == self._turn)
-        except BaseException as error:  # it may be Ctrl-C
-            self._running.end(f"its next batch failed with {type(error).__name__}")
-            # another thread could not
-            _close(self._running, lambda: None, self._batches)
-            raise
-        if split == "train":
-            self._left = None
-            self._in_step = 0 if ends_step else turn + 1
-        elif self._left and is_at_end:
-            self._left = "train"
-        if ends_step and split == "train":
-            self._stand_at(Cursor(epoch, at.step + 1, self.plan.fingerprint))
-            self._ended_step = is_last
-        elif is_last and is_at_end and self.cursor.epoch <= epoch:
-            self._stand_at(Cursor(epoch + 1, 0, self.plan.fingerprint))
-        return replace(batch, ends_step=ends_step)
-
-    def _is_at_end(self, of: Pass) -> bool:
-        """Return whether a validation comes after its epoch's training, of which no loop takes more."""
-        training = self._training() if self._training else None
-        is_of_epoch = of.segment is not None and of.segment.epoch == self._epoch
-        return is_of_epoch and not (training and training.is_open)
-
-    def _begin_pass(self, turn: int, split: Split) -> None:
-        """Begin an interval of the training where its batches come after something else."""
-        if self._delivered != (turn, split):
-            self._delivered = turn, split
-            if split == "train":
-                self.account.begin_interval()
-
-    def _settle(self) -> None:
-        """Record the training up to the batch that was handed out last, if due: its compute has ended."""
-        is_last, self._ended_step = self._ended_step, None
-        if is_last is None or math.isinf(self.interval_s):
-            return
-        if is_last or self.account.interval_age_s >= self.interval_s:
-            self.account.interval(self.cursor)
-
-    def _finish(self, of: Pass) -> None:
-        """A pass was taken to its end."""
-        self._settle()
-        self.account.export(self.cursor)
-        if of.segment and of.turn == self._turn:
-            if of.segment.split == "val":
-                is_end = self._is_at_end(of)
-            else:
-                is_end = not self.plan.has_val(of.segment.epoch)
-            if is_end:
-                self._diagnose(of.segment.epoch)
-
-    def _diagnose(self, epoch: int) -> None:
-        if math.isfinite(self.interval_s) and epoch > self._diagnosed:
-            self._diagnosed = epoch
-            self.account.diagnose(epoch)
-
-    def _next(self, expected: MicroBatchId, goes_on: bool) -> Batch:
-        self._check_running()
-        account = self.account
-        self._running.reader = threading.get_ident()
-        asked = account.asked()
-        if self.first_batch_s:
-            thing = str(expected)
-        else:
-            thing = "the first batch"
-        # It is kept a little longer than the wait, and must not hold the loader.
-        awaited = functools.partial(Loader._awaited, weakref.proxy(self))
-        with account.chronicle.waiting(thing, awaited, is_batch=True):
-            self._reach(expected, goes_on)
-            batch = next(self._batches, None)
-        if batch is None:
-            self._check_running()
-        arrived = account.arrived(expected.split, asked)
-        if batch is None or batch.position != expected:
-            if batch is None:
-                got = "ended"
-            else:
-                got = f"brought {batch.position}"
-            raise RaypipeError(
-                f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
-            )
-        self._course.take()
-        log_place(
-            split=expected.split,
-            epoch=expected.epoch,
-            step=self.plan.step_of_split(expected),
-        )
-        if self.account.exported.is_due():
-            account.export(self.cursor)
-        account.num_bad += batch.num_bad
-        if self.plan.sources:
-            batch = replace(batch, source=self.plan.source_of(batch.index))
-        if expected.split not in self._looked_at:
-            self._look_at(batch)
-        is_recorded = self.augment is not None and self.augment.config.differentiable
-        if self._ending.does(expected.split) and not is_recorded:
-            batch = self._ending(batch)
-        elif self.augment is not None:
-            batch = self.augment.of_batch(
-                batch, account.strength(self.plan.global_step(expected))
-            )
-        num_images = int((batch.index >= 0).sum())
-        account.handed_out(
-            expected.split,
-            arrived,
-            images=num_images,
-            read_s=batch.read_s,
-            work_s=batch.work_s,
-            outage_s=batch.outage_s,
-        )
-        return batch
-
-    def _look_at(self, batch: Batch) -> None:
-        """Check the dtype of a split's images, at its first batch, and say where floats travel."""
-        split = batch.position.split
-        self._looked_at.add(split)
-        if (
-            not batch.image.is_floating_point()
-            or self._spec.transform.decode_as == "array"
-        ):
-            return
-        ending = self._spec.endings.get(split)
-        check_floats(ending, split)
-        if self.rank == 0 and not (ending and ending.is_own):
-            _logger.warning(
-                "transform.%s returns float images, which are taken as they are: float32 travels, four times the "
-                "bytes of uint8%s",
-                split,
-                ", and augment.mean and augment.std apply to them"
-                if self.augment and not ending
-                else "",
-            )
-
-    def _awaited(self) -> str:
-        """Name what holds up a batch."""
-        if self._running.why is not None:
-            return "the stream starts again for it"
-        return self.account.chronicle.awaited(self._supervisor)
-
-    def _reach(self, at: MicroBatchId, goes_on: bool) -> None:
-        """Go to a place of the schedule, so that its micro-batch comes next.
-
-        A stream can start anywhere. It is read on where that costs less than a start.
-
-        Args:
-            goes_on: whether the next epoch comes after a validation.
-        """
-        if self._running.why is None:
-            num = self._course.before(at)
-        else:
-            num = None
-        if num is None or not self._reads_on(at, num):
-            self._seek(at, goes_on)
-            num = self._course.before(at)
-            assert num is not None, "a stream begins at the step that it was opened for"
-        for _ in range(num):
-            self._discard()
-
-    def _reads_on(self, at: MicroBatchId, num: int) -> bool:
-        """Return whether to read on, over a number of batches, and not to start again behind them."""
-        is_far = (
-            num * self.world_size * self.plan.config.micro_batch_size
-            > self._start_images
-        )
-        stands = self._course.next
-        if not self._moves or stands is None:
-            return not is_far
-        if (
-            num or self._course.is_at_start
-        ):  # where batches come one after the other, nobody needs to know
-            return not self._moves(Move(place_of(stands), place_of(at), leaves=is_far))
-        return True
-
-    def _seek(self, at: MicroBatchId, goes_on: bool) -> None:
-        """Start the stream again, at the step of a micro-batch."""
-        self._running.end(LEFT)
-        fingerprint = self.plan.fingerprint
-        num_steps = self.plan.steps_per_epoch
-        if at.split == "train":
-            self._open(Cursor(at.epoch, at.step, fingerprint))
-        elif goes_on and at.step == 0:
-            self._open(Cursor(at.epoch, num_steps, fingerprint))
-        else:
-            self._open(
-                Cursor(at.epoch, num_steps, fingerprint),
-                Segment("val", at.epoch, at.step, self.plan.val_steps),
-            )
-
-    def _discard(self) -> None:
-        if next(self._batches, None) is None:
-            self._check_running()
-            raise RaypipeError(
-                f"rank {self.rank}: the stream ended early: please report this as a bug"
-            )
-        self._course.take()
+        return self.metrics.times(split)
 
 
-def _by_epoch(plan: Plan, cursor: Cursor) -> Iterator[tuple[int, dict[Split, Segment]]]:
-    """The segments from a place on, by epoch."""
-    for number, segments in groupby(
-        plan.segments(cursor), lambda segment: segment.epoch
-    ):
-        yield number, {segment.split: segment for segment in segments}
-
-
-def _close(running: Running, stop: Callable[[], None], batches: Any) -> None:
-    """Close what may be a generator. If a thread is in it, stop that, and wait a little for it to leave."""
-    deadline = time.monotonic() + _LEAVE_S
-    while True:
-        try:
-            getattr(batches, "close", lambda: None)()
-            return
-        except ValueError:
-            stop()
-            if running.reader == threading.get_ident() or time.monotonic() > deadline:
-                return
-            time.sleep(0.02)
-
-
-class Epochs(Iterator[Epoch]):
-    """The remaining epochs of a loader, each once. A loop over them ends the stream when it is left."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __next__(self) -> Epoch:
-        self._loader._check_running()
-        return self._loader._next_epoch()
-
-    def __iter__(self) -> Iterator[Epoch]:
-        try:
-            while (epoch := next(self, None)) is not None:
-                yield epoch
-        finally:
-            self._loader._leave()
+def _count_decoding(clock: StageClock, split: Split, began: Any, ended: Any) -> None:
+    """A micro-batch was decoded on the device, between two marks. Called by the thread that copies."""
+    clock.add(split, "decode", began, ended)

@@ -25,7 +25,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
-from raypipe.storage.patience import outages_s, progress
+from raypipe.storage.retries import outages_s, report_progress
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
 from raypipe.streaming.remake import (
@@ -241,7 +241,7 @@ class MicroBatchMaker:
         bad = list[BadSample]()
         first = 0
         while first < num * num_samples:
-            progress()  # a time limit is one for each
+            report_progress()  # a time limit is one for each
             started = time.perf_counter()
             before = self._read_s, self._outage_s
             number = first // num_samples

@@ -22,7 +22,7 @@ from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
-from raypipe.storage.patience import patience_s
+from raypipe.storage.retries import patience_s
 from raypipe.streaming.blocks import most_bytes
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
@@ -33,7 +33,7 @@ from raypipe.transform.sizes import pixel_range
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
 
-# What an attempt may take that is begun when the patience ends, see `storage.patience`.
+# What an attempt may take that is begun when the patience ends, see `storage.retries`.
 _LAST_ATTEMPT_S = 60.0
 
 # A reader does nothing but yield rows. It must not wait for a CPU that the pool holds: a pool that takes all

@@ -12,7 +12,7 @@ import torch
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
-from raypipe.streaming.epochs import Epoch, Pass
+from raypipe.streaming.epochs import Batches, Epoch
 from raypipe.streaming.loader import Loader
 
 Format = Literal["dict", "batch"] | Callable[[Batch], Any]
@@ -73,14 +73,14 @@ class SharedEpochs:
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
+        self._epochs = loader.epochs()
         self._epoch: Epoch | None = None
         self._was_given = False  # the epoch's training, to a loop
 
-    def next(self, split: Split) -> Pass:
+    def next(self, split: Split) -> Batches:
         """The next training, or the validation of the epoch that is being trained."""
-        if (
-            self._epoch and self._epoch.train.turn != self.loader._turn
-        ):  # it was told to go on elsewhere
+        # The loader may have been told to continue elsewhere.
+        if self._epoch and self._epoch.train.turn != self.loader._turn:
             self._epoch = None
         if split == "train":
             # After a resume before a validation, the rest of the epoch's training is empty.
@@ -103,17 +103,15 @@ class SharedEpochs:
 
     def go_to(self, epoch: int, step: int) -> None:
         """Let the next training be from a step of an epoch on; nothing happens if it is."""
-        at = self._epoch
-        if at is None or at.train.turn != self.loader._turn:
+        current = self._epoch
+        if current is None or current.train.turn != self.loader._turn:
             upcoming = self.loader.cursor.epoch, self.loader.cursor.step
         elif self._was_given:
-            upcoming = at.number + 1, 0
+            upcoming = current.number + 1, 0
+        elif current.train.segment:
+            upcoming = current.number, current.train.segment.first_step
         else:
-            segment = at.train.segment
-            upcoming = (
-                at.number,
-                segment.first_step if segment else self.loader.plan.steps_per_epoch,
-            )
+            upcoming = current.number, self.loader.plan.steps_per_epoch
         if (epoch, step) != upcoming:
             fingerprint = self.loader.plan.fingerprint
             self.loader.load_state_dict(
@@ -121,12 +119,15 @@ class SharedEpochs:
             )
 
     def _next_epoch(self) -> None:
-        self._epoch = next(self.loader.epochs(), None)
+        self._epoch = next(self._epochs, None)
+        if self._epoch is None:
+            # there are more again after a load_state_dict
+            self._epochs = self.loader.epochs()
         self._was_given = False
 
 
 class PlainLoader:
-    """Each iteration is the next epoch's training, after a resume the rest of it; or a whole validation.
+    """Iterable whose iterations are the next epoch's training, after a resume its end; or a whole validation.
 
     Both loaders of a run share one stream. It costs least in the order of the plan, which validates at the end of
     an epoch; at any other time, and a second time, a validation is made as well.
@@ -150,7 +151,7 @@ class PlainLoader:
         self._format = format
 
     def __len__(self) -> int:
-        """This rank's micro-batches of a whole epoch."""
+        """Return the number of this rank's micro-batches in a whole epoch."""
         plan = self._loader.plan
         loader = self._loader
         if self._split == "train":
@@ -161,17 +162,16 @@ class PlainLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
-        if not len(
-            self
-        ):  # a stream without validation has an empty one after each epoch
+        # A stream without validation has an empty one after each epoch.
+        if not len(self):
             return
         batches = self._shared.next(self._split)
         with _known_to_accelerate(self):
-            for number, batch in enumerate(_to_the_end(batches), 1):
+            for batch in _to_the_end(batches):
                 if self._split == "train":
                     self.end_of_dataloader = batch.ends_step
                 else:
-                    self.end_of_dataloader = number == len(batches)
+                    self.end_of_dataloader = batch.ends_split
                 yield self._formed(batch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,11 +207,11 @@ class PlainLoader:
         return entries | ({"views": batch.views} if batch.views else {}) | batch.columns
 
 
-def _to_the_end(batches: Pass) -> Iterator[Batch]:
+def _to_the_end(batches: Batches) -> Iterator[Batch]:
     """The batches; their end is asked for with the last one, since loops that count do not ask for it."""
     taken = iter(batches)
-    for number, batch in enumerate(taken, 1):
-        if number == len(batches):
+    for batch in taken:
+        if batch.ends_split:
             next(taken, None)
         yield batch
 

@@ -10,10 +10,11 @@ import numpy as np
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, SampleError, StoreError
-from raypipe.plan.compose import Source
+from raypipe.plan.compose import StoreArrays
+from raypipe.plan.custom import CustomSampler, Population
 from raypipe.plan.places import Sides
 from raypipe.plan.schedule import Plan
-from raypipe.plan.selection import Selection
+from raypipe.plan.selection import JoinedSelection, Selection
 from raypipe.storage.files import read_whole
 from raypipe.stores.base import Store, is_class
 from raypipe.stores.joined import JoinedStore
@@ -43,6 +44,17 @@ def make_plan(
     Raises:
         ConfigError: a setting does not go with a store, see `Plan.of`, or a column or file that it names is wrong.
     """
+    if isinstance(train, JoinedStore):
+        parts = train.parts
+    else:
+        parts = {"": train}
+    selections = selections or [Selection([], len(part)) for part in parts.values()]
+    sampler = None
+    if config.sampler:
+        sampler = _make_sampler(config, list(parts.values()), selections)
+        if val is not None:
+            selection = val_selection or Selection([], len(val))
+            val_selection = sampler.validated(_population(config, [val], [selection]))
     source = None
     if val is not None:
         if config.val_interval and config.val_buckets:
@@ -52,21 +64,53 @@ def make_plan(
         source = _read_source(
             val, val_selection or Selection([], len(val)), buckets, "{val: width > 0}"
         )
-    if isinstance(train, JoinedStore):
-        parts = train.parts
-    else:
-        parts = {"": train}
-    selections = selections or [Selection([], len(part)) for part in parts.values()]
     pairs = zip(parts.items(), selections, strict=True)
     sources = {
-        name: _read_train(config, part, selection) for (name, part), selection in pairs
+        name: _read_train(config, store, selection)
+        for (name, store), selection in pairs
     }
     return Plan.of(
-        config, sources if isinstance(train, JoinedStore) else sources[""], source
+        config,
+        sources if isinstance(train, JoinedStore) else sources[""],
+        source,
+        sampler,
     )
 
 
-def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Source:
+def _make_sampler(
+    config: PlanConfig, stores: Sequence[Store], selections: Sequence[Selection]
+) -> CustomSampler:
+    """Make the user's sampler, of the selected samples of the training stores."""
+    population = _population(config, stores, selections)
+    if not population.size:
+        addresses = " + ".join(store.address for store in stores)
+        raise ConfigError(f"{addresses} has no samples to draw from")
+    return CustomSampler(config.sampler, population)
+
+
+def _population(
+    config: PlanConfig, stores: Sequence[Store], selections: Sequence[Selection]
+) -> Population:
+    """Return the selected samples of one store or several, as a user's sampler sees them."""
+
+    def read(column: str) -> np.ndarray:
+        """Read a column of the selected samples of all stores."""
+        columns = [
+            _of_selected(numbers_of(store, column, "plan.sampler"), selection)
+            for store, selection in zip(stores, selections, strict=True)
+        ]
+        return np.concatenate(columns)
+
+    if len(stores) > 1:
+        return Population(JoinedSelection.of(selections), config.seed, read)
+    selection = selections[0]
+    groups = stores[0].groups
+    if groups is not None:
+        groups = selection.numbers(groups)
+    return Population(selection, config.seed, read, groups)
+
+
+def _read_train(config: PlanConfig, store: Store, selection: Selection) -> StoreArrays:
     weights = classes = None
     if config.weights and isinstance(config.weights, str):
         weights = _read_weights(config.weights, store, selection)
@@ -87,7 +131,7 @@ def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Sourc
 
 def _read_source(
     store: Store, selection: Selection, buckets: Sequence[Sides], remedy: str
-) -> Source:
+) -> StoreArrays:
     """A store as the plan sees it.
 
     Args:
@@ -104,7 +148,7 @@ def _read_source(
         raise StoreError(
             f"{store.address}: its groups must ascend from 0 to its {len(store)} samples, both included"
         )
-    source = Source(store.address, store.fingerprint, selection, groups)
+    source = StoreArrays(store.address, store.fingerprint, selection, groups)
     if not buckets:
         return source
     columns = [numbers_of(store, name, "plan.buckets") for name in ("width", "height")]
@@ -139,8 +183,8 @@ def nearest(
     return bucket_of
 
 
-def _apart(one: np.ndarray, other: np.ndarray | np.float64) -> np.ndarray:
-    return np.maximum(one, other) / np.minimum(one, other)
+def _apart(sides: np.ndarray, target: np.ndarray | np.float64) -> np.ndarray:
+    return np.maximum(sides, target) / np.minimum(sides, target)
 
 
 def balanced(labels: np.ndarray, exponent: float) -> np.ndarray:
@@ -221,35 +265,35 @@ def select(
     def selected(name: str, store: Store) -> Selection:
         return _selected(store, lists.get(name, ""), str(filters.get(name, "")))
 
-    return [selected(name, part) for name, part in parts.items()], selected(
+    return [selected(name, store) for name, store in parts.items()], selected(
         "val", val
     ) if val else None
 
 
 def _by_name(
     setting: str,
-    wanted: PerSource,
+    value: PerSource,
     parts: Mapping[str, Store],
     val: Store | None,
     for_all: bool,
 ) -> Mapping[str, str | Path]:
-    """Each store's own value of a setting; `for_all`: one value may be for all training stores."""
+    """Return each store's own value of a setting; `for_all`: one value may be for all training stores."""
     names = [*parts, "val"]
-    if not isinstance(wanted, Mapping):
-        if wanted and not for_all:
+    if not isinstance(value, Mapping):
+        if value and not for_all:
             raise ConfigError(
-                f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {str(wanted)!r}"
+                f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {str(value)!r}"
             )
-        return dict.fromkeys(parts, wanted)
-    if set(wanted) - set(names):
+        return dict.fromkeys(parts, value)
+    if set(value) - set(names):
         raise ConfigError(
-            f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {wanted!r}"
+            f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {value!r}"
         )
-    if wanted.get("val") and val is None:
+    if value.get("val") and val is None:
         raise ConfigError(
-            f"{setting}: there is {wanted['val']!r} for validation, and no store.val"
+            f"{setting}: there is {value['val']!r} for validation, and no store.val"
         )
-    return wanted
+    return value
 
 
 def _selected(store: Store, exclude: str | Path, filter: str) -> Selection:

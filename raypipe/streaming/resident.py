@@ -153,7 +153,7 @@ class Resident:
         return len(self._kept)
 
     def epoch(self, number: int, step: int = 0) -> Iterator[Batch]:
-        """This rank's micro-batches of an epoch, from one of its steps on, cropped, flipped and augmented."""
+        """Yield this rank's micro-batches of an epoch, from a step on, cropped, flipped and augmented."""
         plan = self.plan
         per_step = self.plan.config.per_step
         size = self.plan.config.micro_batch_size

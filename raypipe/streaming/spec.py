@@ -3,14 +3,15 @@ it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.logs import LogFormat
-from raypipe.lookup import versions
 from raypipe.mistakes import Unlike
+from raypipe.packages import versions
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store
@@ -19,7 +20,11 @@ from raypipe.transform.ending import Ending
 from raypipe.transform.samples import Wanted
 from raypipe.transform.transform_steps import Steps
 
-Transform = Callable[..., Any] | str | Steps | Mapping[str, Any] | None
+# Albumentations asks the network for a newer version when it is imported. Each process that unpickles a stream's
+# transforms imports this module first.
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+UserTransform = Callable[..., Any] | str | Steps | Mapping[str, Any] | None
 """A callable on uint8 RGB (H, W, 3), or on what `transform.decode_as` gives, an Albumentations or torchvision v2
 pipeline, None, or what `transform.train` may be; or views of several, `{NAME: (transform, count), …}`."""
 
@@ -46,7 +51,7 @@ class StreamSpec(
 
     plan: Plan
     stores: dict[Split, Store]
-    transforms: dict[Split, Transform] = field(repr=False)
+    transforms: dict[Split, UserTransform] = field(repr=False)
     transform: TransformConfig
     pool: PoolConfig
     quarantine: str = ""

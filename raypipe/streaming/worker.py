@@ -20,11 +20,11 @@ import ray
 
 from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
-from raypipe.lookup import differences
 from raypipe.metrics.prometheus import Recorder
+from raypipe.packages import differences
 from raypipe.plan.places import PADDING, MicroBatchId
-from raypipe.rayext.watch import this_process
-from raypipe.storage import patience
+from raypipe.rayext.processes import this_process
+from raypipe.storage import retries
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker
@@ -197,11 +197,11 @@ class Guard:
             if orders.error:
                 raise ResourceError(orders.error)
         # to fetch a shard may take longer than any transform
-        patience.on_progress.append(self._watch)
+        retries.on_progress.append(self._watch)
         try:
             yield orders
         finally:
-            patience.on_progress.remove(self._watch)
+            retries.on_progress.remove(self._watch)
             faulthandler.cancel_dump_traceback_later()
             self._watched_at = -math.inf
         if orders.careful:

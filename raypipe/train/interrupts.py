@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from raypipe.logs import progress
-from raypipe.storage.patience import be_patient, lose_patience
+from raypipe.progress import print_progress
+from raypipe.storage.retries import allow_retries, stop_retries
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        be_patient()
+        allow_retries()
         self.stand()
         return self
 
@@ -150,12 +150,12 @@ class Interrupts:
             if self._request is not None:
                 self._ask()
             else:
-                progress(
+                print_progress(
                     logger,
                     "stopping before the trainers are started; press Ctrl-C again to abort",
                 )
         elif now - self._asked_at > _ONE_SIGNAL_S:
             self._leave()  # a third signal gets the original handlers
             self._is_aborted = True
-            lose_patience()  # the end must not wait for storage
+            stop_retries()  # the end must not wait for storage
             raise KeyboardInterrupt

@@ -24,20 +24,23 @@ from raypipe.errors import (
     RunError,
     without_credentials,
 )
-from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
+from raypipe.logs import configure_logs
+from raypipe.progress import begin_phases, end_phases, phase, print_progress
 from raypipe.rayext.allocation import Allocation, preflight
-from raypipe.rayext.cluster import connect, started_here
-from raypipe.rayext.console import await_progress, begin_progress
+from raypipe.rayext.cluster import connect
+from raypipe.rayext.cluster_state import started_here
 from raypipe.rayext.failures import cause_of, explanation
-from raypipe.rayext.waiting import Wait, is_head_lost, only_start
+from raypipe.rayext.head import is_head_lost
+from raypipe.rayext.startup import Wait, only_start
+from raypipe.rayext.tweaks import await_progress, begin_progress
+from raypipe.rayext.worker_logs import gets_worker_logs
 from raypipe.storage.files import read_json
-from raypipe.storage.filesystem import is_remote, join, open_filesystem
-from raypipe.storage.patience import be_patient
+from raypipe.storage.filesystem import is_remote, join_address, open_filesystem
+from raypipe.storage.retries import allow_retries
 from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.console import changes, describe
 from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.models import check_code, num_classes_of
 from raypipe.train.run_folder import (
@@ -52,6 +55,7 @@ from raypipe.train.run_folder import (
     store_config,
     write_error,
 )
+from raypipe.train.summary import changes, summarize
 from raypipe.transform.ending import normalization
 from raypipe.transform.views import makes_views
 
@@ -68,8 +72,9 @@ def train(run: RunConfig) -> dict[str, Any]:
     run. During the start, the run ends before it starts the trainers.
 
     Returns:
-        `val_accuracy` (None without validation), `images_per_s`, `wait_fraction`, `steps`, `run_dir`,
-        `first_batch_s`, and `stopped`: whether it was stopped on request, before its last step.
+        `val_accuracy` (None without validation), `val_NAME` for each name of `train.metrics`, `images_per_s`,
+        `wait_fraction`, `steps`, `run_dir`, `first_batch_s`, and `stopped`: whether it was stopped on request,
+        before its last step.
 
     Raises:
         RaypipeError: an error in the configuration, a store, the cluster or the run.
@@ -86,7 +91,7 @@ def train(run: RunConfig) -> dict[str, Any]:
                 raise
     finally:
         end_phases()
-        be_patient()  # the process may go on, as a notebook's does
+        allow_retries()  # the process may go on, as a notebook's does
 
 
 def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
@@ -95,7 +100,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     stop_was_asked = stop_requested(run_uri)  # an old request, from before this resume
     newest = _newest(run, run_uri, spec)
     if newest and _has_ended(spec, newest):
-        progress(
+        print_progress(
             logger,
             f"this run has already ended, with {newest.name}: nothing left to do",
         )
@@ -112,7 +117,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             remove_stop(run_uri)
         store_config(run, run_uri)
         remove_error(run_uri)
-        progress(logger, describe(run, spec, allocation, run_uri))
+        print_progress(logger, summarize(run, spec, allocation, run_uri))
         phase(
             logger,
             f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}",
@@ -129,19 +134,20 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             "start": start,
             "begun": begin_phases(),
         }
-        relays = begin_progress() and run.log_format == "text"
+        is_shown = gets_worker_logs() and run.log_format == "text"
+        relays = begin_progress() and is_shown
         try:
             result = _fit(loop | {"relays": relays}, allocation, interrupts)
             if relays:
                 await_progress()
             if result["stopped"]:
-                progress(logger, _how_to_continue(run_uri))
+                print_progress(logger, _how_to_continue(run_uri))
         except KeyboardInterrupt as interrupt:
             if interrupts.reason:
                 reason = f"{interrupts.reason}: restart the cluster, then continue with: {_command(run_uri)}"
                 _record_error(run_uri, reason)
                 raise RunError(reason) from interrupt
-            progress(logger, _how_to_continue(run_uri))
+            print_progress(logger, _how_to_continue(run_uri))
             raise
         finally:
             _withdraw_stop(run_uri)
@@ -181,9 +187,9 @@ def _newest(run: RunConfig, run_uri: str, spec: StreamSpec) -> Checkpoint | None
         raise CursorError(f"{error}{changed and f'. Changed: {changed}'}") from error
     if run.resume:
         start = newest.name if newest else "the beginning"
-        progress(logger, f"resumed from {start}{changed and f', with {changed}'}")
+        print_progress(logger, f"resumed from {start}{changed and f', with {changed}'}")
     elif newest:
-        progress(logger, f"starting from {newest.address}")
+        print_progress(logger, f"starting from {newest.address}")
     return newest
 
 
@@ -210,7 +216,7 @@ def _allocated(
         start = None
     else:
         start = starting.enter_context(only_start(wait(), run.name))
-    tell = start.tell.remote if start else lambda thing: None
+    tell = start.tell.remote if start else lambda text: None
     allocation = preflight(run.pool, run.train, run.plan.per_step, wait(tell=tell))
     spec.plan.check_workers(allocation.workers)
     interrupts.check()
@@ -231,9 +237,11 @@ def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:
     train_s = figures["train_s"] or 1.0  # 0 if the run has not trained
     return {
         **{
-            name: figures[name]
-            for name in ("val_accuracy", "steps", "stopped", "first_batch_s")
+            name: value
+            for name, value in figures.items()
+            if name.startswith("val_") and name not in ("val_loss", "val_samples")
         },
+        **{name: figures[name] for name in ("steps", "stopped", "first_batch_s")},
         "images_per_s": figures["images"] / train_s,
         "wait_fraction": figures["wait_s"] / train_s,
         "run_dir": run_uri.removeprefix("file://"),
@@ -315,13 +323,15 @@ def _fit(
 ) -> dict[str, Any]:
     """Train on the allocated resources; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from raypipe.rayext.trainer import RunTrainer, ray_config
-    from raypipe.train.loop import train_loop
+    from raypipe.train.worker import train_loop
 
     run = loop["run"]
     run_uri = loop["run_uri"]
 
     def on_interrupt() -> None:
-        progress(logger, "stopping with a checkpoint; press Ctrl-C again to abort")
+        print_progress(
+            logger, "stopping with a checkpoint; press Ctrl-C again to abort"
+        )
         request_stop(run_uri)
 
     sizes: dict[str, Any] = {"num_workers": allocation.workers}
@@ -368,7 +378,7 @@ def _fit(
         trainer.fit()
     except Exception as error:
         raise _as_run_error(error, run_uri) from error
-    return read_json(join(run_uri, FIGURES_FILE))
+    return read_json(join_address(run_uri, FIGURES_FILE))
 
 
 def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
@@ -387,12 +397,12 @@ def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
     problem = _record_error(
         run_uri, f"{explanation(error)}\n\n{''.join(traceback.format_exception(error))}"
     )
-    address = join(run_uri, ERROR_FILE).removeprefix("file://")
+    address = join_address(run_uri, ERROR_FILE).removeprefix("file://")
     if problem:
-        place = f"traceback lost: {problem}"
+        hint = f"traceback lost: {problem}"
     else:
-        place = f"traceback: {address}"
-    return RunError(f"{explanation(error)} ({place})")
+        hint = f"traceback: {address}"
+    return RunError(f"{explanation(error)} ({hint})")
 
 
 def _record_error(run_uri: str, text: str) -> str:

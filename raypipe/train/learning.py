@@ -1,21 +1,16 @@
-"""Learner: a model, its optimizer and averages. Imports torch, not Ray.
+"""Learner: a model, its optimizer and averages; `ddp` brings the gradients of all ranks together.
 
-Each micro-batch has its own forward and backward. Gradients are averaged over the M of a step: over this rank's by
-scaling the loss, over ranks by DDP. So one worker with accumulation and M workers without it have the same loss
-curve up to rounding; with the sums of ordered.py, bit for bit.
+Imports torch, not Ray.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import warnings
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.config import RunConfig
 from raypipe.device.mixing import mixed_losses
@@ -25,6 +20,7 @@ from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, derive_keys
 from raypipe.streaming.maker import check_labels
 from raypipe.streaming.stateful import shortened
+from raypipe.train.ddp import RankGradients
 from raypipe.train.models import (
     NO_VIEWS,
     build_loss,
@@ -32,7 +28,7 @@ from raypipe.train.models import (
     build_optimizer,
     fit_state,
 )
-from raypipe.train.ordered import OrderedGradients, StepBatchNorm
+from raypipe.train.ordered import StepBatchNorm
 
 
 class Ema:
@@ -93,22 +89,17 @@ class Learner:
         config = dataclasses.replace(run.train, lr=run.peak_lr)
         on_cuda = device.type == "cuda"
         self._num_classes = num_classes
-        self._per_step = run.plan.per_step
         self._config = config
         self._device = device
         self.dtype = amp_dtype(config.amp, device)
-        self._per_rank = self._per_step // world_size
         torch.manual_seed(int(derive_keys(1, run.plan.seed, Domain.WEIGHTS)[0]) >> 1)
-        self._model = build_model(config.model, num_classes, len(run.augment.mean)).to(
-            device
-        )
+        model = build_model(config.model, num_classes, len(run.augment.mean))
+        self._model = model.to(device)
         if on_cuda:
-            self._model = self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            torch.backends.cudnn.benchmark = True
-            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = (
-                True
-            )
-        self._batch_norm = StepBatchNorm(self._model, self._per_rank, world_size)
+            self._model = _made_fast(self._model)
+        self._batch_norm = StepBatchNorm(
+            self._model, run.plan.per_step // world_size, world_size
+        )
         self._optimizer = build_optimizer(self._model, config, fused=on_cuda)
         self._loss = build_loss(config)
         self.val_loss = build_loss(config, smooth=False)
@@ -118,28 +109,12 @@ class Learner:
         )
         if config.compile:
             self._model.compile()
-        self._parallel: nn.Module = self._model
-        self._gradients: OrderedGradients | None = None
-        if config.deterministic_reduce is True or (
-            config.deterministic_reduce == "auto" and not on_cuda
-        ):
-            self._gradients = OrderedGradients(self._model, self._per_rank, world_size)
-        elif world_size > 1:
-            # No broadcast: training only changes BatchNorm's buffers, which StepBatchNorm keeps equal on all
-            # ranks. Gradients of 1 x 1 convolutions may have other strides than the bucket; DDP then copies them
-            # correctly.
-            warnings.filterwarnings(
-                "ignore", "Grad strides do not match bucket view strides"
-            )
-            with (
-                warnings.catch_warnings()
-            ):  # the argument's new name exists only since torch 2.15
-                warnings.filterwarnings(
-                    "ignore", "`broadcast_buffers` is deprecated", FutureWarning
-                )
-                self._parallel = DistributedDataParallel(
-                    self._model, broadcast_buffers=False, gradient_as_bucket_view=True
-                )
+        is_ordered = config.deterministic_reduce
+        if is_ordered == "auto":
+            is_ordered = not on_cuda
+        self._gradients = RankGradients(
+            self._model, run.plan.per_step, world_size, is_ordered
+        )
 
     def begin_step(self, lr: float) -> None:
         """Begin a step; call before its first micro-batch."""
@@ -153,30 +128,22 @@ class Learner:
         if batch.views:  # only the output of a user's function shows its views
             raise ConfigError(f"transform.train {NO_VIEWS}")
         torch.manual_seed(batch.seed)  # makes dropout a function of the micro-batch
-        synchronize = last or self._parallel is self._model
-        with contextlib.nullcontext() if synchronize else self._parallel.no_sync():  # type: ignore[operator]
-            logits = self._logits(self._parallel, batch)
+        with self._gradients.of_micro_batch(last):
+            logits = self._logits(self._gradients.model, batch)
             self._batch_norm.take()  # its communication overlaps with the backward
             losses = self._checked(
                 mixed_losses(self._loss, logits, batch.target, batch.mix),
                 len(batch.weight),
             )
             loss = (losses * batch.weight).sum() / len(losses)
-            # DDP averages over ranks, while the ordered sum adds.
-            if self._gradients:
-                share = self._per_step
-            else:
-                share = self._per_rank
-            self._scaler.scale(loss / share).backward()
-            if self._gradients:
-                self._gradients.take()
+            self._scaler.scale(loss / self._gradients.divisor).backward()
+            self._gradients.take()
         return loss.detach()
 
     def end_step(self, global_step: int) -> None:
         """Update the weights after a step's last micro-batch; `global_step` counts the run's steps from 1."""
         self._batch_norm.end()
-        if self._gradients:
-            self._gradients.finish()
+        self._gradients.finish()
         if self._config.max_grad_norm:
             self._scaler.unscale_(self._optimizer)
             nn.utils.clip_grad_norm_(
@@ -257,22 +224,24 @@ class Learner:
             raise ConfigError(
                 f"the checkpoint has a different model: {shortened(error)}"
             ) from error
-        saved = state["optimizer"]["state"]
+        self._load_optimizer(state["optimizer"])
+        if state.get("scaler"):  # empty if it was disabled
+            self._scaler.load_state_dict(state["scaler"])
+        if self._ema:
+            self._ema.model.load_state_dict(state.get("ema") or state["model"])
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        saved = state["state"]
         names = {name for parameter_state in saved.values() for name in parameter_state}
-        own = self._config.optimizer in ("sgd", "adamw")
-        if (
-            own
-            and names
-            and ("exp_avg" in names) != (self._config.optimizer == "adamw")
-        ):
+        is_known = self._config.optimizer in ("sgd", "adamw")
+        was_adamw = "exp_avg" in names
+        if is_known and names and was_adamw != (self._config.optimizer == "adamw"):
             raise ConfigError(
                 "the checkpoint has the state of a different optimizer: set train.optimizer to "
-                f"{'adamw' if 'exp_avg' in names else 'sgd'}"
+                f"{'adamw' if was_adamw else 'sgd'}"
             )
         groups = self._optimizer.state_dict()["param_groups"]
-        saved_sizes = [
-            len(group["params"]) for group in state["optimizer"]["param_groups"]
-        ]
+        saved_sizes = [len(group["params"]) for group in state["param_groups"]]
         sizes = [len(group["params"]) for group in groups]
         if saved_sizes != sizes:
             raise ConfigError(
@@ -280,12 +249,16 @@ class Learner:
                 "make them as in docs/training-loop.md, or set train.optimizer"
             )
         self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
-        if own:
+        if is_known:
             fit_state(self._optimizer)
-        if state.get("scaler"):  # empty if it was disabled
-            self._scaler.load_state_dict(state["scaler"])
-        if self._ema:
-            self._ema.model.load_state_dict(state.get("ema") or state["model"])
+
+
+def _made_fast(model: nn.Module) -> nn.Module:
+    """Return a model on a CUDA device in the layout that is fastest there, and let torch choose fast kernels."""
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def amp_dtype(name: str, device: torch.device) -> torch.dtype | None:

@@ -3,78 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from ray.train.collective import broadcast_from_rank_zero
 
+from raypipe import StreamSpec, loader
 from raypipe.config import RunConfig
-from raypipe.errors import BadSamplesError, ConfigError, RaypipeError
-from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
-from raypipe.plan.places import MicroBatchId
-from raypipe.rayext.console import quiet_trainer
-from raypipe.storage.files import write_json
-from raypipe.storage.filesystem import join, open_filesystem
-from raypipe.storage.lease import is_held
-from raypipe.streaming.checkpoints import (
-    Checkpoint,
-    find_newest,
-    read_state,
-    write_checkpoint,
-)
-from raypipe.streaming.epochs import Pass
-from raypipe.streaming.handover import loader
+from raypipe.errors import BadSamplesError
+from raypipe.streaming.epochs import Batches
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.stateful import loaded
-from raypipe.train.background import CheckpointWriter
 from raypipe.train.learning import Learner, amp_dtype
-from raypipe.train.models import build_schedule
-from raypipe.train.run_folder import FIGURES_FILE, answer_stop, stop_requested
+from raypipe.train.models import build_metric, build_schedule
+from raypipe.train.run_checkpoints import RunCheckpoints
+from raypipe.train.validation import Validation
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-# Period in which the ranks agree on a stop, since each time they wait for each other and for their devices.
-_AGREE_S = 1.0
+Samples = list[tuple[Any, list[int]]]
+"""Positions of a step's micro-batches, with their samples."""
+
 # Period of lines of progress between those that end an epoch.
 _LINE_EVERY_S = 10.0
-
-
-def train_loop(config: dict[str, Any]) -> None:
-    """Train on each Ray Train worker, and write the run's figures to its folder.
-
-    Args:
-        config: the arguments of `Trainer`; `relays`, whether the driver shows progress that this process relays;
-            and `begun`, the start time of the run.
-    """
-    quiet_trainer()
-    options = dict(config)
-    rank = ray.train.get_context().get_world_rank()
-    is_first = rank == 0
-    relays = options.pop("relays")
-    relay_progress(relays)
-    configure_logs(options["run"].log_format, run=options["spec"].run, rank=rank)
-    begin_phases(options.pop("begun"))
-    if is_first:
-        phase(logger, "starting the stream and the model")
-    trainer = Trainer(**options)
-    if is_first:
-        phase(logger, "waiting for the first micro-batch")
-    for _ in trainer.epochs():
-        pass
-    if is_first:
-        write_json(join(trainer.run_uri, FIGURES_FILE), trainer.figures())
-        if relays:
-            progress(logger, "")  # the end of it
 
 
 class Trainer:
@@ -107,63 +63,52 @@ class Trainer:
         self._start = start
         self.run_uri = run_uri
         self.stopping = False
-        self._lease = lease
-        self._check_lease()
-        # All ranks start from rank 0's checkpoint, since each might find a different one.
-        ranks = ray.train.get_context()
-        checkpoint = None
-        content = b""
-        if ranks.get_world_rank() == 0 and (checkpoint := self._newest()):
-            checkpoint, content = checkpoint._replace(state=b""), checkpoint.state
-        if ranks.get_world_size() > 1:
-            checkpoint = broadcast_from_rank_zero(checkpoint)
-        self._checkpoint = checkpoint.name if checkpoint else ""
-        if device:
-            self.device = torch.device(device)
-        else:
-            self.device = ray.train.torch.get_device()
+        self._checkpoints = RunCheckpoints(
+            run_uri, spec.plan, run.train.start_from, lease
+        )
+        self.device = torch.device(device or ray.train.torch.get_device())
         # The stream comes first, so that its pool starts while the model is built.
-        self.loader: Loader = loader(
-            spec,
-            max_actors=max_actors or None,
-            device=self.device,
-            cursor=checkpoint.cursor if checkpoint else spec.plan.start(),
-            augment=run.augment,
-            dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
-            run_dir=run_uri,
-        )
-        self._described = self.loader.described(run.train.model)
-        self.loader.interval_s = math.inf
-        self._account = self.loader.account
-        self._account.is_run = True
-        self._account.exported.checkpointed()
-        self._account.chronicle.stop_requested = functools.partial(
-            stop_requested, run_uri
-        )
+        self.loader = self._open_loader(spec, max_actors)
+        self._metrics = self.loader.metrics
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
         self.learner = Learner(
             run, num_classes, self.device, self.world_size, has_classes
         )
         self._schedule = build_schedule(run.train)
+        self._val_metric = None
+        if run.train.metrics:
+            self._val_metric = build_metric(run.train.metrics)
         self.metrics: dict[str, Any] = {
             "val_accuracy": None,
             "train_s": 0.0,
             "wait_s": 0.0,
             "images": 0,
         }
-        if checkpoint:
-            self.learner.load(
-                loaded(content or read_state(open_filesystem(checkpoint.address)))
-            )
-            self.metrics |= checkpoint.metrics
-            del content
-        self._agreed_at = time.perf_counter()
-        self._steps_since = 0
-        self._steps_between = 1
-        self._saved_at = time.perf_counter()
+        if start_values := self._checkpoints.take_start():
+            state, metrics = start_values
+            self.learner.load(state)
+            self.metrics |= metrics
         self._shown_at = -_LINE_EVERY_S
-        self._writer = CheckpointWriter()
+
+    def _open_loader(self, spec: StreamSpec, max_actors: int) -> Loader:
+        """Start the stream where the run begins; the loop records its training itself."""
+        run = self.run
+        stream = loader(
+            spec,
+            max_actors=max_actors or None,
+            device=self.device,
+            cursor=self._checkpoints.cursor,
+            augment=run.augment,
+            dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
+            run_dir=self.run_uri,
+        )
+        stream.metrics.interval_s = math.inf
+        stream.metrics.is_run = True
+        stream.metrics.tell("checkpointed")
+        stream.stop_when(self._checkpoints.stop_requested)
+        self._described = stream.described(run.train.model)
+        return stream
 
     def epochs(self) -> Iterator[None]:
         """Train the rest of the run; yield after each epoch and its validation."""
@@ -176,7 +121,7 @@ class Trainer:
                 self._report()
                 if self.stopping:
                     break
-                self._account.diagnose(epoch.number)
+                self._metrics.diagnose(epoch.number)
                 yield
         except Exception:
             with contextlib.suppress(Exception):  # must not hide the original error
@@ -197,9 +142,9 @@ class Trainer:
         """End the stream and the log, and wait for the checkpoint that is being written."""
         with contextlib.ExitStack() as ends:
             ends.callback(self.loader.close)
-            ends.enter_context(self._account.saving(self._awaited))
+            ends.enter_context(self._metrics.saving(self._awaited))
             # also uploads the records to the run's folder
-            ends.callback(self._writer.wait)
+            ends.callback(self._checkpoints.wait)
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place."""
@@ -207,7 +152,15 @@ class Trainer:
             dist.all_reduce(sums)
         return sums
 
-    def _train(self, batches: Pass) -> None:
+    def _of_all_ranks(self, value: T) -> list[T]:
+        """Return the values of all ranks, which call this."""
+        if self.world_size == 1:
+            return [value]
+        values = [value] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def _train(self, batches: Batches) -> None:
         config = self.run.train
         plan = self.plan
         assert batches.segment
@@ -216,7 +169,7 @@ class Trainer:
         losses: list[
             torch.Tensor
         ] = []  # kept on the device, so that the host does not wait
-        samples: list[tuple[MicroBatchId, list[int]]] = []
+        samples: Samples = []
         begins_step = True
         first = not self.loader.times().images
         lr = 0.0
@@ -260,12 +213,9 @@ class Trainer:
                     losses = []
                 self._report()
 
-    def _log_samples(self, samples: list[tuple[MicroBatchId, list[int]]]) -> None:
-        ranks = [samples]
-        if self.world_size > 1:
-            ranks = [[] for _ in range(self.world_size)]
-            dist.all_gather_object(ranks, samples)
-        if log := self._account.chronicle.log:
+    def _log_samples(self, samples: Samples) -> None:
+        ranks = self._of_all_ranks(samples)
+        if log := self._metrics.run_log.log:
             rows = sorted(
                 (row for rank in ranks for row in rank), key=lambda row: row[0].micro
             )
@@ -279,12 +229,11 @@ class Trainer:
         for term in losses:
             loss_sum += term
         loss = self._summed(loss_sum).item() / (len(losses) * self.world_size)
-        self._account.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         # This comes after the sums, since the host has waited for them.
         now = time.perf_counter()
         shows = shows or now - self._shown_at >= _LINE_EVERY_S
         self._shown_at = now if shows else self._shown_at
-        for name, amount in self._account.interval(
+        for name, amount in self._metrics.interval(
             self.loader.cursor, shows, loss=loss, lr=lr
         ).items():
             self.metrics[name] += amount
@@ -292,75 +241,32 @@ class Trainer:
     def _look(self, at_once: bool = False) -> bool:
         """Check at a step's end for a request to stop, and for an error of the checkpoint writer.
 
-        About once a second the ranks synchronize, and agree on a stop, and on a checkpoint by the clock or after a
-        notice. Rank 0 sets the number of steps between two agreements, since the ranks' clocks differ.
-
         Returns:
-            Whether a checkpoint is due, by rank 0's clock or because a node of the trainers is about to go.
+            Whether a checkpoint is due, by the clock or because a node of the trainers is about to go.
         """
-        self._writer.check()
-        notice = self.loader.notice
-        asked = float(self._account.chronicle.stops)
-        steps = 0.0
-        due = 0.0
-        self._steps_since += 1
-        if (
-            self.world_size > 1
-            and not at_once
-            and self._steps_since < self._steps_between
-        ):
-            return False
-        if self.loader.rank == 0:
-            is_old = time.perf_counter() - self._saved_at >= self.run.train.checkpoint_s
-            due = float(notice.is_due() or is_old)
-        if self.world_size > 1:
-            if self.loader.rank == 0:
-                steps = max(
-                    1,
-                    int(
-                        _AGREE_S
-                        / ((time.perf_counter() - self._agreed_at) / self._steps_since)
-                    ),
-                )
-                steps = 1 if notice.is_near() else steps
-            terms = torch.tensor(
-                [asked, steps, due, notice.is_last],
-                dtype=torch.float64,
-                device=self.device,
-            )
-            asked, steps, due, last = self._summed(terms).tolist()
-            notice.is_last = last > 0
-            self._agreed_at = time.perf_counter()
-            self._steps_since = 0
-            self._steps_between = int(steps)
-        self.stopping = asked > 0
+        self._checkpoints.check()
+        is_due = self.loader.should_checkpoint(self.run.train.checkpoint_s, at_once)
+        self.stopping = self.loader.stopping
         if self.stopping and self.loader.rank == 0:
-            with contextlib.suppress(
-                ConfigError
-            ):  # if the disk is full, the checkpoint raises
-                answer_stop(self.run_uri)
-        return due > 0
+            self._checkpoints.answer_stop()
+        return is_due
 
     @torch.no_grad()
-    def _validate(self, batches: Pass) -> None:
+    def _validate(self, batches: Batches) -> None:
         """Validate exactly: every sample counts once, padding and unreadable samples have weight 0."""
         assert batches.segment
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        validation = Validation(self._val_metric, self._of_all_ranks)
         for batch in batches:
             logits = self.learner.evaluate(batch)
             losses = self.learner.val_losses(logits, batch)
             correct = torch.zeros_like(batch.weight)
             if self.learner.has_classes:
                 correct = (logits.argmax(1) == batch.target).float()
-            # Bad samples and padding have zeros as pixels; a NaN loss of theirs must not enter the sum.
-            real = batch.weight > 0
-            sums += torch.stack(
-                [
-                    torch.where(real, x, 0.0).sum()
-                    for x in (losses, correct, batch.weight)
-                ]
+            at = batch.position
+            validation.add(
+                (at.step, at.micro), losses, correct, batch.weight, logits, batch.target
             )
-            if batch.ends_step and batch.position.step + 1 < batches.segment.num_steps:
+            if batch.ends_step and at.step + 1 < batches.segment.num_steps:
                 is_due = self._look()
                 if (
                     self.stopping
@@ -368,28 +274,25 @@ class Trainer:
                     return
                 if is_due:
                     self._report()
-        loss, accuracy, count = self._summed(sums).tolist()
+        values, count = validation.result()
         if not count:
             raise BadSamplesError(
                 f"no sample of the validation can be read: `raypipe verify {self.run.store.val}` lists why"
             )
-        loss, accuracy = loss / count, accuracy / count
-        values = {"accuracy": accuracy, "loss": loss, "samples": int(count)}
         epoch = batches.segment.epoch
-        score = f"accuracy {accuracy:.4f}"
         if not self.learner.has_classes:
             del values["accuracy"]
-            score = f"loss {loss:.4f}"
-        self.metrics |= {f"val_{name}": value for name, value in values.items()}
-        learnt = {
-            f"validation_{name}": value
+        scores = [
+            f"{name} {value:.4f}"
             for name, value in values.items()
-            if name != "samples"
-        }
-        self._account.exported.learnt(**learnt)
-        self._account.chronicle.record(
+            if name != "loss" or not self.learner.has_classes
+        ]
+        score = ", ".join(scores)
+        values["samples"] = count
+        self.metrics |= {f"val_{name}": value for name, value in values.items()}
+        self._metrics.record(
             "val",
-            f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({int(count)} samples)",
+            f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({count} samples)",
             epoch=epoch,
             **values,
         )
@@ -400,12 +303,12 @@ class Trainer:
         The state is copied now, and written by a thread. The checkpoint is valid when it is complete; until then,
         a resume uses the previous one.
         """
-        with self._account.saving(self._awaited):
+        with self._metrics.saving(self._awaited):
             self._save()
 
     def _awaited(self) -> str:
         """Describe why a checkpoint waits."""
-        if self._writer.is_writing:
+        if self._checkpoints.is_writing:
             return f"the previous one is being written to {self.run_uri}"
         if self.world_size == 1:
             return "Ray Train's controller has not noted it yet"
@@ -413,53 +316,22 @@ class Trainer:
 
     def _save(self) -> None:
         metrics = self.figures()
-        self._saved_at = time.perf_counter()
         notice = self.loader.notice
-        begun_at = self._saved_at
-        if log := self._account.chronicle.log:
-            cursor = self.loader.cursor
 
-            def write(state: memoryview) -> None:
-                log.sync()
-                self._check_lease()
-                self._checkpoint = write_checkpoint(
-                    self.run_uri,
-                    cursor,
-                    state,
-                    metrics,
-                    before=self._checkpoint,
-                    described=self._described,
-                )
-                self._account.exported.checkpointed()
-                notice.saved_in(time.perf_counter() - begun_at)
+        def after(seconds: float) -> None:
+            self._metrics.tell("checkpointed")
+            notice.saved_in(seconds)
 
-            self._writer.save(self.learner.state(), write)
-            if (
-                notice.is_last
-            ):  # after the report below, any rank may end, which ends all
-                self._writer.wait()
+        if log := self._metrics.run_log.log:  # on rank 0
+            self._checkpoints.save(
+                self.learner.state(),
+                self.loader.cursor,
+                metrics,
+                self._described,
+                log.sync,
+                after,
+            )
+            # After the report below, any rank may end, which ends all.
+            if notice.is_last:
+                self._checkpoints.wait()
         ray.train.report(metrics)
-
-    def _newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint, with its state; log those that are skipped."""
-        newest, skipped = find_newest(
-            self.run_uri,
-            self.plan.check,
-            with_state=True,
-            start_from=self.run.train.start_from,
-        )
-        for name, reason in skipped.items():
-            progress(logger, f"not resumed from {name}: {reason}")
-        if skipped:
-            progress(
-                logger, f"resumed from {newest.name if newest else 'the beginning'}"
-            )
-        return newest
-
-    def _check_lease(self) -> None:
-        if self._lease and not is_held(self.run_uri, self._lease):
-            raise RaypipeError(
-                f"{self.run_uri} no longer belongs to this run: either another run has taken it, or this machine "
-                "cannot see it. If trainers run on several machines, set storage_path to a folder that all of "
-                "them share, or to a bucket"
-            )

@@ -28,11 +28,11 @@ def check_model(name: str, channels: int = 3) -> None:
     """Raise ConfigError if a name is not 'small' or a torchvision model, or the model cannot take the channels."""
     if name == "small":
         return
-    known = ["small", *torchvision_models()]
-    if name.lower() not in known:
+    names = ["small", *torchvision_models()]
+    if name.lower() not in names:
         raise ConfigError(
             f"train.model={name!r} is neither 'small' nor a torchvision classification model nor module:function"
-            + did_you_mean(get_close_matches(name, known))
+            + did_you_mean(get_close_matches(name, names))
         )
     if channels != 3:
         raise ConfigError(

@@ -13,10 +13,11 @@ from torch.nn.functional import cross_entropy
 from raypipe.config import Float32, RunConfig, TrainConfig
 from raypipe.device.mixing import check_mixable
 from raypipe.errors import ConfigError
-from raypipe.lookup import import_name
+from raypipe.importing import import_name
 from raypipe.section import check
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.model_names import check_model
+from raypipe.train.validation import UserMetric
 from raypipe.transform.columns import ColumnType
 from raypipe.transform.views import makes_views
 
@@ -39,6 +40,8 @@ def check_code(config: TrainConfig, channels: int) -> None:
             import_name(address, f"train.{name}")
         elif name == "model":
             check_model(address, channels)
+    if config.metrics:
+        build_metric(config.metrics)
 
 
 def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
@@ -110,10 +113,10 @@ def build_optimizer(
             step.
     """
     decay = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim <= 1]
+    no_decay = [p for p in model.parameters() if p.ndim <= 1]
     groups = [
         {"params": decay, "weight_decay": config.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
+        {"params": no_decay, "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer
     if config.optimizer == "sgd":
@@ -168,10 +171,10 @@ def build_schedule(config: TrainConfig) -> Schedule:
         return learning_rate
     schedule = import_name(config.lr_schedule, "train.lr_schedule")
 
-    def checked(step: int, *others: float) -> float:
+    def checked(step: int, *bounds: float) -> float:
         rate = check(
             f"train.lr_schedule={config.lr_schedule} at step {step}",
-            schedule(step, *others),
+            schedule(step, *bounds),
             Float32,
         )
         # it may be a number of numpy's, which a checkpoint cannot hold
@@ -186,6 +189,11 @@ def build_loss(config: TrainConfig, *, smooth: bool = True) -> Loss:
         return import_name(config.loss, "train.loss")
     smoothing = config.label_smoothing if smooth else 0.0
     return functools.partial(cross_entropy, reduction="none", label_smoothing=smoothing)
+
+
+def build_metric(address: str) -> UserMetric:
+    """Import the metric of `train.metrics`."""
+    return UserMetric(address, import_name(address, "train.metrics"))
 
 
 def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:

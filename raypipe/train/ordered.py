@@ -107,12 +107,12 @@ class OrderedGradients:
     @torch.no_grad()
     def finish(self) -> None:
         """Set every `.grad` to the sum over all ranks; call after the last micro-batch of a step."""
-        parts = self._sum.finish().split([p.numel() for p in self._parameters])
+        sums = self._sum.finish().split([p.numel() for p in self._parameters])
         # Gradients get the parameters' strides, as after a backward, since fused optimizers on CUDA need them.
         gradients = [torch.empty_like(parameter) for parameter in self._parameters]
         torch._foreach_copy_(
             gradients,
-            [part.view_as(p) for part, p in zip(parts, gradients, strict=True)],
+            [flat.view_as(p) for flat, p in zip(sums, gradients, strict=True)],
         )
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -180,8 +180,10 @@ class StepBatchNorm:
         ran = num_forwards > 0
         flat = self._flat()
         # a layer that was skipped has those of an earlier one
-        own = torch.where(ran[self._layer_of], flat, 0)
-        self._sum.add(torch.cat([own, ran.to(flat.dtype), num_forwards.to(flat.dtype)]))
+        statistics = torch.where(ran[self._layer_of], flat, 0)
+        self._sum.add(
+            torch.cat([statistics, ran.to(flat.dtype), num_forwards.to(flat.dtype)])
+        )
 
     def end(self) -> None:
         """Update the running statistics; call after a step's last forward."""

@@ -3,7 +3,7 @@
 RUN/config.yaml        the effective configuration, below a first line that identifies a run
 RUN/metrics.jsonl      one object per log interval ("train"), per validation ("val"), per start of the trainers
                        ("start"), per fault of the stream ("fault") and per change of the pool's size ("scale");
-                       see `raypipe.metrics.records`, and `raypipe.streaming.chronicle`, which writes them
+                       see `raypipe.metrics.records`, and `raypipe.streaming.run_log`, which writes them
 RUN/status.json        progress of its loop, and the ranks that it waits for, written every few seconds
 RUN/samples.jsonl      with train.log_samples: the samples of each micro-batch
 RUN/stop               a request to end the run within seconds, with a checkpoint; the run removes it
@@ -42,11 +42,11 @@ from raypipe.storage.filesystem import (
     as_uri,
     check_bucket,
     check_lasting,
+    errors_as,
     exists,
-    explained,
-    join,
+    join_address,
     open_filesystem,
-    split,
+    split_address,
 )
 from raypipe.storage.lease import RunExistsError, check_owner, leased
 from raypipe.streaming.checkpoints import has_checkpoints
@@ -67,28 +67,28 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 def request_stop(run_uri: str) -> None:
     """Ask the trainers of a run to end with a checkpoint; see `loop.Trainer`."""
-    filesystem, path = open_filesystem(join(run_uri, _STOP_FILE))
+    filesystem, path = open_filesystem(join_address(run_uri, _STOP_FILE))
     write_synced(filesystem, path, b"")
 
 
 def stop_requested(run_uri: str) -> bool:
     """Return whether the trainers of a run were asked to end."""
-    return exists(join(run_uri, _STOP_FILE))
+    return exists(join_address(run_uri, _STOP_FILE))
 
 
 def answer_stop(run_uri: str) -> None:
     """Confirm that the trainers have seen the request, and will only write the checkpoint."""
-    write_text(join(run_uri, _STOP_FILE), "seen")
+    write_text(join_address(run_uri, _STOP_FILE), "seen")
 
 
 def stop_answered(run_uri: str) -> bool:
-    return bool(read_whole(join(run_uri, _STOP_FILE)))
+    return bool(read_whole(join_address(run_uri, _STOP_FILE)))
 
 
 def remove_stop(run_uri: str) -> None:
-    """Withdraw the request."""
+    """Withdraw the request to stop a run."""
     if stop_requested(run_uri):
-        filesystem, path = open_filesystem(join(run_uri, _STOP_FILE))
+        filesystem, path = open_filesystem(join_address(run_uri, _STOP_FILE))
         filesystem.delete_file(path)
 
 
@@ -116,13 +116,13 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         run = dataclasses.replace(run, name=f"{prefix}{now}-{secrets.token_hex(2)}")
     if run.resume:
         check_owner(run.resume, run.trust_run_code)
-        parent, name = split(run.resume)
+        parent, name = split_address(run.resume)
         run = dataclasses.replace(run, storage_path=parent or ".", name=name)
     elif {".", ".."} & set(run.name.split("/")):
         raise ConfigError(
             f"--name {run.name} leads out of {run.storage_path}: choose another one"
         )
-    run_uri = join(as_uri(run.storage_path), run.name)
+    run_uri = join_address(as_uri(run.storage_path), run.name)
     check_lasting(run_uri, "storage_path")
     check_run_folder(run_uri, bool(run.resume))
     if start_from := run.train.start_from:
@@ -146,8 +146,8 @@ def folder_to_resume(resume: str, storage_path: str, name: str) -> str:
         return resume
     if not name:
         raise ConfigError("resume=auto finds the run by its name: set --name")
-    folder = join(storage_path, name)
-    with explained(ConfigError, f"{folder} cannot be used"):
+    folder = join_address(storage_path, name)
+    with errors_as(ConfigError, f"{folder} cannot be used"):
         return folder if has_run(as_uri(folder)) else ""
 
 
@@ -157,19 +157,19 @@ def write_error(run_uri: str, text: str) -> None:
     Raises:
         ConfigError, OutageError: it cannot be written.
     """
-    write_text(join(run_uri, ERROR_FILE), text + "\n")
+    write_text(join_address(run_uri, ERROR_FILE), text + "\n")
 
 
 def read_error(run_uri: str) -> str:
     """Return the message of the error that ended a run; empty if none did."""
-    content = read_whole(join(run_uri, ERROR_FILE)) or b""
+    content = read_whole(join_address(run_uri, ERROR_FILE)) or b""
     return content.decode(errors="replace").partition("\n")[0]
 
 
 def remove_error(run_uri: str) -> None:
     """Remove the error of an earlier start, since the run continues."""
-    if exists(join(run_uri, ERROR_FILE)):
-        filesystem, path = open_filesystem(join(run_uri, ERROR_FILE))
+    if exists(join_address(run_uri, ERROR_FILE)):
+        filesystem, path = open_filesystem(join_address(run_uri, ERROR_FILE))
         filesystem.delete_file(path)
 
 
@@ -181,9 +181,9 @@ def has_run(run_uri: str) -> bool:
 def check_run_folder(run_uri: str, resume: bool) -> None:
     """Raise ConfigError if a resume finds no run, or a new run finds one."""
     check_bucket(run_uri)
-    with explained(ConfigError, f"{run_uri} cannot be used"):
+    with errors_as(ConfigError, f"{run_uri} cannot be used"):
         is_run = has_run(run_uri)
-        is_foreign = not is_run and exists(join(run_uri, CONFIG_FILE))
+        is_foreign = not is_run and exists(join_address(run_uri, CONFIG_FILE))
     if resume and not is_run:
         raise ConfigError(
             f"no run at {run_uri}: pass the folder that the run printed as run_dir"
@@ -201,7 +201,7 @@ def check_run_folder(run_uri: str, resume: bool) -> None:
 def has_config(run_uri: str) -> bool:
     """Return whether a folder has a run's configuration, by its first line; raise OSError if it cannot be read."""
     try:
-        with open_input(*open_filesystem(join(run_uri, CONFIG_FILE))) as file:
+        with open_input(*open_filesystem(join_address(run_uri, CONFIG_FILE))) as file:
             return file.read(len(CONFIG_HEAD.encode())) == CONFIG_HEAD.encode()
     except FileNotFoundError:
         return False
@@ -209,7 +209,7 @@ def has_config(run_uri: str) -> bool:
 
 def read_config(run_uri: str) -> str:
     """Return a run's configuration as YAML, "" without one; raise ConfigError if the file is not a run's."""
-    address = join(run_uri, CONFIG_FILE)
+    address = join_address(run_uri, CONFIG_FILE)
     if not exists(address):
         return ""
     text = read_text(address, _MAX_CONFIG_BYTES)
@@ -221,11 +221,11 @@ def read_config(run_uri: str) -> str:
 
 
 def store_config(run: RunConfig, run_uri: str) -> None:
-    with explained(ConfigError, f"{run_uri} cannot be written to"):
+    with errors_as(ConfigError, f"{run_uri} cannot be written to"):
         filesystem, path = open_filesystem(run_uri)
         filesystem.create_dir(path, recursive=True)
     write_text(
-        join(run_uri, CONFIG_FILE),
+        join_address(run_uri, CONFIG_FILE),
         CONFIG_HEAD + yaml.safe_dump(as_plain(run), sort_keys=False),
     )
 

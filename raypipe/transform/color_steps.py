@@ -55,7 +55,7 @@ class ColorJitter(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class ToGray(Step):
-    """Gray, in three channels."""
+    """Step that turns images gray, in three channels."""
 
     p: float = 0.5
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from raypipe.config import ColumnOptions
 from raypipe.errors import ConfigError, SampleError
-from raypipe.lookup import import_name
+from raypipe.importing import import_name
 from raypipe.plan.order import Domain
 from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
 from raypipe.transform.draws import Key, KeyedGenerator
@@ -112,7 +112,7 @@ class SampleColumns:
         }
 
     def described(self) -> dict[str, str]:
-        """In words, by name."""
+        """Describe the types of the columns in words, by name."""
         return {name: str(column) for name, column in self.types.items()}
 
 
@@ -285,7 +285,7 @@ def is_npy(value: Any) -> bool:
 
 
 def _cast(name: str, array: np.ndarray, column: ColumnType) -> np.ndarray:
-    """In the column's dtype; whole numbers keep their values."""
+    """Return values in the column's dtype; whole numbers keep their values."""
     dtype = np.dtype(column.dtype)
     if array.size and rank(array.dtype) > rank(dtype):
         raise SampleError(_varies(name, str(array.dtype), column))

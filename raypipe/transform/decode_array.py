@@ -22,7 +22,7 @@ import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.lookup import to_install
+from raypipe.packages import to_install
 from raypipe.stores.numbers import NPY, NpyHeader, npy_header, read_npy
 from raypipe.transform.decode import decode, image_size, stored_bytes
 from raypipe.transform.image_header import (

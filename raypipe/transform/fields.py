@@ -57,7 +57,7 @@ def chroma_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Field:
-    """Field of a stream's samples.
+    """A field of a stream's samples: its kind, dtype, shape and filling.
 
     Attributes:
         kind: "array" (numbers of one shape), "ragged" (numbers of any length), "text", "bytes", or "json".

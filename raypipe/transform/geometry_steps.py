@@ -127,7 +127,7 @@ class FixedCrop(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomCrop(FixedCrop):
-    """Anywhere, or about the middle.
+    """Step that crops images anywhere, or about the middle.
 
     Attributes:
         spread: share of the way from the middle to the edges that it may take.
@@ -147,7 +147,7 @@ class RandomCrop(FixedCrop):
 
 
 class CenterCrop(FixedCrop):
-    """In the middle."""
+    """Step that crops the middle of images."""
 
     def _starts(self, u: np.ndarray, room: np.ndarray) -> np.ndarray:
         return room // 2
@@ -212,7 +212,7 @@ class _Bordered(Filled):
 
 @dataclass(frozen=True, kw_only=True)
 class Pad(_Bordered):
-    """Pixels around the image."""
+    """Step that adds pixels around images."""
 
     padding: int | tuple[int, ...] = 0
 

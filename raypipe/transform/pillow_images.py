@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 from raypipe.errors import ConfigError
-from raypipe.lookup import to_install
+from raypipe.packages import to_install
 from raypipe.transform.image_header import orientation_chunks, png_of_pixels, webp_size
 from raypipe.transform.jpeg_header import check_jpeg, jpeg_frame, orientation_of
 from raypipe.transform.limits import check_size

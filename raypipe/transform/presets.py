@@ -21,7 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 from raypipe.errors import ConfigError
-from raypipe.lookup import choices, import_name, place_of
+from raypipe.importing import import_name, raised_at
+from raypipe.mistakes import choices
 from raypipe.transform.ending import take_ending
 from raypipe.transform.program import program_of
 from raypipe.transform.sizes import Size, sides_of
@@ -250,7 +251,7 @@ def imported(address: str, size: Size) -> Transform:
         except Exception as error:
             raise ConfigError(
                 f"transform {address!r} is called with the size, {size}, and returns a transform, a function of "
-                f"an image: it failed at {place_of(error)}: {type(error).__name__}: {error}"
+                f"an image: it failed at {raised_at(error)}: {type(error).__name__}: {error}"
             ) from error
     if not callable(transform):
         what = type(transform).__name__

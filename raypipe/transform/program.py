@@ -33,7 +33,7 @@ _KINDS = {kind.__name__: kind for kind in (*GEOMETRY_STEPS, *COLOR_STEPS)}
 
 
 class Program:
-    """Known steps, in order.
+    """Program of known steps, in order.
 
     Attributes:
         steps: the pipeline's steps.

@@ -177,7 +177,7 @@ def apply_all(image: np.ndarray, ops: np.ndarray, params: np.ndarray) -> np.ndar
 
 
 def _border_at(at: np.ndarray, side: int, border: int) -> np.ndarray:
-    """Where pixels of an image without end come from, as cv2.borderInterpolate has it; -1 = the constant."""
+    """Return where pixels beyond the image come from, as cv2.borderInterpolate has it; -1 = the constant."""
     if border == _CONSTANT:
         return np.where((at >= 0) & (at < side), at, -1)
     if border == _REPLICATE:

@@ -102,7 +102,7 @@ _JITTERS: dict[int, Callable[[np.ndarray, int], np.ndarray]] = {
 
 
 def gray(image: np.ndarray, params: Params) -> np.ndarray:
-    """Gray in all three channels."""
+    """Return images that are gray in all three channels."""
     return np.repeat(gray_of(image)[:, :, None], 3, axis=2).astype(np.uint8)
 
 

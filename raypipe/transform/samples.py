@@ -64,7 +64,7 @@ class Samples:
 
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
-        """Those of several micro-batches, one after the other."""
+        """Join the samples of several micro-batches, one after the other."""
         images = list(itertools.chain.from_iterable(part.images for part in parts))
         columns = {
             name: list(

@@ -35,7 +35,7 @@ def is_seekable(data: bytes) -> bool:
 
 
 def _find_checksum(data: bytes | memoryview) -> int | None:
-    """Where the checksum begins; None: it is not a seekable JPEG. Half of the tag may be damaged."""
+    """Return where the checksum begins; None: it is not a seekable JPEG. Half of the tag may be damaged."""
     for segment in _SEGMENTS:
         at = segment + 4
         if 2 * sum(map(operator.eq, data[at : at + len(_TAG)], _TAG)) >= len(_TAG):

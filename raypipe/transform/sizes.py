@@ -15,7 +15,7 @@ Size = int | Sides
 
 
 def sides_of(size: Size) -> Sides:
-    """Height and width."""
+    """Return an image's height and width."""
     return (size, size) if isinstance(size, int) else size
 
 

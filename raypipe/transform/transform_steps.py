@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raypipe.errors import ConfigError
-from raypipe.lookup import choices
+from raypipe.mistakes import choices
 
 Steps = list[dict[str, Any]]
 """Each `{NAME: {argument: value, …}}`; the arguments of a step without any may be None."""

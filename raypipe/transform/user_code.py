@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from raypipe.errors import ConfigError, SampleError, TransformError
-from raypipe.lookup import place_of
+from raypipe.importing import raised_at
 
 # Errors on purpose, the machine's state, and the end of a debugger: no fault of the sample.
 NOT_OF_A_SAMPLE = (SampleError, ConfigError, MemoryError, bdb.BdbQuit)
@@ -18,7 +18,7 @@ def failed(what: str, error: Exception | SystemExit) -> TransformError:
     # libraries print whole tensors, over many lines
     reason = " ".join(str(error).split())
     return TransformError(
-        f"{what} failed at {place_of(error)}: {type(error).__name__}: {reason:.500}"
+        f"{what} failed at {raised_at(error)}: {type(error).__name__}: {reason:.500}"
     )
 
 

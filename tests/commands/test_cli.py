@@ -126,7 +126,7 @@ def test_wrong_usage_exits_with_2_and_a_tip(
 
 
 JOBS = {
-    "jobs/train.py": cli.train,
+    "jobs/train.py": cli.COMMANDS["train"],
     "jobs/tune.py": runpy.run_path(str(ROOT / "jobs" / "tune.py"))["search"],
 }
 

@@ -12,7 +12,7 @@ from pictures import picture
 
 from raypipe.commands import copies
 from raypipe.commands.convert import _with_later, convert
-from raypipe.commands.copies import digest_of, write_shard
+from raypipe.commands.copies import shard_fingerprint, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import MemoryStore
@@ -89,11 +89,11 @@ def test_the_digest_of_a_file_is_that_of_its_samples(
     with open_writer(tmp_path / f"a{suffix}", TYPES) as writer:
         for sample in many:
             writer.append(sample)
-    assert digest_of(tmp_path / f"a{suffix}", TYPES) == digest(many)
+    assert shard_fingerprint(tmp_path / f"a{suffix}", TYPES) == digest(many)
     with open_writer(tmp_path / f"b{suffix}", TYPES) as writer:
         for sample in many[:-1]:
             writer.append(sample)
-    assert digest_of(tmp_path / f"b{suffix}", TYPES) != digest(many)
+    assert shard_fingerprint(tmp_path / f"b{suffix}", TYPES) != digest(many)
 
 
 def test_column_types_are_those_of_the_first_value_that_is_there() -> None:
@@ -228,9 +228,9 @@ def test_one_byte_that_changes_on_the_disk_is_found(
         content = bytearray(file.read_bytes())
         content[content.index(images[90]) + len(images[90]) // 2] ^= 1
         file.write_bytes(content)
-        return digest_of(file, columns)
+        return shard_fingerprint(file, columns)
 
-    monkeypatch.setattr(copies, "digest_of", damaged)
+    monkeypatch.setattr(copies, "shard_fingerprint", damaged)
     copy = write_shard(
         MemoryStore(images, None),
         tmp_path / f"a{suffix}",

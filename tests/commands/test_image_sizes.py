@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from raypipe.commands import cli
-from raypipe.commands.copies import NO_SIZE, size_of, write_shard
+from raypipe.commands.copies import NO_SIZE, header_sides, write_shard
 from raypipe.errors import SampleError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import MemoryStore
@@ -40,7 +40,7 @@ def test_a_size_is_that_of_the_decoded_image(
     exif: bool, expected: list[tuple[int, int]]
 ) -> None:
     for image, (width, height) in zip(IMAGES, expected, strict=True):
-        assert size_of(image, exif) == {"width": width, "height": height}
+        assert header_sides(image, exif) == {"width": width, "height": height}
         assert decode(image, exif=exif).shape == (height, width, 3)
 
 
@@ -48,7 +48,7 @@ def test_an_image_whose_decoder_is_not_installed_has_no_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    assert size_of(b"\0\0\0\x18ftypheic" + bytes(12)) == NO_SIZE
+    assert header_sides(b"\0\0\0\x18ftypheic" + bytes(12)) == NO_SIZE
 
 
 # What a failed download, a truncation at the start, a pickle and a text leave in place of an image.

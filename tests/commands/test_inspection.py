@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raypipe.commands import cli
-from raypipe.commands.audit import print_verified
+from raypipe.commands.data import print_verified
 from raypipe.commands.inspection import _reasons, describe, task_bounds, verify
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, StoreError

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypipe.commands.picture import Tile, draw, wrapped
+from raypipe.commands.picture import Tile, draw_grid, wrapped
 
 # of the first tile, and of a row with its captions, pixels
 LEFT, SIZE, ROW = (
@@ -20,7 +20,9 @@ LEFT, SIZE, ROW = (
 def pixels(rows: list[list[Tile]], **texts: Any) -> np.ndarray:
     """The picture, uint8 (H, W, 3)."""
     return np.asarray(
-        draw(rows, **{"title": "", "headers": [], "names": ["a", "b", "c"], **texts})
+        draw_grid(
+            rows, **{"title": "", "headers": [], "names": ["a", "b", "c"], **texts}
+        )
     )
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from process_state import undisturbed
 
 from raypipe.commands.cli import main
-from raypipe.commands.picture import Tile, draw
+from raypipe.commands.picture import Tile, draw_grid
 from raypipe.commands.preview import Preview, find, preview
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
@@ -449,9 +449,9 @@ def test_an_augmentation_that_sets_nothing_draws_nothing_and_says_so(
     def drawn(rows: list[list[Tile]], title: str, *others: Any) -> Any:
         notes.append(title)
         tiles.append(rows)
-        return draw(rows, title, *others)
+        return draw_grid(rows, title, *others)
 
-    monkeypatch.setattr("raypipe.commands.preview.draw", drawn)
+    monkeypatch.setattr("raypipe.commands.preview.draw_grid", drawn)
     run(memory(), tmp_path / "a.png", augment=AugmentConfig(), epochs=1)
     run(memory(), tmp_path / "a.png", epochs=1)
     assert notes[0].endswith("light, 24 px; on the device: none") and notes[1].endswith(

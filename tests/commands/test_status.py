@@ -13,7 +13,7 @@ from raypipe.commands.cli import main
 from raypipe.commands.status import print_status, standing
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.lease import leased
-from raypipe.streaming.chronicle import Chronicle
+from raypipe.streaming.run_log import RunLog
 from raypipe.train.run_folder import write_error
 
 WROTE: dict[str, Any] = {
@@ -84,17 +84,16 @@ def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str,
 def test_the_command_tells_as_text_and_json_what_a_run_has_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chronicle = Chronicle(2, 0, open_filesystem(tmp_path.as_uri()))
+    run_log = RunLog(2, 0, open_filesystem(tmp_path.as_uri()))
     with leased(tmp_path.as_uri()):
-        chronicle.begin(False, lambda: {"to_step": 90}, None)
-        chronicle.step = 40
-        chronicle.record("train", images_per_s=10.0, epoch=1)
-        chronicle.record("fault", text="a transform actor died")
-        with chronicle.waiting(
-            "the checkpoint", lambda: "the previous one is being written"
-        ):
-            chronicle._look(time.time())
-            text, found = shown(tmp_path, capsys)
+        run_log.begin(False, lambda: {"to_step": 90}, None)
+        run_log.step = 40
+        run_log.recorded("train", "", {"images_per_s": 10.0, "epoch": 1})
+        run_log.recorded("fault", "", {"text": "a transform actor died"})
+        run_log.saving(lambda: "the previous one is being written")
+        run_log._look(time.time())
+        text, found = shown(tmp_path, capsys)
+        run_log.saved()
         assert (
             found["state"] == "running"
             and found["step"] == 40
@@ -117,7 +116,7 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
             "the checkpoint for 0 s: the previous one is being written" in text
             and "40 of 90" in text
         )
-        chronicle.close()
+        run_log.closed()
         assert shown(tmp_path, capsys)[1]["state"] == "restarting"
     found = shown(tmp_path, capsys)[1]
     assert (

@@ -47,8 +47,8 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.run_log import events_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import events_of
 from raypipe.transform.fields import MicroBatch
 
 NUM_SAMPLES = 320
@@ -217,7 +217,7 @@ def consume(
         if len(rows) == num:  # the stream's end is that of its supervisor
             faults = [
                 text
-                for kind, text in events_of(stream._supervisor, 0)
+                for kind, text in events_of(stream._stream.supervisor, 0)
                 if kind == "fault"
             ]
         asked = time.monotonic()

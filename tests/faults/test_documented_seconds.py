@@ -14,9 +14,9 @@ from ray.dashboard.modules.job.job_supervisor import JobSupervisor
 
 from raypipe.commands import status
 from raypipe.config import TrainConfig, TransformConfig
-from raypipe.rayext import controller, sentry, watch
-from raypipe.storage import lease, patience
-from raypipe.streaming import chronicle, supervisor
+from raypipe.rayext import controller, processes, train_runs, watchdog
+from raypipe.storage import lease, retries
+from raypipe.streaming import run_log, supervisor
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "failures.md").read_text()
@@ -50,27 +50,28 @@ def turns_until(period_s: float, is_over: Callable[[float], bool]) -> float:
 
 def of_stream() -> float:
     """A stopped actor, reader, trainer or coordinator: the stream is still, and then a turn looks twice."""
-    return watch._STILL_S + watch._PERIOD_S + watch._SURE_S
+    return watchdog._STILL_S + watchdog._PERIOD_S + processes._SURE_S
 
 
 def of_supervisor() -> float:
     """A stopped Supervisor: a rank's question, turns that wait for its answer, and two looks."""
-    turn_s = 2 * sentry._PERIOD_S  # a pause, and a wait for the answer
-    asked_s = sentry._PERIOD_S
+    turn_s = 2 * watchdog._SUPERVISOR_PERIOD_S  # a pause, and a wait for the answer
+    asked_s = watchdog._SUPERVISOR_PERIOD_S
     checked_s = (
-        turns_until(turn_s, lambda now: now >= sentry._ANSWER_S) + sentry._PERIOD_S
+        turns_until(turn_s, lambda now: now >= watchdog._SUPERVISOR_ANSWER_S)
+        + watchdog._SUPERVISOR_PERIOD_S
     )
-    return asked_s + checked_s + watch._SURE_S
+    return asked_s + checked_s + processes._SURE_S
 
 
 def of_controller() -> float:
     """A stopped controller of Ray Train: turns of the driver that see it so, and a last look."""
-    return controller._PERIOD_S * controller._STOPPED_TURNS + watch._SURE_S
+    return controller._PERIOD_S * controller._STOPPED_TURNS + processes._SURE_S
 
 
 def of_trainer() -> float:
     """A dead trainer: Ray Train's controller asks all of them once a period, which raypipe sets."""
-    return float(os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"])
+    return train_runs.HEALTH_CHECK_INTERVAL_S
 
 
 def health_checks(file: Path) -> dict[str, int]:
@@ -127,17 +128,17 @@ def test_the_seconds_of_a_node_are_those_of_the_clusters_and_of_ray() -> None:
 TRANSFORM = TransformConfig()
 JOB_STOP = re.findall(r"JOB_STOP_WAIT_TIME_S=(\d+)", CLUSTERS[0].read_text())[0]
 SENTENCES = [
-    f"rank 0 has reported within {status._LATE * chronicle._STATUS_S:.0f} s; in object storage within "
-    f"{status._LATE * chronicle._STATUS_REMOTE_S / 60:.0f} minutes",
-    f"Waits of {chronicle._FIRST_TOLD_S:.0f} s or more are logged.",
+    f"rank 0 has reported within {status._LATE * run_log._STATUS_S:.0f} s; in object storage within "
+    f"{status._LATE * run_log._STATUS_REMOTE_S / 60:.0f} minutes",
+    f"Waits of {run_log._FIRST_TOLD_S:.0f} s or more are logged.",
     f"after `transform.time_limit_s` ({TRANSFORM.time_limit_s / 60:.0f} minutes)",
     f"within `train.stop_grace_s` ({TrainConfig().stop_grace_s:.0f} s), then exit code {os.EX_TEMPFAIL}",
     f"within `RAY_JOB_STOP_WAIT_TIME_S` ({JobSupervisor.DEFAULT_RAY_JOB_STOP_WAIT_TIME_S} s; "
     f"{JOB_STOP} in `cluster.yaml`)",
-    f"for `RAYPIPE_STORAGE_PATIENCE_S` ({patience._PATIENCE_S / 60:.0f} min), with a line every "
-    f"{patience._LOG_EVERY_S:.0f} s",
+    f"for `RAYPIPE_STORAGE_PATIENCE_S` ({retries._PATIENCE_S / 60:.0f} min), with a line every "
+    f"{retries._LOG_EVERY_S:.0f} s",
     {0.2: "requests are repeated for a fifth of that"}.get(
-        patience._DENIED_SHARE, "another share"
+        retries._DENIED_SHARE, "another share"
     ),
     {60.0: "free at once on the same machine, after a minute on another"}.get(
         lease._EXPIRES_S, "another time"

@@ -157,7 +157,7 @@ def test_planes_become_the_images_of_numpy_and_the_host_never_waits(
     )
     planes = [torch.from_numpy(plane).to(cuda()) for plane in (luma, chroma)]
     with waiting_is_an_error():
-        images = device_wire.rgb(*planes)
+        images = device_wire.merge_planes(*planes)
     assert np.array_equal(images.cpu().numpy(), wire.rgb(luma, chroma))
 
 

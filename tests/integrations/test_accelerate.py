@@ -18,10 +18,10 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import plain_loaders
-from raypipe.streaming.running import Feed
 from raypipe.streaming.spec import StreamSpec
 
 
@@ -196,7 +196,9 @@ def rank_of(spec: StreamSpec, rank: int, world_size: int) -> Loader:
     """A rank's loader, in this process."""
     return Loader(
         spec,
-        lambda start, only=None: Feed(inline_batches(spec, start, rank, world_size)),
+        lambda start, only=None: HostStream(
+            inline_batches(spec, start, rank, world_size)
+        ),
         rank,
         world_size,
         cursor=spec.plan.start(),

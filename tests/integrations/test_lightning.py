@@ -24,9 +24,9 @@ from raypipe.errors import ConfigError
 from raypipe.integrations.lightning import StreamDataModule
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.running import Feed
 from raypipe.streaming.spec import StreamSpec
 
 Flags = dict[str, Any]
@@ -245,7 +245,9 @@ def rank_of(spec: StreamSpec, rank: int, world_size: int) -> Loader:
     """A rank's loader, in this process."""
     return Loader(
         spec,
-        lambda start, only=None: Feed(inline_batches(spec, start, rank, world_size)),
+        lambda start, only=None: HostStream(
+            inline_batches(spec, start, rank, world_size)
+        ),
         rank,
         world_size,
         cursor=spec.plan.start(),

@@ -24,7 +24,7 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import METRICS, TrainerMetrics
 from raypipe.metrics.timing import StageTimes
-from raypipe.storage.patience import take_counts
+from raypipe.storage.retries import take_counts
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
@@ -102,7 +102,7 @@ def stopped(spec: StreamSpec) -> Iterator[tuple[Loader, Any, Scrape]]:
     """A stream whose consumer stands still after its first micro-batch, and what is exported then."""
     take_counts()  # of what earlier tests of this process did in storage
     stream = loader(spec, max_actors=1, augment=AugmentConfig())
-    stream.account.exported.learnt(trainer_loss=0.5, trainer_learning_rate=0.01)
+    stream.metrics.record("train", loss=0.5, lr=0.01)
     batches = without_ray.every_batch(stream)
     next(batches)
     scrape = eventually(
@@ -185,7 +185,7 @@ def test_gauges_are_set_while_a_trainer_waits_until_it_ends(
     monkeypatch.setattr("raypipe.metrics.prometheus._PERIOD_S", 0.01)
     others, began = set(threading.enumerate()), time.time()
     metrics = TrainerMetrics("run", 0)
-    metrics.begin()
+    metrics.opened(None)
     metrics.checkpointed()
     seen = [shown.get(timeout=20) for _ in range(10)]  # nobody records anything
     names = {
@@ -197,7 +197,7 @@ def test_gauges_are_set_while_a_trainer_waits_until_it_ends(
     )
     (thread,) = set(threading.enumerate()) - others
     if not dropped:
-        metrics.end()
+        metrics.ended()
     del metrics
     thread.join(timeout=20)
     assert not thread.is_alive()

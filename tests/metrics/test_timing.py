@@ -41,15 +41,15 @@ def test_a_run_that_has_just_begun_gets_no_advice() -> None:
 
 
 def test_the_clock_sums_by_stage() -> None:
-    clock = StageClock()
+    clock = StageClock(CPU)
     start = mark(CPU)
     time.sleep(0.02)
     end = mark(CPU)
-    clock.add("wait", start, end)
-    clock.add("wait", start, end)
-    clock.add("compute", start, start)
-    clock.count(images=3, drained=1)
-    times = clock.times()
+    clock.add("train", "wait", start, end)
+    clock.add("train", "wait", start, end)
+    clock.add("train", "compute", start, start)
+    clock.count("train", images=3, drained=1)
+    times = clock.times("train")
     assert times.wait_s == pytest.approx(2 * (end - start)) and times.wait_s >= 0.04
     assert (times.compute_s, times.augment_s, times.images, times.drained) == (
         0,
@@ -57,7 +57,7 @@ def test_the_clock_sums_by_stage() -> None:
         3,
         1,
     )
-    assert clock.times() == times
+    assert clock.times("train") == times
 
 
 def test_a_mark_that_the_device_has_not_passed_is_read_later() -> None:
@@ -71,11 +71,11 @@ def test_a_mark_that_the_device_has_not_passed_is_read_later() -> None:
         def elapsed_time(self, end: Event) -> float:
             return 1500.0
 
-    clock, start, end = StageClock(), Event(), Event()
-    clock.add("augment", start, end)
-    assert clock.times().augment_s == 0
+    clock, start, end = StageClock(CPU), Event(), Event()
+    clock.add("train", "augment", start, end)
+    assert clock.times("train").augment_s == 0
     end.passed = True
-    assert clock.times().augment_s == 1.5
+    assert clock.times("train").augment_s == 1.5
 
 
 def test_times_add_up() -> None:

@@ -30,7 +30,7 @@ from raypipe.transform.sizes import size_in
 
 BUCKETS = ["12x16", "14x14", "16x12", "7x7"]
 Draw = tuple[int, int, int]
-"""A sample, its lap and its repeat."""
+"""A sample, its pass and its repeat."""
 Found = list[tuple[MicroBatchId, list[Draw]]]
 
 
@@ -206,7 +206,7 @@ def triples(draws: Draws) -> list[Draw]:
     return list(
         zip(
             draws.indices.tolist(),
-            draws.laps.tolist(),
+            draws.passes.tolist(),
             draws.repeats.tolist(),
             strict=True,
         )
@@ -263,17 +263,25 @@ def without_copies(step: list[list[Draw]], config: PlanConfig) -> list[list[Draw
     """Places of a step that are copied, without the copies; each draw has as many as declared, where declared."""
     times = config.aug_repeats
     units = Counter(
-        (index, lap, repeat // times) for drawn in step for index, lap, repeat in drawn
+        (index, pass_number, repeat // times)
+        for drawn in step
+        for index, pass_number, repeat in drawn
     )
     assert set(units.values()) == {times}
     spread = Counter(
         each
         for drawn in step
-        for each in {(i, lap, repeat // times) for i, lap, repeat in drawn}
+        for each in {
+            (i, pass_number, repeat // times) for i, pass_number, repeat in drawn
+        }
     )
     assert set(spread.values()) == {times}
     first = [
-        [(i, lap, repeat // times) for i, lap, repeat in drawn if repeat % times == 0]
+        [
+            (i, pass_number, repeat // times)
+            for i, pass_number, repeat in drawn
+            if repeat % times == 0
+        ]
         for drawn in step
     ]
     return [drawn for drawn in first if drawn]
@@ -295,9 +303,9 @@ def check_draws(made: Composition, found: Found) -> None:
             == len(set(of_epoch))
             == plan.steps_per_epoch * plan.global_batch_size
         )
-        indices, laps, repeats = np.array(of_epoch).T
+        indices, passes, repeats = np.array(of_epoch).T
         assert np.isin(indices, kept).all()
-        keys = plan.sample_keys("train", Draws(indices, laps, repeats, 0 * indices))
+        keys = plan.sample_keys("train", Draws(indices, passes, repeats, 0 * indices))
         assert len(np.unique(keys[:, 0])) == len(np.unique(keys[:, 1])) == len(of_epoch)
     run = [draw for at, drawn in found if at.split == "train" for draw in drawn]
     assert len(run) == len(set(run)), "no draw of a run is another's"

@@ -92,7 +92,7 @@ def test_each_batch_has_its_weights_and_each_store_is_walked_through() -> None:
     walked, seen = [list[int](), list[int](), list[int]()], set[tuple[int, int]]()
     for batch in range(20):
         draws = mixed.draw(np.arange(8 * batch, 8 * batch + 8))
-        seen |= set(zip(draws.indices.tolist(), draws.laps.tolist(), strict=True))
+        seen |= set(zip(draws.indices.tolist(), draws.passes.tolist(), strict=True))
         sources = np.searchsorted([50, 57], draws.indices, side="right")
         counts = np.bincount(sources, minlength=3).tolist()
         assert (

@@ -33,8 +33,8 @@ def windowed(groups: np.ndarray, seed: int, window_groups: int) -> Shuffle:
     return Shuffle("window", int(groups[-1]), seed, groups, window_groups)
 
 
-def whole(shuffle: Shuffle, lap: int = 0) -> list[int]:
-    return shuffle.numbers(lap, np.arange(shuffle.size)).tolist()
+def whole(shuffle: Shuffle, pass_number: int = 0) -> list[int]:
+    return shuffle.numbers(pass_number, np.arange(shuffle.size)).tolist()
 
 
 # The keyed bijection

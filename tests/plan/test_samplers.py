@@ -15,7 +15,7 @@ from raypipe.plan.places import PADDING
 from raypipe.plan.samplers import (
     Permuted,
     Repeated,
-    Sampler,
+    RunSampler,
     Sequential,
     Weighted,
     as_integers,
@@ -29,9 +29,9 @@ weight_lists = st.lists(
 
 
 def permuted(
-    kind: Any, size: int, seed: int = 3, per_lap: int = 0, offset: int = 0
+    kind: Any, size: int, seed: int = 3, per_pass: int = 0, offset: int = 0
 ) -> Permuted:
-    return Permuted(Shuffle(kind, size, seed), Selection([], size), offset, per_lap)
+    return Permuted(Shuffle(kind, size, seed), Selection([], size), offset, per_pass)
 
 
 def weighted(
@@ -49,8 +49,8 @@ def weighted(
     )
 
 
-def drawn(sampler: Sampler, first: int, num: int) -> list[tuple[int, int, int]]:
-    """Index, lap and repeat."""
+def drawn(sampler: RunSampler, first: int, num: int) -> list[tuple[int, int, int]]:
+    """Index, pass and repeat."""
     draws = sampler.draw(np.arange(first, first + num))
     assert {column.dtype for column in draws} == {
         np.dtype(np.int64)
@@ -58,17 +58,17 @@ def drawn(sampler: Sampler, first: int, num: int) -> list[tuple[int, int, int]]:
     return list(zip(*(column.tolist() for column in draws[:3]), strict=True))
 
 
-def draws_of(sampler: Weighted, lap: int) -> list[tuple[int, int]]:
+def draws_of(sampler: Weighted, pass_number: int) -> list[tuple[int, int]]:
     """Index and repeat, of a pass."""
-    draws = drawn(sampler, lap * sampler.size, sampler.size)
-    assert {each for _, each, _ in draws} == {lap}
+    draws = drawn(sampler, pass_number * sampler.size, sampler.size)
+    assert {each for _, each, _ in draws} == {pass_number}
     return [(index, repeat) for index, _, repeat in draws]
 
 
 # Each sample once
 
 
-def test_passes_follow_one_another_and_laps_number_them() -> None:
+def test_passes_follow_one_another_and_are_numbered() -> None:
     assert drawn(permuted("off", 3, offset=10), 1, 6) == [
         *((11, 0, 0), (12, 0, 0), (10, 1, 0)),
         *((11, 1, 0), (12, 1, 0), (10, 2, 0)),
@@ -76,9 +76,9 @@ def test_passes_follow_one_another_and_laps_number_them() -> None:
 
 
 def test_what_is_left_over_of_a_pass_is_not_drawn() -> None:
-    whole, cut = permuted("global", 7), permuted("global", 7, per_lap=4)
-    for lap in range(3):
-        assert drawn(cut, 4 * lap, 4) == drawn(whole, 7 * lap, 4)
+    whole, cut = permuted("global", 7), permuted("global", 7, per_pass=4)
+    for pass_number in range(3):
+        assert drawn(cut, 4 * pass_number, 4) == drawn(whole, 7 * pass_number, 4)
 
 
 def test_over_a_run_all_samples_are_drawn_equally_often() -> None:
@@ -93,7 +93,7 @@ def test_over_a_run_all_samples_are_drawn_equally_often() -> None:
 @given(st.sets(st.integers(0, 39), max_size=39), st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
 def test_each_sample_that_is_not_excluded_is_drawn_once_in_a_pass(
-    excluded: set[int], lap: int
+    excluded: set[int], pass_number: int
 ) -> None:
     selection, indices = (
         Selection(sorted(excluded), 40),
@@ -104,9 +104,10 @@ def test_each_sample_that_is_not_excluded_is_drawn_once_in_a_pass(
     for shuffle in (Shuffle("global", size, 4), Shuffle("off", size, 4), *windows):
         sampler = Permuted(shuffle, selection)
         assert (
-            sorted(index for index, _, _ in drawn(sampler, lap * size, size)) == indices
+            sorted(index for index, _, _ in drawn(sampler, pass_number * size, size))
+            == indices
         )
-        assert {sampler.sample_of(key) for key in range(2**63, 2**63 + size)} == set(
+        assert {sampler.sample_of(key, 0) for key in range(2**63, 2**63 + size)} == set(
             indices
         )
 
@@ -170,7 +171,7 @@ def test_validations_have_bucket_after_bucket_and_padding_to_whole_places() -> N
     assert draws.indices.tolist() == [1, 5, 0, 2, 3, *[PADDING] * 3]
     assert (
         draws.buckets.tolist() == [0, 0, *[2] * 6]
-        and not draws.laps.any()
+        and not draws.passes.any()
         and not draws.repeats.any()
     )
     assert (sampler.size, sampler.counts) == (6, [1, 0, 2])
@@ -187,13 +188,13 @@ def test_validations_have_bucket_after_bucket_and_padding_to_whole_places() -> N
 )
 @settings(max_examples=80, deadline=None)
 def test_each_sample_is_drawn_by_its_weight_rounded_down_or_up(
-    weights: list[float], size: int, shuffle: str, lap: int
+    weights: list[float], size: int, shuffle: str, pass_number: int
 ) -> None:
     groups = np.unique([0, len(weights) // 3, len(weights)])
     sampler = weighted(
         weights, size, shuffle, 7, groups if shuffle == "window" else None, 1
     )
-    draws = draws_of(sampler, lap)
+    draws = draws_of(sampler, pass_number)
     counts, exact = (
         Counter(index for index, _ in draws),
         as_integers(np.array(weights)).tolist(),
@@ -211,9 +212,9 @@ def test_classes_in_turn_are_not_in_step_with_the_draws() -> None:
     labels = np.arange(200) ** 2 % 5
     weights = 1 / np.bincount(labels)[labels]
     sampler = weighted(weights, 200, seed=1, classes=labels)
-    for lap in range(3):
+    for pass_number in range(3):
         assert sorted(
-            np.bincount(labels[[index for index, _ in draws_of(sampler, lap)]])[
+            np.bincount(labels[[index for index, _ in draws_of(sampler, pass_number)]])[
                 [0, 1, 4]
             ]
         ) == [
@@ -231,7 +232,11 @@ def test_golden_weighted_draws() -> None:
 
 def test_passes_round_differently_so_that_all_is_in_proportion_over_a_run() -> None:
     sampler = weighted([0.5, 1.5, 1, 0], 3, seed=1)
-    counts = Counter(index for lap in range(400) for index, _ in draws_of(sampler, lap))
+    counts = Counter(
+        index
+        for pass_number in range(400)
+        for index, _ in draws_of(sampler, pass_number)
+    )
     assert (
         abs(counts[0] - 200) < 40
         and abs(counts[1] - 600) < 40
@@ -242,8 +247,10 @@ def test_passes_round_differently_so_that_all_is_in_proportion_over_a_run() -> N
 
 def test_samples_of_a_group_stay_in_its_window() -> None:
     sampler = weighted(np.tile([1, 2, 3], 20), 120, "window", 5, np.arange(0, 61, 6), 2)
-    for lap in range(3):
-        indices = sampler.draw(np.arange(120 * lap, 120 * lap + 120)).indices
+    for pass_number in range(3):
+        indices = sampler.draw(
+            np.arange(120 * pass_number, 120 * pass_number + 120)
+        ).indices
         groups = [
             set((indices[start : start + 24] // 6).tolist())
             for start in range(0, 120, 24)

@@ -115,9 +115,9 @@ def keys_of(
 ) -> np.ndarray:
     """The keys of samples that a pass of the number of the place's epoch draws, or a validation."""
     indices = np.asarray(indices)
-    laps = np.full(len(indices), at.epoch if at.split == "train" else 0)
+    passes = np.full(len(indices), at.epoch if at.split == "train" else 0)
     repeats = 0 * indices if repeats is None else np.asarray(repeats)
-    return plan.sample_keys(at.split, Draws(indices, laps, repeats, 0 * indices))
+    return plan.sample_keys(at.split, Draws(indices, passes, repeats, 0 * indices))
 
 
 def cursors(plan: Plan) -> dict[Cursor, int]:
@@ -508,7 +508,7 @@ def test_windows_keep_to_the_groups_of_the_store(
 ) -> None:
     plan = plan_of(60, group_size=group_size, window_groups=k, exclude=left_out)
     num_drawn = plan.steps_per_epoch * plan.global_batch_size
-    rows = sampler_of(plan).draw_lap(1, np.arange(plan.num_train)).indices
+    rows = sampler_of(plan).draw_pass(1, np.arange(plan.num_train)).indices
     assert np.array_equal(
         rows[:num_drawn], plan.draw_epoch(1, np.arange(num_drawn)).indices
     )

@@ -42,22 +42,24 @@ def interrupted(shared: Any, memo: str, interrupt: Any) -> Any:
     return shared
 
 
-@pytest.mark.parametrize("lap", [0, 1, 5])
-def test_a_pass_is_the_same_while_another_thread_is_in_another_pass(lap: int) -> None:
+@pytest.mark.parametrize("pass_number", [0, 1, 5])
+def test_a_pass_is_the_same_while_another_thread_is_in_another_pass(
+    pass_number: int,
+) -> None:
     positions = np.arange(12)
     shuffle = interrupted(
         windowed(), "_pass", lambda other: other.numbers(3, positions)
     )
     assert (
-        shuffle.numbers(lap, positions).tolist()
-        == windowed().numbers(lap, positions).tolist()
+        shuffle.numbers(pass_number, positions).tolist()
+        == windowed().numbers(pass_number, positions).tolist()
     )
     sampler = interrupted(
-        weighted(), "_lap_shuffle", lambda other: other.draw_lap(3, positions)
+        weighted(), "_pass_shuffle", lambda other: other.draw_pass(3, positions)
     )
     drawn, expected = (
-        sampler.draw_lap(lap, positions),
-        weighted().draw_lap(lap, positions),
+        sampler.draw_pass(pass_number, positions),
+        weighted().draw_pass(pass_number, positions),
     )
     assert all(
         np.array_equal(one, other) for one, other in zip(drawn, expected, strict=True)

@@ -15,7 +15,7 @@ from raypipe.rayext.allocation import (
     check_own,
     cluster_resources,
 )
-from raypipe.rayext.limits import limits_of
+from raypipe.rayext.cluster_state import limits_of
 
 
 def idle(cpus: float, gpus: float = 0) -> Resources:

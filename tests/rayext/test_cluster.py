@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray
 
+from raypipe.cpus import _quota, num_cpus
 from raypipe.errors import ResourceError
-from raypipe.lookup import _quota, num_cpus
 from raypipe.rayext import cluster
 
 
@@ -36,11 +36,11 @@ def test_ray_offers_the_cpus_that_this_process_may_use(
     allowed: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
-    monkeypatch.setattr("raypipe.rayext.cluster.ray_utils.get_num_cpus", lambda: 64)
-    monkeypatch.setattr("raypipe.lookup._quota", lambda *_: 1 << 20)
+    monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: 64)
+    monkeypatch.setattr("raypipe.cpus._quota", lambda *_: 1 << 20)
     assert offered(monkeypatch) == num_cpus() == len(allowed)
     assert offered(monkeypatch, num_cpus=7) == 7
-    monkeypatch.setattr("raypipe.rayext.cluster.ray_utils.get_num_cpus", lambda: 1)
+    monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: 1)
     assert offered(monkeypatch) == 1
 
 

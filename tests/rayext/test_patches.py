@@ -16,9 +16,9 @@ from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.stats import _StatsManager
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.rayext.cluster import LOCAL_CLUSTER
+from raypipe.rayext.cluster_state import LOCAL_CLUSTER
+from raypipe.rayext.data_context import is_ours, ours
 from raypipe.rayext.execution import Settings, context_of
-from raypipe.rayext.ours import is_ours, ours
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import block_dataset
 
@@ -142,7 +142,7 @@ def test_an_execution_outlives_the_node_that_knows_where_actors_are(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
-    monkeypatch.setattr("raypipe.rayext.cluster.started_here", lambda: False)
+    monkeypatch.setattr("raypipe.rayext.cluster_state.started_here", lambda: False)
 
     def gone() -> Any:
         raise ray.exceptions.ActorUnschedulableError("its node does not exist any more")
@@ -165,7 +165,7 @@ def test_in_any_other_cluster_ray_keeps_its_statistics(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
-    monkeypatch.setattr("raypipe.rayext.cluster.started_here", lambda: False)
+    monkeypatch.setattr("raypipe.rayext.cluster_state.started_here", lambda: False)
     with ours():
         _StatsManager.update_iteration_metrics(None, "dataset")  # type: ignore[arg-type]
     assert asked == ["update_iteration_metrics"]

@@ -3,10 +3,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import logging.config
-import os
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,18 +11,14 @@ from typing import Any
 
 import pytest
 import ray
-from ray._private import state
 from ray.exceptions import ActorDiedError, RayActorError
 from ray.train import FailureConfig, RunConfig
 from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.callbacks.env_callback import _initialize_env_callbacks
-from ray.train.v2._internal.constants import HEALTH_CHECK_INTERVAL_S_ENV_VAR
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
 from ray.train.v2._internal.execution.failure_handling import (
-    DefaultFailurePolicy,
     FailureDecision,
 )
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
@@ -41,13 +34,12 @@ from ray.train.v2.api.exceptions import (
 )
 from ray.train.v2.api.preemption import PreemptionInfo
 
-from raypipe.errors import ConfigError, ResourceError
+from raypipe.errors import ResourceError
 from raypipe.metrics.records import read_records
-from raypipe.rayext.failures import cause_of
+from raypipe.rayext.controller import DriverWatch
 from raypipe.rayext.trainer import (
     BoundedScalingPolicy,
     DivisorScalingPolicy,
-    FinalErrors,
     FixedPolicy,
     OnlyDeathsPolicy,
     RunTrainer,
@@ -156,71 +148,7 @@ def test_trainers_without_room_say_so_and_do_not_wait_for_ever(
         said_after(61)
 
 
-# Errors of raypipe's own in a plain TorchTrainer
-
-LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
-NO_ROOM = ResourceError("2 trainers and 1 transform actor need 3 CPUs")
-
-
-def failed(*errors: Exception | None) -> WorkerGroupPollStatus:
-    """The workers' state as Ray Train's controller sees it, by rank."""
-    return WorkerGroupPollStatus(
-        {rank: WorkerStatus(error is None, error) for rank, error in enumerate(errors)}
-    )
-
-
-def test_a_plain_trainer_does_not_retry_an_error_of_raypipe() -> None:
-    (callback,) = _initialize_env_callbacks()  # as `TorchTrainer.fit` makes it
-    callback.after_worker_group_poll_status(failed(None, None))
-    with pytest.raises(ControllerError, match="need 3 CPUs") as caught:
-        callback.after_worker_group_poll_status(
-            failed(NO_ROOM, RuntimeError("gloo/ Connection closed by peer"))
-        )
-    policy = DefaultFailurePolicy(FailureConfig(max_failures=3))
-    assert (
-        policy.make_decision(caught.value) == FailureDecision.RAISE
-        and cause_of(caught.value) is NO_ROOM
-    )
-
-
-def test_a_plain_trainer_retries_losses_and_user_errors_as_told() -> None:
-    (callback,) = _initialize_env_callbacks()
-    callback.after_worker_group_poll_status(failed(ValueError("of the user's")))
-    callback.after_worker_group_poll_status(
-        failed(ConfigError("since its peer is gone"), LOST)
-    )
-    # a node that was lost may come back
-    callback.after_worker_group_poll_status(failed(NO_ROOM))
-    with pytest.raises(ControllerError, match="a setting"):
-        callback.after_worker_group_poll_status(failed(ConfigError("a setting")))
-
-
-@pytest.mark.system
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
-def test_an_error_of_raypipe_ends_a_plain_trainer_at_its_first_try(
-    tmp_path: Path,
-) -> None:
-    def train_fn(config: dict[str, Any]) -> None:
-        with Path(config["tries"]).open("a") as file:
-            file.write("tried\n")
-        raise config["error"]
-
-    trainer = TorchTrainer(
-        train_fn,
-        train_loop_config={"tries": str(tmp_path / "tries"), "error": NO_ROOM},
-        scaling_config=ScalingConfig(num_workers=1),
-        run_config=RunConfig(
-            storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=3)
-        ),
-    )
-    with pytest.raises(ControllerError, match="need 3 CPUs"):
-        trainer.fit()
-    assert (tmp_path / "tries").read_text() == "tried\n"
-    # It would wait for a dashboard, which a local cluster has not, and end `fit` late, with a traceback.
-    assert "PlacementGroupCleaner" not in {
-        actor["ActorClassName"] for actor in state.actors().values()
-    }
+# Restarts
 
 
 def test_restarts_of_the_trainers_are_counted_by_reason(
@@ -266,10 +194,6 @@ def test_what_dies_after_a_notice_counts_as_preempted() -> None:
     leaving = RayActorError(
         error_msg="the last checkpoint has been made", preempted=True
     )
-    peer, gone = (
-        RuntimeError("gloo/x.cc Connection reset by peer"),
-        WorkerHealthCheckFailedError("", ActorDiedError()),
-    )
 
     def polled(
         *errors: BaseException | None, notice: Any = None
@@ -295,42 +219,6 @@ def test_what_dies_after_a_notice_counts_as_preempted() -> None:
         == "RAISE"
     )
     assert policy._preemption_failures == 2 and policy._worker_group_failures == 0
-
-    callback = FinalErrors()
-    # without a notice it has died
-    callback.after_worker_group_poll_status(polled(None, gone))
-    for notice, error in ((info, peer), (None, gone)):  # the notice comes once
-        with pytest.raises(PreemptionError):
-            callback.after_worker_group_poll_status(polled(error, None, notice=notice))
-    for error in (
-        leaving,
-        ValueError("a mistake"),
-        None,
-    ):  # Ray Train decides about these
-        callback.after_worker_group_poll_status(polled(error, None, notice=info))
-    callback.after_worker_group_start(None)
-    callback.after_worker_group_poll_status(polled(None, gone))
-
-
-def test_ray_trains_controller_polls_twice_a_second_by_default() -> None:
-    show = "import raypipe; from ray.train.v2._internal.constants import *; print(get_env_vars_to_propagate())"
-    others = {
-        name: value
-        for name, value in os.environ.items()
-        if name != HEALTH_CHECK_INTERVAL_S_ENV_VAR
-    }
-    for told, expected in ((None, "0.5"), ("3", "3")):
-        environment = others | ({HEALTH_CHECK_INTERVAL_S_ENV_VAR: told} if told else {})
-        shown = subprocess.run(
-            [sys.executable, "-c", show],
-            env=environment,
-            capture_output=True,
-            check=True,
-        )
-        assert (
-            f"'{HEALTH_CHECK_INTERVAL_S_ENV_VAR}': '{expected}'"
-            in shown.stdout.decode()
-        )
 
 
 DEAD = """The actor died unexpectedly before finishing this task.
@@ -384,6 +272,7 @@ class Controller:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.get_state = SimpleNamespace(remote=lambda: "state")
+        self.__ray_call__ = SimpleNamespace(remote=lambda call: None)
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
@@ -403,6 +292,8 @@ def test_the_controller_has_ended_when_fit_returns_or_raises(
         raise ActorDiedError()
 
     monkeypatch.setattr(TorchTrainer, "fit", fit)
+    # There is no head to watch.
+    monkeypatch.setattr(DriverWatch, "start", lambda watch: None)
     monkeypatch.setattr(ray, "kill", lambda actor: actor.calls.append("killed"))
     monkeypatch.setattr(ray, "get", get)
     trainer = RunTrainer(
@@ -434,22 +325,6 @@ def test_no_controller_outlives_its_run(tmp_path: Path) -> None:
         while True:
             ray.get(trainer._controller.get_state.remote(), timeout=30)
             time.sleep(0.1)
-
-
-def test_the_death_of_a_trainer_is_a_line_and_no_traceback_of_rays() -> None:
-    noisy = logging.getLogger("ray.train.v2._internal.callbacks.backend_setup")
-    # As Ray Train does when a run begins: this resets the levels of loggers below its own.
-    levels = {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "loggers": {"ray.train": {"level": "INFO"}},
-    }
-    logging.config.dictConfig(levels)
-    warning = noisy.makeRecord(
-        noisy.name, logging.WARNING, "", 0, "Graceful shutdown failed", (), None
-    )
-    error = noisy.makeRecord(noisy.name, logging.ERROR, "", 0, "an error", (), None)
-    assert not noisy.filter(warning) and noisy.filter(error)
 
 
 def test_the_wait_for_room_is_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,10 +54,10 @@ def test_no_notice_comes_outside_of_ray_train_or_before_its_version_2_60(
 ) -> None:
     with pytest.raises(LookupError):
         noticed()
-    assert not Notice(print).is_due() and not Notice(print).agreed(0)
+    assert not Notice(print).is_due()
     # it has no such context
     monkeypatch.setattr(context, "get_train_context", SimpleNamespace)
-    assert not Notice(print).is_due() and not Notice(print).agreed(0)
+    assert not Notice(print).is_due()
 
 
 def test_each_notice_is_told_and_asks_for_a_checkpoint_at_once(given: Any) -> None:
@@ -131,34 +131,3 @@ def test_before_a_validation_a_checkpoint_is_due_in_any_case(
     assert not notice.is_due(at_end=True)
     given.preemption_info = info("a", left_s=100)
     assert notice.is_due() and not notice.is_due() and notice.is_due(at_end=True)
-
-
-def test_ranks_agree_once_a_second_and_at_last_after_each_step(
-    given: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[Any] = []
-    monkeypatch.setattr(
-        "ray.train.collective.broadcast_from_rank_zero",
-        lambda data: sent.append(data) or data,
-    )
-
-    def agreed(seconds: float, at_end: bool = False) -> bool:
-        notice.begin_step()
-        clock.now += seconds
-        return notice.agreed(0, at_end)
-
-    notice = Notice(print)
-    assert not agreed(0.125) and sent == [(False, False, 8)]  # a step took 0.125 s
-    given.preemption_info = info("a")
-    assert [agreed(0.125) for _ in range(8)] == [False] * 7 + [True] and sent[1:] == [
-        (True, False, 8)
-    ]
-    assert agreed(0.125, at_end=True)
-    given.preemption_info = info("a", left_s=clock.now - 1000 + 5)
-    assert [agreed(0.125) for _ in range(8)] == [False] * 8 and sent[-1] == (
-        False,
-        False,
-        1,
-    )
-    clock.now += 3
-    assert agreed(0.125) and notice.is_last and sent[-1] == (True, True, 1)

@@ -20,14 +20,14 @@ from raypipe.storage.filesystem import (
     as_uri,
     check_bucket,
     check_lasting,
+    errors_as,
     exists,
-    explained,
     is_remote,
-    join,
+    join_address,
     open_filesystem,
-    split,
+    split_address,
 )
-from raypipe.storage.patient import upload
+from raypipe.storage.retrying_filesystem import upload
 from raypipe.stores import open_store
 
 
@@ -64,14 +64,17 @@ def test_as_uri_makes_paths_absolute_and_leaves_uris(
     ],
 )
 def test_join_adds_names_and_split_takes_them_off(folder: str, joined: str) -> None:
-    assert join(folder, "my run", "c") == joined
-    parent, name = split(joined)
-    assert name == "c" and join(parent, name) == joined
-    assert split(parent)[1] == "my run"
+    assert join_address(folder, "my run", "c") == joined
+    parent, name = split_address(joined)
+    assert name == "c" and join_address(parent, name) == joined
+    assert split_address(parent)[1] == "my run"
 
 
 def test_a_bare_name_has_no_folder() -> None:
-    assert split("mine") == ("", "mine") and split("runs/mine/") == ("runs", "mine")
+    assert split_address("mine") == ("", "mine") and split_address("runs/mine/") == (
+        "runs",
+        "mine",
+    )
 
 
 def test_what_is_remote() -> None:
@@ -384,7 +387,7 @@ def test_a_missing_bucket_is_told_before_work_begins(bucket: str) -> None:
             StoreError,
             match=r"^it cannot be written: .*create the bucket, or correct the address$",
         ),
-        explained(StoreError, "it cannot be written"),
+        errors_as(StoreError, "it cannot be written"),
         filesystem.open_output_stream(path) as file,
     ):
         file.write(b"x")

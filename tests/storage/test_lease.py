@@ -19,7 +19,7 @@ from raypipe.commands.cli import _finish
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.storage import lease
-from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.lease import RunExistsError, check_owner, is_held, leased
 from raypipe.train.launch import train
 from raypipe.train.run_folder import store_config
@@ -133,7 +133,7 @@ def claim_of_another_machine(run_uri: str) -> tuple[str, bytes]:
         "started": 1,
         "machine": "elsewhere",
     }
-    return open_filesystem(join(run_uri, "lease", "ab.json"))[1], json.dumps(
+    return open_filesystem(join_address(run_uri, "lease", "ab.json"))[1], json.dumps(
         owner
     ).encode()
 

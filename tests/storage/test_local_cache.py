@@ -15,7 +15,7 @@ import pytest
 from s3_server import FaultyProxy
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage import local_cache, patience
+from raypipe.storage import download, local_cache, retries
 from raypipe.storage.files import RemoteFile, digest_of_file, look_up
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.local_cache import LocalCache, shared_cache
@@ -32,7 +32,7 @@ def proxy(
     """A faultless proxy before the server, to count what passes."""
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        monkeypatch.setattr(local_cache, "PART_BYTES", 20_000)
+        monkeypatch.setattr(download, "PART_BYTES", 20_000)
         yield made
 
 
@@ -74,10 +74,10 @@ def program(
     code = f"""
 import hashlib, os, sys, time
 from pathlib import Path
-from raypipe.storage import local_cache
+from raypipe.storage import download, local_cache
 from raypipe.storage.local_cache import LocalCache
 from raypipe.storage.files import RemoteFile
-local_cache.PART_BYTES = 20_000
+download.PART_BYTES = 20_000
 path = LocalCache(Path({str(tmp_path / "shards")!r}), {limit}).get(RemoteFile(**{vars(file)!r}), Path)
 print(hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(), flush=True)
 {then}
@@ -174,7 +174,7 @@ def test_a_download_that_fails_in_the_end_leaves_what_has_arrived(
         if len(num_parts) == 4:
             raise OSError("the network is gone")
 
-    monkeypatch.setattr(patience, "on_progress", [fail])
+    monkeypatch.setattr(retries, "on_progress", [fail])
     with pytest.raises(
         StoreError, match=r"s3://.*/a cannot be read: the network is gone"
     ):
@@ -185,8 +185,9 @@ def test_a_download_that_fails_in_the_end_leaves_what_has_arrived(
 
 
 def test_the_least_recently_opened_shards_make_room(
-    put: Put, proxy: FaultyProxy, tmp_path: Path
+    put: Put, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(local_cache, "_TOUCH_S", 0.0)
     files = [put(name) for name in "abcd"]
     cache = LocalCache(tmp_path / "shards", limit_bytes=2 * SIZE + 100)
     for name in "abacad":
@@ -317,7 +318,7 @@ def test_an_object_that_changes_while_it_is_downloaded_is_refused(
         if len(calls) == 2:
             put()
 
-    monkeypatch.setattr(patience, "on_progress", [change])
+    monkeypatch.setattr(retries, "on_progress", [change])
     cache = LocalCache(tmp_path / "shards")
     with pytest.raises(StoreError, match="has changed since the store was opened"):
         content_of(cache, old)

@@ -27,7 +27,7 @@ def pieces(data: bytes, size: int = 1000) -> Iterator[bytes]:
 
 
 def unpacked(data: bytes, size: int = 1000) -> bytes:
-    return b"".join(unpack.unpacked(pieces(data, size), "a.tar.gz", len(data)))
+    return b"".join(unpack.unpack_pieces(pieces(data, size), "a.tar.gz", len(data)))
 
 
 @pytest.mark.parametrize("kind", PACKERS)
@@ -70,7 +70,7 @@ def test_a_bomb_ends_at_its_limit_and_takes_no_memory(
     with pytest.raises(
         StoreError, match=r"unpacks from [\d,]+ to more than [\d,]+ bytes"
     ):
-        for piece in unpack.unpacked(pieces(bomb, 1 << 20), "a.tar.gz", len(bomb)):
+        for piece in unpack.unpack_pieces(pieces(bomb, 1 << 20), "a.tar.gz", len(bomb)):
             total += len(piece)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -17,9 +17,9 @@ from foreign_lmdbs import DUMPS, write_values
 from s3_server import FaultyProxy, first
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage import patience
+from raypipe.storage import retries
 from raypipe.storage.files import RemoteFile, read_json
-from raypipe.storage.filesystem import join, open_filesystem
+from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.local_cache import shared_cache
 from raypipe.stores import Store, destination, open_store, open_writer
 from raypipe.stores.addresses import MANIFEST, expand, list_files
@@ -37,7 +37,7 @@ def proxy(
     bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FaultyProxy]:
     # pyarrow has pauses of its own between its attempts
-    monkeypatch.setattr(patience, "_FIRST_S", 0.01)
+    monkeypatch.setattr(retries, "_FIRST_S", 0.01)
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
         yield made
@@ -85,7 +85,7 @@ def shards(suffix: str) -> Callable[[Path, str], tuple[Path, str]]:
         for number, (start, end) in enumerate(SHARDS):
             file = folder / "local" / f"{number:03d} %41.{suffix}"
             write(file, start, end)
-            put(file, join(f"{bucket}/train", file.name))
+            put(file, join_address(f"{bucket}/train", file.name))
         put(file, f"{bucket}/train/_hidden.{suffix}")
         return folder / "local", f"{bucket}/train"
 
@@ -224,7 +224,7 @@ def test_a_shard_that_is_another_one_by_now_is_refused(
     store = open_store(address)
     assert len(store) == len(IMAGES)
     write(tmp_path / "other.lmdb", 4, 5, first=b"!")
-    put(tmp_path / "other.lmdb", join(address, "001 %41.lmdb"))
+    put(tmp_path / "other.lmdb", join_address(address, "001 %41.lmdb"))
     assert store.read(np.array([0]))["image"] == [IMAGES[0]]
     with pytest.raises(
         StoreError, match=r"001%20%2541\.lmdb has changed since the store was opened"

@@ -12,8 +12,8 @@ import pytest
 from s3_server import FaultyProxy
 
 from raypipe.errors import OutageError, StoreError
-from raypipe.storage.filesystem import join, open_filesystem
-from raypipe.storage.patience import NUM_REQUESTS
+from raypipe.storage.filesystem import join_address, open_filesystem
+from raypipe.storage.retries import NUM_REQUESTS
 from raypipe.stores import folder as folder_module
 from raypipe.stores import open_store
 from raypipe.stores.base import name_of
@@ -64,7 +64,7 @@ def write(root: Path, address: str, names: list[str] = NAMES) -> None:
         content = name.encode() * (1 + 50 * number)
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content)
-        put(join(address, *name.split("/")), content)
+        put(join_address(address, *name.split("/")), content)
 
 
 @pytest.mark.parametrize("folder", ["", "/train", "/data%20set/train/"])

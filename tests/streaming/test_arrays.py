@@ -16,7 +16,7 @@ import without_ray
 from micro_batches import with_fields
 
 import raypipe
-from raypipe.commands.copies import size_of
+from raypipe.commands.copies import header_sides
 from raypipe.commands.inspection import check_samples, describe
 from raypipe.commands.preview import preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
@@ -429,9 +429,9 @@ def test_arrays_are_inspected_as_they_are_stored() -> None:
         and found["bad_samples"] == 1
     )
     image = store._columns["image"][0]
-    assert size_of(image) == {"width": 20, "height": 24}
+    assert header_sides(image) == {"width": 20, "height": 24}
     with pytest.raises(SampleError, match="damaged"):
-        size_of(image[:90])
+        header_sides(image[:90])
 
 
 def test_an_array_is_previewed(tmp_path: Path) -> None:

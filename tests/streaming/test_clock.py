@@ -100,9 +100,9 @@ def test_what_a_rank_exports_and_logs_follows_the_run(
     for size in SIZES:
         loader = loader_of(size, (0.5, 1.0, 0.5))
         seen = list[float]()
-        monkeypatch.setattr(loader.account.exported, "is_due", lambda: True)
+        monkeypatch.setattr(loader.metrics.prometheus, "is_due", lambda: True)
         monkeypatch.setattr(
-            loader.account.exported,
+            loader.metrics.prometheus,
             "record",
             lambda *_, seen=seen, **now: seen.append(now["trainer_step"]),
         )

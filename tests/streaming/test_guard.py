@@ -19,12 +19,12 @@ from tiers import is_soak
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import SampleError
-from raypipe.storage.patience import progress
+from raypipe.storage.retries import report_progress
 from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.run_log import events_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import events_of
 from raypipe.transform.fields import MicroBatch
 
 from pictures import CLASSES, picture  # isort: skip
@@ -79,7 +79,7 @@ class FetchedFirst(MemoryStore):
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
     ) -> Columns:
         for _ in range(0 if self.fetched else 10):
-            progress()
+            report_progress()
             time.sleep(0.2)
         self.fetched = True
         return super().read(indices, columns)
@@ -142,7 +142,7 @@ def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:
     for batch in without_ray.every_batch(stream):
         found.append(row_of(batch))
         if len(found) == num:  # the stream's end is that of its supervisor
-            events = events_of(stream._supervisor, 0)
+            events = events_of(stream._stream.supervisor, 0)
     return found, [text for kind, text in events if kind == "fault"]
 
 
@@ -177,7 +177,7 @@ def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
     for number, batch in enumerate(without_ray.every_batch(stream), 1):
         assert batch.num_bad == 0
         if number == 2:  # the last, as above
-            kinds = [kind for kind, _ in events_of(stream._supervisor, 0)]
+            kinds = [kind for kind, _ in events_of(stream._stream.supervisor, 0)]
     assert "fault" not in kinds
 
 

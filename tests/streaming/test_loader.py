@@ -30,17 +30,18 @@ from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.rayext.allocation import Resources
 from raypipe.stores.base import MemoryStore
-from raypipe.streaming import handover
+from raypipe.streaming import room
 from raypipe.streaming.blocks import cut
-from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import check_resources, loader
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import GAVE_WAY, HostStream, end_oldest, supervisors
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.ray_stream import RayStreams, _Shared
 from raypipe.streaming.row import block_row, host_batches
-from raypipe.streaming.running import GAVE_WAY, LEFT, Feed, end_oldest, supervisors
+from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def loader_of(source: InProcess, **options: Any) -> Loader:
     spec, rows = source.spec, cast(Any, source)
     return Loader(
         spec,
-        lambda _: Feed(host_batches(rows)),
+        lambda _: HostStream(host_batches(rows)),
         source.rank,
         source.world_size,
         CPU,
@@ -348,7 +349,7 @@ def test_after_an_error_a_stream_names_it_and_can_go_on(
             again()
     one.load_state_dict(one.state_dict())
     assert [batch.position for batch in every_batch(one)] == [
-        *spec.plan.micro_batches(one._start)
+        *spec.plan.micro_batches(one._progress.start)
     ]
 
 
@@ -377,7 +378,7 @@ def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(
 def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
     return Loader(
         spec,
-        lambda start: Feed(inline_batches(spec, start, rank, world_size)),
+        lambda start: HostStream(inline_batches(spec, start, rank, world_size)),
         rank,
         world_size,
     )
@@ -456,14 +457,15 @@ def closed(one: Loader) -> None:
 
 
 def broken_off(one: Loader) -> None:
-    for epoch in one.epochs():
-        next(epoch.train)
-        break
+    with one as loader:
+        for epoch in loader.epochs():
+            next(epoch.train)
+            break
 
 
 def failed(one: Loader) -> None:
-    with pytest.raises(ZeroDivisionError):
-        for epoch in one.epochs():
+    with pytest.raises(ZeroDivisionError), one as loader:
+        for epoch in loader.epochs():
             next(epoch.train)
             raise ZeroDivisionError
 
@@ -475,7 +477,7 @@ def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
     source, ends = Threaded(spec, 0, 1), list[bool]()
     one = Loader(
         spec,
-        lambda _: Feed(
+        lambda _: HostStream(
             host_batches(cast(Any, source)),
             end=lambda: ends.append(source.thread.is_alive()),
         ),
@@ -488,7 +490,15 @@ def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
 
 
 @pytest.mark.parametrize(
-    "held", ["nothing", "the loader", "an epoch", "its batches", "its epochs"]
+    "held",
+    [
+        "nothing",
+        "the loader",
+        "an epoch",
+        "its batches",
+        "its epochs",
+        "a loop's epoch",
+    ],
 )
 def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
     inline: StreamSpec, held: str
@@ -496,17 +506,20 @@ def test_a_stream_ends_when_nothing_holds_it_without_the_collector(
     ends: list[str] = []
 
     def opened() -> Any:
-        source = Feed(
+        source = HostStream(
             inline_batches(inline, inline.plan.start()),
             end=lambda: ends.append("ended"),
         )
         one = Loader(inline, lambda _: source, cursor=inline.plan.start())
         epochs = one.epochs()
-        epoch = next(epochs)
+        for epoch in epochs:  # noqa: B007  a person leaves it at once
+            break
         next(epoch.train)
+        assert ends == []  # as in the next cell of a notebook
         return {
             "the loader": one,
             "an epoch": epoch,
+            "a loop's epoch": next(one.epochs()),
             "its batches": epoch.train,
             "its epochs": epochs,
         }.get(held)
@@ -528,7 +541,7 @@ def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(
     for epoch in one.epochs():
         places = [batch.position for batch in islice(epoch.train, 6)]
         break
-    assert one._running.why == LEFT
+    assert one._stream.lifetime.why is None
     # as in the next cell of a notebook
     places += [batch.position for batch in islice(epoch.train, 3)]
     assert places == list(islice(inline.plan.micro_batches(inline.plan.start()), 9))
@@ -567,7 +580,7 @@ class Remote:
 def opened(inline: StreamSpec, supervisor: Any) -> tuple[Loader, Epoch]:
     one = Loader(
         inline,
-        lambda start: Feed(inline_batches(inline, start), supervisor),
+        lambda start: HostStream(inline_batches(inline, start), supervisor),
         cursor=inline.plan.start(),
     )
     return one, next(one.epochs())
@@ -586,27 +599,31 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
     next(first[1].train)
     assert (
         end_oldest()
-        and first[0]._running.why == GAVE_WAY
-        and second[0]._running.why is None
+        and first[0]._stream.lifetime.why == GAVE_WAY
+        and second[0]._stream.lifetime.why is None
     )
-    monkeypatch.setattr(Chronicle, "follow", lambda *_: None)
+    monkeypatch.setattr(RunLog, "opened", lambda *_: None)
     assert next(first[1].train).position.micro == 1  # it starts again
-    assert supervisors() == [one[0]._supervisor for one in (second, first)]
+    assert supervisors() == [one[0]._stream.supervisor for one in (second, first)]
 
     def cluster() -> Resources:
         return Resources(
             cpus=2.0,
             gpus=0.0,
-            free_cpus=2.0 * (second[0]._running.why is not None),
+            free_cpus=2.0 * (second[0]._stream.lifetime.why is not None),
             free_gpus=0.0,
         )
 
     monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
-    monkeypatch.setattr("raypipe.streaming.handover._SETTLE_S", 0.0)
+    monkeypatch.setattr("raypipe.streaming.room.cluster_resources", cluster)
+    monkeypatch.setattr("raypipe.streaming.room._SETTLE_S", 0.0)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     # a loader of a notebook, before the notebook trains
     check_resources(inline, ScalingConfig(num_workers=2))
-    assert second[0]._running.why == GAVE_WAY and first[0]._running.why is None
+    assert (
+        second[0]._stream.lifetime.why == GAVE_WAY
+        and first[0]._stream.lifetime.why is None
+    )
     next(in_process[1].train)
     assert end_oldest() and not end_oldest()
 
@@ -619,21 +636,23 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
     first, second, free = opened(inline, Remote()), opened(inline, Remote()), [1.0]
 
     def cluster() -> Resources:
-        asked = [one[0]._supervisor.asked for one in (first, second)]
+        asked = [one[0]._stream.supervisor.asked for one in (first, second)]
         return Resources(
             cpus=4.0, gpus=0.0, free_cpus=free[0] + 2 * all(asked), free_gpus=0.0
         )
 
-    monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
+    monkeypatch.setattr("raypipe.streaming.room.cluster_resources", cluster)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     pool = PoolConfig(min_actors=2)
-    give_back = handover._ask_for_room(pool)
-    assert first[0]._supervisor.asked == second[0]._supervisor.asked == [2.0]
+    give_back = room.ask_for_room(pool)
+    assert (
+        first[0]._stream.supervisor.asked == second[0]._stream.supervisor.asked == [2.0]
+    )
     give_back()
-    assert first[0]._supervisor.asked == [2.0, -2.0]
+    assert first[0]._stream.supervisor.asked == [2.0, -2.0]
     free[0] = 2.0
-    handover._ask_for_room(pool)()  # there is room
-    assert first[0]._supervisor.asked == [2.0, -2.0]
+    room.ask_for_room(pool)()  # there is room
+    assert first[0]._stream.supervisor.asked == [2.0, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -751,23 +770,21 @@ def test_a_function_of_ray_tune_gets_the_whole_stream(
 def test_ranks_of_other_plans_or_places_are_refused(
     inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handed: Any = ([], None, 1)
-
     def hand_over(
         plan: str, place: str = "epoch 0, step 0", again: bool = False
     ) -> Any:
         def broadcast(_: Any) -> Any:
             time.sleep(5 if place == "nowhere" else 0)
-            return plan, place, handed
+            return _Shared(plan, place, [], None, 1)
 
         monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
         quick = dataclasses.replace(inline, pool=PoolConfig(stall_timeout_s=0.2))
-        return handover._handed_round(
-            quick, inline.plan.start(), None, 1, 2, True, apart=False, again=again
-        )
+        streams = RayStreams(quick, 1, 2, True, None, apart=False)
+        streams._has_started = again
+        return streams._share(inline.plan.start(), None)
 
-    assert hand_over(inline.plan.fingerprint) is handed
-    assert hand_over(inline.plan.fingerprint, again=True) is handed
+    assert hand_over(inline.plan.fingerprint).max_actors == 1
+    assert hand_over(inline.plan.fingerprint, again=True).max_actors == 1
     with pytest.raises(
         ConfigError,
         match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same",
@@ -791,7 +808,7 @@ def test_a_loader_outside_of_ray_train_connects_to_ray(
     def no_ray() -> None:
         raise ConnectionRefusedError
 
-    monkeypatch.setattr("raypipe.rayext.cluster.connect", no_ray)
+    monkeypatch.setattr("raypipe.streaming.ray_stream.connect", no_ray)
     spec = open_stream(
         MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(epochs=1, micro_batch_size=4)
     )

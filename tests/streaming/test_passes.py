@@ -21,14 +21,14 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId, Split
-from raypipe.streaming import handover
+from raypipe.streaming import ray_stream
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.running import Feed
 from raypipe.streaming.spec import StreamSpec
 
 OPERATIONS = (
@@ -195,6 +195,7 @@ class Program:
             MicroBatchMaker(spec),
         )
         self.random, self.num_delivered = random.Random(seed), 0
+        self.epochs = self.loader.epochs()
         self.epoch: Epoch | None = None
         self.earlier: list[Epoch] = []
         self.held: Iterator[Batch] | None = None
@@ -221,7 +222,7 @@ class Program:
         if self.epoch:
             self.earlier.append(self.epoch)
         left = self.epoch
-        self.epoch = next(self.loader.epochs(), None)
+        self.epoch = next(self.epochs, None)
         assert (self.epoch and self.epoch.number) == number
         if self.epoch:
             assert bool(len(self.epoch.train)) == self.reference.has_train
@@ -283,6 +284,7 @@ class Program:
             self.earlier = []
         else:
             self.loader.load_state_dict(state)
+        self.epochs = self.loader.epochs()
         self.held, self.epoch = None, None
         self.reference.resume()
         self.next_epoch()
@@ -290,7 +292,8 @@ class Program:
     def cell(self) -> None:
         """A loop over the epochs that is left at once, and run again: it goes on at the cursor."""
         self.held = None
-        self.loader._leave()
+        del self.epochs
+        self.epochs = self.loader.epochs()
         assert self.loader.place == self.reference.named(self.reference.cursor)
         self.next_epoch(again=True)
 
@@ -298,9 +301,9 @@ class Program:
 def loader_of(
     spec: StreamSpec, rank: int, world_size: int, cursor: Cursor | None
 ) -> Loader:
-    def open_at(start: Cursor, only: Any = None) -> Feed:
+    def open_at(start: Cursor, only: Any = None) -> HostStream:
         part = dataclasses.replace(spec, plan=spec.plan.only(only)) if only else spec
-        return Feed(inline_batches(part, start, rank, world_size))
+        return HostStream(inline_batches(part, start, rank, world_size))
 
     return Loader(spec, open_at, rank, world_size, cursor=cursor or spec.plan.start())
 
@@ -399,12 +402,12 @@ def test_two_loaders_of_one_process_share_the_cluster(
     first, probe = loader(opened(8)), None
     batches = iter(next(first.epochs()).train)
     seen = [next(batches).position for _ in range(3)]  # its pool has all 4 CPUs
-    assert first.account.actors == 4
+    assert first.metrics.actors == 4
     probe = loader(opened(12))
     seen_by_probe = [
         batch.image.shape[-1] for batch in islice(next(probe.epochs()).train, 3)
     ]
-    assert seen_by_probe == [12] * 3 and first._running.why is None
+    assert seen_by_probe == [12] * 3 and first._stream.lifetime.why is None
     seen += [batch.position for batch in batches]
     assert seen == Reference(first._spec, 0, 1).of("train", 0)
     probe.close()
@@ -413,7 +416,7 @@ def test_two_loaders_of_one_process_share_the_cluster(
 
 def train_on_two(config: dict[str, Any]) -> None:
     """All ranks leave each training early, and validate twice; the last validation is iterated by rank 0 alone."""
-    handover._START_IMAGES = 0  # each skip is a seek
+    ray_stream._START_IMAGES = 0  # each skip is a seek
     one, seen = loader(config["spec"]), list[str]()
     reference = Reference(config["spec"], one.rank, 2)
     for epoch in one.epochs():
@@ -427,7 +430,9 @@ def train_on_two(config: dict[str, Any]) -> None:
                 seen.append(f"{epoch.number}")
         if is_last and one.rank == 0:
             time.sleep(1.0)  # the other rank says that it leaves it out
-            texts = [text for _, text in ray.get(one._supervisor.events.remote(0))]
+            texts = [
+                text for _, text in ray.get(one._stream.supervisor.events.remote(0))
+            ]
             assert [
                 text
                 for text in texts

@@ -16,6 +16,7 @@ import without_ray
 from ray import cloudpickle
 from tiers import is_soak
 
+import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import (
@@ -156,6 +157,28 @@ def test_the_digest_is_the_same_for_any_pool_workers_and_blocks(
             from_step,
         )
     assert wait_for_end(before) == {}
+
+
+def test_a_sampler_of_ones_own_has_one_digest_for_any_workers(
+    stores: dict[str, Path],
+) -> None:
+    class Folds(raypipe.Sampler):
+        def __init__(self, population: raypipe.Population, fold: int) -> None:
+            self.population = population
+            self.numbers = np.flatnonzero(population.indices % 4 != fold)
+
+        def __len__(self) -> int:
+            return len(self.numbers)
+
+        def draw(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+            return self.numbers[self.population.shuffled(epoch, positions, len(self))]
+
+    plan = dataclasses.replace(PLAN, sampler={"name": Folds, "fold": 1})
+    spec = spec_of(stores, plan=plan)
+    alone = without_ray.digests(spec)
+    assert digests(spec, workers=2, actors=2) == alone
+    rest = digests(spec, workers=1, from_step=5)
+    assert rest == alone[-len(rest) :] and 0 < len(rest) < len(alone)
 
 
 def test_executions_in_an_actor_and_with_growing_blocks_have_one_digest(

@@ -187,8 +187,8 @@ def test_a_slow_reader_is_told_while_it_is_awaited_and_at_the_end(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr("raypipe.streaming.chronicle._STATUS_S", 0.1)
-    monkeypatch.setattr("raypipe.streaming.chronicle._LOOK_S", 0.1)
+    monkeypatch.setattr("raypipe.streaming.run_log._STATUS_S", 0.1)
+    monkeypatch.setattr("raypipe.streaming.run_log._LOOK_S", 0.1)
     monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
     store, run = Path(shutil.copy(stores["parquet"], tmp_path)), tmp_path / "run"
     spec = open_stream(

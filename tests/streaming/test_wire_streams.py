@@ -21,7 +21,7 @@ from signalled import own_processes
 from raypipe.commands.preview import Preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch, on_device
-from raypipe.streaming.digest import batch_digest, iterate_digests, settings_of
+from raypipe.streaming.digest import batch_digest, iterate_digests, plain_settings
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker
@@ -163,7 +163,7 @@ def test_planes_are_half_the_bytes_and_part_of_fingerprint_and_digest(
         == other["image"].nbytes
     )
     assert planes.plan.fingerprint != rgb.plan.fingerprint
-    told = settings_of(planes, workers=1, actors=1, from_step=0, to_step=1)
+    told = plain_settings(planes, workers=1, actors=1, from_step=0, to_step=1)
     assert (
         told["transform.wire"] == "yuv420" and told["plan"] == planes.plan.fingerprint
     )

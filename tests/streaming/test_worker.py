@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypipe.plan.places import MicroBatchId
-from raypipe.storage import patience
+from raypipe.storage import retries
 from raypipe.streaming import worker
 from raypipe.streaming.worker import Guard
 
@@ -53,10 +53,10 @@ class Process:
         self.calls.clear()
         with guard.block((AT,)):
             # a shard that is fetched starts the limit again, too
-            assert patience.on_progress
+            assert retries.on_progress
             for self.now in seconds:
-                patience.progress()
-        assert not patience.on_progress
+                retries.report_progress()
+        assert not retries.on_progress
         return list(self.calls)
 
 
@@ -86,6 +86,6 @@ def test_a_time_limit_ends_with_its_block_also_by_an_error(
         pytest.raises(ValueError, match="of the transform"),
         guard.block((AT,)),
     ):
-        patience.progress()
+        retries.report_progress()
         raise ValueError("of the transform")
-    assert process.calls == [(2.25, True), "ended"] and not patience.on_progress
+    assert process.calls == [(2.25, True), "ended"] and not retries.on_progress

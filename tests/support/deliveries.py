@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raypipe import lookup, open_stream
+from raypipe import open_stream, packages
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.maker import MicroBatchMaker
@@ -103,7 +103,7 @@ def opened(
     """
     transform = TransformConfig(**READINGS[reading], max_bad_fraction=float(tolerant))
     own = cornered if reading == "array" else ""
-    with mock.patch.object(lookup, "version_of", _version_of):
+    with mock.patch.object(packages, "installed_version", _installed_version):
         return open_stream(
             address,
             address,
@@ -116,7 +116,9 @@ def opened(
         )
 
 
-_version_of = functools.cache(lookup.version_of)  # hundreds of streams are opened
+_installed_version = functools.cache(
+    packages.installed_version
+)  # hundreds of streams are opened
 
 
 def delivered(spec: StreamSpec, *, with_extension: bool = True) -> Outcomes:

@@ -29,10 +29,11 @@ from raypipe.streaming.spec import StreamSpec
 
 _SETTLE_S = 20.0
 _LOOP = """
-for epoch in {loader}.epochs():
-    for batch in epoch.train:
-        {leave}
-    break
+with raypipe.loader(spec) as loader:
+    for epoch in loader.epochs():
+        for batch in epoch.train:
+            break
+        break
 """
 
 
@@ -55,9 +56,10 @@ def failed(spec: StreamSpec, kept: dict[str, Any]) -> None:
     loader = raypipe.loader(spec)
 
     def train() -> None:
-        for epoch in loader.epochs():
-            for _ in epoch.train:
-                raise ValueError("a fault in the loop")
+        with loader:
+            for epoch in loader.epochs():
+                for _ in epoch.train:
+                    raise ValueError("a fault in the loop")
 
     try:
         train()
@@ -68,12 +70,7 @@ def failed(spec: StreamSpec, kept: dict[str, Any]) -> None:
 def cell(spec: StreamSpec, kept: dict[str, Any]) -> None:
     """A notebook's cell ends by `break`; its names stay bound, until it is run again."""
     kept |= {"raypipe": raypipe, "spec": spec}
-    exec(
-        compile(
-            _LOOP.format(loader="raypipe.loader(spec)", leave="break"), "cell", "exec"
-        ),
-        kept,
-    )
+    exec(compile(_LOOP, "cell", "exec"), kept)
 
 
 def held(spec: StreamSpec, kept: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ class GivenPlan:
         return Draws(*(column[None] for column in (self.indices, rows, zeros, zeros)))
 
     def sample_keys(self, split: Split, draws: Draws) -> np.ndarray:
-        return self.keys[draws.laps]
+        return self.keys[draws.passes]
 
     def substitute(self, at: MicroBatchId, index: int, number: int) -> int:
         assert self.store

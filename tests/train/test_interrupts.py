@@ -19,7 +19,7 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import OutageError
-from raypipe.storage import patience
+from raypipe.storage import retries
 from raypipe.train import launch
 from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.launch import train
@@ -121,12 +121,12 @@ def test_a_request_held_up_by_storage_ends_at_the_grace_or_a_signal(
                 if second:
                     send(signal.SIGTERM)
                 time.sleep(60)
-            assert patience._lost.is_set(), (
+            assert retries._lost.is_set(), (
                 "the end of the run asks storage once, and does not wait"
             )
         finally:
             held.set()
-            patience.be_patient()
+            retries.allow_retries()
 
 
 def test_a_slow_step_has_the_grace_that_is_set(each_is_meant: None) -> None:
@@ -145,7 +145,7 @@ def test_a_run_that_cannot_go_on_ends_with_the_reason() -> None:
         interrupts.give_up("the head is silent")
         time.sleep(60)
     assert interrupts.reason == "the head is silent"
-    patience.be_patient()
+    retries.allow_retries()
 
 
 @pytest.mark.parametrize("newest", ["checkpoint_0000_0000004_00000000", "", None])

@@ -32,11 +32,11 @@ from raypipe.stores.record import write_bad_list
 from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.console import changes, describe
 from raypipe.train.interrupts import Stopped
 from raypipe.train.launch import _as_run_error, _withdraw_stop, train
 from raypipe.train.models import num_classes_of
 from raypipe.train.run_folder import as_plain, store_config
+from raypipe.train.summary import changes, summarize
 
 RUN = RunConfig(
     store=StoreConfig(train="train.lmdb", val="val.lmdb"),
@@ -125,24 +125,24 @@ def test_the_stored_configuration_is_the_one_that_a_resume_reads(
     )
 
 
-def test_describe_says_so_where_jpegs_are_decoded_slower(
+def test_the_summary_says_so_where_jpegs_are_decoded_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     allocation = Allocation(2, True, 1.0, 5)
-    monkeypatch.setattr("raypipe.train.console.missing_extension", lambda: "")
-    assert "slower" not in describe(
+    monkeypatch.setattr("raypipe.train.summary.missing_extension", lambda: "")
+    assert "slower" not in summarize(
         RUN, spec(store(("a",))), allocation, "file:///runs/mine"
     )
     monkeypatch.setattr(
-        "raypipe.train.console.missing_extension", lambda: "JPEGs: install libjpeg-dev"
+        "raypipe.train.summary.missing_extension", lambda: "JPEGs: install libjpeg-dev"
     )
-    assert "\nslower     JPEGs: install libjpeg-dev" in describe(
+    assert "\nslower     JPEGs: install libjpeg-dev" in summarize(
         RUN, spec(store(("a",))), allocation, "file:///runs/mine"
     )
 
 
-def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
-    shown = describe(
+def test_the_summary_shows_the_settings_and_what_follows_from_them() -> None:
+    shown = summarize(
         RUN,
         spec(store(("a",)), store(("a",), 3)),
         Allocation(2, True, 1.0, 5),
@@ -164,7 +164,7 @@ def test_a_run_without_actors_says_so_and_needs_no_object_store() -> None:
     run = dataclasses.replace(
         RUN, pool=PoolConfig(engine="inline", max_in_flight=10**9)
     )
-    shown = describe(
+    shown = summarize(
         run, spec(store(("a",))), Allocation(2, False, 1.0, 0), "file:///runs/mine"
     )
     assert "transform  in the trainers themselves (pool.engine=inline)" in shown
@@ -172,7 +172,7 @@ def test_a_run_without_actors_says_so_and_needs_no_object_store() -> None:
 
 def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:
     allocation = Allocation(1, True, 1.0, 5, idle_gpus=7)
-    shown = describe(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
+    shown = summarize(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
     assert "trainers   1 x GPU\nidle GPUs  7 of 8" in shown
     assert (
         "set plan.global_batch_size to 16 or" in shown
@@ -197,7 +197,7 @@ def test_the_lists_of_bad_samples_are_settings_of_the_stores(
     run = dataclasses.replace(RUN, store=settings)
     found = spec_of(run, (tmp_path / "run").as_uri())
     assert (found.plan.num_train, found.plan.num_val) == (99, 21)
-    assert "(99 train, 21 val; 2 excluded)" in describe(
+    assert "(99 train, 21 val; 2 excluded)" in summarize(
         run, found, Allocation(1, False, 1.0, 1), "file:///run"
     )
 
@@ -391,7 +391,7 @@ def test_a_stalled_checkpoint_is_told_at_the_end_and_not_as_the_model(
         time.sleep(0.5)
         return write_checkpoint(*args, **options)
 
-    monkeypatch.setattr("raypipe.train.loop.write_checkpoint", stalls)
+    monkeypatch.setattr("raypipe.train.run_checkpoints.write_checkpoint", stalls)
     monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
     without_ray.train(
         small_run(tmp_path, stores["train"], stores["val"], 2, 4, checkpoint_interval=1)
@@ -426,7 +426,7 @@ def test_a_notice_is_a_fault_and_leads_to_a_checkpoint_at_the_next_step(
     )
     noticed = lambda: notice if logs._place.get("split") == split else None  # noqa: E731
     monkeypatch.setattr("raypipe.rayext.trainer_notice.noticed", noticed)
-    monkeypatch.setattr("raypipe.train.loop.write_checkpoint", write)
+    monkeypatch.setattr("raypipe.train.run_checkpoints.write_checkpoint", write)
     run = small_run(
         tmp_path, stores["train"], stores["val"], 2, 1, checkpoint_interval=0
     )

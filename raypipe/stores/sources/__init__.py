@@ -26,7 +26,12 @@ from urllib.parse import unquote, urlsplit
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_json
-from raypipe.storage.filesystem import is_remote, join, refuse_credentials, split
+from raypipe.storage.filesystem import (
+    is_remote,
+    join_address,
+    refuse_credentials,
+    split_address,
+)
 from raypipe.stores.addresses import expand, folders_at, list_files, names_at
 from raypipe.stores.sources.base import Asked, Source
 from raypipe.stores.sources.tfrecord import is_tfrecord
@@ -101,14 +106,14 @@ def kind_at(address: str, names: Collection[str] | None = None) -> str:
         and not Path(address).exists()
     ):
         return "samples of a function"
-    name = split(address)[1]
+    name = split_address(address)[1]
     is_folder = names is not None or (not is_remote(address) and Path(address).is_dir())
     if not is_folder and (kind := _kind_of_name(name)):
         return kind
     if "*" in name or expand(address) != [address]:
         with contextlib.suppress(StoreError):  # the store says that there is nothing
             return _kind_of_name(
-                split(list_files(address, lambda _: True, "such")[0].address)[1]
+                split_address(list_files(address, lambda _: True, "such")[0].address)[1]
             )
         return ""
     if names is None:
@@ -144,7 +149,7 @@ def _kind_of_folder(address: str, names: Collection[str]) -> str:
 
 def _index_at(address: str) -> Any:
     try:
-        return read_json(join(address, _INDEX))
+        return read_json(join_address(address, _INDEX))
     except ConfigError as error:
         raise StoreError(f"{error}; copy it again") from None
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import open_input, read_json
-from raypipe.storage.filesystem import is_remote, join, open_filesystem
+from raypipe.storage.filesystem import is_remote, join_address, open_filesystem
 from raypipe.storage.local_file import regular_path
 from raypipe.stores.addresses import folders_at, list_files, names_at
 from raypipe.stores.arrow_columns import TableColumns
@@ -32,19 +32,19 @@ def open_arrow(address: str, asked: Asked) -> Source:
         splits = sorted(folders_at(address))
         raise StoreError(
             f"{address} has the splits {', '.join(splits):.200}. A store is one split: choose it, such as "
-            f"{join(address, splits[0] if splits else 'train')}"
+            f"{join_address(address, splits[0] if splits else 'train')}"
         )
     if names is not None and _STATE in names:
-        with explained(join(address, _STATE)):
+        with explained(join_address(address, _STATE)):
             files = [
                 str(file["filename"])
-                for file in read_json(join(address, _STATE))["_data_files"]
+                for file in read_json(join_address(address, _STATE))["_data_files"]
             ]
             if any("/" in name for name in files):
                 raise StoreError(
                     f"{address}: state.json names {files[0]!r}, which is not a file in this folder"
                 )
-        paths = [join(address, name) for name in files]
+        paths = [join_address(address, name) for name in files]
     else:
         paths = [
             file.address

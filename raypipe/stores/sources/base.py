@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from raypipe.errors import ConfigError, RaypipeError, StoreError
-from raypipe.lookup import to_install
+from raypipe.packages import to_install
 from raypipe.storage.files import open_input
-from raypipe.storage.filesystem import join, open_filesystem, split
-from raypipe.storage.patience import one_line
+from raypipe.storage.filesystem import join_address, open_filesystem, split_address
+from raypipe.storage.retries import error_reason
 from raypipe.stores.base import RENAMED, missing
 from raypipe.stores.record import ColumnValues
 
@@ -78,7 +78,7 @@ def explained(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise StoreError(
-            f"{where} cannot be read: {type(error).__name__}: {one_line(error)}; copy it again"
+            f"{where} cannot be read: {type(error).__name__}: {error_reason(error)}; copy it again"
         ) from error
 
 
@@ -91,8 +91,8 @@ def size_of(file: io.BufferedReader) -> int:
 
 def beside(address: str, name: str) -> str:
     """Return the address of a file next to another."""
-    folder, _ = split(address)
-    return join(folder, name) if folder else name
+    folder, _ = split_address(address)
+    return join_address(folder, name) if folder else name
 
 
 def stored_as(

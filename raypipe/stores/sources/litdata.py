@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import join_address
 from raypipe.stores.sources.base import Asked, Source, explained
 from raypipe.stores.sources.shards import (
     MAX_SHARD_BYTES,
@@ -44,7 +44,7 @@ _FRAME = np.dtype(
 
 def open_litdata(address: str, asked: Asked, index: dict[str, Any]) -> Source:
     """Open a folder of LitData by its index; the chunks may be in a bucket."""
-    where = join(address, "index.json")
+    where = join_address(address, "index.json")
     with explained(where):
         config = index["config"]
         level = config.get("compression_level") or "chunk"
@@ -67,13 +67,13 @@ def open_litdata(address: str, asked: Asked, index: dict[str, Any]) -> Source:
 
     def samples() -> Iterator[dict[str, Any]]:
         for name, num_samples in chunks:
-            with explained(join(address, name)):
+            with explained(join_address(address, name)):
                 if codec and level == "batch":
                     content = _of_frames(read_shard(address, name))
                 else:
                     content = read_shard(address, name, codec)
             yield from samples_in(
-                join(address, name),
+                join_address(address, name),
                 num_samples,
                 content,
                 [None] * len(encodings),

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from raypipe.errors import StoreError
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import join_address
 from raypipe.stores.sources.base import Asked, Source, explained
 from raypipe.stores.sources.shards import array_shape, read_shard, samples_in, values_of
 
 
 def open_mds(address: str, asked: Asked, index: dict[str, Any]) -> Source:
     """Open a folder of MDS by its index; the shards may be in a bucket."""
-    where = join(address, "index.json")
+    where = join_address(address, "index.json")
     with explained(where):
         shards = index["shards"]
         if index["version"] != 2 or {shard["format"] for shard in shards} != {"mds"}:
@@ -60,10 +60,14 @@ def open_mds(address: str, asked: Asked, index: dict[str, Any]) -> Source:
                 )
                 if len(content) != num_bytes:
                     raise StoreError(
-                        f"{join(address, name)} has {len(content)} bytes of {num_bytes}; copy it again"
+                        f"{join_address(address, name)} has {len(content)} bytes of {num_bytes}; copy it again"
                     )
             yield from samples_in(
-                join(address, name), int(shard["samples"]), content, sizes, values
+                join_address(address, name),
+                int(shard["samples"]),
+                content,
+                sizes,
+                values,
             )
 
     return Source(

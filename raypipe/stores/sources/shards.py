@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 
 from raypipe.errors import StoreError
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import join_address
 from raypipe.stores.base import RENAMED
 from raypipe.stores.sources.base import Asked, opened, others, stored_as
 
@@ -206,7 +206,7 @@ def read_shard(
         raise StoreError(
             f"{folder}: its index names {name!r}, which is not a file in this folder"
         )
-    address = join(folder, *path.parts)
+    address = join_address(folder, *path.parts)
     with opened(address) as file:
         content = file.read(MAX_SHARD_BYTES + 1)
         if len(content) > MAX_SHARD_BYTES:

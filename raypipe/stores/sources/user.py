@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from raypipe.errors import ConfigError
-from raypipe.lookup import import_name
+from raypipe.importing import import_name
 from raypipe.stores.sources.base import Asked, Source, no_option
 
 

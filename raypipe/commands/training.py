@@ -1,0 +1,53 @@
+"""The command `train`."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import Any
+
+from raypipe.config import RunConfig
+from raypipe.logs import configure_logs
+from raypipe.progress import phase
+from raypipe.storage.filesystem import is_remote
+from raypipe.stores import open_store, store_options
+from raypipe.train.model_names import check_model
+
+logger = logging.getLogger(__name__)
+
+
+def train(run: RunConfig) -> dict[str, Any]:
+    """Train a classifier.
+
+    Without a store it trains on the handwritten digits that raypipe ships.
+
+    Examples:
+        raypipe train --config run.yaml --plan.epochs 90
+        raypipe train --resume runs/20261121-104600-3fa2
+
+    Args:
+        run: With --name NAME --resume auto the same command starts a run and continues it.
+    """
+    if ":" not in run.train.model:
+        # before the seconds that Ray and torch take to load
+        check_model(run.train.model, len(run.augment.mean))
+    configure_logs(run.log_format)
+    _check_paths(run)
+    phase(logger, "loading Ray and torch")
+    # no other command needs the whole program
+    return import_module("raypipe.train.launch").train(run)
+
+
+def _check_paths(run: RunConfig) -> None:
+    """Raise StoreError if a local store does not exist, before the seconds that Ray and torch take to load."""
+    options = store_options(
+        run.store.image_column, run.store.target_column, run.store.trust_pickles
+    )
+    train = run.store.train
+    if isinstance(train, dict):
+        training = list(train.values())
+    else:
+        training = [train]
+    for address in filter(None, (*training, run.store.val)):
+        if not is_remote(address):
+            open_store(address, **options)

@@ -1,0 +1,80 @@
+"""Text for people: names as a terminal can show them, numbers, and the tables that commands print."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Characters that control a terminal or are invalid in a page: control characters except tab and newline, changes
+# of the writing direction, line separators, and surrogates, which Python uses for bytes that are not UTF-8.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters as escapes, since names in it may come from anywhere."""
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def number(value: float) -> str:
+    """Format a number for people, with about four digits."""
+    if not math.isfinite(value):
+        return "none"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def readable(value: Any) -> str:
+    """Format a value of a command's result: [least, median, most], two values, or a dict of counts or words."""
+    if isinstance(value, dict):
+        named = ((name.replace("_", " "), count) for name, count in value.items())
+        return ", ".join(
+            f"{n:,} {name}" if type(n) is int else f"{name} ({readable(n)})"
+            for name, n in named
+        )
+    if isinstance(value, tuple):
+        return " / ".join(map(readable, value))
+    if (
+        isinstance(value, list)
+        and len(value) == 3
+        and all(type(number) is int for number in value)
+    ):
+        least, median, greatest = map(readable, value)
+        return f"{least}–{greatest} (median {median})"
+    if isinstance(value, list):
+        return ", ".join(map(readable, value))
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, float):
+        return number(value)
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+_UNITS = {"_per_s": "{}/s", "_px": "{} px", "_s": "{} s"}
+
+
+def print_table(heading: str, rows: Mapping[str, Any]) -> None:
+    """Print names and values, on standard output; a dict of dicts or lists takes several rows, None no row."""
+    lines: list[tuple[str, str]] = []
+    for name, value in rows.items():
+        suffix = next(filter(name.endswith, _UNITS), "")
+        title = name.removesuffix(suffix).replace("_", " ")
+        unit = _UNITS.get(suffix, "{}")
+        entries = value if isinstance(value, Mapping) else {}
+        if any(isinstance(entry, Mapping | list | tuple) for entry in entries.values()):
+            lines += [
+                (f"{title} {key}", readable(entry)) for key, entry in entries.items()
+            ]
+        elif value is not None:
+            least_and_most, *median = readable(value).partition(" (median")
+            lines.append((title, unit.format(least_and_most) + "".join(median)))
+    width = max((len(name) for name, _ in lines), default=0)
+    print(
+        printable(
+            "\n".join([heading, *(f"  {name:{width}}  {text}" for name, text in lines)])
+        )
+    )

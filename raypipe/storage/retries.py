@@ -1,0 +1,401 @@
+"""Retries for remote file systems: one policy for every operation, with counts of the operations.
+
+    error                              retried for                               then raises
+    503, 500, 429, timeouts,           RAYPIPE_STORAGE_PATIENCE_S (300)          OutageError, which counts
+    connections, host names                                                      as a death
+    401, 403, expired tokens           a fifth of that, with credentials that    the error, which is final
+                                       are read again each time
+    404, no bucket, wrong names        not at all                                the error, which is final
+
+Below this policy, pyarrow makes three attempts at a request, which take two seconds if all are answered, and at
+most a minute if none is. Logs show the start of a wait, its progress every half minute, and its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from raypipe.environment import variable
+from raypipe.errors import ConfigError, OutageError
+
+logger = logging.getLogger(__name__)
+
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+
+NUM_REQUESTS = 16
+"""Concurrent requests of one store: each takes about 20 to 50 ms, and a store may have thousands of objects."""
+
+_PATIENCE_S = 300.0
+_DENIED_SHARE = 0.2  # fraction of the patience for denied credentials
+_FIRST_S = 0.25
+_LONGEST_S = 5.0  # pause before the second attempt, and the longest pause
+_LOG_AFTER_S = 3.0
+_LOG_EVERY_S = 30.0
+_TICK_S = 0.5  # interval at which a wait calls `report_progress`, so that it is not counted as a slow sample
+
+# Texts in the messages of pyarrow and the SDKs below it for transient errors.
+_TRANSIENT = re.compile(
+    r"HTTP status (408|425|429|5(?!01)\d\d)|SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING"
+    r"|REQUEST_TIMEOUT|NETWORK_CONNECTION|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED"
+    r"|\b(429|50[0234]) [A-Z]|ServerBusy|timed? ?out|[Cc]onnection ?(reset|refused|aborted|closed|[Ee]rror)"
+    r"|resolve host|name resolution",
+)
+# A HEAD request has no body, so an expired token is a bare 400.
+_DENIED = re.compile(
+    r"ACCESS_DENIED|INVALID_ACCESS_KEY_ID|INVALID_CLIENT_TOKEN_ID|SIGNATURE_DOES_NOT_MATCH|ExpiredToken"
+    r"|HTTP status 40[013]|\b40[13] [A-Z]|PERMISSION_DENIED|UNAUTHENTICATED|OAuth2|DefaultAzureCredential"
+)
+# A reply longer than the requested range is dropped, so this error may hide a denial.
+_HIDDEN = "Failed to flush response stream"
+# Texts in an error's message → the remedy.
+_ADVICE = {
+    (
+        "NO_SUCH_BUCKET",
+        "not found. To create buckets",
+    ): "create the bucket, or correct the address",
+    ("NETWORK_CONNECTION",): "check the network, and AWS_ENDPOINT_URL if it is set",
+    (
+        "HTTP status 503",
+        "SLOW_DOWN",
+    ): "the server is down, or limits the request rate: use fewer nodes",
+    (
+        "ACCESS_DENIED",
+        "INVALID_ACCESS_KEY_ID",
+        "SIGNATURE_DOES_NOT_MATCH",
+        "ExpiredToken",
+        "HTTP status 403",
+    ): ("check the credentials, which every node needs"),
+    ("OAuth2", "DefaultAzureCredential"): (
+        "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS or AZURE_STORAGE_KEY"
+    ),
+}
+
+on_progress: list[Callable[[], None]] = []
+"""Callbacks during a download, or a wait for storage or another process: this time is not a transform's."""
+
+_without_retries: ContextVar[bool] = ContextVar("without retries", default=False)
+# The event of the thread's `Threads`.
+_given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)
+
+
+# (operation, name of the count) → count
+_counts: dict[tuple[str, str], float] = defaultdict(float)
+_counts_lock = threading.Lock()
+
+
+def take_counts() -> dict[str, dict[str, float]]:
+    """Return and reset this process's counts, by operation: requests, seconds, bytes, retries, errors.
+
+    Seconds include waits. A request with all its attempts counts once; only raised errors count.
+    """
+    with _counts_lock:
+        operations: dict[str, dict[str, float]] = {}
+        for (operation, name), amount in _counts.items():
+            operations.setdefault(operation, {})[name] = amount
+        _counts.clear()
+    return operations
+
+
+class _OutageClock:
+    """Clock of the time in which this process waits for storage that does not answer.
+
+    Several waits at one time count once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_waits = 0
+        self._since = 0.0
+        self._ended_s = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._num_waits == 0:
+                self._since = time.monotonic()
+            self._num_waits += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_waits -= 1
+            if self._num_waits == 0:
+                self._ended_s += time.monotonic() - self._since
+
+    def seconds(self) -> float:
+        with self._lock:
+            if self._num_waits:
+                running_s = time.monotonic() - self._since
+            else:
+                running_s = 0.0
+            return self._ended_s + running_s
+
+
+_outages = _OutageClock()
+
+
+def outages_s() -> float:
+    """Return for how many seconds this process has waited, in all, for storage that did not answer."""
+    return _outages.seconds()
+
+
+def count(operation: str, **amounts: float) -> None:
+    with _counts_lock:
+        for name, amount in amounts.items():
+            _counts[operation, name] += amount
+
+
+def report_progress() -> None:
+    """Call the callbacks of `on_progress`, to show that this process waits for a reason."""
+    for call in on_progress:
+        call()
+
+
+def patience_s() -> float:
+    """Return RAYPIPE_STORAGE_PATIENCE_S in seconds; raise ConfigError if it is not a number."""
+    text = variable("RAYPIPE_STORAGE_PATIENCE_S") or str(_PATIENCE_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(
+            f"RAYPIPE_STORAGE_PATIENCE_S must be a number of seconds, got {text!r}"
+        )
+    return seconds
+
+
+@contextlib.contextmanager
+def without_retries() -> Iterator[None]:
+    """Context manager: no retries in this thread, for optional operations and those that are repeated soon."""
+    token = _without_retries.set(True)
+    try:
+        yield
+    finally:
+        _without_retries.reset(token)
+
+
+_lost = threading.Event()  # set while this process waits for no storage
+_LOST_S = 2.0  # limit of each request then
+
+
+def stop_retries() -> None:
+    """End all waits for storage in this process, and let none begin, until `allow_retries`."""
+    _lost.set()
+
+
+def allow_retries() -> None:
+    """Wait for storage again, as `patience_s` says."""
+    _lost.clear()
+
+
+def error_reason(error: BaseException) -> str:
+    """Return the reason of a file system's error on one line, with a remedy if one is known."""
+    reason = " ".join(str(error).split())
+    for texts, advice in _ADVICE.items():
+        if any(text in reason for text in texts):
+            return f"{reason}; {advice}"
+    return reason
+
+
+class Retries:
+    """Retries for one file system; all threads of a process share its log lines."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._logged_at: float | None = None
+
+    def call(
+        self,
+        operation: str,
+        address: str,
+        do: Callable[[], _T],
+        renew: Callable[[], object] | None = None,
+    ) -> _T:
+        """Call `do` until it succeeds, and return its result.
+
+        Args:
+            operation: open, read, list, …; the name of its count.
+            address: the address, for logs and errors.
+            do: the operation, which raises if it fails. It may be called several times; retries run in other
+                threads.
+            renew: makes `do` read credentials again; None = no credentials.
+
+        Raises:
+            OutageError: `do` failed with transient errors for `patience_s`.
+            OSError, ArrowException: `do` failed with any other error.
+        """
+        begun = time.monotonic()
+        waiting = None
+        try:
+            while True:
+                try:
+                    if waiting is None and not _lost.is_set():
+                        answer = do()
+                    else:
+                        answer = _in_thread(
+                            do, waiting.tick if waiting else report_progress
+                        )
+                except (OSError, pa.ArrowException) as error:
+                    is_denied = renew is not None and bool(_DENIED.search(str(error)))
+                    if (
+                        _without_retries.get()
+                        or _lost.is_set()
+                        or not (is_denied or _is_transient(error))
+                    ):
+                        raise
+                    if waiting is None:
+                        waiting = _Wait(self, operation, address)
+                        _outages.begin()
+                    waiting.after(error, is_denied)
+                    if renew and (is_denied or _HIDDEN in str(error)):
+                        renew()
+                    count(operation, retries=1)
+                else:
+                    if waiting:
+                        self._answered(waiting)
+                    return answer
+        except BaseException as error:
+            count(operation, errors=not isinstance(error, FileNotFoundError))
+            raise
+        finally:
+            if waiting:
+                _outages.end()
+            count(operation, requests=1, seconds=time.monotonic() - begun)
+
+    def log(self, waiting: _Wait) -> None:
+        """Log a line if it is time for one."""
+        now = time.monotonic()
+        with self._lock:
+            if (
+                now - waiting.since < _LOG_AFTER_S
+                or now - (self._logged_at or -_LOG_EVERY_S) < _LOG_EVERY_S
+            ):
+                return
+            self._logged_at = now
+        left = max(0.0, waiting.deadline - now)
+        logger.warning(
+            "waiting for %s, for up to %.0f s more (RAYPIPE_STORAGE_PATIENCE_S): %s: %s",
+            *(waiting.address, left, waiting.operation, waiting.reason),
+        )
+
+    def _answered(self, waiting: _Wait) -> None:
+        with self._lock:
+            is_logged, self._logged_at = self._logged_at is not None, None
+        if is_logged:
+            logger.warning(
+                "%s answers again, after %.0f s",
+                waiting.address,
+                time.monotonic() - waiting.since,
+            )
+
+
+class _Wait:
+    """A failed operation that is being retried."""
+
+    def __init__(self, retries: Retries, operation: str, address: str) -> None:
+        self._retries = retries
+        self.operation = operation
+        self.address = address
+        self.since = time.monotonic()
+        self._denied_at = 0.0
+        self._attempts = 0
+        self.deadline = 0.0
+        self.reason = ""
+
+    def after(self, error: BaseException, is_denied: bool) -> None:
+        """Sleep until the next attempt; raise if there is none."""
+        now = time.monotonic()
+        limit = patience_s() * (_DENIED_SHARE if is_denied else 1)
+        self._denied_at = (self._denied_at or now) if is_denied else 0.0
+        self.deadline = (self._denied_at or self.since) + limit
+        self.reason = error_reason(error)
+        if now >= self.deadline and is_denied:
+            raise OSError(
+                f"{self.reason}; denied for {limit:g} s, with credentials read again each time"
+            ) from error
+        if now >= self.deadline:
+            raise OutageError(
+                f"{self.address} was unavailable for {limit:g} s (RAYPIPE_STORAGE_PATIENCE_S): "
+                f"{self.operation}: {self.reason}"
+            ) from error
+        pause = min(_LONGEST_S, _FIRST_S * 2**self._attempts) * random.uniform(0.5, 1)
+        self._attempts += 1
+        until = min(now + pause, self.deadline)
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _TICK_S))
+            self.tick()
+            if _lost.is_set() or ((given_up := _given_up.get()) and given_up.is_set()):
+                raise error
+
+    def tick(self) -> None:
+        """Call `progress`, and log the wait if it is time."""
+        report_progress()
+        self._retries.log(self)
+
+
+class Threads(ThreadPoolExecutor):
+    """Threads for requests to a file system; Ctrl-C or an error in the `with` statement ends their waits."""
+
+    def __init__(self, num: int) -> None:
+        self._given_up = threading.Event()
+        super().__init__(num, initializer=_given_up.set, initargs=(self._given_up,))
+
+    def give_up(self) -> None:
+        """Start no more requests, and end all waits."""
+        self._given_up.set()
+        self.shutdown(wait=False, cancel_futures=True)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind:
+            self.give_up()
+        super().__exit__(kind, *error)
+
+
+def in_threads(
+    do: Callable[[_S], _T], items: Iterable[_S], num: int = NUM_REQUESTS
+) -> list[_T]:
+    """Return `do(item)` for each item, in order, from several threads."""
+    work = list(items)
+    if len(work) < 2:
+        return list(map(do, work))
+    with Threads(min(num, len(work))) as pool:
+        return list(pool.map(do, work))
+
+
+def _is_transient(error: BaseException) -> bool:
+    return isinstance(error, ConnectionError | TimeoutError) or (
+        getattr(error, "errno", None) is None and bool(_TRANSIENT.search(str(error)))
+    )
+
+
+def _in_thread(do: Callable[[], _T], tick: Callable[[], None]) -> _T:
+    """Call `do` in another thread, so that a silent server blocks neither Ctrl-C nor `tick`."""
+    outcome = Future[_T]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(do())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="raypipe-storage").start()
+    begun = time.monotonic()
+    while not wait([outcome], _TICK_S).done:
+        tick()
+        if _lost.is_set() and time.monotonic() - begun > _LOST_S:
+            raise TimeoutError(
+                f"no answer within {_LOST_S:g} s, and the process is about to end"
+            )
+    return outcome.result()

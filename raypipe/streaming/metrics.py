@@ -1,0 +1,303 @@
+"""Metrics of one rank's loader: its observers, and the records and advice that are made of their measurements."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from raypipe import __version__
+from raypipe.config import AugmentConfig
+from raypipe.metrics.observer import Observer
+from raypipe.metrics.prometheus import STAGES, TrainerMetrics
+from raypipe.metrics.records import Folder
+from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose
+from raypipe.metrics.utilization import Utilization, UtilizationSum
+from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
+from raypipe.plan.schedule import Plan
+from raypipe.rayext.cluster_state import spilled_bytes
+from raypipe.streaming.run_log import RunLog
+
+_INTERVAL_S = 10.0
+
+
+class LoaderMetrics:
+    """Metrics of one rank, to whose observers its loader tells each event. It has no reference to the loader.
+
+    Args:
+        run: name of the run.
+        plan: the run's plan.
+        device: the device that trains.
+        rank, world_size: number of this rank, and W.
+        augment: the loader's augmentation; None = none.
+        folder: where rank 0 records the run; None = nowhere.
+
+    Attributes:
+        observers: see `raypipe.metrics.observer`; a loop may append its own.
+        clock: where the time goes.
+        prometheus: metrics that Ray exports.
+        run_log: console lines and records of rank 0.
+        num_bad: bad samples that this rank has seen.
+        interval_s: seconds between two records of the training; infinity = the loop makes them, by `interval`
+            and `diagnose`.
+        actors: transform actors that the pool has at most; 0 = trainers make the stream themselves.
+        readers: number of readers at one time; 0 = the actors read the store.
+        is_run: whether `raypipe train` trains, and no loop of the user's own.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        plan: Plan,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        augment: AugmentConfig | None,
+        folder: Folder | None,
+    ) -> None:
+        labels = {
+            "version": __version__,
+            "plan": plan.fingerprint,
+            "workers": str(world_size),
+        }
+        self._utilization = Utilization(device)
+        self.clock = StageClock(device)
+        self.prometheus = TrainerMetrics(run, rank, self._utilization.sample, **labels)
+        self.run_log = RunLog(world_size, rank, folder)
+        self.observers: list[Observer] = [self.clock, self.prometheus, self.run_log]
+        self.num_bad = 0
+        self.interval_s = _INTERVAL_S
+        self.actors = 0
+        self.readers = 0
+        self.is_run = False
+        self._plan = plan
+        self._saved_at = time.perf_counter()
+        self._device = device
+        self._world_size = world_size
+        self._augment = augment
+        self._used_in_training = UtilizationSum()
+        # What the loop's last batch belonged to, and whether it ended an epoch's training, if it ended a step.
+        self._pass: tuple[int, Split] | None = None
+        self._ended_split: bool | None = None
+        self.begin_interval()
+
+    def tell(self, event: str, *values: Any) -> None:
+        """Tell all observers of an event, by the name of its method."""
+        for observer in self.observers:
+            getattr(observer, event)(*values)
+
+    def record(self, kind: str, line: str = "", **values: Any) -> None:
+        """Record values of the loop at its step; the kind "val" is a validation's.
+
+        Args:
+            line: a line of progress to print; empty = none.
+        """
+        self.tell("recorded", kind, line, values)
+
+    def begin(self, cursor: Cursor) -> None:
+        """Begin the stream at a place, possibly again."""
+        self._start_step = self._plan.global_step(cursor)
+        self._diagnosed = cursor.epoch - 1
+        self._ended_split = None
+        self.clock.begin()
+        self.move(cursor)
+
+    def move(self, cursor: Cursor) -> None:
+        """The loop has reached a place."""
+        self.run_log.step = self._plan.global_step(cursor)
+
+    @property
+    def first_batch_s(self) -> float:
+        """Seconds from the start of the stream to its first batch; 0 before it."""
+        return self.clock.first_batch_s
+
+    def times(self, split: Split) -> StageTimes:
+        """See `Loader.times`."""
+        return self.clock.times(split)
+
+    @contextlib.contextmanager
+    def waiting(
+        self, position: MicroBatchId, cause: Callable[[], str]
+    ) -> Iterator[None]:
+        """Context manager: the loop waits for a batch.
+
+        Args:
+            cause: names the cause of the wait.
+        """
+        is_first = not self.first_batch_s
+        name = "the first batch" if is_first else str(position)
+        self.tell("asked", position.split, name, cause)
+        try:
+            yield
+        except BaseException:
+            self.tell("failed")
+            raise
+        self.tell("arrived", position.split)
+        if is_first:  # the start of the run is reported apart
+            self.begin_interval()
+
+    @contextlib.contextmanager
+    def saving(self, cause: Callable[[], str]) -> Iterator[None]:
+        """Context manager: count its time as waiting for a checkpoint, not as compute; rank 0 reports a long
+        wait.
+
+        Args:
+            cause: names the cause of the wait.
+        """
+        self._saved_at = time.perf_counter()
+        self.tell("saving", cause)
+        yield
+        self.tell("saved")
+
+    @property
+    def checkpoint_age_s(self) -> float:
+        """Seconds since the loop began to make its last checkpoint, or since its start."""
+        return time.perf_counter() - self._saved_at
+
+    def strength(self, done: TrainStep) -> float:
+        """The strength of the augmentation after so many training steps."""
+        if self._augment:
+            return self._augment.strength_at(self._plan.progress(done))
+        return 0.0
+
+    def export(self, cursor: Cursor, at_once: bool = False) -> None:
+        """Export where the rank stands, after the step of a cursor, once a second or at once."""
+        if not (at_once or self.prometheus.is_due()):
+            return
+        step = self._plan.global_step(cursor)
+        self.prometheus.record(
+            {"train": self.times("train"), "val": self.times("val")},
+            first_batch_s=self.first_batch_s,
+            steps=step - self._start_step,
+            trainer_step=step,
+            trainer_epoch=cursor.epoch,
+            trainer_augment_strength=self.strength(step),
+        )
+
+    def begin_interval(self) -> None:
+        """An interval of the training begins."""
+        self._before = self.times("train")
+        self._since = time.perf_counter()
+        self._samples_before = self._utilization.samples
+
+    def begin_batch(self, epoch: int, split: Split, cursor: Cursor) -> None:
+        """A batch of a split is asked for; one that comes after something else begins an interval.
+
+        Args:
+            epoch: number of the loader's epoch, a new one each time.
+            cursor: where the loop stands.
+        """
+        self.settle(cursor)
+        if self._pass != (epoch, split):
+            self._pass = epoch, split
+            if split == "train":
+                self.begin_interval()
+
+    def end_step(self, ends_split: bool) -> None:
+        """The last batch of a training step was handed out, and its compute begins."""
+        self._ended_split = ends_split
+
+    def settle(self, cursor: Cursor) -> None:
+        """Record the training up to the batch that was handed out last, if due: its compute has ended."""
+        ended_split = self._ended_split
+        self._ended_split = None
+        if ended_split is None or math.isinf(self.interval_s):
+            return
+        if ended_split or time.perf_counter() - self._since >= self.interval_s:
+            self.interval(cursor)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Diagnose an epoch at its end, once, unless the loop does."""
+        if math.isfinite(self.interval_s) and epoch > self._diagnosed:
+            self._diagnosed = epoch
+            self.diagnose(epoch)
+
+    def interval(
+        self, cursor: Cursor, shows: bool = False, **learned: float
+    ) -> dict[str, float]:
+        """Record the training up to a cursor, since the last call or the epoch's begin.
+
+        Args:
+            shows: also print it.
+            learned: loss, lr, …
+
+        Returns:
+            Its images, on all ranks; its seconds, `train_s`; and those that rank 0 waited for data, `wait_s`.
+        """
+        times = self.times("train") - self._before
+        seconds = time.perf_counter() - self._since
+        samples = self._utilization.samples - self._samples_before
+        self._used_in_training += samples
+        self.begin_interval()
+        if samples.mean is None:
+            used = self._utilization.latest
+        else:
+            used = samples.mean
+        images = times.images * self._world_size
+        values = {
+            "epoch": cursor.epoch,
+            **learned,
+            "images_per_s": images / seconds,
+            "wait_fraction": min(1.0, times.wait_s / seconds),
+            **_utilized(used),
+            **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in _BESIDE_WAIT},
+        }
+        if self._augment:
+            last_step = TrainStep(self._plan.global_step(cursor) - 1)
+            values["strength"] = self.strength(last_step)
+        values["num_bad"] = self.num_bad
+        line = self._line(cursor, values) if shows else ""
+        self.tell("recorded", "train", line, values)
+        return {"images": images, "train_s": seconds, "wait_s": times.wait_s}
+
+    def _line(self, cursor: Cursor, values: Mapping[str, float]) -> str:
+        """The line of an interval's values."""
+        plan = self._plan
+        parts = [
+            f"epoch {cursor.epoch + 1}/{plan.config.epochs}",
+            f"step {cursor.step}/{plan.steps_per_epoch}",
+            f"loss {values.get('loss', 0.0):.4f}",
+            f"{values['images_per_s']:,.0f} images/s",
+            f"waiting for data {values['wait_fraction']:.0%}",
+        ]
+        if "gpu_utilization" in values:
+            parts.append(f"GPU {values['gpu_utilization']:.0%}")
+        return "  ".join(parts)
+
+    def diagnose(self, epoch: int) -> None:
+        """Record at the end of an epoch where this rank's time went, and tell it at the end of the last."""
+        times = self.times("train")
+        used = self._used_in_training.mean
+        ready = self.run_log.ready()
+        situation = Situation(
+            world_size=self._world_size,
+            actors=self.actors,
+            device=self._device.type,
+            readers=self.readers,
+            ready=ready,
+            # Asked of all nodes, so only where it may say why finished blocks come late.
+            spilled_bytes=spilled_bytes() if ready else 0,
+            is_run=self.is_run,
+            gpu_utilization=used,
+        )
+        text = " ".join(diagnose(times, situation))
+        is_last = epoch + 1 == self._plan.config.epochs
+        values = {**asdict(times), **_utilized(used), "text": text}
+        self.tell("recorded", "diagnosis", text if is_last else "", values)
+
+    def tell_notice(self, text: str) -> None:
+        """A node of the trainers is about to go."""
+        self.tell("recorded", "fault", f"fault: {text}", {"text": text})
+
+
+_BESIDE_WAIT = [stage for stage in STAGES if stage != "wait"]
+
+
+def _utilized(share: float | None) -> dict[str, float]:
+    """The GPU's utilization as a value to record; none where it is not known."""
+    return {} if share is None else {"gpu_utilization": share}

@@ -1,0 +1,333 @@
+"""Console lines and records of a stream, which rank 0 writes while it runs.
+
+a wait of the loop            a line after 10 s, 20 s, 40 s, …: for what, and for whom
+the loop's place              status.json, every few seconds, for `raypipe status`
+a request to stop             is there for the loop to see
+faults, sizes of the pool     a line and a record each
+the training                  a record every ten seconds or so; a training loop's own have its loss as well
+the end of an epoch           a record of where the time went; of the last one also a line
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.fs
+import ray
+
+from raypipe.errors import RaypipeError
+from raypipe.metrics.observer import Observer
+from raypipe.metrics.records import STATUS, Folder, RecordWriter
+from raypipe.progress import print_progress
+from raypipe.storage.files import write_synced, write_text
+from raypipe.storage.retries import without_retries
+
+if TYPE_CHECKING:
+    from raypipe.plan.places import Split
+
+logger = logging.getLogger(__name__)
+
+_FIRST_TOLD_S = 10.0
+_LOOK_S = 1.0
+_ANSWER_S = 5.0
+# Between two files of where the loop stands: in object storage each is a request that is paid for.
+_STATUS_S = 5.0
+_STATUS_REMOTE_S = 30.0
+_STOP_REMOTE_S = 3.0  # between two looks for a request to stop, for the same reason
+# There, of the last record of the training.
+_SHOWN = ("epoch", "images_per_s", "wait_fraction", "gpu_utilization", "loss")
+
+
+class _Wait(NamedTuple):
+    """Wait of the loop, by what it waits for, since a moment of time.time(), with its cause.
+
+    The name is empty between two waits: then the loop computes a step or waits for other ranks.
+    """
+
+    name: str
+    cause: Callable[[], str]
+    since: float
+    is_batch: bool = False
+
+    def told(self, now: float) -> str:
+        """Write a line about it."""
+        if self.name:
+            doing = f"waiting for {self.name}"
+        else:
+            doing = "training has asked for nothing"
+        return f"{doing} for {now - self.since:.0f} s: {self.cause()}"
+
+
+def _loop_computes() -> str:
+    return "the loop computes, or waits for other ranks"
+
+
+class RunLog(Observer):
+    """Console lines and records of one rank's loader; all ranks but 0 are silent.
+
+    Args:
+        world_size: W.
+        rank: rank of this process.
+        folder: the run's folder; None = only waits are printed, and nothing is recorded.
+
+    Attributes:
+        log: the record; None = none, or not begun.
+        stop_requested: looks for a request to stop the run, once a second or so; a training loop sets it.
+        stops: whether there was one.
+    """
+
+    def __init__(self, world_size: int, rank: int, folder: Folder | None) -> None:
+        self._world_size = world_size
+        self._is_first = rank == 0
+        self._folder = folder if rank == 0 else None
+        self.log: RecordWriter | None = None
+        self._is_local = folder is not None and isinstance(
+            folder[0], pyarrow.fs.LocalFileSystem
+        )
+        if self._is_local:
+            self._status_every_s = _STATUS_S
+        else:
+            self._status_every_s = _STATUS_REMOTE_S
+        self._step = 0
+        self._step_at = time.time()
+        self._wait: _Wait | None = None
+        self._shown: dict[str, Any] = {}
+        self._looks: tuple[threading.Thread, threading.Event] | None = None
+        self._told: _Wait | None = None  # the last one that was printed
+        self._due_s = self._status_at = self._stop_looked_at = 0.0
+        self.stop_requested: Callable[[], bool] = lambda: False
+        self.stops = False
+        self._supervisor = None
+        self._num_events = 0
+
+    def begin(
+        self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any
+    ) -> None:
+        """Start or restart the record at `step`; the stream's events are recorded from its beginning.
+
+        Args:
+            validates, settings: see `RecordWriter`.
+            supervisor: handle of the stream's Supervisor, if it has one.
+        """
+        self.closed()
+        if self._folder:
+            of_run = settings()
+            self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
+            self.log = RecordWriter(
+                self._folder, self.step, self._world_size, validates, of_run
+            )
+        self.opened(supervisor)
+
+    def opened(self, supervisor: Any) -> None:
+        if self.log:
+            self._supervisor = supervisor
+            self._num_events = 0
+            self._begin_looking()
+
+    @property
+    def step(self) -> int:
+        """The global step, for records."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self._step_at = time.time()
+
+    def recorded(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
+        """Write values at `step`, and print a line of progress unless it is empty."""
+        if not self.log:
+            return
+        self.log.write(kind, self.step, **values)
+        if kind == "train":
+            self._shown |= {name: values[name] for name in _SHOWN if name in values}
+        if line:
+            printed = {name: value for name, value in values.items() if name != "text"}
+            print_progress(logger, line, step=self.step, kind=kind, **printed)
+
+    def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
+        self._begin_wait(name, cause, is_batch=True)
+
+    def arrived(self, split: Split) -> None:
+        self._end_wait()
+
+    def failed(self) -> None:
+        self._end_wait()
+
+    def saving(self, cause: Callable[[], str]) -> None:
+        self._begin_wait("the checkpoint", cause)
+
+    def saved(self) -> None:
+        self._end_wait()
+
+    def _begin_wait(
+        self, name: str, cause: Callable[[], str], is_batch: bool = False
+    ) -> None:
+        """The loop waits. A line now and then names what it waits for, and the cause."""
+        self._begin_looking()
+        self._wait = _Wait(name, cause, time.time(), is_batch)
+
+    def _end_wait(self) -> None:
+        self._wait = _Wait("", _loop_computes, time.time())
+
+    def sync(self) -> None:
+        """Make what was written so far visible at the run's address."""
+        if self.log:
+            self.log.sync()
+
+    def waited_s(self) -> float:
+        """Return for how long the loop has waited for a batch; 0 = it does not."""
+        wait = self._wait
+        if wait and wait.is_batch:
+            return time.time() - wait.since
+        return 0.0
+
+    def _begin_looking(self) -> None:
+        if self._is_first and self._looks is None:
+            left = threading.Event()
+            thread = threading.Thread(
+                target=self._look_until,
+                args=(left,),
+                name="raypipe-waiting",
+                daemon=True,
+            )
+            self._looks = thread, left
+            thread.start()
+
+    def _look_until(self, left: threading.Event) -> None:
+        while not left.wait(min(_LOOK_S, _FIRST_TOLD_S)):
+            try:
+                self._look_for_stop(time.time())
+                self._tell_events(_LOOK_S)
+                self._look(time.time())
+            except Exception:  # a run does not end because nobody can say where it is
+                logger.debug("the waits of a stream cannot be told", exc_info=True)
+
+    def _look_for_stop(self, now: float) -> None:
+        """Look for a request to stop, if due; storage that fails is asked again."""
+        if not self.stops and (
+            self._is_local or now - self._stop_looked_at >= _STOP_REMOTE_S
+        ):
+            self._stop_looked_at = now
+            with (
+                contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
+                without_retries(),
+            ):
+                self.stops = self.stop_requested()
+
+    def _look(self, now: float) -> None:
+        """Tell of a long wait, and write where the loop stands, if due."""
+        wait = self._wait
+        if wait is not self._told:
+            self._told = wait
+            self._due_s = _FIRST_TOLD_S
+        # What a loop does between two batches is its own affair, unless it is recorded as a run.
+        if wait and (wait.name or self.log) and now - wait.since >= self._due_s:
+            self._due_s = 2 * (now - wait.since)
+            print_progress(logger, wait.told(now))
+        if self.log and now - self._status_at >= self._status_every_s:
+            self._status_at = now
+            self._write_status(now, wait)
+
+    def _write_status(
+        self, now: float, wait: _Wait | None, ended: bool = False
+    ) -> None:
+        """Say where the loop stands, for `commands.status`; what cannot be written is seen by its age."""
+        assert self._folder
+        status = {
+            "time": now,
+            "every_s": 0 if ended else self._status_every_s,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "workers": self._world_size,
+            "step": self._step,
+            "step_at": self._step_at,
+            **self._shown,
+            "waits_for": wait.name if wait else "",
+            "whom": wait.cause() if wait and wait.name else "",
+            "since": wait.since if wait else now,
+        }
+        filesystem, folder = self._folder
+        path = f"{folder}/{STATUS}"
+        text = json.dumps(status)
+        with (
+            contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
+            without_retries(),
+        ):
+            if self._is_local:
+                write_text(path, text)
+            else:
+                write_synced(filesystem, path, text.encode())
+
+    def awaited(self, supervisor: Any) -> str:
+        """Name what holds up a batch, as the stream's Supervisor knows it, if there is one."""
+        if supervisor is None:
+            return "this process makes it"
+        if not ray.is_initialized():  # a call would restart it
+            return "Ray has been shut down"
+        try:
+            return ray.get(supervisor.describe_progress.remote(), timeout=_ANSWER_S)
+        except ray.exceptions.RayError as error:
+            return f"the stream's supervisor does not answer ({type(error).__name__})"
+
+    def ready(self) -> float:
+        """Return the share of the time for which a rank had a finished block to take; 0 if nobody knows."""
+        if self._supervisor is None or not ray.is_initialized():
+            return 0.0
+        with contextlib.suppress(ray.exceptions.RayError):
+            return ray.get(self._supervisor.ready_share.remote(), timeout=_ANSWER_S)
+        return 0.0
+
+    def _tell_events(self, timeout_s: float) -> None:
+        """Record and print what has happened to the stream since the last call."""
+        for kind, text in events_of(self._supervisor, self._num_events, timeout_s):
+            self._num_events += 1
+            label = "pool" if kind == "scale" else kind
+            self.recorded(kind, f"{label}: {text}", {"text": text})
+
+    def ended(self) -> None:
+        """Write the last events of the stream, and that nobody reads it any more."""
+        if self._looks:
+            thread, left = self._looks
+            left.set()
+            if (
+                thread is not threading.current_thread()
+            ):  # the loop may have dropped the loader
+                thread.join(_ANSWER_S)
+            self._looks = None
+        self._tell_events(_ANSWER_S)
+        self._supervisor = None
+        if self.log:
+            self._write_status(time.time(), None, ended=True)
+
+    def closed(self) -> None:
+        """Write the last events, and end the record."""
+        self.ended()
+        if self.log:
+            self.log.close()
+            self.log = None
+
+
+def events_of(
+    supervisor: Any, first: int, timeout_s: float = _ANSWER_S
+) -> list[tuple[str, str]]:
+    """The events of a stream from number `first` on, see `Supervisor.events`; none if nobody answers.
+
+    Args:
+        supervisor: the handle of the stream's Supervisor; None = it has none.
+    """
+    if supervisor is None or not ray.is_initialized():  # a call would restart it
+        return []
+    try:
+        return ray.get(supervisor.events.remote(first), timeout=timeout_s)
+    except ray.exceptions.RayError:  # the stream does not depend on the event log
+        return []

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import json
+import logging
+import logging.config
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray._private import state
+from ray.exceptions import ActorDiedError, RayActorError
+from ray.train import FailureConfig, RunConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.constants import DEFAULT_HEALTH_CHECK_INTERVAL_S
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.failure_handling import (
+    DefaultFailurePolicy,
+    FailureDecision,
+)
+from ray.train.v2._internal.execution.worker_group.poll import (
+    WorkerGroupPollStatus,
+    WorkerStatus,
+)
+from ray.train.v2.api.config import ScalingConfig
+from ray.train.v2.api.exceptions import ControllerError, PreemptionError
+from ray.train.v2.api.preemption import PreemptionInfo
+
+import raypipe
+from raypipe.errors import ConfigError, ResourceError
+from raypipe.rayext import train_runs
+from raypipe.rayext.controller import own_controller
+from raypipe.rayext.failures import cause_of
+from raypipe.rayext.train_runs import FinalErrors, adapt
+
+# A process that only imports raypipe
+
+INNOCENT = """
+import logging, os, sys, warnings
+before = dict(os.environ), dict(logging.Logger.manager.loggerDict), list(warnings.filters)
+import raypipe
+dir(raypipe), raypipe.__version__, raypipe.PlanConfig, raypipe.RaypipeError
+assert dict(os.environ) == before[0], set(os.environ) ^ set(before[0])
+names = set(logging.Logger.manager.loggerDict) - set(before[1])
+assert all(name.startswith("raypipe") for name in names), names
+assert warnings.filters == before[2]
+assert not {"ray", "torch", "albumentations", "cv2"} & set(sys.modules)
+"""
+
+
+def test_an_import_leaves_the_environment_and_loggers_as_they_were() -> None:
+    ours = {"NO_ALBUMENTATIONS_UPDATE"}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and not name.startswith(("RAY_", "RAYPIPE_"))
+    }
+    subprocess.run([sys.executable, "-c", INNOCENT], env=environment, check=True)
+
+
+# A controller's callbacks
+
+
+def test_a_plain_trainer_beside_raypipe_has_rays_defaults(
+    ray_cluster: None, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    def shown(controller: Any) -> dict[str, Any]:
+        """The state of a controller of Ray Train, in its process."""
+        from ray.train.v2._internal.callbacks import placement_group_callback
+
+        silenced = logging.getLogger(
+            f"ray.train.v2._internal.{train_runs._SILENCED[1]}"
+        )
+        cleaner = placement_group_callback.PlacementGroupCleanerCallback
+        names = [
+            type(callback).__name__ for callback in controller._worker_group._callbacks
+        ]
+        for callback in controller._controller_callbacks:
+            if isinstance(callback, cleaner) and callback._cleaner:
+                # `fit` would wait 12 s for its end on a cluster without a dashboard
+                ray.kill(callback._cleaner)
+        return {
+            "names": names,
+            "interval": controller._health_check_interval_s,
+            "told": os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"),
+            "callbacks": os.environ.get("RAY_TRAIN_CALLBACKS"),
+            "filters": len(silenced.filters),
+            "level": logging.getLogger("ray.train").level,
+            "cleaner": cleaner.after_controller_start.__name__,
+        }
+
+    def train_fn(config: dict[str, Any]) -> None:
+        found = ray.get(own_controller().__ray_call__.remote(shown))
+        found["trainer_level"] = logging.getLogger("ray.train").level
+        Path(config["found"]).write_text(json.dumps(found))
+
+    trainer = TorchTrainer(
+        train_fn,
+        train_loop_config={"found": str(tmp_path / "found.json")},
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    plan = raypipe.PlanConfig(micro_batch_size=6, global_batch_size=12)
+    spec = raypipe.open_stream(stores["train"], plan=plan)
+    raypipe.check_resources(spec, trainer.scaling_config)
+    trainer.fit()
+    found = json.loads((tmp_path / "found.json").read_text())
+    told = found.pop("told")  # by the tests' own environment
+    assert found.pop("interval") == float(told or DEFAULT_HEALTH_CHECK_INTERVAL_S)
+    names = found.pop("names")
+    assert "FinalErrors" not in names and "PlacementGroupCleanerCallback" in names
+    assert found == {
+        "callbacks": None,
+        "filters": 0,
+        "level": logging.DEBUG,  # Ray Train's: its file has all
+        "trainer_level": logging.DEBUG,
+        "cleaner": "after_controller_start",
+    }
+
+
+def controller_of(run_callbacks: list[Any], worker_group: Any) -> Any:
+    """A controller of Ray Train, as far as raypipe changes it."""
+    return SimpleNamespace(
+        _health_check_interval_s=2.0,
+        _controller_callbacks=[],
+        _worker_group_callbacks_to_propagate=run_callbacks,
+        _worker_group=worker_group,
+    )
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self._poll_interval_s = 5.0
+        self.__ray_call__ = SimpleNamespace(remote=lambda call: call(self))
+
+
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_controller_is_adapted_once_and_keeps_what_a_user_set(
+    has_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_runs, "introduce", lambda: None)
+    logs = SimpleNamespace(getLogger=lambda name: logger, ERROR=logging.ERROR)
+    monkeypatch.setattr(train_runs, "logging", logs)
+    for name in ("HEALTH_CHECK", "PREEMPTION_POLL"):
+        monkeypatch.delenv(f"RAY_TRAIN_{name}_INTERVAL_S", raising=False)
+    filters: list[Any] = []
+    logger = SimpleNamespace(addFilter=filters.append)
+    notices = SimpleNamespace(_poll_interval_s=5.0, _watcher=Watcher())
+    group = SimpleNamespace(_callbacks=[notices])
+    controller = controller_of([notices], group if has_started else None)
+    for _ in range(2):
+        adapt(controller)
+    assert controller._health_check_interval_s == 0.5 and len(filters) == 2
+    assert notices._poll_interval_s == notices._watcher._poll_interval_s == 1.0
+    later = controller._worker_group_callbacks_to_propagate
+    assert [type(callback) for callback in later[1:]] == [FinalErrors]
+    assert group._callbacks == (later if has_started else [notices])
+
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "3")
+    controller._health_check_interval_s = 3.0
+    del later[1:]
+    adapt(controller)
+    assert controller._health_check_interval_s == 3.0 and len(later) == 2
+
+
+def test_the_death_of_a_trainer_is_a_line_and_no_traceback_of_rays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noisy = logging.getLogger("ray.train.v2._internal.callbacks.backend_setup")
+    monkeypatch.setattr(train_runs, "introduce", lambda: None)
+    adapt(controller_of([], None))
+    # As Ray Train does when a run begins: this resets the levels of loggers below its own.
+    levels = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "loggers": {"ray.train": {"level": "INFO"}},
+    }
+    logging.config.dictConfig(levels)
+    warning = noisy.makeRecord(
+        noisy.name, logging.WARNING, "", 0, "Graceful shutdown failed", (), None
+    )
+    error = noisy.makeRecord(noisy.name, logging.ERROR, "", 0, "an error", (), None)
+    assert not noisy.filter(warning) and noisy.filter(error)
+    for name in train_runs._SILENCED:  # the process of these tests is no controller
+        silenced = logging.getLogger(f"ray.train.v2._internal.{name}")
+        silenced.removeFilter(train_runs._is_error)
+
+
+# Errors of raypipe's own in a TorchTrainer
+
+LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
+NO_ROOM = ResourceError("2 trainers and 1 transform actor need 3 CPUs")
+
+
+def failed(*errors: Exception | None) -> WorkerGroupPollStatus:
+    """The workers' state as Ray Train's controller sees it, by rank."""
+    return WorkerGroupPollStatus(
+        {rank: WorkerStatus(error is None, error) for rank, error in enumerate(errors)}
+    )
+
+
+def test_a_run_with_a_loader_does_not_retry_an_error_of_raypipe() -> None:
+    callback = FinalErrors()
+    callback.after_worker_group_poll_status(failed(None, None))
+    with pytest.raises(ControllerError, match="need 3 CPUs") as caught:
+        callback.after_worker_group_poll_status(
+            failed(NO_ROOM, RuntimeError("gloo/ Connection closed by peer"))
+        )
+    policy = DefaultFailurePolicy(FailureConfig(max_failures=3))
+    assert (
+        policy.make_decision(caught.value) == FailureDecision.RAISE
+        and cause_of(caught.value) is NO_ROOM
+    )
+
+
+def test_a_run_with_a_loader_retries_losses_and_user_errors_as_told() -> None:
+    callback = FinalErrors()
+    callback.after_worker_group_poll_status(failed(ValueError("of the user's")))
+    callback.after_worker_group_poll_status(
+        failed(ConfigError("since its peer is gone"), LOST)
+    )
+    # a node that was lost may come back
+    callback.after_worker_group_poll_status(failed(NO_ROOM))
+    with pytest.raises(ControllerError, match="a setting"):
+        callback.after_worker_group_poll_status(failed(ConfigError("a setting")))
+
+
+@pytest.mark.system
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_error_of_raypipe_ends_an_own_loop_at_its_first_try(
+    tmp_path: Path,
+) -> None:
+    def train_fn(config: dict[str, Any]) -> None:
+        with Path(config["tries"]).open("a") as file:
+            file.write("tried\n")
+        raypipe.loader(config["spec"])
+
+    trainer = TorchTrainer(
+        train_fn,
+        train_loop_config={"tries": str(tmp_path / "tries"), "spec": "a.lmdb"},
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(
+            storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=3)
+        ),
+    )
+    with pytest.raises(ControllerError, match=r"raypipe\.loader: spec"):
+        trainer.fit()
+    assert (tmp_path / "tries").read_text() == "tried\n"
+    # It would wait for a dashboard, which a local cluster has not, and end `fit` late, with a traceback.
+    assert "PlacementGroupCleaner" not in {
+        actor["ActorClassName"]
+        for actor in state.actors(actor_state_name="ALIVE").values()
+    }
+
+
+def test_what_dies_after_a_notice_is_preempted_and_not_before() -> None:
+    info: Any = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"node": [1]})
+    # as trainer_notice raises it
+    leaving = RayActorError(
+        error_msg="the last checkpoint has been made", preempted=True
+    )
+    peer = RuntimeError("gloo/x.cc Connection reset by peer")
+    gone = WorkerHealthCheckFailedError("", ActorDiedError())
+
+    def polled(
+        *errors: BaseException | None, notice: Any = None
+    ) -> WorkerGroupPollStatus:
+        return WorkerGroupPollStatus(
+            {
+                rank: WorkerStatus(error is None, error, preemption_info=notice)
+                for rank, error in enumerate(errors)
+            }
+        )
+
+    callback = FinalErrors()
+    # without a notice it has died
+    callback.after_worker_group_poll_status(polled(None, gone))
+    for notice, error in ((info, peer), (None, gone)):  # the notice comes once
+        with pytest.raises(PreemptionError):
+            callback.after_worker_group_poll_status(polled(error, None, notice=notice))
+    for error in (
+        leaving,
+        ValueError("a mistake"),
+        None,
+    ):  # Ray Train decides about these
+        callback.after_worker_group_poll_status(polled(error, None, notice=info))
+    callback.after_worker_group_start(None)
+    callback.after_worker_group_poll_status(polled(None, gone))

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+from ray._private import ray_logging, worker
+
+from raypipe.logs import configure_logs
+from raypipe.rayext import worker_logs
+
+NOISE = "Actor with class name: 'MapWorker' has constructor arguments in the object store and max_restarts > 0"
+
+
+@pytest.fixture
+def rays_lines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The lines that Ray itself prints."""
+    printed: list[dict[str, Any]] = []
+
+    def print_lines(data: dict[str, Any], ignore_prefix: bool = False) -> None:
+        printed.append(data)
+
+    monkeypatch.setattr(worker, "print_to_stdstream", print_lines)
+    return printed
+
+
+def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
+    capsys: pytest.CaptureFixture[str], rays_lines: list[dict[str, Any]]
+) -> None:
+    worker_logs.take_worker_logs()
+    data = {
+        "pid": "raylet",
+        "ip": "10.0.0.1",
+        "is_err": False,
+        "lines": ["test_logs's\nown", '{"message": "test_logs\'s"}'],
+    }
+    configure_logs("json")
+    try:
+        worker.print_to_stdstream(data, ignore_prefix=True)
+        written = capsys.readouterr().out.splitlines()
+    finally:
+        configure_logs("text")
+    # A cluster of other tests may print between these, as text: its lines were taken before.
+    told = [json.loads(line) for line in written if "test_logs's" in line]
+    assert [line["message"] for line in told] == ["test_logs's\nown"]
+    assert told[0]["pid"] == "raylet" and told[0]["ip"] == "10.0.0.1"
+    assert [data["lines"] for data in rays_lines] == [['{"message": "test_logs\'s"}']]
+    worker.print_to_stdstream(data | {"lines": ["another word"]}, ignore_prefix=False)
+    assert rays_lines[1]["lines"] == ["another word"]
+
+
+def test_logs_are_taken_from_a_ray_that_is_connected(
+    monkeypatch: pytest.MonkeyPatch, rays_lines: list[dict[str, Any]]
+) -> None:
+    dispatcher = ray_logging.WorkerStandardStreamDispatcher()
+    monkeypatch.setattr(ray_logging, "global_worker_stdstream_dispatcher", dispatcher)
+    handler = functools.partial(worker.print_to_stdstream, ignore_prefix=True)
+    dispatcher.add_handler("ray_print_logs", handler)
+    others: list[dict[str, Any]] = []
+    other = functools.partial(others.append)
+    dispatcher.add_handler("a user's", other)
+    assert not worker_logs.gets_worker_logs()
+    for _ in range(2):
+        worker_logs.take_worker_logs()
+    assert worker_logs.gets_worker_logs()
+    dispatcher.handlers[0][1](
+        {"pid": 3, "is_err": True, "lines": [NOISE, "a user's print"]}
+    )
+    assert rays_lines == [{"pid": 3, "is_err": True, "lines": ["a user's print"]}]
+    assert dispatcher.handlers[1] == ("a user's", other)

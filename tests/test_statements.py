@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import raypipe
+
+ROOT = Path(raypipe.__file__).parent
+
+
+def parallel_assignments(source: str) -> Iterator[str]:
+    """`a, b = x, y` of unrelated things; a swap reads a target on its right side."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        targets = {
+            ast.unparse(name)
+            for target in node.targets
+            for name in getattr(target, "elts", [target])
+        }
+        read = {
+            ast.unparse(part)
+            for part in ast.walk(node.value)
+            if isinstance(part, ast.expr)
+        }
+        unpacks = any(isinstance(value, ast.Starred) for value in node.value.elts)
+        is_pair = all(isinstance(target, ast.Tuple) for target in node.targets)
+        if is_pair and not unpacks and not targets & read:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(
+    "folder", [ROOT, ROOT.parent / "jobs"], ids=["raypipe", "jobs"]
+)
+def test_no_line_hides_two_statements_in_one_assignment(folder: Path) -> None:
+    found = [
+        f"{path.relative_to(folder)}, {line}"
+        for path in sorted(folder.rglob("*.py"))
+        for line in parallel_assignments(path.read_text())
+    ]
+    assert found == []
+
+
+def test_swaps_and_unpackings_are_no_parallel_assignments() -> None:
+    assert not list(parallel_assignments("a, b = b, a\nc, *d = *e, f\ng, h = i\n"))
+    assert list(parallel_assignments("a, b = 1, 2")) == ["line 1: a, b = (1, 2)"]

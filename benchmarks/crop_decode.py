@@ -21,7 +21,7 @@ import numpy as np
 
 from raypipe import TransformConfig, open_store
 from raypipe.config import CropDecode
-from raypipe.transform.kernel import why_no_kernel
+from raypipe.kernel import why_no_kernel
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import Samples, read_samples
 

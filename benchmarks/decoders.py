@@ -27,9 +27,9 @@ from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from raypipe import TransformConfig, open_store
+from raypipe.kernel import why_no_kernel
 from raypipe.stores.base import MemoryStore
 from raypipe.transform.decode import decode
-from raypipe.transform.kernel import why_no_kernel
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import read_samples
 

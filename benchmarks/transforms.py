@@ -18,7 +18,7 @@ import cv2
 from crop_decode import measure, samples_of
 
 from raypipe import TransformConfig
-from raypipe.transform.kernel import why_no_kernel
+from raypipe.kernel import why_no_kernel
 from raypipe.transform.sample_maker import SampleMaker
 
 NAMES = [

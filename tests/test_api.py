@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import raypipe
+import raypipe.kernel
 from raypipe import errors
 
 ROOT = Path(raypipe.__file__).parent
@@ -25,13 +26,13 @@ MODULES = sorted(
 
 # Each imports only from those before it, and within a package no modules import one another in a circle.
 PACKAGES = [
+    "kernel",
     "errors",
     "mistakes",
     "environment",
     "importing",
     "packages",
     "cpus",
-    "native",
     "logs",
     "progress",
     "printing",
@@ -59,7 +60,7 @@ WITHOUT_RAY_AND_TORCH = {
     "section",
     "config",
     "logs",
-    "native",
+    "kernel",
 }
 
 
@@ -231,6 +232,20 @@ def test_each_package_imports_only_from_those_before_it() -> None:
                 assert place[imported] <= place[module.split(".")[0]], (
                     f"{module} imports {name}"
                 )
+
+
+def test_the_kernel_has_one_door_and_imports_nothing_of_raypipe() -> None:
+    """It could be released by itself: what the rest uses are the names of `raypipe.kernel`."""
+    for module in MODULES:
+        is_inside = module.split(".")[0] == "kernel"
+        for name in imports(module):
+            if is_inside and name.startswith("raypipe"):
+                assert name.startswith("raypipe.kernel."), f"{module} imports {name}"
+            # The extension still holds the reader of LMDB.
+            if not is_inside and module != "stores.lmdb_pages":
+                assert not name.startswith("raypipe.kernel."), f"{module}: {name}"
+    for name in raypipe.kernel.__all__:
+        assert hasattr(raypipe.kernel, name)
 
 
 def test_imports_have_no_circle_and_no_chain_beyond_sixteen() -> None:

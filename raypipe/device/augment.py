@@ -103,7 +103,7 @@ class Normalize:
 
     The result is channels_last. Other integer dtypes take a second kernel, since few operations support them.
 
-    The arithmetic is float32, whatever the `dtype` of the result.
+    The arithmetic is float32 for any `dtype` of the result.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from raypipe.kernel import CUBIC
 from raypipe.transform.encoded_map import (
     AT,
     FILL,
@@ -32,7 +33,6 @@ from raypipe.transform.encoded_map import (
     TURNED,
     axis_columns,
 )
-from raypipe.transform.geometry_steps import CUBIC
 
 _WEIGHT = 1 << 11
 _BETWEEN = 1 << 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raypipe.transform.wire import (
+from raypipe.kernel import (
     BLUE_OF_CB,
     GREEN_OF_CB,
     GREEN_OF_CR,
@@ -14,7 +14,8 @@ from raypipe.transform.wire import (
 
 
 def merge_planes(luma: torch.Tensor, chroma: torch.Tensor) -> torch.Tensor:
-    """Convert luma (…, H, W, 1) and chroma (…, H/2, W/2, 2) to images, uint8 (…, H, W, 3), as `wire.rgb` does.
+    """Convert luma (…, H, W, 1) and chroma (…, H/2, W/2, 2) to images, uint8 (…, H, W, 3), as
+    `raypipe.kernel.rgb` does.
 
     It computes in integers, so CPU and CUDA agree; all but the last three operations have the size of chroma.
     """

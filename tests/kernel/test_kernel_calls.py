@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypipe import native
-from raypipe.transform import kernel
+from raypipe import kernel
+from raypipe.kernel import native
 
 pytestmark = pytest.mark.skipif(
     not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"

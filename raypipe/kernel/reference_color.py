@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import cv2
 import numpy as np
 
-from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, POSTERIZE, SOLARIZE, Op
+from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS, POSTERIZE, SOLARIZE, Op
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 """What a jitter does, by number."""

@@ -1,6 +1,6 @@
 """The operations of a program on an image, which the kernel and the reference carry out alike.
 
-docs/transforms.md defines each in integers. A program's parameters are int64 (B, P): for each operation in turn,
+README.md defines each in integers. A program's parameters are int64 (B, P): for each operation in turn,
 whether it applies to the image (0 or 1), and the numbers that `NUM_PARAMS` counts.
 """
 
@@ -10,6 +10,13 @@ from enum import IntEnum
 
 import numpy as np
 
+MAX_DECODE_BYTES = 5 << 28
+"""1.25 GiB: what the decoding of one image may take at a time, the pixels that come out included. Two copies of a
+photo of 200 MP as RGB, 16,384 x 12,288 pixels, as phones take them: cv2 holds two, and so does an upright turn."""
+MAX_PIXELS = MAX_DECODE_BYTES // 6
+"""223,696,213: at two copies as RGB. What takes more has fewer."""
+NEAREST, LINEAR, CUBIC, AREA = range(4)
+"""Interpolations, as OpenCV numbers them."""
 MAX_RADIUS = 32
 """Of a separable filter, pixels."""
 MAX_FILTER = 15

@@ -18,9 +18,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from raypipe.transform import kernel
-from raypipe.transform.kernel import DONE, Job
-from raypipe.transform.ops import Op
+from raypipe import kernel
+from raypipe.kernel import DONE, Job, Op
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
 from fuzz_drawn import arithmetic, lossless, wild

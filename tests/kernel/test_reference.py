@@ -9,10 +9,10 @@ import cv2
 import numpy as np
 import pytest
 
-from raypipe.transform import kernel, reference
-from raypipe.transform.kernel import BAD_PARAMS, DONE, Job
+from raypipe import kernel
+from raypipe.kernel import BAD_PARAMS, DONE, Job, Op, reference, sizes_behind
+from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS
 from raypipe.transform.limits import MAX_PIXELS
-from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, Op, sizes_behind
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
 from fuzz import random_op

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from raypipe.transform.exact import exp, sin_cos
-from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS
+from raypipe.kernel.exact import exp, sin_cos
+from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS
 
 _ONE = 1 << 14  # in Q14
 # OpenCV's number of the border that its filters use unless told otherwise

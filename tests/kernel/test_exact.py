@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from raypipe.transform import exact
+from raypipe.kernel import exact
 
 RNG = np.random.default_rng(0)
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 import cv2
 import numpy as np
 
-from raypipe.plan.places import Sides
-from raypipe.transform import reference
-from raypipe.transform.ops import Op, sizes_behind
-from raypipe.transform.step import Step
+from raypipe.kernel import reference
+from raypipe.kernel.ops import Op, sizes_behind
+from raypipe.kernel.step import Step
 
+_Size = tuple[int, int]  # (height, width), pixels
 _LEAST = 1 - 1e-6  # pixels of a box's width and height
 POINTS = ("bboxes", "keypoints")
 """Targets of which points move; of all others pixels do."""
@@ -27,7 +27,7 @@ _OF_PIXELS = 0.0  # where the middle of the first pixel is: for boxes, and for k
 
 def follow(
     applied: Iterable[tuple[Step, Op, list[int]]],
-    size: Sides,
+    size: _Size,
     targets: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """Move what goes with one image.
@@ -61,7 +61,7 @@ def follow(
 
 
 def _points(
-    points: np.ndarray, op: Op, p: list[int], size: Sides, middle: float
+    points: np.ndarray, op: Op, p: list[int], size: _Size, middle: float
 ) -> np.ndarray:
     """Points (n, 2), (x, y), behind an operation on an image of this size.
 
@@ -90,7 +90,7 @@ def _points(
     return points
 
 
-def _boxes(boxes: np.ndarray, op: Op, p: list[int], size: Sides) -> np.ndarray:
+def _boxes(boxes: np.ndarray, op: Op, p: list[int], size: _Size) -> np.ndarray:
     """Boxes (K, 5), around the corners of what they were."""
     if op == Op.DROPOUT:
         return _visible(boxes, np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4), size)
@@ -99,14 +99,14 @@ def _boxes(boxes: np.ndarray, op: Op, p: list[int], size: Sides) -> np.ndarray:
     return np.hstack([moved.min(axis=1), moved.max(axis=1), boxes[:, 4:]])
 
 
-def _cut(boxes: np.ndarray, size: Sides) -> np.ndarray:
+def _cut(boxes: np.ndarray, size: _Size) -> np.ndarray:
     """Boxes cut at the image's edges, without those of which too little is left."""
     corners = np.clip(boxes[:, :4], 0, (size[1], size[0]) * 2)
     stays = (corners[:, 2:] - corners[:, :2] >= _LEAST).all(axis=1)
     return np.hstack([corners, boxes[:, 4:]])[stays]
 
 
-def _visible(boxes: np.ndarray, holes: np.ndarray, size: Sides) -> np.ndarray:
+def _visible(boxes: np.ndarray, holes: np.ndarray, size: _Size) -> np.ndarray:
     """Boxes around what holes leave of them."""
     is_hidden = np.zeros(size, bool)
     for top, left, bottom, right in holes.tolist():

@@ -1,10 +1,9 @@
 """Seekable JPEGs: baseline files that the kernel enters at any row of MCUs, with a checksum of the whole file.
 
-    check_checksum    finds damage anywhere in a seekable JPEG, also without the kernel
-    is_seekable       whether a file is one
+    is_intact      finds damage anywhere in a seekable JPEG, also without the extension
+    is_seekable    whether a file is one
 
-csrc/jpeg_seek.h has the layout, and `raypipe.commands.copies` makes them. To all other programs such a file is a
-JPEG with restart markers.
+csrc/jpeg_seek.h has the layout. To all other programs such a file is a JPEG with restart markers.
 """
 
 from __future__ import annotations
@@ -12,21 +11,17 @@ from __future__ import annotations
 import operator
 import zlib
 
-from raypipe.errors import SampleError
-
 _TAG = b"raypipe seekable"
 _SEGMENTS = (2, 20)  # where the segment begins: first, or behind JFIF's
 _CHECKSUM_BYTES = 4
 
 
-def check_checksum(data: bytes | memoryview) -> None:
-    """Raise SampleError where a seekable JPEG is not as it was written; any other file passes."""
-    at = _find_checksum(data)
-    if at is not None and data[at : at + _CHECKSUM_BYTES] != _checksum(data, at):
-        raise SampleError(
-            f"damaged JPEG: its checksum is wrong ({len(data)} bytes). If another program has edited the file "
-            "since it was made seekable, convert the original again"
-        )
+def is_intact(data: bytes | memoryview) -> bool:
+    """False where a seekable JPEG is not as it was written; any other file is intact."""
+    start = _find_checksum(data)
+    if start is None:
+        return True
+    return data[start : start + _CHECKSUM_BYTES] == _checksum(data, start)
 
 
 def is_seekable(data: bytes) -> bool:

@@ -9,15 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raypipe.transform.draws import between, integers
-from raypipe.transform.exact import exp, sin_cos
-from raypipe.transform.ops import Op
-from raypipe.transform.step import Filled, Numbers, Range, Step, Supported, toward
+from raypipe.kernel.draws import between, integers
+from raypipe.kernel.exact import exp, sin_cos
+from raypipe.kernel.ops import CUBIC, LINEAR, NEAREST, Op
+from raypipe.kernel.step import Filled, Numbers, Range, Step, Supported, toward
 
-NEAREST = 0
-LINEAR = 1
-CUBIC = 2
-"""OpenCV's numbers of interpolations."""
 # OpenCV's numbers: constant, replicate, reflect, wrap, reflect 101
 _BORDERS = (
     0,

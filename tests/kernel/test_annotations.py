@@ -12,11 +12,8 @@ import pytest
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
-from raypipe.transform.follow import follow
-from raypipe.transform.ops import Op
-from raypipe.transform.program import Program, native_step
+from raypipe.kernel import Op, Program, Step, follow, native_step
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.step import Step
 from raypipe.transform.targets import marked
 
 KEYS = np.random.default_rng(3).integers(0, 1 << 63, (12, 2)).astype(np.uint64)

@@ -1,6 +1,6 @@
 """Steps of programs: transforms of Albumentations whose parameters are drawn here.
 
-It draws them for all samples of a micro-batch at once, as integers (`raypipe.transform.ops`), from the library's
+It draws them for all samples of a micro-batch at once, as integers (`raypipe.kernel.ops`), from the library's
 distributions. Its fields are the library's arguments, as a transform keeps them: limits are pairs. `raypipe.
 transform.geometry_steps` and `color_steps` have the steps.
 """
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from raypipe.transform.ops import NUM_PARAMS, Op
+from raypipe.kernel.ops import NUM_PARAMS, Op
 
 Range = tuple[float, float]
 Numbers = list[np.ndarray | int]

@@ -12,9 +12,8 @@ import pytest
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
-from raypipe.transform.draws import integers, uniforms
-from raypipe.transform.program import Program, native_step
-from raypipe.transform.step import Step
+from raypipe.kernel import Program, Step, native_step
+from raypipe.kernel.draws import integers, uniforms
 
 NUM = 100_000
 KEYS = np.random.default_rng(7).integers(0, 1 << 63, (NUM, 2)).astype(np.uint64)

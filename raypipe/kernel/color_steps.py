@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raypipe.transform.draws import between, integers
-from raypipe.transform.filters import gaussian_coefficients, motion_kernels
-from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, POSTERIZE, SOLARIZE, Op
-from raypipe.transform.step import Filled, Numbers, Range, Step, Supported, toward
+from raypipe.kernel.draws import between, integers
+from raypipe.kernel.filters import gaussian_coefficients, motion_kernels
+from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS, POSTERIZE, SOLARIZE, Op
+from raypipe.kernel.step import Filled, Numbers, Range, Step, Supported, toward
 
 _ONE = 1 << 16  # in Q16
 _MAX_HOLES = 64

@@ -1,33 +1,23 @@
 """Programs: pipelines of known steps, drawn and carried out for a whole micro-batch at once.
 
-    Program          steps, and their draws for B samples under their keys
-    find_program     the program at the beginning of an Albumentations Compose, and the steps that are left to it
-
-A program's result depends only on the pixels, the key and the steps: raypipe draws the numbers itself
-(`raypipe.transform.draws`), and operations are integer arithmetic (`raypipe.transform.ops`).
+A program's result depends only on the pixels, the key and the steps: the numbers are drawn here (`draws.py`), and
+operations are integer arithmetic (`ops.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from raypipe.plan.places import Sides
-from raypipe.transform.color_steps import COLOR_STEPS
-from raypipe.transform.draws import uniforms
-from raypipe.transform.geometry_steps import (
-    GEOMETRY_STEPS,
-    TURNS,
-    RandomResizedCrop,
-    Turn,
-)
-from raypipe.transform.ops import Op, sizes_behind
-from raypipe.transform.step import SIZING, Step
+from raypipe.kernel.color_steps import COLOR_STEPS
+from raypipe.kernel.draws import uniforms
+from raypipe.kernel.geometry_steps import GEOMETRY_STEPS, TURNS, RandomResizedCrop, Turn
+from raypipe.kernel.ops import Op, sizes_behind
+from raypipe.kernel.step import SIZING, Step
 
 _KINDS = {kind.__name__: kind for kind in (*GEOMETRY_STEPS, *COLOR_STEPS)}
 
@@ -40,7 +30,7 @@ class Program:
         ops: int32 (n, 2): the code of each operation, and where its parameters begin.
         num_params: P, see `draw`.
         size: (height, width) of its results; None = it depends on the image.
-        takes_points: whether boxes and keypoints can follow, see `raypipe.transform.follow`.
+        takes_points: whether boxes and keypoints can follow, see `raypipe.kernel.annotations`.
         crop_target: (height, width) to which the first step resizes the crop that it begins with; None: it begins
             with another.
     """
@@ -59,7 +49,7 @@ class Program:
         self.takes_points = all(step.takes_points for step in self.steps)
         self.size = self._find_size()
         first = self.steps[0] if self.steps else None
-        self.crop_target: Sides | None = None
+        self.crop_target: tuple[int, int] | None = None
         if isinstance(first, RandomResizedCrop):
             self.crop_target = first.size[0], first.size[1]
 
@@ -81,7 +71,7 @@ class Program:
             sizes: (height, width) of their images, int (B, 2), at least 1.
 
         Returns:
-            The parameters, int64 (B, P), see `raypipe.transform.ops`; and the (height, width) of what they make.
+            The parameters, int64 (B, P), see `raypipe.kernel.ops`; and the (height, width) of what they make.
         """
         params = np.empty((len(keys), self.num_params), np.int64)
         u = uniforms(keys, self._num_uniforms)
@@ -126,7 +116,7 @@ class Program:
                     yield step, op, params[column + 1 : end].tolist()
                 column = end
 
-    def _find_size(self) -> Sides | None:
+    def _find_size(self) -> tuple[int, int] | None:
         """Return the size of all results: equal for images of two sizes, for all draws."""
         keys = np.array([(k, 1) for k in range(16)], np.uint64)
         sizes = np.concatenate(
@@ -174,61 +164,3 @@ def program_of(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> Program:
     ]
     assert all(native), steps
     return Program([step for step in native if step])
-
-
-def _native(step: Any) -> Step | None:
-    """The step of a transform of Albumentations', None = it is unknown here."""
-    name = type(step).__name__
-    is_library = type(step) is getattr(sys.modules["albumentations"], name, None)
-    return native_step(name, vars(step)) if is_library else None
-
-
-def why_no_program(pipeline: Any) -> str:
-    """Say in a few words, which name the step, why a pipeline is not a program as a whole; empty: it is one."""
-    program, rest = find_program(pipeline)
-    if program and not rest:
-        return ""
-    library = sys.modules.get("albumentations")
-    if library is None or type(pipeline) is not library.Compose:
-        return f"{type(pipeline).__name__} is not a list of Albumentations' steps"
-    for number, step in enumerate(pipeline.transforms, 1):
-        if _native(step) is None:
-            return f"step {number}, {type(step).__name__}, is not among those that raypipe makes itself"
-    return "its images have no fixed size, or it is more than its steps (boxes, a chance, saved parameters)"
-
-
-def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
-    """The program that a pipeline begins with, and the steps of Albumentations' that are left after it.
-
-    None: the library does it all. That is so where the first step is not known, where what the program would make
-    has no fixed size, and where the pipeline is more than its steps (a chance, boxes, saved parameters, …).
-
-    Args:
-        pipeline: a program, an Albumentations Compose, or any transform.
-    """
-    if isinstance(pipeline, Program):
-        return pipeline, []
-    library = sys.modules.get("albumentations")
-    if library is None or type(pipeline) is not library.Compose:
-        return None, []
-    special = (
-        pipeline.processors
-        or pipeline.additional_targets
-        or pipeline.save_applied_params
-    )
-    steps = list(pipeline.transforms)
-    replays = any(
-        getattr(step, "deterministic", False) or getattr(step, "replay_mode", False)
-        for step in steps
-    )
-    if special or replays or pipeline.p != 1:
-        return None, []
-    native = list[Step]()
-    for step in steps:
-        known = _native(step)
-        if known is None:
-            break
-        native.append(known)
-    program = Program(native)
-    rest = steps[len(native) :]
-    return (program, rest) if native and program.size else (None, [])

@@ -19,15 +19,14 @@ import simplejpeg
 from micro_batches import MicroBatchTransform
 from PIL import Image
 
+from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
-from raypipe.transform import jpeg, kernel
+from raypipe.kernel import DONE, Job, Op, extension, is_seekable
+from raypipe.transform import jpeg
 from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import decode_box
-from raypipe.transform.kernel import DONE, Job
-from raypipe.transform.ops import Op
+from raypipe.transform.jpeg import check_checksum, decode_box
 from raypipe.transform.samples import EncodedSample
-from raypipe.transform.seekable import check_checksum, is_seekable
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
 from fuzz import fuzz_seekable, sealed
@@ -247,7 +246,7 @@ def test_a_micro_batch_is_that_of_the_originals(
     ]
     damaged = micro_batch(flipped, 2)
     assert damaged[1] == [103]
-    for module in (kernel, jpeg):
+    for module in (kernel, extension, jpeg):
         monkeypatch.setattr(module, "why_no_kernel", lambda: "not built")
     assert micro_batch(seekable, 1) == expected
     assert micro_batch(flipped, 1) == damaged

@@ -20,12 +20,12 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from raypipe.transform import kernel, ops, reference
+from raypipe import kernel
+from raypipe.kernel import CUBIC, LINEAR, NEAREST, Job, extension, ops, reference
+from raypipe.kernel import Op as Code
+from raypipe.kernel.reference import AREA, OPERATIONS
 from raypipe.transform.at_once import sizes_by_header
 from raypipe.transform.decode import decode
-from raypipe.transform.kernel import Job
-from raypipe.transform.ops import Op as Code
-from raypipe.transform.reference import AREA, CUBIC, LINEAR, NEAREST, OPERATIONS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
 from fuzz import fuzz_run
@@ -443,7 +443,7 @@ def test_it_accepts_only_the_damaged_bytes_that_decode_does() -> None:
 
 
 def test_without_the_extension_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "available", lambda: False)
+    monkeypatch.setattr(extension, "available", lambda: False)
     assert kernel.sizes([b"x", None])[0].tolist() == [[0, 0], [0, 0]]
     assert kernel.run([b"x", None], []).tolist() == [kernel.UNREADABLE, kernel.SKIPPED]
 

@@ -12,12 +12,8 @@ from collections.abc import Callable
 import cv2
 import numpy as np
 
-from raypipe.transform.limits import MAX_PIXELS
-from raypipe.transform.ops import Op
-from raypipe.transform.reference_color import COLOR, Params, check, check_border
-
-NEAREST, LINEAR, CUBIC, AREA = range(4)
-"""Interpolations, as cv2 numbers them."""
+from raypipe.kernel.ops import AREA, CUBIC, LINEAR, MAX_PIXELS, NEAREST, Op
+from raypipe.kernel.reference_color import COLOR, Params, check, check_border
 
 Operation = Callable[[np.ndarray, Params], np.ndarray]
 
@@ -168,7 +164,7 @@ OPERATIONS: dict[int, Operation] = {
 
 
 def apply_all(image: np.ndarray, ops: np.ndarray, params: np.ndarray) -> np.ndarray:
-    """Carry out a program on one image: ops int32 (n, 2), params int64 (P,), see `raypipe.transform.ops`."""
+    """Carry out a program on one image: ops int32 (n, 2), params int64 (P,), see `raypipe.kernel.ops`."""
     for code, at in ops.tolist():
         if params[at]:
             check(code in OPERATIONS, "code")

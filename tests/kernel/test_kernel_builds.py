@@ -19,9 +19,9 @@ import cv2
 import numpy as np
 import pytest
 
-from raypipe.transform import kernel, reference
+from raypipe import kernel
+from raypipe.kernel import Op, reference
 from raypipe.transform.decode import decode
-from raypipe.transform.ops import Op
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))

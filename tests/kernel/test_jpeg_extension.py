@@ -27,12 +27,11 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from raypipe import native
 from raypipe.errors import SampleError
+from raypipe.kernel import native, why_no_kernel
 from raypipe.transform import jpeg
 from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import decode_box, missing_extension
-from raypipe.transform.kernel import why_no_kernel
 
 CSRC = Path(__file__).parents[2] / "csrc"
 sys.path.insert(0, str(CSRC))

@@ -13,18 +13,11 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 from albumentations.augmentations.blur import functional as fblur
 from albumentations.augmentations.pixel import functional as fpixel
 
-from raypipe.transform import kernel
-from raypipe.transform.filters import gaussian_coefficients, motion_kernels
-from raypipe.transform.kernel import DONE, Job
-from raypipe.transform.ops import (
-    MAX_FILTER,
-    MAX_RADIUS,
-    NUM_PARAMS,
-    POSTERIZE,
-    SOLARIZE,
-    Op,
-)
-from raypipe.transform.reference_color import COLOR
+from raypipe import kernel
+from raypipe.kernel import DONE, Job, Op
+from raypipe.kernel.filters import gaussian_coefficients, motion_kernels
+from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS, NUM_PARAMS, POSTERIZE, SOLARIZE
+from raypipe.kernel.reference_color import COLOR
 
 ONE = 1 << 16
 SHAPES = [(1, 1), (1, 7), (9, 1), (3, 5), (33, 40), (67, 129), (224, 224)]

@@ -2,7 +2,7 @@
 
     sizes    heights and widths by the headers, of its kinds of images
     run      encoded images, or pixels → uint8 (B, H, W, 3), or their planes, by programs of integer operations
-    planes   pixels → the planes that travel instead, see `raypipe.transform.wire`
+    planes   pixels → the planes that travel instead, see `raypipe.kernel.yuv420`
 
 It is used only after it has agreed with simplejpeg and with OpenCV in this process. Images that it rejects are
 left to the caller: `decode.decode` and `reference` make the same pixels, and decide on bad samples. Without the
@@ -20,9 +20,8 @@ import cv2
 import numpy as np
 import simplejpeg
 
-from raypipe import native
-from raypipe.transform import wire
-from raypipe.transform.ops import Op
+from raypipe.kernel import native, yuv420
+from raypipe.kernel.ops import Op
 
 WHOLE = 8
 """Eighths: full scale."""
@@ -95,15 +94,15 @@ def run(
 
 
 def planes(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`wire.planes` of uint8 (…, H, W, 3), by the kernel where there is one."""
+    """`yuv420.planes` of uint8 (…, H, W, 3), by the kernel where there is one."""
     flat = np.ascontiguousarray(images).reshape(-1, *images.shape[-3:])
     luma = np.empty((*flat.shape[:-1], 1), np.uint8)
-    chroma = np.empty(wire.chroma_shape(flat.shape), np.uint8)
+    chroma = np.empty(yuv420.chroma_shape(flat.shape), np.uint8)
     job = Job(
         np.empty((0, 2), np.int32), np.empty((len(flat), 0), np.int64), luma, chroma
     )
     if (run([*flat], [job]) != DONE).any():
-        return wire.planes(images)
+        return yuv420.planes(images)
     others = images.shape[:-3]
     return luma.reshape(*others, *luma.shape[1:]), chroma.reshape(
         *others, *chroma.shape[1:]

@@ -8,7 +8,7 @@ import threading
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
-from raypipe.rayext.ray_private import find
+from raypipe.rayext.ray_private import find_private
 from raypipe.rayext.startup import Wait
 
 _CONNECT_S = 3.0  # timeout of a connection to a port
@@ -87,7 +87,7 @@ def _resolved(address: str) -> str | None:
 
     Ray's address may also be `auto`, or without a port.
     """
-    resolve = find(
+    resolve = find_private(
         "ray._private.services.canonicalize_bootstrap_address",
         "RAY_ADDRESS must be host:port",
     )

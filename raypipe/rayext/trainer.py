@@ -261,9 +261,8 @@ class RunTrainer(TorchTrainer):
         for deaths in itertools.count(1):
             try:
                 return self._fit()
-            except (
-                ray.exceptions.RayActorError
-            ) as error:  # Ray Train raises its own errors for trainers
+            # Ray Train raises its own errors for trainers.
+            except ray.exceptions.RayActorError as error:
                 if (
                     0 <= max_failures < deaths
                     or is_head_lost()

@@ -125,17 +125,16 @@ class StreamWatchdog:
         }
 
     def _look(self) -> None:
-        for node in {
-            process.node for process in list(self._processes.values())
-        } - self._looks.keys():
-            known = [
+        watched = {process.node for process in list(self._processes.values())}
+        for node in watched - self._looks.keys():
+            processes = [
                 (process.pid, process.started) for process in self._on(node).values()
             ]
             on_node = NodeAffinitySchedulingStrategy(node, soft=False)
             task = ray.remote(kill_stopped).options(
                 num_cpus=0, max_retries=0, scheduling_strategy=on_node
             )
-            self._looks[node] = task.remote(known)
+            self._looks[node] = task.remote(processes)
 
     def _answer(self) -> None:
         for node, look in list(self._looks.items()):

@@ -36,8 +36,8 @@ from raypipe.streaming.device_stage import DeviceStage
 from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.epochs import Batches, Epoch
 from raypipe.streaming.lifetime import HostStream
+from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
-from raypipe.streaming.progress import Progress
 from raypipe.streaming.rank_stream import RankStream
 from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec

@@ -323,7 +323,7 @@ def _fit(
 ) -> dict[str, Any]:
     """Train on the allocated resources; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from raypipe.rayext.trainer import RunTrainer, ray_config
-    from raypipe.train.worker import train_loop
+    from raypipe.train.train_function import train_loop
 
     run = loop["run"]
     run_uri = loop["run_uri"]

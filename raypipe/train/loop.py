@@ -24,9 +24,9 @@ from raypipe.train.models import build_metric, build_schedule
 from raypipe.train.run_checkpoints import RunCheckpoints
 from raypipe.train.validation import Validation
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
-Samples = list[tuple[Any, list[int]]]
+_Samples = list[tuple[Any, list[int]]]
 """Positions of a step's micro-batches, with their samples."""
 
 # Period of lines of progress between those that end an epoch.
@@ -152,7 +152,7 @@ class Trainer:
             dist.all_reduce(sums)
         return sums
 
-    def _of_all_ranks(self, value: T) -> list[T]:
+    def _of_all_ranks(self, value: _T) -> list[_T]:
         """Return the values of all ranks, which call this."""
         if self.world_size == 1:
             return [value]
@@ -169,7 +169,7 @@ class Trainer:
         losses: list[
             torch.Tensor
         ] = []  # kept on the device, so that the host does not wait
-        samples: Samples = []
+        samples: _Samples = []
         begins_step = True
         first = not self.loader.times().images
         lr = 0.0
@@ -213,7 +213,7 @@ class Trainer:
                     losses = []
                 self._report()
 
-    def _log_samples(self, samples: Samples) -> None:
+    def _log_samples(self, samples: _Samples) -> None:
         ranks = self._of_all_ranks(samples)
         if log := self._metrics.run_log.log:
             rows = sorted(
@@ -262,11 +262,16 @@ class Trainer:
             correct = torch.zeros_like(batch.weight)
             if self.learner.has_classes:
                 correct = (logits.argmax(1) == batch.target).float()
-            at = batch.position
+            position = batch.position
             validation.add(
-                (at.step, at.micro), losses, correct, batch.weight, logits, batch.target
+                (position.step, position.micro),
+                losses,
+                correct,
+                batch.weight,
+                logits,
+                batch.target,
             )
-            if batch.ends_step and at.step + 1 < batches.segment.num_steps:
+            if batch.ends_step and position.step + 1 < batches.segment.num_steps:
                 is_due = self._look()
                 if (
                     self.stopping

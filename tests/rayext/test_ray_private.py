@@ -9,7 +9,7 @@ import pytest
 from ray._private import services
 
 import raypipe
-from raypipe.rayext.ray_private import find, replace, replaced
+from raypipe.rayext.ray_private import find_private, replace, replaced
 
 RAYEXT = Path(raypipe.__file__).parent / "rayext"
 PRIVATE = re.compile(
@@ -28,7 +28,7 @@ def test_a_name_that_ray_lacks_is_one_line_with_the_loss(
     with caplog.at_level(logging.WARNING):
         for path in missing:
             for _ in range(2):
-                assert find(path, "the start takes longer") is None
+                assert find_private(path, "the start takes longer") is None
                 replace(path, lambda function: None, loss="the start takes longer")
                 with replaced(path, lambda _: None, loss="the start takes longer"):
                     pass
@@ -40,7 +40,7 @@ def test_a_name_that_ray_lacks_is_one_line_with_the_loss(
 def test_a_replacement_wraps_rays_function_and_is_put_back() -> None:
     path = "ray._private.services.ConsolePopen"
     before = services.ConsolePopen
-    assert find(path, "") is before
+    assert find_private(path, "") is before
     with replaced(path, lambda popen, number: (popen, number), 3, loss=""):
         assert services.ConsolePopen == (before, 3)
     assert services.ConsolePopen is before

@@ -15,7 +15,7 @@ import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.metrics.observer import Observer
 from raypipe.plan.places import Split
-from raypipe.stores.base import MemoryStore
+from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.loader import Loader
 
 

@@ -32,7 +32,7 @@ SOURCE = "csrc/kernel.c"
 # abi3: one file serves this and all later versions of Python.
 TARGET = "_raypipe_kernel.abi3.so"
 # Of each line, the first that the compiler takes without a word: a write beyond an array ends the process, and
-# goes no further. Together they cost nothing that can be measured (raypipe/transform/README.md).
+# goes no further. Together they cost nothing that can be measured (raypipe/kernel/README.md).
 HARDENING = [
     [
         ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import _raypipe_kernel
 
 import raypipe
+from raypipe.kernel import why_no_kernel
 from raypipe.packages import DISTRIBUTION
-from raypipe.transform.kernel import why_no_kernel
 
 SOURCES = Path(__file__).parents[1] / "raypipe"
 assert raypipe.__file__ and _raypipe_kernel.__file__

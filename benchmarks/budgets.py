@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.wire import rgb
+from raypipe.device.wire import merge_planes
 from raypipe.train.models import build_model
 from raypipe.train.ordered import StepBatchNorm
 
@@ -121,7 +121,7 @@ def from_planes(rows: int, size: int) -> Callable[[int], Any]:
     """Makes the images of one micro-batch of the planes that have traveled."""
     shapes = (rows, size, size, 1), (rows, size // 2, size // 2, 2)
     luma, chroma = (torch.zeros(shape, dtype=torch.uint8) for shape in shapes)
-    return lambda seed: rgb(luma, chroma)
+    return lambda seed: merge_planes(luma, chroma)
 
 
 def batch_norm(model: str, device: str) -> Callable[[int], Any]:

@@ -21,9 +21,9 @@ import numpy as np
 
 from raypipe import TransformConfig, open_store
 from raypipe.config import CropDecode
+from raypipe.kernel import why_no_kernel
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import Content
-from raypipe.transform.kernel import why_no_kernel
 from raypipe.transform.samples import Samples, read_samples
 
 MICRO_BATCH = 50

@@ -27,11 +27,11 @@ from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from raypipe import TransformConfig, open_store
+from raypipe.kernel import why_no_kernel
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
-from raypipe.transform.kernel import why_no_kernel
 from raypipe.transform.samples import read_samples
 
 PART = 25

@@ -37,7 +37,7 @@ from gpu import Loop
 import raypipe
 from raypipe.device import decode
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.resize import resize
+from raypipe.device.resize import resize_boxes
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import block_row
@@ -153,7 +153,7 @@ def alone(args: Any, store: str, device: torch.device) -> dict[str, Any]:
         for rows in decode._groups(
             {i: cut[0].numel() for i, cut in enumerate(cuts)}, 16 << 20, are_padded=True
         ):
-            last = resize([cuts[row] for row in rows], batch[MAP][rows])
+            last = resize_boxes([cuts[row] for row in rows], batch[MAP][rows])
         last.sum().item()
         times.append(time.perf_counter() - began)
     return {**found, "resize_ms": round(statistics.median(times[3:]) * 1e3, 2)}

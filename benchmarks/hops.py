@@ -31,11 +31,11 @@ import raypipe  # noqa: F401  # isort: skip
 import numpy as np
 import torch
 
+from raypipe.kernel import chroma_shape
 from raypipe.plan.places import Cursor
 from raypipe.streaming.blocks import MAX_BYTES, MAX_SECONDS
 from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.train.background import CheckpointWriter
-from raypipe.transform import wire
 
 from transfers import IN_FLIGHT, SETTINGS, Transfer, measure  # isort: skip
 
@@ -91,7 +91,7 @@ class Target:
 
     def image_bytes(self, of: str) -> int:
         pixels = self.size**2
-        chroma = wire.chroma_shape((self.size, self.size, 3))
+        chroma = chroma_shape((self.size, self.size, 3))
         if of == "rgb":
             return pixels * 3
         return pixels + int(np.prod(chroma))

@@ -13,9 +13,9 @@ import cv2
 import numpy as np
 import simplejpeg
 
+from raypipe import kernel
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
-from raypipe.transform import kernel
 
 _SHARDS = 16  # of the formats that are read by shards: several for each worker
 _SHARD_BYTES = 1 << 26

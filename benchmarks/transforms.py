@@ -18,9 +18,9 @@ import cv2
 from crop_decode import measure, samples_of
 
 from raypipe import TransformConfig
+from raypipe.kernel import why_no_kernel
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import Content
-from raypipe.transform.kernel import why_no_kernel
 
 NAMES = [
     "light",

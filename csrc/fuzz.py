@@ -2,7 +2,7 @@
 
     decode_crop     a box of a file at any scale, held against simplejpeg
     run             programs, on which `raypipe.transform.decode` and `reference` have to agree with it, in a slot
-                    between guard bytes, as RGB and as the planes of `raypipe.transform.wire`
+                    between guard bytes, as RGB and as the planes of `raypipe.kernel.yuv420`
     to_seekable     its result has the pixels of its input. Then that is changed itself: with its checksum it must
                     be refused. With one that fits, and with places that lead anywhere, a box is refused or that of
                     simplejpeg, where it reads the file
@@ -33,15 +33,14 @@ import simplejpeg
 from fuzz_files import HEIGHT, WIDTH, forged, mutated, originals, sealed
 
 from raypipe.errors import SampleError, StoreError
+from raypipe.kernel import Op, is_seekable, reference, yuv420
+from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS
 from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.lmdb_pages import LMDBFile
 from raypipe.stores.record import KEY, RecordLayout
 from raypipe.stores.writers import LMDBWriter
-from raypipe.transform import reference, wire
 from raypipe.transform.decode import decode
 from raypipe.transform.jpeg_header import without_profile
-from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, Op
-from raypipe.transform.seekable import is_seekable
 
 __all__ = [
     "fuzz",
@@ -223,7 +222,7 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
     refused = set()
     for is_planes in (False, True):
         shapes = (
-            [(*size, 1), wire.chroma_shape((*size, 3))] if is_planes else [(*size, 3)]
+            [(*size, 1), yuv420.chroma_shape((*size, 3))] if is_planes else [(*size, 3)]
         )
         memories = [np.full((5, *shape), 77, np.uint8) for shape in shapes]
         slots = [memory[1:4:2] for memory in memories]
@@ -236,7 +235,7 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
             continue
         if expected is None:
             return False
-        results = wire.planes(expected) if is_planes else (expected,)
+        results = yuv420.planes(expected) if is_planes else (expected,)
         if not all(
             (slot == result).all() for slot, result in zip(slots, results, strict=True)
         ):

@@ -1,6 +1,6 @@
 /* Operations that move pixels: crop, pad, turn, affine, and dropout's boxes. Resizing is in resize.h.
  *
- * What each means is in docs/transforms.md, and in raypipe/transform/reference.py by NumPy and OpenCV.
+ * What each means is in raypipe/kernel/README.md, and in raypipe/kernel/reference.py by NumPy and OpenCV.
  */
 #ifndef RAYPIPE_GEOMETRY_H
 #define RAYPIPE_GEOMETRY_H

@@ -21,7 +21,7 @@
 
 #define CHANNELS 3
 #define MAX_SIDE 65500                       /* pixels, as in a JPEG */
-/* As raypipe/transform/limits.py has them, with their reasons. */
+/* As raypipe/kernel/ops.py has them, with their reasons. */
 #define MAX_DECODE_BYTES ((size_t)5 << 28)
 #define MAX_PIXELS (MAX_DECODE_BYTES / 6)
 

@@ -1,4 +1,4 @@
-/* The images of a micro-batch in one call: the optional extension behind raypipe/transform/kernel.py, jpeg.py and stores/lmdb_pages.py.
+/* The images of a micro-batch in one call: the optional extension behind raypipe/kernel/extension.py and stores/lmdb_pages.py.
  *
  *     sizes(images) -> bytes
  *         int32 (B, 3): height, width, and 1 where EXIF or XMP may turn it; 0, 0, 0 of pixels, and what run() does not take, by
@@ -34,7 +34,7 @@
 
 #include <pthread.h>
 
-/* Version of this interface; raypipe/native.py accepts no other. */
+/* Version of this interface; raypipe/kernel/native.py accepts no other. */
 #define INTERFACE_VERSION 6
 #define MAX_THREADS 256
 

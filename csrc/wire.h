@@ -1,4 +1,4 @@
-/* An image as it travels with transform.wire=yuv420; raypipe/transform/wire.py has the definition, and the same bits.
+/* An image as it travels with transform.wire=yuv420; raypipe/kernel/yuv420.py has the definition, and the same bits.
  *
  *     luma      height x width
  *     chroma    half of each, rounded up: Cb and Cr in turns, of the sums of 2 x 2 pixels, where the last row and the

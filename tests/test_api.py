@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import raypipe
+import raypipe.kernel
 from raypipe import errors
 
 ROOT = Path(raypipe.__file__).parent
@@ -25,13 +26,13 @@ MODULES = sorted(
 
 # Each imports only from those before it, and within a package no modules import one another in a circle.
 PACKAGES = [
+    "kernel",
     "errors",
     "mistakes",
     "environment",
     "importing",
     "packages",
     "cpus",
-    "native",
     "logs",
     "progress",
     "printing",
@@ -59,7 +60,7 @@ WITHOUT_RAY_AND_TORCH = {
     "section",
     "config",
     "logs",
-    "native",
+    "kernel",
 }
 
 
@@ -151,6 +152,27 @@ def test_the_public_names_are_pinned() -> None:
     ]
 
 
+def documented_names() -> set[str]:
+    """The names on the page of the Python API."""
+    page = (ROOT.parent / ".ci" / "api.md").read_text()
+    return set(re.findall(r"^::: (\S+)", page, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("module", ["loop", "ddp", "ordered", "validation"])
+def test_the_training_loop_imports_only_public_names(module: str) -> None:
+    public = documented_names() | {f"raypipe.{name}" for name in raypipe.__all__}
+    tree = ast.parse((ROOT / "train" / f"{module}.py").read_text())
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {
+        f"{node.module}.{alias.name}"
+        for node in froms
+        for alias in node.names
+        if node.module and node.module.partition(".")[0] == "raypipe"
+    }
+    inside = {name for name in imported if name.startswith("raypipe.train.")}
+    assert imported - inside <= public
+
+
 def test_every_public_name_is_there_listed_and_described() -> None:
     for name in raypipe.__all__:
         value = getattr(raypipe, name)
@@ -212,11 +234,26 @@ def test_each_package_imports_only_from_those_before_it() -> None:
                 )
 
 
+def test_the_kernel_has_one_door_and_imports_nothing_of_raypipe() -> None:
+    """It could be released by itself: what the rest uses are the names of `raypipe.kernel`."""
+    for module in MODULES:
+        is_inside = module.split(".")[0] == "kernel"
+        for name in imports(module):
+            if is_inside and name.startswith("raypipe"):
+                assert name.startswith("raypipe.kernel."), f"{module} imports {name}"
+            # The extension still holds the reader of LMDB.
+            if not is_inside and module != "stores.lmdb_pages":
+                assert not name.startswith("raypipe.kernel."), f"{module}: {name}"
+    for name in raypipe.kernel.__all__:
+        assert hasattr(raypipe.kernel, name)
+
+
 def test_imports_have_no_circle_and_no_chain_beyond_sixteen() -> None:
     graph = {
         m: {n.removeprefix("raypipe.") for n in imports(m) if n.startswith("raypipe.")}
         for m in MODULES
     }
+    graph["kernel"] = set()  # to the others it is a library
     chain: dict[str, int] = {}
     for module in graphlib.TopologicalSorter(graph).static_order():
         chain[module] = 1 + max(

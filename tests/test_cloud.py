@@ -21,7 +21,7 @@ from small_runs import small_run
 
 from raypipe.commands.convert import convert
 from raypipe.config import RunConfig
-from raypipe.metrics.records import parse
+from raypipe.metrics.records import parse_records
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.destination import new_remote
@@ -173,7 +173,9 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     assert resumed["run_dir"] == f"{remote}/runs/mine"
     assert resumed["val_accuracy"] == alone["val_accuracy"]
     here, there = files(f"{local}/runs/mine"), files(f"{remote}/runs/mine")
-    seen, expected_samples = (parse(found["samples.jsonl"]) for found in (there, here))
+    seen, expected_samples = (
+        parse_records(found["samples.jsonl"]) for found in (there, here)
+    )
     assert [r for r in seen if "indices" in r] == expected_samples and len(
         expected_samples
     ) == 32
@@ -191,7 +193,7 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
         found = there[name].replace(remote.encode(), local.encode())
         # shards in a bucket have names of their own
         assert without_names(found) == without_names(content)
-    kinds = [record["kind"] for record in parse(there["metrics.jsonl"])]
+    kinds = [record["kind"] for record in parse_records(there["metrics.jsonl"])]
     assert (
         kinds.count("train") == 16
         and kinds.count("val") == 2

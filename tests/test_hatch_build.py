@@ -37,7 +37,7 @@ def test_what_is_compiled_here_can_be_used_here(
         pytest.skip(f"cannot be compiled here: {reason}")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from raypipe.transform.kernel import why_no_kernel\n"
+        "from raypipe.kernel import why_no_kernel\n"
         "print(repr(why_no_kernel()), sys.modules['_raypipe_kernel'].__file__)"
     )
     done = subprocess.run(

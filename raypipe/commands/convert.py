@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from raypipe import kernel
 from raypipe.commands.convert_dataset import make_copy
 from raypipe.commands.copies import write_shard
 from raypipe.commands.ordered_samples import CHUNK, kept_samples
@@ -42,7 +43,6 @@ from raypipe.stores.record import ColumnValues, column_types
 from raypipe.stores.scan import SIZE_COLUMNS, scan
 from raypipe.stores.sources import Asked, Source, open_source
 from raypipe.stores.writers import WRITTEN_SUFFIXES
-from raypipe.transform import kernel
 
 if TYPE_CHECKING:
     import ray.data

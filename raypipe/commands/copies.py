@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from raypipe import kernel
 from raypipe.commands.ordered_samples import CHUNK
 from raypipe.errors import ConfigError, SampleError, StoreError
+from raypipe.kernel import is_seekable
 from raypipe.stores import open_store
 from raypipe.stores.base import Store
 from raypipe.stores.record import Fingerprint, RecordLayout, plain
 from raypipe.stores.writers import open_writer
-from raypipe.transform import kernel
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
 from raypipe.transform.decode_array import header_size
 from raypipe.transform.image_header import image_kind
-from raypipe.transform.seekable import is_seekable
 
 NO_SIZE = {"width": -1, "height": -1}
 

@@ -43,7 +43,7 @@ def digest(
         combine,
         digested,
         iterate_digests,
-        settings_of,
+        plain_settings,
     )
     from raypipe.streaming.digest import compare as compared_with
     from raypipe.streaming.inline import inline_batches
@@ -83,7 +83,7 @@ def digest(
         )
         iterators = splits(spec, cursor, max_actors=max_actors, world_size=workers)
         digests = list(iterate_digests(spec.plan, cursor, iterators))
-    settings = settings_of(
+    settings = plain_settings(
         spec, workers=workers, actors=max_actors, from_step=from_step, to_step=to_step
     )
     written = DigestFile(

@@ -93,7 +93,7 @@ def _packages() -> tuple[bool, str]:
 
 def _decoding() -> tuple[bool, str]:
     """Install gcc and libjpeg-turbo's headers (apt-get install gcc libjpeg-dev), then raypipe again."""
-    from raypipe.transform.kernel import why_no_kernel
+    from raypipe.kernel import why_no_kernel
 
     why = why_no_kernel()
     return (

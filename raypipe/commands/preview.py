@@ -84,7 +84,7 @@ class Preview:
         rows = [[self._decoded(index)] for index in indices]
         names = [""]
         for epoch in epochs:
-            draws = find(self.plan, epoch, indices)
+            draws = find_draws(self.plan, epoch, indices)
             # Each micro-batch once, and one at a time.
             for micro_batch in dict.fromkeys(
                 micro_batch for micro_batch, _ in draws if micro_batch is not None
@@ -349,7 +349,7 @@ def _header(spec: StreamSpec, augment: AugmentConfig, plan: Plan, epoch: int) ->
     return f"{header}, CPU {spec.transform.strength_at(progress):.2f}"
 
 
-def find(
+def find_draws(
     plan: Plan, epoch: int, indices: Sequence[int]
 ) -> list[tuple[MicroBatchId | None, int]]:
     """Find the first micro-batch of a training epoch that draws each sample, and the row there; None = none does.

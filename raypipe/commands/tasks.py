@@ -14,7 +14,7 @@ from rich.progress import Progress
 from raypipe.errors import RaypipeError, ResourceError
 from raypipe.rayext.cluster_state import free_cpus, nodes
 from raypipe.rayext.failures import get
-from raypipe.rayext.waiting import Wait
+from raypipe.rayext.startup import Wait
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0

@@ -76,7 +76,7 @@ def _full_precision() -> Iterator[None]:
     ):  # these two refuse to be read where the newer settings were used
         matmul = torch.get_float32_matmul_precision()
         allows_tf32 = cudnn.allow_tf32
-    found = [owner.fp32_precision for owner in _OF_CUDA]
+    precisions = [owner.fp32_precision for owner in _OF_CUDA]
     torch.set_float32_matmul_precision("highest")
     cudnn.allow_tf32 = False
     for owner in _OF_CUDA:
@@ -89,7 +89,7 @@ def _full_precision() -> Iterator[None]:
             torch.set_float32_matmul_precision(matmul)
         if allows_tf32 is not None:
             cudnn.allow_tf32 = allows_tf32
-        for owner, precision in zip(_OF_CUDA, found, strict=True):
+        for owner, precision in zip(_OF_CUDA, precisions, strict=True):
             owner.fp32_precision = precision
 
 
@@ -97,13 +97,13 @@ def _full_precision() -> Iterator[None]:
 def pinned(device: torch.device) -> Iterator[None]:
     """Context manager: torch's settings as in the module's table, for work on a device; then as they were."""
     on_cuda = device.type == "cuda"
-    found = list[tuple[Callable[[Any], object], Any]]()
+    changed = list[tuple[Callable[[Any], object], Any]]()
     with contextlib.ExitStack() as stack:
         try:
             for read, write, right in (*_SETTINGS, *_ON_CUDA) if on_cuda else _SETTINGS:
                 value = read()
                 if value not in right:
-                    found.append((write, value))
+                    changed.append((write, value))
                     write(right[0])
             if any(
                 owner.fp32_precision not in _FULL
@@ -117,5 +117,5 @@ def pinned(device: torch.device) -> Iterator[None]:
                 stack.enter_context(torch.device("cpu"))
             yield
         finally:
-            for write, value in reversed(found):
+            for write, value in reversed(changed):
                 write(value)

@@ -35,9 +35,15 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
-from raypipe.device.fused import Fused, addcmul, apply, draw, pack
+from raypipe.device.fused import Fused, addcmul, apply, draw_params, pack
 from raypipe.device.mixing import Mix, draw_mix, mix
-from raypipe.device.modules import CHANGES_SIZE, Made, UserModule, all_seeded, resolved
+from raypipe.device.modules import (
+    CHANGES_SIZE,
+    Augmented,
+    UserModule,
+    all_seeded,
+    resolved,
+)
 from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import hand_over, new_event, new_stream, numbered
 from raypipe.errors import ConfigError
@@ -46,7 +52,7 @@ from raypipe.plan.order import Domain
 from raypipe.transform.fields import IMAGE, LABEL, VIEW
 from raypipe.transform.views import view_key
 
-Operation = Callable[[torch.Tensor, float], torch.Tensor]
+DeviceOperation = Callable[[torch.Tensor, float], torch.Tensor]
 """(float images (B, 3, H, W) in [0, 1], strength in [0, 1]) → the same kind, random by torch's CPU generator."""
 
 PRESETS: dict[str, Fused | None] = {
@@ -97,7 +103,7 @@ class Normalize:
 
     The result is channels_last. Other integer dtypes take a second kernel, since few operations support them.
 
-    The arithmetic is float32, whatever the `dtype` of the result.
+    The arithmetic is float32 for any `dtype` of the result.
     """
 
     def __init__(
@@ -240,20 +246,22 @@ class DeviceAugment:
             Images of `dtype` (B, 3, h, w), channels_last, and the other half of the targets where it was mixed.
         """
         with pinned(self.device):
-            made = self._mixed(Made(image, {LABEL: target}), counts, seed, strength)
-            return made.image, made.mix
+            augmented = self._mixed(
+                Augmented(image, {LABEL: target}), counts, seed, strength
+            )
+            return augmented.image, augmented.mix
 
     def _mixed(
-        self, made: Made, counts: np.ndarray, seed: int, strength: float
-    ) -> Made:
-        made = self._augmented(made, counts, seed, strength)
+        self, augmented: Augmented, counts: np.ndarray, seed: int, strength: float
+    ) -> Augmented:
+        augmented = self._augmented(augmented, counts, seed, strength)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
-        height, width = made.image.shape[2:]
+        height, width = augmented.image.shape[2:]
         plan = draw_mix(self.config, rng, height, width, strength)
         if plan is None:
-            return made
-        image, mixed = mix(made.image, made.targets[LABEL], counts, plan)
-        return Made(image, made.targets, mixed)
+            return augmented
+        image, mixed = mix(augmented.image, augmented.targets[LABEL], counts, plan)
+        return Augmented(image, augmented.targets, mixed)
 
     def of_views(
         self, views: Mapping[str, torch.Tensor], *, seed: int, strength: float = 1.0
@@ -285,7 +293,7 @@ class DeviceAugment:
             )
             counts = np.ones(len(view), bool)
             of_view = [
-                self._augmented(Made(crop, {}), counts, of_crop, strength).image
+                self._augmented(Augmented(crop, {}), counts, of_crop, strength).image
                 for crop, of_crop in zip(crops, seeds, strict=True)
             ]
             augmented[name] = of_view[0] if view.ndim == 4 else torch.stack(of_view, 1)
@@ -308,11 +316,11 @@ class DeviceAugment:
             )
         with torch.get_device_module(self.device).stream(self._stream):
             batch.copied.wait(self._stream)
-            made = self._of_batch(batch, strength)
+            augmented = self._of_batch(batch, strength)
             done = new_event(self.device)
             done.record(self._stream)
-        hand_over(done, _new_tensors(batch, made), self.device)
-        return made
+        hand_over(done, _new_tensors(batch, augmented), self.device)
+        return augmented
 
     def _of_batch(self, batch: Batch, strength: float) -> Batch:
         is_recorded = torch.is_grad_enabled() and self.config.differentiable
@@ -320,8 +328,8 @@ class DeviceAugment:
             if not self.config.differentiable:
                 return self._batch(batch, strength)
             pixels = scaled(batch.image).requires_grad_(is_recorded)
-            made = self._batch(batch.with_fields({IMAGE: pixels}), strength)
-            return made.with_fields(
+            augmented = self._batch(batch.with_fields({IMAGE: pixels}), strength)
+            return augmented.with_fields(
                 {}, pixels=pixels, augment=partial(self._again, batch, strength)
             )
 
@@ -348,10 +356,12 @@ class DeviceAugment:
         targets = {
             name: batch.fields[name] for name in self._targets if name in batch.fields
         }
-        made = self._mixed(
-            Made(batch.image, targets), batch.index >= 0, batch.seed, strength
+        augmented = self._mixed(
+            Augmented(batch.image, targets), batch.index >= 0, batch.seed, strength
         )
-        return batch.with_fields({**made.targets, IMAGE: made.image}, mix=made.mix)
+        return batch.with_fields(
+            {**augmented.targets, IMAGE: augmented.image}, mix=augmented.mix
+        )
 
     def _check_views(self) -> None:
         if self.mixes:
@@ -366,23 +376,23 @@ class DeviceAugment:
             )
 
     def _augmented(
-        self, made: Made, counts: np.ndarray, seed: int, strength: float
-    ) -> Made:
+        self, augmented: Augmented, counts: np.ndarray, seed: int, strength: float
+    ) -> Augmented:
         """Augment and normalize, without mixing by the configuration."""
-        image = made.image
+        image = augmented.image
         module = self._module
         if image.dtype != torch.uint8 and (self._fused or self._operations or module):
             image = scaled(image)
         if self._fused:
             rows, _, height, width = image.shape
             rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
-            params = draw(self._fused, rng, rows, height, width, strength)
+            params = draw_params(self._fused, rng, rows, height, width, strength)
             packed = torch.from_numpy(pack(self._fused, params, height, width))
             image = apply(
                 self._fused, image, packed.to(image.device, non_blocking=True)
             )
         if not (self._operations or module):
-            return Made(self.normalize(image), made.targets)
+            return Augmented(self.normalize(image), augmented.targets)
         if not image.is_floating_point():
             image = scaled(image)
         with (
@@ -391,14 +401,14 @@ class DeviceAugment:
         ):
             for operation in self._operations:
                 image = operation(image, strength)
-            made = Made(image, made.targets)
+            augmented = Augmented(image, augmented.targets)
             if module:
-                made = module(made, counts, seed, strength)
+                augmented = module(augmented, counts, seed, strength)
         if self.normalizes:
-            image = self.normalize.cast(made.image)
+            image = self.normalize.cast(augmented.image)
         else:
-            image = self.normalize(made.image)
-        return Made(image, made.targets, made.mix)
+            image = self.normalize(augmented.image)
+        return Augmented(image, augmented.targets, augmented.mix)
 
 
 def _has_state(module: Any) -> bool:
@@ -415,16 +425,16 @@ def _new_tensors(before: Batch, after: Batch) -> Iterator[torch.Tensor]:
             yield value
     if after.mix is not None:
         yield from (
-            part
-            for part in (after.mix.target, after.mix.lam)
-            if isinstance(part, torch.Tensor)
+            tensor
+            for tensor in (after.mix.target, after.mix.lam)
+            if isinstance(tensor, torch.Tensor)
         )
 
 
 def settings_of_device(config: AugmentConfig) -> dict[str, Any]:
     """Return the settings by their whole names, as plain values, for the record of a run; a module as text."""
     values = {
-        each.name: getattr(config, each.name) for each in dataclasses.fields(config)
+        field.name: getattr(config, field.name) for field in dataclasses.fields(config)
     }
     module = values["module"]
     values["module"] = (
@@ -445,10 +455,10 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _moves(what: str) -> ConfigError:
+def _moves(operation: str) -> ConfigError:
     return ConfigError(
-        f"augment: {what} moves or erases pixels on the device, where masks and the like stay as they are: use "
-        "transform.train for geometry, and augment.ops for operations of color alone"
+        f"augment: {operation} moves or erases pixels on the device, where masks and the like stay as they are: "
+        "use transform.train for geometry, and augment.ops for operations of color alone"
     )
 
 
@@ -459,14 +469,14 @@ def _operations() -> dict[str, Any]:
     from kornia.augmentation import AugmentationBase2D
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
-    found: dict[str, Any] = {}
+    operations: dict[str, Any] = {}
     for module in (kornia.augmentation.auto, kornia.augmentation):
         for name, value in vars(module).items():
             if inspect.isclass(value) and issubclass(
                 value, AugmentationBase2D | PolicyAugmentBase
             ):
-                found[name] = value
-    return found
+                operations[name] = value
+    return operations
 
 
 def _applied(module: Any, image: torch.Tensor) -> torch.Tensor:
@@ -479,13 +489,40 @@ def _applied(module: Any, image: torch.Tensor) -> torch.Tensor:
 
 def build_operation(
     entry: dict[str, Any], targets: bool = False, channels: int = 3
-) -> Operation:
+) -> DeviceOperation:
     """Build one configured operation on images with this many channels; raises ConfigError as
     `DeviceAugment`."""
+    from kornia.augmentation.auto.base import PolicyAugmentBase
+
+    operation = _operation_class(entry["op"], targets, channels)
+    module = _tried_module(operation, entry, channels)
+    probability = float(getattr(module, "p", 1.0))
+    is_policy = isinstance(module, PolicyAugmentBase)
+    is_scaled = entry["op"] not in CHANGES_SIZE
+
+    def apply(image: torch.Tensor, strength: float) -> torch.Tensor:
+        """The strength is the share of rows that a policy is applied to, and scales the probability of others."""
+        if is_policy:
+            chosen = torch.rand(len(image)) < strength
+        else:
+            chosen = None
+        if is_scaled and not is_policy:
+            module.p = probability * strength
+        result = _applied(module, image)
+        if chosen is None or strength >= 1:
+            return result
+        return torch.where(
+            chosen.view(-1, 1, 1, 1).to(image.device, non_blocking=True), result, image
+        )
+
+    return apply
+
+
+def _operation_class(op: str, targets: bool, channels: int) -> Any:
+    """Return Kornia's class of a name; raise ConfigError if it does not fit the targets or the channels."""
     from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
-    op = entry["op"]
     operation: Any = _operations().get(op)
     if operation is None:
         near = did_you_mean(map(repr, get_close_matches(op, _operations(), 1)))
@@ -505,6 +542,11 @@ def build_operation(
         raise ConfigError(
             f"augment.ops: {op} needs red, green and blue, and augment.mean has {channels} channels"
         )
+    return operation
+
+
+def _tried_module(operation: Any, entry: dict[str, Any], channels: int) -> Any:
+    """Make a configured module, and apply it once; raise ConfigError if that fails."""
     parameters = {
         key: tuple(v) if isinstance(v, list) else v
         for key, v in entry.items()
@@ -512,7 +554,7 @@ def build_operation(
     }
     try:
         module: Any = operation(**parameters)  # type: ignore[arg-type]
-        whole = float(getattr(module, "p", 1.0))
+        probability = float(getattr(module, "p", 1.0))
         module.p = 1.0
         # Applying it shows whether its parameters and these channels are valid. A crop, or a wide blur, may need
         # larger images, for which others would take seconds.
@@ -521,7 +563,7 @@ def build_operation(
                 result = _applied(module, torch.full((2, channels, 32, 32), 0.5))
             except Exception:
                 result = _applied(module, torch.full((2, channels, 1024, 1024), 0.5))
-        module.p = whole
+        module.p = probability
     except Exception as error:
         if channels == 3:
             of = ""
@@ -536,22 +578,4 @@ def build_operation(
         or result.shape[:2] != (2, channels)
     ):
         raise ConfigError(f"augment.ops: {entry} does not make images of images")
-    is_policy = isinstance(module, PolicyAugmentBase)
-    is_scaled = op not in CHANGES_SIZE
-
-    def apply(image: torch.Tensor, strength: float) -> torch.Tensor:
-        """The strength is the share of rows that a policy is applied to, and scales the probability of others."""
-        if is_policy:
-            chosen = torch.rand(len(image)) < strength
-        else:
-            chosen = None
-        if is_scaled and not is_policy:
-            module.p = whole * strength
-        result = _applied(module, image)
-        if chosen is None or strength >= 1:
-            return result
-        return torch.where(
-            chosen.view(-1, 1, 1, 1).to(image.device, non_blocking=True), result, image
-        )
-
-    return apply
+    return module

@@ -17,7 +17,7 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from raypipe.device.ambient import pinned
-from raypipe.device.resize import resize, to_device
+from raypipe.device.resize import resize_boxes, to_device
 from raypipe.device.ring import new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
 from raypipe.metrics.timing import mark
@@ -94,11 +94,13 @@ class DeviceDecoder:
             with self._backend.stream(self._stream):
                 self.library, self._decode_boxes = find_decoder(self.device)
 
-    def __call__(self, data: Ragged, maps: np.ndarray, wanted: np.ndarray) -> Decoded:
+    def __call__(
+        self, data: Ragged, maps: np.ndarray, is_decoded: np.ndarray
+    ) -> Decoded:
         """Decode a micro-batch, whose arrays may be read-only; see `raypipe.transform.encoded`.
 
         Args:
-            wanted: bool (B,), the rows to decode.
+            is_decoded: bool (B,), the rows to decode.
 
         Raises:
             RuntimeError: the device itself fails (out of memory, a lost context); never for what a sample holds.
@@ -106,19 +108,18 @@ class DeviceDecoder:
         offsets = data.offsets.tolist()
         images = {
             row: data.values[offsets[row] : offsets[row + 1]]
-            for row in np.flatnonzero(wanted).tolist()
+            for row in np.flatnonzero(is_decoded).tolist()
         }
-        boxes = {row: box_of_map(maps[row]) for row in images}
-        by_host = [
-            row
+        on_device = {
+            row: image
             for row, image in images.items()
-            if not self._is_for_device(image.tobytes())
-        ]
-        running = {
-            row: self._threads.submit(self._by_host, images[row], maps[row])
-            for row in by_host
+            if self._is_for_device(image.tobytes())
         }
-        failed: dict[int, str] = {}
+        running = {
+            row: self._threads.submit(self._by_host, image, maps[row])
+            for row, image in images.items()
+            if row not in on_device
+        }
         axes = [axis_columns(maps.shape[1], axis) for axis in (0, 1)]
         height, width = (int(maps[0, columns.stop - 1]) for columns in axes)
         with pinned(self.device), torch.no_grad(), self._backend.stream(self._stream):
@@ -126,45 +127,53 @@ class DeviceDecoder:
             out = torch.zeros(
                 (len(maps), height, width, 3), dtype=torch.uint8, device=self.device
             )
-            pixels = {
-                row: math.prod(sides_of_map(maps[row]))
-                for row in images
-                if row not in running
-            }
-            for rows in _groups(pixels, _DECODED_PIXELS):
-                found = self._by_device(
-                    [images[row] for row in rows], [boxes[row] for row in rows]
+            for row in self._fill_by_device(on_device, maps, out):
+                running[row] = self._threads.submit(
+                    self._by_host, images[row], maps[row]
                 )
-                again = [
-                    row for row, image in zip(rows, found, strict=True) if image is None
-                ]
-                running |= {
-                    row: self._threads.submit(self._by_host, images[row], maps[row])
-                    for row in again
-                }
-                made = {
-                    row: image
-                    for row, image in zip(rows, found, strict=True)
-                    if image is not None
-                }
-                self._place(made, maps, out)
-            made = {}
-            for row, future in running.items():
-                try:
-                    made[row] = (
-                        torch.from_numpy(future.result())
-                        .permute(2, 0, 1)
-                        .to(self.device)
-                    )
-                except SampleError as error:
-                    failed[row] = str(error)
-            self._place(made, maps, out)
+            failed = self._fill_by_host(running, maps, out)
             ended = mark(self.device)
             ready = new_event(self.device)
             ready.record(self._stream)
         return Decoded(
             out.permute(0, 3, 1, 2), failed, len(running), ready, began, ended
         )
+
+    def _fill_by_device(
+        self, images: dict[int, np.ndarray], maps: np.ndarray, out: torch.Tensor
+    ) -> Iterator[int]:
+        """Decode images into rows of uint8 (B, H, W, 3), and yield the rows that the device refuses."""
+        pixels = {row: math.prod(sides_of_map(maps[row])) for row in images}
+        for rows in _groups(pixels, _DECODED_PIXELS):
+            decoded = self._by_device(
+                [images[row] for row in rows], [box_of_map(maps[row]) for row in rows]
+            )
+            good = {
+                row: image
+                for row, image in zip(rows, decoded, strict=True)
+                if image is not None
+            }
+            yield from (row for row in rows if row not in good)
+            self._place(good, maps, out)
+
+    def _fill_by_host(
+        self,
+        running: dict[int, Future[np.ndarray]],
+        maps: np.ndarray,
+        out: torch.Tensor,
+    ) -> dict[int, str]:
+        """Take the images that threads decode into rows of uint8 (B, H, W, 3); return the errors of others."""
+        decoded = {}
+        failed = {}
+        for row, future in running.items():
+            try:
+                pixels = torch.from_numpy(future.result())
+            except SampleError as error:
+                failed[row] = str(error)
+                continue
+            decoded[row] = pixels.permute(2, 0, 1).to(self.device)
+        self._place(decoded, maps, out)
+        return failed
 
     def _is_for_device(self, image: bytes) -> bool:
         return (
@@ -192,13 +201,13 @@ class DeviceDecoder:
             # still read a block's former content would be overtaken (pytorch/vision#9606).
             self._stream.synchronize()
         try:
-            found = self._decode_boxes([*map(view, images)], boxes)
+            decoded = self._decode_boxes([*map(view, images)], boxes)
             fits = [
                 image is not None and image.shape[1:] == _shape(box)
-                for image, box in zip(found, boxes, strict=True)
+                for image, box in zip(decoded, boxes, strict=True)
             ]
             return [
-                image if fit else None for image, fit in zip(found, fits, strict=True)
+                image if fit else None for image, fit in zip(decoded, fits, strict=True)
             ]
         except (
             torch.OutOfMemoryError,
@@ -224,18 +233,18 @@ class DeviceDecoder:
     ) -> None:
         """Resize boxes of images, uint8 (3, h, w), into rows of uint8 (B, H, W, 3)."""
         # CPUs compute each by itself, without padding
-        most = _RESIZED_PIXELS if self.device.type == "cuda" else 0
+        limit = _RESIZED_PIXELS if self.device.type == "cuda" else 0
         for rows in _groups(
             {row: image[0].numel() for row, image in images.items()},
-            most,
+            limit,
             are_padded=True,
         ):
-            resized = resize([images[row] for row in rows], maps[rows])
+            resized = resize_boxes([images[row] for row in rows], maps[rows])
             out[to_device(np.array(rows), self.device)] = resized
 
 
 def _groups(
-    pixels: Mapping[int, int], most: int, are_padded: bool = False
+    pixels: Mapping[int, int], limit: int, are_padded: bool = False
 ) -> Iterator[list[int]]:
     """Rows by their pixels, in groups of at most so many, or of one.
 
@@ -247,7 +256,7 @@ def _groups(
     for row in sorted(pixels, key=pixels.__getitem__):
         num = pixels[row]
         total = (len(group) + 1) * num if are_padded else total + num
-        if group and (total > most or (are_padded and num > 2 * pixels[group[0]])):
+        if group and (total > limit or (are_padded and num > 2 * pixels[group[0]])):
             yield group
             group = []
             total = num
@@ -271,14 +280,14 @@ def _by_nvimagecodec(device: torch.device) -> BoxDecoder:
     ) -> list[torch.Tensor | None]:
         whole = [codec.CodeStream(image.numpy().tobytes()) for image in images]
         streams = [
-            each.get_sub_code_stream(region=codec.Region(*box))
-            for each, box in zip(whole, boxes, strict=True)
+            stream.get_sub_code_stream(region=codec.Region(*box))
+            for stream, box in zip(whole, boxes, strict=True)
         ]
         stream = torch.cuda.current_stream(device).cuda_stream
-        made = decoder.decode(streams, params=params, cuda_stream=stream)
+        decoded = decoder.decode(streams, params=params, cuda_stream=stream)
         return [
             None if image is None else torch.from_dlpack(image).permute(2, 0, 1)
-            for image in made
+            for image in decoded
         ]
 
     return decode_boxes
@@ -320,10 +329,10 @@ def find_decoder(device: torch.device) -> tuple[str, BoxDecoder]:
     for name, load in LIBRARIES.items():
         try:
             decode_boxes = load(device)
-            (found,) = decode_boxes([probe], [(4, 8, 20, 32)])
-            assert found is not None, "it decodes no JPEG"
+            (decoded,) = decode_boxes([probe], [(4, 8, 20, 32)])
+            assert decoded is not None, "it decodes no JPEG"
             apart = np.abs(
-                found.permute(1, 2, 0).cpu().numpy().astype(int)
+                decoded.permute(1, 2, 0).cpu().numpy().astype(int)
                 - decode(probe.numpy().data)[4:20, 8:32]
             )
             assert apart.mean() < _PROBE_LEVELS, (

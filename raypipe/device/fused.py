@@ -1,8 +1,8 @@
 """The presets' operations in a few passes over the images, instead of several for each. Knows torch, not Ray.
 
-    draw     what a micro-batch does, row by row, on the host
-    pack     → one small float32 array (B, COLUMNS), the only thing that is sent to the device
-    apply    uint8 images → flip, or one affine sampling of all geometry → blur → one map of color → erase
+    draw_params  what a micro-batch does, row by row, on the host
+    pack         → one small float32 array (B, COLUMNS), the only thing that is sent to the device
+    apply        uint8 images → flip, or one affine sampling of all geometry → blur → one map of color → erase
 
 The operations follow those of Kornia, with their own generator. The differences:
 
@@ -43,7 +43,7 @@ _BLEND = slice(7, 9)
 _MEAN_GRAY = 9  # replace the matrix if there is no hue
 COLUMNS = 28
 
-Range = tuple[float, float]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ class Fused:
     affine: float = 0.0
     degrees: float = 0.0
     translate: tuple[float, float] = (0.0, 0.0)
-    scale: Range = (1.0, 1.0)
+    scale: Interval = (1.0, 1.0)
     jitter: float = 0.0
-    brightness: Range = (1.0, 1.0)
-    contrast: Range = (1.0, 1.0)
-    saturation: Range = (1.0, 1.0)
-    hue: Range = (0.0, 0.0)
+    brightness: Interval = (1.0, 1.0)
+    contrast: Interval = (1.0, 1.0)
+    saturation: Interval = (1.0, 1.0)
+    hue: Interval = (0.0, 0.0)
     gray: float = 0.0
     blur: float = 0.0
-    sigma: Range = (1.0, 1.0)
+    sigma: Interval = (1.0, 1.0)
     erase: float = 0.0
-    area: Range = (0.02, 0.33)
-    ratio: Range = (0.3, 3.3)
+    area: Interval = (0.02, 0.33)
+    ratio: Interval = (0.3, 3.3)
 
     @property
     def turns_hue(self) -> bool:
@@ -115,7 +115,7 @@ class FusedParams:
     box: np.ndarray
 
 
-def draw(
+def draw_params(
     fused: Fused,
     rng: np.random.Generator,
     rows: int,
@@ -123,7 +123,7 @@ def draw(
     width: int,
     strength: float = 1.0,
 ) -> FusedParams:
-    """Draw what a micro-batch does.
+    """Draw the parameters of a micro-batch.
 
     Args:
         rng: the micro-batch's own generator. A row's draws do not depend on what is fused.
@@ -131,58 +131,52 @@ def draw(
         strength: scales all probabilities, in [0, 1].
     """
     shares = rng.random((19, rows))
-    numbers = iter(shares[6:])
+    chances = np.array(
+        [fused.flip, fused.affine, fused.jitter, fused.gray, fused.blur, fused.erase]
+    )
+    flip, affine, jitter, gray, blur, erase = shares[:6] < strength * chances[:, None]
+    turn, right, down, zoom, light, contrast, saturation, hue, sigma = shares[6:15]
+    x_most = fused.translate[0] * width
+    y_most = fused.translate[1] * height
+    return FusedParams(
+        flip=flip,
+        degrees=np.where(affine, _between(-fused.degrees, fused.degrees, turn), 0.0),
+        x=np.where(affine, _between(-x_most, x_most, right), 0.0),
+        y=np.where(affine, _between(-y_most, y_most, down), 0.0),
+        scale=np.where(affine, _between(*fused.scale, zoom), 1.0),
+        brightness=np.where(jitter, _between(*fused.brightness, light), 1.0),
+        contrast=np.where(jitter, _between(*fused.contrast, contrast), 1.0),
+        saturation=np.where(jitter, _between(*fused.saturation, saturation), 1.0),
+        hue=np.where(jitter, _between(*fused.hue, hue), 0.0),
+        gray=gray,
+        sigma=np.where(blur, _between(*fused.sigma, sigma), 0.0),
+        box=_draw_boxes(fused, erase, shares[15:], height, width),
+    )
 
-    def among(low: float, high: float) -> np.ndarray:
-        return low + (high - low) * next(numbers)
 
-    chances = (
-        fused.flip,
-        fused.affine,
-        fused.jitter,
-        fused.gray,
-        fused.blur,
-        fused.erase,
-    )
-    flip, affine, jitter, gray, blur, erase = (
-        shares[:6] < strength * np.array(chances)[:, None]
-    )
-    across, along = (
-        share * side
-        for share, side in zip(fused.translate, (width, height), strict=True)
-    )
-    degrees = np.where(affine, among(-fused.degrees, fused.degrees), 0.0)
-    x, y = (np.where(affine, among(-most, most), 0.0) for most in (across, along))
-    scale = np.where(affine, among(*fused.scale), 1.0)
-    ranges = (fused.brightness, fused.contrast, fused.saturation)
-    brightness, contrast, saturation = (
-        np.where(jitter, among(*of_factor), 1.0) for of_factor in ranges
-    )
-    hue = np.where(jitter, among(*fused.hue), 0.0)
-    sigma = np.where(blur, among(*fused.sigma), 0.0)
-    area = height * width * among(*fused.area)
-    ratio = np.exp(among(*map(math.log, fused.ratio)))
+def _between(low: float, high: float, share: np.ndarray) -> np.ndarray:
+    """Return numbers at shares, in [0, 1), of the way from low to high."""
+    return low + (high - low) * share
+
+
+def _draw_boxes(
+    fused: Fused, erase: np.ndarray, shares: np.ndarray, height: int, width: int
+) -> np.ndarray:
+    """Draw the box that is erased of each row, see `FusedParams`.
+
+    Args:
+        erase: bool (B,), the rows with a box.
+        shares: the box's area, ratio, top and left, as numbers in [0, 1), (4, B).
+    """
+    area = height * width * _between(*fused.area, shares[0])
+    low, high = map(math.log, fused.ratio)
+    ratio = np.exp(_between(low, high, shares[1]))
     box_height = np.clip(np.rint(np.sqrt(area * ratio)), 1, height)
     box_width = np.clip(np.rint(np.sqrt(area / ratio)), 1, width)
-    top = np.floor(next(numbers) * (height - box_height + 1))
-    left = np.floor(next(numbers) * (width - box_width + 1))
-    box = np.where(
-        erase, [top, top + box_height, left, left + box_width], 0.0
-    ).T.astype(np.int64)
-    return FusedParams(
-        flip,
-        degrees,
-        x,
-        y,
-        scale,
-        brightness,
-        contrast,
-        saturation,
-        hue,
-        gray,
-        sigma,
-        box,
-    )
+    top = np.floor(shares[2] * (height - box_height + 1))
+    left = np.floor(shares[3] * (width - box_width + 1))
+    box = np.where(erase, [top, top + box_height, left, left + box_width], 0.0)
+    return box.T.astype(np.int64)
 
 
 def pack(fused: Fused, params: FusedParams, height: int, width: int) -> np.ndarray:

@@ -45,7 +45,7 @@ def kornia_class(module: Any, *names: str) -> bool:
     """Return whether a module is an instance of one of these classes of Kornia's, which need not be imported."""
     kornia = sys.modules.get("kornia.augmentation")
     classes = (getattr(kornia, name, None) for name in names)
-    return any(isinstance(module, one) for one in classes if one is not None)
+    return any(isinstance(module, kind) for kind in classes if kind is not None)
 
 
 def mixes_labels(module: Any) -> bool:
@@ -79,10 +79,10 @@ def check_steps(
 
 
 def _check_images(module: nn.Module) -> None:
-    for each in module.modules():
-        if kornia_class(each, "VideoSequential", "AugmentationBase3D"):
+    for child in module.modules():
+        if kornia_class(child, "VideoSequential", "AugmentationBase3D"):
             raise ConfigError(
-                f"augment.module has {_name(each)}, which takes clips (B, C, T, H, W), and a stream has images: "
+                f"augment.module has {_name(child)}, which takes clips (B, C, T, H, W), and a stream has images: "
                 "use nn.Sequential, K.ImageSequential or K.AugmentationSequential"
             )
 
@@ -101,10 +101,10 @@ def _check_mix(step: Any, targets: Collection[str]) -> None:
 def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
     """Check an `AugmentationSequential`."""
     inner = list(_operations(step))
-    for each in filter(mixes_labels, inner):
+    for child in filter(mixes_labels, inner):
         raise ConfigError(
-            f"augment.module: {_name(each)} changes targets, which Kornia's containers refuse: put it behind, as "
-            f"nn.Sequential(K.AugmentationSequential(…), K.{_name(each)}(…))"
+            f"augment.module: {_name(child)} changes targets, which Kornia's containers refuse: put it behind, as "
+            f"nn.Sequential(K.AugmentationSequential(…), K.{_name(child)}(…))"
         )
     if step.data_keys is None:
         keys = [*targets]
@@ -127,8 +127,8 @@ def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
             f"augment.module: K.AugmentationSequential moves the image and leaves {behind[0]!r} behind: give it "
             f"data_keys={all_keys}"
         )
-    for each in inner:
-        _check_operation(each, keys, has_label)
+    for child in inner:
+        _check_operation(child, keys, has_label)
 
 
 def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> None:
@@ -168,27 +168,27 @@ def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> 
 
 def _check_alone(step: nn.Module, targets: Collection[str], has_label: bool) -> None:
     """Check a step that gets only the image."""
-    for each in _operations(step):
-        if mixes_labels(each):
+    for child in _operations(step):
+        if mixes_labels(child):
             raise ConfigError(
-                f"augment.module: {_name(each)} changes targets: make it a separate step, as nn.Sequential(…, "
-                f"K.{_name(each)}(…))"
+                f"augment.module: {_name(child)} changes targets: make it a separate step, as nn.Sequential(…, "
+                f"K.{_name(child)}(…))"
             )
-        if targets and _moves(each):
+        if targets and _moves(child):
             keys = ["input", *(_KEY_OF[name] for name in targets)]
             first = next(iter(targets))
             raise ConfigError(
-                f"augment.module: {_name(each)} moves or erases pixels, and leaves {first!r} behind: put it into "
+                f"augment.module: {_name(child)} moves or erases pixels, and leaves {first!r} behind: put it into "
                 f"K.AugmentationSequential(…, data_keys={keys})"
             )
-        _check_operation(each, [], has_label)
+        _check_operation(child, [], has_label)
 
 
 def _operations(module: nn.Module) -> Iterator[Any]:
     """Return Kornia's operations within a module."""
-    for each in module.modules():
-        if kornia_class(each, "AugmentationBase2D", "MixAugmentationBaseV2"):
-            yield each
+    for child in module.modules():
+        if kornia_class(child, "AugmentationBase2D", "MixAugmentationBaseV2"):
+            yield child
 
 
 def _moves(operation: Any) -> bool:

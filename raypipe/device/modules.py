@@ -50,7 +50,7 @@ Targets = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Made:
+class Augmented:
     """A micro-batch between two steps.
 
     Attributes:
@@ -84,15 +84,15 @@ def built(module: Any) -> Any:
         if isinstance(module, str):
             given = import_name(module, "augment.module")
         is_maker = inspect.isfunction(given) and not inspect.signature(given).parameters
-        made = given() if inspect.isclass(given) or is_maker else given
-        inspect.signature(_call_of(made))
+        usable = given() if inspect.isclass(given) or is_maker else given
+        inspect.signature(_call_of(usable))
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
             f"augment.module {_named(module)!r} cannot be used: {type(error).__name__}: {error}"
         ) from error
-    return made
+    return usable
 
 
 def resolved(config: AugmentConfig) -> AugmentConfig:
@@ -107,8 +107,8 @@ def resolved(config: AugmentConfig) -> AugmentConfig:
     if (ends_with := normalization_of(module)) is None:
         return replace(config, module=module)
     mean, std = ends_with
-    own = (config.mean, config.std)
-    if own not in (
+    config_norm = (config.mean, config.std)
+    if config_norm not in (
         (mean, std),
         (PLAIN.mean, PLAIN.std),
         (AugmentConfig.mean, AugmentConfig.std),
@@ -186,18 +186,18 @@ class UserModule:
             modules = []
         self._generators = [
             value
-            for each in modules
-            for value in vars(each).values()
+            for child in modules
+            for value in vars(child).values()
             if _is_generator(value)
         ]
         self._has_told = not any(
-            True for each in modules for _ in each.buffers(recurse=False)
+            True for child in modules for _ in child.buffers(recurse=False)
         )
         _move(modules, device)
 
     def __call__(
-        self, made: Made, counts: np.ndarray, seed: int, strength: float
-    ) -> Made:
+        self, augmented: Augmented, counts: np.ndarray, seed: int, strength: float
+    ) -> Augmented:
         """Apply the module, random by torch's generators as they are now, and by others as of the seed.
 
         Args:
@@ -208,23 +208,23 @@ class UserModule:
         before = None if self._has_told else self._versions()
         with self._strengthened(strength):
             for step in self._steps:
-                made = self._applied(step, made, counts, strength)
+                augmented = self._applied(step, augmented, counts, strength)
         if before is not None:
             self._check_buffers(before)
-        return made
+        return augmented
 
     def _applied(
-        self, step: Any, made: Made, counts: np.ndarray, strength: float
-    ) -> Made:
+        self, step: Any, augmented: Augmented, counts: np.ndarray, strength: float
+    ) -> Augmented:
         try:
             if mixes_labels(step):
-                return _mixed(step, made, counts)
+                return _mixed(step, augmented, counts)
             if kornia_class(step, "AugmentationSequential"):
-                return _moved(step, made)
+                return _moved(step, augmented)
             if self._takes_strength:
-                result = step(made.image, strength=strength)
+                result = step(augmented.image, strength=strength)
             else:
-                result = step(made.image)
+                result = step(augmented.image)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
@@ -232,22 +232,23 @@ class UserModule:
                 "kornia."
             ):  # its traceback is the user's own code
                 raise
-            raise ConfigError(self._failed(step, made, error)) from error
+            raise ConfigError(self._failed(step, augmented, error)) from error
         if (
             not isinstance(result, torch.Tensor)
             or result.ndim != 4
-            or len(result) != len(made.image)
+            or len(result) != len(augmented.image)
         ):
             raise ConfigError(
                 f"augment.module={self._name} returned {shape_of(result)} for images of "
-                f"{tuple(made.image.shape)}: it must return floats (B, 3, h, w) in [0, 1]"
+                f"{tuple(augmented.image.shape)}: it must return floats (B, 3, h, w) in [0, 1]"
             )
-        return replace(made, image=result)
+        return replace(augmented, image=result)
 
-    def _failed(self, step: Any, made: Made, error: Exception) -> str:
-        keys = ", ".join(["image", *made.targets])
+    def _failed(self, step: Any, augmented: Augmented, error: Exception) -> str:
+        keys = ", ".join(["image", *augmented.targets])
+        shape = tuple(augmented.image.shape)
         return (
-            f"augment.module={self._name}: {type(step).__name__} fails on {keys} of {tuple(made.image.shape)}: "
+            f"augment.module={self._name}: {type(step).__name__} fails on {keys} of {shape}: "
             f"{type(error).__name__}: {error} (at {raised_at(error)})"
         )
 
@@ -294,10 +295,10 @@ def all_seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _moved(step: Any, made: Made) -> Made:
+def _moved(step: Any, augmented: Augmented) -> Augmented:
     """Apply an `AugmentationSequential` to the image and the targets that its keys name."""
-    image = made.image
-    targets = dict(made.targets)
+    image = augmented.image
+    targets = dict(augmented.targets)
     given: dict[str, Any] = {"image": image}
     if "mask" in targets:
         given["mask"] = targets["mask"][:, None]
@@ -334,7 +335,7 @@ def _moved(step: Any, made: Made) -> Made:
         targets["keypoints"] = kept_keypoints(
             results["keypoints"], targets["keypoints"][..., 2], height, width
         )
-    return replace(made, image=image, targets=targets)
+    return replace(augmented, image=image, targets=targets)
 
 
 _GIVEN = {
@@ -348,18 +349,18 @@ _GIVEN = {
 _GIVEN |= dict.fromkeys(("BBOX", "BBOX_XYXY", "BBOX_XYWH"), "bbox_xyxy")
 
 
-def _mixed(step: Any, made: Made, counts: np.ndarray) -> Made:
+def _mixed(step: Any, augmented: Augmented, counts: np.ndarray) -> Augmented:
     """Apply Kornia's MixUp, CutMix or PatchMix; the shares of the targets are read from what it has drawn."""
-    before = made.image
+    before = augmented.image
     image = step(before, data_keys=["input"])
     params = step._params
     rows = len(before)
     if kornia_class(step, "RandomMixUpV2"):
         partners = params["mixup_pairs"]
-        others = params["mixup_lambdas"]
+        shares = params["mixup_lambdas"]
     elif kornia_class(step, "PatchMix"):
         partners = params["mix_pairs"]
-        others = torch.full(
+        shares = torch.full(
             (rows,), step.patch_size**2 / (before.shape[2] * before.shape[3])
         )
     else:
@@ -367,24 +368,24 @@ def _mixed(step: Any, made: Made, counts: np.ndarray) -> Made:
         corners = params["crop_src"][0]
         # pixels; an empty box ends before it begins
         sides = corners[:, 2] - corners[:, 0] + 1
-        others = sides.prod(1) / (before.shape[2] * before.shape[3])
-    own = torch.arange(rows)
+        shares = sides.prod(1) / (before.shape[2] * before.shape[3])
+    own_rows = torch.arange(rows)
     selected = params["batch_prob"] > 0.5
     counted = torch.from_numpy(counts)
-    partners = torch.where(selected, partners, own)
+    partners = torch.where(selected, partners, own_rows)
     alone = ~(counted & counted[partners])
     if alone.any():  # a row without weight is in no other
         image = torch.where(_sent(alone, image).view(-1, 1, 1, 1), before, image)
-        partners = torch.where(alone, own, partners)
-    if LABEL not in made.targets:
-        return replace(made, image=image)
-    target = made.targets[LABEL]
-    lam = torch.where(partners == own, 1.0, 1 - others.float())
+        partners = torch.where(alone, own_rows, partners)
+    if LABEL not in augmented.targets:
+        return replace(augmented, image=image)
+    target = augmented.targets[LABEL]
+    lam = torch.where(partners == own_rows, 1.0, 1 - shares.float())
     is_cutmix = not kornia_class(step, "RandomMixUpV2")
     mix = Mix(
         target.index_select(0, _sent(partners, target)), _sent(lam, target), is_cutmix
     )
-    return replace(made, image=image, mix=mix)
+    return replace(augmented, image=image, mix=mix)
 
 
 def _sent(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -402,17 +403,17 @@ def _move(modules: list[nn.Module], device: torch.device) -> None:
 
 def _probabilities(module: Any) -> dict[tuple[nn.Module, str], float]:
     """Return the probabilities of Kornia's operations in a module that the strength scales."""
-    found: dict[tuple[nn.Module, str], float] = {}
-    for each in module.modules() if isinstance(module, nn.Module) else ():
-        if type(each).__name__ in CHANGES_SIZE | {"Normalize", "Denormalize"}:
+    probabilities: dict[tuple[nn.Module, str], float] = {}
+    for child in module.modules() if isinstance(module, nn.Module) else ():
+        if type(child).__name__ in CHANGES_SIZE | {"Normalize", "Denormalize"}:
             continue
-        if mixes_labels(each):
-            found[each, "p_batch"] = float(getattr(each, "p_batch"))  # noqa: B009  a module has any attributes
-        elif kornia_class(each, "AugmentationBase2D") or kornia_class(
-            each, "MixAugmentationBaseV2"
+        if mixes_labels(child):
+            probabilities[child, "p_batch"] = float(getattr(child, "p_batch"))  # noqa: B009  a module has any attributes
+        elif kornia_class(child, "AugmentationBase2D") or kornia_class(
+            child, "MixAugmentationBaseV2"
         ):
-            found[each, "p"] = float(getattr(each, "p"))  # noqa: B009
-    return found
+            probabilities[child, "p"] = float(getattr(child, "p"))  # noqa: B009
+    return probabilities
 
 
 def _named(module: Any) -> str:

@@ -23,7 +23,7 @@ from raypipe.device.ambient import pinned
 from raypipe.device.decode import Decoded
 from raypipe.device.mixing import Mix
 from raypipe.device.ring import OnCopied, Ring, hand_over, uses_ring, view
-from raypipe.device.wire import rgb
+from raypipe.device.wire import merge_planes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import (
@@ -246,7 +246,9 @@ def _without_arrays(host: MicroBatch) -> MicroBatch:
 def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The arrays of a micro-batch with its images as RGB, and not as planes."""
     chroma = in_group(tensors, CHROMA)
-    images = {name: rgb(tensors[name], of_image) for name, of_image in chroma.items()}
+    images = {
+        name: merge_planes(tensors[name], of_image) for name, of_image in chroma.items()
+    }
     seen = {name: array for name, array in tensors.items() if not is_chroma(name)}
     return seen | images
 

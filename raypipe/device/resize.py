@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from raypipe.kernel import CUBIC
 from raypipe.transform.encoded_map import (
     AT,
     FILL,
@@ -32,13 +33,12 @@ from raypipe.transform.encoded_map import (
     TURNED,
     axis_columns,
 )
-from raypipe.transform.geometry_steps import CUBIC
 
 _WEIGHT = 1 << 11
 _BETWEEN = 1 << 3
 
 
-def resize(images: Sequence[torch.Tensor], maps: np.ndarray) -> torch.Tensor:
+def resize_boxes(images: Sequence[torch.Tensor], maps: np.ndarray) -> torch.Tensor:
     """Cut, resize and turn images by their maps, all at once.
 
     Args:
@@ -49,36 +49,17 @@ def resize(images: Sequence[torch.Tensor], maps: np.ndarray) -> torch.Tensor:
         uint8 (n, H, W, 3).
     """
     device = images[0].device
-    num = len(images)
     axes = np.stack(
         [maps[:, axis_columns(maps.shape[1], axis)] for axis in (0, 1)]
     ).astype(np.int64)
     lengths = axes[:, :, LENGTH]
     scale = 1
-    height, width = lengths.max(axis=1).tolist()
     fill = to_device(maps[0, FILL].astype(np.uint8), device).view(3, 1)
-    spans = (
-        torch.zeros((num, height, 3, width), dtype=torch.uint8, device=device) + fill
-    )
-    starts = axes[:, :, START]
-    firsts = np.maximum(0, -starts)
-    counts = np.maximum(
-        0, np.minimum(axes[:, :, SIDE], starts + lengths) - np.maximum(0, starts)
-    )
-    for number, image in enumerate(images):
-        if maps[number, TURNED]:
-            upright = image.transpose(1, 2)
-        else:
-            upright = image
-        (top, left) = firsts[:, number].tolist()
-        (rows, columns) = counts[:, number].tolist()
-        spans[number, top : top + rows, :, left : left + columns] = upright[
-            :, :rows, :columns
-        ].transpose(0, 1)
+    spans = _spans(images, maps[:, TURNED] != 0, axes, fill)
     # beyond the edges is nothing then, also behind a resize
     pixels = spans.float() - fill
-    for place in range(RESIZES, axes.shape[2], NUM_RESIZE):
-        of_resize = axes[:, :, place : place + NUM_RESIZE]
+    for column in range(RESIZES, axes.shape[2], NUM_RESIZE):
+        of_resize = axes[:, :, column : column + NUM_RESIZE]
         by_row = _weights(of_resize[0], lengths[0], pixels.shape[1], device)
         pixels = _product(by_row, pixels.flatten(2), scale).unflatten(2, (3, -1))
         by_column = _weights(of_resize[1], lengths[1], pixels.shape[3], device)
@@ -89,6 +70,30 @@ def resize(images: Sequence[torch.Tensor], maps: np.ndarray) -> torch.Tensor:
         scale = _BETWEEN
     pixels = pixels.div_(_BETWEEN).add_(0.5).floor_() + fill
     return pixels.clamp_(0, 255).to(torch.uint8).transpose(2, 3).contiguous()
+
+
+def _spans(
+    images: Sequence[torch.Tensor],
+    are_turned: np.ndarray,
+    axes: np.ndarray,
+    fill: torch.Tensor,
+) -> torch.Tensor:
+    """Put images, each at its start, into one array: uint8 (n, rows, 3, columns), with `fill` around them."""
+    lengths = axes[:, :, LENGTH]
+    starts = axes[:, :, START]
+    firsts = np.maximum(0, -starts)
+    ends = np.minimum(axes[:, :, SIDE], starts + lengths)
+    counts = np.maximum(0, ends - np.maximum(0, starts))
+    height, width = lengths.max(axis=1).tolist()
+    shape = (len(images), height, 3, width)
+    spans = torch.zeros(shape, dtype=torch.uint8, device=fill.device) + fill
+    for number, image in enumerate(images):
+        upright = image.transpose(1, 2) if are_turned[number] else image
+        top, left = firsts[:, number].tolist()
+        rows, columns = counts[:, number].tolist()
+        visible = upright[:, :rows, :columns].transpose(0, 1)
+        spans[number, top : top + rows, :, left : left + columns] = visible
+    return spans
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, scale: int) -> torch.Tensor:
@@ -113,13 +118,15 @@ def _weights(
     columns = np.column_stack([lengths, of_resize[:, [RESIZED, AT, STEP]]])[
         :, :, None, None
     ]
-    length, resized, at, step = to_device(columns, device).double().unbind(1)
+    length, resized, first_position, step = (
+        to_device(columns, device).double().unbind(1)
+    )
     kept = torch.arange(int(of_resize[:, KEPT].max()), device=device)[:, None]
-    place = at + step * kept
-    is_inside = (place >= 0) & (place < resized)
-    place = torch.where(is_inside, place, 0)
+    position = first_position + step * kept
+    is_inside = (position >= 0) & (position < resized)
+    position = torch.where(is_inside, position, 0)
     # In halves of a pixel, times `resized`: whole numbers, so that every device has the same.
-    middle = (2 * place + 1) * length
+    middle = (2 * position + 1) * length
     first = torch.floor(
         middle / (2 * resized) - radius * torch.clamp_min(length / resized, 1)
     ).clamp_min_(-num_taps)
@@ -140,15 +147,15 @@ def _weights(
     ]
 
 
-def _triangle(distance: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-    return (one - distance).clamp_min_(0)
+def _triangle(distance: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+    return (unit - distance).clamp_min_(0)
 
 
-def _cubic(distance: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+def _cubic(distance: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
     """Keys's filter with a = -0.5, times 2 · one³."""
-    near = 3 * distance**3 - 5 * one * distance**2 + 2 * one**3
-    far = -(distance**3) + 5 * one * distance**2 - 8 * one**2 * distance + 4 * one**3
-    return torch.where(distance < one, near, torch.where(distance < 2 * one, far, 0))
+    near = 3 * distance**3 - 5 * unit * distance**2 + 2 * unit**3
+    far = -(distance**3) + 5 * unit * distance**2 - 8 * unit**2 * distance + 4 * unit**3
+    return torch.where(distance < unit, near, torch.where(distance < 2 * unit, far, 0))
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

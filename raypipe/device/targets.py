@@ -55,15 +55,15 @@ def kept_keypoints(
     points: torch.Tensor, labels: torch.Tensor, height: int, width: int
 ) -> torch.Tensor:
     """Mark keypoints (B, N, 2) with labels (B, N) that are outside of an image; rows without one stay zeros."""
-    own = torch.where(labels <= OUTSIDE, OUTSIDE - labels, labels)
+    restored = torch.where(labels <= OUTSIDE, OUTSIDE - labels, labels)
     x, y = points.unbind(-1)
     is_inside = (x >= 0) & (y >= 0) & (x < width) & (y < height)
     is_none = labels == NO_BOX
-    marked = torch.where(is_inside, own, OUTSIDE - own)
-    found = torch.stack([x, y, torch.where(is_none, labels, marked)], -1)
-    none = torch.zeros_like(found)
+    marked = torch.where(is_inside, restored, OUTSIDE - restored)
+    keypoints = torch.stack([x, y, torch.where(is_none, labels, marked)], -1)
+    none = torch.zeros_like(keypoints)
     none[..., 2] = NO_BOX
-    return torch.where(is_none[..., None], none, found)
+    return torch.where(is_none[..., None], none, keypoints)
 
 
 def mosaic_labels(container: Any, labels: torch.Tensor) -> torch.Tensor:

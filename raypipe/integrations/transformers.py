@@ -64,11 +64,11 @@ class StreamTrainer(transformers.Trainer):
         if arguments is None:
             raise ConfigError("StreamTrainer needs args, the TrainingArguments")
         config = loader.plan.config
-        most = config.epochs * loader.plan.steps_per_epoch
-        if arguments.max_steps > most:
+        num_steps = config.epochs * loader.plan.steps_per_epoch
+        if arguments.max_steps > num_steps:
             raise ConfigError(
-                f"max_steps must be at most {most}, or -1 for all of them, got {arguments.max_steps}: the plan "
-                "has no more (plan.epochs)"
+                f"max_steps must be at most {num_steps}, or -1 for all of them, got {arguments.max_steps}: "
+                "the plan has no more (plan.epochs)"
             )
         size = config.micro_batch_size
         of_plan = {

@@ -29,27 +29,27 @@ from raypipe.storage.retrying_filesystem import upload
 
 logger = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
+RECORDS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 STATUS = "status.json"
-START = "start"
-_HAPPENED = (START, "fault", "scale")
+_START = "start"
+_HAPPENED = (_START, "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
 
 Folder = tuple[pyarrow.fs.FileSystem, str]
 """A folder by its file system and the path on it."""
 
 
-def read_records(run_uri: str, name: str = METRICS) -> list[dict[str, Any]]:
-    """Read a file of records of a run, see `parse`; empty where there is none.
+def read_records(run_uri: str, name: str = RECORDS) -> list[dict[str, Any]]:
+    """Read a file of records of a run, see `parse_records`; empty where there is none.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    return parse(read_whole(join_address(run_uri, name)) or b"")
+    return parse_records(read_whole(join_address(run_uri, name)) or b"")
 
 
-def parse(content: bytes) -> list[dict[str, Any]]:
+def parse_records(content: bytes) -> list[dict[str, Any]]:
     """The records of a file's content, in their order, without those of steps that the run has done over again.
 
     The last line counts once it has its end. Other lines, cut off by a crash or a full disk, are
@@ -65,7 +65,7 @@ def parse(content: bytes) -> list[dict[str, Any]]:
             record.get("step"), int | float
         ):
             continue
-        if record.get("kind") == START:
+        if record.get("kind") == _START:
             kept = [earlier for earlier in kept if _stands(earlier, record)]
         kept.append(record)
     return kept
@@ -90,8 +90,8 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
         reason: why they are started again, see `prometheus.METRICS`.
     """
     try:
-        content = read_whole(join_address(run_uri, METRICS)) or b""
-        step = max((record["step"] for record in parse(content)), default=0)
+        content = read_whole(join_address(run_uri, RECORDS)) or b""
+        step = max((record["step"] for record in parse_records(content)), default=0)
         fault = {
             "kind": "fault",
             "step": step,
@@ -100,7 +100,7 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
             "time": time.time(),
         }
         line = json.dumps(fault).encode() + b"\n"
-        filesystem, path = open_filesystem(join_address(run_uri, METRICS))
+        filesystem, path = open_filesystem(join_address(run_uri, RECORDS))
         if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
             _append_whole(Path(path), line)
         else:
@@ -111,7 +111,7 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
             )
     except (RaypipeError, pa.ArrowException, OSError) as error:
         logger.warning(
-            "a fault cannot be written to %s of %s: %s", METRICS, run_uri, error
+            "a fault cannot be written to %s of %s: %s", RECORDS, run_uri, error
         )
 
 
@@ -162,23 +162,22 @@ class RecordWriter:
         with self._best_effort("the folder"):
             self._folder.mkdir(parents=True, exist_ok=True)
         if not self._local:
-            for name in (METRICS, SAMPLES):
-                where = f"{self._remote}/{name}"
+            for name in (RECORDS, SAMPLES):
+                path = f"{self._remote}/{name}"
                 with (
-                    errors_as(ConfigError, f"{where} cannot be read"),
+                    errors_as(ConfigError, f"{path} cannot be read"),
                     contextlib.suppress(FileNotFoundError),
                 ):
-                    (self._folder / name).write_bytes(
-                        open_input(self._filesystem, where).read()
-                    )
+                    content = open_input(self._filesystem, path).read()
+                    (self._folder / name).write_bytes(content)
         start = {
-            "kind": START,
+            "kind": _START,
             "step": global_step,
             "workers": workers,
             "validates": validates,
         }
         start |= {"settings": settings} if settings else {}
-        self._append(METRICS, [start])
+        self._append(RECORDS, [start])
         if (self._folder / SAMPLES).exists():
             self._append(SAMPLES, [start])
 
@@ -189,14 +188,14 @@ class RecordWriter:
         self._append(
             SAMPLES,
             [
-                {"micro_batch": str(at), "step": step, "indices": indices}
-                for at, indices in rows
+                {"micro_batch": str(position), "step": step, "indices": indices}
+                for position, indices in rows
             ],
         )
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Record values at a global step; `kind` is one of those above."""
-        self._append(METRICS, [{"kind": kind, "step": step, **values}])
+        self._append(RECORDS, [{"kind": kind, "step": step, **values}])
 
     def sync(self, last: bool = False) -> None:
         """Make what was written so far visible at the run's address."""
@@ -223,12 +222,12 @@ class RecordWriter:
             )
 
     @contextlib.contextmanager
-    def _best_effort(self, what: str) -> Iterator[None]:
+    def _best_effort(self, file: str) -> Iterator[None]:
         """Turn a file that cannot be written into a warning, the first time."""
         try:
             yield
         except (pa.ArrowException, OSError, OutageError) as error:
             if not self._warned:
                 text = "%s of %s cannot be written: %s; the run goes on, and its record has gaps"
-                logger.warning(text, what, self._name, error)
+                logger.warning(text, file, self._name, error)
             self._warned = True

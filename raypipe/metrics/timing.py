@@ -78,20 +78,20 @@ class StageTimes:
     outage_s: float = 0.0
     decode_s: float = 0.0
 
-    def __add__(self, other: StageTimes) -> StageTimes:
+    def __add__(self, times: StageTimes) -> StageTimes:
         return replace(
             self,
             **{
-                f.name: getattr(self, f.name) + getattr(other, f.name)
+                f.name: getattr(self, f.name) + getattr(times, f.name)
                 for f in fields(self)
             },
         )
 
-    def __sub__(self, other: StageTimes) -> StageTimes:
+    def __sub__(self, times: StageTimes) -> StageTimes:
         return replace(
             self,
             **{
-                f.name: getattr(self, f.name) - getattr(other, f.name)
+                f.name: getattr(self, f.name) - getattr(times, f.name)
                 for f in fields(self)
             },
         )
@@ -326,12 +326,12 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
             spare = " (the pool may shrink)"
         else:
             spare = ""
-        what = "CPU actor" if enough == 1 else "CPU actors"
+        noun = "CPU actor" if enough == 1 else "CPU actors"
         if actors:
             pool = f"the pool has up to {actors}{spare}"
         else:
             pool = "there are none (pool.engine=inline)"
-        sentences.append(f"{enough} {what} would be enough, {share}; {pool}.")
+        sentences.append(f"{enough} {noun} would be enough, {share}; {pool}.")
     return sentences
 
 
@@ -381,35 +381,34 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
     source_s = times.read_s if readers else times.work_s
     busy_s = times.augment_s + times.compute_s
     if source_s and times.outage_s > _OUTAGES_LIMIT * source_s:
-        what = f"Outages of object storage limit the run, with {times.outage_s / source_s:.0%} of the reading time"
-        if not readers:
-            share = times.outage_s / source_s
-            what = f"Outages of object storage limit the run, with {share:.0%} of an actor's time"
+        share = times.outage_s / source_s
+        whole = "the reading time" if readers else "an actor's time"
+        cause = f"Outages of object storage limit the run, with {share:.0%} of {whole}"
         advice = "look at its status and its limits of requests, or keep the store on the nodes (RAYPIPE_CACHE)"
     elif times.transfer_s > busy_s:
-        what = "The copy to the device limits the run"
+        cause = "The copy to the device limits the run"
         advice = (
             "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
         )
     elif times.decode_s > busy_s:
-        what = f"Decoding on the {name} limits the run"
+        cause = f"Decoding on the {name} limits the run"
         advice = "convert the store with --short-side, or set transform.decode=cpu in a new run"
     elif not actors:
-        what = f"The {name} makes its micro-batches itself, which limits the run"
+        cause = f"The {name} makes its micro-batches itself, which limits the run"
         advice = (
             "set pool.engine=ray, so that actors make them, or raise pool.max_actors"
         )
     elif reading > _READS_ALWAYS:
-        what = f"Reading the store limits the run: its reader reads for {min(1.0, reading):.0%} of the time"
+        cause = f"Reading the store limits the run: its reader reads for {min(1.0, reading):.0%} of the time"
         advice = "convert the store to LMDB, which the actors read, or keep it on a local disk"
     elif situation.ready > _READY_IS_MADE and situation.spilled_bytes:
-        what = (
+        cause = (
             f"The object store is full, and Ray has written {situation.spilled_bytes / 1e9:.1f} GB to disk: "
             "blocks are finished in time, and come back late"
         )
         advice = "give the nodes more of it (ray start --object-store-memory), or lower pool.max_in_flight"
     elif situation.ready > _READY_IS_MADE:
-        what = (
+        cause = (
             "The network to the trainers limits the run: a finished block lay ready for "
             f"{situation.ready:.0%} of the time"
         )
@@ -418,15 +417,15 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
             "the trainers' own nodes, or give these a faster link"
         )
     elif times.work_s and needed <= actors:
-        what = "The stream brings micro-batches late although its actors could make them in time"
+        cause = "The stream brings micro-batches late although its actors could make them in time"
         advice = "raise pool.max_in_flight"
     elif not reading and times.read_s > 0.5 * times.work_s:
-        what = f"Reading the store limits the run, with {times.read_s / times.work_s:.0%} of an actor's time"
+        cause = f"Reading the store limits the run, with {times.read_s / times.work_s:.0%} of an actor's time"
         advice = "convert the store to LMDB or keep the store on a local disk, or raise pool.max_actors"
     else:
-        what = "Decoding and transforming on CPUs limits the run"
+        cause = "Decoding and transforming on CPUs limits the run"
         advice = (
             "raise pool.max_actors and give the cluster the CPUs, convert the store with --short-side, set "
             "transform.crop_decode=scaled, or choose a lighter transform"
         )
-    return f"{what}, {times.wait_fraction:.0%} of the {name}'s time goes by waiting: {advice}."
+    return f"{cause}, {times.wait_fraction:.0%} of the {name}'s time goes by waiting: {advice}."

@@ -16,8 +16,8 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Samples of a stretch of time, which add up by `+`.
+class UtilizationSum:
+    """UtilizationSum of a stretch of time, which add up by `+`.
 
     Attributes:
         total: sum of the shares, each in [0, 1].
@@ -27,11 +27,11 @@ class Samples:
     total: float = 0.0
     number: int = 0
 
-    def __add__(self, other: Samples) -> Samples:
-        return Samples(self.total + other.total, self.number + other.number)
+    def __add__(self, addend: UtilizationSum) -> UtilizationSum:
+        return UtilizationSum(self.total + addend.total, self.number + addend.number)
 
-    def __sub__(self, other: Samples) -> Samples:
-        return Samples(self.total - other.total, self.number - other.number)
+    def __sub__(self, addend: UtilizationSum) -> UtilizationSum:
+        return UtilizationSum(self.total - addend.total, self.number - addend.number)
 
     @property
     def mean(self) -> float | None:
@@ -50,7 +50,7 @@ class Utilization:
         self._device = device
         self._is_known = device.type == "cuda"
         self._lock = threading.Lock()
-        self._samples = Samples()
+        self._samples = UtilizationSum()
         self.latest: float | None = None
 
     def sample(self) -> float | None:
@@ -71,12 +71,12 @@ class Utilization:
             )
             return None
         with self._lock:
-            self._samples += Samples(share, 1)
+            self._samples += UtilizationSum(share, 1)
             self.latest = share
         return share
 
     @property
-    def samples(self) -> Samples:
+    def samples(self) -> UtilizationSum:
         """Sum up all samples so far."""
         with self._lock:
             return self._samples

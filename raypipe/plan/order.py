@@ -48,7 +48,7 @@ class Domain(IntEnum):
     MIXTURE = 8, 1  # batch
     WEIGHTED = 9, 1  # pass
     COLUMNS = 10  # place in the sample's own Philox stream where columns are drawn
-    STEPS = 11  # draws of a program of steps, see `raypipe.transform.draws`
+    STEPS = 11  # draws of a program of steps, see `raypipe.kernel.draws`
     VIEW = 12
     VIEW_ON_DEVICE = 13
     BUCKET = 14, 1  # pass

@@ -14,7 +14,7 @@ import ray
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.rayext.cluster_state import autoscaler_limits
-from raypipe.rayext.waiting import Wait
+from raypipe.rayext.startup import Wait
 
 # CPUs of a run that has just ended become free within seconds; CPUs that stay busy longer belong to another job.
 _SETTLE_S = 10.0
@@ -48,13 +48,13 @@ def cluster_resources() -> Resources:
     free = ray.available_resources()
     limit = autoscaler_limits()
 
-    def of(name: str) -> tuple[float, float]:
-        most = max(total.get(name, 0.0), limit.get(name, 0.0))
+    def amounts(name: str) -> tuple[float, float]:
+        possible = max(total.get(name, 0.0), limit.get(name, 0.0))
         used = total.get(name, 0.0) - free.get(name, 0.0)
-        return most, most - used
+        return possible, possible - used
 
-    (cpus, free_cpus) = of("CPU")
-    (gpus, free_gpus) = of("GPU")
+    (cpus, free_cpus) = amounts("CPU")
+    (gpus, free_gpus) = amounts("GPU")
     return Resources(cpus, gpus, free_cpus, free_gpus)
 
 
@@ -159,8 +159,8 @@ def _trainers(
 ) -> tuple[int, int, bool]:
     """Return W, the fewest workers that a run may start with, and whether each has a GPU."""
     gpu = train.use_gpu is True or (train.use_gpu == "auto" and offer.gpus >= 1)
-    most = largest_divisor(per_step, max(1, int(offer.gpus)))
-    workers = train.num_workers or (most if gpu else 1)
+    most_workers = largest_divisor(per_step, max(1, int(offer.gpus)))
+    workers = train.num_workers or (most_workers if gpu else 1)
     needed_workers = train.min_workers or workers
     if needed_workers > workers:
         raise ConfigError(
@@ -169,7 +169,7 @@ def _trainers(
         )
     if gpu and offer.gpus < needed_workers:
         if offer.gpus >= 1:
-            fewer = f"set {_num_setting(train)}={most}, or "
+            fewer = f"set {_num_setting(train)}={most_workers}, or "
         else:
             fewer = ""
         raise ResourceError(
@@ -221,7 +221,7 @@ def _needs(workers: int, per_worker: float, pool: PoolConfig) -> str:
         (workers, per_worker, "trainer"),
         (pool.least_actors, pool.cpus_per_actor, "transform actor"),
     ]
-    parts = [part for part in parts if part[0]]
+    parts = [(num, cpus, name) for num, cpus, name in parts if num]
     who = " and ".join(f"{num} {name}{'s' * (num > 1)}" for num, _, name in parts)
     terms = " + ".join(f"{num} x {cpus:g}" for num, cpus, _ in parts)
     verb = "needs" if sum(num for num, *_ in parts) == 1 else "need"

@@ -22,9 +22,10 @@ from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
-from raypipe.rayext.ray_private import find, replace, replaced
+from raypipe.rayext.head import wait_for_head
+from raypipe.rayext.ray_private import find_private, replace, replaced
+from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import small_head
-from raypipe.rayext.waiting import Wait, wait_for_head
 from raypipe.rayext.worker_logs import take_worker_logs
 
 _WORKER_ENV = {
@@ -142,7 +143,7 @@ def connect(
 
 def _offered_cpus() -> int:
     """Return the CPUs that this process may use: Ray does not see the limits of `taskset` and Slurm."""
-    rays = find(
+    rays = find_private(
         "ray._private.utils.get_num_cpus",
         "the quota of a control group of version 1 is unknown",
     )
@@ -173,9 +174,9 @@ class _SearchPath(list[str]):
     """
 
     def extend(self, folders: Iterable[str]) -> None:
-        known = {os.path.realpath(folder) for folder in sys.path}
+        search_path = {os.path.realpath(folder) for folder in sys.path}
         super().extend(
-            folder for folder in folders if os.path.realpath(folder) in known
+            folder for folder in folders if os.path.realpath(folder) in search_path
         )
 
 

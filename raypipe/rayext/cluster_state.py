@@ -12,7 +12,7 @@ import ray
 import yaml
 
 from raypipe.environment import variable
-from raypipe.rayext.ray_private import find
+from raypipe.rayext.ray_private import find_private
 from raypipe.storage.files import read_text
 
 logger = logging.getLogger(__name__)
@@ -83,8 +83,8 @@ def spilled_bytes() -> int:
     if not ray.is_initialized():
         return 0
     loss = "a diagnosis does not name a full object store"
-    connect = find("ray._private.internal_api.get_state_from_address", loss)
-    ask = find("ray._private.internal_api.get_memory_info_reply", loss)
+    connect = find_private("ray._private.internal_api.get_state_from_address", loss)
+    ask = find_private("ray._private.internal_api.get_memory_info_reply", loss)
     if not (connect and ask):
         return 0
     with contextlib.suppress(Exception):  # a node that does not answer
@@ -102,7 +102,7 @@ def limits_of(config: dict[str, Any]) -> dict[str, float]:
     """
     head = config["head_node_type"]
     groups = config["available_node_types"]
-    most: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for name in {
         name for group in groups.values() for name in group.get("resources", {})
     }:
@@ -116,8 +116,8 @@ def limits_of(config: dict[str, Any]) -> dict[str, float]:
                 num = min(left, int(group.get("max_workers", left)))
                 total += num * group.get("resources", {}).get(name, 0)
                 left -= num
-        most[name] = total
-    return most
+        limits[name] = total
+    return limits
 
 
 def autoscaler_limits() -> dict[str, float]:
@@ -165,8 +165,8 @@ def _of_kubernetes() -> dict[str, Any]:
         return {}
     kuberay = "ray.autoscaler._private.kuberay"
     loss = "a run does not know how far its RayCluster can grow"
-    connect = find(f"{kuberay}.node_provider.KubernetesHttpApiClient", loss)
-    derive = find(
+    connect = find_private(f"{kuberay}.node_provider.KubernetesHttpApiClient", loss)
+    derive = find_private(
         f"{kuberay}.autoscaling_config._derive_autoscaling_config_from_ray_cr", loss
     )
     if not (connect and derive):

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray import _raylet
 from ray._private import state
 
 from raypipe.progress import print_progress
-from raypipe.rayext.memory import publish, published
-from raypipe.rayext.watch import Process, end_stopped, is_stopped, this_process
+from raypipe.rayext.head import Head
+from raypipe.rayext.kv_store import publish, published
+from raypipe.rayext.processes import Process, is_stopped, kill_stopped, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,8 @@ def introduce() -> None:
 
 def process_of(controller: Any) -> Process | None:
     """Return the process of a controller by its handle; None = it has not told."""
-    found = published(_key(controller._actor_id.hex()))
-    return found if isinstance(found, Process) else None
+    process = published(_key(controller._actor_id.hex()))
+    return process if isinstance(process, Process) else None
 
 
 def _key(actor: str) -> str:
@@ -81,18 +80,6 @@ def wait_for_trainers() -> bool:
     return False
 
 
-def _refuses(head: str) -> bool:
-    """Return whether nobody listens at the head's address: its process has ended, its machine has not."""
-    host, _, port = head.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _ASK_S).close()
-    except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return False
-
-
 class DriverWatch:
     """Watch of a driver while its controller runs, in a thread.
 
@@ -119,11 +106,11 @@ class DriverWatch:
         self._answered_at = time.monotonic()
         self._is_gone = False  # the head's port refuses connections
         self._due_s = _FIRST_TOLD_S
-        self._left = threading.Event()
+        self._ended = threading.Event()
 
     def start(self) -> None:
         """Start to watch."""
-        head = ray.get_runtime_context().gcs_address
+        head = Head(ray.get_runtime_context().gcs_address)
         # A question to a silent head may take longer than it should, so a second thread asks.
         for run, args in ((self._ask, (head,)), (self._run, ())):
             threading.Thread(
@@ -136,23 +123,20 @@ class DriverWatch:
 
     def stop(self) -> None:
         """Stop to watch."""
-        self._left.set()
+        self._ended.set()
 
-    def _ask(self, head: str) -> None:
-        client: Any = None
-        while not self._left.wait(_PERIOD_S):
+    def _ask(self, head: Head) -> None:
+        while not self._ended.wait(_PERIOD_S):
             try:
-                client = client or getattr(_raylet, "GcsClient")(address=head)  # noqa: B009  without a type
-                client.internal_kv_get(b"raypipe", None, timeout=_ASK_S)
+                head.ask(_ASK_S)
                 self._answered_at = time.monotonic()
                 self._is_gone = False
             except Exception:
-                client = None
-                self._is_gone = _refuses(head)
+                self._is_gone = head.refuses(_ASK_S)
                 logger.debug("the head does not answer", exc_info=True)
 
     def _run(self) -> None:
-        while not self._left.wait(_PERIOD_S):
+        while not self._ended.wait(_PERIOD_S):
             try:
                 self.turn(time.monotonic())
             except Exception:
@@ -169,7 +153,7 @@ class DriverWatch:
             self._due_s = _FIRST_TOLD_S
             self._look_at_controller()
         elif silent_s >= timeout_s:
-            self._left.set()
+            self._ended.set()
             self._give_up(self._silence(silent_s))
         elif silent_s >= self._due_s:
             self._due_s = 2 * silent_s
@@ -196,7 +180,7 @@ class DriverWatch:
             self._stopped_turns = self._stopped_turns + 1
         else:
             self._stopped_turns = 0
-        if self._stopped_turns >= _STOPPED_TURNS and end_stopped(
+        if self._stopped_turns >= _STOPPED_TURNS and kill_stopped(
             [(process.pid, process.started)]
         ):
             self._process = None

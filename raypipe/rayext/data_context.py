@@ -53,12 +53,3 @@ def is_ours() -> bool:
 def stream_settings(context: Any) -> Any:
     """Return raypipe's settings in the context of one of its executions; None for any other, or none."""
     return context and context.get_config(CONTEXT_KEY)
-
-
-def join_train_run() -> None:
-    """Make the run of the calling trainer one of raypipe's, see `train_runs`; do nothing outside of Ray Train."""
-    # A process without this module has no train function, and need not wait 2 s for its import.
-    if "ray.train" in sys.modules:
-        from raypipe.rayext.train_runs import join_run_of_trainer
-
-        join_run_of_trainer()

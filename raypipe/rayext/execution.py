@@ -12,6 +12,7 @@ busy too, so the cluster would get more nodes of every type (ray#45331).
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import uuid
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.data import DataContext, ExecutionResources
+from ray.data import DataContext, Dataset, ExecutionResources
 from ray.data._internal.execution.backpressure_policy.backpressure_policy import (
     BackpressurePolicy,
 )
@@ -28,11 +29,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypipe.config import PoolConfig
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
+from raypipe.rayext.block_flow import BlockFlow, Deliveries
 from raypipe.rayext.data_context import CONTEXT_KEY, take_process
-from raypipe.rayext.deliveries import Deliveries
 from raypipe.rayext.patches import install
 from raypipe.rayext.pool import PoolKeeper
-from raypipe.rayext.watch import in_worker, this_process
+from raypipe.rayext.processes import is_ray_worker, this_process
+
+logger = logging.getLogger(__name__)
 
 _METRICS_PERIOD_S = 1.0
 _LOOK_PERIOD_S = 0.1  # the period of Ray Data's own loop
@@ -121,67 +124,23 @@ def context_of(settings: Settings, actors: int) -> DataContext:
     return context
 
 
-class _Flow:
-    """The operators of one of raypipe's executions, and the numbers of blocks between them."""
+def single_rows(rows: Dataset) -> Dataset:
+    """Return the same rows, each as its own block, in a Dataset of the user's own context.
 
-    def __init__(self, topology: Any) -> None:
-        (self.pool,) = (op for op in topology if op.get_autoscaling_actor_pools())
-        (self.reader,) = self.pool.input_dependencies
-        *_, (self._last, self._last_state) = topology.items()
-        self.deliveries = Deliveries(self._last_state.output_queue)
-
-    @property
-    def finished(self) -> int:
-        """Blocks that the pool has finished."""
-        return self.pool.metrics.num_task_outputs_generated
-
-    def waiting(self) -> int:
-        """Return the number of blocks that the pool has finished and no rank has taken."""
-        left = (
-            self._last.metrics.block_outputs_taken
-            - self._last_state.output_queue.num_blocks
+    Ray Data joins the rows that a ReadTask yields to blocks of its target size. `target_max_block_size = 1`, as
+    `context_of` has it, would cut the user's blocks as well. The tasks of `repartition` need a CPU by default, for
+    which they would wait forever while a pool holds all of them (ray#44687). It has no argument for that, so its
+    operator is changed.
+    """
+    blocks: Any = rows.repartition(target_num_rows_per_block=1)
+    try:
+        blocks._logical_plan.dag.ray_remote_args["num_cpus"] = 0
+    except (AttributeError, TypeError):
+        logger.warning(
+            "Ray %s has no Dataset._logical_plan.dag.ray_remote_args: a stream in a Dataset needs a CPU more",
+            ray.__version__,
         )
-        return self.finished - left
-
-    def queued(self) -> int:
-        """Return the number of blocks that the reader has yielded and no actor has received."""
-        return (
-            self.reader.metrics.num_task_outputs_generated
-            - self.pool.metrics.num_tasks_submitted
-        )
-
-    def description(self, actors: Any, ranks: int, num_waiting: int) -> str:
-        """Describe the state of the blocks and of the pool's actors.
-
-        Args:
-            ranks: number of ranks.
-            num_waiting: ranks that say that they have waited for a second or more.
-        """
-        active = self.pool.num_active_tasks()
-        queued = self.queued()
-        waiting = self.waiting()
-        if num_waiting and (lost := self.deliveries.lost()):
-            state = (
-                f"{actors.running} transform actors run, {actors.restarting} restart"
-            )
-            return f"a finished block is lost with its node, and is made again ({lost[0]}; {state})"
-        if not actors.running:
-            return f"no transform actor runs ({actors.pending} have not started, {actors.restarting} restart)"
-        if waiting and not active:
-            others = ranks - num_waiting
-            if not others or self.waiting_of(ranks) * ranks < num_waiting:
-                return f"a rank fetches a finished block from its node, and {waiting} wait behind it"
-            return f"{waiting} finished blocks wait for {others} other ranks"
-        if active or queued:
-            return f"{actors.running} transform actors work on {active} blocks, and {queued} are queued"
-        return f"{actors.running} transform actors are idle and wait for the reader"
-
-    def waiting_of(self, ranks: int) -> float:
-        """Return the share of the ranks that have no finished block."""
-        queue = self._last_state.output_queue
-        if ranks == 1:
-            return float(not queue.has_next())
-        return sum(not queue.has_next(rank) for rank in range(ranks)) / ranks
+    return blocks
 
 
 class InFlightPolicy(BackpressurePolicy):
@@ -195,7 +154,7 @@ class InFlightPolicy(BackpressurePolicy):
     def __init__(self, data_context: Any, topology: Any, resource_manager: Any) -> None:
         super().__init__(data_context, topology, resource_manager)
         self._settings: Settings = data_context.get_config(CONTEXT_KEY)
-        self._flow = _Flow(topology)
+        self._flow = BlockFlow(topology)
         self._next_look = 0.0  # time.perf_counter()
 
     def _limit(self) -> int:
@@ -245,8 +204,9 @@ class StreamAutoscaler:
 
     def __init__(self, topology: Any, settings: Settings) -> None:
         configure_logs(settings.log_format, run=settings.run)
-        self._flow = _Flow(topology)
-        self._shown_at = 0.0
+        self._flow = BlockFlow(topology)
+        self._deliveries = Deliveries(self._flow.output_queue)
+        self._reported_at = 0.0
         # The reader runs on this process's node, since Ray waits forever for a plain task on a node that has
         # become silent, even after it has declared the node dead. The affinity is soft: Ray starts no task on a
         # node that is about to go, so a task with a hard affinity would fail, and Ray would not retry it.
@@ -262,17 +222,17 @@ class StreamAutoscaler:
         self._supervisor = settings.supervisor
         self._name = f"execution {uuid.uuid4().hex}"
         # A process that is not a Ray worker belongs to a user, who may stop it with Ctrl-Z.
-        self._process = this_process("coordinator") if in_worker() else None
-        self._left = 0
-        self._left_at = time.monotonic() + _START_S
-        self._said: Any = None  # the Supervisor's answer to the last report
+        self._process = this_process("coordinator") if is_ray_worker() else None
+        self._taken = 0  # blocks that ranks have taken
+        self._taken_at = time.monotonic() + _START_S
+        self._answer: Any = None  # reference to the Supervisor's answer to a report
         self._num_waiting = 0  # ranks that wait, as they say, whether or not a finished block is there for them
 
     def try_trigger_scaling(self) -> None:
-        """Do the work of a turn: size the pool, record metrics, report to the supervisor."""
+        """Do the work of a turn: size the pool, record metrics, report to the Supervisor."""
         now = time.monotonic()
         flow = self._flow
-        self._hear()
+        self._take_answer()
         waiting = flow.waiting()
         ranks_waiting = max(
             flow.waiting_of(self._ranks), min(1.0, self._num_waiting / self._ranks)
@@ -283,41 +243,50 @@ class StreamAutoscaler:
             waiting=waiting,
             ranks_waiting=ranks_waiting,
             fetches=self._num_waiting > 0,
-            makers=flow.deliveries.makers,
+            makers=self._deliveries.makers,
         )
-        if now - self._shown_at >= _METRICS_PERIOD_S:
-            self._shown_at = now
-            info = flow.pool.get_actor_info()
-            self._metrics.show(
-                flow.finished, flow.pool.num_active_tasks() + waiting, waiting, info
-            )
-            if flow.finished - waiting != self._left:
-                self._left = flow.finished - waiting
-                self._left_at = now
-            if flow.finished:
-                at = flow.description(info, self._ranks, self._num_waiting)
-            else:
-                at = ""
-            ready = 1.0 - flow.waiting_of(self._ranks)
-            said = self._supervisor.moves.remote(
-                self._name, now - self._left_at, self._process, at, ready
-            )
-            self._said = self._said or said
+        if now - self._reported_at >= _METRICS_PERIOD_S:
+            self._reported_at = now
+            self._report(now, waiting)
 
-    def _hear(self) -> None:
+    def _report(self, now: float, waiting: int) -> None:
+        """Record metrics, and report the state of the execution to the Supervisor.
+
+        Args:
+            waiting: number of finished blocks that no rank has taken.
+        """
+        flow = self._flow
+        actors = flow.pool.get_actor_info()
+        num_in_flight = flow.pool.num_active_tasks() + waiting
+        self._metrics.show(flow.finished, num_in_flight, waiting, actors)
+        if flow.finished - waiting != self._taken:
+            self._taken = flow.finished - waiting
+            self._taken_at = now
+        state = ""
+        if flow.finished:
+            lost = self._deliveries.lost() if self._num_waiting else []
+            state = flow.description(actors, self._ranks, self._num_waiting, lost)
+        ready = 1.0 - flow.waiting_of(self._ranks)
+        answer = self._supervisor.moves.remote(
+            self._name, now - self._taken_at, self._process, state, ready
+        )
+        self._answer = self._answer or answer
+
+    def _take_answer(self) -> None:
         """Take the Supervisor's last answer; without one, nothing is known of the ranks."""
-        if self._said is not None and ray.wait([self._said], timeout=0)[0]:
-            said, self._said = self._said, None
-            try:
-                word = ray.get(said)
-                self._num_waiting = word.num_waiting
-                self._keeper.give_way(word.given_cpus)
-            except ray.exceptions.RayError:  # it may have been restarted
-                self._num_waiting = 0
+        if self._answer is None or not ray.wait([self._answer], timeout=0)[0]:
+            return
+        try:
+            answer = ray.get(self._answer)
+            self._num_waiting = answer.num_waiting
+            self._keeper.give_way(answer.given_cpus)
+        except ray.exceptions.RayError:  # it may have been restarted
+            self._num_waiting = 0
+        self._answer = None
 
     def on_executor_shutdown(self) -> None:
         """Record the final metrics, and report the end to the supervisor."""
-        self._flow.deliveries.drop()
+        self._deliveries.drop()
         self._metrics.show(self._flow.finished)
         if ray.is_initialized():  # otherwise the call would start Ray again
             self._supervisor.left.remote(self._name)

@@ -72,10 +72,11 @@ def explanation(error: BaseException) -> str:
     from ray.exceptions import RayError
 
     causes = [cause for cause in _beneath(error) if not _wrapped(cause)] or [error]
-    own = [cause for cause in causes if not _is_of_train(cause)]
+    in_ranks = [cause for cause in causes if not _is_of_train(cause)]
+    mistakes = [cause for cause in in_ranks if not _is_death(cause)]
     # these caused the other failures
-    dead = [cause for cause in own if isinstance(cause, RayError)]
-    cause = [*(cause for cause in own if not _is_death(cause)), *dead, *own, *causes][0]
+    dead = [cause for cause in in_ranks if isinstance(cause, RayError)]
+    cause = [*mistakes, *dead, *in_ranks, *causes][0]
     text = " ".join(_ADDED.sub("", str(cause)).split())
     return f"{type(cause).__name__}: {text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + ' …'}"
 
@@ -114,11 +115,12 @@ def is_final(failures: Iterable[BaseException]) -> bool:
 def own_error(failures: Iterable[BaseException]) -> RaypipeError | None:
     """Return raypipe's own final error among simultaneous failures, see `is_final`; None without one."""
     failures = list(failures)
-    own = [
-        cause for cause in map(cause_of, failures) if isinstance(cause, RaypipeError)
-    ]
-    final = (cause for cause in own if not isinstance(cause, OutageError))
-    return None if _has_lost(failures) else next(final, None)
+    if _has_lost(failures):
+        return None
+    for cause in map(cause_of, failures):
+        if isinstance(cause, RaypipeError) and not isinstance(cause, OutageError):
+            return cause
+    return None
 
 
 def _has_lost(failures: list[BaseException]) -> bool:

@@ -32,10 +32,10 @@ def placement() -> dict[str, Any]:
     is_label_used = any(
         is_labelled(node) or node["Resources"].get("GPU") for node in alive
     )
-    others = [node["NodeID"] for node in alive if not is_labelled(node)]
-    fallback: list[dict[str, Any]] = (
-        [{"label_selector": {_NODE_ID: f"in({','.join(others)})"}}] if others else []
-    )
+    unlabelled = [node["NodeID"] for node in alive if not is_labelled(node)]
+    fallback: list[dict[str, Any]] = []
+    if unlabelled:
+        fallback = [{"label_selector": {_NODE_ID: f"in({','.join(unlabelled)})"}}]
     if not (is_label_used or has_labelled_type(LABEL_KEY, LABEL_VALUE)):
         fallback = [{"label_selector": {}}]
     return {

@@ -283,12 +283,12 @@ class PoolKeeper:
             )
         ]
         num_running = sum(1 for _, state in states if not state.is_restarting)
-        for *_, actor in sorted(idle, key=lambda place: place[:3])[
+        for *_, actor in sorted(idle, key=lambda entry: entry[:3])[
             : max(0, min(surplus, num_running - 1))
         ]:
             self._pool._release_running_actor(actor)
 
-    def _release_lost(self, most: int, keep: Collection[Any] = ()) -> int:
+    def _release_lost(self, limit: int, keep: Collection[Any] = ()) -> int:
         """Release dead actors without blocks, whose restart would be useless; return their number."""
         states = self._pool._running_actors.items()
         lost = [
@@ -296,7 +296,7 @@ class PoolKeeper:
             for actor, state in states
             if state.is_restarting and not state.num_tasks_in_flight
         ]
-        lost = [actor for actor in lost if actor not in keep][:most]
+        lost = [actor for actor in lost if actor not in keep][:limit]
         for actor in lost:
             self._pool._release_running_actor(actor)
         return len(lost)

@@ -32,26 +32,26 @@ def _resolve(path: str, loss: str) -> tuple[Any, str] | None:
         return None
 
 
-def find(path: str, loss: str) -> Any:
+def find_private(path: str, loss: str) -> Any:
     """Return a private object of Ray by its path; None = this release of Ray lacks it, which is logged once.
 
     Args:
         path: module, class and name, with dots between them.
         loss: the consequence of a missing name, for the log.
     """
-    found = _resolve(path, loss)
-    return found and getattr(*found)
+    target = _resolve(path, loss)
+    return target and getattr(*target)
 
 
 def replace(path: str, wrap: Callable[..., Any], *args: Any, loss: str) -> None:
     """Replace a function of Ray by `wrap(function, *args)`; without that function, only log the loss.
 
     Args:
-        path, loss: see `find`.
+        path, loss: see `find_private`.
     """
-    found = _resolve(path, loss)
-    if found:
-        setattr(*found, wrap(getattr(*found), *args))
+    target = _resolve(path, loss)
+    if target:
+        setattr(*target, wrap(getattr(*target), *args))
 
 
 @contextlib.contextmanager
@@ -59,13 +59,13 @@ def replaced(
     path: str, wrap: Callable[..., Any], *args: Any, loss: str
 ) -> Iterator[None]:
     """Context manager: `replace`, and put Ray's function back at the end."""
-    found = _resolve(path, loss)
-    if not found:
+    target = _resolve(path, loss)
+    if not target:
         yield
         return
-    before = getattr(*found)
-    setattr(*found, wrap(before, *args))
+    before = getattr(*target)
+    setattr(*target, wrap(before, *args))
     try:
         yield
     finally:
-        setattr(*found, before)
+        setattr(*target, before)

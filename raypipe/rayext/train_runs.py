@@ -20,6 +20,7 @@ from raypipe.errors import ResourceError
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import introduce, own_controller
 from raypipe.rayext.failures import is_final, own_error
+from raypipe.rayext.tweaks import are_on
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def adapt(controller: Any) -> None:
     if any(isinstance(callback, FinalErrors) for callback in run_callbacks):
         return
     introduce()
-    for name in _SILENCED:
+    for name in _SILENCED if are_on() else ():
         # A filter, since Ray Train resets the levels of its loggers when a run begins.
         logging.getLogger(f"ray.train.v2._internal.{name}").addFilter(_is_error)
     if constants.HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
@@ -117,7 +118,7 @@ def adapt(controller: Any) -> None:
     for callback in list(run_callbacks):
         if hasattr(callback, "_watcher") and _NOTICE_INTERVAL not in os.environ:
             _watch_often(callback)
-        if is_local() and is_cleaner(callback):
+        if are_on() and is_local() and is_cleaner(callback):
             _end_cleaner(callback, callback_lists)
     errors = FinalErrors()
     run_callbacks.append(errors)

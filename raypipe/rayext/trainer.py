@@ -32,8 +32,9 @@ from raypipe.rayext.allocation import largest_divisor, worker_resources
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import DriverWatch, wait_for_trainers
 from raypipe.rayext.failures import explanation, is_final, is_lost
+from raypipe.rayext.head import is_head_lost
 from raypipe.rayext.train_runs import is_cleaner, join_run
-from raypipe.rayext.waiting import is_head_lost
+from raypipe.rayext.tweaks import are_on
 
 logger = logging.getLogger(__name__)
 
@@ -260,9 +261,8 @@ class RunTrainer(TorchTrainer):
         for deaths in itertools.count(1):
             try:
                 return self._fit()
-            except (
-                ray.exceptions.RayActorError
-            ) as error:  # Ray Train raises its own errors for trainers
+            # Ray Train raises its own errors for trainers.
+            except ray.exceptions.RayActorError as error:
                 if (
                     0 <= max_failures < deaths
                     or is_head_lost()
@@ -306,7 +306,10 @@ class RunTrainer(TorchTrainer):
         return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:
+        logs = _Logs(self._log_format, self._run)
         callbacks = super()._create_default_callbacks()
+        if not are_on():
+            return [*callbacks, logs]
         # This one would start an actor, to distribute Ray Train's datasets, which a run does not have.
         callbacks = [
             callback
@@ -315,7 +318,7 @@ class RunTrainer(TorchTrainer):
         ]
         if is_local():
             callbacks = [callback for callback in callbacks if not is_cleaner(callback)]
-        return [*callbacks, _Logs(self._log_format, self._run)]
+        return [*callbacks, logs]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         self._controller = controller

@@ -19,7 +19,7 @@ from raypipe.environment import variable
 from raypipe.progress import RELAY
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.data_context import is_ours, stream_settings
-from raypipe.rayext.ray_private import Function, find, replace, replaced
+from raypipe.rayext.ray_private import Function, find_private, replace, replaced
 
 _SLOW_START = "the start of a local cluster takes some seconds more"
 _NODE = "ray._private.node.Node"
@@ -163,7 +163,7 @@ def _without_metadata_thread(method: Function) -> Function:
         # Releases before Ray 2.57 have no such thread.
         if stream_settings(self._data_context) and hasattr(self, "_metadata_fetcher"):
             path = "ray.data._internal.execution.metadata_fetcher.InlineMetadataFetcher"
-            if fetcher := find(path, _SLOW):
+            if fetcher := find_private(path, _SLOW):
                 self._metadata_fetcher = fetcher()
         return method(self, *args, **options)
 
@@ -172,7 +172,7 @@ def _without_metadata_thread(method: Function) -> Function:
 
 def _filter(logger: str, keep: Any) -> None:
     """Add a filter to the logger of one of Ray's modules."""
-    if find(logger, _LINES):
+    if find_private(logger, _LINES):
         logging.getLogger(logger).addFilter(keep)
 
 
@@ -196,7 +196,7 @@ def _hide_errors(record: logging.LogRecord) -> bool:
 def quiet_broadcasts() -> None:
     """Silence Ray Train's warnings about large broadcasts between its workers, in this process."""
     name = "ray.train.v2._internal.execution.collective_impl"
-    if are_on() and find(name, _LINES):
+    if are_on() and find_private(name, _LINES):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -230,12 +230,12 @@ def sift(lines: list[str]) -> list[str]:
     """Print those lines of workers that are a run's progress, drop noise, and return the others."""
     if not are_on():
         return lines
-    others = []
+    kept = []
     for line in lines:
         if line == RELAY:
             _progress_ended.set()
         elif line.startswith(RELAY):
             print(line.removeprefix(RELAY), flush=True)
         elif not _NOISE.search(line):
-            others.append(line)
-    return others
+            kept.append(line)
+    return kept

@@ -15,7 +15,7 @@ from typing import Any
 
 from raypipe.logs import is_json
 from raypipe.progress import print_progress
-from raypipe.rayext.ray_private import find, replace
+from raypipe.rayext.ray_private import find_private, replace
 from raypipe.rayext.tweaks import sift
 
 logger = logging.getLogger(__name__)
@@ -29,27 +29,27 @@ _LOSS = "lines of Ray's workers are not printed as JSON, and all of them are pri
 
 def take_worker_logs() -> None:
     """Put raypipe between Ray and this process's console, whether or not Ray is connected; once per process."""
-    print_lines = find(_PRINT, _LOSS)
+    print_lines = find_private(_PRINT, _LOSS)
     if getattr(print_lines, "is_raypipes", False):
         return
     replace(_PRINT, _printing, loss=_LOSS)
     if "RAY_DEDUP_LOGS_ALLOW_REGEX" not in os.environ:
         # Ray merges identical lines of several workers and appends a note, which would make JSON lines invalid.
         for name in ("stdout_deduplicator", "stderr_deduplicator"):
-            if deduplicator := find(f"ray._private.worker.{name}", _LOSS):
+            if deduplicator := find_private(f"ray._private.worker.{name}", _LOSS):
                 deduplicator.allow_re = _JSON_LINE
-    dispatcher = find(_DISPATCHER, _LOSS)
+    dispatcher = find_private(_DISPATCHER, _LOSS)
     for number, (name, handler) in enumerate(dispatcher.handlers if dispatcher else ()):
         if getattr(handler, "func", None) is print_lines:  # Ray is connected already
             new = functools.partial(
-                find(_PRINT, _LOSS), *handler.args, **handler.keywords
+                find_private(_PRINT, _LOSS), *handler.args, **handler.keywords
             )
             dispatcher.handlers[number] = (name, new)
 
 
 def gets_worker_logs() -> bool:
     """Return whether Ray sends its workers' lines to this process, and raypipe prints them."""
-    dispatcher = find(_DISPATCHER, _LOSS)
+    dispatcher = find_private(_DISPATCHER, _LOSS)
     handlers = dispatcher.handlers if dispatcher else ()
     return any(
         getattr(getattr(handler, "func", None), "is_raypipes", False)
@@ -63,7 +63,7 @@ def _printing(print_lines: Any) -> Any:
     def print_worker_lines(data: dict[str, Any], *args: Any, **options: Any) -> None:
         lines = data["lines"]
         if is_json() and data.get("pid") == "autoscaler":
-            events = find("ray._private.worker.filter_autoscaler_events", _LOSS)
+            events = find_private("ray._private.worker.filter_autoscaler_events", _LOSS)
             lines = events(lines) if events else lines
         kept = []
         for line in sift(lines):

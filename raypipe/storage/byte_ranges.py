@@ -1,6 +1,6 @@
-"""Parts of an object: byte ranges that are read together, kept in one local file, and read at their old places.
+"""Byte ranges of an object that are read together, kept in one local file, and read by offset in the object.
 
-object     |  ----A----      --B--   |      bytes 512 to 9,000 and 12,000 to 15,000 are a part
+object     |  ----A----      --B--   |      bytes 512 to 9,000 and 12,000 to 15,000 are read
 file       |----A------B--|                 its ranges one after the other
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,13 +20,13 @@ from raypipe.storage.files import RemoteFile, look_up, open_object
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.retries import in_threads, report_progress
 
-# Size of one request: as of whole shards, see `storage.local_cache`.
-_PIECE_BYTES = 8 << 20
+# As for whole shards, see `storage.download`.
+_REQUEST_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class ByteRanges:
-    """A part of an object.
+    """Ranges of an object.
 
     Attributes:
         file: the object as it was when its store was opened.
@@ -55,52 +56,52 @@ class ByteRanges:
         Raises:
             StoreError: the object has changed since the store was opened, or cannot be read.
         """
-        pieces: list[
-            tuple[int, int, int]
-        ] = []  # place in the file, start in the object, size
-        place = 0
-        for start, end in self.ranges:
-            for first in range(start, end, _PIECE_BYTES):
-                size = min(_PIECE_BYTES, end - first)
-                pieces.append((place, first, size))
-                place += size
         descriptor = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
         try:
             with open_object(self.address) as (source, current):
                 self.file.check_same(current)
 
-                def copy(piece: tuple[int, int, int]) -> None:
-                    place, start, size = piece
+                def copy(request: tuple[int, int, int]) -> None:
+                    offset, start, size = request
                     data = source.read_at(size, start)
                     if len(data) != size:
                         raise StoreError(
                             f"{self.address} has become shorter than {start + size} bytes"
                         )
-                    os.pwrite(descriptor, data, place)
+                    os.pwrite(descriptor, data, offset)
                     report_progress()
 
-                in_threads(copy, pieces)
+                in_threads(copy, self._requests())
             # never mix byte ranges of two versions of an object
             self.file.check_same(look_up(self.address))
         finally:
             os.close(descriptor)
 
+    def _requests(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the requests that fetch the ranges: offset in the local file, start in the object, and size."""
+        offset = 0
+        for start, end in self.ranges:
+            for first in range(start, end, _REQUEST_BYTES):
+                size = min(_REQUEST_BYTES, end - first)
+                yield offset, first, size
+                offset += size
+
 
 class ByteRangesReader:
-    """The local file of a part, read at the places that its bytes have in the object; closes with the object."""
+    """The local file of ranges, read by the offsets that its bytes have in the object; closes with the object."""
 
-    def __init__(self, path: Path, part: ByteRanges) -> None:
+    def __init__(self, path: Path, byte_ranges: ByteRanges) -> None:
         self._file = OpenFile(path)
-        self._starts = [start for start, _ in part.ranges]
-        sizes = [end - start for start, end in part.ranges]
-        self._places = [0, *accumulate(sizes)]
+        self._starts = [start for start, _ in byte_ranges.ranges]
+        sizes = [end - start for start, end in byte_ranges.ranges]
+        # offsets of the ranges in the local file, and its size
+        self._offsets = [0, *accumulate(sizes)]
 
     def pread(self, num_bytes: int, start: int) -> bytes:
-        """Return bytes of the object from one of the part's ranges, fewer at the range's end."""
+        """Return bytes of the object from one of the ranges, fewer at the range's end."""
         number = bisect_right(self._starts, start) - 1
         if number < 0:
             return b""
-        place = self._places[number] + start - self._starts[number]
-        return self._file.pread(
-            max(0, min(num_bytes, self._places[number + 1] - place)), place
-        )
+        offset = self._offsets[number] + start - self._starts[number]
+        num_in_range = max(0, self._offsets[number + 1] - offset)
+        return self._file.pread(min(num_bytes, num_in_range), offset)

@@ -97,8 +97,8 @@ def split_address(address: str) -> tuple[str, str]:
 
 def refuse_credentials(address: str | Path) -> None:
     """Raise ConfigError if an address contains a login or options; the message does not show them."""
-    scheme, mark, rest = str(address).partition("://")
-    if mark and (without_credentials(str(address)) != str(address) or "?" in rest):
+    scheme, mark, location = str(address).partition("://")
+    if mark and (without_credentials(str(address)) != str(address) or "?" in location):
         names = _CREDENTIALS.get(_KINDS.get(scheme, scheme), "variables")
         raise ConfigError(
             f"{address} contains credentials or options, which would be printed, logged and kept with the run: "
@@ -115,27 +115,16 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
         OSError: the file system cannot be reached, see `errors_as`.
     """
     uri = str(address)
-    scheme, mark, rest = uri.partition("://")
+    scheme, mark, location = uri.partition("://")
     if not mark:
         return pyarrow.fs.LocalFileSystem(), str(Path(address).expanduser().absolute())
     refuse_credentials(uri)
     if scheme == "file":
         filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
         return filesystem, path
-    host, _, path = rest.partition("/")
+    host = location.partition("/")[0]
     kind = _KINDS.get(scheme, scheme)
-    if kind in _HADOOP:
-        path = f"/{unquote(path)}"
-    elif kind == scheme and scheme not in _KINDS:
-        path = _fsspec_class(scheme, uri)._strip_protocol(unquote(uri))
-    else:
-        if scheme.startswith("abfs"):
-            bucket = host.partition("@")[0]
-        else:
-            bucket = host.rpartition("@")[2]
-        if not bucket:
-            raise ConfigError(f"{uri} names no bucket")
-        path = f"{bucket}/{unquote(path)}"
+    path = _path_of(uri, kind)
     settings = frozenset(
         (name, value)
         for name, value in os.environ.items()
@@ -146,6 +135,23 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{uri}: {error_reason(error)}") from error
     return filesystem, path.rstrip("/") or "/"
+
+
+def _path_of(uri: str, kind: str) -> str:
+    """Return the path of a remote address on its file system."""
+    scheme, _, location = uri.partition("://")
+    host, _, path = location.partition("/")
+    if kind in _HADOOP:
+        return f"/{unquote(path)}"
+    if scheme not in _KINDS:
+        return str(_fsspec_class(scheme, uri)._strip_protocol(unquote(uri)))
+    if scheme.startswith("abfs"):
+        bucket = host.partition("@")[0]
+    else:
+        bucket = host.rpartition("@")[2]
+    if not bucket:
+        raise ConfigError(f"{uri} names no bucket")
+    return f"{bucket}/{unquote(path)}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -197,10 +203,11 @@ def _s3(host: str) -> pyarrow.fs.FileSystem:
 
 
 def _azure(host: str) -> pyarrow.fs.FileSystem:
-    container, at, server = host.partition("@")
-    account = (
-        server.partition(".")[0] if at else os.environ.get("AZURE_STORAGE_ACCOUNT")
-    )
+    container, _, server = host.partition("@")
+    if server:
+        account = server.partition(".")[0]
+    else:
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT", "")
     if not account:
         raise ConfigError(
             f"az://{container}: set AZURE_STORAGE_ACCOUNT; addresses are az://container/path, or "
@@ -242,9 +249,9 @@ def _fsspec_class(scheme: str, uri: str) -> Any:
     except ImportError as error:
         raise ConfigError(f"{uri}: {error} (on every node)") from None
     except ValueError:
-        known = "a local path, file://, s3://, gs://, az://, abfs://, hdfs://"
         raise ConfigError(
-            f"unsupported scheme in {uri}; use {known}, or one that fsspec knows"
+            f"unsupported scheme in {uri}; use a local path, file://, s3://, gs://, az://, abfs://, hdfs://, or "
+            "one that fsspec knows"
         ) from None
 
 
@@ -257,12 +264,12 @@ def _fsspec(scheme: str, host: str) -> pyarrow.fs.FileSystem:
 
 
 @contextlib.contextmanager
-def errors_as(failure: type[RaypipeError], what: str) -> Iterator[None]:
-    """Context manager: turn a file system's error into `failure` with one line: `what`, reason, and remedy."""
+def errors_as(failure: type[RaypipeError], message: str) -> Iterator[None]:
+    """Context manager: turn a file system's error into `failure` with one line: message, reason, and remedy."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        raise failure(f"{what}: {error_reason(error)}") from error
+        raise failure(f"{message}: {error_reason(error)}") from error
 
 
 def exists(address: str) -> bool:

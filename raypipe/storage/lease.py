@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.fs
@@ -122,16 +122,45 @@ def holder(run_uri: str) -> str:
     """Describe the process that has a run's folder; "" if it is dead, or has not renewed for a minute."""
     now = datetime.datetime.now(datetime.UTC)
     with contextlib.suppress(FileNotFoundError):
-        for _, claim, renewed in _Claim(run_uri)._rivals():
-            is_local = claim["machine"] == _machine() != ""
-            is_silent = (now - renewed).total_seconds() > _EXPIRES_S
-            if (
-                _started(claim["pid"]) == claim["started"]
-                if is_local
-                else not is_silent
-            ):
-                return str(claim["who"])
+        for rival in _Claim(run_uri)._rivals():
+            if rival.is_local:
+                is_alive = rival.is_running
+            else:
+                is_alive = (now - rival.renewed).total_seconds() <= _EXPIRES_S
+            if is_alive:
+                return rival.who
     return ""
+
+
+class _Rival(NamedTuple):
+    """Another process's claim.
+
+    Attributes:
+        path: path of its file.
+        who: the process, in words.
+        since: its start, by its own clock.
+        renewed: time of the last renewal, by the storage's clock.
+        is_local: whether the process is one of this machine.
+        is_running: whether it is one that runs on this machine.
+    """
+
+    path: str
+    who: str
+    since: float
+    renewed: datetime.datetime
+    is_local: bool
+    is_running: bool
+
+    @staticmethod
+    def of(claim: dict[str, Any], info: pyarrow.fs.FileInfo) -> _Rival:
+        return _Rival(
+            path=info.path,
+            who=claim["who"],
+            since=claim["since"],
+            renewed=info.mtime,
+            is_local=claim["machine"] == _machine() != "",
+            is_running=_started(claim["pid"]) == claim["started"],
+        )
 
 
 class _Claim:
@@ -149,44 +178,53 @@ class _Claim:
         self._filesystem.create_dir(self._folder, recursive=True)
         self._write()
         begun = time.monotonic()
-        renewals = dict[str, Any]()
+        # path of a rival's claim → its last renewal when this process first looked
+        first_renewals = dict[str, datetime.datetime]()
         while rivals := self._rivals():
             waited_s = time.monotonic() - begun
-            for path, claim, renewed in rivals:
-                is_local = claim["machine"] == _machine() != ""
-                if path not in renewals and not is_local:
+            for rival in rivals:
+                if rival.path not in first_renewals and not rival.is_local:
                     logger.warning(
                         "the run's folder is held by %s; waiting up to a minute to see if it is alive",
-                        claim["who"],
+                        rival.who,
                     )
-                is_silent = (
-                    not is_local and renewals.setdefault(path, renewed) == renewed
-                )
-                is_dead = is_local and _started(claim["pid"]) != claim["started"]
-                if waited_s > _EXPIRES_S if is_silent else is_dead:
-                    with contextlib.suppress(pa.ArrowException, OSError):
-                        self._filesystem.delete_file(path)
-                # If several start at the same time, the first keeps its claim and waits for the others to
-                # withdraw.
-                elif not is_silent and (
-                    claim["since"] < self._since or waited_s > _RACE_S
-                ):
-                    raise RunExistsError(
-                        f"{self._run_uri} is in use by {claim['who']}: wait for that run, end it with "
-                        "`raypipe stop`, or choose another --name"
-                    )
+                first = first_renewals.setdefault(rival.path, rival.renewed)
+                is_silent = not rival.is_local and first == rival.renewed
+                self._face(rival, is_silent, waited_s)
             time.sleep(_LOOK_S)
             self._renew()
 
-    def _rivals(self) -> list[tuple[str, dict[str, Any], datetime.datetime]]:
-        """Return the other processes' claims: path, content, and time of the last renewal."""
+    def _face(self, rival: _Rival, is_silent: bool, waited_s: float) -> None:
+        """Remove a dead rival's claim; raise RunExistsError if a living one has the folder; else leave it.
+
+        Args:
+            is_silent: whether it is on another machine, and has not been seen to renew.
+        """
+        if is_silent:
+            is_dead = waited_s > _EXPIRES_S
+        else:
+            is_dead = rival.is_local and not rival.is_running
+        if is_dead:
+            with contextlib.suppress(pa.ArrowException, OSError):
+                self._filesystem.delete_file(rival.path)
+            return
+        # If several start at the same time, the first keeps its claim and waits for the others to withdraw.
+        is_first = rival.since < self._since or waited_s > _RACE_S
+        if is_first and not is_silent:
+            raise RunExistsError(
+                f"{self._run_uri} is in use by {rival.who}: wait for that run, end it with `raypipe stop`, or "
+                "choose another --name"
+            )
+
+    def _rivals(self) -> list[_Rival]:
+        """Return the other processes' claims."""
         rivals = []
         for info in self._filesystem.get_file_info(
             pyarrow.fs.FileSelector(self._folder)
         ):
             if info.extension == "json" and info.path != self._path:
                 with contextlib.suppress(FileNotFoundError):  # withdrawn at this moment
-                    rivals.append((info.path, self._read(info.path), info.mtime))
+                    rivals.append(_Rival.of(self._read(info.path), info))
         return rivals
 
     def _read(self, path: str) -> dict[str, Any]:

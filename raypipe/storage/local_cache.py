@@ -28,22 +28,21 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raypipe.environment import variable
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.byte_ranges import ByteRanges
-from raypipe.storage.files import RemoteFile, hash_of, look_up, open_object
-from raypipe.storage.filesystem import is_remote
+from raypipe.storage.download import UNTOUCHED_NS, download, read_pieces
+from raypipe.storage.files import RemoteFile
 from raypipe.storage.local_file import (
-    OpenFile,
     boot_id,
     locked,
     make_cache_folder,
 )
-from raypipe.storage.retries import Threads, report_progress
+from raypipe.storage.retries import report_progress
 from raypipe.storage.unpack import unpack_pieces
 
 logger = logging.getLogger(__name__)
@@ -58,12 +57,6 @@ _LOOK_S = 0.5
 _TOUCH_S = 1.0
 # Variables that say where the cache is, and how large.
 _SETTINGS = ("RAYPIPE_CACHE", "RAYPIPE_CACHE_BYTES", "XDG_CACHE_HOME", "HOME")
-# Size of a download's ranged reads. A process that dies loses up to _NUM_AHEAD of them.
-PART_BYTES = 8 << 20
-# Reads under way at a time, for the whole node: object stores serve 50 to 100 MB/s per connection.
-_NUM_AHEAD = 16
-# Modification time of a file that is unchanged since its download.
-_UNTOUCHED_NS = 0
 # Locks of parts: far more than the threads of a node that fetch at a time.
 _NUM_LOCKS = 64
 _PART_SUFFIX = ".part"
@@ -93,7 +86,7 @@ class _OpenEntry(Generic[_T]):
     """An open file of the cache.
 
     Attributes:
-        content: what the opener returned.
+        content: the object that the opener returned.
         inode: the file's.
         path: its path; for whole objects, their folder has the time of the last use.
         touched_s: `time.monotonic()` when the time of the last use was written.
@@ -257,7 +250,7 @@ class LocalCache:
     def _make(self, file: CacheEntry, data: Path) -> None:
         if isinstance(file, RemoteFile):
             self._make_room(file, file.num_bytes)
-            _fetch(file, data.parent)
+            download(file, data.parent)
         elif isinstance(file, Unpacked):
             self._unpack(file, data.parent)
         else:
@@ -278,7 +271,7 @@ class LocalCache:
         num_bytes = room = 0
         with partial.open("xb") as target:
             for piece in unpack_pieces(
-                _pieces(file.file), file.address, file.file.num_bytes
+                read_pieces(file.file), file.address, file.file.num_bytes
             ):
                 if num_bytes + len(piece) > room:
                     self._make_room(file, _STEP_BYTES, room)
@@ -287,7 +280,7 @@ class LocalCache:
                 num_bytes += len(piece)
                 report_progress()
             target.flush()
-            os.utime(target.fileno(), ns=(_UNTOUCHED_NS, _UNTOUCHED_NS))
+            os.utime(target.fileno(), ns=(UNTOUCHED_NS, UNTOUCHED_NS))
             os.fsync(target.fileno())
         partial.replace(folder / "data")
 
@@ -318,7 +311,7 @@ class LocalCache:
             if is_counted and used + num_bytes <= self._limit(used):
                 record.write_text(str(used + num_bytes))
                 return
-            files = self._files(file)
+            files = self._evictable(file)
             if reserved:
                 num_bytes = 0  # its file counts
             used = sum(size for _, size, _ in files)
@@ -344,13 +337,13 @@ class LocalCache:
             _DISK_SHARE * (shutil.disk_usage(self._folder).free + used)
         )
 
-    def _files(self, wanted: CacheEntry) -> list[tuple[int, int, Path]]:
-        """Return last use, size and path of what may be evicted for an entry."""
-        if isinstance(wanted, ByteRanges):
-            own = None
+    def _evictable(self, entry: CacheEntry) -> list[tuple[int, int, Path]]:
+        """Return last use, size and path of the files that may be evicted for an entry."""
+        if isinstance(entry, ByteRanges):
+            folder_of_entry = None
         else:
-            own = self.folder_of(wanted)
-        found: list[tuple[int, int, Path]] = []
+            folder_of_entry = self.folder_of(entry)
+        files: list[tuple[int, int, Path]] = []
         for path in self._folder.iterdir():
             with contextlib.suppress(
                 FileNotFoundError
@@ -367,14 +360,14 @@ class LocalCache:
                         boot_id() not in path.name
                     ):  # it may have lost bytes when the machine stopped
                         last_ns = 0
-                    found.append((last_ns, status.st_size, path))
-                elif path != own and stat.S_ISDIR(status.st_mode):
+                    files.append((last_ns, status.st_size, path))
+                elif path != folder_of_entry and stat.S_ISDIR(status.st_mode):
                     for content in (path / "data", *path.glob("partial-*")):
                         with contextlib.suppress(FileNotFoundError):
-                            found.append(
+                            files.append(
                                 (status.st_mtime_ns, content.stat().st_size, content)
                             )
-        return found
+        return files
 
 
 def _is_whole(data: Path, file: CacheEntry) -> bool:
@@ -386,67 +379,7 @@ def _is_whole(data: Path, file: CacheEntry) -> bool:
     if isinstance(file, ByteRanges):
         return status.st_size == file.num_bytes
     has_size = isinstance(file, Unpacked) or status.st_size == file.num_bytes
-    return has_size and status.st_mtime_ns == _UNTOUCHED_NS
-
-
-def _pieces(file: RemoteFile) -> Iterator[bytes]:
-    """Yield a file's content, local or remote, in order."""
-    if is_remote(file.address):
-        yield from _download(file, 0)
-        return
-    source = OpenFile(file.address)
-    start = 0
-    while piece := source.pread(PART_BYTES, start):
-        start += len(piece)
-        yield piece
-
-
-def _fetch(file: RemoteFile, folder: Path) -> None:
-    """Download an object to `folder`/data, or continue a partial download.
-
-    Bytes are written in order, so that the file's length is the progress, and hashed as they arrive. After a
-    failure, such as a full disk, the partial file stays for the next attempt.
-    """
-    # The name has the boot id: after a power failure, any part of an older file may be missing.
-    partial = folder / f"partial-{boot_id()}"
-    logger.info("fetching %s, %.1f MiB", file.address, file.num_bytes / 2**20)
-    for old in {folder / "data", *folder.glob("partial-*")} - {partial}:
-        old.unlink(missing_ok=True)
-    with partial.open("ab+") as target:
-        target.seek(0)
-        digest = hash_of(target)
-        for part in _download(file, target.tell()):
-            target.write(part)
-            target.flush()
-            digest.update(part)
-        os.utime(target.fileno(), ns=(_UNTOUCHED_NS, _UNTOUCHED_NS))
-        os.fsync(target.fileno())
-    if file.digest and digest.hexdigest() != file.digest:
-        partial.unlink()
-        raise StoreError(
-            f"{file.address} is damaged: its checksum is {digest.hexdigest()}, but it was written with "
-            f"{file.digest}; convert it again"
-        )
-    partial.replace(folder / "data")
-
-
-def _download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
-    """Yield an object's bytes from `start` to its end, in order, with several concurrent reads."""
-    window = _NUM_AHEAD * PART_BYTES
-    with open_object(wanted.address) as (source, current), Threads(_NUM_AHEAD) as pool:
-        wanted.check_same(current)
-        for first in range(start, wanted.num_bytes, window):
-            starts = range(first, min(first + window, wanted.num_bytes), PART_BYTES)
-            sizes = [min(PART_BYTES, wanted.num_bytes - offset) for offset in starts]
-            for num_bytes, data in zip(
-                sizes, pool.map(source.read_at, sizes, starts), strict=True
-            ):
-                if len(data) != num_bytes:
-                    raise OSError("the object became shorter during the download")
-                yield data
-                report_progress()
-    # never mix byte ranges of two versions of an object
-    wanted.check_same(look_up(wanted.address))
+    return has_size and status.st_mtime_ns == UNTOUCHED_NS
 
 
 def _inode(path: Path) -> int:

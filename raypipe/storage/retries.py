@@ -44,9 +44,9 @@ _FIRST_S = 0.25
 _LONGEST_S = 5.0  # pause before the second attempt, and the longest pause
 _LOG_AFTER_S = 3.0
 _LOG_EVERY_S = 30.0
-_TICK_S = 0.5  # interval at which a wait calls `progress`, so that it is not counted as a slow sample
+_TICK_S = 0.5  # interval at which a wait calls `report_progress`, so that it is not counted as a slow sample
 
-# Parts of the messages of pyarrow and the SDKs below it for transient errors.
+# Texts in the messages of pyarrow and the SDKs below it for transient errors.
 _TRANSIENT = re.compile(
     r"HTTP status (408|425|429|5(?!01)\d\d)|SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING"
     r"|REQUEST_TIMEOUT|NETWORK_CONNECTION|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED"
@@ -60,7 +60,7 @@ _DENIED = re.compile(
 )
 # A reply longer than the requested range is dropped, so this error may hide a denial.
 _HIDDEN = "Failed to flush response stream"
-# Parts of an error's text → what to do about it.
+# Texts in an error's message → the remedy.
 _ADVICE = {
     (
         "NO_SUCH_BUCKET",
@@ -203,15 +203,10 @@ def allow_retries() -> None:
 def error_reason(error: BaseException) -> str:
     """Return the reason of a file system's error on one line, with a remedy if one is known."""
     reason = " ".join(str(error).split())
-    advice = next(
-        (
-            advice
-            for parts, advice in _ADVICE.items()
-            if any(part in reason for part in parts)
-        ),
-        "",
-    )
-    return f"{reason}; {advice}" if advice else reason
+    for texts, advice in _ADVICE.items():
+        if any(text in reason for text in texts):
+            return f"{reason}; {advice}"
+    return reason
 
 
 class Retries:
@@ -362,10 +357,10 @@ class Threads(ThreadPoolExecutor):
         self._given_up.set()
         self.shutdown(wait=False, cancel_futures=True)
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind:
             self.give_up()
-        super().__exit__(kind, *rest)
+        super().__exit__(kind, *error)
 
 
 def in_threads(

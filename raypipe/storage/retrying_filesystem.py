@@ -91,14 +91,14 @@ def _whole(
     if not isinstance(inner, pyarrow.fs.HadoopFileSystem | pyarrow.fs.PyFileSystem):
         write(path)
         return
-    part = f"{path}.{uuid.uuid4().hex}.part"
+    unfinished = f"{path}.{uuid.uuid4().hex}.part"
     inner.create_dir(path.rpartition("/")[0] or "/", recursive=True)
-    write(part)
+    write(unfinished)
     if (
         inner.get_file_info(path).type == pyarrow.fs.FileType.File
     ):  # not every server replaces a file by a move
         inner.delete_file(path)
-    inner.move(part, path)
+    inner.move(unfinished, path)
 
 
 class RangeInput(io.RawIOBase):
@@ -156,10 +156,7 @@ class RetryingInput(RangeInput):
         self._handler = handler
         self._path = path
         # the file system that opened the file, and the file
-        self._opened: tuple[Any, Any] = (
-            None,
-            None,
-        )
+        self._opened: tuple[Any, Any] = (None, None)
         super().__init__(self._call("open", lambda file: file.size()))
 
     def _call(self, operation: str, do: Callable[[pa.NativeFile], _T]) -> _T:
@@ -211,13 +208,13 @@ class _Output(io.BytesIO):
 def _waiting(operation: str, name: str, *keywords: str) -> Any:
     """Return a method that calls pyarrow's method `name`; `keywords` are names of its last arguments."""
 
-    def method(self: _Handler, first: Any, *others: Any) -> Any:
+    def method(self: _Handler, first: Any, *values: Any) -> Any:
         if isinstance(first, list):
             path = first[0]
         else:
             path = getattr(first, "base_dir", first)
-        arguments = others[: len(others) - len(keywords)]
-        options = dict(zip(keywords, others[len(arguments) :], strict=True))
+        arguments = values[: len(values) - len(keywords)]
+        options = dict(zip(keywords, values[len(arguments) :], strict=True))
         attempts = itertools.count()
 
         def do(inner: pyarrow.fs.FileSystem) -> Any:
@@ -263,8 +260,8 @@ class _Handler(pyarrow.fs.FileSystemHandler):
             operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew
         )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Handler) and self.inner().equals(other.inner())
+    def __eq__(self, handler: object) -> bool:
+        return isinstance(handler, _Handler) and self.inner().equals(handler.inner())
 
     def get_type_name(self) -> str:
         return self._scheme

@@ -6,9 +6,9 @@ entries, opens it through /proc/PID/fd, and leaves its own entry:
     CACHE/memory/BOOT.KEY.PID.START.FD    one per process; that of a dead one is removed at the next open
     CACHE/memory/.lock                    held while an arena is looked for, made, or given more room
 
-    arena    | used, granted | places, int64: one for each cell, 0 = empty | values: size, then the bytes … |
+    arena    | used, granted | offsets, int64: one for each cell, 0 = empty | values: size, then the bytes … |
 
-A cell is written once: its value first, then its place. A process that is killed between the two leaves a gap.
+A cell is written once: its value first, then its offset. A process that is killed between the two leaves a gap.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Arena:
         self._view = memoryview(memory)
         # bytes that are used and granted, from the start on
         self._counts = np.frombuffer(memory, np.int64, 2)
-        self._places = np.frombuffer(memory, np.int64, num_cells, _HEADER_BYTES)
+        self._offsets = np.frombuffer(memory, np.int64, num_cells, _HEADER_BYTES)
         weakref.finalize(self, _close, descriptor, entry, os.getpid())
 
     @property
@@ -63,42 +63,37 @@ class Arena:
 
     def values(self, cells: np.ndarray) -> list[memoryview | None]:
         """Return the values of cells, int64 (n,), read-only; None for empty cells."""
-        found: list[memoryview | None] = []
-        for place in self._places[cells].tolist():
-            if not place:
-                found.append(None)
-                continue
-            size = int.from_bytes(self._view[place : place + _SIZE_BYTES], "little")
-            found.append(
-                self._view[
-                    place + _SIZE_BYTES : place + _SIZE_BYTES + size
-                ].toreadonly()
-            )
-        return found
+        return [
+            self._value(offset) if offset else None
+            for offset in self._offsets[cells].tolist()
+        ]
+
+    def _value(self, offset: int) -> memoryview:
+        start = offset + _SIZE_BYTES
+        size = int.from_bytes(self._view[offset:start], "little")
+        return self._view[start : start + size].toreadonly()
 
     def write(
         self, cells: np.ndarray, values: Sequence[Sequence[bytes | memoryview]]
     ) -> bool:
-        """Write values, each in parts, into cells that are empty; return whether there was room for all."""
-        is_empty = (self._places[cells] == 0).tolist()
-        for cell, parts, is_wanted in zip(
+        """Write values, each in pieces, into cells that are empty; return whether there was room for all."""
+        is_empty = (self._offsets[cells] == 0).tolist()
+        for cell, value, is_missing in zip(
             cells.tolist(), values, is_empty, strict=True
         ):
-            if not is_wanted:
+            if not is_missing:
                 continue
-            size = sum(map(len, parts))
-            place = self._reserve(_SIZE_BYTES + size)
-            if place is None:
+            size = sum(map(len, value))
+            offset = self._reserve(_SIZE_BYTES + size)
+            if offset is None:
                 return False
-            self._view[place : place + _SIZE_BYTES] = size.to_bytes(
-                _SIZE_BYTES, "little"
-            )
-            start = place + _SIZE_BYTES
-            for part in parts:
-                self._view[start : start + len(part)] = part
-                start += len(part)
-            with self._lock:  # a barrier: the value is seen before its place
-                self._places[cell] = place
+            start = offset + _SIZE_BYTES
+            self._view[offset:start] = size.to_bytes(_SIZE_BYTES, "little")
+            for piece in value:
+                self._view[start : start + len(piece)] = piece
+                start += len(piece)
+            with self._lock:  # a barrier: the value is seen before its offset
+                self._offsets[cell] = offset
         return True
 
     def _reserve(self, size: int) -> int | None:
@@ -107,14 +102,14 @@ class Arena:
             # freed by the kernel if this process is killed
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:
-                place, granted = self._counts.tolist()
-                if place + size > granted:
-                    granted += _granted(self._folder, place + size - granted)
+                used, granted = self._counts.tolist()
+                if used + size > granted:
+                    granted += _granted(self._folder, used + size - granted)
                     self._counts[1] = granted
-                if place + size > granted:
+                if used + size > granted:
                     return None
                 self._counts[0] += size
-                return place
+                return int(used)
             finally:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
@@ -143,32 +138,22 @@ def open_arena(key: str, num_cells: int) -> Arena:
                 f"store.in_memory: {error}; set RAYPIPE_CACHE to another folder"
             ) from error
         with locked(folder / ".lock"):
-            others = _others(folder)
-            descriptor = next(
-                (
-                    opened
-                    for path in others
-                    if (opened := _opened(path, key)) is not None
-                ),
-                None,
-            )
+            entries = _live_entries(folder)
+            descriptor = None
+            for path in entries:
+                descriptor = _open_arena_of(path, key)
+                if descriptor is not None:
+                    break
             if descriptor is None:
-                descriptor = _made(key, num_cells, _total(others))
-            entry = folder / ".".join(
-                (
-                    boot_id(),
-                    key,
-                    str(os.getpid()),
-                    _start_of(os.getpid()),
-                    str(descriptor),
-                )
-            )
+                descriptor = _create_arena(key, num_cells, _total(entries))
+            pid = os.getpid()
+            entry = folder / f"{boot_id()}.{key}.{pid}.{_start_of(pid)}.{descriptor}"
             entry.touch()
             arena = _arenas[key] = Arena(descriptor, num_cells, entry)
         return arena
 
 
-def _others(folder: Path) -> list[Path]:
+def _live_entries(folder: Path) -> list[Path]:
     """Return the entries of live processes; those of dead ones are removed."""
     live = []
     for path in folder.iterdir():
@@ -190,7 +175,7 @@ def _start_of(pid: int) -> str:
         return ""
 
 
-def _opened(entry: Path, key: str) -> int | None:
+def _open_arena_of(entry: Path, key: str) -> int | None:
     """Return a new descriptor of another process's arena; None if it has another key, or cannot be opened."""
     _, name, pid, _, number = entry.name.split(".")
     if name != key:
@@ -211,7 +196,7 @@ def _name_of(key: str) -> str:
     return f"raypipe-{key}"
 
 
-def _made(key: str, num_cells: int, taken: int) -> int:
+def _create_arena(key: str, num_cells: int, taken: int) -> int:
     """Return a descriptor of a new arena; `taken` are the bytes that others are granted."""
     least = _HEADER_BYTES + 8 * num_cells
     room = _limit_bytes(taken) - taken
@@ -222,18 +207,18 @@ def _made(key: str, num_cells: int, taken: int) -> int:
         )
     descriptor = os.memfd_create(_name_of(key), os.MFD_CLOEXEC)
     # As large as the machine's memory: pages are taken when they are written.
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    os.ftruncate(descriptor, max(most, _limit_bytes(taken)) + least)
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    os.ftruncate(descriptor, max(memory_bytes, _limit_bytes(taken)) + least)
     os.pwrite(descriptor, np.array([least, least], np.int64).tobytes(), 0)
     return descriptor
 
 
-def _granted(folder: Path, wanted: int) -> int:
-    """Return by how many bytes an arena may grow: those that are wanted or more, or 0."""
+def _granted(folder: Path, num_bytes: int) -> int:
+    """Return by how many bytes an arena may grow: this number or more, or 0."""
     with locked(folder / ".lock"):
-        taken = _total(_others(folder))
+        taken = _total(_live_entries(folder))
         limit = _limit_bytes(taken)
-        step = max(wanted, min(_STEP_BYTES, limit // 64))
+        step = max(num_bytes, min(_STEP_BYTES, limit // 64))
         return step if taken + step <= limit else 0
 
 
@@ -242,7 +227,10 @@ def _total(entries: Sequence[Path]) -> int:
     granted = {}
     for entry in entries:
         key = entry.name.split(".")[1]
-        if key not in granted and (descriptor := _opened(entry, key)) is not None:
+        if (
+            key not in granted
+            and (descriptor := _open_arena_of(entry, key)) is not None
+        ):
             granted[key] = int.from_bytes(os.pread(descriptor, 8, 8), "little")
             os.close(descriptor)
     return sum(granted.values())

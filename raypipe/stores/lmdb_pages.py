@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raypipe import native
 from raypipe.errors import StoreError
+from raypipe.kernel import native
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.base import MAX_SAMPLE_BYTES
 

@@ -146,11 +146,10 @@ def write_checkpoint(
         contextlib.suppress(pa.ArrowException, OSError),
         without_retries(),
     ):  # tried again at the next one
-        for other in _names(
-            run_uri
-        ):  # one of a later place, passed over by a resume, stays
-            if _place(other) <= _place(name) and other not in (name, before):
-                filesystem.delete_dir(f"{path}/{other}")
+        # A checkpoint of a later place, which a resume has passed over, stays.
+        for older in _names(run_uri):
+            if _place(older) <= _place(name) and older not in (name, before):
+                filesystem.delete_dir(f"{path}/{older}")
     return name
 
 

@@ -71,8 +71,8 @@ def dataset(
     import ray.data
 
     from raypipe.rayext.cluster import connect
+    from raypipe.rayext.execution import single_rows
     from raypipe.rayext.placement import placement
-    from raypipe.rayext.single_rows import single_rows
     from raypipe.streaming.pipeline import check_pickles
     from raypipe.streaming.source import MicroBatchSource
     from raypipe.streaming.supervisor import start_supervisor

@@ -14,7 +14,7 @@ from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch
 from raypipe.plan.places import Split
 from raypipe.progress import print_progress
-from raypipe.streaming.spec import Transform
+from raypipe.streaming.spec import UserTransform
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.ending import Ending
 from raypipe.transform.views import makes_views
@@ -61,7 +61,7 @@ class DeviceStage:
         self._seen = set[Split]()
         self.augment: DeviceAugment | None = None
 
-    def build(self, train: Transform, transform: TransformConfig) -> None:
+    def build(self, train: UserTransform, transform: TransformConfig) -> None:
         """Build the augmentation, whose imports take a second.
 
         Args:

@@ -58,32 +58,12 @@ _WITHOUT_NAMES = (IMAGE, LABEL, "mask", "boxes", "keypoints")
 
 def batch_digest(batch: MicroBatch) -> bytes:
     """16 bytes over place, index, weight, and all fields of one micro-batch."""
-    fields = batch.arrays()
-    image = fields.get(IMAGE, _NO_IMAGE)
-    label = fields[LABEL]
+    image = batch.arrays().get(IMAGE, _NO_IMAGE)
     digest = hashlib.blake2b(f"{batch.position} {image.shape}".encode(), digest_size=16)
-    arrays: list[Any] = [batch.index, label, batch.weight, image]
-    if image.dtype != np.uint8:
-        digest.update(f"image\0{image.dtype}".encode())
-    arrays += [fields[name] for name in ("mask", "boxes") if name in fields]
-    if "keypoints" in fields:
-        digest.update(f"keypoints\0{fields['keypoints'].shape}".encode())
-        arrays.append(fields["keypoints"])
-    if label.dtype != np.int64 or label.ndim != 1:  # no classes
-        digest.update(f"label\0{label.dtype}\0{label.shape}".encode())
-    for name, array in fields.items():  # targets that came later
-        if "." not in name and name not in _WITHOUT_NAMES:
-            digest.update(f"{name}\0{array.dtype}\0{array.shape}".encode())
-            arrays.append(array)
-    encoded = [
-        (name, batch.fields[name]) for name in (DATA, MAP) if name in batch.fields
-    ]
-    for name, column in [*encoded, *sorted(in_group(batch.fields, COLUMN).items())]:
-        kind, values, offsets = (
-            column if isinstance(column, Ragged) else ("array", column, None)
-        )
-        digest.update(f"{name}\0{kind}\0{values.dtype}\0{values.shape}".encode())
-        arrays += [array for array in (values, offsets) if array is not None]
+    arrays = [batch.index, batch[LABEL], batch.weight, image]
+    for header, of_field in (*_targets(batch), *_columns(batch)):
+        digest.update(header.encode())
+        arrays += of_field
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
     for name, array in sorted(batch.arrays(CHROMA).items()):
@@ -94,6 +74,38 @@ def batch_digest(batch: MicroBatch) -> bytes:
         digest.update(f" {name} {array.shape}{dtype}".encode())
         digest.update(np.ascontiguousarray(array).data)
     return digest.digest()
+
+
+def _targets(batch: MicroBatch) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """The headers and arrays of image and target, each in the way of the version that brought it."""
+    fields = batch.arrays()
+    image = fields.get(IMAGE, _NO_IMAGE)
+    label = fields[LABEL]
+    if image.dtype != np.uint8:
+        yield f"image\0{image.dtype}", []
+    yield "", [fields[name] for name in ("mask", "boxes") if name in fields]
+    if "keypoints" in fields:
+        keypoints = fields["keypoints"]
+        yield f"keypoints\0{keypoints.shape}", [keypoints]
+    if label.dtype != np.int64 or label.ndim != 1:  # no classes
+        yield f"label\0{label.dtype}\0{label.shape}", []
+    for name, array in fields.items():  # targets that came later
+        if "." not in name and name not in _WITHOUT_NAMES:
+            yield f"{name}\0{array.dtype}\0{array.shape}", [array]
+
+
+def _columns(batch: MicroBatch) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """The headers and arrays of encoded images and of columns."""
+    encoded = [
+        (name, batch.fields[name]) for name in (DATA, MAP) if name in batch.fields
+    ]
+    for name, column in [*encoded, *sorted(in_group(batch.fields, COLUMN).items())]:
+        kind = "array"
+        arrays = [column]
+        if isinstance(column, Ragged):
+            kind = column.kind
+            arrays = [column.values, column.offsets]
+        yield f"{name}\0{kind}\0{arrays[0].dtype}\0{arrays[0].shape}", arrays
 
 
 def combine(digests: Iterable[bytes]) -> str:
@@ -151,15 +163,15 @@ def iterate_digests(
         chain.from_iterable(map(get, consume.remote(iterator)))
         for iterator in iterators
     ]
-    for at in plan.micro_batches(cursor):
-        rank = at.micro % len(ranks)
+    for position in plan.micro_batches(cursor):
+        rank = position.micro % len(ranks)
         digest = next(ranks[rank], None)
-        if digest is None or digest.name != str(at):
+        if digest is None or digest.name != str(position):
             if digest is None:
                 got = "ended"
             else:
                 got = f"brought {digest.name}"
-            raise RaypipeError(f"rank {rank} expected {at}, the stream {got}")
+            raise RaypipeError(f"rank {rank} expected {position}, the stream {got}")
         yield digest
     for rank, left in enumerate(ranks):
         if (digest := next(left, None)) is not None:
@@ -232,7 +244,7 @@ def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
     }
 
 
-def settings_of(
+def plain_settings(
     spec: StreamSpec, *, workers: int, actors: int, from_step: int, to_step: int
 ) -> dict[str, Any]:
     """A stream's settings, as names and plain values; its range in training steps through all epochs."""

@@ -22,7 +22,6 @@ from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.rayext.agreement import in_train_function
-from raypipe.rayext.data_context import join_train_run
 from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
@@ -30,6 +29,7 @@ from raypipe.streaming.checkpoints import cursor_of, find_start
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.opening import join_train_run
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import latest_of_train
 from raypipe.transform.ending import Ending

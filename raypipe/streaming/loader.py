@@ -33,11 +33,11 @@ from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join_address
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.device_stage import DeviceStage
-from raypipe.streaming.digest import settings_of
+from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.epochs import Batches, Epoch
 from raypipe.streaming.lifetime import HostStream
+from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
-from raypipe.streaming.progress import Progress
 from raypipe.streaming.rank_stream import RankStream
 from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
@@ -268,7 +268,7 @@ class Loader(Unlike, instead=_INSTEAD):
         is_at_end = cursor.step == self.plan.steps_per_epoch
 
         def settings() -> dict[str, Any]:
-            of_stream = settings_of(
+            of_stream = plain_settings(
                 self._spec,
                 workers=self.world_size,
                 actors=self.metrics.actors,

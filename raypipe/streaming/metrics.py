@@ -17,7 +17,7 @@ from raypipe.metrics.observer import Observer
 from raypipe.metrics.prometheus import STAGES, TrainerMetrics
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose
-from raypipe.metrics.utilization import Samples, Utilization
+from raypipe.metrics.utilization import Utilization, UtilizationSum
 from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.cluster_state import spilled_bytes
@@ -80,7 +80,7 @@ class LoaderMetrics:
         self._device = device
         self._world_size = world_size
         self._augment = augment
-        self._used_in_training = Samples()
+        self._used_in_training = UtilizationSum()
         # What the loop's last batch belonged to, and whether it ended an epoch's training, if it ended a step.
         self._pass: tuple[int, Split] | None = None
         self._ended_split: bool | None = None
@@ -121,21 +121,23 @@ class LoaderMetrics:
         return self.clock.times(split)
 
     @contextlib.contextmanager
-    def waiting(self, at: MicroBatchId, cause: Callable[[], str]) -> Iterator[None]:
+    def waiting(
+        self, position: MicroBatchId, cause: Callable[[], str]
+    ) -> Iterator[None]:
         """Context manager: the loop waits for a batch.
 
         Args:
             cause: names the cause of the wait.
         """
         is_first = not self.first_batch_s
-        name = "the first batch" if is_first else str(at)
-        self.tell("asked", at.split, name, cause)
+        name = "the first batch" if is_first else str(position)
+        self.tell("asked", position.split, name, cause)
         try:
             yield
         except BaseException:
             self.tell("failed")
             raise
-        self.tell("arrived", at.split)
+        self.tell("arrived", position.split)
         if is_first:  # the start of the run is reported apart
             self.begin_interval()
 

@@ -13,16 +13,16 @@ from typing import Literal, NamedTuple
 
 from raypipe.plan.places import MicroBatchId
 
-Place = tuple[int, int, int]
+StreamPlace = tuple[int, int, int]
 """Place in the order of a stream: epoch, 0 or 1 for training or validation, step."""
 
-END: Place = (1 << 62, 0, 0)
+END: StreamPlace = (1 << 62, 0, 0)
 """The place after all others."""
 
 
-def place_of(at: MicroBatchId) -> Place:
+def stream_place(position: MicroBatchId) -> StreamPlace:
     """The place of a micro-batch's step."""
-    return at.epoch, int(at.split == "val"), at.step
+    return position.epoch, int(position.split == "val"), position.step
 
 
 Answer = Literal["leave", "read on", "wait"]
@@ -31,8 +31,8 @@ Answer = Literal["leave", "read on", "wait"]
 class Move(NamedTuple):
     """A rank's statement: its place, where it goes, and whether it would leave the execution for that."""
 
-    stands: Place
-    goes: Place
+    stands: StreamPlace
+    goes: StreamPlace
     leaves: bool = False
 
 
@@ -46,8 +46,8 @@ class Moves:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._last: dict[int, Move] = {}
-        self._takes: dict[Place, set[int]] = {}
-        self._skips: dict[Place, set[int]] = {}
+        self._takes: dict[StreamPlace, set[int]] = {}
+        self._skips: dict[StreamPlace, set[int]] = {}
         self._told = False
 
     def says(self, rank: int, move: Move) -> str:
@@ -76,27 +76,26 @@ class Moves:
         Args:
             is_last: it waits no longer, and reads on unless all have agreed.
         """
-        own = self._last.get(rank)
-        if own is None:  # the process that knew has died
+        move = self._last.get(rank)
+        if move is None:  # the process that knew has died
             return "read on"
-        others = [move for of, move in self._last.items() if of != rank]
-        if (
-            all(self._agrees(own, move) for move in others)
-            and len(others) == self._world_size - 1
-        ):
+        moves = [said for speaker, said in self._last.items() if speaker != rank]
+        have_all_spoken = len(moves) == self._world_size - 1
+        if have_all_spoken and all(_agree(move, said) for said in moves):
             return "leave"
         if is_last or not all(
-            self._agrees(own, move) or self._is_past(own, move) for move in others
+            _agree(move, said) or _is_behind(said, move) for said in moves
         ):
-            self._last[rank] = own._replace(leaves=False)
+            self._last[rank] = move._replace(leaves=False)
             return "read on"
         return "wait"
 
-    @staticmethod
-    def _agrees(own: Move, other: Move) -> bool:
-        return other.leaves and other.goes == own.goes
 
-    @staticmethod
-    def _is_past(own: Move, other: Move) -> bool:
-        """Return whether it comes before the rank's own place."""
-        return not other.leaves and other.goes < own.stands
+def _agree(move: Move, said: Move) -> bool:
+    """Return whether another rank has said that it leaves for the same place."""
+    return said.leaves and said.goes == move.goes
+
+
+def _is_behind(said: Move, move: Move) -> bool:
+    """Return whether another rank, by its last move, comes before this one's place."""
+    return not said.leaves and said.goes < move.stands

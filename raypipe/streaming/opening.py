@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ from raypipe.logs import LogFormat
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
-from raypipe.rayext.data_context import join_train_run
 from raypipe.section import check
 from raypipe.storage.filesystem import join_address, split_address
 from raypipe.stores import open_store, store_options
@@ -30,7 +31,7 @@ from raypipe.stores.base import Store
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
 from raypipe.streaming.planning import PerSource, make_plan, select
-from raypipe.streaming.spec import StreamSpec, Transform
+from raypipe.streaming.spec import StreamSpec, UserTransform
 from raypipe.transform.checks import (
     check_follows,
     check_sizes,
@@ -39,6 +40,7 @@ from raypipe.transform.checks import (
 )
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import MakeColumns, SampleColumns
+from raypipe.transform.ending import Ending
 from raypipe.transform.fields import LABEL
 from raypipe.transform.split_endings import take_endings
 
@@ -46,6 +48,15 @@ Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
 
 _MEMBERS = ("address", "schema", "classes", "groups", "fingerprint", "__len__", "read")
+
+
+def join_train_run() -> None:
+    """Make the run of the calling trainer one of raypipe's, see `train_runs`; do nothing outside of Ray Train."""
+    # A process without this module has no train function, and need not wait 2 s for its import.
+    if "ray.train" in sys.modules:
+        from raypipe.rayext.train_runs import join_run_of_trainer
+
+        join_run_of_trainer()
 
 
 @checks_keywords
@@ -56,8 +67,8 @@ def open_stream(
     plan: PlanConfig | None = None,
     transform: TransformConfig | None = None,
     pool: PoolConfig | None = None,
-    train_transform: Transform = "",
-    val_transform: Transform = "",
+    train_transform: UserTransform = "",
+    val_transform: UserTransform = "",
     exclude: PerSource = "",
     filter: PerSource = "",
     quarantine: str = "",
@@ -96,27 +107,22 @@ def open_stream(
     check("raypipe.open_stream: plan", plan, PlanConfig | None)
     check("raypipe.open_stream: transform", transform, TransformConfig | None)
     check("raypipe.open_stream: pool", pool, PoolConfig | None)
-    plan, pool = plan or PlanConfig(), pool or PoolConfig()
-    declared = renamed(column_options(columns), target_column)
+    plan = plan or PlanConfig()
+    pool = pool or PoolConfig()
     transform = transform or TransformConfig()
+    declared = renamed(column_options(columns), target_column)
     options = store_options(image_column, target_column or "", trust_pickles)
     index = join_address(split_address(quarantine)[0], "index") if quarantine else ""
     train_store = open_stores(train, options, plan.shuffle, index)
-    if val is None:
-        val_store = None
-    else:
+    val_store = None
+    if val is not None:
         val_store = _opened(val, options, plan.shuffle, index)
     if in_memory:
         train_store = _in_memory(train_store)
         val_store = val_store and _in_memory(val_store)
-    stores: dict[Split, Store] = {"train": train_store}
-    if val_store is not None and plan.val_interval:
-        stores["val"] = val_store
-        if target_column:
-            _check_classes(train_store, val_store)
-    transforms, endings = take_endings(
-        _transforms_of(stores, transform, train_transform, val_transform), transform
-    )
+    stores = _stores_by_split(train_store, val_store, plan, bool(target_column))
+    chosen = _transforms_of(stores, transform, train_transform, val_transform)
+    transforms, endings = take_endings(chosen, transform)
     check_strength(transform, transforms["train"])
     selections, val_selection = select(train_store, val_store, exclude, filter)
     laid_out = make_plan(
@@ -125,24 +131,9 @@ def open_stream(
     check_sizes(transform, transforms, stores, plan)
     make = make_columns or transform.make_columns or None
     sample_columns = _columns_of(stores, declared, make, laid_out, bool(target_column))
-    sizes = list(transform.size_by_epoch.items())
-    if len(sizes) > 1:
-        laid_out = laid_out.bound_to({"sizes": sizes})
-    if transform.wire != "rgb":
-        laid_out = laid_out.bound_to({"wire": transform.wire})
-    if transform.strength != 1:
-        ramp = isinstance(transform.strength, tuple)
-        laid_out = laid_out.bound_to(
-            {"strength": transform.strength, "epochs": plan.epochs if ramp else 0}
-        )
-    if endings:
-        laid_out = laid_out.bound_to(
-            {"endings": {split: each.described for split, each in endings.items()}}
-        )
-    if transform.decode != "cpu":
-        laid_out = laid_out.bound_to({"decode": transform.decode})
+    settings = _pixel_settings(transform, plan.epochs, endings)
     return StreamSpec(
-        plan=laid_out,
+        plan=functools.reduce(Plan.bound_to, settings, laid_out),
         stores=stores,
         transforms=transforms,
         transform=transform,
@@ -153,6 +144,36 @@ def open_stream(
         columns=sample_columns,
         endings=endings,
     )
+
+
+def _pixel_settings(
+    transform: TransformConfig, epochs: int, endings: Mapping[Split, Ending]
+) -> Iterator[dict[str, Any]]:
+    """The settings besides the plan's that a resume must not change, unless they have their defaults."""
+    sizes = list(transform.size_by_epoch.items())
+    if len(sizes) > 1:
+        yield {"sizes": sizes}
+    if transform.wire != "rgb":
+        yield {"wire": transform.wire}
+    if transform.strength != 1:
+        is_ramp = isinstance(transform.strength, tuple)
+        yield {"strength": transform.strength, "epochs": epochs if is_ramp else 0}
+    if endings:
+        described = {split: ending.described for split, ending in endings.items()}
+        yield {"endings": described}
+    if transform.decode != "cpu":
+        yield {"decode": transform.decode}
+
+
+def _stores_by_split(
+    train: Store, val: Store | None, plan: PlanConfig, has_target: bool
+) -> dict[Split, Store]:
+    """The stores of the splits that the plan has; raises ConfigError if their classes differ."""
+    if val is None or not plan.val_interval:
+        return {"train": train}
+    if has_target:
+        _check_classes(train, val)
+    return {"train": train, "val": val}
 
 
 def _check_classes(train: Store, val: Store) -> None:
@@ -167,11 +188,11 @@ def _check_classes(train: Store, val: Store) -> None:
 def _transforms_of(
     stores: Mapping[Split, Store],
     config: TransformConfig,
-    train: Transform,
-    val: Transform,
-) -> dict[Split, Transform]:
+    train: UserTransform,
+    val: UserTransform,
+) -> dict[Split, UserTransform]:
     """The transform of each split: that which is given, or where it is empty that of the settings."""
-    chosen: dict[Split, Transform] = {
+    chosen: dict[Split, UserTransform] = {
         "train": config.train if train == "" else train,
         "val": config.val if val == "" else val,
     }
@@ -218,7 +239,7 @@ def open_stores(
             "store.train: 'val' is the name of the validation store; choose another one"
         )
     return JoinedStore(
-        {name: _opened(part, options, shuffle, index) for name, part in train.items()}
+        {name: _opened(store, options, shuffle, index) for name, store in train.items()}
     )
 
 
@@ -234,7 +255,7 @@ def _in_memory(store: Store) -> Store:
     """A store that is kept in shared memory; each of several, so that streams of one of them share it."""
     if isinstance(store, JoinedStore):
         return JoinedStore(
-            {name: InMemoryStore(part) for name, part in store.parts.items()}
+            {name: InMemoryStore(member) for name, member in store.parts.items()}
         )
     return InMemoryStore(store)
 

@@ -79,9 +79,8 @@ class SharedEpochs:
 
     def next(self, split: Split) -> Batches:
         """The next training, or the validation of the epoch that is being trained."""
-        if (
-            self._epoch and self._epoch.train.turn != self.loader._turn
-        ):  # it was told to go on elsewhere
+        # The loader may have been told to continue elsewhere.
+        if self._epoch and self._epoch.train.turn != self.loader._turn:
             self._epoch = None
         if split == "train":
             # After a resume before a validation, the rest of the epoch's training is empty.
@@ -104,17 +103,15 @@ class SharedEpochs:
 
     def go_to(self, epoch: int, step: int) -> None:
         """Let the next training be from a step of an epoch on; nothing happens if it is."""
-        at = self._epoch
-        if at is None or at.train.turn != self.loader._turn:
+        current = self._epoch
+        if current is None or current.train.turn != self.loader._turn:
             upcoming = self.loader.cursor.epoch, self.loader.cursor.step
         elif self._was_given:
-            upcoming = at.number + 1, 0
+            upcoming = current.number + 1, 0
+        elif current.train.segment:
+            upcoming = current.number, current.train.segment.first_step
         else:
-            segment = at.train.segment
-            upcoming = (
-                at.number,
-                segment.first_step if segment else self.loader.plan.steps_per_epoch,
-            )
+            upcoming = current.number, self.loader.plan.steps_per_epoch
         if (epoch, step) != upcoming:
             fingerprint = self.loader.plan.fingerprint
             self.loader.load_state_dict(
@@ -165,17 +162,16 @@ class PlainLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
-        if not len(
-            self
-        ):  # a stream without validation has an empty one after each epoch
+        # A stream without validation has an empty one after each epoch.
+        if not len(self):
             return
         batches = self._shared.next(self._split)
         with _known_to_accelerate(self):
-            for number, batch in enumerate(_to_the_end(batches), 1):
+            for batch in _to_the_end(batches):
                 if self._split == "train":
                     self.end_of_dataloader = batch.ends_step
                 else:
-                    self.end_of_dataloader = number == len(batches)
+                    self.end_of_dataloader = batch.ends_split
                 yield self._formed(batch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,8 +210,8 @@ class PlainLoader:
 def _to_the_end(batches: Batches) -> Iterator[Batch]:
     """The batches; their end is asked for with the last one, since loops that count do not ask for it."""
     taken = iter(batches)
-    for number, batch in enumerate(taken, 1):
-        if number == len(batches):
+    for batch in taken:
+        if batch.ends_split:
             next(taken, None)
         yield batch
 

@@ -66,7 +66,8 @@ def make_plan(
         )
     pairs = zip(parts.items(), selections, strict=True)
     sources = {
-        name: _read_train(config, part, selection) for (name, part), selection in pairs
+        name: _read_train(config, store, selection)
+        for (name, store), selection in pairs
     }
     return Plan.of(
         config,
@@ -182,8 +183,8 @@ def nearest(
     return bucket_of
 
 
-def _apart(one: np.ndarray, other: np.ndarray | np.float64) -> np.ndarray:
-    return np.maximum(one, other) / np.minimum(one, other)
+def _apart(sides: np.ndarray, target: np.ndarray | np.float64) -> np.ndarray:
+    return np.maximum(sides, target) / np.minimum(sides, target)
 
 
 def balanced(labels: np.ndarray, exponent: float) -> np.ndarray:
@@ -264,35 +265,35 @@ def select(
     def selected(name: str, store: Store) -> Selection:
         return _selected(store, lists.get(name, ""), str(filters.get(name, "")))
 
-    return [selected(name, part) for name, part in parts.items()], selected(
+    return [selected(name, store) for name, store in parts.items()], selected(
         "val", val
     ) if val else None
 
 
 def _by_name(
     setting: str,
-    wanted: PerSource,
+    value: PerSource,
     parts: Mapping[str, Store],
     val: Store | None,
     for_all: bool,
 ) -> Mapping[str, str | Path]:
     """Return each store's own value of a setting; `for_all`: one value may be for all training stores."""
     names = [*parts, "val"]
-    if not isinstance(wanted, Mapping):
-        if wanted and not for_all:
+    if not isinstance(value, Mapping):
+        if value and not for_all:
             raise ConfigError(
-                f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {str(wanted)!r}"
+                f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {str(value)!r}"
             )
-        return dict.fromkeys(parts, wanted)
-    if set(wanted) - set(names):
+        return dict.fromkeys(parts, value)
+    if set(value) - set(names):
         raise ConfigError(
-            f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {wanted!r}"
+            f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {value!r}"
         )
-    if wanted.get("val") and val is None:
+    if value.get("val") and val is None:
         raise ConfigError(
-            f"{setting}: there is {wanted['val']!r} for validation, and no store.val"
+            f"{setting}: there is {value['val']!r} for validation, and no store.val"
         )
-    return wanted
+    return value
 
 
 def _selected(store: Store, exclude: str | Path, filter: str) -> Selection:

@@ -17,7 +17,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Plan, Segment
-from raypipe.rayext.sentry import Sentry
+from raypipe.rayext.watchdog import SupervisorWatchdog
 from raypipe.streaming.lifetime import (
     EXHAUSTED,
     GOES_ON,
@@ -26,7 +26,7 @@ from raypipe.streaming.lifetime import (
     Lifetime,
 )
 from raypipe.streaming.metrics import LoaderMetrics
-from raypipe.streaming.moves import END, Move, place_of
+from raypipe.streaming.moves import END, Move, stream_place
 from raypipe.streaming.remaining import Remaining
 
 _LEAVE_S = 5.0  # time for another thread to leave its wait for a batch
@@ -99,7 +99,7 @@ class RankStream:
         ends.callback(host.end)
         if host.supervisor is not None:
             waited_s = self._metrics.run_log.waited_s
-            sentry = Sentry(host.supervisor, self._rank, waited_s)
+            sentry = SupervisorWatchdog(host.supervisor, self._rank, waited_s)
             sentry.start()
             # before its Supervisor ends, and after the last wait for a batch
             ends.callback(sentry.stop)
@@ -134,7 +134,7 @@ class RankStream:
             _close(self.lifetime, lambda: None, self._batches)
             raise
 
-    def take(self, at: MicroBatchId, continues: bool) -> Batch:
+    def take(self, position: MicroBatchId, continues: bool) -> Batch:
         """Return the batch of a place.
 
         Args:
@@ -142,15 +142,15 @@ class RankStream:
         """
         self.check()
         self.lifetime.reader = threading.get_ident()
-        with self._metrics.waiting(at, self._awaited):
-            self._reach(at, continues)
+        with self._metrics.waiting(position, self._awaited):
+            self._reach(position, continues)
             batch = self._next()
         if batch is None:
             self.check()
-        if batch is None or batch.position != at:
+        if batch is None or batch.position != position:
             got = "ended" if batch is None else f"brought {batch.position}"
             raise RaypipeError(
-                f"rank {self._rank} expected {at}, the stream {got}: please report this as a bug"
+                f"rank {self._rank} expected {position}, the stream {got}: please report this as a bug"
             )
         self._remaining.take()
         return batch
@@ -164,7 +164,9 @@ class RankStream:
             assert self._next() is None, "the stream is longer than the plan"
             if self._moves:
                 self._moves(Move(END, END))
-        elif self._moves and not self._moves(Move(place_of(stands), END, leaves=True)):
+        elif self._moves and not self._moves(
+            Move(stream_place(stands), END, leaves=True)
+        ):
             while self._remaining.next:
                 self._discard()
         self.lifetime.end(EXHAUSTED)
@@ -179,23 +181,23 @@ class RankStream:
             return "the stream starts again for it"
         return self._metrics.run_log.awaited(self.supervisor)
 
-    def _reach(self, at: MicroBatchId, continues: bool) -> None:
+    def _reach(self, position: MicroBatchId, continues: bool) -> None:
         """Go to a place of the schedule, so that its micro-batch comes next.
 
         A stream can start anywhere. It is read on where that costs less than a start.
         """
         if self.is_running:
-            num = self._remaining.before(at)
+            num = self._remaining.before(position)
         else:
             num = None
-        if num is None or not self._reads_on(at, num):
-            self._seek(at, continues)
-            num = self._remaining.before(at)
+        if num is None or not self._reads_on(position, num):
+            self._seek(position, continues)
+            num = self._remaining.before(position)
             assert num is not None, "a stream begins at the step that it was opened for"
         for _ in range(num):
             self._discard()
 
-    def _reads_on(self, at: MicroBatchId, num: int) -> bool:
+    def _reads_on(self, position: MicroBatchId, num: int) -> bool:
         """Return whether to read on, over a number of batches, and not to start again behind them."""
         num_images = num * self._world_size * self._plan.config.micro_batch_size
         is_far = num_images > self._start_images
@@ -203,22 +205,26 @@ class RankStream:
         if not self._moves or stands is None:
             return not is_far
         if num or self._remaining.is_at_start:
-            return not self._moves(Move(place_of(stands), place_of(at), leaves=is_far))
+            return not self._moves(
+                Move(stream_place(stands), stream_place(position), leaves=is_far)
+            )
         # where batches come one after the other, nobody needs to know
         return True
 
-    def _seek(self, at: MicroBatchId, continues: bool) -> None:
+    def _seek(self, position: MicroBatchId, continues: bool) -> None:
         """Start the stream again, at the step of a micro-batch."""
         self.lifetime.end(MOVED)
         fingerprint = self._plan.fingerprint
-        if at.split == "train":
-            self.open(Cursor(at.epoch, at.step, fingerprint))
+        if position.split == "train":
+            self.open(Cursor(position.epoch, position.step, fingerprint))
             return
-        after_training = Cursor(at.epoch, self._plan.steps_per_epoch, fingerprint)
-        if continues and at.step == 0:
+        after_training = Cursor(position.epoch, self._plan.steps_per_epoch, fingerprint)
+        if continues and position.step == 0:
             self.open(after_training)
         else:
-            validation = Segment("val", at.epoch, at.step, self._plan.val_steps)
+            validation = Segment(
+                "val", position.epoch, position.step, self._plan.val_steps
+            )
             self.open(after_training, validation)
 
     def _discard(self) -> None:

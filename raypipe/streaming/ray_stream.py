@@ -20,8 +20,8 @@ from raypipe.rayext.allocation import check_own, cluster_resources, preflight
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
+from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
-from raypipe.rayext.watch import in_worker, this_process
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.moves import Move
 from raypipe.streaming.pipeline import splits
@@ -43,7 +43,7 @@ class _Shared(NamedTuple):
     """Rank 0's message: plan and place of the stream that it has started, and the parts that all ranks use."""
 
     fingerprint: str
-    place: str
+    start_name: str
     iterators: list[DataIterator]
     supervisor: Any
     max_actors: int
@@ -119,14 +119,16 @@ class RayStreams:
         Raises:
             ConfigError, RaypipeError: the ranks want different streams, or not at the same time.
         """
-        place = f"epoch {start.epoch}, step {start.step}"
+        start_name = f"epoch {start.epoch}, step {start.step}"
         if only:
-            place = f"step {only.first_step} of the validation of epoch {only.epoch}"
+            start_name = (
+                f"step {only.first_step} of the validation of epoch {only.epoch}"
+            )
         shared = None
         if self._rank == 0:
-            shared = self._start(start, only, place)
+            shared = self._start(start, only, start_name)
         if self._in_train and self._world_size > 1:
-            shared = self._broadcast(shared, place)
+            shared = self._broadcast(shared, start_name)
         assert shared is not None
         fingerprint = self._spec.plan.fingerprint
         if shared.fingerprint != fingerprint:
@@ -134,16 +136,16 @@ class RayStreams:
                 f"rank {self._rank} has plan {fingerprint}, and rank 0 has {shared.fingerprint}: give all ranks "
                 "the same stores and settings, whole; raypipe hands each rank its share"
             )
-        if shared.place != place:
+        if shared.start_name != start_name:
             raise RaypipeError(
-                f"rank {self._rank} starts the stream at {place}, and rank 0 at {shared.place}: all ranks iterate "
-                "the same passes of the same epochs"
+                f"rank {self._rank} starts the stream at {start_name}, and rank 0 at {shared.start_name}: "
+                "all ranks iterate the same passes of the same epochs"
             )
-        if self._in_train and in_worker():
+        if self._in_train and is_ray_worker():
             self._join(shared.supervisor)
         return shared
 
-    def _start(self, start: Cursor, only: Segment | None, place: str) -> _Shared:
+    def _start(self, start: Cursor, only: Segment | None, start_name: str) -> _Shared:
         """Start the stream's actors, on rank 0."""
         spec = self._spec
         if only:
@@ -152,7 +154,7 @@ class RayStreams:
         connect()  # a loader outside of Ray Train may be the first here to need Ray
         max_actors = self._max_actors
         # a driver may also call its train function
-        if self._in_train and max_actors is None and in_worker():
+        if self._in_train and max_actors is None and is_ray_worker():
             resources = ray.get_runtime_context().get_assigned_resources()
             cpus = resources.get("CPU", 0.0)
             check_own(cluster_resources().cpus, self._world_size, cpus, pool)
@@ -169,9 +171,11 @@ class RayStreams:
             supervisor=supervisor,
             apart=self._apart,
         )
-        return _Shared(spec.plan.fingerprint, place, iterators, supervisor, max_actors)
+        return _Shared(
+            spec.plan.fingerprint, start_name, iterators, supervisor, max_actors
+        )
 
-    def _broadcast(self, shared: _Shared | None, place: str) -> _Shared:
+    def _broadcast(self, shared: _Shared | None, start_name: str) -> _Shared:
         """Return rank 0's message on all ranks, which call this.
 
         The first start may take any time; another one waits for ranks that do not ask for the same no longer than
@@ -190,7 +194,7 @@ class RayStreams:
             return waiting.result(timeout_s)
         except TimeoutError:
             raise RaypipeError(
-                f"rank {self._rank} starts the stream again at {place}, and other ranks have not for "
+                f"rank {self._rank} starts the stream again at {start_name}, and other ranks have not for "
                 f"{timeout_s:g} s (pool.stall_timeout_s): all ranks iterate the same passes, "
                 "also a validation that is made again"
             ) from None

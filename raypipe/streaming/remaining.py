@@ -42,11 +42,11 @@ class Remaining:
         if not segments:
             return None
         step, turn = divmod(self._num_taken, self._per_rank)
-        at = segments[0]
+        first = segments[0]
         return MicroBatchId(
-            at.split,
-            at.epoch,
-            at.first_step + step,
+            first.split,
+            first.epoch,
+            first.first_step + step,
             self._rank + turn * self._world_size,
         )
 
@@ -55,17 +55,17 @@ class Remaining:
         """True if the next one is the first of its segment."""
         return self._num_taken == 0
 
-    def before(self, at: MicroBatchId) -> int | None:
+    def before(self, position: MicroBatchId) -> int | None:
         """Return how many come before the one at a place; None = it does not come, or no more."""
         num = -self._num_taken
         for segment in self._each():
-            if (segment.split, segment.epoch) == (at.split, at.epoch):
-                if not segment.first_step <= at.step < segment.num_steps:
+            if (segment.split, segment.epoch) == (position.split, position.epoch):
+                if not segment.first_step <= position.step < segment.num_steps:
                     return None
-                turn = (at.micro - self._rank) // self._world_size
-                num += (at.step - segment.first_step) * self._per_rank + turn
+                turn = (position.micro - self._rank) // self._world_size
+                num += (position.step - segment.first_step) * self._per_rank + turn
                 return num if num >= 0 else None
-            if segment.epoch > at.epoch:
+            if segment.epoch > position.epoch:
                 return None
             num += self._length(segment)
         return None

@@ -28,7 +28,7 @@ from raypipe.errors import ResourceError
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
-from raypipe.rayext.watch import this_process
+from raypipe.rayext.processes import this_process
 from raypipe.storage.retries import outages_s
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks

@@ -24,7 +24,7 @@ from raypipe.transform.transform_steps import Steps
 # transforms imports this module first.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
-Transform = Callable[..., Any] | str | Steps | Mapping[str, Any] | None
+UserTransform = Callable[..., Any] | str | Steps | Mapping[str, Any] | None
 """A callable on uint8 RGB (H, W, 3), or on what `transform.decode_as` gives, an Albumentations or torchvision v2
 pipeline, None, or what `transform.train` may be; or views of several, `{NAME: (transform, count), …}`."""
 
@@ -51,7 +51,7 @@ class StreamSpec(
 
     plan: Plan
     stores: dict[Split, Store]
-    transforms: dict[Split, Transform] = field(repr=False)
+    transforms: dict[Split, UserTransform] = field(repr=False)
     transform: TransformConfig
     pool: PoolConfig
     quarantine: str = ""

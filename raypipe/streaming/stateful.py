@@ -38,8 +38,8 @@ def saved(state: Mapping[str, Any]) -> memoryview:
     torch.save(state, file)
     file.seek(0)
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
-        for name, part in state.items() if len(state) > 1 else ():
-            saved({name: part})
+        for name, values in state.items() if len(state) > 1 else ():
+            saved({name: values})
         raise ConfigError(
             f"the state_dict of {', '.join(state)} has {', '.join(sorted(unsafe))}, which no resume could load: "
             "give tensors, plain numbers, text, lists and dicts (float(x), torch.from_numpy(x) for NumPy's)"
@@ -73,7 +73,7 @@ def report(
     import ray.train  # 2 s, which those who have no train function need not wait
     from torch.distributed.tensor import DTensor
 
-    state = {name: _unwrapped(part).state_dict() for name, part in parts.items()}
+    state = {name: _unwrapped(model).state_dict() for name, model in parts.items()}
     for name, values in state.items():
         if any(isinstance(value, DTensor) for value in tree_leaves(values)):
             raise ConfigError(
@@ -139,9 +139,9 @@ def restore(parts: Mapping[str, Stateful], folder: Folder) -> None:
         raise ConfigError(
             f"{path} has {', '.join(state)}, and no {', '.join(sorted(missing))}"
         )
-    for name, part in parts.items():
+    for name, model in parts.items():
         try:
-            _unwrapped(part).load_state_dict(state[name])
+            _unwrapped(model).load_state_dict(state[name])
         except (KeyError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"{name} in {path} does not fit this one: {shortened(error)}"
@@ -153,8 +153,8 @@ def shortened(error: Exception) -> str:
     return textwrap.shorten(str(error), 400, placeholder=" …")
 
 
-def _unwrapped(part: Any) -> Any:
+def _unwrapped(model: Any) -> Any:
     """The model in a DDP: a checkpoint is the same for any number of workers."""
-    if isinstance(part, DistributedDataParallel):
-        return part.module
-    return part
+    if isinstance(model, DistributedDataParallel):
+        return model.module
+    return model

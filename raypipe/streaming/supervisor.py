@@ -40,8 +40,9 @@ from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import Split
 from raypipe.rayext.iteration import coordinator_of
-from raypipe.rayext.memory import Memory, forget
-from raypipe.rayext.watch import Process, Watch, here, this_process
+from raypipe.rayext.kv_store import Memory, forget
+from raypipe.rayext.processes import Process, on_this_node, this_process
+from raypipe.rayext.watchdog import StreamWatchdog
 from raypipe.streaming.blocks import fitting
 from raypipe.streaming.moves import Answer, Move, Moves
 
@@ -170,7 +171,7 @@ class Supervisor:
             int, float
         ] = {}  # rank → since when it has waited for a batch
         self._probes: dict[tuple[str, Any], Probe] = {}
-        self._watch = Watch(self.note, self._work_of)
+        self._watch = StreamWatchdog(self.note, self._work_of)
         self._process = this_process("supervisor") if watches else None
         self._memory = memory or (Memory() if watches else None)
         if self._memory and self._memory.lived_before:
@@ -459,7 +460,10 @@ def start_supervisor(
 ) -> Any:
     """A handle of a Supervisor that runs as an actor, on the node of the caller."""
     actor = ray.remote(Supervisor).options(
-        num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here()
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=-1,
+        scheduling_strategy=on_this_node(),
     )
     return actor.remote(MAX_ATTEMPTS, run, log_format, watches)
 

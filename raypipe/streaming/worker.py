@@ -24,7 +24,7 @@ from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.packages import differences
 from raypipe.plan.places import MicroBatchId
-from raypipe.rayext.watch import this_process
+from raypipe.rayext.processes import this_process
 from raypipe.storage import retries
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker, Outcome

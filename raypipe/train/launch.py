@@ -30,8 +30,9 @@ from raypipe.rayext.allocation import Allocation, preflight
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.cluster_state import started_here
 from raypipe.rayext.failures import cause_of, explanation
+from raypipe.rayext.head import is_head_lost
+from raypipe.rayext.startup import Wait, only_start
 from raypipe.rayext.tweaks import await_progress, begin_progress
-from raypipe.rayext.waiting import Wait, is_head_lost, only_start
 from raypipe.rayext.worker_logs import gets_worker_logs
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import is_remote, join_address, open_filesystem
@@ -322,7 +323,7 @@ def _fit(
 ) -> dict[str, Any]:
     """Train on the allocated resources; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from raypipe.rayext.trainer import RunTrainer, ray_config
-    from raypipe.train.loop import train_loop
+    from raypipe.train.train_function import train_loop
 
     run = loop["run"]
     run_uri = loop["run_uri"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -15,68 +13,24 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from ray.train.collective import broadcast_from_rank_zero
 
+from raypipe import StreamSpec, loader
 from raypipe.config import RunConfig
-from raypipe.errors import BadSamplesError, ConfigError, RaypipeError
-from raypipe.logs import configure_logs
-from raypipe.plan.places import MicroBatchId
-from raypipe.progress import begin_phases, phase, print_progress, relay_progress
-from raypipe.rayext.tweaks import quiet_trainer
-from raypipe.storage.files import write_json
-from raypipe.storage.filesystem import join_address, open_filesystem
-from raypipe.storage.lease import is_held
-from raypipe.streaming.checkpoints import (
-    Checkpoint,
-    find_newest,
-    read_state,
-    write_checkpoint,
-)
+from raypipe.errors import BadSamplesError
 from raypipe.streaming.epochs import Batches
-from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.stateful import loaded
-from raypipe.train.background import CheckpointWriter
 from raypipe.train.learning import Learner, amp_dtype
-from raypipe.train.models import build_schedule
-from raypipe.train.run_folder import FIGURES_FILE, answer_stop, stop_requested
-from raypipe.train.validation import UserMetric, Validation
+from raypipe.train.models import build_metric, build_schedule
+from raypipe.train.run_checkpoints import RunCheckpoints
+from raypipe.train.validation import Validation
 
-logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
-T = TypeVar("T")
+_Samples = list[tuple[Any, list[int]]]
+"""Positions of a step's micro-batches, with their samples."""
 
 # Period of lines of progress between those that end an epoch.
 _LINE_EVERY_S = 10.0
-
-
-def train_loop(config: dict[str, Any]) -> None:
-    """Train on each Ray Train worker, and write the run's figures to its folder.
-
-    Args:
-        config: the arguments of `Trainer`; `relays`, whether the driver shows progress that this process relays;
-            and `begun`, the start time of the run.
-    """
-    quiet_trainer()
-    options = dict(config)
-    rank = ray.train.get_context().get_world_rank()
-    is_first = rank == 0
-    relays = options.pop("relays")
-    relay_progress(relays)
-    configure_logs(options["run"].log_format, run=options["spec"].run, rank=rank)
-    begin_phases(options.pop("begun"))
-    if is_first:
-        phase(logger, "starting the stream and the model")
-    trainer = Trainer(**options)
-    if is_first:
-        phase(logger, "waiting for the first micro-batch")
-    for _ in trainer.epochs():
-        pass
-    if is_first:
-        write_json(join_address(trainer.run_uri, FIGURES_FILE), trainer.figures())
-        if relays:
-            print_progress(logger, "")  # the end of it
 
 
 class Trainer:
@@ -109,58 +63,52 @@ class Trainer:
         self._start = start
         self.run_uri = run_uri
         self.stopping = False
-        self._lease = lease
-        self._check_lease()
-        # All ranks start from rank 0's checkpoint, since each might find a different one.
-        ranks = ray.train.get_context()
-        checkpoint = None
-        content = b""
-        if ranks.get_world_rank() == 0 and (checkpoint := self._newest()):
-            checkpoint, content = checkpoint._replace(state=b""), checkpoint.state
-        if ranks.get_world_size() > 1:
-            checkpoint = broadcast_from_rank_zero(checkpoint)
-        self._checkpoint = checkpoint.name if checkpoint else ""
-        if device:
-            self.device = torch.device(device)
-        else:
-            self.device = ray.train.torch.get_device()
-        # The stream comes first, so that its pool starts while the model is built.
-        self.loader: Loader = loader(
-            spec,
-            max_actors=max_actors or None,
-            device=self.device,
-            cursor=checkpoint.cursor if checkpoint else spec.plan.start(),
-            augment=run.augment,
-            dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
-            run_dir=run_uri,
+        self._checkpoints = RunCheckpoints(
+            run_uri, spec.plan, run.train.start_from, lease
         )
-        self._described = self.loader.described(run.train.model)
+        self.device = torch.device(device or ray.train.torch.get_device())
+        # The stream comes first, so that its pool starts while the model is built.
+        self.loader = self._open_loader(spec, max_actors)
         self._metrics = self.loader.metrics
-        self._metrics.interval_s = math.inf
-        self._metrics.is_run = True
-        self._metrics.tell("checkpointed")
-        self.loader.stop_when(functools.partial(stop_requested, run_uri))
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
         self.learner = Learner(
             run, num_classes, self.device, self.world_size, has_classes
         )
         self._schedule = build_schedule(run.train)
-        self._val_metric = UserMetric(run.train.metrics) if run.train.metrics else None
+        self._val_metric = None
+        if run.train.metrics:
+            self._val_metric = build_metric(run.train.metrics)
         self.metrics: dict[str, Any] = {
             "val_accuracy": None,
             "train_s": 0.0,
             "wait_s": 0.0,
             "images": 0,
         }
-        if checkpoint:
-            self.learner.load(
-                loaded(content or read_state(open_filesystem(checkpoint.address)))
-            )
-            self.metrics |= checkpoint.metrics
-            del content
+        if start_values := self._checkpoints.take_start():
+            state, metrics = start_values
+            self.learner.load(state)
+            self.metrics |= metrics
         self._shown_at = -_LINE_EVERY_S
-        self._writer = CheckpointWriter()
+
+    def _open_loader(self, spec: StreamSpec, max_actors: int) -> Loader:
+        """Start the stream where the run begins; the loop records its training itself."""
+        run = self.run
+        stream = loader(
+            spec,
+            max_actors=max_actors or None,
+            device=self.device,
+            cursor=self._checkpoints.cursor,
+            augment=run.augment,
+            dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
+            run_dir=self.run_uri,
+        )
+        stream.metrics.interval_s = math.inf
+        stream.metrics.is_run = True
+        stream.metrics.tell("checkpointed")
+        stream.stop_when(self._checkpoints.stop_requested)
+        self._described = stream.described(run.train.model)
+        return stream
 
     def epochs(self) -> Iterator[None]:
         """Train the rest of the run; yield after each epoch and its validation."""
@@ -196,7 +144,7 @@ class Trainer:
             ends.callback(self.loader.close)
             ends.enter_context(self._metrics.saving(self._awaited))
             # also uploads the records to the run's folder
-            ends.callback(self._writer.wait)
+            ends.callback(self._checkpoints.wait)
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place."""
@@ -204,7 +152,7 @@ class Trainer:
             dist.all_reduce(sums)
         return sums
 
-    def _of_all_ranks(self, value: T) -> list[T]:
+    def _of_all_ranks(self, value: _T) -> list[_T]:
         """Return the values of all ranks, which call this."""
         if self.world_size == 1:
             return [value]
@@ -221,7 +169,7 @@ class Trainer:
         losses: list[
             torch.Tensor
         ] = []  # kept on the device, so that the host does not wait
-        samples: list[tuple[MicroBatchId, list[int]]] = []
+        samples: _Samples = []
         begins_step = True
         first = not self.loader.times().images
         lr = 0.0
@@ -265,7 +213,7 @@ class Trainer:
                     losses = []
                 self._report()
 
-    def _log_samples(self, samples: list[tuple[MicroBatchId, list[int]]]) -> None:
+    def _log_samples(self, samples: _Samples) -> None:
         ranks = self._of_all_ranks(samples)
         if log := self._metrics.run_log.log:
             rows = sorted(
@@ -296,14 +244,11 @@ class Trainer:
         Returns:
             Whether a checkpoint is due, by the clock or because a node of the trainers is about to go.
         """
-        self._writer.check()
+        self._checkpoints.check()
         is_due = self.loader.should_checkpoint(self.run.train.checkpoint_s, at_once)
         self.stopping = self.loader.stopping
         if self.stopping and self.loader.rank == 0:
-            with contextlib.suppress(
-                ConfigError
-            ):  # if the disk is full, the checkpoint raises
-                answer_stop(self.run_uri)
+            self._checkpoints.answer_stop()
         return is_due
 
     @torch.no_grad()
@@ -317,11 +262,16 @@ class Trainer:
             correct = torch.zeros_like(batch.weight)
             if self.learner.has_classes:
                 correct = (logits.argmax(1) == batch.target).float()
-            at = batch.position
+            position = batch.position
             validation.add(
-                (at.step, at.micro), losses, correct, batch.weight, logits, batch.target
+                (position.step, position.micro),
+                losses,
+                correct,
+                batch.weight,
+                logits,
+                batch.target,
             )
-            if batch.ends_step and at.step + 1 < batches.segment.num_steps:
+            if batch.ends_step and position.step + 1 < batches.segment.num_steps:
                 is_due = self._look()
                 if (
                     self.stopping
@@ -363,7 +313,7 @@ class Trainer:
 
     def _awaited(self) -> str:
         """Describe why a checkpoint waits."""
-        if self._writer.is_writing:
+        if self._checkpoints.is_writing:
             return f"the previous one is being written to {self.run_uri}"
         if self.world_size == 1:
             return "Ray Train's controller has not noted it yet"
@@ -372,51 +322,21 @@ class Trainer:
     def _save(self) -> None:
         metrics = self.figures()
         notice = self.loader.notice
-        begun_at = time.perf_counter()
-        if log := self._metrics.run_log.log:
-            cursor = self.loader.cursor
 
-            def write(state: memoryview) -> None:
-                log.sync()
-                self._check_lease()
-                self._checkpoint = write_checkpoint(
-                    self.run_uri,
-                    cursor,
-                    state,
-                    metrics,
-                    before=self._checkpoint,
-                    described=self._described,
-                )
-                self._metrics.tell("checkpointed")
-                notice.saved_in(time.perf_counter() - begun_at)
+        def after(seconds: float) -> None:
+            self._metrics.tell("checkpointed")
+            notice.saved_in(seconds)
 
-            self._writer.save(self.learner.state(), write)
-            if (
-                notice.is_last
-            ):  # after the report below, any rank may end, which ends all
-                self._writer.wait()
+        if log := self._metrics.run_log.log:  # on rank 0
+            self._checkpoints.save(
+                self.learner.state(),
+                self.loader.cursor,
+                metrics,
+                self._described,
+                log.sync,
+                after,
+            )
+            # After the report below, any rank may end, which ends all.
+            if notice.is_last:
+                self._checkpoints.wait()
         ray.train.report(metrics)
-
-    def _newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint, with its state; log those that are skipped."""
-        newest, skipped = find_newest(
-            self.run_uri,
-            self.plan.check,
-            with_state=True,
-            start_from=self.run.train.start_from,
-        )
-        for name, reason in skipped.items():
-            print_progress(logger, f"not resumed from {name}: {reason}")
-        if skipped:
-            print_progress(
-                logger, f"resumed from {newest.name if newest else 'the beginning'}"
-            )
-        return newest
-
-    def _check_lease(self) -> None:
-        if self._lease and not is_held(self.run_uri, self._lease):
-            raise RaypipeError(
-                f"{self.run_uri} no longer belongs to this run: either another run has taken it, or this machine "
-                "cannot see it. If trainers run on several machines, set storage_path to a folder that all of "
-                "them share, or to a bucket"
-            )

@@ -41,7 +41,7 @@ def check_code(config: TrainConfig, channels: int) -> None:
         elif name == "model":
             check_model(address, channels)
     if config.metrics:
-        UserMetric(config.metrics)
+        build_metric(config.metrics)
 
 
 def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
@@ -189,6 +189,11 @@ def build_loss(config: TrainConfig, *, smooth: bool = True) -> Loss:
         return import_name(config.loss, "train.loss")
     smoothing = config.label_smoothing if smooth else 0.0
     return functools.partial(cross_entropy, reduction="none", label_smoothing=smoothing)
+
+
+def build_metric(address: str) -> UserMetric:
+    """Import the metric of `train.metrics`."""
+    return UserMetric(address, import_name(address, "train.metrics"))
 
 
 def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from raypipe.errors import ConfigError
-from raypipe.importing import import_name
 
 Gather = Callable[[Any], list[Any]]
 """Value of this rank → the values of all ranks."""
@@ -31,15 +30,16 @@ class UserMetric:
     """The metric of `train.metrics`: a function, or an object like those of torchmetrics.
 
     Args:
-        address: `module:name`.
+        address: `module:name`, for messages and for the name of an object's value.
+        value: the function or the object.
 
     Raises:
-        ConfigError: it does not exist, or is neither.
+        ConfigError: it is neither.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, value: Any) -> None:
         self.setting = f"train.metrics={address}"
-        self._value = import_name(address, "train.metrics")
+        self._value = value
         self._name = address.rpartition(":")[2].rpartition(".")[2]
         self.is_object = hasattr(self._value, "update")
         is_whole = all(hasattr(self._value, name) for name in _METHODS)

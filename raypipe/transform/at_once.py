@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
+from raypipe.kernel import DONE, Job, Op
 from raypipe.plan.order import mix64
 from raypipe.plan.places import Sides
-from raypipe.transform import kernel, reference
 from raypipe.transform.decode import decode
 from raypipe.transform.fields import IMAGE, VIEW, chroma_of
 from raypipe.transform.jpeg import scaled_boxes
 from raypipe.transform.jpeg_header import jpeg_orientation
-from raypipe.transform.kernel import DONE, Job
-from raypipe.transform.ops import Op
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import Samples
 from raypipe.transform.views import view_key
@@ -305,7 +304,7 @@ def _whole(job: Job) -> Job:
 def _by_reference(image: np.ndarray, jobs: Sequence[Job], row: int) -> bool:
     try:
         for job in jobs:
-            job.put(row, reference.apply_all(image, job.ops, job.params[row]))
+            job.put(row, kernel.apply_all(image, job.ops, job.params[row]))
     except ValueError:
         return False
     return True

@@ -9,6 +9,7 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.stores.base import Store
+from raypipe.transform.albumentations import find_program, why_no_program
 from raypipe.transform.encoded import EncodedImages
 from raypipe.transform.presets import (
     build_transform,
@@ -16,7 +17,6 @@ from raypipe.transform.presets import (
     num_pixels,
     takes_size,
 )
-from raypipe.transform.program import find_program, why_no_program
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import has_sizes
 from raypipe.transform.targets import check_columns

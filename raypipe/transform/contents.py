@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
+from raypipe.kernel import follow
 from raypipe.plan.places import Sides
-from raypipe.transform import kernel
 from raypipe.transform.at_once import (
     ProgramsAtOnce,
     by_field,
@@ -32,7 +33,6 @@ from raypipe.transform.draws import Key
 from raypipe.transform.encoded import EncodedImages, check_whole
 from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
-from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import Undecoded, open_for_crop
 from raypipe.transform.presets import build_transform
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples

@@ -30,7 +30,7 @@ import simplejpeg
 from raypipe.errors import SampleError
 from raypipe.stores.numbers import NPY
 from raypipe.transform.image_header import damage_in, image_kind, plain_size
-from raypipe.transform.jpeg import decode_jpeg, upright
+from raypipe.transform.jpeg import check_checksum, decode_jpeg, upright
 from raypipe.transform.jpeg_header import (
     jpeg_frame,
     jpeg_orientation,
@@ -38,7 +38,6 @@ from raypipe.transform.jpeg_header import (
     orientation_of,
 )
 from raypipe.transform.pillow_images import open_pillow, png_orientation
-from raypipe.transform.seekable import check_checksum
 
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 _BAND_PIXELS = 1 << 20  # pixels converted at a time

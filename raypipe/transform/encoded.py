@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError
+from raypipe.kernel import CUBIC, LINEAR, Op, Pad, Program, native_step
 from raypipe.transform.decode import decode, image_size, stored_bytes
 from raypipe.transform.draws import Key
 from raypipe.transform.encoded_map import (
@@ -33,11 +34,8 @@ from raypipe.transform.encoded_map import (
     axis_columns,
 )
 from raypipe.transform.fields import Field
-from raypipe.transform.geometry_steps import CUBIC, LINEAR, Pad
-from raypipe.transform.ops import Op
-from raypipe.transform.program import Program, native_step
+from raypipe.transform.jpeg import check_checksum
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.seekable import check_checksum
 from raypipe.transform.user_code import failed
 
 _MOVES = {Op.CROP, Op.RESIZE, Op.PAD, Op.TURN}

@@ -25,9 +25,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from raypipe.kernel import rgb
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.memory import reused_arrays
-from raypipe.transform.wire import rgb
 
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
 

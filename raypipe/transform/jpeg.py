@@ -22,16 +22,16 @@ import simplejpeg
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
-from raypipe.plan.places import Sides
-from raypipe.transform.jpeg_header import jpeg_orientation, jpeg_size, without_profile
-from raypipe.transform.kernel import (
+from raypipe.kernel import (
     EXTRA_COLUMNS,
     SCALES,
     WHOLE,
     decode_crop,
+    is_intact,
     why_no_kernel,
 )
-from raypipe.transform.seekable import check_checksum
+from raypipe.plan.places import Sides
+from raypipe.transform.jpeg_header import jpeg_orientation, jpeg_size, without_profile
 
 Box = tuple[int, int, int, int]
 """(top, left, height, width), pixels of an image, inside it."""
@@ -210,3 +210,12 @@ def upright(image: np.ndarray, orientation: int) -> np.ndarray:
     flips = {2: (1, -1), 3: (-1, -1), 4: (-1, 1), 6: (1, -1), 7: (-1, -1), 8: (-1, 1)}
     rows, columns = flips.get(orientation, (1, 1))
     return np.ascontiguousarray(image[::rows, ::columns])
+
+
+def check_checksum(data: bytes | memoryview) -> None:
+    """Raise SampleError where a seekable JPEG is not as it was written; any other file passes."""
+    if not is_intact(data):
+        raise SampleError(
+            f"damaged JPEG: its checksum is wrong ({len(data)} bytes). If another program has edited the file "
+            "since it was made seekable, convert the original again"
+        )

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from raypipe.errors import SampleError
+from raypipe.kernel import MAX_DECODE_BYTES, MAX_PIXELS
 
-MAX_DECODE_BYTES = 5 << 28
-"""1.25 GiB: what the decoding of one image may take at a time, the pixels that come out included. Two copies of a
-photo of 200 MP as RGB, 16,384 x 12,288 pixels, as phones take them: cv2 holds two, and so does an upright turn."""
-MAX_PIXELS = MAX_DECODE_BYTES // 6
-"""223,696,213: at two copies as RGB. What takes more has fewer."""
 MAX_SCANNED_PIXELS = 16 * 178_956_970
 """Pixels times scans of a JPEG, of which a core does 1.5 to 7 thousand million in a second. Encoders write about
 10 scans; of photos of 12 MP 238 are read."""

@@ -22,9 +22,9 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name, raised_at
+from raypipe.kernel import program_of
 from raypipe.mistakes import choices
 from raypipe.transform.ending import take_ending
-from raypipe.transform.program import program_of
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
 from raypipe.transform.transform_steps import Steps, build_steps

@@ -4,7 +4,7 @@ Kinds of transform are distinguished by the names of their classes, so torch and
 only for users of them:
 
     kind             is given                                its randomness, set from the key
-    program          uint8 HWC                               drawn here, see `raypipe.transform.program`
+    program          uint8 HWC                               drawn here, see `raypipe.kernel.program`
     Albumentations   image=uint8 HWC, from the first step    its own generators, shared and rewound; with steps
                      on that is not known here               that are the user's code, the global ones as well
     torchvision      tv_tensors.Image, uint8 CHW             torch's, random's and numpy's global ones
@@ -31,17 +31,16 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 
+from raypipe import kernel
 from raypipe.errors import ConfigError
+from raypipe.kernel import DONE, POINTS, Job, Program, follow
 from raypipe.plan.places import Sides
-from raypipe.transform import kernel, reference
+from raypipe.transform.albumentations import find_program
 from raypipe.transform.draws import Key, KeyedGenerator
 from raypipe.transform.ending import for_tensors, is_composition, is_tensor
 from raypipe.transform.fields import VIEW
-from raypipe.transform.follow import POINTS, follow
 from raypipe.transform.jpeg import Box, Undecoded
-from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.process_state import seed_process
-from raypipe.transform.program import Program, find_program
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
 from raypipe.transform.user_code import rng_parameter
@@ -203,7 +202,7 @@ class SampleTransform:
             params[1:5] = 0, 0, *image.shape[:2]
         image, out = np.ascontiguousarray(image), np.empty((*program.size, 3), np.uint8)
         if kernel.run([image], [Job(program.ops, params[None], out[None])])[0] != DONE:
-            return reference.apply_all(image, program.ops, params)
+            return kernel.apply_all(image, program.ops, params)
         return out
 
     def finish(

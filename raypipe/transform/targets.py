@@ -8,7 +8,7 @@
     keypoints  K keypoints [x, y, label], as boxes, three to a keypoint        float32 (K, 3)
 
 x1 and y1 are one past the last pixel, so x1 - x0 is a width. A keypoint is a pixel: (0, 0) is the first one. Both
-move as Albumentations moves them, see `raypipe.transform.follow`. A malformed target makes a bad sample.
+move as Albumentations moves them, see `raypipe.kernel.annotations`. A malformed target makes a bad sample.
 """
 
 from __future__ import annotations

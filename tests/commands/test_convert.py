@@ -20,16 +20,16 @@ import pytest
 import ray
 from PIL import Image
 
+from raypipe import kernel
 from raypipe.commands import cli, tasks
 from raypipe.commands.convert import convert as _convert
 from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
+from raypipe.kernel import is_seekable
 from raypipe.stores import open_store
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.destination import new_path, write_atomically
 from raypipe.stores.memory import MemoryStore
-from raypipe.transform import kernel
 from raypipe.transform.decode import decode
-from raypipe.transform.seekable import is_seekable
 
 from pictures import CLASSES, picture  # isort: skip
 

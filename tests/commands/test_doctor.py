@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from raypipe import kernel
 from raypipe.commands import doctor
 from raypipe.commands.cli import main
-from raypipe.transform import jpeg, kernel
+from raypipe.kernel import extension
+from raypipe.transform import jpeg
 
 
 def test_a_machine_that_runs_the_tests_is_fit() -> None:
@@ -54,7 +56,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_the_extension_it_warns_and_says_how_to_build_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (jpeg, kernel):
+    for module in (jpeg, kernel, extension):
         monkeypatch.setattr(module, "why_no_kernel", lambda: "not built")
     check = doctor.examined("decoding")
     assert (check["status"], check["found"]) == (

@@ -19,7 +19,7 @@ from process_state import undisturbed
 
 from raypipe.commands.cli import main
 from raypipe.commands.picture import Tile, draw_grid
-from raypipe.commands.preview import Preview, find, preview
+from raypipe.commands.preview import Preview, find_draws, preview
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
@@ -73,7 +73,7 @@ def first_of(shown: Preview, epoch: int = 0) -> list[int]:
 def test_a_sample_is_found_in_its_micro_batch_or_left_out() -> None:
     shown = made(memory(35))  # two steps of 16, and 3 samples too many
     for epoch in range(2):
-        places = find(shown.plan, epoch, range(35))
+        places = find_draws(shown.plan, epoch, range(35))
         assert sum(at is None for at, _ in places) == 3
         for index, (at, row) in enumerate(places):
             assert at is None or (at.epoch, shown.plan.indices(at)[row]) == (
@@ -97,7 +97,7 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
     augment = replace(augment, strength=(1, 1, 0))
     shown = made(store, augment)
     in_both = zip(
-        *(find(shown.plan, epoch, range(30)) for epoch in (0, 2)), strict=True
+        *(find_draws(shown.plan, epoch, range(30)) for epoch in (0, 2)), strict=True
     )
     indices = [
         index for index, places in enumerate(in_both) if all(at for at, _ in places)
@@ -118,7 +118,7 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
         )
         for number, epoch in enumerate((0, 2)):
             transformed, fed = row[1 + 2 * number : 3 + 2 * number]
-            ((at, place),) = find(shown.plan, epoch, [index])
+            ((at, place),) = find_draws(shown.plan, epoch, [index])
             assert at is not None
             draws = shown.plan.draw(at)
             columns, keys = (
@@ -173,7 +173,7 @@ def test_the_caption_of_a_mixed_tile_is_its_target(
     for index, row in zip(
         first_of(shown), shown.tiles(first_of(shown), [0])[0], strict=True
     ):
-        ((at, place),) = find(shown.plan, 0, [index])
+        ((at, place),) = find_draws(shown.plan, 0, [index])
         assert at is not None
         _, mixed, _ = shown.stages(shown._maker.batch(at))
         assert mixed is not None
@@ -199,7 +199,7 @@ def test_a_bad_sample_is_grey_with_the_reason_and_its_substitute_follows() -> No
     shown = made(memory(bad=bad))
     decoded, transformed, fed = shown.tiles([bad], [0])[0][0]
     assert decoded.image is None and "JPEG" in decoded.reason
-    ((at, _),) = find(shown.plan, 0, [bad])
+    ((at, _),) = find_draws(shown.plan, 0, [bad])
     assert at is not None
     substitute = shown.plan.substitute(at, bad, 0)
     assert transformed.lines[-1] == f"bad: sample {substitute} stands in"
@@ -232,7 +232,7 @@ def test_a_sample_that_the_transform_fails_on_has_a_substitute(
 
 def test_a_sample_that_an_epoch_leaves_out_is_grey() -> None:
     shown = made(memory(35))
-    index = [at for at, _ in find(shown.plan, 1, range(35))].index(None)
+    index = [at for at, _ in find_draws(shown.plan, 1, range(35))].index(None)
     tile = shown.tiles([index], [1])[0][0][1]
     assert (tile.image, tile.reason) == (None, "not drawn in this epoch")
 
@@ -519,7 +519,7 @@ def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
     rows, names = shown.tiles(indices, [0, 1])
     assert names == ["global 0", "global 1", "local 0", "local 1", "local 2"]
     device = DeviceAugment(FLIP, torch.device("cpu"))
-    ((at, place),) = find(shown.plan, 0, indices[:1])
+    ((at, place),) = find_draws(shown.plan, 0, indices[:1])
     assert at is not None
     host = shown._maker.batch(at)
     views = {

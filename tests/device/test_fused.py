@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raypipe.device.augment import PRESETS
-from raypipe.device.fused import Fused, FusedParams, apply, draw, pack
+from raypipe.device.fused import Fused, FusedParams, apply, draw_params, pack
 
 ROWS, HEIGHT, WIDTH = 5, 24, 32
 STRONG = PRESETS["strong"]
@@ -215,7 +215,7 @@ def test_erasing() -> None:
 
 
 def test_draws_are_as_often_and_as_far_as_they_should_be() -> None:
-    found = draw(STRONG, np.random.default_rng(0), 20_000, 100, 50)
+    found = draw_params(STRONG, np.random.default_rng(0), 20_000, 100, 50)
     assert found.flip.mean() == pytest.approx(0.5, abs=0.02)
     assert (found.scale != 1).mean() == pytest.approx(0.5, abs=0.02)
     assert (found.brightness != 1).mean() == pytest.approx(0.8, abs=0.02)
@@ -267,7 +267,8 @@ def test_a_preset_draws_for_its_operations_what_a_larger_one_does() -> None:
         STRONG, **{name: value for name, value in asdict(standard).items() if value}
     )
     one, other = (
-        draw(each, np.random.default_rng(1), 64, 32, 32) for each in (standard, larger)
+        draw_params(each, np.random.default_rng(1), 64, 32, 32)
+        for each in (standard, larger)
     )
     for name in ("flip", "brightness", "contrast", "saturation", "box"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
@@ -278,6 +279,6 @@ def test_strength_scales_the_share_of_rows(preset: str) -> None:
     fused = PRESETS[preset]
     assert fused is not None
     for strength in (0.0, 0.5, 1.0):
-        found = draw(fused, np.random.default_rng(2), 10_000, 32, 32, strength)
+        found = draw_params(fused, np.random.default_rng(2), 10_000, 32, 32, strength)
         assert (found.brightness != 1).mean() == pytest.approx(0.8 * strength, abs=0.02)
         assert found.flip.mean() == pytest.approx(0.5 * strength, abs=0.02)

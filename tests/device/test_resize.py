@@ -11,11 +11,11 @@ from encoded import encoded, keys_of, saved
 from torch.nn.functional import interpolate
 
 from raypipe.config import TransformConfig
-from raypipe.device.resize import resize
+from raypipe.device.resize import resize_boxes
+from raypipe.kernel import Op
 from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
 from raypipe.transform.encoded_map import MAP, box_of_map
-from raypipe.transform.ops import Op
 
 IMAGES = [
     saved(0),
@@ -101,7 +101,7 @@ def test_all_at_once_is_what_torch_makes_of_each(name: str) -> None:
     params, _ = program.draw(
         keys_of(4), np.array([image.shape[:2] for image in images])
     )
-    made = resize(boxes(batch[MAP]), batch[MAP]).numpy()
+    made = resize_boxes(boxes(batch[MAP]), batch[MAP]).numpy()
     for row, image in enumerate(images):
         apart = np.abs(made[row] - step_by_step(image, program, params[row]))
         assert apart.max() < 1.5 and apart.mean() < 0.4, (
@@ -111,9 +111,10 @@ def test_all_at_once_is_what_torch_makes_of_each(name: str) -> None:
 
 def test_an_image_has_the_same_bits_alone_and_among_others() -> None:
     maps = encoded(IMAGES)[MAP]
-    together = resize(boxes(maps), maps)
+    together = resize_boxes(boxes(maps), maps)
     alone = [
-        resize([box], maps[row : row + 1])[0] for row, box in enumerate(boxes(maps))
+        resize_boxes([box], maps[row : row + 1])[0]
+        for row, box in enumerate(boxes(maps))
     ]
     assert all(
         torch.equal(one, other) for one, other in zip(together, alone, strict=True)
@@ -123,10 +124,13 @@ def test_an_image_has_the_same_bits_alone_and_among_others() -> None:
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_neither_threads_nor_precision_of_products_change_a_bit(precision: str) -> None:
     maps = encoded(IMAGES)[MAP]
-    expected, before = resize(boxes(maps), maps), torch.get_float32_matmul_precision()
+    expected, before = (
+        resize_boxes(boxes(maps), maps),
+        torch.get_float32_matmul_precision(),
+    )
     torch.set_float32_matmul_precision(precision)
     try:
-        assert torch.equal(resize(boxes(maps), maps), expected)
+        assert torch.equal(resize_boxes(boxes(maps), maps), expected)
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -134,4 +138,4 @@ def test_neither_threads_nor_precision_of_products_change_a_bit(precision: str) 
 def test_one_color_stays_that_color_at_any_scale() -> None:
     maps = encoded([saved(0, sides=(1000, 40))] * 2, "resize")[MAP]
     plain = torch.full((3, 1000, 40), 251, dtype=torch.uint8)
-    assert resize([plain, plain], maps).unique().tolist() == [251]
+    assert resize_boxes([plain, plain], maps).unique().tolist() == [251]

@@ -31,8 +31,8 @@ import raypipe.device.prefetcher
 import raypipe.device.ring
 from raypipe.device.decode import BoxDecoder, DeviceDecoder
 from raypipe.errors import ConfigError
+from raypipe.kernel import yuv420
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform import wire
 from raypipe.transform.encoded_map import DATA, MAP, Box
 from raypipe.transform.fields import MicroBatch
 
@@ -102,7 +102,7 @@ def host_batch(
         "label": rng.integers(0, 1 << 40, size),
     }
     if has_planes:
-        fields["image"], fields["chroma.image"] = wire.planes(fields["image"])
+        fields["image"], fields["chroma.image"] = yuv420.planes(fields["image"])
     weight, index = rng.random(size, np.float32), np.arange(size)
     if targets:
         fields |= {"mask": rng.integers(0, 256, (size, 4, 5), dtype=np.uint8)}

@@ -14,7 +14,7 @@ from ray.dashboard.modules.job.job_supervisor import JobSupervisor
 
 from raypipe.commands import status
 from raypipe.config import TrainConfig, TransformConfig
-from raypipe.rayext import controller, sentry, train_runs, watch
+from raypipe.rayext import controller, processes, train_runs, watchdog
 from raypipe.storage import lease, retries
 from raypipe.streaming import run_log, supervisor
 
@@ -50,22 +50,23 @@ def turns_until(period_s: float, is_over: Callable[[float], bool]) -> float:
 
 def of_stream() -> float:
     """A stopped actor, reader, trainer or coordinator: the stream is still, and then a turn looks twice."""
-    return watch._STILL_S + watch._PERIOD_S + watch._SURE_S
+    return watchdog._STILL_S + watchdog._PERIOD_S + processes._SURE_S
 
 
 def of_supervisor() -> float:
     """A stopped Supervisor: a rank's question, turns that wait for its answer, and two looks."""
-    turn_s = 2 * sentry._PERIOD_S  # a pause, and a wait for the answer
-    asked_s = sentry._PERIOD_S
+    turn_s = 2 * watchdog._SUPERVISOR_PERIOD_S  # a pause, and a wait for the answer
+    asked_s = watchdog._SUPERVISOR_PERIOD_S
     checked_s = (
-        turns_until(turn_s, lambda now: now >= sentry._ANSWER_S) + sentry._PERIOD_S
+        turns_until(turn_s, lambda now: now >= watchdog._SUPERVISOR_ANSWER_S)
+        + watchdog._SUPERVISOR_PERIOD_S
     )
-    return asked_s + checked_s + watch._SURE_S
+    return asked_s + checked_s + processes._SURE_S
 
 
 def of_controller() -> float:
     """A stopped controller of Ray Train: turns of the driver that see it so, and a last look."""
-    return controller._PERIOD_S * controller._STOPPED_TURNS + watch._SURE_S
+    return controller._PERIOD_S * controller._STOPPED_TURNS + processes._SURE_S
 
 
 def of_trainer() -> float:

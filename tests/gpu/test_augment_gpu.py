@@ -17,11 +17,11 @@ from raypipe.device import wire as device_wire
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
+from raypipe.kernel import yuv420
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import Ema
 from raypipe.train.models import build_optimizer, small_model
 from raypipe.train.ordered import StepBatchNorm
-from raypipe.transform import wire
 from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
@@ -157,8 +157,8 @@ def test_planes_become_the_images_of_numpy_and_the_host_never_waits(
     )
     planes = [torch.from_numpy(plane).to(cuda()) for plane in (luma, chroma)]
     with waiting_is_an_error():
-        images = device_wire.rgb(*planes)
-    assert np.array_equal(images.cpu().numpy(), wire.rgb(luma, chroma))
+        images = device_wire.merge_planes(*planes)
+    assert np.array_equal(images.cpu().numpy(), yuv420.rgb(luma, chroma))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import ConfigError
-from raypipe.metrics.records import METRICS, parse, read_records
+from raypipe.metrics.records import RECORDS, parse_records, read_records
 
 
 def lines(*records: dict[str, object]) -> bytes:
@@ -24,7 +24,7 @@ def train(step: int, loss: float = 0.0) -> dict[str, object]:
 def test_what_a_run_did_over_again_holds_once_as_it_was_done_last() -> None:
     first = [start(0), *(train(step) for step in range(1, 7))]
     again = [start(3), *(train(step, loss=1.0) for step in range(4, 9))]
-    assert parse(lines(*first, *again)) == [*first[:4], *again]
+    assert parse_records(lines(*first, *again)) == [*first[:4], *again]
 
 
 def test_what_happened_holds_even_where_the_steps_were_done_again() -> None:
@@ -32,7 +32,7 @@ def test_what_happened_holds_even_where_the_steps_were_done_again() -> None:
         {"kind": "fault", "step": 5, "text": "x"},
         {"kind": "scale", "step": 5, "text": "y"},
     )
-    assert parse(lines(start(0), train(5), fault, scale, start(0))) == [
+    assert parse_records(lines(start(0), train(5), fault, scale, start(0))) == [
         start(0),
         fault,
         scale,
@@ -47,8 +47,8 @@ def test_a_validation_that_is_done_again_holds_once() -> None:
     )
     before = [start(0), train(4), val, told_of]
     again = start(4, validates=True)
-    assert parse(lines(*before, again, val)) == [start(0), train(4), again, val]
-    assert parse(lines(*before, start(4))) == [*before, start(4)]
+    assert parse_records(lines(*before, again, val)) == [start(0), train(4), again, val]
+    assert parse_records(lines(*before, start(4))) == [*before, start(4)]
 
 
 def test_lines_that_are_no_record_are_left_out() -> None:
@@ -60,7 +60,7 @@ def test_lines_that_are_no_record_are_left_out() -> None:
         b'{"step": "3"}',
         b"\x00" * 9,
     ]
-    found = parse(
+    found = parse_records(
         lines(train(1)) + b"\n".join(bad) + b"\n" + lines(train(2)) + b'{"kind": "tra'
     )
     assert found == [train(1), train(2)]
@@ -68,7 +68,7 @@ def test_lines_that_are_no_record_are_left_out() -> None:
 
 def test_a_run_that_has_recorded_nothing_has_no_records(tmp_path: Path) -> None:
     assert read_records(tmp_path.as_uri()) == []
-    (tmp_path / METRICS).write_bytes(lines(train(1)))
+    (tmp_path / RECORDS).write_bytes(lines(train(1)))
     assert read_records(tmp_path.as_uri()) == [train(1)]
     with pytest.raises(ConfigError, match=r"unsupported scheme"):
         read_records("nowhere://bucket")

@@ -13,7 +13,7 @@ from without_ray import every_batch
 from raypipe.commands.status import print_status, standing
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.metrics.prometheus import TrainerMetrics
-from raypipe.metrics.utilization import Samples, Utilization
+from raypipe.metrics.utilization import Utilization, UtilizationSum
 from raypipe.stores import digits_stores
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
@@ -61,7 +61,7 @@ def test_a_device_that_nobody_counts_is_asked_once(
         device.sample() is None and device.sample() is None and len(nvml.devices) == 1
     )
     assert Utilization(CPU).sample() is None and len(nvml.devices) == 1
-    assert device.samples == Samples() and device.latest is None
+    assert device.samples == UtilizationSum() and device.latest is None
 
 
 def test_the_thread_of_the_gauges_shows_what_it_samples(

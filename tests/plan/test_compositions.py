@@ -15,7 +15,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from raypipe.commands.preview import find
+from raypipe.commands.preview import find_draws
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import PADDING, MicroBatchId
@@ -572,7 +572,9 @@ def test_substitutes_keep_to_a_samples_source_and_bucket(
     wanted = data.draw(
         st.lists(st.sampled_from(np.concatenate(made.kept).tolist()), max_size=3)
     )
-    assert find(plan, 1, wanted) == [first.get(index, (None, 0)) for index in wanted]
+    assert find_draws(plan, 1, wanted) == [
+        first.get(index, (None, 0)) for index in wanted
+    ]
     kept = {
         index: number
         for number, samples in enumerate(made.kept)

@@ -12,7 +12,8 @@ import pytest
 
 from raypipe.rayext import controller
 from raypipe.rayext.controller import DriverWatch
-from raypipe.rayext.watch import Process, _stat
+from raypipe.rayext.head import Head
+from raypipe.rayext.processes import Process, _stat
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -51,8 +52,8 @@ def test_a_dead_head_ends_the_run_before_ray_ends_its_driver(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         head = f"127.0.0.1:{listening.getsockname()[1]}"
-        assert not controller._refuses(head)
-    assert controller._refuses(head)
+        assert not Head(head).refuses(1.0)
+    assert Head(head).refuses(1.0)
     reasons: list[str] = []
     watch = DriverWatch(None, 900.0, reasons.append)
     watch._answered_at, watch._is_gone = 0.0, True

@@ -36,6 +36,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 
 from raypipe.errors import ResourceError
 from raypipe.metrics.records import read_records
+from raypipe.rayext.controller import DriverWatch
 from raypipe.rayext.trainer import (
     BoundedScalingPolicy,
     DivisorScalingPolicy,
@@ -291,6 +292,8 @@ def test_the_controller_has_ended_when_fit_returns_or_raises(
         raise ActorDiedError()
 
     monkeypatch.setattr(TorchTrainer, "fit", fit)
+    # There is no head to watch.
+    monkeypatch.setattr(DriverWatch, "start", lambda watch: None)
     monkeypatch.setattr(ray, "kill", lambda actor: actor.calls.append("killed"))
     monkeypatch.setattr(ray, "get", get)
     trainer = RunTrainer(

@@ -9,8 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from raypipe import native
 from raypipe.errors import StoreError
+from raypipe.kernel import native
 from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.writers import LMDBWriter
 

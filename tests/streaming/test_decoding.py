@@ -21,7 +21,7 @@ from raypipe.errors import BadSamplesError, CursorError, SampleError
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.writers import open_writer
 from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.digest import batch_digest, settings_of
+from raypipe.streaming.digest import batch_digest, plain_settings
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.saved_model import SavedModel, input_of
@@ -161,7 +161,7 @@ def test_a_resumed_stream_goes_on_with_the_same_bits(store: Path) -> None:
 def test_the_roads_do_not_resume_each_other(store: Path) -> None:
     with pytest.raises(CursorError):
         raypipe.loader(open_spec(store), cursor=open_spec(store, "cpu").plan.start())
-    settings = settings_of(
+    settings = plain_settings(
         open_spec(store), workers=1, actors=1, from_step=0, to_step=1
     )
     assert settings["transform.decode"] == "device"

@@ -24,7 +24,7 @@ from raypipe.streaming.digest import (
     combine,
     compare,
     iterate_digests,
-    settings_of,
+    plain_settings,
 )
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.pipeline import splits
@@ -186,7 +186,7 @@ def test_the_settings_of_a_stream_are_what_fixes_it_and_what_must_not(
     spec = open_stream(
         stores["train"], stores["val"], plan=config, transform=TransformConfig(size=32)
     )
-    found = settings_of(spec, workers=2, actors=3, from_step=4, to_step=9)
+    found = plain_settings(spec, workers=2, actors=3, from_step=4, to_step=9)
     assert json.loads(json.dumps(found)) == found
     assert {
         name: found[name] for name in ("workers", "actors", "from_step", "to_step")
@@ -221,7 +221,7 @@ def test_the_settings_have_the_steps(stores: dict[str, Path]) -> None:
         stores["train"], plan=plan, transform=TransformConfig(train=steps)
     )
     assert spec.transforms["train"] == spec.transform.train == steps
-    found = settings_of(spec, workers=1, actors=1, from_step=0, to_step=1)
+    found = plain_settings(spec, workers=1, actors=1, from_step=0, to_step=1)
     assert json.loads(json.dumps(found))["transform.train"] == steps
 
 

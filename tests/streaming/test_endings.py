@@ -24,7 +24,7 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.checkpoints import write_checkpoint
-from raypipe.streaming.digest import batch_digest, settings_of
+from raypipe.streaming.digest import batch_digest, plain_settings
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
@@ -100,7 +100,7 @@ def test_an_ending_changes_the_plan_and_not_the_pixels_that_travel() -> None:
     )
     other = stream(A.Compose([*CROP, A.Normalize()]), "center")
     assert other.plan.fingerprint != with_ending.plan.fingerprint
-    settings = settings_of(with_ending, workers=1, actors=1, from_step=0, to_step=1)
+    settings = plain_settings(with_ending, workers=1, actors=1, from_step=0, to_step=1)
     assert (
         settings["ending.train"]
         == "float32, mean (0.49, 0.48, 0.45), std (0.25, 0.24, 0.26)"

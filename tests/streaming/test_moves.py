@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from raypipe.streaming.moves import END, Move, Moves, Place
+from raypipe.streaming.moves import END, Move, Moves, StreamPlace
 
 TRAIN, MID, VAL, NEXT = (0, 0, 0), (0, 0, 5), (0, 1, 0), (1, 0, 0)
 
 
 def said(
-    world_size: int, *moves: tuple[int, Place, Place, bool]
+    world_size: int, *moves: tuple[int, StreamPlace, StreamPlace, bool]
 ) -> tuple[Moves, list[str]]:
     ranks = Moves(world_size)
     told = [
@@ -25,7 +25,7 @@ def said(
 @pytest.mark.parametrize("goes", [VAL, NEXT, END])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_ranks_leave_an_execution_together_or_not_at_all(
-    goes: Place, order: tuple[int, ...]
+    goes: StreamPlace, order: tuple[int, ...]
 ) -> None:
     ranks = Moves(3)
     for rank in range(3):

@@ -26,13 +26,13 @@ import without_ray
 from ray import cloudpickle
 from signalled import own_processes
 
+from raypipe import kernel
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.digest import iterate_digests
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform import kernel
 
 from pictures import picture  # isort: skip
 from tiers import is_soak  # isort: skip

@@ -10,7 +10,7 @@ from without_ray import digests, host_batches
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.streaming.digest import settings_of
+from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -87,7 +87,7 @@ def test_a_schedule_is_part_of_the_fingerprint_and_of_the_settings(
         == 3
     )
     assert spec_of(stores, size={0: 16}).plan.fingerprint == plain.plan.fingerprint
-    told = settings_of(growing, workers=1, actors=1, from_step=0, to_step=1)
+    told = plain_settings(growing, workers=1, actors=1, from_step=0, to_step=1)
     assert told["transform.size"] == {"0": 8, "1": 12, "2": 16}
 
 

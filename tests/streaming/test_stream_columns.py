@@ -27,7 +27,7 @@ from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import batch_digest, iterate_digests, settings_of
+from raypipe.streaming.digest import batch_digest, iterate_digests, plain_settings
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream, renamed, spec_of
 from raypipe.streaming.pipeline import splits
@@ -533,7 +533,7 @@ def test_plain_loaders_have_columns_by_their_names() -> None:
 
 
 def test_the_settings_of_a_digest_name_the_columns() -> None:
-    found = settings_of(
+    found = plain_settings(
         spec(columns=["caption"]), workers=1, actors=1, from_step=0, to_step=1
     )
     assert found["column.caption"] == "text"

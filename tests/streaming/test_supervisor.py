@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from raypipe.rayext.watch import Process
+from raypipe.rayext.processes import Process
 from raypipe.streaming.moves import Move
 from raypipe.streaming.run_log import events_of
 from raypipe.streaming.supervisor import (

@@ -21,7 +21,8 @@ from signalled import own_processes
 from raypipe.commands.preview import Preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch, on_device
-from raypipe.streaming.digest import batch_digest, iterate_digests, settings_of
+from raypipe.kernel import yuv420
+from raypipe.streaming.digest import batch_digest, iterate_digests, plain_settings
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker
@@ -30,7 +31,6 @@ from raypipe.streaming.pipeline import splits
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform import wire
 
 CPU = torch.device("cpu")
 VIEWS = {"global": {"transform": "light", "count": 2, "size": 15}, "whole": "resize"}
@@ -109,7 +109,7 @@ def test_a_batch_has_the_images_of_the_rgb_wire_but_for_their_color(
         for name, image in images_of(batch).items():
             of_rgb = images_of(other)[name]
             assert np.array_equal(image, expected[name])
-            assert np.array_equal(image, wire.rgb(*wire.planes(of_rgb))), (
+            assert np.array_equal(image, yuv420.rgb(*yuv420.planes(of_rgb))), (
                 "padding is black"
             )
 
@@ -163,7 +163,7 @@ def test_planes_are_half_the_bytes_and_part_of_fingerprint_and_digest(
         == other["image"].nbytes
     )
     assert planes.plan.fingerprint != rgb.plan.fingerprint
-    told = settings_of(planes, workers=1, actors=1, from_step=0, to_step=1)
+    told = plain_settings(planes, workers=1, actors=1, from_step=0, to_step=1)
     assert (
         told["transform.wire"] == "yuv420" and told["plan"] == planes.plan.fingerprint
     )

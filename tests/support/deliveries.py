@@ -16,12 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raypipe import open_stream, packages
+from raypipe import kernel, open_stream, packages
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform import jpeg, kernel
+from raypipe.transform import jpeg
 
 SIZE = 12
 LAYOUTS = ("folder", "tar", "lmdb", "parquet")
@@ -86,7 +86,7 @@ def extension(is_used: bool) -> Iterator[None]:
     """Within, the compiled extension is as it is, or as if it were not built."""
     with contextlib.ExitStack() as stack:
         if not is_used:
-            for module in (kernel, jpeg):
+            for module in (kernel, kernel.extension, jpeg):
                 stack.enter_context(
                     mock.patch.object(module, "why_no_kernel", lambda: "not built")
                 )

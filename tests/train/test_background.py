@@ -24,7 +24,7 @@ from raypipe.streaming import checkpoints
 from raypipe.streaming.checkpoints import find_newest, read_state, write_checkpoint
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.stateful import loaded
-from raypipe.train import loop
+from raypipe.train import loop, run_checkpoints
 from raypipe.train.background import CheckpointWriter
 from raypipe.train.run_folder import request_stop, stop_requested
 
@@ -163,7 +163,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         whole.append(write_checkpoint(*args, **options))
         return whole[-1]
 
-    monkeypatch.setattr(loop, "write_checkpoint", write)
+    monkeypatch.setattr(run_checkpoints, "write_checkpoint", write)
     # of other tests' runs, which follow a stream a while longer
     before = set(threading.enumerate())
     yield whole
@@ -231,14 +231,14 @@ def test_a_checkpoint_is_made_in_time_and_records_go_as_far(
 def test_a_failed_checkpoint_ends_the_run_and_leaves_the_ones_before(
     run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    write = loop.write_checkpoint
+    write = run_checkpoints.write_checkpoint
 
     def fail(*args: Any, **options: Any) -> str:
         if len(slowly) == 2:
             raise ConfigError("checkpoint 3 cannot be written: no space left")
         return write(*args, **options)
 
-    monkeypatch.setattr(loop, "write_checkpoint", fail)
+    monkeypatch.setattr(run_checkpoints, "write_checkpoint", fail)
     with pytest.raises(ConfigError, match="checkpoint 3 cannot be written"):
         without_ray.train(dataclasses.replace(run, name="full"))
     assert sorted(states(tmp_path / "full")) == [
@@ -281,7 +281,7 @@ def test_the_last_checkpoint_that_cannot_be_written_fails_the_run(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        loop,
+        run_checkpoints,
         "is_held",
         lambda *_: threading.current_thread().name != "raypipe-checkpoint",
     )
@@ -322,7 +322,7 @@ def test_a_run_asked_to_stop_ends_when_its_checkpoint_is_whole(
         return stop_requested(run_uri)
 
     monkeypatch.setattr("raypipe.streaming.run_log._LOOK_S", 0.01)
-    monkeypatch.setattr(loop, "stop_requested", look)
+    monkeypatch.setattr(run_checkpoints, "stop_requested", look)
     (tmp_path / "asked").mkdir()
     request_stop((tmp_path / "asked").as_uri())
     seldom = dataclasses.replace(run.train, checkpoint_interval=0)

@@ -18,12 +18,14 @@ from PIL import Image
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
+from raypipe import kernel
 from raypipe.config import TransformConfig
-from raypipe.transform import jpeg, kernel, wire
+from raypipe.kernel import extension, yuv420
+from raypipe.transform import jpeg
+from raypipe.transform.albumentations import find_program
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import Content
 from raypipe.transform.fields import chroma_of, is_image
-from raypipe.transform.program import find_program
 from raypipe.transform.samples import EncodedSample
 
 RNG = np.random.default_rng(11)
@@ -76,7 +78,7 @@ GOOD = SAMPLES[0], SAMPLES[3]
 @contextmanager
 def without_kernel() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        for module in (kernel, jpeg):
+        for module in (kernel, extension, jpeg):
             patched.setattr(module, "why_no_kernel", lambda: "not built")
         yield
 
@@ -205,7 +207,7 @@ def test_planes_are_those_of_the_images(name: str) -> None:
     for field in images.keys() - expected.keys():
         content, shape = images[field]
         for plane, of_image in zip(
-            wire.planes(np.frombuffer(content, np.uint8).reshape(shape)),
+            yuv420.planes(np.frombuffer(content, np.uint8).reshape(shape)),
             PLANES,
             strict=True,
         ):

@@ -13,17 +13,15 @@ import torch
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
+from raypipe.kernel import COLOR_STEPS, GEOMETRY_STEPS, Program, native_step
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.color_steps import COLOR_STEPS
 from raypipe.transform.decode import decode
 from raypipe.transform.encoded import MAP
-from raypipe.transform.geometry_steps import GEOMETRY_STEPS
 from raypipe.transform.presets import build_transform
-from raypipe.transform.program import Program, native_step
 from raypipe.transform.sample_transform import SampleTransform
 
 IMAGE = cv2.GaussianBlur(

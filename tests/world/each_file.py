@@ -38,8 +38,8 @@ import tifffile  # noqa: F401
 from deliveries import LAYOUTS, READINGS
 from PIL import Image
 
+from raypipe import kernel
 from raypipe.errors import ConfigError, SampleError, StoreError
-from raypipe.transform import kernel
 from raypipe.transform.jpeg import decode_box
 from raypipe.transform.jpeg_header import jpeg_size
 

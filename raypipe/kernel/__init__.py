@@ -1,0 +1,102 @@
+"""Programs of integer image operations, for a whole micro-batch at once: the kernel's only door.
+
+    Program, native_step, program_of      steps with Albumentations' names and arguments, drawn under keys
+    Job, run, sizes, decode_crop, …       the compiled extension: the images of a micro-batch in one call
+    apply_all                             the same pixels by NumPy and OpenCV, one image at a time
+    follow                                boxes, keypoints and masks, moved as the image's pixels are
+    is_seekable, is_intact, to_seekable   JPEGs that a crop enters at any row
+    planes, rgb, chroma_shape             luma and chroma of finished images
+
+README.md defines each operation. Nothing here imports the rest of raypipe, which imports nothing but these names.
+"""
+
+from raypipe.kernel.annotations import POINTS, follow
+from raypipe.kernel.color_steps import COLOR_STEPS
+from raypipe.kernel.extension import (
+    BAD_PARAMS,
+    DONE,
+    EXTRA_COLUMNS,
+    NO_MEMORY,
+    SCALES,
+    SKIPPED,
+    UNREADABLE,
+    WHOLE,
+    WRONG_SIZE,
+    Job,
+    available,
+    decode_crop,
+    planes,
+    run,
+    sizes,
+    to_seekable,
+    why_no_kernel,
+)
+from raypipe.kernel.geometry_steps import GEOMETRY_STEPS, Pad
+from raypipe.kernel.ops import (
+    CUBIC,
+    LINEAR,
+    MAX_DECODE_BYTES,
+    MAX_PIXELS,
+    NEAREST,
+    Op,
+    sizes_behind,
+)
+from raypipe.kernel.program import Program, native_step, program_of
+from raypipe.kernel.reference import apply_all
+from raypipe.kernel.seekable import is_intact, is_seekable
+from raypipe.kernel.step import Step
+from raypipe.kernel.yuv420 import (
+    BLUE_OF_CB,
+    GREEN_OF_CB,
+    GREEN_OF_CR,
+    ONE_BITS,
+    RED_OF_CR,
+    chroma_shape,
+    rgb,
+)
+
+__all__ = [
+    "BAD_PARAMS",
+    "BLUE_OF_CB",
+    "COLOR_STEPS",
+    "CUBIC",
+    "DONE",
+    "EXTRA_COLUMNS",
+    "GEOMETRY_STEPS",
+    "GREEN_OF_CB",
+    "GREEN_OF_CR",
+    "LINEAR",
+    "MAX_DECODE_BYTES",
+    "MAX_PIXELS",
+    "NEAREST",
+    "NO_MEMORY",
+    "ONE_BITS",
+    "POINTS",
+    "RED_OF_CR",
+    "SCALES",
+    "SKIPPED",
+    "UNREADABLE",
+    "WHOLE",
+    "WRONG_SIZE",
+    "Job",
+    "Op",
+    "Pad",
+    "Program",
+    "Step",
+    "apply_all",
+    "available",
+    "chroma_shape",
+    "decode_crop",
+    "follow",
+    "is_intact",
+    "is_seekable",
+    "native_step",
+    "planes",
+    "program_of",
+    "rgb",
+    "run",
+    "sizes",
+    "sizes_behind",
+    "to_seekable",
+    "why_no_kernel",
+]

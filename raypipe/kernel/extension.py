@@ -1,0 +1,204 @@
+"""Compiled kernel: makes the images of a micro-batch in one call, with several threads (csrc/kernel.c).
+
+    sizes    heights and widths by the headers, of its kinds of images
+    run      encoded images, or pixels → uint8 (B, H, W, 3), or their planes, by programs of integer operations
+    planes   pixels → the planes that travel instead, see `raypipe.kernel.yuv420`
+
+It is used only after it has agreed with simplejpeg and with OpenCV in this process. Images that it rejects are
+left to the caller: `decode.decode` and `reference` make the same pixels, and decide on bad samples. Without the
+extension it rejects all images.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+import simplejpeg
+
+from raypipe.kernel import native, yuv420
+from raypipe.kernel.ops import Op
+
+WHOLE = 8
+"""Eighths: full scale."""
+SCALES = (1, 2, 4)
+"""Eighths: 1/8, 1/4 and 1/2, whose inverse DCTs libjpeg-turbo has SIMD code for."""
+EXTRA_COLUMNS = 39
+"""Of `decode_crop`: it decodes 4 more on each side, and begins at a block's edge, up to 31 before."""
+
+DONE, SKIPPED, UNREADABLE, BAD_PARAMS, WRONG_SIZE, NO_MEMORY = range(6)
+"""Statuses of an image, as csrc/image.h has them; all but DONE leave it to the caller."""
+
+Image = bytes | bytearray | memoryview | np.ndarray | None
+"""Encoded; or decoded, uint8 (H, W, 3), C-contiguous; or None: there is none."""
+
+
+class Job(NamedTuple):
+    """Job: one resulting image per input image.
+
+    Attributes:
+        ops: int32 (n, 2), C-contiguous: codes, and where in a row of params the `apply` of each is.
+        params: int64 (B, P), C-contiguous.
+        out: uint8 (B, H, W, 3), writable, C-contiguous but for its first axis.
+        chroma: uint8 (B, H/2, W/2, 2), rounded up, if `out` is luma, (B, H, W, 1); None = RGB.
+    """
+
+    ops: np.ndarray
+    params: np.ndarray
+    out: np.ndarray
+    chroma: np.ndarray | None = None
+
+    def put(self, row: int, image: np.ndarray) -> None:
+        """Fill a row of the results with an image, uint8 (H, W, 3)."""
+        if self.chroma is None:
+            self.out[row] = image
+        else:
+            self.out[row], self.chroma[row] = planes(image)
+
+
+def sizes(images: Sequence[Image]) -> tuple[np.ndarray, np.ndarray]:
+    """Heights and widths of JPEGs, int32 (B, 2), 0, 0 of what `run` takes not; and which may be
+    turned by EXIF or XMP, bool (B,)."""
+    if not available():
+        return np.zeros((len(images), 2), np.int32), np.zeros(len(images), bool)
+    headers = np.frombuffer(_extension().sizes(images), np.int32).reshape(-1, 3)
+    return headers[:, :2].copy(), headers[:, 2] != 0
+
+
+def run(
+    images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: bool = True
+) -> np.ndarray:
+    """Make the images of a micro-batch.
+
+    Args:
+        images: B. With one job, a crop that comes first is all that is decoded of a JPEG.
+        jobs: several of them make several views of each image.
+        threads: number of threads, the caller's included; it returns when all are done.
+        to_end: read JPEGs to their end, so that damage behind a crop is found.
+
+    Returns:
+        Statuses, uint8 (B,). Slots of `out` whose status is not DONE may hold anything.
+
+    Raises:
+        ValueError: ops or arrays that do not fit together.
+    """
+    if not available():
+        return np.array(
+            [SKIPPED if image is None else UNREADABLE for image in images], np.uint8
+        )
+    return np.frombuffer(_extension().run(images, jobs, threads, to_end), np.uint8)
+
+
+def planes(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`yuv420.planes` of uint8 (…, H, W, 3), by the kernel where there is one."""
+    flat = np.ascontiguousarray(images).reshape(-1, *images.shape[-3:])
+    luma = np.empty((*flat.shape[:-1], 1), np.uint8)
+    chroma = np.empty(yuv420.chroma_shape(flat.shape), np.uint8)
+    job = Job(
+        np.empty((0, 2), np.int32), np.empty((len(flat), 0), np.int64), luma, chroma
+    )
+    if (run([*flat], [job]) != DONE).any():
+        return yuv420.planes(images)
+    others = images.shape[:-3]
+    return luma.reshape(*others, *luma.shape[1:]), chroma.reshape(
+        *others, *chroma.shape[1:]
+    )
+
+
+def available() -> bool:
+    """True if the kernel is used here; see `why_no_kernel`."""
+    return not why_no_kernel()
+
+
+@functools.cache
+def why_no_kernel() -> str:
+    """Return why the kernel is not used; empty = it is."""
+    if reason := native.why_missing():
+        return reason
+    if not all(map(_decodes_alike, ("444", "422", "420", "Gray"))):
+        return "its libjpeg-turbo gives other pixels than simplejpeg's"
+    if _resizes_alike():
+        return ""
+    return "it gives other pixels than OpenCV"
+
+
+def to_seekable(data: bytes) -> bytes:
+    """Convert a JPEG to a seekable one with the same pixels (csrc/jpeg_transcode.h). Needs the kernel.
+
+    Raises:
+        ValueError: it is unusual or damaged.
+    """
+    return _extension().to_seekable(data)
+
+
+def decode_crop(*arguments: Any) -> int:
+    """The module's function of this name; see csrc/kernel.c. There is a kernel."""
+    return _extension().decode_crop(*arguments)
+
+
+def _extension() -> ModuleType:
+    module = native.module()
+    assert module is not None, "why_no_kernel says so"
+    return module
+
+
+def _decodes_alike(sampling: str) -> bool:
+    """True if it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients; seekable
+    too."""
+    noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
+    data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
+    try:
+        seekable = to_seekable(data)
+    except Exception:
+        return False
+    for eighths in (*SCALES, WHOLE):
+        short = -(-69 * eighths // WHOLE) if eighths < WHOLE else 0  # libjpeg rounds up
+        factor = 2.0 if short else 1.0
+        whole = simplejpeg.decode_jpeg(
+            data, "RGB", min_height=short, min_width=short, min_factor=factor
+        )
+        rows, columns = whole.shape[:2]
+        top = rows // 3
+        left = columns // 2
+        height = rows // 2
+        width = columns // 3
+        pixels = np.empty((height, width + EXTRA_COLUMNS, 3), np.uint8)
+        for file in (data, seekable):
+            try:
+                first = decode_crop(
+                    file,
+                    left,
+                    top,
+                    width,
+                    height,
+                    eighths,
+                    True,
+                    pixels,
+                    width + EXTRA_COLUMNS,
+                )
+            except Exception:
+                return False
+            part = pixels[:, first : first + width]
+            if not np.array_equal(part, whole[top : top + height, left : left + width]):
+                return False
+    return True
+
+
+def _resizes_alike() -> bool:
+    """True if it resizes as cv2 does here, which has separate code for each processor."""
+    noise = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
+    for height, width in ((20, 21), (64, 90), (111, 30)):
+        out = np.zeros((1, height, width, 3), np.uint8)
+        row = [height, width, cv2.INTER_LINEAR]
+        job = Job(
+            np.array([[Op.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out
+        )
+        if _extension().run([noise], [job], 1, True) != b"\0":
+            return False
+        if not np.array_equal(out[0], cv2.resize(noise, (width, height))):
+            return False
+    return True

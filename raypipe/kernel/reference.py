@@ -1,0 +1,204 @@
+"""Geometry of the kernel by NumPy and OpenCV: exactly the pixels of csrc/geometry.h and csrc/resize.h.
+
+Each function takes an image, uint8 (H, W, 3), which it does not write to, and the params behind `apply`. It raises
+ValueError where the kernel has the status BAD_PARAMS. A node without the extension runs them; tests hold the two
+against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cv2
+import numpy as np
+
+from raypipe.kernel.ops import AREA, CUBIC, LINEAR, MAX_PIXELS, NEAREST, Op
+from raypipe.kernel.reference_color import COLOR, Params, check, check_border
+
+Operation = Callable[[np.ndarray, Params], np.ndarray]
+
+_MAX_SIDE = 65_500  # pixels, MAX_SIDE of csrc/image.h
+_COEFFICIENT_BITS = 11
+_CONSTANT, _REPLICATE, _REFLECT, _WRAP = range(4)  # borders, as cv2 numbers them
+
+
+def crop(image: np.ndarray, params: Params) -> np.ndarray:
+    """Cut out a box: top, left, height, width. A view."""
+    top, left, height, width = params[:4]
+    rows, columns = image.shape[:2]
+    sizes = f"{(height, width)} vs {(rows, columns)}"
+    room = f"box: Crop size (height, width) exceeds image dimensions: {sizes}"
+    check(height <= rows and width <= columns, room)
+    check(
+        0 <= top <= rows - height
+        and 0 <= left <= columns - width
+        and height >= 1
+        and width >= 1,
+        "box",
+    )
+    return image[top : top + height, left : left + width]
+
+
+def resize(image: np.ndarray, params: Params) -> np.ndarray:
+    """Resize to height, width by an interpolation: cv2.resize, but for cubic, which is in integers here."""
+    height, width, interpolation = params[:3]
+    _check_size(height, width)
+    check(NEAREST <= interpolation <= AREA, "interpolation")
+    if interpolation == CUBIC:
+        return _resize_cubic(image, height, width)
+    return cv2.resize(image, (width, height), interpolation=interpolation)
+
+
+def _resize_cubic(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """4 x 4 pixels by coefficients of 11 bits, columns first; OpenCV's own floats differ by 1 level at most."""
+    if image.shape[:2] == (height, width):
+        return image
+    rows, by_row = _cubic_taps(image.shape[0], height)
+    columns, by_column = _cubic_taps(image.shape[1], width)
+    across = np.sum([image[:, columns[k]] * by_column[k][:, None] for k in range(4)], 0)
+    kept = (across + 16) >> 5  # 16 bits, of which 6 are a fraction
+    total = np.sum([kept[rows[k]] * by_row[k][:, None, None] for k in range(4)], 0)
+    return np.clip((total + (1 << 16)) >> 17, 0, 255).astype(np.uint8)
+
+
+def _cubic_taps(source: int, result: int) -> tuple[np.ndarray, np.ndarray]:
+    """Source positions and int32 coefficients, (4, result) each: floats as OpenCV rounds them, A = -0.75."""
+    scale = 1.0 / (result / source)
+    place = ((np.arange(result) + 0.5) * scale - 0.5).astype(np.float32)
+    first = np.floor(place)
+    one = np.float32(1)
+    a = np.float32(-0.75)
+    x = place - first
+    y = one - x
+    five, eight, four, two, three = (np.float32(number) for number in (5, 8, 4, 2, 3))
+    c0 = ((a * (x + one) - five * a) * (x + one) + eight * a) * (x + one) - four * a
+    c1 = ((a + two) * x - (a + three)) * x * x + one
+    c2 = ((a + two) * y - (a + three)) * y * y + one
+    coefficients = np.rint(
+        np.stack([c0, c1, c2, one - c0 - c1 - c2]) * np.float32(1 << _COEFFICIENT_BITS)
+    )
+    positions = first.astype(np.int64) + np.arange(-1, 3)[:, None]
+    return positions.clip(0, source - 1), coefficients.astype(np.int32)
+
+
+def pad(image: np.ndarray, params: Params) -> np.ndarray:
+    """Add borders: top, bottom, left, right, border (cv2's number), r, g, b."""
+    top, bottom, left, right, border = params[:5]
+    check(all(0 <= side <= _MAX_SIDE for side in (top, bottom, left, right)), "side")
+    check_border(border, params[5:8])
+    _check_size(image.shape[0] + top + bottom, image.shape[1] + left + right)
+    rows = _border_at(np.arange(-top, image.shape[0] + bottom), image.shape[0], border)
+    columns = _border_at(
+        np.arange(-left, image.shape[1] + right), image.shape[1], border
+    )
+    return _pixels_at(image, columns[None, :], rows[:, None], params[5:8])
+
+
+def turn(image: np.ndarray, params: Params) -> np.ndarray:
+    """Transpose if code & 4, then turn upside down if code & 2, then reverse the columns if code & 1."""
+    code = params[0]
+    check(0 <= code <= 7, "code")
+    if code & 4:
+        image = image.transpose(1, 0, 2)
+    return np.ascontiguousarray(
+        image[:: -1 if code & 2 else 1, :: -1 if code & 1 else 1]
+    )
+
+
+def affine(image: np.ndarray, params: Params) -> np.ndarray:
+    """Pixel (X, Y) comes from x = a X + b Y + c, y = d X + e Y + f, Q32; interpolation, border, r, g, b."""
+    interpolation = params[6]
+    border = params[7]
+    color = params[8:11]
+    check(interpolation in (NEAREST, LINEAR), "interpolation")
+    check_border(border, color)
+    a, b, c, d, e, f = np.array(params[:6], np.int64)
+    height, width = image.shape[:2]
+    rows = np.arange(height, dtype=np.int64)[:, None]
+    columns = np.arange(width, dtype=np.int64)
+    with np.errstate(over="ignore"):
+        x = a * columns + (b * rows + c)
+        y = d * columns + (e * rows + f)
+        if interpolation == NEAREST:
+            x, y = x + (1 << 31), y + (1 << 31)
+    x0 = x >> 32
+    y0 = y >> 32
+
+    def neighbors(right: int, below: int) -> np.ndarray:
+        at_x = _border_at(x0 + right, width, border)
+        at_y = _border_at(y0 + below, height, border)
+        return _pixels_at(image, at_x, at_y, color)
+
+    if interpolation == NEAREST:
+        return neighbors(0, 0)
+    fx, fy = ((at >> 22 & 1023).astype(np.int32)[:, :, None] for at in (x, y))
+    above = neighbors(0, 0) * (1024 - fx) + neighbors(1, 0) * fx
+    below = neighbors(0, 1) * (1024 - fx) + neighbors(1, 1) * fx
+    return ((above * (1024 - fy) + below * fy + (1 << 19)) >> 20).astype(np.uint8)
+
+
+def dropout(image: np.ndarray, params: Params) -> np.ndarray:
+    """Fill boxes: r, g, b, their number, then top, left, bottom, right of each, clipped to the image."""
+    num = params[3]
+    check(all(0 <= value <= 255 for value in params[:3]), "color")
+    check(0 <= num <= (len(params) - 4) // 4, "number of boxes")
+    image = image.copy()
+    for hole in range(num):
+        top, left, bottom, right = (
+            max(0, at) for at in params[4 + 4 * hole : 8 + 4 * hole]
+        )
+        image[top:bottom, left:right] = np.array(params[:3], np.uint8)
+    return image
+
+
+OPERATIONS: dict[int, Operation] = {
+    Op.CROP: crop,
+    Op.RESIZE: resize,
+    Op.PAD: pad,
+    Op.TURN: turn,
+    Op.AFFINE: affine,
+    Op.DROPOUT: dropout,
+    **COLOR,
+}
+"""By code; CROP_SCALED is the decoder's."""
+
+
+def apply_all(image: np.ndarray, ops: np.ndarray, params: np.ndarray) -> np.ndarray:
+    """Carry out a program on one image: ops int32 (n, 2), params int64 (P,), see `raypipe.kernel.ops`."""
+    for code, at in ops.tolist():
+        if params[at]:
+            check(code in OPERATIONS, "code")
+            image = OPERATIONS[code](image, params[at + 1 :].tolist())
+    return np.ascontiguousarray(image)
+
+
+def _border_at(at: np.ndarray, side: int, border: int) -> np.ndarray:
+    """Return where pixels beyond the image come from, as cv2.borderInterpolate has it; -1 = the constant."""
+    if border == _CONSTANT:
+        return np.where((at >= 0) & (at < side), at, -1)
+    if border == _REPLICATE:
+        return at.clip(0, side - 1)
+    if border == _WRAP:
+        return at % side
+    if side == 1:
+        return np.zeros_like(at)
+    period = 2 * side - (0 if border == _REFLECT else 2)
+    at = at % period
+    return np.where(at < side, at, period - at - (1 if border == _REFLECT else 0))
+
+
+def _pixels_at(
+    image: np.ndarray, columns: np.ndarray, rows: np.ndarray, color: Params
+) -> np.ndarray:
+    pixels = image[rows, columns]
+    pixels[(rows < 0) | (columns < 0)] = np.array(color, np.uint8)
+    return pixels
+
+
+def _check_size(height: int, width: int) -> None:
+    is_good = (
+        1 <= height <= _MAX_SIDE
+        and 1 <= width <= _MAX_SIDE
+        and height * width <= MAX_PIXELS
+    )
+    check(is_good, f"size, {height}x{width}")

@@ -1,0 +1,174 @@
+"""Colors, blurs and filters of the kernel by NumPy: exactly the pixels of csrc/color.h and csrc/filter.h.
+
+Each function takes an image, uint8 (H, W, 3), which it does not write to, and the params behind `apply`. It raises
+ValueError where the kernel has the status BAD_PARAMS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import cv2
+import numpy as np
+
+from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS, POSTERIZE, SOLARIZE, Op
+
+BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
+"""What a jitter does, by number."""
+
+Params = Sequence[int]
+_ONE = 1 << 16  # in Q16
+_Q14 = 1 << 14
+_MAX_FACTOR = 64 * _ONE
+_HUE_CIRCLE = 6 * _ONE  # those of csrc/color.h
+
+
+def check(is_good: bool, name: str) -> None:
+    """Raise ValueError for a param that is not good."""
+    if not is_good:
+        raise ValueError(f"an operation of the kernel has a bad {name}")
+
+
+def check_border(border: int, color: Params = ()) -> None:
+    """Raise ValueError unless a border is one of cv2's numbers, 0 to 4, and its color of bytes."""
+    is_known = cv2.BORDER_CONSTANT <= border <= cv2.BORDER_REFLECT_101
+    check(is_known and all(0 <= value <= 255 for value in color), "border")
+
+
+def gray_of(image: np.ndarray) -> np.ndarray:
+    """Gray of pixels, int64 (H, W)."""
+    r, g, b = image.astype(np.int64).transpose(2, 0, 1)
+    return (r * 9798 + g * 19235 + b * 3735 + 16384) >> 15
+
+
+def jitter(image: np.ndarray, params: Params) -> np.ndarray:
+    """Brightness, contrast, saturation (factors in Q16) and hue (Q16 sextants) in an order, -1 for none."""
+    factors = params[4:7]
+    hue = params[7]
+    check(
+        all(0 <= factor <= _MAX_FACTOR for factor in factors)
+        and 0 <= hue < _HUE_CIRCLE,
+        "factor or hue",
+    )
+    check(all(-1 <= operation < len(_JITTERS) for operation in params[:4]), "order")
+    for operation in params[:4]:
+        if operation >= 0:
+            image = _JITTERS[operation](image, params[4 + operation])
+    return image
+
+
+def _blended(image: np.ndarray, base: np.ndarray | int, factor: int) -> np.ndarray:
+    """image * factor + base * (1 - factor)."""
+    total = image.astype(np.int64) * factor + base * (_ONE - factor)
+    return np.clip((total + 32768) >> 16, 0, 255).astype(np.uint8)
+
+
+def _contrast(image: np.ndarray, factor: int) -> np.ndarray:
+    num = image.shape[0] * image.shape[1]
+    mean = (2 * int(gray_of(image).sum()) + num) // (2 * num)
+    return _blended(image, mean, factor)
+
+
+def _hue(image: np.ndarray, shift: int) -> np.ndarray:
+    """Turn the hue on the circle of six sextants, exactly but for the last rounding."""
+    r, g, b = image.astype(np.int64).transpose(2, 0, 1)
+    largest = image.max(axis=2).astype(np.int64)
+    chroma = largest - image.min(axis=2)
+    hue = np.where(
+        largest == r,
+        g - b,
+        np.where(largest == g, 2 * chroma + b - r, 4 * chroma + r - g),
+    )
+    circle = (6 * chroma) << 16
+    turned = ((hue + np.where(hue < 0, 6 * chroma, 0)) << 16) + shift * chroma
+    turned -= np.where(turned >= circle, circle, 0)
+    channels = []
+    for start in (5, 3, 1):
+        k = turned + start * (chroma << 16)
+        k -= np.where(k >= circle, circle, 0)
+        below = np.clip(np.minimum(k, (4 * chroma << 16) - k), 0, chroma << 16)
+        channels.append(((largest << 16) - below + 32768) >> 16)
+    return np.stack(channels, axis=2).astype(np.uint8)
+
+
+_JITTERS: dict[int, Callable[[np.ndarray, int], np.ndarray]] = {
+    BRIGHTNESS: lambda image, factor: _blended(image, 0, factor),
+    CONTRAST: _contrast,
+    SATURATION: lambda image, factor: _blended(
+        image, gray_of(image)[:, :, None], factor
+    ),
+    HUE: _hue,
+}
+
+
+def gray(image: np.ndarray, params: Params) -> np.ndarray:
+    """Return images that are gray in all three channels."""
+    return np.repeat(gray_of(image)[:, :, None], 3, axis=2).astype(np.uint8)
+
+
+def table(image: np.ndarray, params: Params) -> np.ndarray:
+    """SOLARIZE: invert values from a threshold on; POSTERIZE: keep the bits of a mask for each channel."""
+    kind, *numbers = params[:4]
+    most = (256 if kind == SOLARIZE else 255, 255, 255)
+    check(kind in (SOLARIZE, POSTERIZE), "kind")
+    check(
+        all(0 <= number <= limit for number, limit in zip(numbers, most, strict=True)),
+        "threshold or mask",
+    )
+    if kind == SOLARIZE:
+        return np.where(image >= numbers[0], 255 - image, image).astype(np.uint8)
+    return image & np.array(numbers, np.uint8)
+
+
+def blur(image: np.ndarray, params: Params) -> np.ndarray:
+    """Separable: radius, border, then the coefficients of the middle and to each side of it, in Q14."""
+    radius, border = params[:2]
+    check(0 <= radius <= MAX_RADIUS, "radius")
+    check_border(border)
+    middle, *sides = params[2 : 3 + radius]
+    adds_up = (
+        all(0 <= tap <= _Q14 for tap in (middle, *sides))
+        and middle + 2 * sum(sides) == _Q14
+    )
+    check(adds_up, "coefficient")
+    taps = np.array([*reversed(sides), middle, *sides], np.int64)
+    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, border).astype(
+        np.int64
+    )
+    height, width = image.shape[:2]
+    across = (
+        sum(padded[:, k : k + width] * tap for k, tap in enumerate(taps)) + 32
+    ) >> 6
+    total = sum(across[k : k + height] * tap for k, tap in enumerate(taps))
+    return ((total + (1 << 21)) >> 22).astype(np.uint8)
+
+
+def filtered(image: np.ndarray, params: Params) -> np.ndarray:
+    """side, border, then side * side coefficients in Q14, row by row."""
+    side, border = params[:2]
+    check(1 <= side <= MAX_FILTER and side % 2 == 1, "side")
+    check_border(border)
+    check(
+        all(-_Q14 <= tap <= _Q14 for tap in params[2 : 2 + side * side]), "coefficient"
+    )
+    taps = np.array(params[2 : 2 + side * side], np.int64).reshape(side, side)
+    radius = side // 2
+    (height, width) = image.shape[:2]
+    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, border).astype(
+        np.int64
+    )
+    total = sum(
+        padded[y : y + height, x : x + width] * taps[y, x]
+        for y, x in zip(*np.nonzero(taps), strict=True)
+    )
+    return np.clip((total + (1 << 13)) >> 14, 0, 255).astype(np.uint8)
+
+
+COLOR: dict[int, Callable[[np.ndarray, Params], np.ndarray]] = {
+    Op.JITTER: jitter,
+    Op.GRAY: gray,
+    Op.TABLE: table,
+    Op.BLUR: blur,
+    Op.FILTER: filtered,
+}
+"""By code."""

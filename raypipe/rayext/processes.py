@@ -1,0 +1,95 @@
+"""Processes of a stream or a run on their nodes: which they are, and whether they are stopped (SIGSTOP)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+# Time between two checks of a process that seems stopped, since a profiler stops a process for a moment.
+_SURE_S = 0.5
+
+
+class Process(NamedTuple):
+    """A process of a stream.
+
+    Attributes:
+        role: role for messages: "transform actor", "reader", "trainer 1".
+        pid: process id on its node.
+        started: start time, which distinguishes it from a later process of the same id; "" = unknown.
+        address: address of its node.
+        node: id of its node.
+    """
+
+    role: str
+    pid: int
+    started: str
+    address: str
+    node: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.address}, node {self.node[:8]}"
+
+
+def this_process(role: str) -> Process:
+    """Return the calling process, which is connected to Ray."""
+    _, started = _stat(os.getpid())
+    node = ray.get_runtime_context().get_node_id()
+    return Process(role, os.getpid(), started, ray.util.get_node_ip_address(), node)
+
+
+def on_this_node() -> NodeAffinitySchedulingStrategy:
+    """Return the strategy for the caller's node; if `soft`, Ray 2.60 would place every second actor elsewhere."""
+    return NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+
+
+def is_ray_worker() -> bool:
+    """Return whether Ray started the calling process; users may stop other processes with Ctrl-Z."""
+    worker: Any = ray.get_runtime_context().worker
+    return bool(worker.mode == ray.WORKER_MODE)
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """Return a process's state and start time from Linux; both empty for a dead process or another system."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
+
+
+def is_stopped(process: Process) -> bool:
+    """Return whether a process of this node is stopped."""
+    return bool(process.started) and _stat(process.pid) == ("T", process.started)
+
+
+def kill_stopped(processes: list[tuple[int, str]]) -> list[int]:
+    """Kill those of this node's processes that are stopped, now and a moment later; return their ids.
+
+    Args:
+        processes: id and start time of each.
+    """
+
+    def stopped() -> list[int]:
+        return [
+            pid
+            for pid, started in processes
+            if started and _stat(pid) == ("T", started)
+        ]
+
+    suspects = stopped()
+    if suspects:
+        time.sleep(_SURE_S)
+    ended = [pid for pid in stopped() if pid in suspects]
+    for pid in ended:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return ended

@@ -1,0 +1,224 @@
+"""Watch over a stream's processes: a stopped process is killed, so that it is replaced like one that died.
+
+To Ray, a stopped process (SIGSTOP, a debugger) looks busy, so Ray waits. The time limit of a transform cannot
+help, since its watchdog is stopped with the process. So while no rank takes a block, a task on each node reads the
+states of the stream's processes there, and kills those that it finds stopped twice. A process that is only slow,
+or holds the interpreter, is running, and is not killed. While the stream moves, no process is checked.
+
+A stream's Supervisor runs this watch. Each rank watches the Supervisor in turn: it asks for a sign of life, and
+kills one that is stopped. Ray restarts it at once, and it remembers its processes, see `kv_store`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypipe.rayext.processes import Process, kill_stopped
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S = 0.5
+# Processes are checked after the stream has stalled for so long; the interval then doubles, up to the limit below.
+_STILL_S = 2.0
+_MOST_S = 30.0
+
+# The period in which a rank asks the Supervisor.
+_SUPERVISOR_PERIOD_S = 1.0
+# Time without an answer, after which the Supervisor's process is checked. A busy one answers within milliseconds.
+_SUPERVISOR_ANSWER_S = 3.0
+
+
+class StreamWatchdog:
+    """Checks a stream's processes while the stream has stalled; see above.
+
+    Args:
+        note: called for each killed process, with text and kind of fault.
+        work_of: key of a process → description of its work; "" = unknown.
+    """
+
+    def __init__(
+        self,
+        note: Callable[[str, str], None],
+        work_of: Callable[[str], str] = lambda key: "",
+    ) -> None:
+        self._note = note
+        self._work_of = work_of
+        self._processes: dict[
+            str, Process
+        ] = {}  # actor, task, rank or execution → its process
+        self._still: dict[
+            str, float
+        ] = {}  # execution → time since which no rank has taken a block from it
+        self._look_after = _STILL_S
+        self._looks: dict[str, Any] = {}  # node → its task
+
+    def start(self) -> None:
+        """Start to watch, in a thread that ends with this process."""
+        threading.Thread(target=self._run, name="raypipe-watch", daemon=True).start()
+
+    def add(self, key: str, process: Process) -> bool:
+        """Add a process of the stream; return whether it is new."""
+        is_new = self._processes.get(key) != process
+        self._processes[key] = process
+        return is_new
+
+    def state(self) -> tuple[dict[str, Process], list[str]]:
+        """Return the processes and the executions that are watched."""
+        return dict(self._processes), list(self._still)
+
+    def restore(self, state: tuple[dict[str, Process], list[str]]) -> None:
+        """Watch the processes of an earlier `state`. Its executions have stalled from now on, until they move."""
+        processes, executions = state
+        self._processes |= processes
+        self._still |= dict.fromkeys(executions, time.monotonic())
+
+    def remove(self, key: str) -> None:
+        """Remove a process or an execution that has ended."""
+        self._processes.pop(key, None)
+        self._still.pop(key, None)
+
+    def moves(
+        self, execution: str, still_s: float, process: Process | None = None
+    ) -> bool:
+        """Record for how long no rank has taken a block from an execution; missing calls count as a stall.
+
+        Args:
+            process: process of the execution, if it is one of Ray's.
+
+        Returns:
+            Whether the execution or its process is new.
+        """
+        is_new = execution not in self._still
+        self._still[execution] = time.monotonic() - still_s
+        return (process is not None and self.add(execution, process)) or is_new
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_PERIOD_S)
+            try:
+                self.turn(time.monotonic())
+            except Exception:
+                logger.debug("cannot check a stream's processes", exc_info=True)
+
+    def turn(self, now: float) -> None:
+        """Check the processes, if it is time; report the results of earlier checks."""
+        still_s = now - min(list(self._still.values()), default=now)
+        if still_s < _STILL_S:
+            self._look_after = _STILL_S
+        elif still_s >= self._look_after:
+            self._look_after = still_s + min(still_s, _MOST_S)
+            self._look()
+        self._answer()
+
+    def _on(self, node: str) -> dict[str, Process]:
+        return {
+            key: process
+            for key, process in list(self._processes.items())
+            if process.node == node
+        }
+
+    def _look(self) -> None:
+        watched = {process.node for process in list(self._processes.values())}
+        for node in watched - self._looks.keys():
+            processes = [
+                (process.pid, process.started) for process in self._on(node).values()
+            ]
+            on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+            task = ray.remote(kill_stopped).options(
+                num_cpus=0, max_retries=0, scheduling_strategy=on_node
+            )
+            self._looks[node] = task.remote(processes)
+
+    def _answer(self) -> None:
+        for node, look in list(self._looks.items()):
+            if not ray.wait([look], timeout=0)[0]:
+                continue
+            del self._looks[node]
+            processes = self._on(node)
+            try:
+                ended: list[int] = ray.get(look)
+            except ray.exceptions.RayError:  # the node is gone, with its processes
+                for key in processes:
+                    self._processes.pop(key, None)
+                continue
+            for key, process in processes.items():
+                if process.pid in ended:
+                    self._processes.pop(key, None)
+                    work = self._work_of(key)
+                    self._note(
+                        "killed a stopped process (SIGSTOP) that blocked the stream: "
+                        f"{process.role} ({process}{work and f', {work}'})",
+                        "stopped",
+                    )
+
+
+class SupervisorWatchdog:
+    """SupervisorWatchdog of one rank, in a thread.
+
+    Args:
+        supervisor: handle of the stream's Supervisor.
+        rank: number of the rank.
+        waited_s: returns the seconds for which the rank has waited for a batch; 0 = it does not wait.
+    """
+
+    def __init__(
+        self, supervisor: Any, rank: int, waited_s: Callable[[], float]
+    ) -> None:
+        self._supervisor = supervisor
+        self._rank = rank
+        self._waited_s = waited_s
+        self._process: Process | None = None  # where the Supervisor has answered from
+        self._asked: Any = None
+        self._asked_at = 0.0
+        self._left = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="raypipe-sentry", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop to watch; a call afterwards would start Ray again."""
+        self._left.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(2 * _SUPERVISOR_PERIOD_S)
+
+    def _run(self) -> None:
+        while not self._left.wait(_SUPERVISOR_PERIOD_S) and ray.is_initialized():
+            try:
+                self.turn(time.monotonic())
+            except Exception:
+                logger.debug("cannot watch a stream's supervisor", exc_info=True)
+
+    def turn(self, now: float) -> None:
+        """Ask the Supervisor for an answer, or take it; check the process of one that gives none."""
+        if self._asked is None:
+            self._asked = self._supervisor.hears.remote(self._rank, self._waited_s())
+            self._asked_at = now
+        if ray.wait([self._asked], timeout=_SUPERVISOR_PERIOD_S)[0]:
+            asked, self._asked = self._asked, None
+            self._process = ray.get(asked)
+        elif now - self._asked_at >= _SUPERVISOR_ANSWER_S and self._process:
+            self._check(self._process)
+
+    def _check(self, process: Process) -> None:
+        if (
+            process.node != ray.get_runtime_context().get_node_id()
+        ):  # rank 0 is on its node
+            return
+        if kill_stopped([(process.pid, process.started)]):
+            self._process = self._asked = None
+            # The restarted one records it.
+            self._supervisor.note.remote(
+                f"killed a stopped process (SIGSTOP) that watched the stream: {process.role} ({process})",
+                "stopped",
+            )

@@ -1,0 +1,66 @@
+"""Programs in pipelines of Albumentations: the steps that raypipe makes itself."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from raypipe.kernel import Program, Step, native_step
+
+
+def _native(step: Any) -> Step | None:
+    """The step of a transform of Albumentations', None = it is unknown here."""
+    name = type(step).__name__
+    is_library = type(step) is getattr(sys.modules["albumentations"], name, None)
+    return native_step(name, vars(step)) if is_library else None
+
+
+def why_no_program(pipeline: Any) -> str:
+    """Say in a few words, which name the step, why a pipeline is not a program as a whole; empty: it is one."""
+    program, rest = find_program(pipeline)
+    if program and not rest:
+        return ""
+    library = sys.modules.get("albumentations")
+    if library is None or type(pipeline) is not library.Compose:
+        return f"{type(pipeline).__name__} is not a list of Albumentations' steps"
+    for number, step in enumerate(pipeline.transforms, 1):
+        if _native(step) is None:
+            return f"step {number}, {type(step).__name__}, is not among those that raypipe makes itself"
+    return "its images have no fixed size, or it is more than its steps (boxes, a chance, saved parameters)"
+
+
+def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
+    """The program that a pipeline begins with, and the steps of Albumentations' that are left after it.
+
+    None: the library does it all. That is so where the first step is not known, where what the program would make
+    has no fixed size, and where the pipeline is more than its steps (a chance, boxes, saved parameters, …).
+
+    Args:
+        pipeline: a program, an Albumentations Compose, or any transform.
+    """
+    if isinstance(pipeline, Program):
+        return pipeline, []
+    library = sys.modules.get("albumentations")
+    if library is None or type(pipeline) is not library.Compose:
+        return None, []
+    special = (
+        pipeline.processors
+        or pipeline.additional_targets
+        or pipeline.save_applied_params
+    )
+    steps = list(pipeline.transforms)
+    replays = any(
+        getattr(step, "deterministic", False) or getattr(step, "replay_mode", False)
+        for step in steps
+    )
+    if special or replays or pipeline.p != 1:
+        return None, []
+    native = list[Step]()
+    for step in steps:
+        known = _native(step)
+        if known is None:
+            break
+        native.append(known)
+    program = Program(native)
+    rest = steps[len(native) :]
+    return (program, rest) if native and program.size else (None, [])

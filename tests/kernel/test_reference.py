@@ -1,0 +1,237 @@
+"""The reference refuses the params that the kernel refuses, by ValueError, and makes its pixels by all others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from raypipe import kernel
+from raypipe.kernel import BAD_PARAMS, DONE, Job, Op, reference, sizes_behind
+from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS
+from raypipe.transform.limits import MAX_PIXELS
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
+from fuzz import random_op
+
+pytestmark = pytest.mark.skipif(
+    not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
+)
+
+HEIGHT, WIDTH = 21, 17
+IMAGE = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+MAX, MIN = (1 << 63) - 1, -(1 << 63)
+# On both sides of each limit that an operation has.
+EDGES = [
+    *(
+        -2,
+        -1,
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        7,
+        8,
+        9,
+        14,
+        MAX_FILTER,
+        16,
+        17,
+        18,
+        20,
+        21,
+        22,
+        MAX_RADIUS,
+        MAX_RADIUS + 1,
+    ),
+    *(
+        255,
+        256,
+        257,
+        1 << 14,
+        (1 << 14) + 1,
+        -(1 << 14),
+        -(1 << 14) - 1,
+        65_500,
+        65_501,
+        1 << 16,
+    ),
+    *(6 << 16, (6 << 16) - 1, 64 << 16, (64 << 16) + 1, 1 << 31, 1 << 32, MAX, MIN),
+]
+MOST_PIXELS = 1 << 20
+BLUR = [1, 4, 1 << 13, 1 << 12, *[0] * (MAX_RADIUS - 1)]
+FILTER = [3, 4, *[1 << 10] * 9, *[0] * (MAX_FILTER**2 - 9)]
+JITTER = [0, 1, 2, 3, 1 << 16, 1 << 16, 1 << 16, 0]
+
+
+def by_reference(op: int, params: list[int]) -> np.ndarray | None:
+    """None: it refuses them."""
+    try:
+        return reference.apply_all(
+            IMAGE, np.array([[op, 0]], np.int32), np.array([1, *params], np.int64)
+        )
+    except ValueError as error:
+        assert "bad" in str(error)
+        return None
+
+
+def by_kernel(op: int, params: list[int], size: tuple[int, ...]) -> np.ndarray | None:
+    """None: it has the status BAD_PARAMS."""
+    out = np.zeros((1, *size[:2], 3), np.uint8)
+    job = Job(np.array([[op, 0]], np.int32), np.array([[1, *params]], np.int64), out)
+    (status,) = kernel.run([IMAGE], [job])
+    assert status in (DONE, BAD_PARAMS), status
+    return out[0] if status == DONE else None
+
+
+def agree(op: int, params: list[int]) -> bool:
+    """Whether both refuse the params; asserts that they do so alike."""
+    expected = by_reference(op, params)
+    result = by_kernel(op, params, IMAGE.shape if expected is None else expected.shape)
+    assert (result is None) == (expected is None), params
+    assert result is None or np.array_equal(result, expected), params
+    return result is None
+
+
+def is_left_to_the_reference(op: Op, params: list[int]) -> bool:
+    """The one operation that the kernel does not have: a mean over areas that are no whole pixels."""
+    return op == Op.RESIZE and params[2] == cv2.INTER_AREA
+
+
+def takes_long(op: Op, params: list[int]) -> bool:
+    if op not in (Op.RESIZE, Op.PAD):
+        return False
+    height, width = sizes_behind(
+        op, np.array(params, object), np.array([HEIGHT, WIDTH], object)
+    ).tolist()
+    return min(height, width) > 0 and MOST_PIXELS < height * width <= MAX_PIXELS
+
+
+@pytest.mark.parametrize("op", Op)
+def test_params_at_the_edges_are_refused_by_both_or_by_none(op: Op) -> None:
+    num_refused = num_made = 0
+    rng = np.random.default_rng(int(op))
+    while num_made + num_refused < 600:
+        code, params = random_op(rng)
+        if code != op:
+            continue
+        for _ in range(int(rng.integers(3)) if params else 0):
+            # Of filters, mostly one of those before the many coefficients.
+            place = int(rng.integers(min(len(params), 12)))
+            params[place] = int(rng.choice(np.array(EDGES, object)))
+        if is_left_to_the_reference(op, params) or takes_long(op, params):
+            continue
+        refused = agree(op, params)
+        num_refused, num_made = num_refused + refused, num_made + (not refused)
+    assert num_refused > 100 or op == Op.GRAY
+    assert num_made > 50 or op == Op.CROP_SCALED
+
+
+def changed(params: list[int], *changes: tuple[int, int]) -> list[int]:
+    params = list(params)
+    for place, value in changes:
+        params[place] = value
+    return params
+
+
+@pytest.mark.parametrize(
+    ("op", "params"),
+    [
+        *[
+            (Op.CROP, box)
+            for box in (
+                [0, 0, 22, 1],
+                [-1, 0, 2, 2],
+                [0, 0, 0, 1],
+                [MAX, 0, 1, 1],
+                [1] * 2 + [MAX] * 2,
+            )
+        ],
+        *[(Op.CROP_SCALED, [0, 0, 1, 1, 8])],
+        *[
+            (Op.RESIZE, [*size, 1])
+            for size in ([0, 5], [5, -1], [65_501, 1], [65_500, 65_500], [MAX, MIN])
+        ],
+        *[
+            (Op.RESIZE, [5, 5, 4]),
+            (Op.RESIZE, [5, 5, -1]),
+            (Op.TURN, [8]),
+            (Op.TURN, [-1]),
+        ],
+        *[(Op.PAD, [side, 0, 0, 0, 0, 0, 0, 0]) for side in (-1, MAX, 65_500)],
+        *[(Op.PAD, [1, 1, 1, 1, border, 0, 0, 0]) for border in (-1, 5)],
+        *[
+            (Op.PAD, [1, 1, 1, 1, 0, 0, 256, 0]),
+            (Op.AFFINE, [0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0]),
+        ],
+        *[
+            (Op.AFFINE, [0, 0, 0, 0, 0, 0, 1, 5, 0, 0, 0]),
+            (Op.AFFINE, [0, 0, 0, 0, 0, 0, 1, 0, -1, 0, 0]),
+        ],
+        *[(Op.DROPOUT, [0, 0, 0, num, 0, 0, 4, 4]) for num in (-1, 2, MAX)],
+        (Op.DROPOUT, [0, 256, 0, 1, 0, 0, 4, 4]),
+        *[
+            (Op.JITTER, changed(JITTER, (place, value)))
+            for place in range(4)
+            for value in (-2, 4, MAX)
+        ],
+        *[
+            (Op.JITTER, changed(JITTER, (place, value)))
+            for place in (4, 5, 6)
+            for value in (-1, (64 << 16) + 1)
+        ],
+        *[(Op.JITTER, changed(JITTER, (7, value))) for value in (-1, 6 << 16)],
+        # Of an operation that is not in the order, too.
+        (Op.JITTER, [-1, -1, -1, -1, 0, 0, MIN, 0]),
+        *[
+            (Op.TABLE, numbers)
+            for numbers in ([2, 0, 0, 0], [-1, 0, 0, 0], [0, 257, 0, 0], [1, 256, 0, 0])
+        ],
+        *[
+            (Op.TABLE, [kind, 0, *others])
+            for kind in (0, 1)
+            for others in ([256, 0], [0, -1])
+        ],
+        *[(Op.BLUR, changed(BLUR, (0, radius))) for radius in (-1, 0, 33, MAX)],
+        *[(Op.BLUR, changed(BLUR, (1, border))) for border in (-1, 5)],
+        (Op.BLUR, changed(BLUR, (2, 1 << 14))),
+        (Op.BLUR, changed(BLUR, (2, (1 << 14) + 2), (3, -1))),
+        *[(Op.FILTER, changed(FILTER, (0, side))) for side in (-1, 0, 2, 17, MAX)],
+        *[(Op.FILTER, changed(FILTER, (1, border))) for border in (-1, 5)],
+        *[
+            (Op.FILTER, changed(FILTER, (5, tap)))
+            for tap in ((1 << 14) + 1, -(1 << 14) - 1, MIN)
+        ],
+    ],
+    ids=str,
+)
+def test_bad_params_of_each_kind_are_refused_here_and_there(
+    op: Op, params: list[int]
+) -> None:
+    assert agree(op, params)
+
+
+@pytest.mark.parametrize(
+    ("op", "params"),
+    [
+        (Op.JITTER, [-1, -1, -1, -1, 64 << 16, 0, 0, (6 << 16) - 1]),
+        (Op.JITTER, [3, 3, 0, 0, 64 << 16, 0, 0, (6 << 16) - 1]),
+        (Op.TABLE, [0, 256, 0, 255]),
+        (Op.BLUR, BLUR),
+        (
+            Op.BLUR,
+            [0, 0, 1 << 14, *[MAX] * MAX_RADIUS],
+        ),  # those behind the radius are not read
+        (Op.BLUR, [1, 0, 0, 1 << 13, *[-1] * (MAX_RADIUS - 1)]),
+        (Op.FILTER, [1, 3, -(1 << 14), *[MIN] * (MAX_FILTER**2 - 1)]),
+        (Op.FILTER, FILTER),
+    ],
+    ids=str,
+)
+def test_params_at_their_limits_are_taken(op: Op, params: list[int]) -> None:
+    assert not agree(op, params)

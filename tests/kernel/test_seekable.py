@@ -1,0 +1,388 @@
+"""Seekable JPEGs: the pixels of the original from any crop, and damage found wherever it is.
+
+csrc/jpeg_seek.h, crc32.h         the layout, and the checksum, which is that of zlib
+csrc/jpeg_transcode.h             from any JPEG that the kernel decodes
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import simplejpeg
+from micro_batches import as_samples
+from PIL import Image
+
+from raypipe import kernel
+from raypipe.config import TransformConfig
+from raypipe.errors import SampleError
+from raypipe.kernel import DONE, Job, Op, extension, is_seekable
+from raypipe.transform import jpeg
+from raypipe.transform.batch import MicroBatchTransform
+from raypipe.transform.contents import Content
+from raypipe.transform.decode import decode
+from raypipe.transform.jpeg import check_checksum, decode_box
+from raypipe.transform.samples import EncodedSample
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
+from fuzz import fuzz_seekable, sealed
+from fuzz_drawn import segment, wild
+from fuzz_files import forged
+
+pytestmark = pytest.mark.skipif(
+    bool(kernel.why_no_kernel()), reason=f"no kernel: {kernel.why_no_kernel()}"
+)
+
+RNG = np.random.default_rng(32)
+EXIF = Image.Exif()
+EXIF[0x0112], EXIF[0x010E] = 6, "a description"
+ICC = RNG.bytes(70_000)  # of two segments
+
+
+def saved(pixels: np.ndarray, mode: str = "RGB", **options: Any) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(out, "JPEG", **options)
+    return out.getvalue()
+
+
+def noise(height: int, width: int) -> np.ndarray:
+    return RNG.integers(0, 256, (height, width, 3), np.uint8)
+
+
+def smooth(height: int, width: int) -> np.ndarray:
+    return cv2.resize(
+        noise(height // 9 + 2, width // 9 + 2),
+        (width, height),
+        interpolation=cv2.INTER_CUBIC,
+    )
+
+
+def by_simplejpeg(sampling: str) -> Callable[[np.ndarray], bytes]:
+    return lambda pixels: simplejpeg.encode_jpeg(pixels, 88, "RGB", sampling)
+
+
+KINDS: dict[str, Callable[[np.ndarray], bytes]] = {
+    "4:2:0": lambda pixels: saved(pixels, quality=90),
+    "4:2:2": lambda pixels: saved(pixels, subsampling="4:2:2"),
+    "4:4:4": lambda pixels: saved(pixels, subsampling="4:4:4", quality=100),
+    "4:4:0": by_simplejpeg("440"),
+    "4:1:1": by_simplejpeg("411"),
+    "gray": lambda pixels: saved(pixels, "L"),
+    "progressive": lambda pixels: saved(pixels, progressive=True, quality=85),
+    "progressive 4:4:4": lambda pixels: saved(
+        pixels, progressive=True, subsampling="4:4:4"
+    ),
+    "progressive gray": lambda pixels: saved(pixels, "L", progressive=True),
+    "RGB": lambda pixels: saved(pixels, keep_rgb=True),
+    "optimized": lambda pixels: saved(pixels, optimize=True, quality=30),
+    "restarts": lambda pixels: saved(pixels, restart_marker_blocks=3),
+    "EXIF and ICC": lambda pixels: saved(
+        pixels, exif=EXIF, icc_profile=ICC, comment=b"a comment"
+    ),
+    "EXIF alone": lambda pixels: without_jfif(saved(pixels, exif=EXIF)),
+}
+
+
+def without_jfif(data: bytes) -> bytes:
+    assert data[2:4] == b"\xff\xe0"
+    return data[:2] + data[20:]
+
+
+def files(num: int) -> Iterator[tuple[str, bytes]]:
+    for number in range(num):
+        size = (int(side) for side in RNG.integers(1, 150, 2))
+        name = list(KINDS)[number // 2 % len(KINDS)]
+        yield name, KINDS[name]((smooth, noise)[number // 2 // len(KINDS) % 2](*size))
+
+
+def random_box(height: int, width: int) -> tuple[int, int, int, int]:
+    top, left = int(RNG.integers(height)), int(RNG.integers(width))
+    return (
+        top,
+        left,
+        int(RNG.integers(1, height - top + 1)),
+        int(RNG.integers(1, width - left + 1)),
+    )
+
+
+def run(
+    data: bytes, box: tuple[int, int, int, int], eighths: int = 8
+) -> np.ndarray | None:
+    """A box by the kernel, which decodes it alone; None: it refuses the file."""
+    out = np.zeros((1, *box[2:], 3), np.uint8)
+    ops, params = (
+        np.array([[Op.CROP_SCALED, 0]], np.int32),
+        np.array([[1, *box, eighths]], np.int64),
+    )
+    return out[0] if kernel.run([data], [Job(ops, params, out)])[0] == DONE else None
+
+
+def check_crops(num: int, by_file: int) -> None:
+    from _raypipe_kernel import set_simd
+
+    for number, (name, data) in enumerate(files(num // by_file)):
+        # without vector instructions by libjpeg, with them without it
+        set_simd(2 * (number % 2))
+        seekable = kernel.to_seekable(data)
+        whole = simplejpeg.decode_jpeg(data, "RGB")
+        assert np.array_equal(simplejpeg.decode_jpeg(seekable, "RGB"), whole), name
+        for _ in range(by_file):
+            box = random_box(*whole.shape[:2])
+            top, left, height, width = box
+            part = run(seekable, box)
+            assert part is not None, (name, whole.shape, box)
+            assert np.array_equal(
+                part, whole[top : top + height, left : left + width]
+            ), (name, whole.shape, box)
+        if min(whole.shape[:2]) >= 16:
+            eighths = int(RNG.choice([1, 2, 4]))
+            box = random_box(*(-(-side * eighths // 8) for side in whole.shape[:2]))
+            part = run(seekable, box, eighths)
+            assert part is not None and np.array_equal(
+                part, decode_box(data, box, eighths)
+            ), (name, box, eighths)
+
+
+@pytest.fixture(autouse=True)
+def all_vector_instructions() -> Iterator[None]:
+    from _raypipe_kernel import set_simd
+
+    yield
+    set_simd(2)
+
+
+def test_all_crops_of_all_kinds_are_those_of_the_original() -> None:
+    check_crops(700, 5)
+
+
+@pytest.mark.soak
+def test_so_are_a_hundred_thousand() -> None:
+    check_crops(100_000, 10)
+
+
+@pytest.mark.parametrize("kind", ["4:2:0", "gray", "RGB", "progressive", "EXIF alone"])
+def test_a_cut_or_flipped_byte_anywhere_is_a_bad_sample(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seekable = kernel.to_seekable(KINDS[kind](smooth(70, 45)))
+    damaged = [seekable[:at] for at in range(len(seekable))]
+    for at in range(len(seekable)):
+        flipped = bytearray(seekable)
+        flipped[at] ^= int(RNG.integers(1, 256))
+        damaged.append(bytes(flipped))
+    statuses = kernel.run(damaged, [crop_job(len(damaged), (0, 0, 5, 5))])
+    assert (statuses != DONE).all() and kernel.run(
+        [seekable], [crop_job(1, (0, 0, 5, 5))]
+    )[0] == DONE
+    for data in damaged:
+        with pytest.raises(SampleError):
+            decode(data)
+    monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "not built")
+    for data in damaged:
+        with pytest.raises(SampleError):
+            decode(data)
+
+
+def crop_job(num: int, box: tuple[int, int, int, int]) -> Job:
+    params = np.tile(np.array([1, *box], np.int64), (num, 1))
+    return Job(
+        np.array([[Op.CROP, 0]], np.int32),
+        params,
+        np.zeros((num, *box[2:], 3), np.uint8),
+    )
+
+
+@pytest.mark.parametrize("size", [None, 16])
+def test_the_message_names_the_checksum(size: int | None) -> None:
+    seekable = kernel.to_seekable(saved(smooth(64, 80)))
+    damaged = seekable[:-9] + b"\x5a" + seekable[-8:]
+    for action in (
+        lambda: decode(damaged, min_side=size),
+        lambda: decode_box(damaged, (0, 0, 8, 8)),
+        lambda: check_checksum(damaged),
+    ):
+        with pytest.raises(
+            SampleError, match=r"its checksum is wrong .*convert the original again"
+        ):
+            action()
+
+
+def micro_batch(
+    images: list[bytes], threads: int
+) -> tuple[dict[str, bytes], list[Any]]:
+    maker = MicroBatchTransform(
+        Content("light", TransformConfig(size=32), threads=threads)
+    )
+    samples = [EncodedSample(image, number) for number, image in enumerate(images)]
+    keys = np.arange(2 * len(images), dtype=np.uint64).reshape(-1, 2)
+    rows, bad = maker.run(
+        as_samples(samples),
+        np.arange(len(images)),
+        keys,
+        lambda row: [(samples[0], 0, (row, 1)), (samples[1], 1, (row, 2))],
+    )
+    return {name: part.tobytes() for name, part in rows.finish().items()}, [
+        record["index"] for record in bad.values()
+    ]
+
+
+def test_a_micro_batch_is_that_of_the_originals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    images = [
+        make(smooth(90, 70 + number)) for number, make in enumerate(KINDS.values())
+    ]
+    seekable = [kernel.to_seekable(image) for image in images]
+    expected = micro_batch(images, 1)
+    assert expected[1] == []
+    assert micro_batch(seekable, 1) == expected == micro_batch(seekable, 2)
+    flipped = [
+        *seekable[:3],
+        seekable[3][:-3] + b"\x5a" + seekable[3][-2:],
+        *seekable[4:],
+    ]
+    damaged = micro_batch(flipped, 2)
+    assert damaged[1] == [3]
+    for module in (kernel, extension, jpeg):
+        monkeypatch.setattr(module, "why_no_kernel", lambda: "not built")
+    assert micro_batch(seekable, 1) == expected
+    assert micro_batch(flipped, 1) == damaged
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_program_reads_it_with_all_that_the_original_has(kind: str) -> None:
+    data = KINDS[kind](smooth(61, 77))
+    seekable = kernel.to_seekable(data)
+    assert is_seekable(seekable) and not is_seekable(data)
+    before, after = Image.open(io.BytesIO(data)), Image.open(io.BytesIO(seekable))
+    assert np.array_equal(np.asarray(before), np.asarray(after))
+    flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+    images = [
+        cv2.imdecode(np.frombuffer(file, np.uint8), flags) for file in (data, seekable)
+    ]
+    assert np.array_equal(*images)
+    assert before.getexif() == after.getexif()
+    for name in ("icc_profile", "exif", "comment"):
+        assert before.info.get(name) == after.info.get(name)
+    assert after.layers == before.layers and "progressive" not in after.info
+
+
+def test_it_is_the_same_when_it_is_made_twice() -> None:
+    for make in KINDS.values():
+        seekable = kernel.to_seekable(make(smooth(61, 77)))
+        assert kernel.to_seekable(seekable) == seekable == sealed(seekable)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xd8\xff",
+        saved(smooth(40, 40), "CMYK"),
+        saved(smooth(40, 40))[:-40],
+        saved(smooth(64, 64), progressive=True)[:-300] + b"\xff\xd9",
+        cv2.imencode(".png", smooth(9, 9))[1].tobytes(),
+    ],
+    ids=["nothing", "no more than a start", "CMYK", "cut short", "lacks scans", "PNG"],
+)
+def test_what_the_kernel_does_not_decode_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        kernel.to_seekable(data)
+
+
+def test_places_that_are_not_the_rows_are_refused() -> None:
+    data = kernel.to_seekable(saved(smooth(64, 64), subsampling="4:2:0"))
+    first = data.index(b"raypipe seekable") + 20
+    second = int.from_bytes(data[first + 4 : first + 8], "big")
+    for place in (0, second - 1, second + 1, len(data), len(data) - 2, 2**32 - 1):
+        forged = sealed(
+            data[: first + 4] + place.to_bytes(4, "big") + data[first + 8 :]
+        )
+        assert run(forged, (20, 0, 30, 64)) is None, place
+        # all else does not need them
+        assert np.array_equal(decode(forged), decode(data))
+
+
+def with_place(data: bytes, row: int, place: int) -> bytes:
+    at = data.index(b"raypipe seekable") + 20 + 4 * row
+    return sealed(data[:at] + place.to_bytes(4, "big") + data[at + 4 :])
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_places_in_front_of_the_codes_and_behind_the_end_are_refused(
+    level: int,
+) -> None:
+    """A comment holds a marker, and behind it more bytes than the codes have; so does what follows the end."""
+    from _raypipe_kernel import set_simd
+
+    set_simd(level)
+    data = kernel.to_seekable(
+        saved(np.full((48, 16, 3), 128, np.uint8), subsampling="4:2:0")
+    )
+    decoy = b"\xff\xd1" + b"A" * 60_000
+    comment = segment(0xFE, decoy)
+    scan = data.index(b"\xff\xda")
+    in_front = data[:scan] + comment + data[scan:]
+    first = data.index(b"raypipe seekable") + 20
+    for row in range(3):
+        place = int.from_bytes(data[first + 4 * row : first + 4 * row + 4], "big")
+        in_front = with_place(in_front, row, place + len(comment))
+    assert run(in_front, (33, 0, 15, 16)) is not None
+    behind = sealed(data + decoy)
+    for forgery in (
+        with_place(in_front, 2, scan + 6),
+        with_place(behind, 2, len(data) + 2),
+    ):
+        assert run(forgery, (33, 0, 15, 16)) is None
+        assert run(forgery, (0, 0, 15, 16)) is None  # nor are its other rows taken
+
+
+def test_a_place_that_skips_rows_with_a_fitting_marker_is_refused() -> None:
+    data = kernel.to_seekable(saved(noise(16 * 12, 16), subsampling="4:2:0"))
+    at = data.index(b"raypipe seekable") + 20
+    forgery = data
+    for row in (1, 2):  # its markers are those of rows 9 and 10
+        place = int.from_bytes(data[at + 4 * (row + 8) : at + 4 * (row + 9)], "big")
+        forgery = with_place(forgery, row, place)
+    assert run(forgery, (17, 0, 5, 16)) is None
+    assert np.array_equal(decode(forgery), decode(data))
+
+
+def test_forged_places_are_refused_or_those_of_the_file() -> None:
+    data = kernel.to_seekable(saved(noise(100, 60)))
+    whole, num_taken = simplejpeg.decode_jpeg(data, "RGB"), 0
+    for number in range(400):
+        part = run(forged(data, np.random.default_rng(number)), (40, 0, 60, 60))
+        num_taken += part is not None
+        assert part is None or np.array_equal(part, whole[40:])
+    assert num_taken < 200
+
+
+@pytest.mark.parametrize("num_comment", [0, 3000, 5000, 60_000])
+def test_what_the_encoder_refuses_in_the_middle_is_refused(num_comment: int) -> None:
+    """Coefficients that baseline codes cannot hold, when the output has outgrown the encoder's first buffer."""
+    data = wild(np.random.default_rng(0), num_comment)
+    assert simplejpeg.decode_jpeg(data, "RGB").shape == (40, 52, 3)
+    for _ in range(5):
+        if num_comment:
+            with pytest.raises(ValueError, match="DCT coefficient out of range"):
+                kernel.to_seekable(data)
+        else:
+            assert np.array_equal(decode(kernel.to_seekable(data)), decode(data))
+
+
+def test_a_damaged_file_does_not_get_a_new_checksum() -> None:
+    data = kernel.to_seekable(saved(noise(64, 64)))
+    with pytest.raises(ValueError, match="its checksum is wrong"):
+        kernel.to_seekable(data[:-9] + b"\x5a" + data[-8:])
+
+
+def test_mutated_files_do_no_harm() -> None:
+    accepted, refused, wrong = fuzz_seekable(0, 1500)
+    assert not wrong and accepted > 500 and refused > 300

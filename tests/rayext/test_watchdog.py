@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray import cloudpickle
+
+from raypipe.rayext.processes import Process, _stat, kill_stopped, this_process
+from raypipe.rayext.watchdog import StreamWatchdog
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+BUSY = [sys.executable, "-c", "while True: pass"]
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two busy processes."""
+    started = [subprocess.Popen(BUSY) for _ in range(2)]
+    yield started
+    for each in started:
+        each.kill()
+        each.wait()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while _stat(process.pid)[0] != "T":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_stopped_process_is_killed_and_a_busy_one_is_not(
+    processes: list[subprocess.Popen[bytes]],
+) -> None:
+    stopped, busy = processes
+    known = [(each.pid, _stat(each.pid)[1]) for each in processes]
+    assert kill_stopped(known) == []
+    stop(stopped)
+    assert kill_stopped(known) == [stopped.pid]
+    assert stopped.wait(20) == -signal.SIGKILL and busy.poll() is None
+
+
+def test_a_later_process_of_the_same_number_is_left_alone(
+    processes: list[subprocess.Popen[bytes]],
+) -> None:
+    stopped, _ = processes
+    stop(stopped)
+    assert kill_stopped([(stopped.pid, "1"), (stopped.pid, ""), (2**22 + 1, "1")]) == []
+    assert stopped.poll() is None
+
+
+def test_a_process_that_goes_on_within_a_moment_is_left_alone(
+    processes: list[subprocess.Popen[bytes]],
+) -> None:
+    paused, _ = processes
+    stop(paused)
+    resume = subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -CONT {paused.pid}"])
+    assert kill_stopped([(paused.pid, _stat(paused.pid)[1])]) == []
+    assert resume.wait(20) == 0 and paused.poll() is None
+
+
+def test_the_state_of_no_process_is_empty() -> None:
+    assert _stat(2**22 + 1) == ("", "") and _stat(os.getpid())[0] == "R"
+
+
+# The watch
+
+
+class Actor:
+    """One that knows its process."""
+
+    def process(self) -> Process:
+        return this_process("transform actor")
+
+
+@pytest.mark.system
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
+    notes: list[tuple[str, str]] = []
+    watch = StreamWatchdog(
+        lambda *note: notes.append(note), lambda key: f"in the block of {key}"
+    )
+    stopped, busy = (ray.remote(num_cpus=0)(Actor).remote() for _ in range(2))
+    process = ray.get(stopped.process.remote())
+    watch.add("a", process)
+    watch.add("b", ray.get(busy.process.remote()))
+    os.kill(process.pid, signal.SIGSTOP)
+    watch.moves("an execution", 0.0)
+    watch.turn(time.monotonic())
+    assert not watch._looks
+    watch.moves("an execution", 60.0)
+    deadline = time.monotonic() + 60
+    while not notes:
+        assert time.monotonic() < deadline
+        watch.turn(time.monotonic())
+        time.sleep(0.1)
+    text = f"transform actor ({process}, in the block of a)"
+    assert notes == [
+        (
+            f"killed a stopped process (SIGSTOP) that blocked the stream: {text}",
+            "stopped",
+        )
+    ]
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(stopped.process.remote(), timeout=60)
+    assert ray.get(busy.process.remote(), timeout=60)
+    ray.kill(busy)
+
+
+def test_a_stream_whose_execution_has_ended_is_not_looked_at() -> None:
+    watch = StreamWatchdog(lambda *note: None)
+    watch.add("a", Process("transform actor", 1, "1", "127.0.0.1", "node"))
+    watch.moves("an execution", 60.0)
+    watch.remove("an execution")
+    watch.turn(time.monotonic())
+    assert not watch._looks

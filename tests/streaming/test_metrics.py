@@ -1,0 +1,97 @@
+"""The metrics of a loader: its observers, and requests to stop and to make checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+import pytest
+from pictures import picture
+from without_ray import every_batch
+
+import raypipe
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.metrics.observer import Observer
+from raypipe.plan.places import Split
+from raypipe.stores.memory import MemoryStore
+from raypipe.streaming.loader import Loader
+
+
+@pytest.fixture
+def loader() -> Loader:
+    store = MemoryStore([picture(i, 9, 9) for i in range(8)], [0] * 8)
+    plan = PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4)
+    spec = raypipe.open_stream(
+        store,
+        store,
+        plan=plan,
+        transform=TransformConfig(train="small", val="resize", size=8),
+        pool=PoolConfig(engine="inline"),
+    )
+    return raypipe.loader(spec)
+
+
+class Notes(Observer):
+    """Notes the events of a loader, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def asked(self, split: Split, name: str, cause: Callable[[], str]) -> None:
+        self.events.append(f"asked {name}")
+
+    def arrived(self, split: Split) -> None:
+        self.events.append("arrived")
+
+    def handed_out(self, split: Split, amounts: Mapping[str, Any]) -> None:
+        self.events.append(f"{amounts['images']} images")
+
+    def recorded(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
+        self.events.append(kind)
+
+    def ended(self) -> None:
+        self.events.append("ended")
+
+    def closed(self) -> None:
+        self.events.append("closed")
+
+
+def test_an_own_observer_sees_each_batch_record_and_the_end(loader: Loader) -> None:
+    notes = Notes()
+    loader.metrics.observers.append(notes)
+    with loader:
+        batches = every_batch(loader)
+        next(batches)
+        next(batches)
+        loader.metrics.record("val", accuracy=0.5)
+    second = "asked train-e0000-s000000-m001"
+    first = "asked the first batch"
+    assert notes.events == [
+        *(first, "arrived", "2 images"),
+        *(second, "arrived", "2 images"),
+        *("val", "ended", "closed"),
+    ]
+
+
+def test_batches_know_whether_they_end_their_split(loader: Loader) -> None:
+    ends = [
+        (batch.position.split, batch.position.step, batch.position.micro)
+        for batch in every_batch(loader)
+        if batch.ends_split
+    ]
+    assert ends == [("train", 1, 1), ("val", 1, 1)] * 2
+
+
+def test_a_checkpoint_is_due_by_age_and_at_a_request_to_stop(loader: Loader) -> None:
+    train = next(loader.epochs()).train
+    list(islice(train, 2))
+    assert not loader.should_checkpoint()
+    assert loader.should_checkpoint(every_s=0.0) and not loader.stopping
+    loader.stop_when(lambda: True)
+    deadline = time.monotonic() + 20
+    while not loader.should_checkpoint():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert loader.stopping

@@ -69,7 +69,7 @@ def test_a_careful_attempt_announces_each_sample_and_reads_no_bad_one(
     micro_batch: int,
 ) -> None:
     damaged = noted()
-    damaged._columns["image"][0] = b"damaged"
+    damaged._images[0] = b"damaged"
     expected = batches(damaged, micro_batch)
     store = noted()
     # the first of a validation, and of those that tell the size of padding

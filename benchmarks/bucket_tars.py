@@ -12,12 +12,14 @@ the server's is counted apart. The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
 import shutil
 import statistics
 import tarfile
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -30,6 +32,7 @@ from slow_bucket import sent, slow_bucket
 import raypipe
 from raypipe.rayext.cluster import connect
 
+_LOOK_S = 0.2
 _NUM_PICTURES = 400  # different images; shards repeat them in other orders
 
 
@@ -70,45 +73,71 @@ def write_shards(folder: Path, num_shards: int, shard_bytes: int, side: int) -> 
     return number
 
 
-def cpu_seconds() -> dict[str, float]:
-    """Return the CPU seconds of this process and its descendants so far, by the names of the processes."""
-    ticks_per_s = os.sysconf("SC_CLK_TCK")
-    parents: dict[int, int] = {}
-    seconds: dict[int, float] = {}
-    names: dict[int, str] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            arguments = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has ended
-        pid = int(folder.name)
-        parents[pid] = int(fields[1])
-        # Children that have ended and were waited for count with their parent.
-        seconds[pid] = sum(map(int, fields[11:15])) / ticks_per_s
-        names[pid] = _role_of(
-            [argument.decode(errors="replace") for argument in arguments]
-        )
-    names[os.getpid()] = "driver"
-    by_name: dict[str, float] = defaultdict(float)
-    for pid, name in names.items():
-        ancestor = pid
-        while ancestor > 1 and ancestor != os.getpid():
-            ancestor = parents.get(ancestor, 0)
-        if ancestor == os.getpid():
-            by_name[name] += seconds[pid]
-    return by_name
+class CpuTimes(threading.Thread):
+    """The CPU seconds of this process and its descendants, looked at again and again, since processes end."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._seconds: dict[int, float] = {}  # by process id, when it was last seen
+        self._before: dict[int, float] = {}
+        self._roles: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self._look()
+            time.sleep(_LOOK_S)
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._look()
+        with self._lock:
+            self._before = dict(self._seconds)
+
+    def by_role(self) -> dict[str, float]:
+        """Return the seconds since `begin`, by what the processes do."""
+        self._look()
+        seconds: dict[str, float] = defaultdict(float)
+        with self._lock:
+            for pid, spent in self._seconds.items():
+                seconds[self._roles[pid]] += spent - self._before.get(pid, 0.0)
+        return seconds
+
+    def _look(self) -> None:
+        parents: dict[int, int] = {}
+        seconds: dict[int, float] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended
+            pid = int(folder.name)
+            parents[pid] = int(fields[1])
+            seconds[pid] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+        for pid, spent in seconds.items():
+            ancestor = pid
+            while ancestor > 1 and ancestor != os.getpid():
+                ancestor = parents.get(ancestor, 0)
+            if ancestor != os.getpid():
+                continue
+            with contextlib.suppress(OSError), self._lock:
+                self._roles[pid] = _role_of(pid)
+                self._seconds[pid] = spent
 
 
-def _role_of(arguments: list[str]) -> str:
-    """Return what a process of Ray or of the benchmark does."""
-    program = arguments[0]
-    if any(argument.endswith("slow_bucket.py") for argument in arguments):
+def _role_of(pid: int) -> str:
+    if pid == os.getpid():
+        return "driver"
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    if "slow_bucket.py" in command:
         return "server"
-    if "TransformWorker" in program or "MapWorker" in program:
+    if "TransformWorker" in command:
         return "actors"
-    if program.startswith("ray::"):
-        return program.split("(")[0].removeprefix("ray::")
+    if command.startswith("ray::Supervisor"):
+        return "Supervisor"
+    if command.startswith(("ray::IDLE", "ray::ReadPlan")):
+        return "reader"  # Ray's idle workers too, which do nothing
     return "Ray"
 
 
@@ -118,6 +147,7 @@ def measure(
     reader: Any,
     cache: Path,
     endpoint: str,
+    cpu_times: CpuTimes,
     epochs: int,
     preset: str,
 ) -> dict[str, Any]:
@@ -152,7 +182,7 @@ def measure(
                     n for path, n in counts.items() if path.endswith(".tar")
                 )
                 first = False
-                cpu_before = cpu_seconds()
+                cpu_times.begin()
                 started = time.perf_counter()
                 images = 0
             images += len(batch.image)
@@ -161,7 +191,7 @@ def measure(
         num_requests.append(counts.pop("requests", 0))
         num_bytes.append(sum(n for path, n in counts.items() if path.endswith(".tar")))
         epoch_images.append(images)
-    cpu = {name: spent - cpu_before[name] for name, spent in cpu_seconds().items()}
+    cpu = cpu_times.by_role()
     result["cpu_us_per_image"] = {
         name: round(1e6 * spent / sum(epoch_images), 1)
         for name, spent in cpu.items()
@@ -221,6 +251,7 @@ def main() -> None:
             ),
         }
         connect()
+        cpu_times = CpuTimes()
         bucket = "s3://bucket/shards"
         ways: dict[str, tuple[str, str, str]] = {
             "bucket": (bucket, "auto", "auto"),
@@ -238,6 +269,7 @@ def main() -> None:
                         reader,
                         cache,
                         endpoint,
+                        cpu_times,
                         options.epochs,
                         options.preset,
                     )

@@ -22,8 +22,7 @@ import numpy as np
 from raypipe import TransformConfig, open_store
 from raypipe.config import CropDecode
 from raypipe.kernel import why_no_kernel
-from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import Content
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import Samples, read_samples
 
 MICRO_BATCH = 50
@@ -40,7 +39,7 @@ def samples_of(address: str, num: int) -> list[Samples]:
 
 
 def measure(
-    samples: list[Samples], modes: Mapping[Any, MicroBatchTransform], epoch: int
+    samples: list[Samples], modes: Mapping[Any, SampleMaker], epoch: int
 ) -> dict[str, float]:
     """Images/s by mode; which mode comes first changes from micro-batch to micro-batch."""
     spent_ns = dict.fromkeys(modes, 0)
@@ -51,7 +50,7 @@ def measure(
         turn = (number + epoch) % len(names)
         for name in names[turn:] + names[:turn]:
             started_ns = time.thread_time_ns()
-            modes[name].run(part, indices, keys)
+            modes[name].make(part, keys)
             spent_ns[name] += time.thread_time_ns() - started_ns
     return {name: sum(map(len, samples)) / ns * 1e9 for name, ns in spent_ns.items()}
 
@@ -72,10 +71,7 @@ def main() -> None:
     configs = {
         name: TransformConfig(size=options.size, crop_decode=name) for name in names
     }
-    modes = {
-        name: MicroBatchTransform(Content(options.transform, configs[name]))
-        for name in names
-    }
+    modes = {name: SampleMaker(options.transform, configs[name]) for name in names}
     measure(samples[:1], modes, 0)
     repeats = [
         measure(samples, modes, epoch) for epoch in range(1, options.repeats + 1)

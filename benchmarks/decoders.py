@@ -29,9 +29,8 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from raypipe import TransformConfig, open_store
 from raypipe.kernel import why_no_kernel
 from raypipe.stores.memory import MemoryStore
-from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import read_samples
 
 PART = 25
@@ -98,16 +97,15 @@ def one_by_one(decoder: Decoder) -> Callable[[list[bytes], int], None]:
 
 def by_program() -> Callable[[list[bytes], int], None]:
     """The micro-batches of raypipe's light transform."""
-    transform = MicroBatchTransform(Content("light", TransformConfig(size=SIDE)))
+    transform = SampleMaker("light", TransformConfig(size=SIDE))
 
     def run(images: list[bytes], repeat: int) -> None:
         keys = np.stack(
             [np.full(len(images), repeat), np.arange(len(images))], axis=1
         ).astype(np.uint64)
         indices = np.arange(len(images))
-        transform.run(
-            read_samples(MemoryStore(images, [0] * len(images)), indices), indices, keys
-        )
+        store = MemoryStore(images, [0] * len(images))
+        transform.make(read_samples(store, indices), keys)
 
     return run
 

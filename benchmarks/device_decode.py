@@ -100,7 +100,7 @@ def on_the_wire(args: Any, store: str) -> dict[str, Any]:
                 [
                     maker.make(
                         MicroBatchId("train", 0, step % maker.plan.steps_per_epoch, 0)
-                    ).batch
+                    )[0]
                 ]
             )
             seconds.append(time.process_time() - began)
@@ -112,11 +112,9 @@ def on_the_wire(args: Any, store: str) -> dict[str, Any]:
 
 def alone(args: Any, store: str, device: torch.device) -> dict[str, Any]:
     """Images/s of the decoder by itself, for each library."""
-    batch = (
-        MicroBatchMaker(spec_of(args, store, "device", engine="inline"))
-        .make(MicroBatchId("train", 0, 0, 0))
-        .batch
-    )
+    batch = MicroBatchMaker(spec_of(args, store, "device", engine="inline")).make(
+        MicroBatchId("train", 0, 0, 0)
+    )[0]
     data: Any = batch.fields[DATA]
     found: dict[str, Any] = {}
     libraries = (

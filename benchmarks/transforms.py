@@ -19,8 +19,7 @@ from crop_decode import measure, samples_of
 
 from raypipe import TransformConfig
 from raypipe.kernel import why_no_kernel
-from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import Content
+from raypipe.transform.sample_maker import SampleMaker
 
 NAMES = [
     "light",
@@ -55,9 +54,7 @@ def main() -> None:
     cv2.setNumThreads(1)  # as in an actor
     samples = samples_of(options.store, options.samples)
     config = TransformConfig(size=options.size)
-    modes = {
-        name: MicroBatchTransform(Content(name, config)) for name in options.transforms
-    }
+    modes = {name: SampleMaker(name, config) for name in options.transforms}
     measure(samples[:1], modes, 0)
     repeats = [
         measure(samples, modes, epoch) for epoch in range(1, options.repeats + 1)

@@ -252,8 +252,7 @@ def _alone(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import cv2
 
-    from raypipe.transform.batch import MicroBatchTransform
-    from raypipe.transform.contents import Content
+    from raypipe.transform.sample_maker import SampleMaker
     from raypipe.transform.samples import Samples
 
     cv2.setNumThreads(1)  # an actor does so too
@@ -263,7 +262,7 @@ def _alone(
         "image"
     ]
     read_cpu_s = time.process_time() - began_cpu
-    maker = MicroBatchTransform(Content(transform.train, transform, threads=threads))
+    maker = SampleMaker(transform.train, transform, threads=threads)
     indices = np.arange(min(micro_batch, len(encoded)))
 
     def make(first: int) -> None:
@@ -272,7 +271,7 @@ def _alone(
             np.uint64
         )
         images = [encoded[(first + i) % len(encoded)] for i in range(len(indices))]
-        maker.run(Samples(images, np.zeros(len(indices), np.int64)), indices, keys)
+        maker.make(Samples(images, np.zeros(len(indices), np.int64)), keys)
 
     make(0)
     started = time.perf_counter()

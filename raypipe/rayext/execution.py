@@ -267,7 +267,7 @@ class StreamAutoscaler:
             lost = self._deliveries.lost() if self._num_waiting else []
             state = flow.description(actors, self._ranks, self._num_waiting, lost)
         ready = 1.0 - flow.waiting_of(self._ranks)
-        answer = self._supervisor.moves.remote(
+        answer = self._supervisor.execution_progress.remote(
             self._name, now - self._taken_at, self._process, state, ready
         )
         self._answer = self._answer or answer
@@ -289,7 +289,7 @@ class StreamAutoscaler:
         self._deliveries.drop()
         self._metrics.show(self._flow.finished)
         if ray.is_initialized():  # otherwise the call would start Ray again
-            self._supervisor.left.remote(self._name)
+            self._supervisor.process_left.remote(self._name)
 
     def get_total_resources(self) -> ExecutionResources:
         """Return the resources that the execution may use: no limit."""

@@ -244,7 +244,7 @@ class PoolKeeper:
                 decision = None
         if decision is not None:
             self._target = decision.size
-            self._supervisor.scaled.remote(
+            self._supervisor.pool_scaled.remote(
                 f"{size} → {decision.size} transform actors: {decision.reason}"
             )
             if decision.size > size:

@@ -84,7 +84,7 @@ class StreamWatchdog:
         self._processes.pop(key, None)
         self._still.pop(key, None)
 
-    def moves(
+    def execution_progress(
         self, execution: str, still_s: float, process: Process | None = None
     ) -> bool:
         """Record for how long no rank has taken a block from an execution; missing calls count as a stall.
@@ -202,7 +202,9 @@ class SupervisorWatchdog:
     def turn(self, now: float) -> None:
         """Ask the Supervisor for an answer, or take it; check the process of one that gives none."""
         if self._asked is None:
-            self._asked = self._supervisor.hears.remote(self._rank, self._waited_s())
+            self._asked = self._supervisor.rank_waits.remote(
+                self._rank, self._waited_s()
+            )
             self._asked_at = now
         if ray.wait([self._asked], timeout=_SUPERVISOR_PERIOD_S)[0]:
             asked, self._asked = self._asked, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,42 @@ logger = logging.getLogger(__name__)
 _without_records: set[str] = set()
 
 
-def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]]) -> None:
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that could not be read, decoded or transformed.
+
+    Attributes:
+        position: the micro-batch that was to have it.
+        store: address of its store.
+        index: its index there.
+        name: the store's own name for it; empty = it has none.
+        substitute: index of the sample in its place; None = its row has weight 0.
+        error: the reason.
+        fault: "store", or "transform".
+    """
+
+    position: MicroBatchId
+    store: str
+    index: int
+    name: str
+    substitute: int | None
+    error: str
+    fault: str
+
+    @property
+    def title(self) -> str:
+        """Return how errors name it."""
+        return title_of(self.store, self.index, self.name)
+
+    def record(self) -> dict[str, Any]:
+        """The sample as one line of the quarantine has it."""
+        record = dict(vars(self))
+        return {**vars(record.pop("position")), **record}
+
+
+def record_bad(
+    folder_uri: str, position: MicroBatchId, bad: Sequence[BadSample]
+) -> None:
     """Log bad samples, and write them as one JSON-lines object per micro-batch.
 
     The object is named by the micro-batch's place, so a retry on any node writes the same object. If it cannot
@@ -29,10 +65,10 @@ def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]]) -> 
 
     Args:
         folder_uri: folder of the quarantine; empty = log only.
-        at: the micro-batch.
-        bad: one record per sample.
+        position: the micro-batch.
+        bad: its bad samples.
     """
-    lines = [json.dumps({**vars(at), **record}) for record in bad]
+    lines = [json.dumps(sample.record()) for sample in bad]
     for line in lines:
         logger.warning("bad sample: %s", line)
     if not folder_uri or folder_uri in _without_records:
@@ -42,7 +78,7 @@ def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]]) -> 
             filesystem, folder = open_filesystem(folder_uri)
             filesystem.create_dir(folder, recursive=True)
             write_text(
-                join_address(folder_uri, f"{at}.jsonl"),
+                join_address(folder_uri, f"{position}.jsonl"),
                 "".join(line + "\n" for line in lines),
             )
     except (
@@ -70,8 +106,8 @@ class BadSampleBudget:
     num_bad: int = 0
     num_seen: int = 0
 
-    def spend(self, bad: list[dict[str, Any]], num_seen: int) -> None:
-        """Count further samples seen, and the records of those that were bad.
+    def spend(self, bad: Sequence[BadSample], num_seen: int) -> None:
+        """Count further samples seen, and those of them that were bad.
 
         Raises:
             BadSamplesError: more than max(grace, max_fraction × seen) have been bad.
@@ -79,15 +115,13 @@ class BadSampleBudget:
         self.num_bad += len(bad)
         self.num_seen += num_seen
         if bad and self.num_bad > max(self.grace, self.max_fraction * self.num_seen):
-            title = title_of(bad[-1]["store"], bad[-1]["index"], bad[-1]["name"])
-            kind = (
-                TransformError
-                if bad[-1].get("fault") == TransformError.fault
-                else SampleError
-            )
+            last = bad[-1]
+            advice = SampleError.advice
+            if last.fault == TransformError.fault:
+                advice = TransformError.advice
             raise BadSamplesError(
                 f"{self.num_bad} of {self.num_seen} samples are bad, more than"
                 f" transform.max_bad_fraction={self.max_fraction:g} allows (the first {self.grace} are free);"
-                f" the last one is {title}: {bad[-1]['error']}."
-                f" Raise transform.max_bad_fraction, or {kind.advice}"
+                f" the last one is {last.title}: {last.error}."
+                f" Raise transform.max_bad_fraction, or {advice}"
             )

@@ -17,10 +17,9 @@ import torch
 
 from raypipe.device.decode import Decoded, DeviceDecoder
 from raypipe.plan.places import MicroBatchId, Split
-from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
-from raypipe.streaming.maker import MicroBatchMaker, Outcome
+from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.batch import Attempt
 from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, MicroBatch, Ragged
 from raypipe.transform.process_state import process_kept
@@ -59,7 +58,7 @@ class Decoding:
             SampleError, BadSamplesError: a sample cannot be decoded, and the settings do not allow it.
         """
         bad = dict[int, str]()
-        outcome = None
+        bad_of_batch: list[BadSample] | None = None
         while True:
             data = batch.fields[DATA]
             assert isinstance(data, Ragged)
@@ -71,21 +70,18 @@ class Decoding:
             bad |= {
                 int(batch.index[row]): reason for row, reason in decoded.failed.items()
             }
-            outcome = self._made_again(batch.position, bad)
+            again, bad_of_batch = self._made_again(batch.position, bad)
             batch = replace(
-                outcome.batch,
+                again,
                 read_s=batch.read_s,
                 work_s=batch.work_s,
                 outage_s=batch.outage_s,
             )
-        if (
-            outcome
-        ):  # its record replaces the actor's, and has that one's bad samples, too
-            record_bad(self._spec.quarantine, batch.position, outcome.bad)
-        if outcome:
-            found_here = [record for record in outcome.bad if record["index"] in bad]
-        else:
-            found_here = []
+        if bad_of_batch is None:
+            bad_of_batch = []
+        else:  # its record replaces the actor's, and has that one's bad samples, too
+            record_bad(self._spec.quarantine, batch.position, bad_of_batch)
+        found_here = [sample for sample in bad_of_batch if sample.index in bad]
         self._budget.spend(found_here, len(batch.index))
         others = {
             name: values
@@ -100,9 +96,11 @@ class Decoding:
         image = np.ascontiguousarray(decoded.image.permute(0, 2, 3, 1).cpu().numpy())
         return replace(rest, fields={IMAGE: image, **rest.fields})
 
-    def _made_again(self, at: MicroBatchId, bad: dict[int, str]) -> Outcome:
+    def _made_again(
+        self, position: MicroBatchId, bad: dict[int, str]
+    ) -> tuple[MicroBatch, list[BadSample]]:
         with process_kept(self._maker.draws_globally):
-            return self._maker.make(at, attempt=Attempt(bad))
+            return self._maker.make(position, excluded=bad)
 
     @functools.cached_property
     def _maker(self) -> MicroBatchMaker:

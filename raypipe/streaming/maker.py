@@ -2,6 +2,8 @@
 
 MicroBatchMaker   the stores, transforms of a stream, opened
 try_samples       a few samples in the driver, before anything is started
+
+`MicroBatchMaker._make_rows` is the whole road of a sample, from the store to its row.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,9 +25,9 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
-from raypipe.storage.retries import outages_s
+from raypipe.storage.retries import outages_s, report_progress
 from raypipe.stores.base import name_of, title_of
-from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
+from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
 from raypipe.streaming.remake import (
     NUM_REMADE,
     Probe,
@@ -32,18 +36,11 @@ from raypipe.streaming.remake import (
     copied,
     digest_of,
 )
-from raypipe.transform.batch import (
-    FIRST_ATTEMPT,
-    NUM_SUBSTITUTES,
-    Attempt,
-    Candidate,
-    MicroBatchTransform,
-)
-from raypipe.transform.columns import SampleColumns
-from raypipe.transform.contents import Content
-from raypipe.transform.fields import LABEL, BlockMemory, MicroBatch, Rows
+from raypipe.transform.draws import Key
+from raypipe.transform.fields import LABEL, MicroBatch, Rows, bytes_per_row
 from raypipe.transform.presets import build_transform, is_preset
 from raypipe.transform.process_state import process_kept
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples, read_samples
 from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
 from raypipe.transform.transform_steps import brief
@@ -53,327 +50,484 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Read = Callable[[MicroBatchId, np.ndarray], Samples]
+"""Reads the samples of int64 indices (n,) for a micro-batch; padding has no image."""
+
+NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
+NONE_EXCLUDED: Mapping[int, str] = MappingProxyType({})
 _FIRST = MicroBatchId("train", 0, 0, 0)
 _NUM_TRIED = 8
-# Bytes of the micro-batches whose images are made in one call: more would only hold more samples in memory.
+# Bytes of the rows whose images are made in one call: more would only hold more samples in memory. A call costs as
+# much as some tens of small images, however many it makes.
 _AT_ONCE_BYTES = 8 << 20
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A micro-batch, and what only its maker's process needs to know of it.
-
-    Attributes:
-        bad: records of bad samples, see `MicroBatchTransform.run`.
-    """
-
-    batch: MicroBatch
-    bad: list[dict[str, Any]]
-
-
-class _Reading(NamedTuple):
-    """Seconds that samples took to read, and those of them in which object storage did not answer."""
-
-    seconds: float = 0.0
-    outage_s: float = 0.0
 
 
 class MicroBatchMaker:
     """Reads, decodes and transforms the micro-batches of a stream. No result depends on its state.
 
+    Args:
+        spec: the stream.
+        read: reads samples; None = from the stream's stores.
+
     Attributes:
         probes: samples by the user's code, one of each split, for other processes to compare.
     """
 
-    def __init__(self, spec: StreamSpec) -> None:
+    def __init__(self, spec: StreamSpec, read: Read | None = None) -> None:
         self.plan = spec.plan
         self._spec = spec
         self._stores = spec.stores
+        self._read_samples = read or self.read_store
+        self._read_s = 0.0  # seconds of reading so far
+        self._outage_s = 0.0  # those of them in which object storage did not answer
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
-        self._attempt = FIRST_ATTEMPT
-        self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
+        self._is_tolerant = spec.transform.max_bad_fraction > 0
+        self._sample_makers: dict[tuple[Split, Size], SampleMaker] = {}
         # Copies of splits whose code is the user's, until their first samples were made twice, see `remake`.
-        self._unchecked: dict[Split, Callable[[], Content]] = {}
+        self._unchecked: dict[Split, Callable[[], SampleMaker]] = {}
         self._checked: set[Split] = set()
         self.probes: list[Probe] = []
         for split in spec.stores:
-            at = MicroBatchId(split, 0, 0, 0)
-            self._transform(at, self.plan.draw(at))
+            position = MicroBatchId(split, 0, 0, 0)
+            self._sample_maker(position, self.plan.draw(position))
 
-    def _transform(self, at: MicroBatchId, draws: Draws) -> MicroBatchTransform:
-        """Return the transform for a micro-batch's image size; make it if that size is new."""
-        split = at.split
-        spec = self._spec
-        buckets = self.plan.config.sides_in(at.split)
+    def _size(self, position: MicroBatchId, draws: Draws) -> Size:
+        """The size of a micro-batch's images."""
+        buckets = self.plan.config.sides_in(position.split)
         bucket = buckets[draws.buckets[0]] if buckets else None
-        size = size_in(spec.transform, split, at.epoch, bucket)
-        if (split, size) not in self._transforms:
-            store = spec.stores[split]
-            code = spec.transforms[split]
-            columns = spec.columns
-            if has_sizes(spec.transform, split, buckets):
-                sides = sides_of(size)
-            else:
-                sides = None
+        return size_in(self._spec.transform, position.split, position.epoch, bucket)
 
-            def content(code: Any, columns: SampleColumns) -> Content:
-                return Content(
-                    code, spec.transform, columns, size, sides, spec.pool.kernel_threads
-                )
-
-            made = self._transforms[split, size] = MicroBatchTransform(
-                content(code, columns),
-                tolerant=spec.transform.max_bad_fraction > 0,
-                exact=split == "val",
-                store_address=store.address,
-                sample_name=functools.partial(name_of, store),
-                probe=functools.partial(self._first_samples, split),
-            )
-            if made.content.has_user_code and split not in (
-                *self._unchecked,
-                *self._checked,
-            ):
-                if isinstance(code, str) and ":" in code:  # it may name an object
-                    code = build_transform(code, size)
-                # Before its first use, of which it may keep something.
-                code, columns = (
-                    copied(code),
-                    replace(columns, function=copied(columns.function)),
-                )
-                self._unchecked[split] = lambda: content(copied(code), columns)
-        return self._transforms[split, size]
+    def _sample_maker(self, position: MicroBatchId, draws: Draws) -> SampleMaker:
+        """Return the maker of a micro-batch's samples; make it if its image size is new."""
+        split = position.split
+        size = self._size(position, draws)
+        if (split, size) in self._sample_makers:
+            return self._sample_makers[split, size]
+        spec = self._spec
+        code = spec.transforms[split]
+        columns = spec.columns
+        sides = None
+        if has_sizes(spec.transform, split, self.plan.config.sides_in(split)):
+            sides = sides_of(size)
+        new = functools.partial(
+            SampleMaker,
+            config=spec.transform,
+            size=size,
+            sides=sides,
+            threads=spec.pool.kernel_threads,
+        )
+        sample_maker = new(code, columns=columns)
+        self._sample_makers[split, size] = sample_maker
+        is_checked = split in self._unchecked or split in self._checked
+        if sample_maker.has_user_code and not is_checked:
+            if isinstance(code, str) and ":" in code:  # it may name an object
+                code = build_transform(code, size)
+            # Before its first use, of which it may keep something.
+            code = copied(code)
+            columns = replace(columns, function=copied(columns.function))
+            self._unchecked[split] = lambda: new(copied(code), columns=columns)
+        return sample_maker
 
     @property
     def draws_globally(self) -> bool:
         """True if a transform draws from generators of the process."""
         return any(
-            transform.content.draws_globally for transform in self._transforms.values()
+            sample_maker.draws_globally for sample_maker in self._sample_makers.values()
         )
 
-    def batch(self, at: MicroBatchId) -> MicroBatch:
+    def batch(self, position: MicroBatchId) -> MicroBatch:
         """Make one micro-batch in a process shared with the user, and record its bad samples."""
         with process_kept(
             self.draws_globally
         ):  # the first compares with the validation
-            outcome = self.make(at)
-        self.settle(outcome)
-        return outcome.batch
+            batch, bad = self.make(position)
+        self.settle([batch], bad)
+        return batch
+
+    def make(
+        self,
+        position: MicroBatchId,
+        given: Samples | None = None,
+        excluded: Mapping[int, str] = NONE_EXCLUDED,
+        num_rows: int | None = None,
+    ) -> tuple[MicroBatch, list[BadSample]]:
+        """Make one micro-batch, and list its bad samples.
+
+        Args:
+            given: its B samples, by a reader; None = read the store here.
+            excluded: see `block`.
+            num_rows: how many of its first rows to make; None = all.
+        """
+        draws = self.plan.draw_block([position])
+        draws = Draws(*(column[:, :num_rows] for column in draws))
+        out = Rows(self._sample_maker(position, draws.at(0)).fields, draws.indices.size)
+        reads = [given] if given is not None else None
+        (batch,), bad = self._fill([position], draws, out, reads, excluded)
+        return batch, bad
 
     def block(
         self,
-        places: Sequence[MicroBatchId],
+        block: Sequence[MicroBatchId],
         reads: Sequence[Samples] | None = None,
         read_s: float = 0.0,
-        attempt: Callable[[MicroBatchId], Attempt] = lambda _: FIRST_ATTEMPT,
         outage_s: float = 0.0,
-    ) -> tuple[list[Outcome], BlockMemory | None]:
+        excluded: Mapping[int, str] = NONE_EXCLUDED,
+        one_by_one: bool = False,
+    ) -> tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]:
         """Make the micro-batches of a block.
 
         Args:
             reads, read_s: samples that a reader has read for each, and its seconds for all; None = read the
                 store here.
-            attempt: called before each one; returns knowledge from earlier attempts.
             outage_s: part of read_s, waiting for object storage that did not answer.
+            excluded: index → reason of samples that must not be touched: each is a bad one.
+            one_by_one: read and make a sample at a time, and none that the block does not need.
 
         Returns:
-            The micro-batches, and the memory of them all; None = each has its own, since images differ in size.
+            The micro-batches; their bad samples; and the arrays of all by field, (k, B, …), if their images have
+            one size.
         """
-        draws = self.plan.draw_block(places)
-        transform, *others = {
-            self._transform(at, draws.at(number)) for number, at in enumerate(places)
-        }
-        if others:
-            memory = None
+        draws = self.plan.draw_block(block)
+        num = len(block)
+        num_samples = draws.indices.shape[1]
+        makers = [
+            self._sample_maker(position, draws.at(number))
+            for number, position in enumerate(block)
+        ]
+        if len(set(makers)) == 1:
+            parts = [slice(0, num)]
         else:
-            memory = BlockMemory(transform.content.fields, len(places))
-        if memory is None:
-            at_once = 1
-        else:
-            at_once = memory.num_within(_AT_ONCE_BYTES, draws.indices.shape[1])
-        outcomes = list[Outcome]()
-        while len(outcomes) < len(places):
-            first = len(outcomes)
-            knowledge = attempt(places[first])
-            if knowledge is FIRST_ATTEMPT:
-                num = self._num_alike(places[first : first + at_once])
-            else:
-                num = 1
-            part = slice(first, first + num)
-            read = Samples.joined(reads[part]) if reads else None
-            share = len(places[part]) / len(places)
-            spent = _Reading(read_s * share, outage_s * share)
-            outcomes += self._make(
-                places[part], draws.at(part), read, spent, knowledge, memory
+            parts = [slice(number, number + 1) for number in range(num)]
+        batches = list[MicroBatch]()
+        bad = list[BadSample]()
+        for part in parts:
+            out = Rows(makers[part.start].fields, len(block[part]) * num_samples)
+            read = reads[part] if reads else None
+            finished, bad_of_part = self._fill(
+                block[part], draws.at(part), out, read, excluded, one_by_one
             )
-        return outcomes, memory
+            batches += finished
+            bad += bad_of_part
+        if reads:
+            batches = [
+                replace(batch, read_s=read_s / num, outage_s=outage_s / num)
+                for batch in batches
+            ]
+        arrays = dict[str, np.ndarray]()
+        if len(parts) == 1:
+            arrays = {
+                name: array.reshape(num, num_samples, *array.shape[1:])
+                for name, array in out.arrays.items()
+            }
+        return batches, bad, arrays
 
-    def make(
+    def _fill(
         self,
-        at: MicroBatchId,
-        read: Samples | None = None,
-        attempt: Attempt = FIRST_ATTEMPT,
-        num_rows: int | None = None,
-    ) -> Outcome:
-        """Make one micro-batch; reads the store unless a reader has done so.
-
-        Args:
-            read: its B samples, by a reader.
-            attempt: knowledge from earlier attempts.
-            num_rows: how many of its first rows to make; None = all.
-        """
-        draws = Draws(*(column[:, :num_rows] for column in self.plan.draw_block([at])))
-        (outcome,) = self._make([at], draws, read, _Reading(), attempt)
-        return outcome
-
-    def _make(
-        self,
-        places: Sequence[MicroBatchId],
+        block: Sequence[MicroBatchId],
         draws: Draws,
-        read: Samples | None,
-        spent: _Reading,
-        attempt: Attempt,
-        memory: BlockMemory | None = None,
-    ) -> list[Outcome]:
-        """Make micro-batches of one transform, the images of all in one call as far as possible.
+        out: Rows,
+        reads: Sequence[Samples] | None = None,
+        excluded: Mapping[int, str] = NONE_EXCLUDED,
+        one_by_one: bool = False,
+    ) -> tuple[list[MicroBatch], list[BadSample]]:
+        """Make the micro-batches of one image size, as many rows at once as memory allows.
 
         Args:
             draws: of their samples, (k, B).
-            read, spent: their k·B samples, by a reader, and its time for them.
-            memory: memory for their arrays; None = new memory.
         """
-        started = time.perf_counter()
-        first = places[0]
-        num = len(places)
-        transform = self._transform(first, draws.at(0))
-        transform.content.weaken(self._strength(first))
-        outage_before_s = outages_s()
-        self._log_place(first)
-        self._attempt = attempt
+        num, num_samples = draws.indices.shape
         flat = Draws(*(column.ravel() for column in draws))
-        if read is None:
-            samples = self._samples(first.split, flat.indices, attempt)
-        else:
-            samples = read
-        if read is None:
-            spent = _Reading(
-                time.perf_counter() - started, outages_s() - outage_before_s
+        seconds = np.zeros((3, num))  # rows: reading, outages, in all
+        bad = list[BadSample]()
+        first = 0
+        while first < num * num_samples:
+            report_progress()  # a time limit is one for each
+            started = time.perf_counter()
+            before = self._read_s, self._outage_s
+            number = first // num_samples
+            if one_by_one:
+                rows = slice(first, first + 1)
+                given = None
+            else:
+                count = self._num_at_once(block[number:], out, num_samples)
+                rows = slice(first, first + count * num_samples)
+                given = None
+                if reads:
+                    given = Samples.joined(reads[number : number + count])
+            bad += self._make_rows(
+                block, flat, rows, out, given, excluded, is_checked=not one_by_one
             )
-
-        def substitutes(row: int) -> Iterator[Candidate]:
-            of_row = flat.at(slice(row, row + 1))
-            at = places[row * num // len(flat.indices)]
-            for number in range(NUM_SUBSTITUTES):
-                index = self.plan.substitute(at, int(of_row.indices[0]), number)
-                k0, k1 = self.plan.substitute_keys(at.split, of_row, index)[0].tolist()
-                yield functools.partial(self._read, at.split, index), index, (k0, k1)
-
-        keys = self.plan.sample_keys(first.split, flat)
-        rows, bad = transform.run(
-            samples, flat.indices, keys, substitutes, attempt, memory, num
-        )
-        if first.split in self._unchecked and attempt is FIRST_ATTEMPT:
-            good = [
-                row
-                for row in np.flatnonzero(rows.weight)[:NUM_REMADE].tolist()
-                if row not in bad
-            ]
-            if good:
-                of = next(
-                    of for of, each in self._transforms.items() if each is transform
+            if block[number] == _FIRST and not one_by_one:
+                self._compare_with_val(block[number], flat)
+            micro_batches = slice(number, -(-rows.stop // num_samples))
+            count = micro_batches.stop - number
+            spent = (
+                self._read_s - before[0],
+                self._outage_s - before[1],
+                time.perf_counter() - started,
+            )
+            seconds[:, micro_batches] += np.array(spent)[:, None] / count
+            first = rows.stop
+        num_bad = Counter(sample.position for sample in bad)
+        batches = []
+        for number, position in enumerate(block):
+            rows = slice(number * num_samples, (number + 1) * num_samples)
+            read_s, outage_s, work_s = seconds[:, number].tolist()
+            batches.append(
+                MicroBatch(
+                    position,
+                    out.index[rows],
+                    out.weight[rows],
+                    out.finish(rows),
+                    num_bad=num_bad[position],
+                    read_s=read_s,
+                    work_s=work_s,
+                    outage_s=outage_s,
                 )
-                self._remake(of, rows, good, samples, keys, self._strength(first))
-        if first == _FIRST and not attempt.before_sample:
-            self._compare_with_val(transform.content.image_shape)
-        outcomes = list[Outcome]()
-        for number, at in enumerate(places):
-            part = rows.part(number)
-            fields = rows.finish(number)
-            records = [
-                record for row, record in bad.items() if part.start <= row < part.stop
-            ]
-            work_s = (time.perf_counter() - started) / num
-            batch = MicroBatch(
-                at,
-                rows.index[part],
-                rows.weight[part],
-                fields,
-                num_bad=len(records),
-                read_s=spent.seconds / num,
-                work_s=work_s,
-                outage_s=spent.outage_s / num,
             )
-            outcomes.append(Outcome(batch, records))
-        return outcomes
+        return batches, bad
 
-    def _strength(self, at: MicroBatchId) -> float:
+    def _make_rows(
+        self,
+        block: Sequence[MicroBatchId],
+        draws: Draws,
+        rows: slice,
+        out: Rows,
+        given: Samples | None,
+        excluded: Mapping[int, str],
+        is_checked: bool,
+    ) -> list[BadSample]:
+        """Make rows of micro-batches: the whole road of a sample.
+
+        Args:
+            block: micro-batches of one image size, and strength in these rows.
+            draws: of their samples, (k·B,).
+            rows: the rows of `out` to make.
+            given: the samples of these rows, if a reader has read them.
+            excluded: index → reason of samples that must not be touched.
+            is_checked: make the first samples of a user's code twice, to find state in it.
+        """
+        num_samples = len(draws.indices) // len(block)
+        position = block[rows.start // num_samples]
+        sample_maker = self._sample_maker(position, draws.at(rows))
+        sample_maker.weaken(self._strength(position))
+        self._log_place(position)
+
+        indices = draws.indices[rows]
+        keys = self.plan.sample_keys(position.split, draws.at(rows))
+        wanted = (indices != PADDING) & ~np.isin(indices, list(excluded))
+        samples = given
+        if samples is None:
+            samples = self._read(position, np.where(wanted, indices, PADDING))
+
+        is_made = sample_maker.fast(samples, indices, keys, wanted, out, rows.start)
+
+        bad = list[BadSample]()
+        for number in np.flatnonzero(~is_made).tolist():
+            index = int(indices[number])
+            row = rows.start + number
+            position = block[row // num_samples]
+            if index == PADDING:
+                out.leave_out(row)
+                continue
+            try:
+                if index in excluded:
+                    raise SampleError(excluded[index])
+                fields = self._slow(
+                    sample_maker, position, samples[number], index, keys[number]
+                )
+                out.put(row, index, fields)
+            except SampleError as error:
+                draw = draws.at(slice(row, row + 1))
+                bad.append(
+                    self._stand_in(
+                        sample_maker, position, draw, error, excluded, out, row
+                    )
+                )
+
+        if not out.arrays:
+            out.learn(self._first_sample(sample_maker, position.split, excluded))
+        if is_checked and position.split in self._unchecked:
+            is_bad = np.isin(indices, [sample.index for sample in bad])
+            good = (out.weight[rows] > 0) & ~is_bad
+            numbers = np.flatnonzero(good)[:NUM_REMADE].tolist()
+            if numbers:
+                made = [out.sample(rows.start + number) for number in numbers]
+                remade = [samples[number] for number in numbers]
+                self._remake(sample_maker, position, made, remade, keys[numbers])
+        return bad
+
+    def _slow(
+        self,
+        sample_maker: SampleMaker,
+        position: MicroBatchId,
+        sample: EncodedSample,
+        index: int,
+        key: np.ndarray,
+    ) -> dict[str, Any]:
+        """Make the fields of one sample; an error of the settings names it."""
+        try:
+            return sample_maker.slow(sample, key.tolist())
+        except ConfigError as error:
+            title = self._sample_title(position.split, index)
+            raise ConfigError(f"{title}: {error}") from error
+
+    def _stand_in(
+        self,
+        sample_maker: SampleMaker,
+        position: MicroBatchId,
+        draw: Draws,
+        error: SampleError,
+        excluded: Mapping[int, str],
+        out: Rows,
+        row: int,
+    ) -> BadSample:
+        """Replace a bad sample by the plan's first good substitute; during validation it gets weight 0.
+
+        Args:
+            draw: its draw, (1,).
+
+        Raises:
+            SampleError: no bad sample is tolerated, or no substitute is good.
+        """
+        split = position.split
+        index = int(draw.indices[0])
+        title = self._sample_title(split, index)
+        if not self._is_tolerant:
+            hint = f"with a transform.max_bad_fraction above 0 the run would use another one; or {error.advice}"
+            raise type(error)(f"{title}: {error} ({hint})") from error
+        store = self._stores[split]
+        bad = BadSample(
+            position,
+            store.address,
+            index,
+            name_of(store, index),
+            None,
+            str(error),
+            error.fault,
+        )
+        if split == "val":
+            out.leave_out(row, index)
+            return bad
+        for number in range(NUM_SUBSTITUTES):
+            substitute = self.plan.substitute(position, index, number)
+            (key,) = self.plan.substitute_keys(split, draw, substitute)
+            try:
+                if substitute in excluded:
+                    raise SampleError(excluded[substitute])
+                sample = self._read(position, np.array([substitute]))[0]
+                fields = self._slow(sample_maker, position, sample, substitute, key)
+            except SampleError as further:
+                last = further
+                continue
+            out.put(row, substitute, fields)
+            return replace(bad, substitute=substitute)
+        raise type(last)(
+            f"{title}: {error}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one "
+            f"{self._sample_title(split, substitute)}: {last}; {last.advice}"
+        ) from error
+
+    def _first_sample(
+        self, sample_maker: SampleMaker, split: Split, excluded: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """The fields of a sample that shows their shapes, where a micro-batch has none."""
+        kept = self.plan.kept[split]
+        position = MicroBatchId(split, 0, 0, 0)
+        reason = ""
+        for index in kept.indices(np.arange(min(16, kept.size))).tolist():
+            if index in excluded:
+                continue
+            try:
+                sample = self._read(position, np.array([index]))[0]
+                return sample_maker.slow(sample, (0, 0))
+            except SampleError as error:
+                reason = f" ({error}; {error.advice})"
+        raise ConfigError(
+            f"{self._stores[split].address or 'the store'} has no readable sample among its first{reason}: "
+            "the size of its images cannot be told"
+        )
+
+    def _read(self, position: MicroBatchId, indices: np.ndarray) -> Samples:
+        """Read samples, and count the seconds."""
+        started = time.perf_counter()
+        outage_before_s = outages_s()
+        samples = self._read_samples(position, indices)
+        self._read_s += time.perf_counter() - started
+        self._outage_s += outages_s() - outage_before_s
+        return samples
+
+    def read_store(self, position: MicroBatchId, indices: np.ndarray) -> Samples:
+        """Read samples of the stream's stores, see `Read`."""
+        return read_samples(self._stores[position.split], indices, self._spec.wanted)
+
+    def _strength(self, position: MicroBatchId) -> float:
         """The strength of a micro-batch's transform; a validation's is whole."""
-        if at.split == "val":
+        if position.split == "val":
             return 1.0
         return self._spec.transform.strength_at(
-            self.plan.progress(self.plan.global_step(at))
+            self.plan.progress(self.plan.global_step(position))
         )
 
-    def _num_alike(self, places: Sequence[MicroBatchId]) -> int:
-        """Count the first of some places that have one strength."""
+    def _num_at_once(
+        self, block: Sequence[MicroBatchId], out: Rows, num_samples: int
+    ) -> int:
+        """Count the first micro-batches to make in one call: of one strength, and within the bytes above."""
+        num_bytes = bytes_per_row(out.fields)
+        if num_bytes is None:
+            return 1
+        count = max(1, _AT_ONCE_BYTES // max(1, num_bytes * num_samples))
+        block = block[:count]
         if not isinstance(self._spec.transform.strength, tuple):
-            return len(places)
-        strengths = list(map(self._strength, places))
-        return sum(
-            1
-            for _ in itertools.takewhile(
-                lambda strength: strength == strengths[0], strengths
-            )
-        )
+            return len(block)
+        strengths = [self._strength(position) for position in block]
+        _, alike = next(itertools.groupby(strengths))
+        return len(list(alike))
 
     def _remake(
         self,
-        of: tuple[Split, Size],
-        rows: Rows,
-        good: list[int],
-        samples: Samples | list[Callable[[], EncodedSample]],
+        sample_maker: SampleMaker,
+        position: MicroBatchId,
+        made: list[dict[str, Any]],
+        samples: list[EncodedSample],
         keys: np.ndarray,
-        strength: float,
     ) -> None:
-        """Make some rows again; raises ConfigError as `check_remade`."""
-        split = of[0]
+        """Make some samples again; raises ConfigError as `check_remade`."""
+        split = position.split
         pool = self._spec.pool
-        new_content = self._unchecked.pop(split)
+        strength = self._strength(position)
+        new_sample_maker = self._unchecked.pop(split)
         self._checked.add(split)
         has_threads = pool.engine == "inline" and not self.draws_globally
 
-        def sample_of(number: int) -> EncodedSample:
-            sample = samples[good[number]]
-            return sample() if callable(sample) else sample
-
         def new_maker() -> Callable[[int], dict[str, Any]]:
-            content = new_content()
-            content.weaken(strength)
+            again = new_sample_maker()
+            again.weaken(strength)
             return lambda number: _fields_of(
-                content, sample_of(number), keys[good[number]].tolist()
+                again, samples[number], keys[number].tolist()
             )
 
-        first = [rows.sample(row) for row in good]
-        check_remade(
-            first, new_maker, self._title(split), pool.max_actors if has_threads else 1
+        num_threads = pool.max_actors if has_threads else 1
+        check_remade(made, new_maker, self._title(split), num_threads)
+        image = bytes(samples[0].image or b"")
+        kept = samples[0]._replace(image=image, columns=dict(samples[0].columns))
+        size = next(
+            size
+            for (_, size), maker in self._sample_makers.items()
+            if maker is sample_maker
         )
-        sample = sample_of(0)
-        kept = sample._replace(
-            image=bytes(sample.image or b""), columns=dict(sample.columns)
-        )
+        k0, k1 = keys[0].tolist()
         self.probes.append(
-            Probe(
-                of, kept, tuple(keys[good[0]].tolist()), digest_of(first[0]), strength
-            )
+            Probe((split, size), kept, (k0, k1), digest_of(made[0]), strength)
         )
 
     def check_probe(self, probe: Probe) -> str:
         """Compare a sample of another process with this one's; see `remake.check_probe`."""
-        transform = self._transforms.get(probe.of)
-        if transform is None:
+        sample_maker = self._sample_makers.get(probe.of)
+        if sample_maker is None:
             return ""
         try:
-            transform.content.weaken(probe.strength)
-            made = _fields_of(transform.content, probe.sample, probe.key)
+            sample_maker.weaken(probe.strength)
+            made = _fields_of(sample_maker, probe.sample, probe.key)
         except SampleError:  # the stream's own errors say what such a sample is
             return ""
         return check_probe(probe, digest_of(made), self._title(probe.of[0]))
@@ -381,23 +535,11 @@ class MicroBatchMaker:
     def _title(self, split: Split) -> str:
         return f"transform.{split} is {brief(self._spec.transforms[split])}, which"
 
-    def _samples(
-        self, split: Split, indices: np.ndarray, attempt: Attempt
-    ) -> Samples | list[Callable[[], EncodedSample]]:
-        """The samples of a micro-batch: read, or to be read one by one."""
-        if (
-            attempt.before_sample
-        ):  # each by itself, once it is announced: to read it may be what kills
-            return [
-                functools.partial(self._read, split, index)
-                for index in indices.tolist()
-            ]
-        wanted = indices.copy()
-        if attempt.bad:  # it would not come back
-            wanted[np.isin(indices, list(attempt.bad))] = PADDING
-        return read_samples(self._stores[split], wanted, self._spec.wanted)
+    def _sample_title(self, split: Split, index: int) -> str:
+        store = self._stores[split]
+        return title_of(store.address, index, name_of(store, index))
 
-    def _compare_with_val(self, shape: tuple[int, ...]) -> None:
+    def _compare_with_val(self, first: MicroBatchId, draws: Draws) -> None:
         """Compare the size of training images with that of the validation's, before the first step.
 
         Models are trained at one size and validated at another on purpose (FixRes): that is accepted if each size
@@ -411,9 +553,10 @@ class MicroBatchMaker:
         if "val" not in transforms or all(map(is_preset, transforms.values())):
             return
         # Also where no sizes are compared: a validation that cannot be made is found before the first epoch.
-        at = MicroBatchId("val", 0, 0, 0)
-        self.make(at, num_rows=_NUM_TRIED)
-        val = self._transform(at, self.plan.draw(at)).content.image_shape
+        position = MicroBatchId("val", 0, 0, 0)
+        self.make(position, num_rows=_NUM_TRIED)
+        shape = self._sample_maker(first, draws).image_shape
+        val = self._sample_maker(position, self.plan.draw(position)).image_shape
         has_size = shape and not has_sizes(
             config, "train", self.plan.config.bucket_sides
         )
@@ -432,37 +575,29 @@ class MicroBatchMaker:
                 )
         logger.warning("%s", words)
 
-    def settle(self, outcome: Outcome) -> None:
-        """Record the bad samples of a micro-batch, and count them against the budget."""
-        at = outcome.batch.position
-        if outcome.bad:
-            self._log_place(at)
-            record_bad(self._spec.quarantine, at, outcome.bad)
-        self._budget.spend(outcome.bad, len(outcome.batch.index))
+    def settle(self, batches: Sequence[MicroBatch], bad: Sequence[BadSample]) -> None:
+        """Record the bad samples of micro-batches, and count them against the budget."""
+        for batch in batches:
+            bad_here = [sample for sample in bad if sample.position == batch.position]
+            if bad_here:
+                self._log_place(batch.position)
+                record_bad(self._spec.quarantine, batch.position, bad_here)
+            self._budget.spend(bad_here, len(batch.index))
 
-    def _log_place(self, at: MicroBatchId) -> None:
-        log_place(split=at.split, epoch=at.epoch, step=self.plan.step_of_split(at))
-
-    def _read(self, split: Split, index: int) -> EncodedSample:
-        return read_samples(self._stores[split], np.array([index]), self._spec.wanted)[
-            0
-        ]
-
-    def _first_samples(self, split: Split) -> Iterator[EncodedSample]:
-        kept = self.plan.kept[split]
-        for index in kept.indices(np.arange(min(16, kept.size))).tolist():
-            if self._attempt.before_sample:
-                self._attempt.before_sample(index)
-            if index not in self._attempt.bad:
-                yield self._read(split, index)
+    def _log_place(self, position: MicroBatchId) -> None:
+        log_place(
+            split=position.split,
+            epoch=position.epoch,
+            step=self.plan.step_of_split(position),
+        )
 
 
 def _fields_of(
-    content: Content, sample: EncodedSample, key: tuple[int, int]
+    sample_maker: SampleMaker, sample: EncodedSample, key: Key
 ) -> dict[str, Any]:
     """The fields of a sample as a micro-batch has them."""
-    rows = Rows(BlockMemory(content.fields), 1)
-    rows.put(0, 0, content.one(sample, key))
+    rows = Rows(sample_maker.fields, 1)
+    rows.put(0, 0, sample_maker.slow(sample, key))
     return rows.sample(0)
 
 
@@ -470,9 +605,8 @@ def check_labels(
     labels: np.ndarray, num_classes: int, title: Callable[[int], str]
 ) -> None:
     """Raise ConfigError where one of int64 (B,) is outside [0, num_classes); `title` names the sample of a row."""
-    for row in np.flatnonzero(
-        ((labels < 0) | (labels >= num_classes)) & (labels != NO_LABEL)
-    ).tolist():
+    is_wrong = ((labels < 0) | (labels >= num_classes)) & (labels != NO_LABEL)
+    for row in np.flatnonzero(is_wrong).tolist():
         raise ConfigError(
             f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set train.num_classes, or "
             "fix the store"
@@ -492,7 +626,7 @@ def try_samples(spec: StreamSpec, num_classes: int) -> None:
     """
     maker = MicroBatchMaker(spec)
     for split, store in spec.stores.items():
-        batch = maker.make(MicroBatchId(split, 0, 0, 0), num_rows=_NUM_TRIED).batch
+        batch, _ = maker.make(MicroBatchId(split, 0, 0, 0), num_rows=_NUM_TRIED)
         if spec.columns.target is None:
             titles = [
                 title_of(store.address, i, name_of(store, i))

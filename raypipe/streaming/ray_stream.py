@@ -202,11 +202,11 @@ class RayStreams:
     def _join(self, supervisor: Any) -> None:
         """Tell the Supervisor of this trainer's process, and of Ray Train's controller."""
         trainer = f"trainer {self._rank}"
-        supervisor.joined.remote(trainer, this_process(trainer))
+        supervisor.process_joined.remote(trainer, this_process(trainer))
         controller = own_controller() if self._rank == 0 else None
         process = process_of(controller) if controller else None
         if process:
-            supervisor.joined.remote("controller", process)
+            supervisor.process_joined.remote("controller", process)
 
 
 def _leaves(supervisor: Any, rank: int, world_size: int, move: Move) -> bool:
@@ -214,7 +214,7 @@ def _leaves(supervisor: Any, rank: int, world_size: int, move: Move) -> bool:
 
     It waits for them no longer than `_AGREE_S`, and then reads on, as one that computes for so long does later.
     """
-    supervisor.moves_to.remote(rank, world_size, move)
+    supervisor.rank_moves.remote(rank, world_size, move)
     deadline = time.monotonic() + _AGREE_S
     answer = "wait"
     while move.leaves and answer == "wait":

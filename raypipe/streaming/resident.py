@@ -25,8 +25,8 @@ from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.opening import open_stream
-from raypipe.transform.contents import Content
 from raypipe.transform.fields import IMAGE, LABEL
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample, read_samples
 
 _READ = 1024  # samples that are read at a time
@@ -259,7 +259,7 @@ def _decoded(
     the targets, on the host.
     """
     store = spec.stores["train"]
-    content = Content(spec.transforms["train"], spec.transform, spec.columns)
+    sample_maker = SampleMaker(spec.transforms["train"], spec.transform, spec.columns)
     padded: torch.Tensor | None = None
     targets = []
     for indices in np.split(kept, range(_READ, len(kept), _READ)):
@@ -267,7 +267,7 @@ def _decoded(
         for number, sample in zip(
             indices.tolist(), read_samples(store, indices, spec.wanted), strict=True
         ):
-            fields = _one(store, content, number, sample)
+            fields = _one(store, sample_maker, number, sample)
             chunk.append(fields[IMAGE])
             targets.append(fields.get(LABEL))
         if padded is None:
@@ -290,10 +290,10 @@ def _inside(padded: torch.Tensor, border: int) -> torch.Tensor:
 
 
 def _one(
-    store: Store, content: Content, number: int, sample: EncodedSample
+    store: Store, sample_maker: SampleMaker, number: int, sample: EncodedSample
 ) -> dict[str, Any]:
     try:
-        return content.one(sample, (0, 0))
+        return sample_maker.slow(sample, (0, 0))
     except ConfigError as error:
         raise ConfigError(
             f"{store.address}: sample {number}: {error}; raypipe.resident(…, size=32) resizes all images"

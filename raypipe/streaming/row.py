@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ from raypipe.plan.places import MicroBatchId, Split
 from raypipe.rayext.iteration import rows
 from raypipe.stores.arrow_columns import image_taker
 from raypipe.streaming.blocks import Block
-from raypipe.transform.fields import BlockMemory, MicroBatch, Ragged
+from raypipe.transform.fields import MicroBatch, Ragged
 from raypipe.transform.samples import Samples
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _SPLITS: tuple[Split, ...] = ("train", "val")
 _FLAT = "flat"
+_NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
 _SHAPES = ":shapes"
 _OFFSETS = ":offsets"
 _BINARIES = pa.list_(pa.large_binary())
@@ -120,14 +122,13 @@ def _places(split: int, epoch: int, steps: list[int], micros: list[int]) -> Bloc
 
 
 def block_row(
-    batches: Sequence[MicroBatch], memory: BlockMemory | None = None
+    batches: Sequence[MicroBatch], arrays: Mapping[str, np.ndarray] = _NO_ARRAYS
 ) -> dict[str, np.ndarray]:
     """The row of a finished block.
 
     Args:
-        memory: that all were made in, whose arrays are not copied; None = each in its own.
+        arrays: arrays by field that have those of all micro-batches, (k, B, …), and need no copy.
     """
-    in_block = memory.arrays if memory else {}
     places = [batch.position for batch in batches]
     columns: dict[str, Any] = {
         "step": [at.step for at in places],
@@ -140,7 +141,7 @@ def block_row(
     forms: dict[str, str] = {}
     for name in batches[0].fields:
         parts: list[Any] = [batch.fields[name] for batch in batches]
-        forms[name], joined = _joined(name, parts, in_block.get(name))
+        forms[name], joined = _joined(name, parts, arrays.get(name))
         columns |= joined
     columns["forms"] = np.frombuffer(json.dumps(forms).encode(), np.uint8)
     return {
@@ -154,11 +155,11 @@ _NUMBERS_OF = ("num_bad", "read_s", "work_s", "outage_s")
 
 
 def _joined(
-    name: str, parts: list[Any], in_block: np.ndarray | None
+    name: str, parts: list[Any], whole: np.ndarray | None
 ) -> tuple[str, dict[str, Any]]:
     """The form of a field in a row, and its columns there."""
-    if in_block is not None:
-        return "array", {name: in_block}
+    if whole is not None:
+        return "array", {name: whole}
     if isinstance(parts[0], Ragged):
         offsets = [part.offsets for part in parts]
         return parts[0].kind, {

@@ -275,7 +275,7 @@ class RunLog(Observer):
         if not ray.is_initialized():  # a call would restart it
             return "Ray has been shut down"
         try:
-            return ray.get(supervisor.awaited.remote(), timeout=_ANSWER_S)
+            return ray.get(supervisor.describe_progress.remote(), timeout=_ANSWER_S)
         except ray.exceptions.RayError as error:
             return f"the stream's supervisor does not answer ({type(error).__name__})"
 
@@ -284,7 +284,7 @@ class RunLog(Observer):
         if self._supervisor is None or not ray.is_initialized():
             return 0.0
         with contextlib.suppress(ray.exceptions.RayError):
-            return ray.get(self._supervisor.ready.remote(), timeout=_ANSWER_S)
+            return ray.get(self._supervisor.ready_share.remote(), timeout=_ANSWER_S)
         return 0.0
 
     def _tell_events(self, timeout_s: float) -> None:

@@ -21,10 +21,10 @@ from raypipe.storage.filesystem import as_uri
 from raypipe.streaming.checkpoints import find_newest
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import loaded
-from raypipe.transform.contents import Content
 from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.ending import normalization
 from raypipe.transform.fields import IMAGE, Field, Ragged
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
 
 _ANY_KEY = (0, 0)  # a validation's transform draws nothing
@@ -101,7 +101,7 @@ class SavedModel:
             SampleError: the image cannot be decoded.
             ConfigError: the validations' transform was an object.
         """
-        made = self._content.one(EncodedSample(image), _ANY_KEY)
+        made = self._sample_maker.slow(EncodedSample(image), _ANY_KEY)
         if IMAGE in made:
             channels_first = torch.from_numpy(made[IMAGE]).permute(2, 0, 1).contiguous()
         else:
@@ -132,7 +132,7 @@ class SavedModel:
         return DeviceDecoder("cpu", self.settings["apply_exif"])
 
     @functools.cached_property
-    def _content(self) -> Content:
+    def _sample_maker(self) -> SampleMaker:
         val = self._input["val"]
         if val is None:
             raise ConfigError(
@@ -146,7 +146,7 @@ class SavedModel:
             size = sizes
         names = ("decode", "decode_as", "crop_decode", "apply_exif")
         kept = {name: self.settings[name] for name in names if name in self.settings}
-        return Content(val, TransformConfig(size=size, **kept))
+        return SampleMaker(val, TransformConfig(size=size, **kept))
 
 
 def read_checkpoint(address: str | Path) -> SavedModel:

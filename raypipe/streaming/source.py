@@ -117,7 +117,9 @@ class MicroBatchSource(Datasource):
         if self._supervisor:
             task = str(ray.get_runtime_context().get_task_id())
             share = f"{count} micro-batches from {at} on"
-            begun = self._supervisor.reads.remote(task, share, this_process("reader"))
+            begun = self._supervisor.reader_started.remote(
+                task, share, this_process("reader")
+            )
             if not self._block and first:
                 room = min(most(count, self._ranks), self._largest or count)
                 sizes = ray.get(
@@ -136,7 +138,7 @@ class MicroBatchSource(Datasource):
                 block, reads, time.perf_counter() - begun_s, outages_s() - outage_s
             ).packed()
         if task:
-            self._supervisor.has_read.remote(task)
+            self._supervisor.reader_finished.remote(task)
 
     def _read(self, at: MicroBatchId, task: str) -> Samples:
         """Read the samples of a micro-batch; a task that is given announces what it reads."""
@@ -176,5 +178,5 @@ class MicroBatchSource(Datasource):
             read_samples(store, np.array([first]), self._wanted)
 
     def _tell(self, task: str, what: str) -> None:
-        if error := ray.get(self._supervisor.reading.remote(task, what)):
+        if error := ray.get(self._supervisor.announce_read.remote(task, what)):
             raise ResourceError(error)

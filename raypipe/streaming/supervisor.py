@@ -86,6 +86,9 @@ class Orders:
     error: str = ""  # why the run must end; empty = it need not
 
 
+NO_ORDERS = Orders()
+
+
 class Word(NamedTuple):
     """Answer to an execution.
 
@@ -200,16 +203,16 @@ class Supervisor:
         if process and self._watch.add(key, process):
             self._remember()
 
-    def joined(self, key: str, process: Process) -> None:
+    def process_joined(self, key: str, process: Process) -> None:
         """A process of the stream is there, which is known by this key."""
         self._watches(key, process)
 
-    def hears(self, rank: int, waited_s: float) -> Process | None:
+    def rank_waits(self, rank: int, waited_s: float) -> Process | None:
         """A rank has waited for a batch for so long, 0 = it does not wait; returns this process."""
         self._waits[rank] = time.monotonic() - waited_s if waited_s else math.inf
         return self._process
 
-    def moves(
+    def execution_progress(
         self,
         execution: str,
         still_s: float,
@@ -223,7 +226,7 @@ class Supervisor:
             at: what its blocks are at; empty = it has brought none yet.
             ready: share of the ranks that have a finished block to take now.
         """
-        if self._watch.moves(execution, still_s, process):
+        if self._watch.execution_progress(execution, still_s, process):
             self._remember()
         if at:
             self._stands[execution] = at
@@ -234,7 +237,7 @@ class Supervisor:
             sum(now - since > _WAITS_S for since in self._waits.values()), self._given
         )
 
-    def ready(self) -> float:
+    def ready_share(self) -> float:
         """Return the mean share of the ranks that had a finished block to take, over the stream so far."""
         return self._ready / self._num_looks if self._num_looks else 0.0
 
@@ -243,7 +246,7 @@ class Supervisor:
         self._given = max(0.0, self._given + cpus)
         self._remember()
 
-    def left(self, key: str) -> None:
+    def process_left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""
         self._stands.pop(key, None)
         self._watch.remove(key)
@@ -253,7 +256,7 @@ class Supervisor:
         block = self._doing.get(actor)
         return f"in {_named(block)}" if block else ""
 
-    def arrived(self, actor: str, home: str) -> bool:
+    def actor_started(self, actor: str, home: str) -> bool:
         """An actor has started, in a process that people find by `home`; returns whether it was restarted."""
         known = self._homes.get(actor)
         self._homes[actor] = home
@@ -282,7 +285,7 @@ class Supervisor:
         )
         return True
 
-    def begins(
+    def block_started(
         self, actor: str, micro_batches: list[str], process: Process | None = None
     ) -> Orders:
         """An actor begins a block of these micro-batches, in this process."""
@@ -309,16 +312,18 @@ class Supervisor:
             )
         return Orders(careful=True, bad=bad, error=error)
 
-    def touches(self, actor: str, at: str, index: int) -> None:
+    def announce_sample(self, actor: str, at: str, index: int) -> None:
         """A careful actor is about to decode and transform a sample of a micro-batch, or a substitute."""
         self._samples[actor] = at, index
 
-    def ended(self, actor: str) -> None:
+    def block_finished(self, actor: str) -> None:
         """A careful actor has finished its block."""
         self._doing.pop(actor, None)
         self._samples.pop(actor, None)
 
-    def reads(self, task: str, share: str, process: Process | None = None) -> bool:
+    def reader_started(
+        self, task: str, share: str, process: Process | None = None
+    ) -> bool:
         """A reader begins a share of the schedule; returns whether it was restarted, and must say what it reads.
 
         Args:
@@ -337,7 +342,7 @@ class Supervisor:
         )
         return True
 
-    def measured(self, split: str, seconds: float, num_bytes: int) -> None:
+    def block_measured(self, split: str, seconds: float, num_bytes: int) -> None:
         """Record that an actor has made a block: the seconds and bytes of a micro-batch."""
         self._seconds[split].append(seconds)
         self._num_bytes[split].append(num_bytes)
@@ -360,7 +365,7 @@ class Supervisor:
             logger.debug("%s micro-batches in a block from now on", self._sizes[task])
         return self._sizes[task]
 
-    def reading(self, task: str, what: str) -> str:
+    def announce_read(self, task: str, what: str) -> str:
         """A reader is about to read something: a row group, for a micro-batch; returns why it must not, or ""."""
         self._reading[task] = what
         self._remember()
@@ -372,13 +377,13 @@ class Supervisor:
             "verify`, or convert it again with smaller row groups"
         )
 
-    def has_read(self, task: str) -> None:
+    def reader_finished(self, task: str) -> None:
         """A reader has finished its share; if it runs again, its results were lost."""
         self._reading.pop(task, None)
         self._watch.remove(task)
         self._remember()
 
-    def moves_to(self, rank: int, world_size: int, move: Move) -> None:
+    def rank_moves(self, rank: int, world_size: int, move: Move) -> None:
         """A rank says where it goes, see `Moves`."""
         self._moves = self._moves or Moves(world_size)
         if warning := self._moves.says(rank, move):
@@ -395,7 +400,7 @@ class Supervisor:
             self._remember()
         return answer
 
-    def leaves(self, rank: int) -> int:
+    def rank_done(self, rank: int) -> int:
         """A rank will read no more; returns how many have said so."""
         self._left.add(rank)
         self._waits.pop(rank, None)
@@ -408,7 +413,7 @@ class Supervisor:
         self._metrics.add({"stream_faults_total": 1}, kind=kind)
         self._record("fault", event)
 
-    def differs(self, event: str) -> None:
+    def packages_differ(self, event: str) -> None:
         """Record that a node has other packages than the driver, once for all of its actors."""
         if ("fault", event) not in self._events:
             self.note(event, "versions")
@@ -417,7 +422,7 @@ class Supervisor:
         """Return the first sample that an actor has sent of the same split and size: maybe its own."""
         return self._probes.setdefault(probe.of, probe)
 
-    def scaled(self, event: str) -> None:
+    def pool_scaled(self, event: str) -> None:
         """Record a decision on the pool's size."""
         logger.info("%s", event)
         self._record("scale", event)
@@ -427,7 +432,7 @@ class Supervisor:
             self._events.append((kind, event))
         self._remember()
 
-    def awaited(self) -> str:
+    def describe_progress(self) -> str:
         """State of the stream, by its executions, or by its processes before the first batch."""
         if self._stands:
             return "; ".join(self._stands.values())
@@ -482,7 +487,7 @@ def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:
         return
     with contextlib.suppress(ray.exceptions.RayError):
         if len(iterators) > 1 and ray.get(
-            supervisor.leaves.remote(rank), timeout=_PATIENCE_S
+            supervisor.rank_done.remote(rank), timeout=_PATIENCE_S
         ) < len(iterators):
             return
         for actor in {*filter(None, map(coordinator_of, iterators)), supervisor}:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import math
 import time
 from collections.abc import Iterator
@@ -23,15 +22,17 @@ from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.packages import differences
-from raypipe.plan.places import MicroBatchId
+from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.rayext.processes import this_process
 from raypipe.storage import retries
+from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.blocks import Block
-from raypipe.streaming.maker import MicroBatchMaker, Outcome
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import Orders
-from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
+from raypipe.streaming.supervisor import NO_ORDERS, Orders
+from raypipe.transform.fields import MicroBatch
+from raypipe.transform.samples import Samples
 from raypipe.transform.user_code import failed
 
 # A restarted actor asks what is known of so many blocks before it trusts the world again. What killed it
@@ -40,6 +41,7 @@ _WARY_FOR = 64
 # What an actor's first block takes says little, and after some the rest are as long.
 _MEASURED = range(1, 8)
 _STDERR = 2
+_DEADLY = "its process died twice while at it: it crashes, or takes longer than transform.time_limit_s"
 _PROBE_S = 10.0  # an actor waits no longer for a Supervisor that is stopped
 # Seconds by which a time limit may be longer than it says.
 _UNWATCHED_S = 0.25
@@ -58,41 +60,71 @@ class TransformWorker:
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
         cv2.setNumThreads(1)
         configure_logs(spec.log_format, run=spec.run)
-        self._maker = MicroBatchMaker(spec)
+        self._maker = MicroBatchMaker(spec, self._read)
         self._metrics = Recorder(spec.run)
         self._guard = Guard(supervisor, spec.transform.time_limit_s)
         if other := differences(spec.versions):
-            supervisor.differs.remote(
+            supervisor.packages_differ.remote(
                 f"{ray.util.get_node_ip_address()} has {other}: its pixels may differ"
             )
         self._supervisor = supervisor
         self._num_blocks = 0
+        self._orders = NO_ORDERS
+        # Samples of a careful block that a reader has read, by index.
+        self._given: dict[int, Samples] = {}
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
         """The finished row of a block, from a row of the source."""
-        places, reads, read_s, outage_s = SourceRow.unpacked(table)
-        with self._guard.block(places) as orders:
-            attempt = functools.partial(self._guard.attempt, orders=orders)
+        block, reads, read_s, outage_s = SourceRow.unpacked(table)
+        with self._guard.block(block) as orders:
+            self._orders = orders
+            if orders.careful and reads:
+                self._given = self._by_index(block, reads)
+                reads = None
             try:
-                outcomes, memory = self._maker.block(
-                    places, reads, read_s, attempt, outage_s
+                batches, bad, arrays = self._maker.block(
+                    block,
+                    reads,
+                    read_s,
+                    outage_s,
+                    excluded=dict.fromkeys(orders.bad, _DEADLY),
+                    one_by_one=orders.careful,
                 )
             except (
                 SystemExit
             ) as error:  # Ray would take it for a death, and run it again
                 raise failed("the transform", error) from error
+            finally:
+                self._orders = NO_ORDERS
+                self._given = {}
             self._compare_probes()
         # Unguarded: a slow destination of the records is not a fault of the samples.
-        for outcome in outcomes:
-            self._maker.settle(outcome)
-        self._count(outcomes)
-        row = block_row([outcome.batch for outcome in outcomes], memory)
+        self._maker.settle(batches, bad)
+        self._count(batches, bad)
+        row = block_row(batches, arrays)
         if self._num_blocks in _MEASURED:
-            work_s = sum(outcome.batch.work_s for outcome in outcomes) / len(places)
-            num_bytes = sum(array.nbytes for array in row.values()) // len(places)
-            self._supervisor.measured.remote(places[0].split, work_s, num_bytes)
+            work_s = sum(batch.work_s for batch in batches) / len(block)
+            num_bytes = sum(array.nbytes for array in row.values()) // len(block)
+            self._supervisor.block_measured.remote(block[0].split, work_s, num_bytes)
         self._num_blocks += 1
         return row
+
+    def _read(self, position: MicroBatchId, indices: np.ndarray) -> Samples:
+        """Read samples for the maker. In a careful block they come one by one, and each is announced first: to
+        read it may be what kills."""
+        if not self._orders.careful:
+            return self._maker.read_store(position, indices)
+        for index in indices[indices != PADDING].tolist():
+            self._guard.announce(position, index)
+            if index in self._given:
+                return self._given[index]
+        return self._maker.read_store(position, indices)
+
+    def _by_index(self, block: Block, reads: list[Samples]) -> dict[int, Samples]:
+        """The samples that a reader has read, each by itself."""
+        indices = self._maker.plan.draw_block(block).indices
+        samples = [one for read in reads for one in read.split(len(read))]
+        return dict(zip(indices.ravel().tolist(), samples, strict=True))
 
     def _compare_probes(self) -> None:
         """Compare a sample of the user's code with the first actor's; raises ConfigError where they differ."""
@@ -105,22 +137,17 @@ class TransformWorker:
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 continue  # it is the Supervisor that has failed, which others notice
             if warning := self._maker.check_probe(first):
-                self._supervisor.differs.remote(warning)
+                self._supervisor.packages_differ.remote(warning)
 
-    def _count(self, outcomes: list[Outcome]) -> None:
-        split = outcomes[0].batch.position.split
-        bad = [record for outcome in outcomes for record in outcome.bad]
+    def _count(self, batches: list[MicroBatch], bad: list[BadSample]) -> None:
+        split = batches[0].position.split
         amounts = {
-            "actor_micro_batches_total": len(outcomes),
-            "actor_read_seconds_total": sum(
-                outcome.batch.read_s for outcome in outcomes
-            ),
-            "actor_work_seconds_total": sum(
-                outcome.batch.work_s for outcome in outcomes
-            ),
+            "actor_micro_batches_total": len(batches),
+            "actor_read_seconds_total": sum(batch.read_s for batch in batches),
+            "actor_work_seconds_total": sum(batch.work_s for batch in batches),
             "bad_samples_total": len(bad),
             "substituted_samples_total": sum(
-                record["substitute"] is not None for record in bad
+                sample.substitute is not None for sample in bad
             ),
         }
         self._metrics.add(amounts, split=split)
@@ -144,7 +171,7 @@ class Guard:
         )
         try:
             restarted = ray.get(
-                supervisor.arrived.remote(self._actor, str(self._process))
+                supervisor.actor_started.remote(self._actor, str(self._process))
             )
         except (
             ray.exceptions.RayActorError
@@ -154,16 +181,16 @@ class Guard:
         self._watched_at = -math.inf
 
     @contextlib.contextmanager
-    def block(self, block: Block) -> Iterator[Orders | None]:
-        """Around a block's transform: gives what is known about the block; None = nothing.
+    def block(self, block: Block) -> Iterator[Orders]:
+        """Around a block's transform: gives what is known about the block.
 
         Raises:
             ResourceError: the block has cost too many actors.
         """
-        begun = self._supervisor.begins.remote(
+        begun = self._supervisor.block_started.remote(
             self._actor, list(map(str, block)), self._process
         )
-        orders = None
+        orders = NO_ORDERS
         if self._wary:
             self._wary -= 1
             orders = ray.get(begun)
@@ -177,20 +204,15 @@ class Guard:
             retries.on_progress.remove(self._watch)
             faulthandler.cancel_dump_traceback_later()
             self._watched_at = -math.inf
-        if orders and orders.careful:
-            ray.get(self._supervisor.ended.remote(self._actor))
-
-    def attempt(self, at: MicroBatchId, orders: Orders | None) -> Attempt:
-        """Start a micro-batch's time limit, and return the knowledge about it."""
-        self._watch()
-        if orders is None or not (orders.careful or orders.bad):
-            return FIRST_ATTEMPT
-        why = "its process died twice while at it: it crashes, or takes longer than transform.time_limit_s"
         if orders.careful:
-            touch = functools.partial(self._touch, str(at))
-        else:
-            touch = None
-        return Attempt(dict.fromkeys(orders.bad, why), touch)
+            ray.get(self._supervisor.block_finished.remote(self._actor))
+
+    def announce(self, position: MicroBatchId, index: int) -> None:
+        """Say that a sample is touched next, before it is: it may kill this process."""
+        ray.get(
+            self._supervisor.announce_sample.remote(self._actor, str(position), index)
+        )
+        self._watch()
 
     def _watch(self) -> None:
         # A thread of C's: it works while a transform holds the interpreter, and shows where that was. To start it
@@ -201,7 +223,3 @@ class Guard:
                 self._time_limit_s + _UNWATCHED_S, exit=True, file=_STDERR
             )
             self._watched_at = now
-
-    def _touch(self, at: str, index: int) -> None:
-        ray.get(self._supervisor.touches.remote(self._actor, at, index))
-        self._watch()

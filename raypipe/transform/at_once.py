@@ -10,9 +10,8 @@ the reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,80 +29,54 @@ from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import Samples
 from raypipe.transform.views import view_key
 
+_NO_RESULTS = np.empty((0, 0, 0, 3), np.uint8)
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
 
 
-@dataclass(frozen=True)
-class Crop:
-    """Image that is made of each sample: its only image, or one of a view.
-
-    Attributes:
-        field: the image's field.
-        transform: makes it.
-        number: its number among several of the field; None = it is the only one.
-        part: uint64 (2,), mixed with the samples' keys; None = the keys are used as they are.
-    """
-
-    field: str
-    transform: SampleTransform
-    number: int | None = None
-    part: np.ndarray | None = None
-
-    def keys(self, keys: np.ndarray) -> np.ndarray:
-        """Derive its keys, uint64 (…, 2), from those of the samples."""
-        return keys if self.part is None else mix64(self.part ^ keys)
+Views = dict[str, list[SampleTransform]]
+"""By the name of their field: what makes the one image of it, or each of several."""
 
 
-def crops_of(
+def views_of(
     transform: Any, arrays: bool = False, targets: Collection[str] = ()
-) -> list[Crop]:
-    """The crops that a transform makes, which is from `build_transform`; for the rest see `SampleTransform`."""
+) -> Views:
+    """The images that a transform makes of a sample, which is from `build_transform`; see `SampleTransform`."""
     if not isinstance(transform, Mapping):
-        return [Crop(IMAGE, SampleTransform(transform, arrays, targets))]
-    crops = []
+        return {IMAGE: [SampleTransform(transform, arrays, targets)]}
+    views = {}
     for name, view in transform.items():
         transforms = [SampleTransform(each, arrays) for each in view.transforms]
-        for i in range(view.count):
-            number = i if view.count > 1 else None
-            crops.append(
-                Crop(
-                    f"{VIEW}.{name}",
-                    transforms[i % len(transforms)],
-                    number,
-                    view_key(name, i),
-                )
-            )
-    return crops
+        views[f"{VIEW}.{name}"] = [
+            transforms[number % len(transforms)] for number in range(view.count)
+        ]
+    return views
 
 
-def by_field(
-    crops: Sequence[Crop], images: Iterable[np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Join the images of crops: of each field (h, w, 3), or (n, h, w, 3).
+def image_keys(field: str, number: int, keys: np.ndarray) -> np.ndarray:
+    """Derive the keys of a view's image, uint64 (…, 2), from those of the samples; the only image has theirs."""
+    if field == IMAGE:
+        return keys
+    return mix64(view_key(field.removeprefix(f"{VIEW}."), number) ^ keys)
+
+
+def joined_images(field: str, images: Sequence[np.ndarray]) -> np.ndarray:
+    """Join the images of a field: (h, w, 3), or (n, h, w, 3).
 
     Raises:
-        ConfigError: crops of one field differ in size or dtype.
+        ConfigError: they differ in size or dtype.
     """
-    parts = dict[str, list[np.ndarray]]()
-    for crop, image in zip(crops, images, strict=True):
-        parts.setdefault(crop.field, []).append(image)
-    for field, of_field in parts.items():
-        if len({image.shape for image in of_field}) > 1:
-            sizes = ", ".join(
-                sorted({f"{image.shape[0]}x{image.shape[1]}" for image in of_field})
-            )
-            raise ConfigError(
-                f"the crops of {field} differ in size, {sizes} (height x width): end their transforms with a "
-                "crop or resize to a fixed size"
-            )
-        if len(dtypes := {str(image.dtype) for image in of_field}) > 1:
-            raise ConfigError(
-                f"the crops of {field} differ in dtype, {', '.join(sorted(dtypes))}"
-            )
-    return {
-        field: np.stack(images) if len(images) > 1 else images[0]
-        for field, images in parts.items()
-    }
+    if len(images) == 1:
+        return images[0]
+    if len({image.shape for image in images}) > 1:
+        sizes = sorted({f"{image.shape[0]}x{image.shape[1]}" for image in images})
+        raise ConfigError(
+            f"the crops of {field} differ in size, {', '.join(sizes)} (height x width): end their transforms with "
+            "a crop or resize to a fixed size"
+        )
+    dtypes = sorted({str(image.dtype) for image in images})
+    if len(dtypes) > 1:
+        raise ConfigError(f"the crops of {field} differ in dtype, {', '.join(dtypes)}")
+    return np.stack(images)
 
 
 def sizes_by_header(
@@ -121,37 +94,25 @@ def sizes_by_header(
     return sizes
 
 
-class Finished(NamedTuple):
-    """Rows of a micro-batch whose images are made, and the draws for the first image of each.
-
-    Attributes:
-        rows: int64 (n,).
-        params: int64 (n, P), see `Program.draw`.
-        sizes: (height, width) of the images before, int (n, 2).
-    """
-
-    rows: np.ndarray
-    params: np.ndarray
-    sizes: np.ndarray
-
-
-class ProgramsAtOnce:
-    """Makes the images of micro-batches.
+class KernelImages:
+    """Makes the images of micro-batches by the kernel.
 
     Args:
-        crops: of each sample; all begin with a program.
+        views: the images of each sample; all begin with a program.
         config: how images are decoded.
         threads: that the kernel uses.
     """
 
-    def __init__(
-        self, crops: Sequence[Crop], config: TransformConfig, threads: int
-    ) -> None:
-        self._crops = crops
+    def __init__(self, views: Views, config: TransformConfig, threads: int) -> None:
+        self._images = [
+            (field, number, transform)
+            for field, transforms in views.items()
+            for number, transform in enumerate(transforms)
+        ]
         self._config = config
         self._threads = threads
         if config.crop_decode == "scaled":
-            self._target = crops[0].transform.crop_target
+            self._target = self._images[0][2].crop_target
         else:
             self._target = None
 
@@ -161,21 +122,25 @@ class ProgramsAtOnce:
         wanted: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
-    ) -> Iterator[Finished]:
-        """Make the images of B samples, and yield the rows that are made; slots of others may hold anything.
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Make the images of B samples; slots of those that are not made may hold anything.
 
         Args:
             wanted: bool (B,), the rows that are.
             keys: uint64 (B, 2).
             arrays: by field, (B, …).
+
+        Yields:
+            Some of the rows that are made, int64 (n,); for the first image of each its parameters, int64 (n, P),
+            see `Program.draw`; and its (height, width) before, int (n, 2).
         """
         sizes = sizes_by_header(samples.images, self._config.apply_exif)
         sizes[~wanted] = 0
         wanted = wanted.copy()
         if sizes.any():
-            finished = self._run(samples.images, sizes, keys, arrays, self._target)
-            wanted[finished.rows] = False
-            yield finished
+            made = self._run(samples.images, sizes, keys, arrays, self._target)
+            wanted[made[0]] = False
+            yield made
         for decoded in self._decoded(samples, wanted):
             sizes = np.array(
                 [(0, 0) if image is None else image.shape[:2] for image in decoded]
@@ -189,8 +154,8 @@ class ProgramsAtOnce:
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
         target: Sides | None = None,
-    ) -> Finished:
-        """Make the images of the rows that have sizes.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Make the images of the rows that have sizes; returns as `make` yields.
 
         Args:
             target: decode crops at a reduced scale, not below this (height, width).
@@ -202,7 +167,18 @@ class ProgramsAtOnce:
                 image if wanted else None
                 for image, wanted in zip(images, is_run, strict=True)
             ]
-        jobs = [_job_of(crop, rows, sizes, keys, arrays) for crop in self._crops]
+        jobs = []
+        results = []
+        for field, number, transform in self._images:
+            own_keys = image_keys(field, number, keys)
+            job = _job_of(transform, rows, sizes, own_keys)
+            result = self._result(job, field, number, arrays)
+            results.append(result)
+            if transform.has_rest:  # before steps of the library, in new memory
+                pixels = np.empty((len(keys), *_size_of(transform), 3), np.uint8)
+                jobs.append(job._replace(out=pixels))
+            else:
+                jobs.append(result)
         called = jobs
         if target:
             called = [_scaled(job, sizes, target) for job in jobs]
@@ -212,13 +188,26 @@ class ProgramsAtOnce:
         for row in rows[~done[rows]].tolist():
             if isinstance(images[row], np.ndarray):
                 done[row] = _by_reference(images[row], jobs, row)
-        for crop, job in zip(self._crops, jobs, strict=True):
-            if crop.transform.has_rest:
-                _finish(
-                    crop, job.out, job._replace(**_results(crop, arrays)), keys, done
-                )
+        for image, job, result in zip(self._images, jobs, results, strict=True):
+            field, number, transform = image
+            if transform.has_rest:
+                own_keys = image_keys(field, number, keys)
+                _finish(transform, job.out, result, own_keys, done)
         (rows,) = np.nonzero(done)
-        return Finished(rows, jobs[0].params[rows], sizes[rows])
+        return rows, jobs[0].params[rows], sizes[rows]
+
+    def _result(
+        self, job: Job, field: str, number: int, arrays: Mapping[str, np.ndarray]
+    ) -> Job:
+        """The job that puts its images into the arrays of a micro-batch, by field."""
+        out = arrays[field]
+        chroma = arrays.get(chroma_of(field))
+        is_one_of_several = (field, 1) in {image[:2] for image in self._images}
+        if is_one_of_several:
+            out = out[:, number]
+            if chroma is not None:
+                chroma = chroma[:, number]
+        return job._replace(out=out, chroma=chroma)
 
     def _decoded(
         self, samples: Samples, wanted: np.ndarray
@@ -240,43 +229,27 @@ class ProgramsAtOnce:
 
     def _pixels(self, image: bytes | memoryview | None) -> np.ndarray | None:
         if not image or (self._target and image[:3] == b"\xff\xd8\xff"):
-            return None  # a target gives a crop's scale by its box: `one` decodes it
+            return None  # a target gives a crop's scale by its box: `slow` decodes it
         try:
             return decode(image, exif=self._config.apply_exif)
         except SampleError:
             return None
 
 
+def _size_of(transform: SampleTransform) -> tuple[int, ...]:
+    assert transform.program is not None
+    return transform.program.size or ()
+
+
 def _job_of(
-    crop: Crop,
-    rows: np.ndarray,
-    sizes: np.ndarray,
-    keys: np.ndarray,
-    arrays: Mapping[str, np.ndarray],
+    transform: SampleTransform, rows: np.ndarray, sizes: np.ndarray, keys: np.ndarray
 ) -> Job:
-    """The job of a crop, of which these rows, int (n,), have draws; before steps of the library, in new memory."""
-    program = crop.transform.program
+    """The job of a program, of which these rows, int (n,), have draws; it has no results yet."""
+    program = transform.program
     assert program is not None
     params = np.zeros((len(keys), program.num_params), np.int64)
-    params[rows], _ = program.draw(crop.keys(keys[rows]), sizes[rows])
-    if crop.transform.has_rest:
-        return Job(
-            program.ops,
-            params,
-            np.empty((len(keys), *(program.size or ()), 3), np.uint8),
-        )
-    return Job(program.ops, params, **_results(crop, arrays))
-
-
-def _results(crop: Crop, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return where the images of a crop are put, in the arrays of a micro-batch by field; see `Job`."""
-    places = {"out": arrays[crop.field], "chroma": arrays.get(chroma_of(crop.field))}
-    if crop.number is None:
-        return places
-    return {
-        name: None if array is None else array[:, crop.number]
-        for name, array in places.items()
-    }
+    params[rows], _ = program.draw(keys[rows], sizes[rows])
+    return Job(program.ops, params, _NO_RESULTS)
 
 
 def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
@@ -311,13 +284,17 @@ def _by_reference(image: np.ndarray, jobs: Sequence[Job], row: int) -> bool:
 
 
 def _finish(
-    crop: Crop, images: np.ndarray, job: Job, keys: np.ndarray, done: np.ndarray
+    transform: SampleTransform,
+    images: np.ndarray,
+    job: Job,
+    keys: np.ndarray,
+    done: np.ndarray,
 ) -> None:
-    """Have the library do the rest of the steps, sample by sample."""
-    own_keys = crop.keys(keys).tolist()
+    """Have the library do the rest of the steps, sample by sample, and put its images into a job's results."""
+    row_keys = keys.tolist()
     for row in np.flatnonzero(done).tolist():
         try:
-            image = crop.transform.finish(images[row], {}, own_keys[row])["image"]
+            image = transform.finish(images[row], {}, row_keys[row])["image"]
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue

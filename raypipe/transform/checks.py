@@ -31,7 +31,7 @@ def check_transforms(
     transforms: Mapping[Split, Any],
     stores: Mapping[Split, Store],
 ) -> None:
-    """Raise ConfigError where `Content` would, as far as can be known without the user's code."""
+    """Raise ConfigError where `SampleMaker` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
         check_transform(transform, config.final_size, config.decode_as == "array")

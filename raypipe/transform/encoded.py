@@ -140,7 +140,7 @@ class EncodedImages:
         head = np.column_stack([turned, np.tile(self._fill, (num, 1))])
         return np.hstack([head, axes[0], axes[1]]).astype(np.int32), fits
 
-    def one(
+    def fields_of(
         self, image: Any, key: Key, exif: bool
     ) -> tuple[dict[str, Any], np.ndarray, tuple[int, int]]:
         """The encoded fields of one image, its parameters by the program, and its (height, width).

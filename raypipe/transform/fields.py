@@ -11,7 +11,7 @@
     label                int64, or the target's array         (B,), (B, …)
     column.NAME          see `raypipe.transform.columns`      (B, …), or `Ragged`
 
-`stream_fields` in `raypipe.transform.contents` lists those of a stream. Arrays go to the training device.
+`stream_fields` in `raypipe.transform.sample_maker` lists those of a stream. Arrays go to the training device.
 """
 
 from __future__ import annotations
@@ -187,94 +187,40 @@ class MicroBatch:
         return values
 
 
-class BlockMemory:
-    """The memory of `count` micro-batches of one block, which is shipped as one piece.
+class Rows:
+    """Rows of micro-batches, end to end, in one piece of memory. They are filled in any order.
 
     Args:
         fields: the stream's fields; the first sample completes them.
+        num_rows: k·B.
 
     Attributes:
-        arrays: arrays by name, each (count, B, …); none before the first sample.
+        index, weight: see `MicroBatch`; int64 and float32 (k·B,).
+        arrays: arrays by field, (k·B, …); empty = their shapes are not known yet.
     """
 
-    def __init__(self, fields: dict[str, Field], count: int = 1) -> None:
+    def __init__(self, fields: dict[str, Field], num_rows: int) -> None:
         self.fields = fields
+        self.index = np.full(num_rows, PADDING, np.int64)
+        self.weight = np.zeros(num_rows, np.float32)
         self.arrays = dict[str, np.ndarray]()
-        self._count = count
-        self._taken = 0
-
-    def take(self, num_samples: int, num: int = 1) -> dict[str, np.ndarray]:
-        """The arrays of the next micro-batches of B, end to end, (num·B, …); the fields have shapes."""
-        if not self.arrays:
-            self.arrays = reused_arrays(
-                {
-                    name: (
-                        (self._count, num_samples, *(like.shape or ())),
-                        np.dtype(like.dtype),
-                    )
-                    for name, like in self.fields.items()
-                    if like.kind == "array"
-                }
-            )
-        self._taken += num
-        part = slice(self._taken - num, self._taken)
-        return {
-            name: array[part].reshape(-1, *array.shape[2:])
-            for name, array in self.arrays.items()
-        }
-
-    def num_within(self, num_bytes: int, num_samples: int) -> int:
-        """Count the micro-batches of B samples with arrays of so many bytes together: at least 1, 1 if unknown."""
-        if not _are_known(self.fields):
-            return 1
-        arrays = [like for like in self.fields.values() if like.kind == "array"]
-        each = (
-            sum(
-                math.prod(like.shape or ()) * np.dtype(like.dtype).itemsize
-                for like in arrays
-            )
-            * num_samples
-        )
-        return max(1, num_bytes // max(1, each))
-
-
-class Rows:
-    """The rows of micro-batches, end to end, which are filled one after the other.
-
-    Args:
-        memory: where their arrays lie.
-        num_samples: B.
-        num: number of micro-batches.
-
-    Attributes:
-        index, weight: see `MicroBatch`.
-        arrays: arrays by field, (num·B, …); None = their shapes are not known yet.
-    """
-
-    def __init__(self, memory: BlockMemory, num_samples: int, num: int = 1) -> None:
-        self.memory = memory
-        self._size = num_samples
-        self._num = num
-        self.index = np.full(num * num_samples, PADDING, np.int64)
-        self.weight = np.zeros(num * num_samples, np.float32)
-        self._missing = list[int]()
         self._lists = dict[str, list[Any]]()
-        self.arrays = (
-            memory.take(num_samples, num) if _are_known(memory.fields) else None
-        )
+        if bytes_per_row(fields) is not None:
+            self._allocate()
 
     def put(self, row: int, index: int, sample: Mapping[str, Any]) -> None:
         """Fill a row with a sample, by fields, or with those of them that it lacks."""
-        arrays = self.begun(sample)
+        self.learn(sample)
         for name, value in sample.items():
-            array = arrays.get(name)
+            array = self.arrays.get(name)
             if array is None:
-                self._lists.setdefault(name, [None] * len(self.index))[row] = value
+                values = self._lists.setdefault(name, [None] * len(self.index))
+                values[row] = value
                 continue
-            like = self.memory.fields[name]
-            if like.is_padded:
+            field = self.fields[name]
+            if field.is_padded:
                 array[row, : len(value)] = value
-                array[row, len(value) :] = like.fill
+                array[row, len(value) :] = field.fill
             else:
                 array[row] = value
         self.index[row] = index
@@ -283,50 +229,50 @@ class Rows:
     def put_labels(
         self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray
     ) -> None:
-        """Fill rows, int (n,), of which all but the label is there, of all."""
-        assert self.arrays is not None
-        self.arrays[LABEL][rows] = labels[rows]
-        self.index[rows] = indices[rows]
+        """Fill rows, int (n,), of which all but the label is there, and the index."""
+        self.arrays[LABEL][rows] = labels
+        self.index[rows] = indices
         self.weight[rows] = 1
+
+    def leave_out(self, row: int, index: int = PADDING) -> None:
+        """Mark a row that does not count: padding, or a sample that is bad."""
+        self.index[row] = index
+        self.weight[row] = 0
+
+    def learn(self, sample: Mapping[str, Any]) -> None:
+        """Take the shapes that are not known yet from a sample."""
+        if not self.arrays:
+            learn(self.fields, sample)
+            self._allocate()
 
     def sample(self, row: int) -> dict[str, Any]:
         """Copy the fields of one row."""
         lists = {name: values[row] for name, values in self._lists.items()}
-        return lists | {
-            name: array[row].copy() for name, array in (self.arrays or {}).items()
-        }
+        return lists | {name: array[row].copy() for name, array in self.arrays.items()}
 
-    def leave_out(self, row: int, index: int = PADDING) -> None:
-        """Fill a row that does not count: padding, or a sample that is bad."""
-        self._missing.append(row)
-        self.index[row] = index
-
-    def begun(self, sample: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The arrays; a sample shows the shapes that are not known yet."""
-        if self.arrays is None:
-            learn(self.memory.fields, sample)
-            self.arrays = self.memory.take(self._size, self._num)
-        return self.arrays
-
-    def part(self, number: int) -> slice:
-        """The rows of one of the micro-batches."""
-        return slice(number * self._size, (number + 1) * self._size)
-
-    def finish(self, number: int = 0) -> dict[str, np.ndarray | Ragged]:
-        """The fields of one of the micro-batches."""
-        assert self.arrays is not None
-        part = self.part(number)
-        fields = dict[str, np.ndarray | Ragged]()
-        for name, like in self.memory.fields.items():
-            if like.kind == "array":
-                array = self.arrays[name]
-                if self._missing:
-                    array[self._missing] = like.fill
-                fields[name] = array[part]
+    def finish(self, rows: slice) -> dict[str, np.ndarray | Ragged]:
+        """The fields of a micro-batch; rows that do not count hold what fills them."""
+        missing = np.flatnonzero(self.weight[rows] == 0)
+        finished = dict[str, np.ndarray | Ragged]()
+        for name, field in self.fields.items():
+            if field.kind == "array":
+                array = self.arrays[name][rows]
+                if len(missing):
+                    array[missing] = field.fill
+                finished[name] = array
             else:
-                samples = self._lists.get(name, [None] * len(self.index))[part]
-                fields[name] = Ragged.of(like.kind, samples, like)
-        return fields
+                values = self._lists.get(name, [None] * len(self.index))[rows]
+                finished[name] = Ragged.of(field.kind, values, field)
+        return finished
+
+    def _allocate(self) -> None:
+        self.arrays = reused_arrays(
+            {
+                name: ((len(self.index), *(field.shape or ())), np.dtype(field.dtype))
+                for name, field in self.fields.items()
+                if field.kind == "array"
+            }
+        )
 
 
 def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
@@ -336,12 +282,18 @@ def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
     ):  # views, where an image was expected
         fields.pop(IMAGE, None)
     for name, value in sample.items():
-        like = fields.get(name) or Field(fill=_NO_COLOR if is_chroma(name) else 0)
-        if like.kind == "array" and like.shape is None:
-            fields[name] = replace(like, dtype=value.dtype.name, shape=value.shape)
+        field = fields.get(name) or Field(fill=_NO_COLOR if is_chroma(name) else 0)
+        if field.kind == "array" and field.shape is None:
+            fields[name] = replace(field, dtype=value.dtype.name, shape=value.shape)
 
 
-def _are_known(fields: Mapping[str, Field]) -> bool:
-    return all(
-        like.kind != "array" or like.shape is not None for like in fields.values()
-    )
+def bytes_per_row(fields: Mapping[str, Field]) -> int | None:
+    """Return the bytes of a row's arrays; None = some shape is not known yet."""
+    num_bytes = 0
+    for field in fields.values():
+        if field.kind != "array":
+            continue
+        if field.shape is None:
+            return None
+        num_bytes += math.prod(field.shape) * np.dtype(field.dtype).itemsize
+    return num_bytes

@@ -13,6 +13,7 @@ sample's key, and draws all of its views from one generator.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,6 +178,7 @@ def _view(name: object, entry: Any, size: int) -> View:
     return View(tuple(transforms), max(count, len(transforms)), size)
 
 
+@functools.lru_cache
 def view_key(
     name: str, number: int, domain: Domain = Domain.VIEW, *more: int
 ) -> np.ndarray:

@@ -222,7 +222,7 @@ def test_a_sample_that_the_transform_fails_on_has_a_substitute(
         return image[:SIZE, :SIZE]
 
     monkeypatch.setattr(
-        "raypipe.transform.contents.build_transform",
+        "raypipe.transform.sample_maker.build_transform",
         lambda name, size, by_library: transform,
     )
     decoded, transformed, fed = made(memory()).tiles([index], [0])[0][0]

@@ -13,9 +13,9 @@ from torch.nn.functional import interpolate
 from raypipe.config import TransformConfig
 from raypipe.device.resize import resize_boxes
 from raypipe.kernel import Op
-from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
 from raypipe.transform.encoded_map import MAP, box_of_map
+from raypipe.transform.sample_maker import SampleMaker
 
 IMAGES = [
     saved(0),
@@ -93,9 +93,9 @@ def step_by_step(image: np.ndarray, program: Any, params: np.ndarray) -> np.ndar
 def test_all_at_once_is_what_torch_makes_of_each(name: str) -> None:
     batch, content = (
         encoded(IMAGES, PIPELINES[name]),
-        Content(PIPELINES[name], TransformConfig(size=96)),
+        SampleMaker(PIPELINES[name], TransformConfig(size=96)),
     )
-    program = content._crops[0].transform.program
+    program = content._transforms[0].program
     assert program is not None
     images = [decode(image) for image in IMAGES]
     params, _ = program.draw(

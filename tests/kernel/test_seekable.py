@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
-from micro_batches import as_samples
+from micro_batches import MicroBatchTransform
 from PIL import Image
 
 from raypipe import kernel
@@ -24,8 +24,6 @@ from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.kernel import DONE, Job, Op, extension, is_seekable
 from raypipe.transform import jpeg
-from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import check_checksum, decode_box
 from raypipe.transform.samples import EncodedSample
@@ -216,19 +214,18 @@ def test_the_message_names_the_checksum(size: int | None) -> None:
 def micro_batch(
     images: list[bytes], threads: int
 ) -> tuple[dict[str, bytes], list[Any]]:
-    maker = MicroBatchTransform(
-        Content("light", TransformConfig(size=32), threads=threads)
-    )
+    maker = MicroBatchTransform("light", TransformConfig(size=32), threads=threads)
     samples = [EncodedSample(image, number) for number, image in enumerate(images)]
     keys = np.arange(2 * len(images), dtype=np.uint64).reshape(-1, 2)
-    rows, bad = maker.run(
-        as_samples(samples),
-        np.arange(len(images)),
+    batch, bad = maker.run(
+        samples,
+        np.arange(100, 100 + len(images)),
         keys,
         lambda row: [(samples[0], 0, (row, 1)), (samples[1], 1, (row, 2))],
     )
-    return {name: part.tobytes() for name, part in rows.finish().items()}, [
-        record["index"] for record in bad.values()
+    arrays = batch.arrays()
+    return {name: part.tobytes() for name, part in arrays.items()}, [
+        record["index"] for record in bad
     ]
 
 
@@ -248,7 +245,7 @@ def test_a_micro_batch_is_that_of_the_originals(
         *seekable[4:],
     ]
     damaged = micro_batch(flipped, 2)
-    assert damaged[1] == [3]
+    assert damaged[1] == [103]
     for module in (kernel, extension, jpeg):
         monkeypatch.setattr(module, "why_no_kernel", lambda: "not built")
     assert micro_batch(seekable, 1) == expected

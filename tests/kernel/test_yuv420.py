@@ -13,8 +13,8 @@ from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.kernel import DONE, Job, yuv420
-from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
 
 SHAPES = [
@@ -139,9 +139,9 @@ def test_what_does_not_go_with_it_is_told_in_a_line(other: Any) -> None:
 def test_fields_have_the_shapes_of_planes_before_and_after_a_sample() -> None:
     transforms: list[Any] = ["center", lambda image: cv2.resize(image, (9, 9))]
     for transform in transforms:
-        content = Content(transform, TransformConfig(wire="yuv420", size=9))
+        content = SampleMaker(transform, TransformConfig(wire="yuv420", size=9))
         data = simplejpeg.encode_jpeg(np.zeros((20, 30, 3), np.uint8))
-        fields = content.one(EncodedSample(data, 0), (1, 2))
+        fields = content.slow(EncodedSample(data, 0), (1, 2))
         assert {name: np.shape(part) for name, part in fields.items()} == {
             "image": (9, 9, 1),
             "chroma.image": (5, 5, 2),

@@ -108,13 +108,10 @@ def rows_of(
     if through_row:  # as a reader hands it over
         read = read_samples(store, spec.plan.indices(AT), spec.wanted)
         (given,) = SourceRow.unpacked(SourceRow([AT], [read]).packed()).reads or ()
-    made = MicroBatchMaker(spec).make(AT, given)
-    batch, bad = made.batch, made.bad
+    batch, bad = MicroBatchMaker(spec).make(AT, given)
     store.close()
-    assert [record["index"] for record in bad] in ([], [damaged])
-    assert all(
-        record["error"] and (record["name"] or record["store"]) for record in bad
-    )
+    assert [sample.index for sample in bad] in ([], [damaged])
+    assert all(sample.error and (sample.name or sample.store) for sample in bad)
     rows: dict[int, Any] = {}
     for row, index in enumerate(batch.index.tolist()):
         assert batch.weight[row] == 1

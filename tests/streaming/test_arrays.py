@@ -133,8 +133,8 @@ def test_a_row_of_the_stream_keeps_dtype_and_channels() -> None:
         MicroBatchMaker(spec),
         list(spec.plan.micro_batches(spec.plan.start())),
     )
-    all_made, memory = maker.block(places)
-    row = block_row([made.batch for made in all_made], memory)
+    batches, _, arrays = maker.block(places)
+    row = block_row(batches, arrays)
     assert (
         row["image"].shape == (1, 3, 4, 16, 16, 5) and row["image"].dtype == np.float32
     )

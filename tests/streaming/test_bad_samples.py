@@ -21,7 +21,7 @@ from raypipe.errors import BadSamplesError, SampleError, TransformError
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming import maker
-from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
+from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -29,12 +29,14 @@ from raypipe.transform.fields import MicroBatch
 
 from pictures import picture  # isort: skip
 
-WHERE = {"store": "a.lmdb", "index": 7, "name": "a.lmdb, key 7"}
-BAD = [WHERE | {"substitute": 3, "error": "no value", "fault": "store"}]
-
 
 def place(step: int) -> MicroBatchId:
     return MicroBatchId("train", 0, step, 0)
+
+
+def bad_in(step: int) -> BadSample:
+    name = "a.lmdb, key 7"
+    return BadSample(place(step), "a.lmdb", 7, name, 3, "no value", "store")
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -45,17 +47,22 @@ def test_a_full_disk_is_warned_of_once_and_leaves_no_torn_record(
     full_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = full_disk / "quarantine"
-    record_bad(folder.as_uri(), place(0), BAD)
+    record_bad(folder.as_uri(), place(0), [bad_in(0)])
     fill(full_disk)
     for step in (1, 2, 3):
-        record_bad(folder.as_uri(), place(step), BAD * 50)
+        record_bad(folder.as_uri(), place(step), [bad_in(step)] * 50)
     assert [path.name for path in folder.iterdir()] == [f"{place(0)}.jsonl"]
     (warned,) = warnings(caplog)
     assert str(folder) in warned and "No space left" in warned
     assert len(caplog.messages) == 1 + 150 + 1  # each is in the log
     assert json.loads((folder / f"{place(0)}.jsonl").read_text()) == {
         **vars(place(0)),
-        **BAD[0],
+        "store": "a.lmdb",
+        "index": 7,
+        "name": "a.lmdb, key 7",
+        "substitute": 3,
+        "error": "no value",
+        "fault": "store",
     }
 
 
@@ -64,10 +71,10 @@ def test_a_place_that_cannot_be_used_is_left_alone(
 ) -> None:
     (tmp_path / "file").touch()
     for folder in ((tmp_path / "file" / "quarantine").as_uri(), "nowhere://x"):
-        record_bad(folder, place(0), BAD)
+        record_bad(folder, place(0), [bad_in(0)])
     assert len(warnings(caplog)) == 2
     (tmp_path / "file").unlink()
-    record_bad(f"{tmp_path.as_uri()}/file/quarantine", place(1), BAD)
+    record_bad(f"{tmp_path.as_uri()}/file/quarantine", place(1), [bad_in(1)])
     assert not (tmp_path / "file").exists() and "bad sample: " in caplog.messages[-1]
 
 
@@ -131,13 +138,7 @@ def test_bad_samples_are_named_without_control_characters(
 
 # The budget
 
-LAST = WHERE | {
-    "store": "x.lmdb",
-    "index": 77,
-    "name": "cats/7.jpg",
-    "error": "no value",
-    "fault": "store",
-}
+LAST = BadSample(place(0), "x.lmdb", 77, "cats/7.jpg", None, "no value", "store")
 
 
 def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:

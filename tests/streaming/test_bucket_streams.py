@@ -56,8 +56,8 @@ def test_rows_of_unlike_shapes_hold_the_bits_of_each_micro_batch(size: int) -> N
     places = spec.plan.micro_batches(spec.plan.start())
     found, flat = list[MicroBatch](), 0
     for block in cut(places, 1, {"train": size, "val": size}):
-        all_made, memory = maker.block(block)
-        row = block_row([made.batch for made in all_made], memory)
+        batches, _, arrays = maker.block(block)
+        row = block_row(batches, arrays)
         flat += "image:shapes" in row
         assert all(column.shape[0] == 1 for column in row.values())
         found += batches_of(row)
@@ -82,8 +82,8 @@ def test_masks_go_with_images_of_each_shape() -> None:
     spec = open_stream(train, plan=plan, transform=transform)
     maker = MicroBatchMaker(spec)
     block = list(spec.plan.micro_batches(spec.plan.start()))
-    all_made, memory = maker.block(block)
-    found = list(batches_of(block_row([made.batch for made in all_made], memory)))
+    batches, _, arrays = maker.block(block)
+    found = list(batches_of(block_row(batches, arrays)))
     assert shapes(found) == SIDES and list(map(batch_digest, found)) == digests(spec)
     for batch in found:
         assert batch["mask"].shape == batch["image"].shape[:3]

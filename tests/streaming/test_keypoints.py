@@ -25,8 +25,8 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import SourceRow, batches_of, block_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.contents import Content
 from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample, read_samples
 
 SIZE = (192, 256)
@@ -56,8 +56,8 @@ def store() -> MemoryStore:
     return MemoryStore(list(images), np.zeros(12, np.int64), columns={"joints": packed})
 
 
-def content(transform: Any, **config: Any) -> Content:
-    return Content(
+def content(transform: Any, **config: Any) -> SampleMaker:
+    return SampleMaker(
         transform, TransformConfig(size=128, keypoints_column="joints", **config)
     )
 
@@ -74,12 +74,12 @@ PIPELINES: dict[str, Any] = {
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_keypoint_is_where_its_disc_is_and_changes_no_pixel(name: str) -> None:
     made, num_seen, num_marked = content(PIPELINES[name]), 0, 0
-    alone = Content(PIPELINES[name], TransformConfig(size=128))
+    alone = SampleMaker(PIPELINES[name], TransformConfig(size=128))
     for (image, points), key in zip(SCENES, KEYS, strict=True):
-        found = made.one(EncodedSample(image, 0, {"joints": points}), tuple(key))
+        found = made.slow(EncodedSample(image, 0, {"joints": points}), tuple(key))
         pixels = found["image"]
         assert np.array_equal(
-            pixels, alone.one(EncodedSample(image), tuple(key))["image"]
+            pixels, alone.slow(EncodedSample(image), tuple(key))["image"]
         )
         assert (
             found["keypoints"].shape == (3, 3)
@@ -109,7 +109,7 @@ def test_a_crop_that_is_decoded_alone_has_the_same_keypoints() -> None:
     )
     for (image, points), key in zip(SCENES, KEYS, strict=True):
         sample = EncodedSample(image, 0, {"joints": points})
-        one, other = exact.one(sample, tuple(key)), whole.one(sample, tuple(key))
+        one, other = exact.slow(sample, tuple(key)), whole.slow(sample, tuple(key))
         assert np.array_equal(one["keypoints"], other["keypoints"]) and np.array_equal(
             one["image"], other["image"]
         )
@@ -148,8 +148,8 @@ def test_ring_and_readers_have_the_same_keypoints_with_room() -> None:
         for at in block
     ]
     unpacked = SourceRow.unpacked(SourceRow(block, reads).packed()).reads
-    all_made, memory = maker.block(block, unpacked)
-    row = block_row([made.batch for made in all_made], memory)
+    batches, _, arrays = maker.block(block, unpacked)
+    row = block_row(batches, arrays)
     assert [batch_digest(batch) for batch in batches_of(row)] == [
         batch_digest(batch) for batch in hosts[:2]
     ]

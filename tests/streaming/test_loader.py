@@ -69,10 +69,9 @@ class InProcess:
             cut(places, self.world_size, {"train": 2, "val": 2})
         ):
             if number % self.world_size == self.rank:
-                all_made, memory = maker.block(block)
-                for made in all_made:
-                    maker.settle(made)
-                yield block_row([made.batch for made in all_made], memory)
+                batches, bad, arrays = maker.block(block)
+                maker.settle(batches, bad)
+                yield block_row(batches, arrays)
 
 
 def loader_of(source: InProcess, **options: Any) -> Loader:

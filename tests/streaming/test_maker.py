@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,13 +9,16 @@ import pytest
 from PIL import Image
 
 from raypipe.config import PlanConfig, TransformConfig
+from raypipe.plan.places import MicroBatchId
 from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
+from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.digest import batch_digest
-from raypipe.streaming.maker import MicroBatchMaker, Outcome
+from raypipe.streaming.maker import NONE_EXCLUDED, MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.transform.at_once import ProgramsAtOnce
-from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
+from raypipe.transform.at_once import KernelImages
+from raypipe.transform.fields import MicroBatch
+from raypipe.transform.samples import Samples
 
 from pictures import CLASSES, picture  # isort: skip
 
@@ -42,16 +46,21 @@ def noted() -> Noted:
     return store
 
 
-def batches(
-    store: Noted, micro_batch: int, attempt: Attempt = FIRST_ATTEMPT
-) -> list[Outcome]:
+def maker_of(store: Noted, micro_batch: int, **more: Any) -> MicroBatchMaker:
     plan = PlanConfig(epochs=1, micro_batch_size=micro_batch)
     config = TransformConfig(train="small", size=16, val="center")
-    maker = MicroBatchMaker(open_stream(store, store, plan=plan, transform=config))
-    return [
-        maker.make(at, attempt=attempt)
-        for at in maker.plan.micro_batches(maker.plan.start())
-    ]
+    spec = open_stream(store, store, plan=plan, transform=config)
+    return MicroBatchMaker(spec, **more)
+
+
+def batches(
+    maker: MicroBatchMaker, **how: Any
+) -> list[tuple[MicroBatch, list[BadSample]]]:
+    """Each micro-batch as a block of its own, and its bad samples."""
+    blocks = (
+        maker.block([at], **how) for at in maker.plan.micro_batches(maker.plan.start())
+    )
+    return [(batch, bad) for (batch,), bad, _ in blocks]
 
 
 def png_of(number: int) -> bytes:
@@ -60,41 +69,47 @@ def png_of(number: int) -> bytes:
     return file.getvalue()
 
 
-def after_deaths_of(bad: int, touch: Any = None) -> Attempt:
-    return Attempt({bad: "its process died twice while at it"}, touch)
+DEAD = "its process died twice while at it"
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_a_careful_attempt_announces_each_sample_and_reads_no_bad_one(
+def test_one_by_one_each_sample_is_read_alone_and_no_excluded_one(
     micro_batch: int,
 ) -> None:
     damaged = noted()
     damaged._images[0] = b"damaged"
-    expected = batches(damaged, micro_batch)
+    expected = batches(maker_of(damaged, micro_batch))
     store = noted()
     # the first of a validation, and of those that tell the size of padding
     store.deadly = 0
-    attempt = after_deaths_of(0, lambda index: store.notes.append(("announced", index)))
-    for made, same in zip(batches(store, micro_batch, attempt), expected, strict=True):
-        assert batch_digest(made.batch) == batch_digest(same.batch)
+
+    def read(at: MicroBatchId, indices: np.ndarray) -> Samples:
+        store.notes += [("asked for", index) for index in indices[indices >= 0]]
+        return maker.read_store(at, indices)
+
+    maker = maker_of(store, micro_batch, read=read)
+    found = batches(maker, excluded={0: DEAD}, one_by_one=True)
+    for (made, _), (same, _) in zip(found, expected, strict=True):
+        assert batch_digest(made) == batch_digest(same)
     reads = [number for number, (what, _) in enumerate(store.notes) if what == "read"]
     assert len(reads) >= 30 and all(
-        store.notes[n - 1] == ("announced", store.notes[n][1]) for n in reads
+        store.notes[n - 1] == ("asked for", store.notes[n][1]) for n in reads
     )
 
 
-def test_a_known_bad_sample_is_not_read_with_its_micro_batch() -> None:
+def test_an_excluded_sample_is_not_read_with_its_micro_batch() -> None:
     store = noted()
     store.deadly = 5
-    assert sum(len(made.bad) for made in batches(store, 4, after_deaths_of(5))) == 2
+    found = batches(maker_of(store, 4), excluded={5: DEAD})
+    assert sum(len(bad) for _, bad in found) == 2
 
 
 @pytest.mark.parametrize(
-    "knowledge", [FIRST_ATTEMPT, after_deaths_of(7)], ids=["first", "after deaths"]
+    "excluded", [NONE_EXCLUDED, {7: DEAD}], ids=["first", "after deaths"]
 )
 @pytest.mark.parametrize("preset", ["light", "center"])
 def test_micro_batches_made_in_one_call_are_those_made_alone(
-    preset: str, knowledge: Attempt, monkeypatch: pytest.MonkeyPatch
+    preset: str, excluded: Mapping[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bad samples of any of them, PNGs that the kernel leaves to others, and a last call of fewer included."""
     images = [picture(number) for number in range(40)]
@@ -108,9 +123,9 @@ def test_micro_batches_made_in_one_call_are_those_made_alone(
     spec = open_stream(
         store, store, plan=PlanConfig(epochs=1, micro_batch_size=4), transform=transform
     )
-    calls, make = list[int](), ProgramsAtOnce.make
+    calls, make = list[int](), KernelImages.make
     monkeypatch.setattr(
-        ProgramsAtOnce,
+        KernelImages,
         "make",
         lambda *args: (calls.append(len(args[1])), make(*args))[1],
     )
@@ -119,17 +134,16 @@ def test_micro_batches_made_in_one_call_are_those_made_alone(
         places = [
             at for at in spec.plan.micro_batches(spec.plan.start()) if at.split == split
         ]
-        alone = [maker.make(at, attempt=knowledge) for at in places]
-        assert set(calls) == {4} and sum(len(outcome.bad) for outcome in alone) >= 3
+        alone = [maker.make(at, excluded=excluded) for at in places]
+        assert set(calls) == {4} and sum(len(bad) for _, bad in alone) >= 3
         calls.clear()
         monkeypatch.setattr(
             "raypipe.streaming.maker._AT_ONCE_BYTES", 3 * 4 * 16 * 16 * 3 + 200
         )
-        together, _ = maker.block(places, attempt=lambda _: knowledge)
-        assert calls == ([12, 12, 12, 4] if knowledge is FIRST_ATTEMPT else [4] * 10)
+        together, bad_of_all, arrays = maker.block(places, excluded=excluded)
+        assert calls == [12, 12, 12, 4]
         calls.clear()
-        for one, same in zip(alone, together, strict=True):
-            assert (
-                batch_digest(one.batch) == batch_digest(same.batch)
-                and one.bad == same.bad
-            )
+        assert bad_of_all == [sample for _, bad in alone for sample in bad]
+        for number, ((batch, _), same) in enumerate(zip(alone, together, strict=True)):
+            assert batch_digest(batch) == batch_digest(same)
+            assert np.array_equal(arrays["image"][number], batch["image"])

@@ -215,7 +215,7 @@ def test_a_pool_works_before_its_ranks_ask_and_ends_with_them(
             [begun(iterator) for iterator in iterators],
             time.monotonic() + 60,
         )
-        while not ray.get(supervisor.awaited.remote()).startswith(
+        while not ray.get(supervisor.describe_progress.remote()).startswith(
             "1 transform actor has started"
         ):
             assert time.monotonic() < deadline

@@ -20,7 +20,7 @@ from raypipe.streaming.row import (
     block_row,
     host_batches,
 )
-from raypipe.transform.fields import BlockMemory, Field, MicroBatch, Ragged
+from raypipe.transform.fields import Field, MicroBatch, Ragged
 from raypipe.transform.samples import NO_LABEL, EncodedSample
 
 BLOCK = [MicroBatchId("val", 3, 2, 0), MicroBatchId("val", 3, 2, 1)]
@@ -79,22 +79,20 @@ def assert_same(found: list[MicroBatch], expected: list[MicroBatch]) -> None:
 def test_a_finished_row_copies_no_array_that_lies_in_one_piece(
     names: tuple[str, ...],
 ) -> None:
-    memory = BlockMemory({name: Field("array", "uint8", (2, 3)) for name in names}, 2)
+    whole = {name: np.zeros((2, 2, 2, 3), np.uint8) for name in names}
     all_made = []
     for number, at in enumerate(BLOCK):
-        arrays = memory.take(2)
+        arrays = {name: array[number] for name, array in whole.items()}
         for place, array in enumerate(arrays.values()):
             array[:] = 10 * number + place
         all_made.append(made(at, arrays))
-    found = list(batches_of(block_row(all_made, memory)))
+    found = list(batches_of(block_row(all_made, whole)))
     assert_same(found, all_made)
     assert [(batch.position, batch.num_bad, batch.work_s) for batch in found] == [
         (at, at.micro, 0.5) for at in BLOCK
     ]
     for name in names:
-        assert all(
-            np.shares_memory(memory.arrays[name], batch[name]) for batch in found
-        )
+        assert all(np.shares_memory(whole[name], batch[name]) for batch in found)
 
 
 BYTES = "column.bytes"

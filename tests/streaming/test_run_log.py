@@ -189,25 +189,31 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
 def test_the_supervisor_knows_what_a_stream_without_a_batch_is_at() -> None:
     supervisor = Supervisor(3)
     assert (
-        supervisor.awaited() == "no transform actor has started yet, nor has the reader"
+        supervisor.describe_progress()
+        == "no transform actor has started yet, nor has the reader"
     )
-    supervisor.reads("task", "3 micro-batches")
+    supervisor.reader_started("task", "3 micro-batches")
     assert (
-        supervisor.awaited() == "no transform actor has started yet, and the reader has"
+        supervisor.describe_progress()
+        == "no transform actor has started yet, and the reader has"
     )
-    supervisor.arrived("a", "process 1")
+    supervisor.actor_started("a", "process 1")
     assert (
-        supervisor.awaited() == "1 transform actor has started, and so has the reader"
+        supervisor.describe_progress()
+        == "1 transform actor has started, and so has the reader"
     )
-    supervisor.arrived("b", "process 2")
-    supervisor.begins("a", ["train-0-0-0"])
+    supervisor.actor_started("b", "process 2")
+    supervisor.block_started("a", ["train-0-0-0"])
     assert (
-        supervisor.awaited()
+        supervisor.describe_progress()
         == "2 transform actors have started, and 1 of them makes blocks"
     )
-    supervisor.moves(
+    supervisor.execution_progress(
         "execution", 1.0, at="2 transform actors are idle and wait for the reader"
     )
-    assert supervisor.awaited() == "2 transform actors are idle and wait for the reader"
-    supervisor.left("execution")
-    assert supervisor.awaited().startswith("2 transform actors have started")
+    assert (
+        supervisor.describe_progress()
+        == "2 transform actors are idle and wait for the reader"
+    )
+    supervisor.process_left("execution")
+    assert supervisor.describe_progress().startswith("2 transform actors have started")

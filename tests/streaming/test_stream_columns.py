@@ -179,10 +179,8 @@ def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(
         for row in task():
             block, reads, *_ = SourceRow.unpacked(row)
             assert reads and row["columns"][0].is_valid
-            all_made, memory = maker.block(block, reads)
-            for batch in batches_of(
-                through_arrow(block_row([made.batch for made in all_made], memory))
-            ):
+            batches, _, arrays = maker.block(block, reads)
+            for batch in batches_of(through_arrow(block_row(batches, arrays))):
                 check(batch)
                 assert batch_digest(batch) == batch_digest(
                     expected[str(batch.position)]
@@ -204,7 +202,7 @@ def through_arrow(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_a_block_of_padding_alone_travels() -> None:
     made = spec(val=store(np.arange(NUM)))
     maker, at = MicroBatchMaker(made), MicroBatchId("val", 0, 2, 1)
-    (batch,) = batches_of(through_arrow(block_row([maker.make(at).batch])))
+    (batch,) = batches_of(through_arrow(block_row([maker.make(at)[0]])))
     assert (batch.index == PADDING).all()
     check(batch)
 
@@ -272,9 +270,9 @@ def test_a_substitute_brings_its_own_columns_and_a_bad_value_is_recorded() -> No
     maker = MicroBatchMaker(spec(train, val=train, transform=config))
     bad: dict[int, str] = {}
     for at in maker.plan.micro_batches(maker.plan.start()):
-        made = maker.make(at)
-        bad |= {record["index"]: record["error"] for record in made.bad}
-        batch, captions_of = made.batch, columns_of(made.batch)["caption"]
+        batch, bad_of_batch = maker.make(at)
+        bad |= {sample.index: sample.error for sample in bad_of_batch}
+        captions_of = columns_of(batch)["caption"]
         assert not np.isin(batch.index[batch.weight > 0], [3, 5]).any()
         for row in np.flatnonzero(batch.weight).tolist():
             assert captions_of[row] == VALUES["caption"][batch.index[row]]

@@ -21,7 +21,7 @@ AT = "train-e0000-s000003-m001"
 
 
 def died(supervisor: Supervisor, actor: str = "a") -> bool:
-    return supervisor.arrived(actor, "another process")
+    return supervisor.actor_started(actor, "another process")
 
 
 class Kept:
@@ -41,35 +41,35 @@ def process_of(number: int) -> Process:
 
 
 CALLS: list[tuple[str, tuple[Any, ...]]] = [
-    ("arrived", ("a", "process 1")),
-    ("arrived", ("b", "process 2")),
-    ("begins", ("a", [AT], process_of(1))),
-    ("joined", ("trainer 0", process_of(3))),
-    ("moves", ("execution 1", 1.0, process_of(4), "work")),
-    ("arrived", ("a", "process 5")),
-    ("begins", ("a", [AT], process_of(5))),
-    ("touches", ("a", AT, 7)),
-    ("arrived", ("a", "process 6")),
-    ("begins", ("a", [AT], process_of(6))),
-    ("touches", ("a", AT, 7)),
-    ("arrived", ("a", "process 7")),
-    ("measured", ("train", 0.01, 1000)),
+    ("actor_started", ("a", "process 1")),
+    ("actor_started", ("b", "process 2")),
+    ("block_started", ("a", [AT], process_of(1))),
+    ("process_joined", ("trainer 0", process_of(3))),
+    ("execution_progress", ("execution 1", 1.0, process_of(4), "work")),
+    ("actor_started", ("a", "process 5")),
+    ("block_started", ("a", [AT], process_of(5))),
+    ("announce_sample", ("a", AT, 7)),
+    ("actor_started", ("a", "process 6")),
+    ("block_started", ("a", [AT], process_of(6))),
+    ("announce_sample", ("a", AT, 7)),
+    ("actor_started", ("a", "process 7")),
+    ("block_measured", ("train", 0.01, 1000)),
     ("sizes", ("task", 9, 10_000)),
-    ("reads", ("task", "share 1", process_of(8))),
-    ("reading", ("task", "row group 3")),
-    ("reads", ("task", "share 1", process_of(9))),
-    ("scaled", ("2 to 4",)),
+    ("reader_started", ("task", "share 1", process_of(8))),
+    ("announce_read", ("task", "row group 3")),
+    ("reader_started", ("task", "share 1", process_of(9))),
+    ("pool_scaled", ("2 to 4",)),
     ("note", ("odd",)),
-    ("moves_to", (0, 2, Move((0, 0, 4), (1, 0, 0), leaves=True))),
-    ("moves_to", (1, 2, Move((0, 0, 4), (1, 0, 0), leaves=True))),
+    ("rank_moves", (0, 2, Move((0, 0, 4), (1, 0, 0), leaves=True))),
+    ("rank_moves", (1, 2, Move((0, 0, 4), (1, 0, 0), leaves=True))),
     ("answer", (0, True)),
-    ("moves_to", (0, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
+    ("rank_moves", (0, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
     ("answer", (0, True)),  # it reads on, so the other is not to leave
-    ("moves_to", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
+    ("rank_moves", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
     ("give_way", (2.0,)),
-    ("leaves", (0,)),
-    ("left", ("execution 1",)),
-    ("has_read", ("task",)),
+    ("rank_done", (0,)),
+    ("process_left", ("execution 1",)),
+    ("reader_finished", ("task",)),
 ]
 
 
@@ -90,24 +90,24 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
     )
     # of the blocks in work, actors tell again
     in_work = {
-        "begins",
-        "touches",
-        "measured",
+        "block_started",
+        "announce_sample",
+        "block_measured",
     }
     if CALLS[when - 1][0] not in in_work:
         probes = [
-            ("begins", ("c", [AT])),
+            ("block_started", ("c", [AT])),
             ("sizes", ("task", 9, 10_000)),
-            ("reads", ("task", "share 1")),
+            ("reader_started", ("task", "share 1")),
         ]
-        probes += [("moves_to", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True)))]
+        probes += [("rank_moves", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True)))]
         probes += [("answer", (rank,)) for rank in (0, 1)] + [
-            ("moves", ("execution 1", 1.0))
+            ("execution_progress", ("execution 1", 1.0))
         ]
         for name, args in [
             *probes,
-            ("arrived", ("b", "elsewhere")),
-            ("reading", ("task", "row group 3")),
+            ("actor_started", ("b", "elsewhere")),
+            ("announce_read", ("task", "row group 3")),
         ]:
             if name != "sizes" or "task" in twin._sizes:
                 assert getattr(again, name)(*args) == getattr(twin, name)(*args), name
@@ -116,30 +116,32 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
 def test_an_execution_is_told_how_many_ranks_wait() -> None:
     supervisor = Supervisor(3)
     assert [
-        supervisor.hears(rank, waited)
+        supervisor.rank_waits(rank, waited)
         for rank, waited in ((0, 5.0), (1, 0.0), (2, 0.1))
     ] == [None] * 3
-    assert supervisor.moves("execution", 0.0).num_waiting == 1
-    supervisor.hears(1, 30.0)
-    assert supervisor.moves("execution", 0.0).num_waiting == 2
-    supervisor.leaves(1)
-    supervisor.hears(0, 0.0)
-    assert supervisor.moves("execution", 0.0).num_waiting == 0
+    assert supervisor.execution_progress("execution", 0.0).num_waiting == 1
+    supervisor.rank_waits(1, 30.0)
+    assert supervisor.execution_progress("execution", 0.0).num_waiting == 2
+    supervisor.rank_done(1)
+    supervisor.rank_waits(0, 0.0)
+    assert supervisor.execution_progress("execution", 0.0).num_waiting == 0
 
-    assert supervisor.moves("execution", 0.0) == Word(num_waiting=0, given_cpus=0.0)
+    assert supervisor.execution_progress("execution", 0.0) == Word(
+        num_waiting=0, given_cpus=0.0
+    )
 
 
 def test_an_actor_that_is_new_has_not_died() -> None:
     supervisor = Supervisor(max_attempts=3)
-    assert not supervisor.arrived("a", "process 1")
-    assert supervisor.begins("a", [AT]) == Orders()
+    assert not supervisor.actor_started("a", "process 1")
+    assert supervisor.block_started("a", [AT]) == Orders()
     assert supervisor.events(0) == []
 
 
 def test_other_packages_of_a_node_are_told_once() -> None:
     supervisor = Supervisor(max_attempts=3)
     for _ in range(2):
-        supervisor.differs(
+        supervisor.packages_differ(
             "10.0.0.1 has numpy 2.0.0 instead of 2.1.0: its pixels may differ"
         )
     assert len(supervisor.events(0)) == 1
@@ -147,11 +149,11 @@ def test_other_packages_of_a_node_are_told_once() -> None:
 
 def test_after_a_death_only_its_micro_batch_is_done_carefully() -> None:
     supervisor = Supervisor(max_attempts=3)
-    supervisor.arrived("a", "process 1 on 10.0.0.1")
-    supervisor.begins("a", [AT])
+    supervisor.actor_started("a", "process 1 on 10.0.0.1")
+    supervisor.block_started("a", [AT])
     assert died(supervisor)
-    assert supervisor.begins("a", [AT]) == Orders(careful=True)
-    assert supervisor.begins("a", ["train-e0000-s000003-m002"]) == Orders()
+    assert supervisor.block_started("a", [AT]) == Orders(careful=True)
+    assert supervisor.block_started("a", ["train-e0000-s000003-m002"]) == Orders()
     ((kind, event),) = supervisor.events(0)
     assert kind == "fault"
     assert (
@@ -161,38 +163,40 @@ def test_after_a_death_only_its_micro_batch_is_done_carefully() -> None:
 
 def test_a_sample_that_kills_twice_is_bad_and_the_attempts_begin_anew() -> None:
     supervisor = Supervisor(max_attempts=4)
-    supervisor.arrived("a", "")
-    supervisor.begins("a", [AT])
+    supervisor.actor_started("a", "")
+    supervisor.block_started("a", [AT])
     died(supervisor)
     for sample in (5, 7, 5):
-        assert supervisor.begins("a", [AT]) == Orders(careful=True)
-        supervisor.touches("a", AT, sample)
+        assert supervisor.block_started("a", [AT]) == Orders(careful=True)
+        supervisor.announce_sample("a", AT, sample)
         died(supervisor)
-    assert supervisor.begins("a", [AT]) == Orders(careful=True, bad=(5,))
-    supervisor.touches("a", AT, 7)
+    assert supervisor.block_started("a", [AT]) == Orders(careful=True, bad=(5,))
+    supervisor.announce_sample("a", AT, 7)
     died(supervisor)
-    assert supervisor.begins("a", [AT]) == Orders(careful=True, bad=(5, 7))
+    assert supervisor.block_started("a", [AT]) == Orders(careful=True, bad=(5, 7))
 
 
 def test_a_bad_sample_is_known_in_every_micro_batch_of_its_split() -> None:
     supervisor = Supervisor(max_attempts=4)
-    supervisor.arrived("a", "")
+    supervisor.actor_started("a", "")
     for careful in (False, True, True):
-        supervisor.begins("a", [AT])
+        supervisor.block_started("a", [AT])
         if careful:
-            supervisor.touches("a", AT, 5)
+            supervisor.announce_sample("a", AT, 5)
         died(supervisor)
-    assert supervisor.begins("b", ["train-e0001-s000000-m000"]) == Orders(bad=(5,))
-    assert supervisor.begins("b", ["val-e0001-s000000-m000"]) == Orders()
+    assert supervisor.block_started("b", ["train-e0001-s000000-m000"]) == Orders(
+        bad=(5,)
+    )
+    assert supervisor.block_started("b", ["val-e0001-s000000-m000"]) == Orders()
 
 
 def test_deaths_without_a_culprit_end_the_run_with_what_to_do() -> None:
     supervisor = Supervisor(max_attempts=2)
-    supervisor.arrived("a", "")
+    supervisor.actor_started("a", "")
     for _ in range(2):
-        assert not supervisor.begins("a", [AT]).error
+        assert not supervisor.block_started("a", [AT]).error
         died(supervisor)
-    error = supervisor.begins("a", [AT]).error
+    error = supervisor.block_started("a", [AT]).error
     assert (
         AT in error
         and "2 transform actors have died" in error
@@ -202,11 +206,11 @@ def test_deaths_without_a_culprit_end_the_run_with_what_to_do() -> None:
 
 def test_a_transform_that_kills_on_every_sample_ends_the_run() -> None:
     supervisor = Supervisor(max_attempts=3)
-    supervisor.arrived("a", "")
+    supervisor.actor_started("a", "")
     deaths = 0
-    while not (orders := supervisor.begins("a", [AT])).error:
+    while not (orders := supervisor.block_started("a", [AT])).error:
         if orders.careful:
-            supervisor.touches("a", AT, len(orders.bad))
+            supervisor.announce_sample("a", AT, len(orders.bad))
         died(supervisor)
         deaths += 1
     assert (
@@ -219,14 +223,14 @@ def test_a_transform_that_kills_on_every_sample_ends_the_run() -> None:
 def test_the_ledger_names_a_blocks_micro_batches_a_careful_actor_the_one() -> None:
     block = [AT, "train-e0000-s000005-m001", "train-e0000-s000007-m001"]
     supervisor = Supervisor(max_attempts=3)
-    supervisor.arrived("a", "")
-    supervisor.begins("a", block)
+    supervisor.actor_started("a", "")
+    supervisor.block_started("a", block)
     died(supervisor)
     assert (
-        supervisor.begins("a", block).careful
-        and not supervisor.begins("b", block[:1]).careful
+        supervisor.block_started("a", block).careful
+        and not supervisor.block_started("b", block[:1]).careful
     )
-    supervisor.touches("a", block[1], 5)
+    supervisor.announce_sample("a", block[1], 5)
     died(supervisor)
     first, second = (event for _, event in supervisor.events(0))
     assert f"died in {block[0]} to {block[2]} (" in first
@@ -236,74 +240,78 @@ def test_the_ledger_names_a_blocks_micro_batches_a_careful_actor_the_one() -> No
 def test_each_micro_batch_may_have_as_many_bad_samples_as_attempts() -> None:
     block = [AT, "train-e0000-s000005-m001"]
     supervisor = Supervisor(max_attempts=3)
-    supervisor.arrived("a", "")
+    supervisor.actor_started("a", "")
 
     def kills(at: str, samples: range) -> None:
         for sample in samples:
             for _ in range(2):
-                assert not supervisor.begins("a", block).error
-                supervisor.touches("a", at, sample)
+                assert not supervisor.block_started("a", block).error
+                supervisor.announce_sample("a", at, sample)
                 died(supervisor)
 
-    supervisor.begins("a", block)
+    supervisor.block_started("a", block)
     died(supervisor)
     kills(block[0], range(3))
     kills(block[1], range(10, 13))
-    assert supervisor.begins("a", block) == Orders(
+    assert supervisor.block_started("a", block) == Orders(
         careful=True, bad=(0, 1, 2, 10, 11, 12)
     )
     kills(block[1], range(13, 14))
-    assert "7 samples are to blame" in supervisor.begins("a", block).error
+    assert "7 samples are to blame" in supervisor.block_started("a", block).error
 
 
 def test_a_task_hears_the_same_sizes_again_though_more_is_known_by_then() -> None:
     supervisor = Supervisor(max_attempts=1)
     assert supervisor.sizes("early", 100, 10**9) == {"train": 1, "val": 1}
     for seconds in (0.02, 0.05, 0.9):  # one was held up
-        supervisor.measured("train", seconds, 1000)
-    supervisor.measured("val", 0.01, 50_000)
+        supervisor.block_measured("train", seconds, 1000)
+    supervisor.block_measured("val", 0.01, 50_000)
     assert supervisor.sizes("later", 100, 10**6) == {"train": 10, "val": 20}
     assert supervisor.sizes("short", 8, 10**6) == {"train": 8, "val": 8}
-    supervisor.measured("train", 0.001, 1000)
+    supervisor.block_measured("train", 0.001, 1000)
     assert supervisor.sizes("early", 100, 10**9) == {"train": 1, "val": 1}
     assert supervisor.sizes("later", 100, 10**6) == {"train": 10, "val": 20}
 
 
 def test_a_delivered_block_costs_nothing_when_its_actor_dies() -> None:
     supervisor = Supervisor(max_attempts=1)
-    supervisor.arrived("a", "")
-    supervisor.begins("a", [AT])
-    supervisor.ended("a")
+    supervisor.actor_started("a", "")
+    supervisor.block_started("a", [AT])
+    supervisor.block_finished("a")
     died(supervisor)
-    assert supervisor.begins("a", [AT]) == Orders()
+    assert supervisor.block_started("a", [AT]) == Orders()
     assert "between two blocks" in supervisor.events(0)[0][1]
 
 
 def test_a_reader_that_begins_the_same_share_again_was_restarted() -> None:
     supervisor = Supervisor(max_attempts=1)
-    assert [supervisor.reads(task, "x") for task in "aba"] == [False, False, True]
+    assert [supervisor.reader_started(task, "x") for task in "aba"] == [
+        False,
+        False,
+        True,
+    ]
     assert supervisor.events(0) == [
         ("fault", "the reader of x died, and was restarted")
     ]
     assert supervisor.events(1) == []
-    supervisor.has_read("b")  # and then its rows were lost
-    assert not supervisor.reads("b", "x")
+    supervisor.reader_finished("b")  # and then its rows were lost
+    assert not supervisor.reader_started("b", "x")
 
 
 def test_a_reader_that_keeps_dying_of_one_thing_ends_the_run_there() -> None:
     supervisor = Supervisor(max_attempts=3)
-    supervisor.reads("a", "all")
+    supervisor.reader_started("a", "all")
     for group in (5, 7, 5, 5):
-        assert not supervisor.reading("a", f"row group {group} of a.parquet")
-        assert supervisor.reads("a", "all")
+        assert not supervisor.announce_read("a", f"row group {group} of a.parquet")
+        assert supervisor.reader_started("a", "all")
     assert supervisor.events(3) == [
         (
             "fault",
             "the reader of all died while it read row group 5 of a.parquet, and was restarted",
         )
     ]
-    assert not supervisor.reading("a", "row group 4 of a.parquet")
-    error = supervisor.reading("a", "row group 5 of a.parquet")
+    assert not supervisor.announce_read("a", "row group 4 of a.parquet")
+    error = supervisor.announce_read("a", "row group 5 of a.parquet")
     assert (
         "died 3 times while it read row group 5 of a.parquet: " in error
         and "smaller row groups" in error
@@ -312,7 +320,7 @@ def test_a_reader_that_keeps_dying_of_one_thing_ends_the_run_there() -> None:
 
 def test_ranks_that_leave_are_counted_once_each() -> None:
     supervisor = Supervisor(max_attempts=3)
-    assert [supervisor.leaves(rank) for rank in (1, 0, 1, 2)] == [1, 2, 2, 3]
+    assert [supervisor.rank_done(rank) for rank in (1, 0, 1, 2)] == [1, 2, 2, 3]
 
 
 @pytest.mark.cluster
@@ -320,7 +328,7 @@ def test_ranks_that_leave_are_counted_once_each() -> None:
 def test_the_events_of_a_stream_are_told_in_order_as_long_as_it_lives() -> None:
     supervisor = start_supervisor()
     ray.get([supervisor.note.remote(text) for text in "ab"])
-    supervisor.scaled.remote("c")
+    supervisor.pool_scaled.remote("c")
     assert events_of(supervisor, 0) == [("fault", "a"), ("fault", "b"), ("scale", "c")]
     ray.get(supervisor.note.remote("d"))
     assert events_of(supervisor, 3) == [("fault", "d")]
@@ -333,10 +341,10 @@ def test_the_events_of_a_stream_are_told_in_order_as_long_as_it_lives() -> None:
 
 def test_the_supervisor_says_how_often_finished_blocks_lay_ready() -> None:
     supervisor = Supervisor(3)
-    assert supervisor.ready() == 0
-    supervisor.moves("a", 0.0, ready=1.0)  # it has brought none yet
+    assert supervisor.ready_share() == 0
+    supervisor.execution_progress("a", 0.0, ready=1.0)  # it has brought none yet
     for ready in (1.0, 0.5, 0.0):
-        supervisor.moves(
+        supervisor.execution_progress(
             "a", 0.0, at="2 transform actors work on 2 blocks", ready=ready
         )
-    assert supervisor.ready() == 0.5
+    assert supervisor.ready_share() == 0.5

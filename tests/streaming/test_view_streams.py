@@ -90,14 +90,14 @@ def test_a_block_is_its_micro_batches_whether_the_actor_or_a_reader_reads(
         :3
     ]
     reads = [read_samples(spec.stores["train"], spec.plan.indices(at)) for at in block]
-    all_made, memory = maker.block(block, reads)
-    assert memory
-    row = block_row([made.batch for made in all_made], memory)
+    batches, _, arrays = maker.block(block, reads)
+    assert arrays
+    row = block_row(batches, arrays)
     assert {
         "view.global",
         "view.whole",
         "label",
-    } <= memory.arrays.keys() and "image" not in row
+    } <= arrays.keys() and "image" not in row
     assert row["view.global"].shape == (1, 3, 6, 2, 16, 16, 3) and row[
         "view.whole"
     ].shape == (1, 3, 6, 12, 12, 3)

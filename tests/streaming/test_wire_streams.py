@@ -128,8 +128,8 @@ def test_blocks_in_one_memory_or_of_unlike_sizes_hold_equal_bits(
             for at in spec.plan.micro_batches(spec.plan.start())
             if at.epoch == 0 and at.split == "train"
         ][:6]
-        outcomes, memory = maker.block(block)
-        row = block_row([outcome.batch for outcome in outcomes], memory)
+        batches, _, arrays = maker.block(block)
+        row = block_row(batches, arrays)
         assert set(json.loads(row["forms"].tobytes()).values()) == forms
         assert [batch_digest(batch) for batch in batches_of(row)] == expected[
             : len(block)

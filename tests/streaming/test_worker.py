@@ -42,18 +42,20 @@ class Process:
     def guard(self, time_limit_s: float) -> Guard:
         answers = (SimpleNamespace(remote=lambda *_: False) for _ in range(2))
         return Guard(
-            SimpleNamespace(**dict(zip(("arrived", "begins"), answers, strict=True))),
+            SimpleNamespace(
+                **dict(zip(("actor_started", "block_started"), answers, strict=True))
+            ),
             time_limit_s,
         )
 
     def block(self, guard: Guard, *seconds: float) -> list[Any]:
         """What a block asks of faulthandler that attempts a micro-batch at each of these times."""
         self.calls.clear()
-        with guard.block((AT,)) as orders:
+        with guard.block((AT,)):
             # a shard that is fetched starts the limit again, too
             assert retries.on_progress
             for self.now in seconds:
-                guard.attempt(AT, orders)
+                retries.report_progress()
         assert not retries.on_progress
         return list(self.calls)
 
@@ -82,8 +84,8 @@ def test_a_time_limit_ends_with_its_block_also_by_an_error(
     guard = process.guard(2.0)
     with (
         pytest.raises(ValueError, match="of the transform"),
-        guard.block((AT,)) as orders,
+        guard.block((AT,)),
     ):
-        guard.attempt(AT, orders)
+        retries.report_progress()
         raise ValueError("of the transform")
     assert process.calls == [(2.25, True), "ended"] and not retries.on_progress

@@ -132,14 +132,14 @@ def _delivered(spec: StreamSpec, num: int) -> Outcomes:
     found: Outcomes = {"train": [None] * num, "val": [None] * num}
     for at in spec.plan.micro_batches(spec.plan.cursor_at(0)):
         planned = spec.plan.draw_block([at]).indices[0]
-        outcome = maker.make(at)
+        batch, bad = maker.make(at)
         of_split = found[at.split]
         for row in np.flatnonzero(
-            (planned == outcome.batch.index) & (outcome.batch.weight > 0)
+            (planned == batch.index) & (batch.weight > 0)
         ).tolist():
-            of_split[planned[row]] = outcome.batch["image"][row]
-        for record in outcome.bad:
-            of_split[record["index"]] = Refusal(record["name"], record["error"])
+            of_split[planned[row]] = batch["image"][row]
+        for sample in bad:
+            of_split[sample.index] = Refusal(sample.name, sample.error)
     return found
 
 

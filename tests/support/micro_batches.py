@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,26 +10,176 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raypipe.config import TransformConfig
-from raypipe.plan.places import PADDING, MicroBatchId
-from raypipe.transform.batch import MicroBatchTransform, Sample, Substitutes
-from raypipe.transform.contents import Content
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.samplers import Draws
+from raypipe.streaming.maker import NONE_EXCLUDED, MicroBatchMaker
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch, Ragged
-from raypipe.transform.samples import EncodedSample, Samples
+from raypipe.transform.sample_maker import SampleMaker
+from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples
 
 AT = MicroBatchId("train", 0, 0, 0)
+FIRST_PROBED = 10_000
 FIRST = 20
 """The index of the first sample, unless indices are given."""
+
+Candidate = tuple[EncodedSample, int, tuple[int, int]]
+"""A substitute: sample, index, key."""
+
+
+class GivenStore:
+    """A store of the samples that a test gives."""
+
+    groups = None
+    classes = ()
+
+    def __init__(self, address: str, sample_name: Callable[[int], str]) -> None:
+        self.address = address
+        self.sample_name = sample_name
+        self.content: dict[int, EncodedSample] = {}
+
+    def read(self, indices: np.ndarray, columns: Sequence[str]) -> dict[str, Any]:
+        samples = [self.content[index] for index in indices.tolist()]
+        labels = [sample.label for sample in samples]
+        labels = [None if label == NO_LABEL else label for label in labels]
+        values: dict[str, Any] = {
+            "image": [sample.image for sample in samples],
+            "label": labels,
+        }
+        return {
+            name: values.get(name) or [sample.columns.get(name) for sample in samples]
+            for name in columns
+        }
+
+
+class GivenPlan:
+    """A plan of one micro-batch, whose samples, keys and substitutes a test gives."""
+
+    config = PlanConfig()
+
+    def __init__(self) -> None:
+        self.indices = np.zeros(1, np.int64)
+        self.keys = np.zeros((1, 2), np.uint64)
+        self.candidates: Callable[[int], Iterable[Candidate]] | None = None
+        self.store: GivenStore | None = None
+        self._substitutes: dict[int, Candidate] = {}
+        self.kept: dict[Split, Kept] = {}
+
+    def draw(self, at: MicroBatchId) -> Draws:
+        return self.draw_block([at]).at(0)
+
+    def draw_block(self, block: Sequence[MicroBatchId]) -> Draws:
+        zeros = np.zeros_like(self.indices)
+        rows = np.arange(len(self.indices))  # a lap for each, by which it has its key
+        return Draws(*(column[None] for column in (self.indices, rows, zeros, zeros)))
+
+    def sample_keys(self, split: Split, draws: Draws) -> np.ndarray:
+        return self.keys[draws.passes]
+
+    def substitute(self, at: MicroBatchId, index: int, number: int) -> int:
+        assert self.store
+        if number == 0:
+            row = self.indices.tolist().index(index)
+            assert self.candidates, "the test gives no substitutes"
+            self._candidates = iter(self.candidates(row))
+        sample, substitute, key = next(self._candidates)
+        self.store.content[substitute] = sample
+        self._substitutes[substitute] = sample, substitute, key
+        return substitute
+
+    def substitute_keys(self, split: Split, draw: Draws, index: int) -> np.ndarray:
+        return np.array([self._substitutes[index][2]], np.uint64)
+
+    def progress(self, done: int) -> float:
+        return 0.0
+
+    def global_step(self, at: MicroBatchId) -> int:
+        return 0
+
+    step_of_split = global_step
+
+
+class Kept:
+    """The samples that tell the size of padding."""
+
+    def __init__(self, num: int) -> None:
+        self.size = num
+
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        return FIRST_PROBED + numbers
+
+
+class MicroBatchTransform:
+    """A real maker of micro-batches, of samples that a test gives.
+
+    Args:
+        exact: it makes a validation.
+        probe: samples that tell the size of padding.
+    """
+
+    def __init__(
+        self,
+        transform: Any,
+        config: TransformConfig,
+        exact: bool = False,
+        threads: int = 1,
+        store_address: str = "",
+        sample_name: Callable[[int], str] = lambda _: "",
+        probe: Callable[[], Iterable[EncodedSample]] = tuple,
+    ) -> None:
+        self.split: Split = "val" if exact else "train"
+        self.store = GivenStore(store_address, sample_name)
+        self.plan = GivenPlan()
+        self.plan.store = self.store
+        samples = [*probe()]
+        self.plan.kept = {self.split: Kept(len(samples))}
+        self.store.content |= dict(enumerate(samples, FIRST_PROBED))
+        spec: Any = StreamSpec(
+            self.plan,  # type: ignore[arg-type]
+            {self.split: self.store},  # type: ignore[dict-item]
+            {self.split: transform},
+            config,
+            PoolConfig(cpus_per_actor=threads),
+        )
+        self.maker = MicroBatchMaker(spec)
+        # A test's transform may keep state, which the first micro-batch of a stream would find.
+        self.maker._unchecked.clear()
+
+    @property
+    def sample_maker(self) -> SampleMaker:
+        """What makes its samples."""
+        return next(iter(self.maker._sample_makers.values()))
+
+    def run(
+        self,
+        samples: Sequence[EncodedSample],
+        indices: np.ndarray,
+        keys: np.ndarray,
+        substitutes: Callable[[int], Iterable[Candidate]] | None = None,
+        excluded: Mapping[int, str] = NONE_EXCLUDED,
+    ) -> tuple[MicroBatch, list[dict[str, Any]]]:
+        """The micro-batch of these samples, and the records of the bad ones."""
+        self.plan.indices = indices
+        self.plan.keys = keys
+        self.plan.candidates = substitutes
+        for index, sample in zip(indices.tolist(), samples, strict=True):
+            self.store.content[index] = sample
+        at = MicroBatchId(self.split, 0, 0, 0)
+        batch, bad = self.maker.make(at, excluded=excluded)
+        places = vars(at)
+        records = [sample.record() for sample in bad]
+        return batch, [
+            {name: value for name, value in record.items() if name not in places}
+            for record in records
+        ]
 
 
 def transform_of(
     transform: Any, config: TransformConfig | None = None, **of_a_split: Any
 ) -> MicroBatchTransform:
     """By a user's transform, settings of a run, and options of a split."""
-    config = config or TransformConfig()
-    return MicroBatchTransform(
-        Content(transform, config), tolerant=config.max_bad_fraction > 0, **of_a_split
-    )
+    return MicroBatchTransform(transform, config or TransformConfig(), **of_a_split)
 
 
 def samples_of(images: Iterable[bytes | None]) -> list[EncodedSample]:
@@ -50,21 +199,11 @@ def as_samples(samples: Sequence[EncodedSample]) -> Samples:
     return Samples(images, labels, pa.table(table))
 
 
-def as_read(samples: Sequence[Sample]) -> Samples | list[Callable[[], Any]]:
-    """As a store was read for a micro-batch, or each when it is its turn, where one of them is to be read then."""
-    if not any(map(callable, samples)):
-        return as_samples([*samples])
-    return [
-        sample if callable(sample) else functools.partial([sample].__getitem__, 0)
-        for sample in samples
-    ]
-
-
 def run(
     transform: MicroBatchTransform,
-    samples: Sequence[Sample],
+    samples: Sequence[EncodedSample],
     keys: np.ndarray,
-    substitutes: Substitutes | None = None,
+    substitutes: Callable[[int], Iterable[Candidate]] | None = None,
     *,
     indices: Sequence[int] | None = None,
     padding: int = 0,
@@ -82,13 +221,8 @@ def run(
         *(range(FIRST, FIRST + len(samples)) if indices is None else indices),
         *[PADDING] * padding,
     ]
-    read = as_read([*samples, *[EncodedSample(None)] * padding])
-    rows, bad = transform.run(
-        read, np.array(given), keys[: len(given)], substitutes, **more
-    )
-    return MicroBatch(AT, rows.index, rows.weight, rows.finish(), len(bad)), [
-        *bad.values()
-    ]
+    rows = [*samples, *[EncodedSample(None)] * padding]
+    return transform.run(rows, np.array(given), keys[: len(given)], substitutes, **more)
 
 
 def with_fields(

@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
-from micro_batches import as_samples
+from micro_batches import MicroBatchTransform
 from PIL import Image
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -23,9 +23,8 @@ from raypipe.config import TransformConfig
 from raypipe.kernel import extension, yuv420
 from raypipe.transform import jpeg
 from raypipe.transform.albumentations import find_program
-from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import Content
 from raypipe.transform.fields import chroma_of, is_image
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
 
 RNG = np.random.default_rng(11)
@@ -92,20 +91,23 @@ def made(
 ) -> Any:
     """The arrays of a micro-batch by field, and its bad samples."""
     settings = {"size": 32} | settings
-    content = Content(transform, TransformConfig(**settings), threads=threads)
-    if alone:
-        content.fill = lambda *_: None  # type: ignore[method-assign]
-    maker = MicroBatchTransform(content)
+    settings = TransformConfig(**settings)
+    with pytest.MonkeyPatch.context() as patched:
+        if alone:
+            patched.setattr(SampleMaker, "fast", nothing_fast)
+        maker = MicroBatchTransform(transform, settings, threads=threads)
 
-    def substitutes(row: int) -> Any:
-        return [(GOOD[row % 2], 100 + row % 2, (row, 1))]
+        def substitutes(row: int) -> Any:
+            return [(GOOD[row % 2], 100 + row % 2, (row, 1))]
 
-    rows, bad = maker.run(
-        as_samples(samples), INDICES[: len(samples)], KEYS[: len(samples)], substitutes
-    )
-    return {
-        name: (part.tobytes(), part.shape) for name, part in rows.finish().items()
-    }, [*bad.values()]
+        num = len(samples)
+        batch, bad = maker.run(samples, INDICES[:num], KEYS[:num], substitutes)
+    fields: dict[str, Any] = batch.fields
+    return {name: (part.tobytes(), part.shape) for name, part in fields.items()}, bad
+
+
+def nothing_fast(self: SampleMaker, samples: Any, *_: Any) -> np.ndarray:
+    return np.zeros(len(samples), bool)
 
 
 OTHERS: dict[str, Callable[[], Any]] = {

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import io
 import os
 import pickle
@@ -20,19 +19,20 @@ import albumentations as A  # noqa: N812
 import torch
 import torchvision
 from albumentations.pytorch import ToTensorV2
-from micro_batches import as_samples, run, samples_of, transform_of
+from micro_batches import (
+    Candidate,
+    MicroBatchTransform,
+    run,
+    samples_of,
+    transform_of,
+)
 from PIL import Image
 from ray import cloudpickle
 from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.batch import (
-    NUM_SUBSTITUTES,
-    Attempt,
-    Candidate,
-    MicroBatchTransform,
-)
+from raypipe.streaming.maker import NUM_SUBSTITUTES
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.presets import build_transform
@@ -255,7 +255,7 @@ def test_what_cannot_be_called_is_a_config_error() -> None:
 
 
 def test_import_brings_neither_torch_nor_ray_nor_albumentations() -> None:
-    code = "import sys, raypipe.transform.batch"
+    code = "import sys, raypipe.transform.sample_maker"
     code += "\nprint({'torch', 'ray', 'albumentations', 'scipy'} & set(sys.modules))"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -317,19 +317,12 @@ def test_a_micro_batch_is_one_array_of_its_samples_in_order() -> None:
         np.testing.assert_array_equal(alone["image"][0], found["image"][at])
 
 
-def test_a_micro_batch_transform_survives_pickling() -> None:
-    transform = made(FLIP, store_address="here.lmdb", exact=True)
-    before, _ = batch(transform, JPEGS[:8])
-    after, _ = batch(pickle.loads(cloudpickle.dumps(transform)), JPEGS[:8])
-    np.testing.assert_array_equal(before["image"], after["image"])
-
-
 def test_indices_and_keys_given_are_not_written_to() -> None:
     indices, keys = np.array([20, 21, 22, -1, -1]), KEYS[:5].copy()
     for array in (indices, keys):
         array.setflags(write=False)
     samples = samples_of([JPEGS[0], b"bad", JPEGS[1], None, None])
-    made(FLIP).run(as_samples(samples), indices, keys, substitutes)
+    made(FLIP).run(samples, indices, keys, substitutes)
 
 
 def test_padding_is_black_and_weighs_nothing_and_is_never_decoded() -> None:
@@ -407,9 +400,8 @@ def test_substitution_is_the_same_every_time_and_recorded() -> None:
     np.testing.assert_array_equal(first["image"][1], alone["image"][0])
 
 
-def test_lessons_of_earlier_attempts_hold_for_substitutes_too() -> None:
-    touched = list[int]()
-    attempt = Attempt({21: "it crashed", 50: "so did this"}, touched.append)
+def test_an_excluded_sample_is_a_bad_one_and_no_substitute() -> None:
+    excluded = {21: "it crashed", 50: "so did this"}
 
     def stand_ins(row: int) -> Iterator[Candidate]:
         return (
@@ -417,26 +409,11 @@ def test_lessons_of_earlier_attempts_hold_for_substitutes_too() -> None:
             for number in range(NUM_SUBSTITUTES)
         )
 
-    found, bad = batch(made(None), [JPEGS[0]] * 3, stand_ins, attempt=attempt)
-    assert touched == [20, 21, 50, 51, 22]
+    found, bad = batch(made(None), [JPEGS[0]] * 3, stand_ins, excluded=excluded)
     assert found.index.tolist() == [20, 51, 22]
     assert [(r["index"], r["substitute"], r["error"]) for r in bad] == [
         (21, 51, "it crashed")
     ]
-
-
-def test_a_sample_is_read_in_its_turn_or_not_at_all() -> None:
-    events = list[Any]()
-
-    def read(index: int) -> EncodedSample:
-        events.append(f"read {index}")
-        return EncodedSample(JPEGS[0], index)
-
-    attempt = Attempt({21: "it crashed"}, events.append)
-    samples = [functools.partial(read, index) for index in (20, 21, 22)]
-    found, _ = run(made(None, exact=True), samples, KEYS, attempt=attempt)
-    assert events == [20, "read 20", 21, 22, "read 22"]
-    assert found["label"].tolist() == [20, 0, 22] and found.weight.tolist() == [1, 0, 1]
 
 
 def test_a_label_that_is_none_makes_a_bad_sample() -> None:
@@ -462,10 +439,6 @@ def test_bad_substitutes_end_after_some_attempts() -> None:
     with pytest.raises(SampleError, match=message):
         batch(made(FLIP, store_address="x.lmdb"), [JPEGS[0], None], hopeless)
     assert asked == [(1, attempt) for attempt in range(NUM_SUBSTITUTES)]
-    with pytest.raises(
-        SampleError, match=r"sample 20: no value .*nothing to read a substitute with"
-    ):
-        batch(made(FLIP), [None])
 
 
 def test_a_validation_keeps_the_row_of_a_bad_sample_at_weight_zero() -> None:

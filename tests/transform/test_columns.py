@@ -14,7 +14,7 @@ from raypipe.errors import ConfigError, SampleError, TransformError
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.column_types import field_of_values, find_columns, type_of_field
 from raypipe.transform.columns import ColumnMaker, ColumnType, SampleColumns
-from raypipe.transform.fields import COLUMN, BlockMemory, Ragged, Rows, in_group
+from raypipe.transform.fields import COLUMN, Ragged, Rows, in_group
 
 KEY = (3, 4)
 
@@ -40,7 +40,7 @@ def maker(
 
 def made(columns: ColumnMaker, *rows: Any) -> dict[str, Any]:
     """The columns of a micro-batch of samples with these values; None = padding."""
-    filled = Rows(BlockMemory(columns.columns.fields()), len(rows))
+    filled = Rows(columns.columns.fields(), len(rows))
     for number, row in enumerate(rows):
         if row is None:
             filled.leave_out(number)
@@ -50,7 +50,7 @@ def made(columns: ColumnMaker, *rows: Any) -> dict[str, Any]:
                 number,
                 columns.one(dict(zip(columns.columns.stored, row, strict=True)), KEY),
             )
-    found = in_group(filled.finish(), COLUMN)
+    found = in_group(filled.finish(slice(None)), COLUMN)
     return {
         name: values.unpacked() if isinstance(values, Ragged) else values
         for name, values in found.items()

@@ -11,7 +11,6 @@ from micro_batches import run, samples_of, transform_of
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.transform.contents import Content
 from raypipe.transform.encoded_map import (
     DATA,
     MAP,
@@ -20,6 +19,7 @@ from raypipe.transform.encoded_map import (
     sides_of_map,
 )
 from raypipe.transform.fields import Ragged
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
 
 DEVICE = TransformConfig(size=96, decode="device")
@@ -40,14 +40,14 @@ def test_images_travel_as_they_are_stored() -> None:
 def test_a_micro_batch_and_its_samples_one_by_one_have_the_same_maps(
     transform: str,
 ) -> None:
-    batch, content = encoded(IMAGES, transform), Content(transform, DEVICE)
+    batch, content = encoded(IMAGES, transform), SampleMaker(transform, DEVICE)
     for row, (image, key) in enumerate(zip(IMAGES, keys_of(4).tolist(), strict=True)):
-        one = content.one(EncodedSample(image), key)
+        one = content.slow(EncodedSample(image), key)
         assert (one[DATA], one[MAP].tolist()) == (image, batch[MAP][row].tolist())
 
 
 def test_crops_are_those_of_the_cpu_road() -> None:
-    program = Content("light", TransformConfig(size=96))._crops[0].transform.program
+    program = SampleMaker("light", TransformConfig(size=96))._transforms[0].program
     assert program is not None
     sizes = np.array([(240, 320), (300, 200), (240, 320), (97, 113)])
     params, _ = program.draw(keys_of(4), sizes)
@@ -99,7 +99,7 @@ def test_what_needs_pixels_is_named_with_its_remedy(transform: Any, part: str) -
         ConfigError,
         match=f"{part}.* cannot be done with transform.decode='device'.*augment.ops",
     ):
-        Content(transform, DEVICE)
+        SampleMaker(transform, DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from micro_batches import AT, run, samples_of, transform_of, with_fields
 
-from raypipe.config import TransformConfig
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.fields import (
-    BlockMemory,
     Field,
     MicroBatch,
     Ragged,
@@ -20,6 +18,7 @@ from raypipe.transform.fields import (
     learn,
 )
 
+ALL = slice(None)
 KEYS = np.arange(20, dtype=np.uint64).reshape(10, 2)
 
 
@@ -50,15 +49,21 @@ def sample(number: int, num_boxes: int = 1) -> dict[str, Any]:
     }
 
 
-def filled(memory: BlockMemory, *numbers: int | None, num_boxes: int = 1) -> MicroBatch:
+def filled(
+    fields: dict[str, Field], *numbers: int | None, num_boxes: int = 1
+) -> MicroBatch:
     """Of samples by their numbers; None = a row that is left out."""
-    rows = Rows(memory, len(numbers))
-    for row, number in enumerate(numbers):
+    rows = Rows(fields, len(numbers))
+    fill(rows, *numbers, num_boxes=num_boxes)
+    return MicroBatch(AT, rows.index, rows.weight, rows.finish(ALL))
+
+
+def fill(rows: Rows, *numbers: int | None, first: int = 0, num_boxes: int = 1) -> None:
+    for row, number in enumerate(numbers, first):
         if number is None:
             rows.leave_out(row)
         else:
             rows.put(row, 10 + number, sample(number, num_boxes))
-    return MicroBatch(AT, rows.index, rows.weight, rows.finish())
 
 
 def unpacked(batch: MicroBatch, name: str) -> list[Any]:
@@ -71,7 +76,7 @@ def unpacked(batch: MicroBatch, name: str) -> list[Any]:
 
 
 def test_each_field_has_the_values_of_its_samples_in_order() -> None:
-    batch = filled(BlockMemory(fields()), 1, 2)
+    batch = filled(fields(), 1, 2)
     assert list(batch.fields) == list(fields())
     assert batch["image"].shape == (2, 2, 3, 3) and batch["image"][
         :, 0, 0, 0
@@ -94,9 +99,12 @@ def test_each_field_has_the_values_of_its_samples_in_order() -> None:
 
 
 def test_omitted_rows_hold_the_fill_of_each_field_and_do_not_count() -> None:
-    memory = BlockMemory(fields(), 2)
-    filled(memory, 3, 3, 3)  # what lies there before
-    batch = filled(memory, None, 4, None)
+    rows = Rows(fields(), 3)
+    rows.learn(sample(3))
+    for array in rows.arrays.values():
+        array[...] = 7  # what lies there before
+    fill(rows, None, 4, None)
+    batch = MicroBatch(AT, rows.index, rows.weight, rows.finish(ALL))
     assert batch.index.tolist() == [-1, 14, -1] and batch.weight.tolist() == [0, 1, 0]
     for row in (0, 2):
         assert (
@@ -117,7 +125,7 @@ def test_omitted_rows_hold_the_fill_of_each_field_and_do_not_count() -> None:
 
 
 def test_a_row_may_be_left_out_before_the_first_sample_shows_the_shapes() -> None:
-    batch = filled(BlockMemory(fields()), None, 2)
+    batch = filled(fields(), None, 2)
     assert (
         batch["image"].shape == (2, 2, 3, 3)
         and not batch["image"][0].any()
@@ -126,12 +134,12 @@ def test_a_row_may_be_left_out_before_the_first_sample_shows_the_shapes() -> Non
 
 
 def test_padding_alone_has_the_shapes_that_another_sample_shows() -> None:
-    rows = Rows(BlockMemory(fields()), 2)
+    rows = Rows(fields(), 2)
     rows.leave_out(0)
     rows.leave_out(1)
-    assert rows.arrays is None
-    rows.begun(sample(3))
-    found = rows.finish()
+    assert not rows.arrays
+    rows.learn(sample(3))
+    found = rows.finish(ALL)
     assert not rows.weight.any()
     assert isinstance(found["image"], np.ndarray) and found["image"].shape == (
         2,
@@ -146,15 +154,18 @@ def test_padding_alone_has_the_shapes_that_another_sample_shows() -> None:
 
 
 def test_micro_batches_of_a_block_lie_in_one_piece_one_after_the_other() -> None:
-    memory = BlockMemory(fields(), 3)
-    batches = [filled(memory, number, number + 1) for number in (1, 3, 5)]
-    assert memory.arrays.keys() == {"image", "boxes", "label", "column.score"}
-    assert memory.arrays["image"].shape == (3, 2, 2, 3, 3)
-    assert memory.arrays["label"].tolist() == [[1, 2], [3, 4], [5, 6]]
-    for number, batch in enumerate(batches):
-        for name, array in memory.arrays.items():
-            assert np.shares_memory(array[number], batch[name])
-    starts = [array.__array_interface__["data"][0] for array in memory.arrays.values()]
+    rows = Rows(fields(), 6)
+    fill(rows, 1, 2, 3, 4, 5, 6)
+    assert rows.arrays.keys() == {"image", "boxes", "label", "column.score"}
+    assert rows.arrays["label"].tolist() == [1, 2, 3, 4, 5, 6]
+    for number in range(3):
+        part = slice(2 * number, 2 * number + 2)
+        finished = rows.finish(part)
+        for name, array in rows.arrays.items():
+            of_part = finished[name]
+            assert isinstance(of_part, np.ndarray)
+            assert np.shares_memory(array[part], of_part)
+    starts = [array.__array_interface__["data"][0] for array in rows.arrays.values()]
     assert starts == sorted(starts) and starts[-1] - starts[0] < 1000, "one piece"
 
 
@@ -162,15 +173,15 @@ def test_boxes_are_padded_anew_in_memory_that_held_more_of_them() -> None:
     fields_of = {
         "boxes": Field("array", "float32", (500_000, 2), (0.0, -1.0), is_padded=True)
     }
-    many = Rows(BlockMemory(dict(fields_of)), 1)
+    many = Rows(dict(fields_of), 1)
     many.put(0, 0, {"boxes": np.full((500_000, 2), 7, np.float32)})
-    array = many.finish()["boxes"]
+    array = many.finish(ALL)["boxes"]
     assert isinstance(array, np.ndarray)
     at = array.__array_interface__["data"][0]
     del many, array
-    few = Rows(BlockMemory(dict(fields_of)), 1)
+    few = Rows(dict(fields_of), 1)
     few.put(0, 0, {"boxes": np.full((2, 2), 5, np.float32)})
-    found = few.finish()["boxes"]
+    found = few.finish(ALL)["boxes"]
     assert (
         isinstance(found, np.ndarray) and found.__array_interface__["data"][0] == at
     ), "the same memory"
@@ -179,29 +190,9 @@ def test_boxes_are_padded_anew_in_memory_that_held_more_of_them() -> None:
 
 def test_blocks_of_a_transform_do_not_share_memory() -> None:
     known = fields()
-    first, second = (filled(BlockMemory(known, 1), number) for number in (1, 2))
+    first, second = (filled(known, number) for number in (1, 2))
     assert first["image"][0, 0, 0, 0] == 1 and not np.shares_memory(
         first["image"], second["image"]
-    )
-
-
-def test_a_transform_makes_micro_batches_in_the_memory_it_is_given() -> None:
-    images = [
-        encode_jpeg(np.full((8, 8, 3), 40 * number, np.uint8)) for number in range(4)
-    ]
-    transform = transform_of("resize", TransformConfig(size=8))
-    memory = BlockMemory(transform.content.fields, 2)
-    one, _ = run(transform, samples_of(images), KEYS, memory=memory)
-    two, _ = run(transform, samples_of(images[:3]), KEYS, padding=1, memory=memory)
-    alone, _ = run(transform, samples_of(images), KEYS)
-    assert np.shares_memory(one["image"], memory.arrays["image"][0])
-    assert np.shares_memory(two["image"], memory.arrays["image"][1])
-    assert np.array_equal(one["image"], alone["image"]) and np.array_equal(
-        two["image"][:3], alone["image"][:3]
-    )
-    assert (
-        not np.shares_memory(alone["image"], memory.arrays["image"])
-        and not two["image"][3].any()
     )
 
 
@@ -218,17 +209,15 @@ def test_a_sample_shows_the_shapes_that_nobody_knew_and_changes_no_others() -> N
 
 
 def test_views_of_a_function_take_the_place_of_the_image() -> None:
-    rows = Rows(
-        BlockMemory({"image": Field(), "label": Field("array", "int64", ())}), 2
-    )
+    rows = Rows({"image": Field(), "label": Field("array", "int64", ())}, 2)
     views = {
         "view.a": np.ones((4, 4, 3), np.uint8),
         "view.b": np.ones((2, 3, 3, 3), np.uint16),
     }
     rows.put(0, 5, {**views, "label": 3})
     rows.leave_out(1)
-    found = rows.finish()
-    assert found.keys() == {"view.a", "view.b", "label"} == rows.memory.fields.keys()
+    found = rows.finish(ALL)
+    assert found.keys() == {"view.a", "view.b", "label"} == rows.fields.keys()
     batch = MicroBatch(AT, rows.index, rows.weight, found)
     assert batch["view.a"].shape == (2, 4, 4, 3) and batch["view.b"].shape == (
         2,
@@ -330,7 +319,7 @@ def test_a_group_has_its_fields_by_the_names_that_they_have_in_it() -> None:
 
 
 def test_arrays_are_those_fields_that_are_no_lists() -> None:
-    batch = with_fields(filled(BlockMemory(fields()), 1), {"view.a": np.ones(1)})
+    batch = with_fields(filled(fields(), 1), {"view.a": np.ones(1)})
     assert {*batch.arrays()} == {"image", "boxes", "label", "column.score", "view.a"}
     assert {*batch.arrays("column")} == {"score"} and {*batch.arrays("view")} == {"a"}
     assert batch["label"] is batch.fields["label"]

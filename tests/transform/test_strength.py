@@ -137,8 +137,8 @@ def test_the_strength_follows_the_run_whatever_the_workers_and_the_start() -> No
     assert np.abs(first - largest).mean() < 1, "the first step is of strength 0"
     # A block may hold micro-batches of several steps.
     places = [*rising.plan.micro_batches(rising.plan.start())][:6]
-    outcomes, _ = MicroBatchMaker(rising).block(places)
-    assert [batch_digest(outcome.batch) for outcome in outcomes] == [
+    batches, _, _ = MicroBatchMaker(rising).block(places)
+    assert [batch_digest(batch) for batch in batches] == [
         found[str(at)] for at in places
     ]
 

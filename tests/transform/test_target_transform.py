@@ -9,7 +9,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from micro_batches import run, transform_of
+from micro_batches import MicroBatchTransform, run, transform_of
 from PIL import Image
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -18,7 +18,6 @@ import albumentations as A  # noqa: N812
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.memory import MemoryStore
-from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.checks import check_transforms
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.presets import build_transform
@@ -67,7 +66,7 @@ def both(
 def one(
     transform: Any, sample: EncodedSample, key: Any, **options: Any
 ) -> dict[str, Any]:
-    return both(transform, **options).content.one(sample, tuple(key))
+    return both(transform, **options).sample_maker.slow(sample, tuple(key))
 
 
 # Geometry
@@ -99,11 +98,11 @@ def pipeline(name: str) -> Any:
 @pytest.mark.parametrize("name", [*PRESETS, *GEOMETRIC])
 @pytest.mark.parametrize("crop_decode", ["off", "exact", "scaled"])
 def test_mask_and_box_are_where_the_square_is(name: str, crop_decode: Any) -> None:
-    transform, num_seen = both(pipeline(name), crop_decode=crop_decode).content, 0
+    transform, num_seen = both(pipeline(name), crop_decode=crop_decode).sample_maker, 0
     # 5 pixels: what nearest and blurred edges differ by, enlarged
     kernel = np.ones((11, 11), np.uint8)
     for number, key in enumerate(KEYS.tolist()):
-        image, mask, boxes, _ = transform.one(SCENES[number % 12], tuple(key)).values()
+        image, mask, boxes, _ = transform.slow(SCENES[number % 12], tuple(key)).values()
         assert (
             image.shape == (128, 128, 3)
             and mask.shape == (128, 128)
@@ -173,14 +172,14 @@ def test_the_image_has_the_pixels_that_it_has_without_targets(name: str) -> None
         if name in OTHERS
         else pipeline(name)
     )
-    plain, with_both = both(made, {}).content, both(made).content
-    with_mask = both(made, {"mask": "seg"}, crop_decode="off").content
-    with_boxes = both(made, {"boxes": "objects"}).content
+    plain, with_both = both(made, {}).sample_maker, both(made).sample_maker
+    with_mask = both(made, {"mask": "seg"}, crop_decode="off").sample_maker
+    with_boxes = both(made, {"boxes": "objects"}).sample_maker
     for key, sample in zip(KEYS.tolist(), SCENES, strict=False):
-        expected = plain.one(sample, tuple(key))["image"]
+        expected = plain.slow(sample, tuple(key))["image"]
         for transform in (with_both, with_mask, with_boxes):
             np.testing.assert_array_equal(
-                transform.one(sample, tuple(key))["image"], expected
+                transform.slow(sample, tuple(key))["image"], expected
             )
 
 

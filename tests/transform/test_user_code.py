@@ -16,8 +16,8 @@ from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
-from raypipe.transform.contents import Content
 from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
 
 IMAGE = EncodedSample(encode_jpeg(np.zeros((8, 8, 3), np.uint8)))
@@ -59,7 +59,7 @@ def module(path: Path, name: str = "mine") -> ModuleType:
 
 def failure(transform: Any) -> str:
     with pytest.raises(TransformError) as caught:
-        Content(transform, TransformConfig()).one(IMAGE, (0, 0))
+        SampleMaker(transform, TransformConfig()).slow(IMAGE, (0, 0))
     return str(caught.value)
 
 
@@ -141,5 +141,5 @@ def test_only_the_users_code_is_at_fault_for_what_it_raises() -> None:
         raise SampleError("this one is no good")
 
     with pytest.raises(SampleError, match="no good") as caught:
-        Content(picky, TransformConfig()).one(IMAGE, (0, 0))
+        SampleMaker(picky, TransformConfig()).slow(IMAGE, (0, 0))
     assert not isinstance(caught.value, TransformError)

@@ -17,10 +17,10 @@ from torchvision.transforms import v2
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, mix64
-from raypipe.transform import contents
-from raypipe.transform.contents import Content
+from raypipe.transform import sample_maker
 from raypipe.transform.decode import decode
 from raypipe.transform.presets import build_transform, check_transform, num_pixels
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import EncodedSample
 from raypipe.transform.transform_steps import brief
@@ -54,7 +54,7 @@ PIPELINES: dict[str, Any] = {
 def views(
     transform: Any, key: tuple[int, int] = KEY, size: int = 16
 ) -> dict[str, np.ndarray]:
-    made = Content(transform, TransformConfig(size=size)).one(
+    made = SampleMaker(transform, TransformConfig(size=size)).slow(
         EncodedSample(picture(3)), key
     )
     assert made.pop("label") == 0
@@ -110,12 +110,12 @@ def test_a_crop_does_not_depend_on_how_many_there_are_nor_on_other_views() -> No
 def test_the_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(
-        contents,
+        sample_maker,
         "decode",
         lambda *args, **kw: calls.append(args) or decode(*args, **kw),
     )
-    content = Content("dino", TransformConfig(), size=28)
-    content.one(EncodedSample(picture(3)), KEY)
+    content = SampleMaker("dino", TransformConfig(), size=28)
+    content.slow(EncodedSample(picture(3)), KEY)
     assert len(calls) == 1
 
 
@@ -239,13 +239,13 @@ def test_crops_of_unlike_sizes_and_views_in_views_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"a transform of view.a made several images"):
         views({"a": pair})
     sizes = iter([8, 9])
-    content = Content({"a": lambda image: image[: next(sizes)]}, TransformConfig())
-    content.one(EncodedSample(picture(3)), KEY)
+    content = SampleMaker({"a": lambda image: image[: next(sizes)]}, TransformConfig())
+    content.slow(EncodedSample(picture(3)), KEY)
     with pytest.raises(
         ConfigError,
         match=r"made view.a uint8 \(9, 48, 3\), where view.a uint8 \(8, 48, 3\) is",
     ):
-        content.one(EncodedSample(picture(3)), KEY)
+        content.slow(EncodedSample(picture(3)), KEY)
 
 
 def test_find_views_takes_the_size_of_the_settings_where_a_view_has_none() -> None:

@@ -1,4 +1,8 @@
-"""Contents of samples for the model: an image and its targets, or its views; label and columns.
+"""Makes the fields of samples: an image and its targets, or its views; label and columns.
+
+    fast    many samples at once, as far as the kernel can
+    slow    any sample; it has the last word on what is bad, and says why
+
 
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
 them, all alike: (B, H, W, C). With `transform.wire: yuv420` the images that are made become planes. With
@@ -10,7 +14,8 @@ Excluded rows are black, and their targets are what `raypipe.transform.targets` 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,10 +26,11 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import follow
 from raypipe.plan.places import Sides
 from raypipe.transform.at_once import (
-    ProgramsAtOnce,
-    by_field,
-    crops_of,
+    KernelImages,
+    image_keys,
+    joined_images,
     sizes_by_header,
+    views_of,
 )
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode import decode, stored_bytes, stored_orientation
@@ -35,6 +41,7 @@ from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
 from raypipe.transform.jpeg import Undecoded, open_for_crop
 from raypipe.transform.presets import build_transform
+from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
 from raypipe.transform.sizes import Size
 from raypipe.transform.targets import TARGETS, decode_targets
@@ -54,7 +61,7 @@ def stream_fields(
     return {**images, **targets, **columns.fields()}
 
 
-class Content:
+class SampleMaker:
     """Makes the fields of samples: an image of one size and its targets, or views; label and columns.
 
     Args:
@@ -92,48 +99,63 @@ class Content:
         built = build_transform(
             transform, size or config.final_size, by_library=self._is_array
         )
-        self._crops = crops_of(built, self._is_array, tuple(self._targets))
+        self._views = views_of(built, self._is_array, tuple(self._targets))
+        self._transforms = list(itertools.chain.from_iterable(self._views.values()))
         self._columns = ColumnMaker(columns) if columns else None
-        of_columns = self._columns is not None and self._columns.draws_globally
-        self.draws_globally = of_columns or any(
-            crop.transform.draws_globally for crop in self._crops
+        self.draws_globally = any(
+            transform.draws_globally for transform in self._transforms
         )
-        of_crops = any(crop.transform.has_user_code for crop in self._crops)
-        self.has_user_code = of_crops or columns.function is not None
-        first = self._crops[0]
+        if self._columns is not None and self._columns.draws_globally:
+            self.draws_globally = True
+        self.has_user_code = columns.function is not None or any(
+            transform.has_user_code for transform in self._transforms
+        )
         # All views are made of the whole image.
         self._crop_target = None
-        if first.field == IMAGE and config.crop_decode != "off":
-            self._crop_target = first.transform.crop_target
+        if IMAGE in self._views and config.crop_decode != "off":
+            self._crop_target = self._transforms[0].crop_target
         self._images: dict[str, Field] = {}
-        self._at_once: ProgramsAtOnce | None = None
+        self._kernel: KernelImages | None = None
         self._encoded: EncodedImages | None = None
         if config.decode == "device":
-            if not isinstance(built, Mapping):
-                only = self._crops[0].transform
-            else:
-                only = None
+            only = self._transforms[0] if IMAGE in self._views else None
             self._encoded = EncodedImages(only, brief(transform))
             self.fields[MAP] = self._encoded.field
             return
-        programs = [crop.transform.program for crop in self._crops]
-        has_rest = any(crop.transform.has_rest for crop in self._crops)
-        if all(programs) and not self._is_array and not (self._targets and has_rest):
-            self._at_once = ProgramsAtOnce(self._crops, config, threads)
+        has_rest = any(transform.has_rest for transform in self._transforms)
+        is_known = all(transform.program for transform in self._transforms)
+        if is_known and not self._is_array and not (self._targets and has_rest):
+            self._kernel = KernelImages(self._views, config, threads)
             if not has_rest:  # sizes are known before the first sample
-                sizes = [(*(program.size or ()), 3) for program in programs if program]
-                self._learn(
-                    by_field(
-                        self._crops, [np.empty(shape, np.uint8) for shape in sizes]
-                    )
-                )
+                images = {
+                    field: [_blank(transform) for transform in transforms]
+                    for field, transforms in self._views.items()
+                }
+                self._learn(_joined(images))
+
+    def make(self, samples: Samples, keys: np.ndarray) -> Rows:
+        """Make a micro-batch of samples, of which none is bad: for measurements.
+
+        Args:
+            keys: uint64 (B, 2).
+
+        Raises:
+            SampleError, ConfigError: see `slow`.
+        """
+        num = len(samples)
+        out = Rows(self.fields, num)
+        everything = np.ones(num, bool)
+        made = self.fast(samples, np.arange(num), keys, everything, out)
+        for row in np.flatnonzero(~made).tolist():
+            out.put(row, row, self.slow(samples[row], keys[row].tolist()))
+        return out
 
     def weaken(self, strength: float) -> None:
         """Scale the chances and magnitudes of its programs by a strength in [0, 1], from now on."""
-        for crop in self._crops:
-            crop.transform.weaken(strength)
+        for transform in self._transforms:
+            transform.weaken(strength)
 
-    def one(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
+    def slow(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Make the fields of one sample, see `raypipe.transform.fields`.
 
         Raises:
@@ -143,7 +165,7 @@ class Content:
         """
         others = self._others(sample, key)  # first: they cost less than an image
         if self._encoded:
-            encoded, drawn, size = self._encoded.one(
+            encoded, drawn, size = self._encoded.fields_of(
                 sample.image, key, self._config.apply_exif
             )
             return encoded | self._followers(sample, drawn, size) | others
@@ -168,80 +190,80 @@ class Content:
             fields = fields | self._finished(made, targets, images[IMAGE].shape)
         return fields | others
 
-    def fill(
+    def fast(
         self,
-        rows: Rows,
         samples: Samples,
         indices: np.ndarray,
         keys: np.ndarray,
         wanted: np.ndarray,
-    ) -> None:
-        """Fill the rows of a micro-batch as far as programs make their images; `one` makes or rejects the others.
+        out: Rows,
+        first: int = 0,
+    ) -> np.ndarray:
+        """Make rows of a micro-batch as far as the kernel can; `slow` makes or rejects the others.
 
         Args:
-            indices: int64 (B,).
+            indices: int64 (B,), of the samples.
             keys: uint64 (B, 2).
-            wanted: bool (B,), the rows to fill.
+            wanted: bool (B,), the rows to make.
+            out: the memory to fill, from row number `first` on.
+
+        Returns:
+            bool (B,): the rows that it made.
         """
-        if rows.arrays is None:
-            return
+        is_made = np.zeros(len(samples), bool)
+        if not out.arrays:
+            return is_made
+        wanted = wanted & (samples.labels != NO_LABEL)
         if self._encoded:
-            self._fill_encoded(self._encoded, rows, samples, indices, keys, wanted)
-        if self._at_once is None:
-            return
-        for made, params, sizes in self._at_once.make(
-            samples, wanted, keys, rows.arrays
-        ):
-            if not self._targets and self._columns is None:
-                rows.put_labels(
-                    made[samples.labels[made] != NO_LABEL], indices, samples.labels
-                )
+            images: Iterator[tuple[Any, ...]] = self._encoded_images(
+                self._encoded, samples, keys, wanted
+            )
+        elif self._kernel:
+            rows = slice(first, first + len(samples))
+            arrays = {name: array[rows] for name, array in out.arrays.items()}
+            images = self._kernel.make(samples, wanted, keys, arrays)
+        else:
+            return is_made
+        for made, params, sizes, *fields_of in images:
+            if not self._targets and self._columns is None and not fields_of:
+                out.put_labels(first + made, indices[made], samples.labels[made])
+                is_made[made] = True
                 continue
-            for row, drawn, size in zip(
-                made.tolist(), params, sizes.tolist(), strict=True
-            ):
+            for number, row in enumerate(made.tolist()):
                 with contextlib.suppress(
                     SampleError, ConfigError
-                ):  # `one` meets it again
+                ):  # `slow` meets it again
                     sample = samples[row]
+                    height, width = sizes[number].tolist()
                     fields = self._others(sample, keys[row].tolist())
-                    rows.put(
-                        row,
-                        int(indices[row]),
-                        fields | self._followers(sample, drawn, tuple(size)),
-                    )
+                    fields |= self._followers(sample, params[number], (height, width))
+                    if fields_of:
+                        fields |= fields_of[0][number]
+                    out.put(first + row, int(indices[row]), fields)
+                    is_made[row] = True
+        return is_made
 
-    def _fill_encoded(
+    def _encoded_images(
         self,
         encoded: EncodedImages,
-        rows: Rows,
         samples: Samples,
-        indices: np.ndarray,
         keys: np.ndarray,
         wanted: np.ndarray,
-    ) -> None:
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]]:
+        """The rows whose images need no more than their header here, as `KernelImages.make`; and their fields."""
         sizes = sizes_by_header(samples.images, self._config.apply_exif)
-        (plain,) = np.nonzero(wanted & (sizes[:, 0] > 0))
-        params, _ = encoded.program.draw(keys[plain], sizes[plain])
-        maps, fits = encoded.maps(params, sizes[plain])
+        (rows,) = np.nonzero(wanted & (sizes[:, 0] > 0))
+        params, _ = encoded.program.draw(keys[rows], sizes[rows])
+        maps, fits = encoded.maps(params, sizes[rows])
+        whole = []
+        fields = []
         for number in np.flatnonzero(fits).tolist():
-            row = int(plain[number])
-            with contextlib.suppress(SampleError, ConfigError):  # `one` meets it again
-                sample = samples[row]
-                check_whole(sample.image, self._config.apply_exif)
-                followers = self._followers(
-                    sample, params[number], tuple(sizes[row].tolist())
-                )
-                fields = {
-                    DATA: stored_bytes(sample.image),
-                    MAP: maps[number],
-                    **followers,
-                }
-                rows.put(
-                    row,
-                    int(indices[row]),
-                    fields | self._others(sample, keys[row].tolist()),
-                )
+            image = samples.images[rows[number]]
+            with contextlib.suppress(SampleError):  # `slow` meets it again
+                check_whole(image, self._config.apply_exif)
+                fields.append({DATA: stored_bytes(image), MAP: maps[number]})
+                whole.append(number)
+        yield rows[whole], params[whole], sizes[rows[whole]], fields
 
     @property
     def image_shape(self) -> tuple[int, ...]:
@@ -264,21 +286,21 @@ class Content:
         self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
     ) -> dict[str, Any]:
         """The image and its targets by keyword; or views by field."""
-        first = self._crops[0]
-        if first.field == IMAGE:
-            return first.transform.with_targets(image, targets, key)
+        if IMAGE in self._views:
+            return self._transforms[0].with_targets(image, targets, key)
         assert isinstance(image, np.ndarray), "there is no crop target"
-        images = []
-        for crop in self._crops:
-            own_key = crop.keys(np.array(key, np.uint64)).tolist()
-            # A transform may write into what it is given, and all are given the same image.
-            made = crop.transform.with_targets(image.copy(), {}, own_key)
-            if IMAGE not in made:
-                raise ConfigError(
-                    f"a transform of {crop.field} made several images, and a view is one"
-                )
-            images.append(made[IMAGE])
-        return by_field(self._crops, images)
+        images = dict[str, list[np.ndarray]]()
+        for field, transforms in self._views.items():
+            for number, transform in enumerate(transforms):
+                own_key = image_keys(field, number, np.array(key, np.uint64)).tolist()
+                # A transform may write into what it is given, and all are given the same image.
+                made = transform.with_targets(image.copy(), {}, own_key)
+                if IMAGE not in made:
+                    raise ConfigError(
+                        f"a transform of {field} made several images, and a view is one"
+                    )
+                images.setdefault(field, []).append(made[IMAGE])
+        return _joined(images)
 
     def _followers(
         self, sample: EncodedSample, params: np.ndarray, size: Sides
@@ -286,7 +308,7 @@ class Content:
         """The fields of targets that follow an image of this size through the program."""
         if not self._targets:
             return {}
-        program = self._crops[0].transform.program
+        program = self._transforms[0].program
         assert program is not None and program.size is not None
         targets = self._decoded_targets(sample, size)
         return self._finished(
@@ -379,6 +401,16 @@ class Content:
         else:
             jpeg = None
         return jpeg or decode(encoded, exif=self._config.apply_exif)
+
+
+def _blank(transform: SampleTransform) -> np.ndarray:
+    """An image of the size and dtype that a program makes."""
+    assert transform.program is not None
+    return np.empty((*(transform.program.size or ()), 3), np.uint8)
+
+
+def _joined(images: Mapping[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    return {field: joined_images(field, given) for field, given in images.items()}
 
 
 def _by_keyword(targets: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

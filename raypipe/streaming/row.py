@@ -2,8 +2,8 @@
 
 from the source   split int8, epoch int64; step, micro int64, lists of k: their places, all that an actor needs
                   if it reads; and a reader's data, null in a split that actors read: image, label,
-                  lists of k·B; columns, of all samples, a stream of Arrow's; read_s float64, seconds that the
-                  reader spent on the block
+                  lists of k·B; columns, of all samples, a stream of Arrow's, null if there are none; read_s
+                  float64, seconds that the reader spent on the block
 from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), weight float32 (1, k, B); num_bad
                   int64 (1, k); read_s, work_s float64 (1, k): seconds spent on each micro-batch, reading, by the
                   actor or a reader, and in all by the actor; and each field by its name, see
@@ -82,7 +82,8 @@ class SourceRow(NamedTuple):
         if self.reads is not None:
             samples = Samples.joined(self.reads)
             row |= {"image": samples.images, "label": samples.labels.tolist()}
-            row |= {"columns": _ipc_bytes(samples.table)}
+            if samples.table.num_columns:
+                row["columns"] = _ipc_bytes(samples.table)
             row |= {"read_s": self.read_s, "outage_s": self.outage_s}
         return pa.Table.from_pylist([row], SOURCE_SCHEMA)
 
@@ -94,7 +95,9 @@ class SourceRow(NamedTuple):
         images = table["image"].combine_chunks()
         if images.null_count:
             return SourceRow(block)
-        columns = pa.ipc.open_stream(row["columns"]).read_all()
+        columns = pa.table({})
+        if row["columns"]:
+            columns = pa.ipc.open_stream(row["columns"]).read_all()
         views = image_taker(images.flatten())(np.arange(len(row["label"])))
         samples = Samples(list(views), np.array(row["label"], np.int64), columns)
         return SourceRow(

@@ -77,7 +77,7 @@ def test_one_by_one_each_sample_is_read_alone_and_no_excluded_one(
     micro_batch: int,
 ) -> None:
     damaged = noted()
-    damaged._columns["image"][0] = b"damaged"
+    damaged._images[0] = b"damaged"
     expected = batches(maker_of(damaged, micro_batch))
     store = noted()
     # the first of a validation, and of those that tell the size of padding

@@ -98,7 +98,10 @@ def _labels_of(name: str, shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Return the labels of all shards: integers as int64 (N,), floats as float64 (N,), lists as numbers (N, …)."""
     labels = [label for shard in shards for label in shard["labels"]]
     try:
-        return exactly(labels)
+        numbers = exactly(labels)
+        if numbers.dtype.kind not in "biuf":
+            raise ValueError(f"they hold {numbers.dtype}")
+        return numbers
     except ValueError as error:
         raise StoreError(
             f"{name}: its labels and those of the other shards do not form an array ({error}). If they are lists "

@@ -179,7 +179,7 @@ def test_a_missing_label_is_not_copied_as_nan() -> None:
 
 
 def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
-    boxes = [[[0.1, 2, 3.5, 4, 1]], [], np.array([[1, 2, 3, 4, 5]], np.float32)]
+    boxes = [[[0.1, 2, 3.5, 4, 1]], [], [[1, 2, 3, 4, 5]]]
     store, file = (
         MemoryStore([picture(0)] * 3, [0] * 3, columns={"boxes": boxes}),
         tmp_path / "copy.lmdb",

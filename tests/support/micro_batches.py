@@ -13,6 +13,7 @@ import pyarrow as pa
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
+from raypipe.stores.base import Columns
 from raypipe.streaming.maker import NONE_EXCLUDED, MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch, Ragged
@@ -28,6 +29,14 @@ Candidate = tuple[EncodedSample, int, tuple[int, int]]
 """A substitute: sample, index, key."""
 
 
+def column_of(samples: Iterable[EncodedSample], name: str) -> pa.Array:
+    """A column of samples; one that lacks it has no value."""
+    values = [sample.columns.get(name) for sample in samples]
+    return pa.array(
+        [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
+    )
+
+
 class GivenStore:
     """A store of the samples that a test gives."""
 
@@ -39,18 +48,18 @@ class GivenStore:
         self.sample_name = sample_name
         self.content: dict[int, EncodedSample] = {}
 
-    def read(self, indices: np.ndarray, columns: Sequence[str]) -> dict[str, Any]:
+    def read(self, indices: np.ndarray, columns: Sequence[str]) -> Columns:
         samples = [self.content[index] for index in indices.tolist()]
-        labels = [sample.label for sample in samples]
-        labels = [None if label == NO_LABEL else label for label in labels]
-        values: dict[str, Any] = {
-            "image": [sample.image for sample in samples],
-            "label": labels,
-        }
-        return {
-            name: values.get(name) or [sample.columns.get(name) for sample in samples]
+        table = {
+            name: column_of(samples, name)
             for name in columns
+            if name not in ("image", "label")
         }
+        if "label" in columns:
+            labels = [sample.label for sample in samples]
+            labels = [None if label == NO_LABEL else label for label in labels]
+            table["label"] = pa.array(labels, pa.int64())
+        return Columns([sample.image for sample in samples], pa.table(table))
 
 
 class GivenPlan:
@@ -195,7 +204,7 @@ def as_samples(samples: Sequence[EncodedSample]) -> Samples:
     )
     names = dict.fromkeys(itertools.chain.from_iterable(columns))
     labels = np.array([sample.label for sample in samples], np.int64)
-    table = {name: pa.array([row.get(name) for row in columns]) for name in names}
+    table = {name: column_of(samples, name) for name in names}
     return Samples(images, labels, pa.table(table))
 
 

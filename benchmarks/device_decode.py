@@ -35,7 +35,7 @@ import torch
 from gpu import Loop
 
 import raypipe
-from raypipe.device import decode
+from raypipe.device import decoders
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.resize import resize_boxes
 from raypipe.plan.places import MicroBatchId
@@ -118,14 +118,14 @@ def alone(args: Any, store: str, device: torch.device) -> dict[str, Any]:
     data: Any = batch.fields[DATA]
     found: dict[str, Any] = {}
     libraries = (
-        dict(decode.LIBRARIES) if device.type == "cuda" else {"libjpeg-turbo": None}
+        dict(decoders.LIBRARIES) if device.type == "cuda" else {"libjpeg-turbo": None}
     )
     for name, load in libraries.items():
         if load:
-            decode.LIBRARIES.clear()
-            decode.LIBRARIES[name] = load
+            decoders.LIBRARIES.clear()
+            decoders.LIBRARIES[name] = load
         try:
-            decoder = decode.DeviceDecoder(device)
+            decoder = decoders.DeviceDecoder(device)
         except raypipe.ConfigError as error:
             found[f"alone_{name}"] = f"not here: {error}"[:200]
             continue
@@ -139,8 +139,8 @@ def alone(args: Any, store: str, device: torch.device) -> dict[str, Any]:
         found[f"alone_{name}_images_per_s"] = round(len(batch.index) / seconds)
         found[f"alone_{name}_ms"] = round(seconds * 1e3, 2)
         found[f"alone_{name}_by_host"] = made.num_by_host
-    decode.LIBRARIES.update({name: load for name, load in libraries.items() if load})
-    boxes = [decode.box_of_map(of_map) for of_map in batch[MAP]]
+    decoders.LIBRARIES.update({name: load for name, load in libraries.items() if load})
+    boxes = [decoders.box_of_map(of_map) for of_map in batch[MAP]]
     cuts = [
         torch.zeros((3, bottom - top, right - left), dtype=torch.uint8, device=device)
         for top, left, bottom, right in boxes
@@ -148,7 +148,7 @@ def alone(args: Any, store: str, device: torch.device) -> dict[str, Any]:
     times = []
     for _ in range(args.rounds + 3):
         began = time.perf_counter()
-        for rows in decode._groups(
+        for rows in decoders._groups(
             {i: cut[0].numel() for i, cut in enumerate(cuts)}, 16 << 20, are_padded=True
         ):
             last = resize_boxes([cuts[row] for row in rows], batch[MAP][rows])

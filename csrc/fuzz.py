@@ -235,7 +235,7 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
             continue
         if expected is None:
             return False
-        results = yuv420.planes(expected) if is_planes else (expected,)
+        results = yuv420.numpy_planes(expected) if is_planes else (expected,)
         if not all(
             (slot == result).all() for slot, result in zip(slots, results, strict=True)
         ):

@@ -26,11 +26,11 @@ def inspect_store(run: RunConfig, target: str = "") -> dict[str, Any]:
     """
     from raypipe.commands.inspection import describe
     from raypipe.streaming.opening import open_train
-    from raypipe.transform.targets import check_columns
+    from raypipe.transform.targets import check_target_columns
 
     store = open_train(run)
     targets = run.transform.target_columns
-    check_columns(store, targets)
+    check_target_columns(store, targets)
     return describe(store, targets, run.transform.boxes_format)
 
 
@@ -49,11 +49,11 @@ def verify_store(
     """
     from raypipe.commands import inspection
     from raypipe.streaming.opening import open_train, run_columns
-    from raypipe.transform.targets import check_columns
+    from raypipe.transform.targets import check_target_columns
 
     store = open_train(run)
     targets = run.transform.target_columns
-    check_columns(store, targets)
+    check_target_columns(store, targets)
     columns = run_columns(run, store)
     form = run.transform.boxes_format
     summary = inspection.verify(

@@ -24,15 +24,15 @@ import torch
 from torch import nn
 
 from raypipe.config import AugmentConfig
-from raypipe.device.mixing import Mix
-from raypipe.device.module_checks import check_steps, kornia_class, mixes_labels
-from raypipe.device.targets import (
+from raypipe.device.kornia_targets import (
     from_boxes,
     kept_boxes,
     kept_keypoints,
     mosaic_labels,
     to_boxes,
 )
+from raypipe.device.mixing import Mix
+from raypipe.device.module_checks import check_steps, kornia_class, mixes_labels
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name, raised_at
 from raypipe.transform.fields import LABEL

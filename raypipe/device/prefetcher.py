@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from raypipe.device.ambient import pinned
-from raypipe.device.decode import Decoded
+from raypipe.device.decoders import Decoded
 from raypipe.device.mixing import Mix
 from raypipe.device.ring import OnCopied, Ring, hand_over, uses_ring, view
 from raypipe.device.wire import merge_planes

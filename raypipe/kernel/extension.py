@@ -94,7 +94,7 @@ def run(
 
 
 def planes(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`yuv420.planes` of uint8 (…, H, W, 3), by the kernel where there is one."""
+    """`yuv420.numpy_planes` of uint8 (…, H, W, 3), by the kernel where there is one."""
     flat = np.ascontiguousarray(images).reshape(-1, *images.shape[-3:])
     luma = np.empty((*flat.shape[:-1], 1), np.uint8)
     chroma = np.empty(yuv420.chroma_shape(flat.shape), np.uint8)
@@ -102,7 +102,7 @@ def planes(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         np.empty((0, 2), np.int32), np.empty((len(flat), 0), np.int64), luma, chroma
     )
     if (run([*flat], [job]) != DONE).any():
-        return yuv420.planes(images)
+        return yuv420.numpy_planes(images)
     batch_shape = images.shape[:-3]
     return luma.reshape(*batch_shape, *luma.shape[1:]), chroma.reshape(
         *batch_shape, *chroma.shape[1:]

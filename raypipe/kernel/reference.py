@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 
 from raypipe.kernel.ops import AREA, CUBIC, LINEAR, MAX_PIXELS, NEAREST, Op
-from raypipe.kernel.reference_color import COLOR, Params, check, check_border
+from raypipe.kernel.reference_color import COLOR, Params, check_border, check_params
 
 Operation = Callable[[np.ndarray, Params], np.ndarray]
 
@@ -28,8 +28,8 @@ def crop(image: np.ndarray, params: Params) -> np.ndarray:
     rows, columns = image.shape[:2]
     sizes = f"{(height, width)} vs {(rows, columns)}"
     room = f"box: Crop size (height, width) exceeds image dimensions: {sizes}"
-    check(height <= rows and width <= columns, room)
-    check(
+    check_params(height <= rows and width <= columns, room)
+    check_params(
         0 <= top <= rows - height
         and 0 <= left <= columns - width
         and height >= 1
@@ -43,7 +43,7 @@ def resize(image: np.ndarray, params: Params) -> np.ndarray:
     """Resize to height, width by an interpolation: cv2.resize, but for cubic, which is in integers here."""
     height, width, interpolation = params[:3]
     _check_size(height, width)
-    check(NEAREST <= interpolation <= AREA, "interpolation")
+    check_params(NEAREST <= interpolation <= AREA, "interpolation")
     if interpolation == CUBIC:
         return _resize_cubic(image, height, width)
     return cv2.resize(image, (width, height), interpolation=interpolation)
@@ -84,7 +84,9 @@ def _cubic_taps(source: int, result: int) -> tuple[np.ndarray, np.ndarray]:
 def pad(image: np.ndarray, params: Params) -> np.ndarray:
     """Add borders: top, bottom, left, right, border (cv2's number), r, g, b."""
     top, bottom, left, right, border = params[:5]
-    check(all(0 <= side <= _MAX_SIDE for side in (top, bottom, left, right)), "side")
+    check_params(
+        all(0 <= side <= _MAX_SIDE for side in (top, bottom, left, right)), "side"
+    )
     check_border(border, params[5:8])
     _check_size(image.shape[0] + top + bottom, image.shape[1] + left + right)
     rows = _border_at(np.arange(-top, image.shape[0] + bottom), image.shape[0], border)
@@ -97,7 +99,7 @@ def pad(image: np.ndarray, params: Params) -> np.ndarray:
 def turn(image: np.ndarray, params: Params) -> np.ndarray:
     """Transpose if code & 4, then turn upside down if code & 2, then reverse the columns if code & 1."""
     code = params[0]
-    check(0 <= code <= 7, "code")
+    check_params(0 <= code <= 7, "code")
     if code & 4:
         image = image.transpose(1, 0, 2)
     return np.ascontiguousarray(
@@ -110,7 +112,7 @@ def affine(image: np.ndarray, params: Params) -> np.ndarray:
     interpolation = params[6]
     border = params[7]
     color = params[8:11]
-    check(interpolation in (NEAREST, LINEAR), "interpolation")
+    check_params(interpolation in (NEAREST, LINEAR), "interpolation")
     check_border(border, color)
     a, b, c, d, e, f = np.array(params[:6], np.int64)
     height, width = image.shape[:2]
@@ -142,8 +144,8 @@ def affine(image: np.ndarray, params: Params) -> np.ndarray:
 def dropout(image: np.ndarray, params: Params) -> np.ndarray:
     """Fill boxes: r, g, b, their number, then top, left, bottom, right of each, clipped to the image."""
     num = params[3]
-    check(all(0 <= value <= 255 for value in params[:3]), "color")
-    check(0 <= num <= (len(params) - 4) // 4, "number of boxes")
+    check_params(all(0 <= value <= 255 for value in params[:3]), "color")
+    check_params(0 <= num <= (len(params) - 4) // 4, "number of boxes")
     image = image.copy()
     for hole in range(num):
         top, left, bottom, right = (
@@ -169,7 +171,7 @@ def apply_all(image: np.ndarray, ops: np.ndarray, params: np.ndarray) -> np.ndar
     """Carry out a program on one image: ops int32 (n, 2), params int64 (P,), see `raypipe.kernel.ops`."""
     for code, offset in ops.tolist():
         if params[offset]:
-            check(code in OPERATIONS, "code")
+            check_params(code in OPERATIONS, "code")
             image = OPERATIONS[code](image, params[offset + 1 :].tolist())
     return np.ascontiguousarray(image)
 
@@ -207,4 +209,4 @@ def _check_size(height: int, width: int) -> None:
         and 1 <= width <= _MAX_SIDE
         and height * width <= MAX_PIXELS
     )
-    check(is_good, f"size, {height}x{width}")
+    check_params(is_good, f"size, {height}x{width}")

@@ -23,7 +23,7 @@ _MAX_FACTOR = 64 * _ONE
 _HUE_CIRCLE = 6 * _ONE  # those of csrc/color.h
 
 
-def check(is_good: bool, name: str) -> None:
+def check_params(is_good: bool, name: str) -> None:
     """Raise ValueError for a param that is not good."""
     if not is_good:
         raise ValueError(f"an operation of the kernel has a bad {name}")
@@ -32,7 +32,7 @@ def check(is_good: bool, name: str) -> None:
 def check_border(border: int, color: Params = ()) -> None:
     """Raise ValueError unless a border is one of cv2's numbers, 0 to 4, and its color of bytes."""
     is_known = cv2.BORDER_CONSTANT <= border <= cv2.BORDER_REFLECT_101
-    check(is_known and all(0 <= value <= 255 for value in color), "border")
+    check_params(is_known and all(0 <= value <= 255 for value in color), "border")
 
 
 def gray_of(image: np.ndarray) -> np.ndarray:
@@ -45,12 +45,14 @@ def jitter(image: np.ndarray, params: Params) -> np.ndarray:
     """Brightness, contrast, saturation (factors in Q16) and hue (Q16 sextants) in an order, -1 for none."""
     factors = params[4:7]
     hue = params[7]
-    check(
+    check_params(
         all(0 <= factor <= _MAX_FACTOR for factor in factors)
         and 0 <= hue < _HUE_CIRCLE,
         "factor or hue",
     )
-    check(all(-1 <= operation < len(_JITTERS) for operation in params[:4]), "order")
+    check_params(
+        all(-1 <= operation < len(_JITTERS) for operation in params[:4]), "order"
+    )
     for operation in params[:4]:
         if operation >= 0:
             image = _JITTERS[operation](image, params[4 + operation])
@@ -110,8 +112,8 @@ def table(image: np.ndarray, params: Params) -> np.ndarray:
     """SOLARIZE: invert values from a threshold on; POSTERIZE: keep the bits of a mask for each channel."""
     kind, *numbers = params[:4]
     limits = (256 if kind == SOLARIZE else 255, 255, 255)
-    check(kind in (SOLARIZE, POSTERIZE), "kind")
-    check(
+    check_params(kind in (SOLARIZE, POSTERIZE), "kind")
+    check_params(
         all(
             0 <= number <= limit for number, limit in zip(numbers, limits, strict=True)
         ),
@@ -125,14 +127,14 @@ def table(image: np.ndarray, params: Params) -> np.ndarray:
 def blur(image: np.ndarray, params: Params) -> np.ndarray:
     """Separable: radius, border, then the coefficients of the middle and to each side of it, in Q14."""
     radius, border = params[:2]
-    check(0 <= radius <= MAX_RADIUS, "radius")
+    check_params(0 <= radius <= MAX_RADIUS, "radius")
     check_border(border)
     middle, *sides = params[2 : 3 + radius]
     adds_up = (
         all(0 <= tap <= _Q14 for tap in (middle, *sides))
         and middle + 2 * sum(sides) == _Q14
     )
-    check(adds_up, "coefficient")
+    check_params(adds_up, "coefficient")
     taps = np.array([*reversed(sides), middle, *sides], np.int64)
     padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, border).astype(
         np.int64
@@ -148,9 +150,9 @@ def blur(image: np.ndarray, params: Params) -> np.ndarray:
 def filtered(image: np.ndarray, params: Params) -> np.ndarray:
     """side, border, then side * side coefficients in Q14, row by row."""
     side, border = params[:2]
-    check(1 <= side <= MAX_FILTER and side % 2 == 1, "side")
+    check_params(1 <= side <= MAX_FILTER and side % 2 == 1, "side")
     check_border(border)
-    check(
+    check_params(
         all(-_Q14 <= tap <= _Q14 for tap in params[2 : 2 + side * side]), "coefficient"
     )
     taps = np.array(params[2 : 2 + side * side], np.int64).reshape(side, side)

@@ -34,7 +34,7 @@ def chroma_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return *batch_shape, -(-height // 2), -(-width // 2), 2
 
 
-def planes(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def numpy_planes(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Luma (…, H, W, 1) and chroma (…, H/2, W/2, 2) of images, uint8 (…, H, W, 3)."""
     luma = (image @ _TO_Y + (1 << (ONE_BITS - 1))) >> ONE_BITS
     *batch_shape, height, width, _ = image.shape

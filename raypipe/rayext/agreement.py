@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch.distributed
 
-Decision = TypeVar("Decision")
+_Decided = TypeVar("_Decided")
 
 _PERIOD_S = 1.0
 
@@ -31,8 +31,8 @@ class Agreement:
         self._agreed_at = time.monotonic()
 
     def on(
-        self, decide: Callable[[], tuple[Decision, bool]], at_once: bool = False
-    ) -> Decision | None:
+        self, decide: Callable[[], tuple[_Decided, bool]], at_once: bool = False
+    ) -> _Decided | None:
         """Return rank 0's decision on all ranks; None = it is not the time to ask.
 
         Args:
@@ -72,7 +72,7 @@ def in_train_function() -> bool:
         return False
 
 
-def from_rank_zero(value: Decision | None) -> Decision:
+def from_rank_zero(value: _Decided | None) -> _Decided:
     """Return rank 0's value on all ranks, which call this, through Ray Train or torch.distributed."""
     if in_train_function():
         from ray.train.collective import broadcast_from_rank_zero

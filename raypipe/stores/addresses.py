@@ -35,7 +35,7 @@ from raypipe.storage.filesystem import (
 )
 
 MANIFEST = "_raypipe.json"
-VERSION = 1
+MANIFEST_VERSION = 1
 
 PART_OF = re.compile(r"(?P<split>.+)-(?P<number>\d{5,})-of-(?P<num>\d{5,})(?![^.\-])")
 """train-00000-of-00002.parquet, train-00000-of-00002-0123456789abcdef.parquet, train-00000-of-01024"""
@@ -207,9 +207,9 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
 def _of_manifest(where: str) -> list[RemoteFile]:
     try:
         content = read_json(where)
-        if content["version"] != VERSION:
+        if content["version"] != MANIFEST_VERSION:
             raise StoreError(
-                f"{where} has version {content['version']}; this raypipe reads version {VERSION}"
+                f"{where} has version {content['version']}; this raypipe reads version {MANIFEST_VERSION}"
             )
         # at least one, or LookupError
         shards = [
@@ -243,4 +243,7 @@ def write_manifest(address: str, shards: Iterable[RemoteFile]) -> None:
         }
         for shard in shards
     ]
-    write_json(join_address(address, MANIFEST), {"version": VERSION, "shards": entries})
+    write_json(
+        join_address(address, MANIFEST),
+        {"version": MANIFEST_VERSION, "shards": entries},
+    )

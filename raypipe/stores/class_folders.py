@@ -58,7 +58,7 @@ _NUM_NAMED = 3
 LeftOut = Counter[str]
 """How many entries of a tree are no samples, by the reason: a suffix, or words."""
 
-Sample = tuple[str, Any]
+TreeSample = tuple[str, Any]
 """Path from the root, and what its tree knows of the file."""
 
 
@@ -98,11 +98,11 @@ class Layout(NamedTuple):
 
     root: str
     classes: tuple[str, ...]
-    samples: list[list[list[Sample]]]
+    samples: list[list[list[TreeSample]]]
     left_out: LeftOut
     of_images: list[str]
     has_images: bool
-    flat: list[Sample]
+    flat: list[TreeSample]
     has_tars: bool
 
 
@@ -115,14 +115,14 @@ def suffix_of(name: str) -> str:
 class _Files:
     """The files of a folder and of all folders below it."""
 
-    images: list[Sample] = field(default_factory=list)
-    arrays: list[Sample] = field(default_factory=list)
+    images: list[TreeSample] = field(default_factory=list)
+    arrays: list[TreeSample] = field(default_factory=list)
     left_out: LeftOut = field(default_factory=Counter)
     # other files that belong to images
     with_images: list[str] = field(default_factory=list)
 
     @property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[TreeSample]:
         return self.images or self.arrays
 
 
@@ -210,9 +210,11 @@ def words_of(left_out: LeftOut) -> str:
     return ", ".join([*told, *([f"{rest:,} others"] if rest else [])])
 
 
-def _top(trees: Sequence[Tree], root: str) -> tuple[list[Sample], set[str], LeftOut]:
+def _top(
+    trees: Sequence[Tree], root: str
+) -> tuple[list[TreeSample], set[str], LeftOut]:
     """Return the images in a folder itself, the names of its folders, and what else is in it."""
-    flat = list[Sample]()
+    flat = list[TreeSample]()
     names = set[str]()
     beside = LeftOut()
     for name, kind, value in itertools.chain.from_iterable(

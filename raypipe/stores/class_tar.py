@@ -23,9 +23,9 @@ from raypipe.stores.class_folders import (
     refuse_splits,
     suffix_of,
 )
-from raypipe.stores.memory_tree import File, Link, MemoryTree, Special
+from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
 
-Member = File | Link | Special | None
+Member = TreeFile | Link | Special | None
 """What a member of a tar is; None = a folder. The value of a file is position, num_bytes, mtime."""
 
 About = dict[str, Any]
@@ -74,7 +74,7 @@ def find_files(
     files = {
         path: node.value
         for path, node in last.items()
-        if isinstance(node, File) and _may_count(path)
+        if isinstance(node, TreeFile) and _may_count(path)
     }
     links = {path: node.target for path, node in last.items() if isinstance(node, Link)}
     images = [path for path in files if suffix_of(path) in IMAGE_SUFFIXES]
@@ -90,8 +90,8 @@ def find_files(
     places = list[int]()
     others = dict[str, list[str]]()
     for number, node in enumerate(last.values()):
-        places += node.value[:2] if isinstance(node, File) else (-1, -1)
-        if not isinstance(node, File):
+        places += node.value[:2] if isinstance(node, TreeFile) else (-1, -1)
+        if not isinstance(node, TreeFile):
             others[str(number)] = _described(node)
     (about,) = _about(layout)
     return {
@@ -179,7 +179,7 @@ def _tree_of(scan: dict[str, Any]) -> MemoryTree:
     others = scan["others"]
     places = scan["places"]
     for number, path in enumerate(scan["files"]):
-        node: Member = File((places[2 * number], places[2 * number + 1]))
+        node: Member = TreeFile((places[2 * number], places[2 * number + 1]))
         if (other := others.get(str(number))) is not None:
             kind, text = other or ("", "")
             if kind == "link":

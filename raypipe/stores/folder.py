@@ -45,7 +45,7 @@ from raypipe.stores.class_folders import (
     tell_left_out,
     words_of,
 )
-from raypipe.stores.memory_tree import File, MemoryTree
+from raypipe.stores.memory_tree import MemoryTree, TreeFile
 
 _DEFAULT = "label"
 
@@ -303,7 +303,7 @@ def _add(tree: MemoryTree, root: str, infos: Sequence[pyarrow.fs.FileInfo]) -> N
     for info in infos:
         is_file = info.type == pyarrow.fs.FileType.File
         tree.add(
-            info.path.removeprefix(f"{root}/"), File(info.size) if is_file else None
+            info.path.removeprefix(f"{root}/"), TreeFile(info.size) if is_file else None
         )
 
 

@@ -43,7 +43,7 @@ from raypipe.stores.lmdb_labels import (
     labels_of_list,
 )
 from raypipe.stores.lmdb_pages import Leaf, LMDBFile
-from raypipe.stores.lmdb_values import ValueLayout, find_layout, keys_in, kind_of
+from raypipe.stores.lmdb_values import ValueLayout, find_layout, keys_in, value_kind
 
 logger = logging.getLogger(__name__)
 
@@ -316,7 +316,7 @@ def entry_at(file: LMDBFile, place: int) -> tuple[bytes, memoryview]:
 
 def _layout_of(where: str, found: Sequence[tuple[bytes, memoryview]]) -> str:
     """Return the layout that at least three quarters of some values have, since a few may be damaged."""
-    kinds = Counter(kind_of(value) for _, value in found)
+    kinds = Counter(value_kind(value) for _, value in found)
     kind, num = kinds.most_common(1)[0] if kinds else ("", 0)
     if kind and 4 * num >= 3 * len(found):
         return kind

@@ -75,7 +75,7 @@ _MAX_DEPTH = 32  # liblmdb's limit, far above any tree that fits on a disk
 # with six million keys, has 200 branch pages.
 _MAX_CACHED_BRANCHES = 1024
 
-Layout = tuple[int, bytes]
+PageLayout = tuple[int, bytes]
 """See `LMDBFile.records`."""
 
 
@@ -169,7 +169,7 @@ class LMDBFile:
             return self._value(page, start) if node_key == key else None
 
     def records(
-        self, keys: np.ndarray, layout: Layout
+        self, keys: np.ndarray, layout: PageLayout
     ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
         """Read many of raypipe's own records in one call with the compiled reader, which skips damaged ones.
 

@@ -55,7 +55,7 @@ Part = int | str
 """Place of a part in a value: position in a tuple, or name in a dict; -1 = the value is the part."""
 
 
-def kind_of(value: bytes | bytearray | memoryview) -> str:
+def value_kind(value: bytes | bytearray | memoryview) -> str:
     """Return the kind of a value by its bytes: "image", a key of `READERS`, or "" for anything else."""
     start = bytes(value[:20])
     if start.startswith(_MAGICS) or start[8:12] == b"WEBP" or start[4:8] == b"ftyp":
@@ -239,7 +239,7 @@ def _from_datum(value: memoryview) -> Any:
     if data is None:
         raise ValueError("it is a Datum without data")
     label -= (label >> 63) << 64  # a negative one is stored in 64 bits
-    if fields.get(7) or kind_of(data) == "image":
+    if fields.get(7) or value_kind(data) == "image":
         return data, label
     shape = fields.get(1, 0), fields.get(2, 0), fields.get(3, 0)
     if shape[0] not in (1, 3) or shape[0] * shape[1] * shape[2] != len(data):
@@ -271,7 +271,7 @@ READERS: dict[str, Callable[[memoryview], Any]] = {
 
 def keys_in(value: memoryview, may_unpickle: bool) -> list[bytes] | None:
     """Return the keys in a value of `__keys__`; None if it is a pickle that must not be opened, or no list."""
-    kind = kind_of(value)
+    kind = value_kind(value)
     try:
         if bytes(value[:1]) == b"[":
             keys = json.loads(bytes(value))
@@ -387,11 +387,11 @@ def _array_of(fields: Mapping[Any, Any]) -> np.ndarray:
 def _is_image(part: Any) -> bool:
     if isinstance(part, np.ndarray):
         return part.dtype == np.uint8 and (
-            part.ndim in (2, 3) or kind_of(part.tobytes()) == "image"
+            part.ndim in (2, 3) or value_kind(part.tobytes()) == "image"
         )
     return (
         isinstance(part, bytes | bytearray | memoryview)
-        and kind_of(memoryview(part)) == "image"
+        and value_kind(memoryview(part)) == "image"
     )
 
 

@@ -10,7 +10,7 @@ from raypipe.stores.class_folders import FILE, FOLDER, Entry, join
 _MAX_LINKS = 40  # the limit of Linux
 
 
-class File(NamedTuple):
+class TreeFile(NamedTuple):
     """A file of a tree, with what its owner knows of it."""
 
     value: Any
@@ -39,7 +39,7 @@ class MemoryTree:
         self._root: dict[str, Any] = {}
         self._missing = missing
 
-    def add(self, path: str, node: File | Link | Special | None) -> None:
+    def add(self, path: str, node: TreeFile | Link | Special | None) -> None:
         """Add an entry, None = a folder, and the folders around it; the last of equal paths counts."""
         *parents, name = path.split("/")
         folder = self._root
@@ -57,10 +57,10 @@ class MemoryTree:
         elif not isinstance(folder.get(name), dict):
             folder[name] = {}
 
-    def find(self, path: str) -> File | None:
+    def find(self, path: str) -> TreeFile | None:
         """Return the file at a path, links followed."""
         node = self._node(path)
-        return node if isinstance(node, File) else None
+        return node if isinstance(node, TreeFile) else None
 
     def entries(self, folder: str) -> Iterable[Entry]:
         node = self._node(folder)

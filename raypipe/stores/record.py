@@ -49,7 +49,7 @@ KEY = struct.Struct(">Q")
 """Key of a record in LMDB: its index."""
 METADATA_KEY = b"__raypipe__"
 """Key of the file's `Metadata` in LMDB."""
-VERSION = 1
+RECORD_VERSION = 1
 
 # Exceptions from parsing damage: a count of 1e999 raises OverflowError, a thousand brackets RecursionError.
 _DAMAGE = (
@@ -74,7 +74,7 @@ _NO_JSON = (TypeError, ValueError, AttributeError)
 def check_column_types(types: Mapping[str, str]) -> None:
     """Raise StoreError unless every type is in `COLUMN_TYPES` or an array type, and fits image and label."""
     for name, kind in types.items():
-        if kind not in COLUMN_TYPES and array_type(kind) is None:
+        if kind not in COLUMN_TYPES and numpy_type(kind) is None:
             known = f"{', '.join(COLUMN_TYPES)}, and arrays such as float32[512]"
             raise StoreError(f"column {name!r} has type {kind!r}; types are: {known}")
     if types.get("image", "binary") != "binary":
@@ -87,7 +87,7 @@ def check_column_types(types: Mapping[str, str]) -> None:
         )
 
 
-def array_type(kind: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
+def numpy_type(kind: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
     """Return dtype and shape of a column of arrays; None for any other type."""
     match = _ARRAY.fullmatch(kind)
     if match is None:
@@ -97,7 +97,7 @@ def array_type(kind: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
 
 def arrow_type(kind: str) -> pa.DataType:
     """Return the Arrow type of a column of one of `COLUMN_TYPES`, or of arrays."""
-    if (array := array_type(kind)) is not None:
+    if (array := numpy_type(kind)) is not None:
         dtype, shape = array
         return arrow_values.array_type(dtype.newbyteorder("="), shape)
     return getattr(pa, kind)()
@@ -110,7 +110,7 @@ def arrow_column(kind: str, values: np.ndarray | list[Any]) -> pa.Array:
         kind: one of `COLUMN_TYPES`, or a type of arrays.
         values: numbers (n,); or a list of n, in which None is a missing or damaged value.
     """
-    array = array_type(kind)
+    array = numpy_type(kind)
     if array is None:
         return pa.array(values, arrow_type(kind))
     dtype, shape = array
@@ -136,7 +136,7 @@ class RecordLayout:
         self._arrays = {
             name: array
             for name, kind in types.items()
-            if (array := array_type(kind)) is not None
+            if (array := numpy_type(kind)) is not None
         }
         self._fixed = struct.Struct(
             "<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names)
@@ -322,16 +322,16 @@ class Metadata:
             "classes": self.classes,
             "fingerprint": self.fingerprint,
         }
-        return json.dumps({"version": VERSION, **note}).encode()
+        return json.dumps({"version": RECORD_VERSION, **note}).encode()
 
     @staticmethod
     def from_json(text: bytes, where: str) -> Metadata:
         """Parse JSON; raise StoreError, which begins with `where`, if it is damaged or has another version."""
         try:
             content = json.loads(text)
-            if content["version"] != VERSION:
+            if content["version"] != RECORD_VERSION:
                 raise StoreError(
-                    f"version {content['version']}; this raypipe reads version {VERSION}"
+                    f"version {content['version']}; this raypipe reads version {RECORD_VERSION}"
                 )
             count = int(content["count"])
             types = {
@@ -422,7 +422,7 @@ def plain(sample: ColumnValues, types: Mapping[str, str]) -> dict[str, Any]:
     plain = dict(sample)
     for name, value in sample.items():
         kind = types.get(name, "")
-        if array_type(kind) is not None:
+        if numpy_type(kind) is not None:
             continue
         if (
             value is None and kind == "float64" and name != "label"

@@ -16,7 +16,7 @@ from typing import Any
 from raypipe.errors import StoreError
 from raypipe.stores.class_folders import BY_FOLDER, LeftOut, suffix_of
 from raypipe.stores.class_tar import Member, find_files
-from raypipe.stores.memory_tree import File, Link, MemoryTree, Special
+from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
 from raypipe.stores.webdataset import Place, Read, Scan, find_samples
 
 # Names have up to 4 KiB, extended attributes up to 64 KiB.
@@ -66,12 +66,12 @@ def _member_of(member: tarfile.TarInfo, tree: MemoryTree) -> Member:
     if member.isdir():
         return None
     if member.islnk():
-        return tree.find(str(PurePosixPath(member.linkname))) or File(MISSING)
+        return tree.find(str(PurePosixPath(member.linkname))) or TreeFile(MISSING)
     if member.issym():
         return Link(member.linkname)
     if not member.isreg():
         return Special(_KINDS.get(member.type, "of an unknown kind"))
-    return File((member.offset_data, member.size, member.mtime))
+    return TreeFile((member.offset_data, member.size, member.mtime))
 
 
 def _parts_of(member: tarfile.TarInfo) -> list[list[int]]:
@@ -194,7 +194,7 @@ def _layout_of(
 def _place_of(path: str, node: Member, tree: MemoryTree) -> Place | None:
     """Return the place of a member's bytes, a link's included; None if it has none."""
     file = tree.find(path) if isinstance(node, Link) else node
-    if isinstance(file, File) and file.value != MISSING:
+    if isinstance(file, TreeFile) and file.value != MISSING:
         return file.value
     return None
 

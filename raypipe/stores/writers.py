@@ -27,7 +27,7 @@ from raypipe.stores.record import (
     Fingerprint,
     Metadata,
     RecordLayout,
-    array_type,
+    numpy_type,
 )
 
 # A Parquet row group is the least that one read costs: large enough for throughput, small enough to shuffle well.
@@ -217,7 +217,7 @@ class ParquetWriter(FileWriter):
             features: dict[str, Any] = {
                 name: {"dtype": kind, "_type": "Value"}
                 for name, kind in types.items()
-                if array_type(kind) is None
+                if numpy_type(kind) is None
             }
             features["label"] = {"names": list(classes), "_type": "ClassLabel"}
             about = json.dumps({"info": {"features": features}})
@@ -265,7 +265,7 @@ class ParquetWriter(FileWriter):
 
 def _arrow_type(kind: str) -> Any:
     """Return Arrow's type of a column, which has the same name except for arrays."""
-    if (array := array_type(kind)) is None:
+    if (array := numpy_type(kind)) is None:
         return kind
     dtype, shape = array
     arrow_type = pa.from_numpy_dtype(dtype.newbyteorder("="))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raypipe.device.decode import Decoded, DeviceDecoder
+from raypipe.device.decoders import Decoded, DeviceDecoder
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
 from raypipe.streaming.maker import MicroBatchMaker

@@ -36,8 +36,8 @@ from raypipe.streaming.remake import (
     copied,
     digest_of,
 )
-from raypipe.transform.draws import Key
 from raypipe.transform.fields import LABEL, MicroBatch, Rows, bytes_per_row
+from raypipe.transform.keys import Key
 from raypipe.transform.presets import build_transform, is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.sample_maker import SampleMaker
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Read = Callable[[MicroBatchId, np.ndarray], Samples]
+ReadSamples = Callable[[MicroBatchId, np.ndarray], Samples]
 """Reads the samples of int64 indices (n,) for a micro-batch; padding has no image."""
 
 NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
@@ -73,7 +73,7 @@ class MicroBatchMaker:
         probes: samples by the user's code, one of each split, for other processes to compare.
     """
 
-    def __init__(self, spec: StreamSpec, read: Read | None = None) -> None:
+    def __init__(self, spec: StreamSpec, read: ReadSamples | None = None) -> None:
         self.plan = spec.plan
         self._spec = spec
         self._stores = spec.stores
@@ -457,7 +457,7 @@ class MicroBatchMaker:
         return samples
 
     def read_store(self, position: MicroBatchId, indices: np.ndarray) -> Samples:
-        """Read samples of the stream's stores, see `Read`."""
+        """Read samples of the stream's stores, see `ReadSamples`."""
         return read_samples(self._stores[position.split], indices, self._spec.wanted)
 
     def _strength(self, position: MicroBatchId) -> float:

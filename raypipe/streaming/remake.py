@@ -33,7 +33,7 @@ _NUM_ROUNDS = 8  # each thread makes all samples so many times
 _LONGEST_S = 0.2  # after one round, for slow transforms
 _SWITCH_S = 1e-5  # as often as Python can change the thread that runs
 
-Sample = Mapping[str, Any]
+MadeSample = Mapping[str, Any]
 """The fields of one sample."""
 
 
@@ -71,7 +71,7 @@ def processor() -> str:
     return platform.processor()
 
 
-def digest_of(sample: Sample) -> str:
+def digest_of(sample: MadeSample) -> str:
     """A hash of a sample's fields."""
     content = hashlib.blake2b(digest_size=16)
     for name, value in sorted(sample.items()):
@@ -131,8 +131,8 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 
 
 def check_remade(
-    first: Sequence[Sample],
-    maker: Callable[[], Callable[[int], Sample]],
+    first: Sequence[MadeSample],
+    maker: Callable[[], Callable[[int], MadeSample]],
     title: str,
     num_threads: int = 1,
 ) -> None:
@@ -163,7 +163,7 @@ def check_remade(
         return
 
 
-def _differing(first: Sample, second: Sample) -> str:
+def _differing(first: MadeSample, second: MadeSample) -> str:
     """The name of a field that differs; empty: none does."""
     for name in first:
         if name not in second or not _is_equal(first[name], second[name]):
@@ -181,7 +181,7 @@ def _is_equal(first: Any, second: Any) -> bool:
     return type(first) is type(second) and bool(first == second)
 
 
-def _cause(make: Callable[[int], Sample]) -> str:
+def _cause(make: Callable[[int], MadeSample]) -> str:
     """Describe the cause, by a copy that makes one sample twice."""
     if _differing(make(0), make(0)):
         return (
@@ -202,15 +202,15 @@ def _depends(title: str, field: str, cause: str) -> ConfigError:
 
 
 def _check_threads(
-    first: Sequence[Sample],
-    maker: Callable[[], Callable[[int], Sample]],
+    first: Sequence[MadeSample],
+    maker: Callable[[], Callable[[int], MadeSample]],
     title: str,
     num_threads: int,
 ) -> None:
     failures: list[str | BaseException] = []
     together = threading.Barrier(num_threads)
 
-    def work(make: Callable[[int], Sample], offset: int) -> None:
+    def work(make: Callable[[int], MadeSample], offset: int) -> None:
         try:
             together.wait()
             end_s = time.monotonic() + _LONGEST_S

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from raypipe.config import AugmentConfig, TransformConfig
-from raypipe.device.decode import DeviceDecoder
+from raypipe.device.decoders import DeviceDecoder
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Split
 from raypipe.storage.filesystem import as_uri

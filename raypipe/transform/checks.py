@@ -19,7 +19,7 @@ from raypipe.transform.presets import (
 )
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import has_sizes
-from raypipe.transform.targets import check_columns
+from raypipe.transform.targets import check_target_columns
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import makes_views
 
@@ -37,7 +37,7 @@ def check_transforms(
         check_transform(transform, config.final_size, config.decode_as == "array")
         if makes_views(transform):
             _check_views(config, split)
-        check_columns(store, config.target_columns)
+        check_target_columns(store, config.target_columns)
         if config.target_columns:
             SampleTransform(
                 build_transform(transform, config.final_size),

@@ -21,9 +21,9 @@ from raypipe.transform.columns import (
     ColumnType,
     MakeColumns,
     SampleColumns,
+    column_numbers,
     is_npy,
     length_name,
-    numbers_of,
     rank,
 )
 from raypipe.transform.fields import IMAGE, LABEL
@@ -383,7 +383,7 @@ def _numbers_in(
     problem = ""
     for value in values:
         try:
-            arrays.append(numbers_of(name, value, options))
+            arrays.append(column_numbers(name, value, options))
         except SampleError as error:
             problem = str(error)
     return arrays, problem

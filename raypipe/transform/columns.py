@@ -29,8 +29,8 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.importing import import_name
 from raypipe.plan.order import Domain
 from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
-from raypipe.transform.draws import Key, KeyedGenerator
 from raypipe.transform.fields import COLUMN, LABEL, Field
+from raypipe.transform.keys import Key, KeyedGenerator
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed, rng_parameter
 
@@ -211,7 +211,7 @@ class ColumnMaker:
             raise SampleError(
                 f"column {name!r} does not begin as a .npy, as in the first samples: fix it"
             )
-        array = numbers_of(name, value, self.columns.options.get(name))
+        array = column_numbers(name, value, self.columns.options.get(name))
         is_list = column.kind == "ragged" or column.is_padded
         of_element = column.shape[column.is_padded :]
         if is_list and not array.size:
@@ -250,7 +250,7 @@ def _field(values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     return value
 
 
-def numbers_of(
+def column_numbers(
     name: str, value: Any, options: ColumnOptions | None = None
 ) -> np.ndarray:
     """Numbers of a column: as they are, or written as JSON, as the bytes of an array, or as .npy.

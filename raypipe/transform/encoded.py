@@ -4,7 +4,7 @@ See `raypipe.transform.encoded_map` for the fields.
 
 An actor reads no more of an image than its header. Crops and flips are drawn by the same program, under the same
 keys, as with `decode: cpu`, so they are the same. A program qualifies if all of its steps move pixels along rows
-and columns: crops, resizes, borders of one color, flips and quarter turns. `raypipe.device.decode` does them.
+and columns: crops, resizes, borders of one color, flips and quarter turns. `raypipe.device.decoders` does them.
 
 A sample is bad here if its header cannot be read, the image is too small for its crop, or a JPEG's end is missing
 and it cannot be decoded. Other damage shows where it is decoded.
@@ -19,7 +19,6 @@ import numpy as np
 from raypipe.errors import ConfigError
 from raypipe.kernel import CUBIC, LINEAR, Op, Pad, Program, native_step
 from raypipe.transform.decode import decode, image_size, stored_bytes
-from raypipe.transform.draws import Key
 from raypipe.transform.encoded_map import (
     AXES,
     DATA,
@@ -35,6 +34,7 @@ from raypipe.transform.encoded_map import (
 )
 from raypipe.transform.fields import Field
 from raypipe.transform.jpeg import check_checksum
+from raypipe.transform.keys import Key
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.user_code import failed
 

@@ -35,7 +35,7 @@ def axis_columns(num_columns: int, axis: int) -> slice:
     return slice(AXES + axis * length, AXES + (axis + 1) * length)
 
 
-Box = tuple[int, int, int, int]
+CropBox = tuple[int, int, int, int]
 """(top, left, bottom, right) of an image, pixels."""
 
 
@@ -47,7 +47,7 @@ def sides_of_map(of_map: np.ndarray) -> tuple[int, int]:
     return (columns, rows) if of_map[TURNED] else (rows, columns)
 
 
-def box_of_map(of_map: np.ndarray) -> Box:
+def box_of_map(of_map: np.ndarray) -> CropBox:
     """The box of an image, before it is turned, that its map needs: at least a pixel."""
     ends = []
     for axis in (0, 1):

@@ -27,9 +27,9 @@ import numpy as np
 
 from raypipe.kernel import rgb
 from raypipe.plan.places import PADDING, MicroBatchId
-from raypipe.transform.memory import reused_arrays
+from raypipe.transform.block_memory import reused_arrays
 
-Kind = Literal["array", "ragged", "text", "bytes", "json"]
+FieldKind = Literal["array", "ragged", "text", "bytes", "json"]
 
 IMAGE = "image"
 LABEL = "label"
@@ -67,7 +67,7 @@ class Field:
         is_padded: a sample may have fewer entries along the first axis than the shape.
     """
 
-    kind: Kind = "array"
+    kind: FieldKind = "array"
     dtype: str = ""
     shape: tuple[int, ...] | None = None
     fill: float | tuple[float, ...] = 0
@@ -83,12 +83,12 @@ class Ragged(NamedTuple):
         offsets: int64 (B + 1,); sample b is values[offsets[b] : offsets[b + 1]].
     """
 
-    kind: Kind
+    kind: FieldKind
     values: np.ndarray
     offsets: np.ndarray
 
     @staticmethod
-    def of(kind: Kind, samples: Sequence[Any], like: Field) -> Ragged:
+    def of(kind: FieldKind, samples: Sequence[Any], like: Field) -> Ragged:
         """Join values of samples: arrays or bytes; None = empty."""
         if kind == "ragged":
             nothing = np.empty((0, *(like.shape or ())), like.dtype)

@@ -32,8 +32,8 @@ from raypipe.transform.user_code import NOT_OF_A_SAMPLE
 from raypipe.transform.views import (
     VIEW_PRESETS,
     PresetSteps,
+    color_jitter,
     find_views,
-    jitter,
     makes_views,
 )
 
@@ -194,7 +194,7 @@ _STEPS: dict[str, Callable[[Size], Steps]] = {
     "heavy": lambda size: [
         *_crop_and_flip(size),
         {"MotionBlur": {"p": 0.2}},
-        jitter((0.2, 0.2, 0.2, 0.1), 1),
+        color_jitter((0.2, 0.2, 0.2, 0.1), 1),
     ],
     "center": lambda size: [_smallest(size), _box("CenterCrop", size)],
     "resize": lambda size: [_box("Resize", size)],

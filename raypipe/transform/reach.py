@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.transform.draws import Key, KeyedGenerator
+from raypipe.transform.keys import Key, KeyedGenerator
 
 # a policy has some hundred; data that a transform holds can be endless
 _MAX_OBJECTS = 5_000

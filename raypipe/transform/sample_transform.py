@@ -36,10 +36,10 @@ from raypipe.errors import ConfigError
 from raypipe.kernel import DONE, POINTS, Job, Program, follow
 from raypipe.plan.places import Sides
 from raypipe.transform.albumentations import find_program
-from raypipe.transform.draws import Key, KeyedGenerator
 from raypipe.transform.ending import for_tensors, is_composition, is_tensor
 from raypipe.transform.fields import VIEW
 from raypipe.transform.jpeg import Box, Undecoded
+from raypipe.transform.keys import Key, KeyedGenerator
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
@@ -47,7 +47,7 @@ from raypipe.transform.user_code import rng_parameter
 
 _NOTHING = contextlib.nullcontext()
 
-Kind = Literal["none", "program", "albumentations", "torchvision", "plain"]
+TransformKind = Literal["none", "program", "albumentations", "torchvision", "plain"]
 
 
 class SampleTransform:
@@ -89,7 +89,7 @@ class SampleTransform:
         self._whole = self.program
         # Programs take only uint8 RGB: the library transforms other arrays in all steps.
         self.has_rest = bool(remaining_steps) or self.program is None or arrays
-        self.kind = kind_of(self.transform)
+        self.kind = transform_kind(self.transform)
         if self.kind == "torchvision":
             self.transform = for_tensors(self.transform)
         if targets and self.has_rest:
@@ -265,7 +265,7 @@ class SampleTransform:
         self._random.seed(k0 << 64 | k1)
 
 
-def kind_of(transform: Any) -> Kind:
+def transform_kind(transform: Any) -> TransformKind:
     """The kind of a transform; raises ConfigError if it is none."""
     if transform is None:
         return "none"
@@ -299,7 +299,7 @@ def _has_user_code(step: Any) -> bool:
     return type(step).__name__ == "Lambda" or any(map(_has_user_code, steps))
 
 
-def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:
+def _checked(result: Any, kind: TransformKind, arrays: bool = False) -> np.ndarray:
     """Check a transform's result, and return it as uint8 (h, w, 3), as float32 (h, w, C), or as one of `arrays`.
 
     Tensors have their channels first, arrays last.

@@ -14,7 +14,7 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.transform.ending import Ending, take_ending
 from raypipe.transform.presets import imported
-from raypipe.transform.sample_transform import kind_of
+from raypipe.transform.sample_transform import transform_kind
 from raypipe.transform.transform_steps import Steps, brief, build_steps
 
 _ENDING_STEPS = {"Normalize", "ToFloat", "ToTensorV2"}
@@ -50,7 +50,7 @@ def _check_agreement(
     """Raise ConfigError for a library's pipeline without an ending, where the other split has one."""
     is_pipeline = isinstance(transform, list | Mapping)
     if not isinstance(transform, str | list | Mapping):
-        is_pipeline = kind_of(transform) in ("albumentations", "torchvision")
+        is_pipeline = transform_kind(transform) in ("albumentations", "torchvision")
     if is_pipeline and ending.normalizes:
         raise ConfigError(
             f"transform.{other_split} ends with {ending.steps}, and transform.{split} is {brief(transform)} "

@@ -44,7 +44,7 @@ OUTSIDE = -2
 _MAX_LABEL = 1 << 24
 
 
-def check_columns(store: Store, targets: Mapping[str, str]) -> None:
+def check_target_columns(store: Store, targets: Mapping[str, str]) -> None:
     """Raise ConfigError unless a store has the columns of targets, see `TransformConfig.target_columns`."""
     for name, column in targets.items():
         if column not in store.schema.names:

@@ -60,7 +60,7 @@ def _crop(size: int, scale: list[float]) -> dict[str, Any]:
     }
 
 
-def jitter(strengths: Sequence[float], p: float) -> dict[str, Any]:
+def color_jitter(strengths: Sequence[float], p: float) -> dict[str, Any]:
     """A ColorJitter by how far its factors go from 1, and by how far the hue turns."""
     *factors, hue = strengths
     names = ("brightness", "contrast", "saturation")
@@ -75,7 +75,7 @@ def _colors(*strengths: float) -> list[dict[str, Any]]:
     """A flip, and the distortion of colors: jitter in 8 of 10, gray in 2 of 10."""
     return [
         {"HorizontalFlip": {"p": 0.5}},
-        jitter(strengths, 0.8),
+        color_jitter(strengths, 0.8),
         {"ToGray": {"p": 0.2}},
     ]
 

@@ -16,10 +16,10 @@ from torchvision.transforms import v2
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment, scaled
+from raypipe.device.kornia_targets import kept_keypoints
 from raypipe.device.mixing import mixed_cross_entropy, soft_targets
 from raypipe.device.modules import PLAIN, normalization_of
 from raypipe.device.prefetcher import Batch, on_device
-from raypipe.device.targets import kept_keypoints
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import LABEL, MicroBatch

@@ -26,14 +26,14 @@ from pictures import picture
 from simulated_cuda import CUDA, Cuda
 from tiers import is_soak
 
-import raypipe.device.decode
+import raypipe.device.decoders
 import raypipe.device.prefetcher
 import raypipe.device.ring
-from raypipe.device.decode import BoxDecoder, DeviceDecoder
+from raypipe.device.decoders import BoxDecoder, DeviceDecoder
 from raypipe.errors import ConfigError
 from raypipe.kernel import yuv420
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.encoded_map import DATA, MAP, Box
+from raypipe.transform.encoded_map import DATA, MAP, CropBox
 from raypipe.transform.fields import MicroBatch
 
 NAMES = ("ring", "decode", "prefetcher")
@@ -102,7 +102,7 @@ def host_batch(
         "label": rng.integers(0, 1 << 40, size),
     }
     if has_planes:
-        fields["image"], fields["chroma.image"] = yuv420.planes(fields["image"])
+        fields["image"], fields["chroma.image"] = yuv420.numpy_planes(fields["image"])
     weight, index = rng.random(size, np.float32), np.arange(size)
     if targets:
         fields |= {"mask": rng.integers(0, 256, (size, 4, 5), dtype=np.uint8)}
@@ -308,7 +308,7 @@ def nvjpeg(cuda: Cuda) -> BoxDecoder:
     own, by_host = torch.cuda.Stream(CUDA), by_libjpeg(torch.device("cpu"))
 
     def decode_boxes(
-        images: list[torch.Tensor], boxes: list[Box]
+        images: list[torch.Tensor], boxes: list[CropBox]
     ) -> list[torch.Tensor | None]:
         found = list[Any]()
         for image in by_host(images, boxes):

@@ -10,7 +10,7 @@ import torch
 from eager_cuda import HAS_CUDA
 from encoded import by_libjpeg, decoded, encoded, saved
 
-from raypipe.device import decode
+from raypipe.device import decoders
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
@@ -20,7 +20,7 @@ from raypipe.transform.fields import MicroBatch
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
 CUDA = torch.device("cuda")
-LIBRARIES = dict(decode.LIBRARIES)
+LIBRARIES = dict(decoders.LIBRARIES)
 
 
 @pytest.fixture(autouse=True, params=LIBRARIES if HAS_CUDA else ["pretended"])
@@ -29,7 +29,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if HAS_CUDA:
         pytest.importorskip(request.param)
     libraries = {request.param: LIBRARIES.get(request.param, by_libjpeg)}
-    monkeypatch.setattr(decode, "LIBRARIES", libraries)
+    monkeypatch.setattr(decoders, "LIBRARIES", libraries)
     return request.param
 
 
@@ -98,7 +98,7 @@ def test_damaged_images_take_neither_the_others_nor_the_device_along() -> None:
 
 
 def test_batches_of_the_ring_have_the_images_that_were_decoded() -> None:
-    decoder = decode.DeviceDecoder(CUDA)
+    decoder = decoders.DeviceDecoder(CUDA)
 
     def batches() -> Iterator[MicroBatch]:
         for step in range(8):
@@ -110,7 +110,7 @@ def test_batches_of_the_ring_have_the_images_that_were_decoded() -> None:
                 batch.fields,
             )
 
-    def decode_images(host: MicroBatch) -> tuple[MicroBatch, decode.Decoded]:
+    def decode_images(host: MicroBatch) -> tuple[MicroBatch, decoders.Decoded]:
         others = {
             name: values
             for name, values in host.fields.items()
@@ -133,24 +133,24 @@ def test_a_device_without_a_decoder_is_told_with_each_reason(
     def missing(_: torch.device) -> None:
         raise ImportError("no such module")
 
-    def wrong(device: torch.device) -> decode.BoxDecoder:
+    def wrong(device: torch.device) -> decoders.BoxDecoder:
         return lambda images, boxes: [
             torch.zeros((3, 16, 24), dtype=torch.uint8, device=device)
         ]
 
-    monkeypatch.setattr(decode, "LIBRARIES", {"one": missing, "other": wrong})
+    monkeypatch.setattr(decoders, "LIBRARIES", {"one": missing, "other": wrong})
     with pytest.raises(
         ConfigError,
         match=r"one: no such module; other: its pixels .* transform\.decode='cpu'",
     ):
-        decode.DeviceDecoder(CUDA)
+        decoders.DeviceDecoder(CUDA)
 
 
 def test_groups_are_limited_by_the_pixels_of_the_largest() -> None:
     pixels = {0: 10, 1: 4, 2: 9, 3: 8, 4: 100}
-    assert [*decode._groups(pixels, 30, are_padded=True)] == [[1, 3], [2, 0], [4]]
-    assert [*decode._groups(pixels, 22)] == [[1, 3, 2], [0], [4]]
+    assert [*decoders._groups(pixels, 30, are_padded=True)] == [[1, 3], [2, 0], [4]]
+    assert [*decoders._groups(pixels, 22)] == [[1, 3, 2], [0], [4]]
     assert (
-        np.prod([len(group) for group in decode._groups(pixels, 0, are_padded=True)])
+        np.prod([len(group) for group in decoders._groups(pixels, 0, are_padded=True)])
         == 1
     )

@@ -51,7 +51,7 @@ def test_the_kernel_equals_the_reference_and_writes_its_slots_alone(simd: None) 
         job = Job(np.empty((0, 2), np.int32), np.empty((3, 0), np.int64), luma, chroma)
         assert kernel.run([None, image, None], [job])[1] == DONE
         assert (luma[::2] == 77).all() and (chroma[::2] == 77).all()
-        expected = yuv420.planes(image)
+        expected = yuv420.numpy_planes(image)
         assert np.array_equal(luma[1], expected[0]) and np.array_equal(
             chroma[1], expected[1]
         )
@@ -83,11 +83,11 @@ def test_slots_that_do_not_fit_are_refused() -> None:
 def test_all_colors_are_near_and_those_without_a_color_are_the_same() -> None:
     levels = np.array([0, 1, 2, 63, 64, 127, 128, 129, 200, 254, 255], np.uint8)
     colors = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(-1, 1, 1, 3)
-    back = yuv420.rgb(*yuv420.planes(colors))
+    back = yuv420.rgb(*yuv420.numpy_planes(colors))
     assert np.abs(back.astype(int) - colors).max() <= 2
     gray = (colors == colors[..., :1]).all(-1)
     assert np.array_equal(back[gray], colors[gray])
-    luma, chroma = yuv420.planes(colors)
+    luma, chroma = yuv420.numpy_planes(colors)
     assert (
         luma.max() == 255
         and luma.min() == 0
@@ -99,7 +99,7 @@ def test_all_colors_are_near_and_those_without_a_color_are_the_same() -> None:
 def test_an_odd_side_is_an_even_one_whose_last_pixels_are_there_twice() -> None:
     image = noise(np.random.default_rng(1), 7, 9)
     even = np.pad(image, ((0, 1), (0, 1), (0, 0)), "edge")
-    (luma, chroma), expected = yuv420.planes(image), yuv420.planes(even)
+    (luma, chroma), expected = yuv420.numpy_planes(image), yuv420.numpy_planes(even)
     assert np.array_equal(chroma, expected[1]) and np.array_equal(
         luma, expected[0][:7, :9]
     )
@@ -111,7 +111,7 @@ def test_crops_of_several_views_are_each_by_themselves() -> None:
     luma, chroma = kernel.planes(images)
     assert luma.shape == (2, 3, 8, 7, 1) and chroma.shape == (2, 3, 4, 4, 2)
     for at in np.ndindex(2, 3):
-        one = yuv420.planes(images[at])
+        one = yuv420.numpy_planes(images[at])
         assert np.array_equal(luma[at], one[0]) and np.array_equal(chroma[at], one[1])
 
 
@@ -122,7 +122,7 @@ def test_a_smooth_picture_of_4_2_0_loses_next_to_nothing() -> None:
         pixels = cv2.resize(small, (320, 240), interpolation=cv2.INTER_CUBIC)
         image = decode(simplejpeg.encode_jpeg(pixels, 90, "RGB", "420"))
         differences.append(
-            np.abs(yuv420.rgb(*yuv420.planes(image)).astype(int) - image)
+            np.abs(yuv420.rgb(*yuv420.numpy_planes(image)).astype(int) - image)
         )
     difference = np.concatenate(differences)
     assert difference.mean() < 1.5 and np.quantile(difference, 0.999) < 12

@@ -31,7 +31,7 @@ import raypipe
 import raypipe.stores
 from raypipe.stores.arrow_columns import is_target
 from raypipe.stores.record import COLUMN_TYPES
-from raypipe.transform.fields import Kind
+from raypipe.transform.fields import FieldKind
 from raypipe.transform.targets import TARGETS
 
 NUM_INPUTS = {
@@ -139,7 +139,7 @@ def test_every_column_and_target_has_damaged_values_in_every_format() -> None:
     found: dict[str, set[str]] = {}
     for case in cases():
         found.setdefault(case.store, set()).add(case.form.split(",")[0])
-    kinds = {*get_args(Kind), *TARGETS}
+    kinds = {*get_args(FieldKind), *TARGETS}
     with_columns = {store for store, kinds_of in found.items() if "text" in kinds_of}
     assert with_columns == {"lmdb", "parquet", "tar"}
     for store in with_columns:

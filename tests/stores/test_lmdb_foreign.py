@@ -32,7 +32,7 @@ import raypipe
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Store
-from raypipe.stores.lmdb_values import READERS, find_layout, keys_in, kind_of
+from raypipe.stores.lmdb_values import READERS, find_layout, keys_in, value_kind
 from raypipe.transform.decode import decode
 
 IMAGES = [picture(number) for number in range(12)]
@@ -170,10 +170,10 @@ def test_keys_that_are_numbers_come_in_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_old_versions_of_pyarrow_wrote_is_read(version: str) -> None:
     value = memoryview(zlib.decompress(base64.b85decode(VERSIONS[version])))
-    assert kind_of(value) == "pyarrow"
+    assert value_kind(value) == "pyarrow"
     image, label = find_layout("pyarrow", value, "label").read(value)
     assert (image, label) == (b"\x89PNG\r\n\x1a\nabc", 3)
-    assert kind_of(arrow_serialized((b"\x89PNG\r\n\x1a\nabc", 3))) == "pyarrow"
+    assert value_kind(arrow_serialized((b"\x89PNG\r\n\x1a\nabc", 3))) == "pyarrow"
 
 
 def test_caffes_datums(tmp_path: Path) -> None:
@@ -479,7 +479,7 @@ def test_noise_in_a_value_raises_value_errors_alone(kind: str) -> None:
         for place in rng.integers(0, len(whole), int(rng.integers(1, 4))).tolist():
             damaged[place] = int(rng.integers(256))
         content = memoryview(bytes(damaged[: int(rng.integers(1, len(whole) + 1))]))
-        kind_of(content)
+        value_kind(content)
         keys_in(content, may_unpickle=True)
         if kind in READERS:
             try:

@@ -18,7 +18,7 @@ from raypipe.stores import folder as folder_module
 from raypipe.stores import open_store
 from raypipe.stores.base import name_of
 from raypipe.stores.folder import FolderStore
-from raypipe.stores.memory_tree import File, MemoryTree
+from raypipe.stores.memory_tree import MemoryTree, TreeFile
 
 NAMES = [
     *(
@@ -136,7 +136,7 @@ def test_a_listing_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]
     found = MemoryTree(missing=0)
     for path, num_bytes in itertools.chain.from_iterable(paths):
-        found.add(path, File(num_bytes))
+        found.add(path, TreeFile(num_bytes))
     monkeypatch.setattr(folder_module, "_list_objects", lambda address: found)
     store = FolderStore("s3://bucket/train")
     assert len(store) == 100_000

@@ -109,7 +109,7 @@ def test_a_batch_has_the_images_of_the_rgb_wire_but_for_their_color(
         for name, image in images_of(batch).items():
             of_rgb = images_of(other)[name]
             assert np.array_equal(image, expected[name])
-            assert np.array_equal(image, yuv420.rgb(*yuv420.planes(of_rgb))), (
+            assert np.array_equal(image, yuv420.rgb(*yuv420.numpy_planes(of_rgb))), (
                 "padding is black"
             )
 

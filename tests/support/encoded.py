@@ -13,11 +13,11 @@ from micro_batches import run, samples_of, transform_of
 from PIL import Image
 
 from raypipe.config import TransformConfig
-from raypipe.device.decode import BoxDecoder, Decoded, DeviceDecoder
+from raypipe.device.decoders import BoxDecoder, Decoded, DeviceDecoder
 from raypipe.device.ring import hand_over
 from raypipe.errors import SampleError
 from raypipe.transform.decode import decode
-from raypipe.transform.encoded_map import DATA, MAP, Box
+from raypipe.transform.encoded_map import DATA, MAP, CropBox
 from raypipe.transform.fields import MicroBatch, Ragged
 
 
@@ -67,7 +67,7 @@ def by_libjpeg(device: torch.device) -> BoxDecoder:
     """A library of a pretended device: fails as a whole for a damaged JPEG, as torchvision does."""
 
     def decode_boxes(
-        images: list[torch.Tensor], boxes: list[Box]
+        images: list[torch.Tensor], boxes: list[CropBox]
     ) -> list[torch.Tensor | None]:
         try:
             whole = [decode(image.numpy().data) for image in images]

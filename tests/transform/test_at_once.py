@@ -209,7 +209,7 @@ def test_planes_are_those_of_the_images(name: str) -> None:
     for field in images.keys() - expected.keys():
         content, shape = images[field]
         for plane, of_image in zip(
-            yuv420.planes(np.frombuffer(content, np.uint8).reshape(shape)),
+            yuv420.numpy_planes(np.frombuffer(content, np.uint8).reshape(shape)),
             PLANES,
             strict=True,
         ):

@@ -10,7 +10,7 @@ import pytest
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.memory import MemoryStore
-from raypipe.transform.targets import check_columns, decode_boxes
+from raypipe.transform.targets import check_target_columns, decode_boxes
 
 CORNERS = [[1, 2, 5, 8, 3], [0, 0, 4, 4, 0]]
 SIZES = [[1, 2, 4, 6], [0, 0, 4, 4]]
@@ -86,4 +86,4 @@ def test_a_part_of_a_struct_of_boxes_is_told_with_the_whole() -> None:
         ConfigError,
         match=r"name the column that has the labels next to 'bbox' too, 'objects'",
     ):
-        check_columns(store, {"boxes": "objects.bbox"})
+        check_target_columns(store, {"boxes": "objects.bbox"})

@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
-from raypipe.transform.draws import KeyedGenerator
+from raypipe.transform.keys import KeyedGenerator
 from raypipe.transform.sample_transform import SampleTransform
 
 KEYS = [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10)]

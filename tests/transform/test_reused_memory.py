@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pyarrow as pa
 
-from raypipe.transform.memory import reused_arrays, reused_memory
+from raypipe.transform.block_memory import reused_arrays, reused_memory
 
 NUM_BYTES = 3 * 700 * 700 * 3
 

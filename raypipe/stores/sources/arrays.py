@@ -20,7 +20,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
-from raypipe.stores.sources.base import (
+from raypipe.stores.sources.source import (
     MAX_CHUNK_BYTES,
     Asked,
     Source,
@@ -39,7 +39,7 @@ _ENCODED_BYTES = 1 << 20  # a guess, for rows whose sizes differ
 
 
 @dataclass(frozen=True)
-class Rows:
+class ArrayRows:
     """An array of a file.
 
     Attributes:
@@ -69,7 +69,7 @@ class Rows:
 
 
 def arrays_source(
-    where: str, arrays: Mapping[str, Rows], asked: Asked, word: str
+    where: str, arrays: Mapping[str, ArrayRows], asked: Asked, word: str
 ) -> Source:
     """Return the samples of arrays by name.
 
@@ -115,7 +115,7 @@ def arrays_source(
 
 
 def _samples(
-    where: str, columns: Mapping[str, Rows], as_hwc: tuple[int, ...]
+    where: str, columns: Mapping[str, ArrayRows], as_hwc: tuple[int, ...]
 ) -> Iterator[dict[str, Any]]:
     row_bytes = sum(rows.row_bytes for rows in columns.values())
     num_rows = columns["image"].num
@@ -136,7 +136,7 @@ def _samples(
             yield sample
 
 
-def _value(column: str, rows: Rows, value: Any) -> Any:
+def _value(column: str, rows: ArrayRows, value: Any) -> Any:
     if rows.kind == "bytes":
         return bytes(value)
     if rows.kind == "text":
@@ -148,13 +148,13 @@ def _value(column: str, rows: Rows, value: Any) -> Any:
     return np.asarray(value).reshape(_row_shape(column, rows))[()]
 
 
-def _row_shape(column: str, rows: Rows) -> tuple[int, ...]:
+def _row_shape(column: str, rows: ArrayRows) -> tuple[int, ...]:
     """Return the shape of a column's values; a label of one number is a number."""
     shape = rows.shape[1:]
     return () if column == "label" and math.prod(shape) == 1 else shape
 
 
-def _axes_of(where: str, name: str, images: Rows) -> tuple[int, ...]:
+def _axes_of(where: str, name: str, images: ArrayRows) -> tuple[int, ...]:
     """Return the order of axes that makes pixels (H, W, C); empty if they are so, or are encoded."""
     shape = images.shape
     if images.kind == "bytes" and len(shape) == 1:
@@ -177,7 +177,7 @@ def _axes_of(where: str, name: str, images: Rows) -> tuple[int, ...]:
 
 
 def _names_of(
-    where: str, arrays: Mapping[str, Rows], asked: Asked, word: str
+    where: str, arrays: Mapping[str, ArrayRows], asked: Asked, word: str
 ) -> dict[str, str]:
     """Return `image`, and `label` if there is one, → the name of its array.
 

@@ -15,8 +15,8 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import regular_path
-from raypipe.stores.sources.arrays import Rows, arrays_source
-from raypipe.stores.sources.base import Asked, Source, explained, library, opened
+from raypipe.stores.sources.arrays import ArrayRows, arrays_source
+from raypipe.stores.sources.source import Asked, Source, explained, library, opened
 
 
 def open_hdf5(address: str, asked: Asked) -> Source:
@@ -32,7 +32,7 @@ def open_hdf5(address: str, asked: Asked) -> Source:
                 content, "r", **({} if is_remote(address) else {"locking": False})
             )
         )
-        arrays: dict[str, Rows] = {}
+        arrays: dict[str, ArrayRows] = {}
 
         def note(name: str, found: Any) -> None:
             if isinstance(found, h5py.Dataset):
@@ -48,27 +48,27 @@ def open_hdf5(address: str, asked: Asked) -> Source:
     return Source(samples(), None, source.num_samples, source.arrays)
 
 
-def _rows(h5py: Any, found: Any) -> Rows:
+def _rows(h5py: Any, found: Any) -> ArrayRows:
     dtype = found.dtype
     shape = found.shape or ()
     text = h5py.check_string_dtype(dtype)
     if found.is_virtual or found.external:
-        return Rows("in other files", shape, None, _unread)
+        return ArrayRows("in other files", shape, None, _unread)
     if text is not None and len(shape) == 1:
         kind = "bytes" if text.encoding == "ascii" else "text"
-        return Rows(kind, shape, None, lambda start, stop: found[start:stop])
+        return ArrayRows(kind, shape, None, lambda start, stop: found[start:stop])
     if h5py.check_vlen_dtype(dtype) == np.uint8 or (
         dtype.kind == "V" and dtype.names is None
     ):
-        return Rows(
+        return ArrayRows(
             "bytes",
             shape,
             None,
             lambda start, stop: [row.tobytes() for row in found[start:stop]],
         )
     if dtype.kind in "biuf":
-        return Rows("numbers", shape, dtype, lambda start, stop: found[start:stop])
-    return Rows(f"{dtype} values", shape, None, _unread)
+        return ArrayRows("numbers", shape, dtype, lambda start, stop: found[start:stop])
+    return ArrayRows(f"{dtype} values", shape, None, _unread)
 
 
 def _unread(start: int, stop: int) -> Any:

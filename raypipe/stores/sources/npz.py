@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.stores.sources.arrays import Rows, arrays_source
-from raypipe.stores.sources.base import Asked, Source, explained, opened
+from raypipe.stores.sources.arrays import ArrayRows, arrays_source
+from raypipe.stores.sources.source import Asked, Source, explained, opened
 
 _MAX_HEADER_BYTES = 10_000  # numpy's own default
 
@@ -41,22 +41,22 @@ def open_npz(address: str, asked: Asked) -> Source:
     return Source(samples(), None, source.num_samples, source.arrays)
 
 
-def _rows(address: str, name: str, file: Any) -> Rows:
+def _rows(address: str, name: str, file: Any) -> ArrayRows:
     version = np.lib.format.read_magic(file)
     readers = {
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,
     }
     if version not in readers:
-        return Rows(
+        return ArrayRows(
             "named fields", (), None, partial(_values, file, np.dtype("u1"), ())
         )
     shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
     read = partial(_values, file, dtype, shape[1:])
     if dtype.hasobject:
-        return Rows("a pickle", shape, None, read)
+        return ArrayRows("a pickle", shape, None, read)
     if fortran and len(shape) > 1:
-        return Rows(
+        return ArrayRows(
             "stored with the first axis innermost (save np.ascontiguousarray of it)",
             shape,
             None,
@@ -64,11 +64,11 @@ def _rows(address: str, name: str, file: Any) -> Rows:
         )
     if dtype.kind == "U":
         if len(shape) == 1:
-            return Rows("text", shape, dtype, read)
-        return Rows("text in rows", shape, None, read)
+            return ArrayRows("text", shape, dtype, read)
+        return ArrayRows("text in rows", shape, None, read)
     if dtype.kind == "S" and len(shape) == 1:
-        return Rows("bytes", shape, dtype, read)
-    return Rows(
+        return ArrayRows("bytes", shape, dtype, read)
+    return ArrayRows(
         "numbers" if dtype.kind in "biuf" else f"{dtype} values", shape, dtype, read
     )
 

@@ -10,8 +10,8 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import regular_path
-from raypipe.stores.sources.arrays import Rows, arrays_source
-from raypipe.stores.sources.base import Asked, Source, explained, opened
+from raypipe.stores.sources.arrays import ArrayRows, arrays_source
+from raypipe.stores.sources.source import Asked, Source, explained, opened
 
 
 def open_tensors(address: str, asked: Asked) -> Source:
@@ -56,18 +56,20 @@ def _remote(torch: Any, address: str) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _rows(torch: Any, tensor: Any) -> Rows:
+def _rows(torch: Any, tensor: Any) -> ArrayRows:
     shape = tuple(tensor.shape)
     if (
         tensor.layout != torch.strided
         or tensor.dtype == torch.bfloat16
         or tensor.is_complex()
     ):
-        return Rows(
+        return ArrayRows(
             f"{tensor.dtype} in the layout {tensor.layout}",
             shape,
             None,
             lambda start, stop: None,
         )
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-    return Rows("numbers", shape, dtype, lambda start, stop: tensor[start:stop].numpy())
+    return ArrayRows(
+        "numbers", shape, dtype, lambda start, stop: tensor[start:stop].numpy()
+    )

@@ -30,8 +30,8 @@ from raypipe.stores.class_folders import (
     refuse_files_of_images,
     tell_left_out,
 )
-from raypipe.stores.memory_tree import File, Link, MemoryTree
-from raypipe.stores.sources.base import Asked, Source, explained, opened
+from raypipe.stores.memory_tree import Link, MemoryTree, TreeFile
+from raypipe.stores.sources.source import Asked, Source, explained, opened
 from raypipe.stores.webdataset import (
     TEXT_SUFFIXES,
     Place,
@@ -178,7 +178,7 @@ def _tree_of(path: str, archive: zipfile.ZipFile) -> MemoryTree:
         ):
             tree.add(name, Link(os.fsdecode(_read(path, archive, member) or b"")))
         else:
-            tree.add(name, File(member))
+            tree.add(name, TreeFile(member))
     return tree
 
 

@@ -30,11 +30,16 @@ from raypipe.device.ring import new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
 from raypipe.metrics.timing import mark
 from raypipe.transform.decode import decode, encode_jpeg
-from raypipe.transform.encoded_map import Box, axis_columns, box_of_map, sides_of_map
+from raypipe.transform.encoded_map import (
+    CropBox,
+    axis_columns,
+    box_of_map,
+    sides_of_map,
+)
 from raypipe.transform.fields import Ragged
 from raypipe.transform.jpeg_header import is_for_nvjpeg, jpeg_orientation
 
-BoxDecoder = Callable[[list[torch.Tensor], list[Box]], list[torch.Tensor | None]]
+BoxDecoder = Callable[[list[torch.Tensor], list[CropBox]], list[torch.Tensor | None]]
 """JPEGs, each uint8 (n,) on the host, and a box of each → their pixels, uint8 (3, h, w), on the device, as stored;
 None: it cannot be decoded. RuntimeError: one of them cannot, and the others must be asked for again."""
 
@@ -193,7 +198,7 @@ class DeviceDecoder:
         return pixels[top:bottom, left:right]
 
     def _by_device(
-        self, images: list[np.ndarray], boxes: list[Box]
+        self, images: list[np.ndarray], boxes: list[CropBox]
     ) -> list[torch.Tensor | None]:
         """The boxes of images; None where the device refuses one, which costs 2 log2(n) more calls."""
         if self.device.type == "cuda":
@@ -265,7 +270,7 @@ def _groups(
         yield group
 
 
-def _shape(box: Box) -> tuple[int, int]:
+def _shape(box: CropBox) -> tuple[int, int]:
     top, left, bottom, right = box
     return bottom - top, right - left
 
@@ -276,7 +281,7 @@ def _by_nvimagecodec(device: torch.device) -> BoxDecoder:
     params = codec.DecodeParams(apply_exif_orientation=False)
 
     def decode_boxes(
-        images: list[torch.Tensor], boxes: list[Box]
+        images: list[torch.Tensor], boxes: list[CropBox]
     ) -> list[torch.Tensor | None]:
         whole = [codec.CodeStream(image.numpy().tobytes()) for image in images]
         streams = [
@@ -299,7 +304,7 @@ def _by_torchvision(device: torch.device) -> BoxDecoder:
     operator = torch.ops.image.decode_jpegs_cuda
 
     def decode_boxes(
-        images: list[torch.Tensor], boxes: list[Box]
+        images: list[torch.Tensor], boxes: list[CropBox]
     ) -> list[torch.Tensor | None]:
         whole = operator(images, _RGB, device)
         return [

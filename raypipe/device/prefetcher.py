@@ -183,9 +183,9 @@ def on_device(
         source = iter(batches)
         try:
             for host in source:
-                rest, image = decode(host)
+                without_images, image = decode(host)
                 images.append(image)
-                yield rest
+                yield without_images
         finally:
             getattr(source, "close", lambda: None)()
 
@@ -193,9 +193,12 @@ def on_device(
         return [host.weight, *host.arrays().values()]
 
     def made(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
-        weight, *others = tensors
+        weight, *field_tensors = tensors
         batch = _batch(
-            host, seed_of, weight, _whole(dict(zip(host.arrays(), others, strict=True)))
+            host,
+            seed_of,
+            weight,
+            _whole(dict(zip(host.arrays(), field_tensors, strict=True))),
         )
         if decode is None:
             return batch

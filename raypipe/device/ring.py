@@ -295,11 +295,12 @@ class _Slot:
                     num_bytes, dtype=torch.uint8, device=self._device
                 )
         self.tensors = tuple(
-            _part(self.memory, *place) for place in zip(starts, arrays, strict=True)
+            _part(self.memory, *placement)
+            for placement in zip(starts, arrays, strict=True)
         )
-        for place in zip(starts, arrays, strict=True):
+        for placement in zip(starts, arrays, strict=True):
             # torch would warn of read-only arrays
-            np.copyto(_part(self._host, *place).numpy(), place[1])
+            np.copyto(_part(self._host, *placement).numpy(), placement[1])
         with self._backend.stream(self._stream):
             for event in self._consumed:
                 event.wait(self._stream)

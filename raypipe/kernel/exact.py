@@ -17,8 +17,8 @@ Floats = npt.NDArray[np.float64]
 # ln 2 and pi / 2 in parts of at most 33 bits, as fdlibm cuts them: a product with an integer below 2^20 is exact.
 _LN2 = (float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33"))
 _HALF_PI = tuple(
-    float.fromhex(part)
-    for part in ("0x1.921fb544p+0", "0x1.0b4611a6p-34", "0x1.3198a2e037073p-69")
+    float.fromhex(digits)
+    for digits in ("0x1.921fb544p+0", "0x1.0b4611a6p-34", "0x1.3198a2e037073p-69")
 )
 _LOG2_E = float.fromhex("0x1.71547652b82fep+0")
 _TWO_OVER_PI = float.fromhex("0x1.45f306dc9c883p-1")
@@ -34,11 +34,11 @@ def exp(x: npt.ArrayLike) -> Floats:
     exponent = np.asarray(x, np.float64)
     bounded = np.clip(exponent, -708.0, 709.0)
     num_halvings = np.rint(bounded * _LOG2_E)
-    rest = _without(bounded, num_halvings, _LN2)
+    remainder = _without(bounded, num_halvings, _LN2)
     return np.where(
         exponent < -708.0,
         0.0,
-        np.ldexp(_polynomial(_EXP, rest), num_halvings.astype(np.int32)),
+        np.ldexp(_polynomial(_EXP, remainder), num_halvings.astype(np.int32)),
     )
 
 
@@ -46,9 +46,9 @@ def sin_cos(x: npt.ArrayLike) -> tuple[Floats, Floats]:
     """Compute sine and cosine to 1e-15, for angles up to a million radians on either side of 0."""
     angle = np.asarray(x, np.float64)
     num_quarters = np.rint(angle * _TWO_OVER_PI)
-    rest = _without(angle, num_quarters, _HALF_PI)
-    square = rest * rest
-    sine = rest * _polynomial(_SIN, square)
+    remainder = _without(angle, num_quarters, _HALF_PI)
+    square = remainder * remainder
+    sine = remainder * _polynomial(_SIN, square)
     cosine = _polynomial(_COS, square)
     quarter = num_quarters.astype(np.int64) & 3
     swapped = (quarter & 1) == 1
@@ -60,8 +60,8 @@ def sin_cos(x: npt.ArrayLike) -> tuple[Floats, Floats]:
 
 def _without(x: Floats, num: Floats, parts: tuple[float, ...]) -> Floats:
     """Subtract a multiple of a constant that is given in parts."""
-    for part in parts:
-        x = x - num * part
+    for term in parts:
+        x = x - num * term
     return x
 
 

@@ -103,9 +103,9 @@ def planes(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     )
     if (run([*flat], [job]) != DONE).any():
         return yuv420.numpy_planes(images)
-    others = images.shape[:-3]
-    return luma.reshape(*others, *luma.shape[1:]), chroma.reshape(
-        *others, *chroma.shape[1:]
+    batch_shape = images.shape[:-3]
+    return luma.reshape(*batch_shape, *luma.shape[1:]), chroma.reshape(
+        *batch_shape, *chroma.shape[1:]
     )
 
 
@@ -182,8 +182,8 @@ def _decodes_alike(sampling: str) -> bool:
                 )
             except Exception:
                 return False
-            part = pixels[:, first : first + width]
-            if not np.array_equal(part, whole[top : top + height, left : left + width]):
+            crop = pixels[:, first : first + width]
+            if not np.array_equal(crop, whole[top : top + height, left : left + width]):
                 return False
     return True
 

@@ -54,13 +54,15 @@ def motion_kernels(
     is_point = number < side[:, None]
     places = [
         np.clip(
-            np.rint(half[:, None] + part[:, None] * along + moved[:, axis : axis + 1]),
+            np.rint(
+                half[:, None] + component[:, None] * along + moved[:, axis : axis + 1]
+            ),
             0,
             side[:, None] - 1,
         )
-        for axis, part in enumerate((cos, sin))
+        for axis, component in enumerate((cos, sin))
     ]
-    column, row = (place.astype(np.int64) for place in places)
+    column, row = (coordinate.astype(np.int64) for coordinate in places)
     is_set = np.zeros((len(side), MAX_FILTER**2 + 1), bool)
     is_set[
         np.arange(len(side))[:, None],

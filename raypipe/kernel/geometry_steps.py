@@ -60,12 +60,14 @@ class RandomResizedCrop(_Resizing):
         if failed.size:
             boxes[failed] = self._central(sizes[failed])
             tries = u[failed, 2 : 2 * self._NUM_TRIES]
-            others, fit = self._boxes(
+            tried_boxes, fit = self._boxes(
                 tries[:, ::2], tries[:, 1::2], sizes[failed][:, None]
             )
             first = fit.argmax(axis=1)
             any_fits = fit.any(axis=1)
-            boxes[failed[any_fits]] = others[np.arange(len(failed)), first][any_fits]
+            boxes[failed[any_fits]] = tried_boxes[np.arange(len(failed)), first][
+                any_fits
+            ]
             central = failed[~any_fits]
         starts = integers(u[:, -2:], 0, sizes - boxes)
         if failed.size:

@@ -75,23 +75,26 @@ class Program:
         """
         params = np.empty((len(keys), self.num_params), np.int64)
         u = uniforms(keys, self._num_uniforms)
-        sizes, column, place = sizes.astype(np.int64), 0, 0
+        sizes, column, uniform_column = sizes.astype(np.int64), 0, 0
         for step in self.steps:
-            applies = u[:, place] < step.p
+            applies = u[:, uniform_column] < step.p
             parts = iter(
-                step.draw(u[:, place + 1 : place + 1 + step.num_uniforms], sizes)
+                step.draw(
+                    u[:, uniform_column + 1 : uniform_column + 1 + step.num_uniforms],
+                    sizes,
+                )
             )
-            place += 1 + step.num_uniforms
+            uniform_column += 1 + step.num_uniforms
             resized = sizes
             for op in step.ops:
                 params[:, column] = applies
                 first = column = column + 1
                 while column < first + step.num_params(op):
-                    part = next(parts)
+                    values = next(parts)
                     columns = (
-                        part[:, None]
-                        if isinstance(part, np.ndarray) and part.ndim == 1
-                        else part
+                        values[:, None]
+                        if isinstance(values, np.ndarray) and values.ndim == 1
+                        else values
                     )
                     if isinstance(columns, np.ndarray):
                         width = columns.shape[1]

@@ -64,11 +64,11 @@ def _resize_cubic(image: np.ndarray, height: int, width: int) -> np.ndarray:
 def _cubic_taps(source: int, result: int) -> tuple[np.ndarray, np.ndarray]:
     """Source positions and int32 coefficients, (4, result) each: floats as OpenCV rounds them, A = -0.75."""
     scale = 1.0 / (result / source)
-    place = ((np.arange(result) + 0.5) * scale - 0.5).astype(np.float32)
-    first = np.floor(place)
+    coordinate = ((np.arange(result) + 0.5) * scale - 0.5).astype(np.float32)
+    first = np.floor(coordinate)
     one = np.float32(1)
     a = np.float32(-0.75)
-    x = place - first
+    x = coordinate - first
     y = one - x
     five, eight, four, two, three = (np.float32(number) for number in (5, 8, 4, 2, 3))
     c0 = ((a * (x + one) - five * a) * (x + one) + eight * a) * (x + one) - four * a
@@ -133,7 +133,9 @@ def affine(image: np.ndarray, params: Params) -> np.ndarray:
 
     if interpolation == NEAREST:
         return neighbors(0, 0)
-    fx, fy = ((at >> 22 & 1023).astype(np.int32)[:, :, None] for at in (x, y))
+    fx, fy = (
+        (coordinate >> 22 & 1023).astype(np.int32)[:, :, None] for coordinate in (x, y)
+    )
     above = neighbors(0, 0) * (1024 - fx) + neighbors(1, 0) * fx
     below = neighbors(0, 1) * (1024 - fx) + neighbors(1, 1) * fx
     return ((above * (1024 - fy) + below * fy + (1 << 19)) >> 20).astype(np.uint8)
@@ -147,7 +149,7 @@ def dropout(image: np.ndarray, params: Params) -> np.ndarray:
     image = image.copy()
     for hole in range(num):
         top, left, bottom, right = (
-            max(0, at) for at in params[4 + 4 * hole : 8 + 4 * hole]
+            max(0, edge) for edge in params[4 + 4 * hole : 8 + 4 * hole]
         )
         image[top:bottom, left:right] = np.array(params[:3], np.uint8)
     return image
@@ -167,26 +169,30 @@ OPERATIONS: dict[int, Operation] = {
 
 def apply_all(image: np.ndarray, ops: np.ndarray, params: np.ndarray) -> np.ndarray:
     """Carry out a program on one image: ops int32 (n, 2), params int64 (P,), see `raypipe.kernel.ops`."""
-    for code, at in ops.tolist():
-        if params[at]:
+    for code, offset in ops.tolist():
+        if params[offset]:
             check_params(code in OPERATIONS, "code")
-            image = OPERATIONS[code](image, params[at + 1 :].tolist())
+            image = OPERATIONS[code](image, params[offset + 1 :].tolist())
     return np.ascontiguousarray(image)
 
 
-def _border_at(at: np.ndarray, side: int, border: int) -> np.ndarray:
+def _border_at(coordinate: np.ndarray, side: int, border: int) -> np.ndarray:
     """Return where pixels beyond the image come from, as cv2.borderInterpolate has it; -1 = the constant."""
     if border == _CONSTANT:
-        return np.where((at >= 0) & (at < side), at, -1)
+        return np.where((coordinate >= 0) & (coordinate < side), coordinate, -1)
     if border == _REPLICATE:
-        return at.clip(0, side - 1)
+        return coordinate.clip(0, side - 1)
     if border == _WRAP:
-        return at % side
+        return coordinate % side
     if side == 1:
-        return np.zeros_like(at)
+        return np.zeros_like(coordinate)
     period = 2 * side - (0 if border == _REFLECT else 2)
-    at = at % period
-    return np.where(at < side, at, period - at - (1 if border == _REFLECT else 0))
+    coordinate = coordinate % period
+    return np.where(
+        coordinate < side,
+        coordinate,
+        period - coordinate - (1 if border == _REFLECT else 0),
+    )
 
 
 def _pixels_at(

@@ -111,10 +111,12 @@ def gray(image: np.ndarray, params: Params) -> np.ndarray:
 def table(image: np.ndarray, params: Params) -> np.ndarray:
     """SOLARIZE: invert values from a threshold on; POSTERIZE: keep the bits of a mask for each channel."""
     kind, *numbers = params[:4]
-    most = (256 if kind == SOLARIZE else 255, 255, 255)
+    limits = (256 if kind == SOLARIZE else 255, 255, 255)
     check_params(kind in (SOLARIZE, POSTERIZE), "kind")
     check_params(
-        all(0 <= number <= limit for number, limit in zip(numbers, most, strict=True)),
+        all(
+            0 <= number <= limit for number, limit in zip(numbers, limits, strict=True)
+        ),
         "threshold or mask",
     )
     if kind == SOLARIZE:

@@ -32,15 +32,17 @@ def is_seekable(data: bytes) -> bool:
 def _find_checksum(data: bytes | memoryview) -> int | None:
     """Return where the checksum begins; None: it is not a seekable JPEG. Half of the tag may be damaged."""
     for segment in _SEGMENTS:
-        at = segment + 4
-        if 2 * sum(map(operator.eq, data[at : at + len(_TAG)], _TAG)) >= len(_TAG):
-            return at + len(_TAG)
+        tag_start = segment + 4
+        if 2 * sum(
+            map(operator.eq, data[tag_start : tag_start + len(_TAG)], _TAG)
+        ) >= len(_TAG):
+            return tag_start + len(_TAG)
     return None
 
 
-def _checksum(data: bytes | memoryview, at: int) -> bytes:
+def _checksum(data: bytes | memoryview, start: int) -> bytes:
     """CRC-32 of all but the checksum."""
     view = memoryview(data)
-    return zlib.crc32(view[at + _CHECKSUM_BYTES :], zlib.crc32(view[:at])).to_bytes(
-        _CHECKSUM_BYTES, "big"
-    )
+    return zlib.crc32(
+        view[start + _CHECKSUM_BYTES :], zlib.crc32(view[:start])
+    ).to_bytes(_CHECKSUM_BYTES, "big")

@@ -30,20 +30,20 @@ _TO_CHROMA = np.array([[-5529, -10855, 16384], [16384, -13720, -2664]], np.int32
 
 def chroma_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of chroma, (…, H/2, W/2, 2), by that of luma or of the image, (…, H, W, C)."""
-    *others, height, width, _ = shape
-    return *others, -(-height // 2), -(-width // 2), 2
+    *batch_shape, height, width, _ = shape
+    return *batch_shape, -(-height // 2), -(-width // 2), 2
 
 
 def numpy_planes(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Luma (…, H, W, 1) and chroma (…, H/2, W/2, 2) of images, uint8 (…, H, W, 3)."""
     luma = (image @ _TO_Y + (1 << (ONE_BITS - 1))) >> ONE_BITS
-    *others, height, width, _ = image.shape
+    *batch_shape, height, width, _ = image.shape
     rows = np.arange(height + height % 2)
     columns = np.arange(width + width % 2)
     even = image[
         ..., rows.clip(max=height - 1)[:, None], columns.clip(max=width - 1), :
     ]
-    sums = even.reshape(*others, len(rows) // 2, 2, len(columns) // 2, 2, 3).sum(
+    sums = even.reshape(*batch_shape, len(rows) // 2, 2, len(columns) // 2, 2, 3).sum(
         (-4, -2), dtype=np.int32
     )
     bits = ONE_BITS + 2

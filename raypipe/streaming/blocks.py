@@ -62,7 +62,9 @@ def cut(
         ranks: R.
         sizes: k of each split.
     """
-    for (split, _), segment in groupby(places, key=lambda at: (at.split, at.epoch)):
+    for (split, _), segment in groupby(
+        places, key=lambda position: (position.split, position.epoch)
+    ):
         while of_round := list(islice(segment, ranks * sizes[split])):
             yield from (of_round[rank::ranks] for rank in range(ranks))
 

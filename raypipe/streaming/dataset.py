@@ -134,8 +134,8 @@ def _part_of(plan: Plan, epoch: int | None, split: Split, first_step: int) -> Pl
 
 def _check_names(spec: StreamSpec) -> None:
     """Raise ConfigError for a column that has the name of another entry."""
-    others = {*_PLACE, LABEL, "image", *spec.transform.target_columns}
-    if clash := others & spec.columns.types.keys():
+    entry_names = {*_PLACE, LABEL, "image", *spec.transform.target_columns}
+    if clash := entry_names & spec.columns.types.keys():
         raise ConfigError(
             f"raypipe.dataset: column {min(clash)!r} has the name of an entry: rename it"
         )
@@ -162,16 +162,16 @@ class SampleWorker:
 
 def samples_of(batch: MicroBatch, channels_first: bool = False) -> dict[str, Any]:
     """Return the columns of a micro-batch's samples: arrays (B, …), or lists of B values."""
-    batch, place = batch.in_rgb(), batch.position
+    batch, position = batch.in_rgb(), batch.position
     columns: dict[str, Any] = {}
     for name, values in batch.fields.items():
-        group, _, rest = name.partition(".")
-        columns[rest if group in (COLUMN, VIEW) else name] = _column(
+        group, _, column_name = name.partition(".")
+        columns[column_name if group in (COLUMN, VIEW) else name] = _column(
             name, values, channels_first
         )
     columns |= {"index": batch.index, "weight": batch.weight}
     for name in ("epoch", "step", "micro"):
-        columns[name] = np.full(len(batch.index), getattr(place, name), np.int64)
+        columns[name] = np.full(len(batch.index), getattr(position, name), np.int64)
     return columns
 
 

@@ -83,18 +83,18 @@ class Decoding:
             record_bad(self._spec.quarantine, batch.position, bad_of_batch)
         found_here = [sample for sample in bad_of_batch if sample.index in bad]
         self._budget.spend(found_here, len(batch.index))
-        others = {
+        remaining = {
             name: values
             for name, values in batch.fields.items()
             if name not in (DATA, MAP)
         }
-        return replace(batch, fields=others), decoded
+        return replace(batch, fields=remaining), decoded
 
     def to_pixels(self, batch: MicroBatch) -> MicroBatch:
         """The micro-batch with its images in host memory, as a stream without `decode: device` has it."""
-        rest, decoded = self(batch)
+        without_image, decoded = self(batch)
         image = np.ascontiguousarray(decoded.image.permute(0, 2, 3, 1).cpu().numpy())
-        return replace(rest, fields={IMAGE: image, **rest.fields})
+        return replace(without_image, fields={IMAGE: image, **without_image.fields})
 
     def _made_again(
         self, position: MicroBatchId, bad: dict[int, str]

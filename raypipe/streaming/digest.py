@@ -210,17 +210,17 @@ class DigestFile:
         )
 
 
-def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
+def compare(expected: DigestFile, actual: DigestFile) -> dict[str, Any]:
     """Compare two streams over the micro-batches that both have.
 
     Returns:
         `equal`, `compared`, `different` (how many), `first_different` (None = all are equal), and `settings` that
-        differ, name → [the expected stream's, the found one's].
+        differ, name → [the expected stream's, the actual one's].
 
     Raises:
         ConfigError: the streams have no micro-batch in common.
     """
-    both = [name for name in found.micro_batches if name in expected.micro_batches]
+    both = [name for name in actual.micro_batches if name in expected.micro_batches]
     if not both:
         raise ConfigError(
             f"nothing to compare: {expected.address} and this stream cover different steps (see "
@@ -229,11 +229,11 @@ def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
     different = [
         name
         for name in both
-        if found.micro_batches[name] != expected.micro_batches[name]
+        if actual.micro_batches[name] != expected.micro_batches[name]
     ]
-    names = dict.fromkeys([*expected.settings, *found.settings])
+    names = dict.fromkeys([*expected.settings, *actual.settings])
     values = {
-        name: [expected.settings.get(name), found.settings.get(name)] for name in names
+        name: [expected.settings.get(name), actual.settings.get(name)] for name in names
     }
     return {
         "equal": not different,

@@ -57,10 +57,12 @@ def inline_batches(
     """
     maker = maker or MicroBatchMaker(spec)
     places = (
-        at for at in spec.plan.micro_batches(cursor) if at.micro % world_size == rank
+        position
+        for position in spec.plan.micro_batches(cursor)
+        if position.micro % world_size == rank
     )
     if maker.draws_globally or not spec.pool.max_actors:
-        return (maker.batch(at) for at in places)
+        return (maker.batch(position) for position in places)
     return _by_threads(spec, maker, places)
 
 
@@ -77,20 +79,21 @@ def _by_threads(
     ):  # each with its own copy of the user's code, as actors have
         makers.put(MicroBatchMaker(replace(spec, transforms=copied(spec.transforms))))
 
-    def batch(at: MicroBatchId) -> MicroBatch:
+    def batch(position: MicroBatchId) -> MicroBatch:
         maker = makers.get()
         try:
-            return maker.batch(at)
+            return maker.batch(position)
         finally:
             makers.put(maker)
 
     pool = ThreadPoolExecutor(spec.pool.max_actors, "raypipe-inline")
     try:
         ahead = deque(
-            pool.submit(batch, at) for at in islice(places, 2 * spec.pool.max_actors)
+            pool.submit(batch, position)
+            for position in islice(places, 2 * spec.pool.max_actors)
         )
         while ahead:
             yield ahead.popleft().result()
-            ahead.extend(pool.submit(batch, at) for at in islice(places, 1))
+            ahead.extend(pool.submit(batch, position) for position in islice(places, 1))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -90,10 +90,10 @@ class LMDBDatasource(Datasource):
             )
         self._store = store
         self._columns = tuple(self._store.schema.names if columns is None else columns)
-        known = (*self._store.schema.names, *MADE_COLUMNS)
+        available = (*self._store.schema.names, *MADE_COLUMNS)
         for name in self._columns:
-            if name not in known:
-                raise ConfigError(missing(self._store.address, name, known))
+            if name not in available:
+                raise ConfigError(missing(self._store.address, name, available))
         if "class_name" in self._columns and not self._store.classes:
             raise ConfigError(
                 f"{self._store.address} has no class names: leave class_name out of the columns"
@@ -136,28 +136,28 @@ class LMDBDatasource(Datasource):
         stored = dict.fromkeys(
             name for name in self._columns if name in self._store.schema.names
         )
-        made = [name for name in self._columns if name not in stored]
+        derived = [name for name in self._columns if name not in stored]
         needed = dict(stored)
-        if not set(made).isdisjoint(SIZE_COLUMNS):
+        if not set(derived).isdisjoint(SIZE_COLUMNS):
             needed["image"] = None
-        if "class_name" in made:
+        if "class_name" in derived:
             needed["label"] = None
         read = self._store.read(indices, tuple(needed))
         columns: dict[str, Any] = {
             name: _arrow(read, name) for name in stored if name in needed
         }
-        if "index" in made:
+        if "index" in derived:
             columns["index"] = indices
-        if "name" in made:
+        if "name" in derived:
             columns["name"] = pa.array(
                 [name_of(self._store, index) for index in indices.tolist()], pa.string()
             )
-        if "class_name" in made:
+        if "class_name" in derived:
             columns["class_name"] = pa.array(
                 _names_of(read["label"], self._store.classes or ()), pa.string()
             )
         for number, name in enumerate(SIZE_COLUMNS):
-            if name in made:
+            if name in derived:
                 sizes = [_size_of(image)[number] for image in read["image"]]
                 columns[name] = np.array(sizes, np.int64)
         return pa.table({name: columns[name] for name in self._columns})

@@ -200,11 +200,11 @@ class MicroBatchMaker:
             parts = [slice(number, number + 1) for number in range(num)]
         batches = list[MicroBatch]()
         bad = list[BadSample]()
-        for part in parts:
-            out = Rows(makers[part.start].fields, len(block[part]) * num_samples)
-            read = reads[part] if reads else None
+        for span in parts:
+            out = Rows(makers[span.start].fields, len(block[span]) * num_samples)
+            read = reads[span] if reads else None
             finished, bad_of_part = self._fill(
-                block[part], draws.at(part), out, read, excluded, one_by_one
+                block[span], draws.at(span), out, read, excluded, one_by_one
             )
             batches += finished
             bad += bad_of_part
@@ -315,12 +315,12 @@ class MicroBatchMaker:
 
         indices = draws.indices[rows]
         keys = self.plan.sample_keys(position.split, draws.at(rows))
-        wanted = (indices != PADDING) & ~np.isin(indices, list(excluded))
+        is_wanted = (indices != PADDING) & ~np.isin(indices, list(excluded))
         samples = given
         if samples is None:
-            samples = self._read(position, np.where(wanted, indices, PADDING))
+            samples = self._read(position, np.where(is_wanted, indices, PADDING))
 
-        is_made = sample_maker.fast(samples, indices, keys, wanted, out, rows.start)
+        is_made = sample_maker.fast(samples, indices, keys, is_wanted, out, rows.start)
 
         bad = list[BadSample]()
         for number in np.flatnonzero(~is_made).tolist():
@@ -352,9 +352,9 @@ class MicroBatchMaker:
             good = (out.weight[rows] > 0) & ~is_bad
             numbers = np.flatnonzero(good)[:NUM_REMADE].tolist()
             if numbers:
-                made = [out.sample(rows.start + number) for number in numbers]
+                originals = [out.sample(rows.start + number) for number in numbers]
                 remade = [samples[number] for number in numbers]
-                self._remake(sample_maker, position, made, remade, keys[numbers])
+                self._remake(sample_maker, position, originals, remade, keys[numbers])
         return bad
 
     def _slow(
@@ -487,7 +487,7 @@ class MicroBatchMaker:
         self,
         sample_maker: SampleMaker,
         position: MicroBatchId,
-        made: list[dict[str, Any]],
+        originals: list[dict[str, Any]],
         samples: list[EncodedSample],
         keys: np.ndarray,
     ) -> None:
@@ -507,7 +507,7 @@ class MicroBatchMaker:
             )
 
         num_threads = pool.max_actors if has_threads else 1
-        check_remade(made, new_maker, self._title(split), num_threads)
+        check_remade(originals, new_maker, self._title(split), num_threads)
         image = bytes(samples[0].image or b"")
         kept = samples[0]._replace(image=image, columns=dict(samples[0].columns))
         size = next(
@@ -517,7 +517,7 @@ class MicroBatchMaker:
         )
         k0, k1 = keys[0].tolist()
         self.probes.append(
-            Probe((split, size), kept, (k0, k1), digest_of(made[0]), strength)
+            Probe((split, size), kept, (k0, k1), digest_of(originals[0]), strength)
         )
 
     def check_probe(self, probe: Probe) -> str:
@@ -527,10 +527,10 @@ class MicroBatchMaker:
             return ""
         try:
             sample_maker.weaken(probe.strength)
-            made = _fields_of(sample_maker, probe.sample, probe.key)
+            fields = _fields_of(sample_maker, probe.sample, probe.key)
         except SampleError:  # the stream's own errors say what such a sample is
             return ""
-        return check_probe(probe, digest_of(made), self._title(probe.of[0]))
+        return check_probe(probe, digest_of(fields), self._title(probe.of[0]))
 
     def _title(self, split: Split) -> str:
         return f"transform.{split} is {brief(self._spec.transforms[split])}, which"

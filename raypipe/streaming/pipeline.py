@@ -62,13 +62,13 @@ def check_pickles(spec: StreamSpec) -> None:
     }
     stores = {f"the {split} store": store for split, store in spec.stores.items()}
     with Path(os.devnull).open("wb") as nowhere:
-        for name, part in {
+        for name, component in {
             **parts,
             **stores,
             "make_columns": spec.columns.function,
         }.items():
             try:
-                ray.cloudpickle.dump(part, nowhere)
+                ray.cloudpickle.dump(component, nowhere)
             except Exception as error:
                 raise ConfigError(
                     f"{name} cannot be sent to the actors ({error}): let it make what does not pickle, such as an "
@@ -118,8 +118,10 @@ def block_dataset(
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / settings.limit(actors)
     # Blocks are sized by the images that were measured, and those to come may be larger.
-    least, most = pixel_range(spec.transform, spec.plan.config.bucket_sides)
-    max_bytes = int(most_bytes(actors * pool.kernel_threads, room) * least / most)
+    min_pixels, max_pixels = pixel_range(spec.transform, spec.plan.config.bucket_sides)
+    max_bytes = int(
+        most_bytes(actors * pool.kernel_threads, room) * min_pixels / max_pixels
+    )
     source = MicroBatchSource(
         spec.plan,
         cursor,

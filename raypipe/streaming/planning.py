@@ -48,7 +48,7 @@ def make_plan(
         parts = train.parts
     else:
         parts = {"": train}
-    selections = selections or [Selection([], len(part)) for part in parts.values()]
+    selections = selections or [Selection([], len(store)) for store in parts.values()]
     sampler = None
     if config.sampler:
         sampler = _make_sampler(config, list(parts.values()), selections)

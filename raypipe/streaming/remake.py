@@ -111,7 +111,7 @@ def copied(code: Any) -> Any:
         twin.__dict__ = dict(code.__dict__)
         return functools.update_wrapper(twin, code, updated=())
     if isinstance(code, Mapping):
-        return {name: copied(part) for name, part in code.items()}
+        return {name: copied(value) for name, value in code.items()}
     if isinstance(code, list | tuple):
         if type(code) in (list, tuple):
             return type(code)(map(copied, code))
@@ -163,22 +163,22 @@ def check_remade(
         return
 
 
-def _differing(one: MadeSample, other: MadeSample) -> str:
+def _differing(first: MadeSample, second: MadeSample) -> str:
     """The name of a field that differs; empty: none does."""
-    for name in one:
-        if name not in other or not _is_equal(one[name], other[name]):
+    for name in first:
+        if name not in second or not _is_equal(first[name], second[name]):
             return name
     return ""
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+def _is_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
         return (
-            one.shape == other.shape
-            and one.dtype == other.dtype
-            and one.tobytes() == other.tobytes()
+            first.shape == second.shape
+            and first.dtype == second.dtype
+            and first.tobytes() == second.tobytes()
         )
-    return type(one) is type(other) and bool(one == other)
+    return type(first) is type(second) and bool(first == second)
 
 
 def _cause(make: Callable[[int], MadeSample]) -> str:
@@ -192,12 +192,12 @@ def _cause(make: Callable[[int], MadeSample]) -> str:
 
 
 def _depends(title: str, field: str, cause: str) -> ConfigError:
-    part = "make_columns" if field.startswith(f"{COLUMN}.") else title
+    code_name = "make_columns" if field.startswith(f"{COLUMN}.") else title
     return ConfigError(
-        f"{part} does not make the same of the same sample: {cause} ({field} differs). Let it take an argument "
-        "`rng`, and draw from that alone, or from the generators of random, numpy and torch, which raypipe seeds "
-        "for each sample; make generators and pipelines outside of the call; and keep no counter, buffer or "
-        "statistic from sample to sample (docs/reproducibility.md)"
+        f"{code_name} does not make the same of the same sample: {cause} ({field} differs). Let it take an "
+        "argument `rng`, and draw from that alone, or from the generators of random, numpy and torch, which "
+        "raypipe seeds for each sample; make generators and pipelines outside of the call; and keep no "
+        "counter, buffer or statistic from sample to sample (docs/reproducibility.md)"
     )
 
 

@@ -88,14 +88,18 @@ def resident(
         raise ConfigError(
             f"border must be at least 0, and flip from 0 to 1, got {border} and {flip}"
         )
-    known = torch.distributed.is_available() and torch.distributed.is_initialized()
+    is_distributed = (
+        torch.distributed.is_available() and torch.distributed.is_initialized()
+    )
     if rank is not None:
         rank = rank
-    elif known:
+    elif is_distributed:
         rank = torch.distributed.get_rank()
     else:
         rank = 0
-    world_size = world_size or (torch.distributed.get_world_size() if known else 1)
+    world_size = world_size or (
+        torch.distributed.get_world_size() if is_distributed else 1
+    )
     spec.plan.check_workers(world_size)
     if augment is not None and not isinstance(augment, AugmentConfig):
         augment = AugmentConfig(PLAIN.mean, PLAIN.std, module=augment)
@@ -170,14 +174,16 @@ class Resident:
         drawn = torch.from_numpy(np.stack([draws.indices, y, x, is_flipped])).to(
             self._device
         )
-        for at in range(self._rank, len(draws.indices) // size, self._world_size):
-            rows = slice(at * size, (at + 1) * size)
-            turn, micro = divmod(at, per_step)
-            place = MicroBatchId("train", number, step + turn, micro)
+        for micro_number in range(
+            self._rank, len(draws.indices) // size, self._world_size
+        ):
+            rows = slice(micro_number * size, (micro_number + 1) * size)
+            turn, micro = divmod(micro_number, per_step)
+            position = MicroBatchId("train", number, step + turn, micro)
             image = self._cut(*drawn[:, rows])
             ends_step = micro + self._world_size >= per_step
             yield self._batch(
-                place, image, draws.indices[rows], drawn[0, rows], ends_step
+                position, image, draws.indices[rows], drawn[0, rows], ends_step
             )
 
     def whole(self, size: int = 0) -> Iterator[Batch]:
@@ -223,7 +229,7 @@ class Resident:
 
     def _batch(
         self,
-        at: MicroBatchId,
+        position: MicroBatchId,
         image: torch.Tensor,
         index: np.ndarray,
         on_device: torch.Tensor,
@@ -233,8 +239,8 @@ class Resident:
             {} if self.targets is None else {LABEL: self.targets[on_device]}
         )
         batch = Batch(
-            position=at,
-            seed=self.plan.micro_batch_seed(at),
+            position=position,
+            seed=self.plan.micro_batch_seed(position),
             fields=fields,
             weight=torch.ones(len(index), device=self._device),
             target_host=index[:0]
@@ -247,7 +253,7 @@ class Resident:
         if self.augment is None:
             return batch
         strength = self.augment.config.strength_at(
-            self.plan.progress(self.plan.global_step(at))
+            self.plan.progress(self.plan.global_step(position))
         )
         return self.augment.of_batch(batch, strength)
 

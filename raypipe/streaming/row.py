@@ -76,8 +76,8 @@ class SourceRow(NamedTuple):
         row: dict[str, Any] = {
             "split": _SPLITS.index(self.block[0].split),
             "epoch": self.block[0].epoch,
-            "step": [at.step for at in self.block],
-            "micro": [at.micro for at in self.block],
+            "step": [position.step for position in self.block],
+            "micro": [position.micro for position in self.block],
         }
         if self.reads is not None:
             samples = Samples.joined(self.reads)
@@ -114,9 +114,9 @@ def _ipc_bytes(table: pa.Table) -> bytes:
 
 
 def _places(split: int, epoch: int, steps: list[int], micros: list[int]) -> Block:
-    at = (_SPLITS[int(split)], int(epoch))
+    split_epoch = (_SPLITS[int(split)], int(epoch))
     return [
-        MicroBatchId(*at, step, micro)
+        MicroBatchId(*split_epoch, step, micro)
         for step, micro in zip(steps, micros, strict=True)
     ]
 
@@ -131,8 +131,8 @@ def block_row(
     """
     places = [batch.position for batch in batches]
     columns: dict[str, Any] = {
-        "step": [at.step for at in places],
-        "micro": [at.micro for at in places],
+        "step": [position.step for position in places],
+        "micro": [position.micro for position in places],
         **{
             name: [getattr(batch, name) for batch in batches]
             for name in ("index", "weight", *_NUMBERS_OF)
@@ -161,15 +161,15 @@ def _joined(
     if whole is not None:
         return "array", {name: whole}
     if isinstance(parts[0], Ragged):
-        offsets = [part.offsets for part in parts]
+        offsets = [value.offsets for value in parts]
         return parts[0].kind, {
-            name: np.concatenate([part.values for part in parts]),
+            name: np.concatenate([value.values for value in parts]),
             name + _OFFSETS: offsets,
         }
-    if len({part.shape for part in parts}) == 1:
+    if len({value.shape for value in parts}) == 1:
         return "array", {name: np.stack(parts)}
-    flat = np.concatenate([part.reshape(-1) for part in parts])
-    return _FLAT, {name: flat, name + _SHAPES: [part.shape for part in parts]}
+    flat = np.concatenate([value.reshape(-1) for value in parts])
+    return _FLAT, {name: flat, name + _SHAPES: [value.shape for value in parts]}
 
 
 def batches_of(row: Mapping[str, Any]) -> Iterator[MicroBatch]:
@@ -183,9 +183,9 @@ def batches_of(row: Mapping[str, Any]) -> Iterator[MicroBatch]:
     )
     forms = json.loads(columns["forms"].tobytes())
     parts = {name: _parts(name, form, columns) for name, form in forms.items()}
-    for number, at in enumerate(places):
+    for number, position in enumerate(places):
         yield MicroBatch(
-            at,
+            position,
             columns["index"][number],
             columns["weight"][number],
             {name: of_field[number] for name, of_field in parts.items()},
@@ -203,11 +203,12 @@ def _parts(
     if form == _FLAT:
         shapes = columns[name + _SHAPES]
         flat = _cut(values, shapes.prod(axis=1))
-        return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
+        return [array.reshape(shape) for array, shape in zip(flat, shapes, strict=True)]
     offsets = columns[name + _OFFSETS]
     flat = _cut(values, offsets[:, -1])
     return [
-        Ragged(form, part, of_part) for part, of_part in zip(flat, offsets, strict=True)
+        Ragged(form, array, of_part)
+        for array, of_part in zip(flat, offsets, strict=True)
     ]
 
 

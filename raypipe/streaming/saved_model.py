@@ -101,11 +101,13 @@ class SavedModel:
             SampleError: the image cannot be decoded.
             ConfigError: the validations' transform was an object.
         """
-        made = self._sample_maker.slow(EncodedSample(image), _ANY_KEY)
-        if IMAGE in made:
-            channels_first = torch.from_numpy(made[IMAGE]).permute(2, 0, 1).contiguous()
+        fields = self._sample_maker.slow(EncodedSample(image), _ANY_KEY)
+        if IMAGE in fields:
+            channels_first = (
+                torch.from_numpy(fields[IMAGE]).permute(2, 0, 1).contiguous()
+            )
         else:
-            channels_first = self._decoded(made).contiguous()
+            channels_first = self._decoded(fields).contiguous()
         if self._input["mean"] is None:
             return channels_first
         mean = torch.tensor(self._input["mean"]).view(-1, 1, 1)
@@ -119,10 +121,10 @@ class SavedModel:
             getattr(torch, self._input.get("dtype", "float32"))
         )
 
-    def _decoded(self, made: Mapping[str, Any]) -> torch.Tensor:
+    def _decoded(self, fields: Mapping[str, Any]) -> torch.Tensor:
         """The image, uint8 (3, H, W), of a run with `transform.decode: device`, with this device's own pixels."""
-        data = Ragged.of("bytes", [made[DATA]], Field("bytes"))
-        decoded = self._decoder(data, made[MAP][None], np.ones(1, bool))
+        data = Ragged.of("bytes", [fields[DATA]], Field("bytes"))
+        decoded = self._decoder(data, fields[MAP][None], np.ones(1, bool))
         if decoded.failed:
             raise SampleError(decoded.failed[0])
         return decoded.image[0]

@@ -108,15 +108,15 @@ class MicroBatchSource(Datasource):
 
     def _rows(self, first: int, count: int) -> Iterator[pa.Table]:
         places = itertools.islice(self._plan.micro_batches(self._cursor, first), count)
-        at = next(places, None)
-        if at is None:
+        position = next(places, None)
+        if position is None:
             return
         task = ""
         careful = False
         sizes: dict[Split, int] = dict.fromkeys(("train", "val"), self._block or 1)
         if self._supervisor:
             task = str(ray.get_runtime_context().get_task_id())
-            share = f"{count} micro-batches from {at} on"
+            share = f"{count} micro-batches from {position} on"
             begun = self._supervisor.reader_started.remote(
                 task, share, this_process("reader")
             )
@@ -127,12 +127,14 @@ class MicroBatchSource(Datasource):
                 )
             careful = bool(self._readers) and ray.get(begun)
         metrics = Recorder(self._run)
-        for block in cut(itertools.chain([at], places), self._ranks, sizes):
+        for block in cut(itertools.chain([position], places), self._ranks, sizes):
             reads = None
             begun_s = time.perf_counter()
             outage_s = outages_s()
             if block[0].split in self._readers:
-                reads = [self._read(at, task if careful else "") for at in block]
+                reads = [
+                    self._read(position, task if careful else "") for position in block
+                ]
                 metrics.add_storage("reader")
             yield SourceRow(
                 block, reads, time.perf_counter() - begun_s, outages_s() - outage_s
@@ -140,12 +142,12 @@ class MicroBatchSource(Datasource):
         if task:
             self._supervisor.reader_finished.remote(task)
 
-    def _read(self, at: MicroBatchId, task: str) -> Samples:
+    def _read(self, position: MicroBatchId, task: str) -> Samples:
         """Read the samples of a micro-batch; a task that is given announces what it reads."""
-        store = self._readers[at.split]
-        indices = self._plan.indices(at)
+        store = self._readers[position.split]
+        indices = self._plan.indices(position)
         if task:
-            self._announce(task, at, store, indices)
+            self._announce(task, position, store, indices)
         samples = read_samples(store, indices, self._wanted)
         # Copies: a block's micro-batches are held at a time, whose views might keep many row groups in memory.
         return replace(
@@ -153,7 +155,7 @@ class MicroBatchSource(Datasource):
         )
 
     def _announce(
-        self, task: str, at: MicroBatchId, store: Store, indices: np.ndarray
+        self, task: str, position: MicroBatchId, store: Store, indices: np.ndarray
     ) -> None:
         """Read a micro-batch's samples from a store in groups; announce each to the Supervisor first, in case
         it kills the process.
@@ -163,7 +165,7 @@ class MicroBatchSource(Datasource):
                 those already yielded are skipped, and Ray takes an error among them for the end.
         """
         if store.groups is None:
-            self._tell(task, f"{at} of {store.address}")
+            self._tell(task, f"{position} of {store.address}")
             return
         groups = np.unique(
             np.searchsorted(store.groups, indices[indices != PADDING], "right") - 1
@@ -173,10 +175,10 @@ class MicroBatchSource(Datasource):
             last = int(store.groups[group + 1]) - 1
             name = name_of(store, first)
             where = f"samples {first} to {last} of {store.address}{f', from {name} on' if name else ''}"
-            self._tell(task, f"{where}, for {at}")
+            self._tell(task, f"{where}, for {position}")
             # it is kept, for the micro-batch
             read_samples(store, np.array([first]), self._wanted)
 
-    def _tell(self, task: str, what: str) -> None:
-        if error := ray.get(self._supervisor.announce_read.remote(task, what)):
+    def _tell(self, task: str, reading: str) -> None:
+        if error := ray.get(self._supervisor.announce_read.remote(task, reading)):
             raise ResourceError(error)

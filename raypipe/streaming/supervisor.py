@@ -217,19 +217,19 @@ class Supervisor:
         execution: str,
         still_s: float,
         process: Process | None = None,
-        at: str = "",
+        standing: str = "",
         ready: float = 0.0,
     ) -> Word:
         """An execution runs, as it says each second; no rank has taken a block from it for so long.
 
         Args:
-            at: what its blocks are at; empty = it has brought none yet.
+            standing: what its blocks are at; empty = it has brought none yet.
             ready: share of the ranks that have a finished block to take now.
         """
         if self._watch.execution_progress(execution, still_s, process):
             self._remember()
-        if at:
-            self._stands[execution] = at
+        if standing:
+            self._stands[execution] = standing
             self._ready += ready
             self._num_looks += 1
         now = time.monotonic()
@@ -258,11 +258,11 @@ class Supervisor:
 
     def actor_started(self, actor: str, home: str) -> bool:
         """An actor has started, in a process that people find by `home`; returns whether it was restarted."""
-        known = self._homes.get(actor)
+        old_home = self._homes.get(actor)
         self._homes[actor] = home
         block = self._doing.pop(actor, None)
         sample = self._samples.pop(actor, None)
-        if known is None:
+        if old_home is None:
             self._remember()
             return False
         work = "between two blocks"
@@ -272,15 +272,15 @@ class Supervisor:
             history.deaths += 1
             history.all_deaths += 1
             if sample is not None:
-                at, index = sample
-                work = f"in {at}, at its sample {index}"
+                position, index = sample
+                work = f"in {position}, at its sample {index}"
                 history.at_sample[index] += 1
                 if history.at_sample[index] == _DEATHS_AT_A_SAMPLE:
-                    self._bad[_split(at)].add(index)
-                    history.bad_in[at] += 1
+                    self._bad[_split(position)].add(index)
+                    history.bad_in[position] += 1
                     history.deaths = 0
         self.note(
-            f"a transform actor died {work} ({known}), and was restarted ({home})",
+            f"a transform actor died {work} ({old_home}), and was restarted ({home})",
             "actor_died",
         )
         return True
@@ -312,9 +312,9 @@ class Supervisor:
             )
         return Orders(careful=True, bad=bad, error=error)
 
-    def announce_sample(self, actor: str, at: str, index: int) -> None:
+    def announce_sample(self, actor: str, position: str, index: int) -> None:
         """A careful actor is about to decode and transform a sample of a micro-batch, or a substitute."""
-        self._samples[actor] = at, index
+        self._samples[actor] = position, index
 
     def block_finished(self, actor: str) -> None:
         """A careful actor has finished its block."""
@@ -329,14 +329,14 @@ class Supervisor:
         Args:
             task: its id, which is the same when it is restarted.
         """
-        known = self._reading.get(task)
+        last_read = self._reading.get(task)
         self._reading[task] = ""
         self._watches(task, process)
-        if known is None:
+        if last_read is None:
             return False
-        if known:
-            self._deaths_reading[known] += 1
-        work = f" while it read {known}" if known else ""
+        if last_read:
+            self._deaths_reading[last_read] += 1
+        work = f" while it read {last_read}" if last_read else ""
         self.note(
             f"the reader of {share} died{work}, and was restarted", "reader_restarted"
         )
@@ -347,11 +347,11 @@ class Supervisor:
         self._seconds[split].append(seconds)
         self._num_bytes[split].append(num_bytes)
 
-    def sizes(self, task: str, most: int, max_bytes: int) -> dict[Split, int]:
+    def sizes(self, task: str, max_size: int, max_bytes: int) -> dict[Split, int]:
         """Return the micro-batches per block of a reader's task, by split.
 
         Args:
-            most: limit from its share.
+            max_size: limit from its share.
             max_bytes: most bytes of a block.
         """
         if task not in self._sizes:
@@ -360,20 +360,22 @@ class Supervisor:
                 split: fitting(self._seconds[split], self._num_bytes[split], max_bytes)
                 for split in splits
             }
-            self._sizes[task] = {split: min(most, size) for split, size in fit.items()}
+            self._sizes[task] = {
+                split: min(max_size, size) for split, size in fit.items()
+            }
             self._remember()
             logger.debug("%s micro-batches in a block from now on", self._sizes[task])
         return self._sizes[task]
 
-    def announce_read(self, task: str, what: str) -> str:
+    def announce_read(self, task: str, reading: str) -> str:
         """A reader is about to read something: a row group, for a micro-batch; returns why it must not, or ""."""
-        self._reading[task] = what
+        self._reading[task] = reading
         self._remember()
-        deaths = self._deaths_reading[what]
+        deaths = self._deaths_reading[reading]
         if deaths < self._max_attempts:
             return ""
         return (
-            f"a reader has died {deaths} times while it read {what}: {_LOOK}; check the file with `raypipe "
+            f"a reader has died {deaths} times while it read {reading}: {_LOOK}; check the file with `raypipe "
             "verify`, or convert it again with smaller row groups"
         )
 
@@ -456,8 +458,8 @@ def _named(block: tuple[str, ...]) -> str:
     return block[0] if len(block) == 1 else f"{block[0]} to {block[-1]}"
 
 
-def _split(at: str) -> str:
-    return at.partition("-")[0]
+def _split(position: str) -> str:
+    return position.partition("-")[0]
 
 
 def start_supervisor(

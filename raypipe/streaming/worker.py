@@ -63,9 +63,9 @@ class TransformWorker:
         self._maker = MicroBatchMaker(spec, self._read)
         self._metrics = Recorder(spec.run)
         self._guard = Guard(supervisor, spec.transform.time_limit_s)
-        if other := differences(spec.versions):
+        if differing := differences(spec.versions):
             supervisor.packages_differ.remote(
-                f"{ray.util.get_node_ip_address()} has {other}: its pixels may differ"
+                f"{ray.util.get_node_ip_address()} has {differing}: its pixels may differ"
             )
         self._supervisor = supervisor
         self._num_blocks = 0
@@ -123,7 +123,7 @@ class TransformWorker:
     def _by_index(self, block: Block, reads: list[Samples]) -> dict[int, Samples]:
         """The samples that a reader has read, each by itself."""
         indices = self._maker.plan.draw_block(block).indices
-        samples = [one for read in reads for one in read.split(len(read))]
+        samples = [sample for read in reads for sample in read.split(len(read))]
         return dict(zip(indices.ravel().tolist(), samples, strict=True))
 
     def _compare_probes(self) -> None:

@@ -17,8 +17,8 @@ def _native(step: Any) -> Step | None:
 
 def why_no_program(pipeline: Any) -> str:
     """Say in a few words, which name the step, why a pipeline is not a program as a whole; empty: it is one."""
-    program, rest = find_program(pipeline)
-    if program and not rest:
+    program, remaining_steps = find_program(pipeline)
+    if program and not remaining_steps:
         return ""
     library = sys.modules.get("albumentations")
     if library is None or type(pipeline) is not library.Compose:
@@ -57,10 +57,10 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
         return None, []
     native = list[Step]()
     for step in steps:
-        known = _native(step)
-        if known is None:
+        native_step = _native(step)
+        if native_step is None:
             break
-        native.append(known)
+        native.append(native_step)
     program = Program(native)
-    rest = steps[len(native) :]
-    return (program, rest) if native and program.size else (None, [])
+    remaining_steps = steps[len(native) :]
+    return (program, remaining_steps) if native and program.size else (None, [])

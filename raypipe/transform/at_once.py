@@ -45,7 +45,10 @@ def views_of(
         return {IMAGE: [SampleTransform(transform, arrays, targets)]}
     views = {}
     for name, view in transform.items():
-        transforms = [SampleTransform(each, arrays) for each in view.transforms]
+        transforms = [
+            SampleTransform(view_transform, arrays)
+            for view_transform in view.transforms
+        ]
         views[f"{VIEW}.{name}"] = [
             transforms[number % len(transforms)] for number in range(view.count)
         ]
@@ -119,14 +122,14 @@ class KernelImages:
     def make(
         self,
         samples: Samples,
-        wanted: np.ndarray,
+        is_wanted: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Make the images of B samples; slots of those that are not made may hold anything.
 
         Args:
-            wanted: bool (B,), the rows that are.
+            is_wanted: bool (B,), the rows that are.
             keys: uint64 (B, 2).
             arrays: by field, (B, …).
 
@@ -135,13 +138,13 @@ class KernelImages:
             see `Program.draw`; and its (height, width) before, int (n, 2).
         """
         sizes = sizes_by_header(samples.images, self._config.apply_exif)
-        sizes[~wanted] = 0
-        wanted = wanted.copy()
+        sizes[~is_wanted] = 0
+        is_wanted = is_wanted.copy()
         if sizes.any():
-            made = self._run(samples.images, sizes, keys, arrays, self._target)
-            wanted[made[0]] = False
-            yield made
-        for decoded in self._decoded(samples, wanted):
+            finished = self._run(samples.images, sizes, keys, arrays, self._target)
+            is_wanted[finished[0]] = False
+            yield finished
+        for decoded in self._decoded(samples, is_wanted):
             sizes = np.array(
                 [(0, 0) if image is None else image.shape[:2] for image in decoded]
             )
@@ -164,8 +167,8 @@ class KernelImages:
         if len(rows) < len(images):
             is_run = (sizes[:, 0] > 0).tolist()
             images = [
-                image if wanted else None
-                for image, wanted in zip(images, is_run, strict=True)
+                image if is_wanted else None
+                for image, is_wanted in zip(images, is_run, strict=True)
             ]
         jobs = []
         results = []
@@ -210,12 +213,12 @@ class KernelImages:
         return job._replace(out=out, chroma=chroma)
 
     def _decoded(
-        self, samples: Samples, wanted: np.ndarray
+        self, samples: Samples, is_wanted: np.ndarray
     ) -> Iterator[list[np.ndarray | None]]:
         """The pixels of the rows that are wanted, where they can be had, by row; not too many at a time."""
         images: list[np.ndarray | None] = [None] * len(samples)
         num_bytes = 0
-        for row in np.flatnonzero(wanted).tolist():
+        for row in np.flatnonzero(is_wanted).tolist():
             pixels = self._pixels(samples.images[row])
             if pixels is None:
                 continue
@@ -256,12 +259,12 @@ def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
     """A job that begins with a crop, by which the crop is decoded at a scale."""
     applies = job.params[:, :1]
     boxes = job.params[:, 1:5]
-    others = job.params[:, 5:]
+    other_params = job.params[:, 5:]
     boxes, eighths = scaled_boxes(boxes, sizes, target)
     ops = job.ops + np.array([0, 1], np.int32)
     ops[0] = Op.CROP_SCALED, 0
     return job._replace(
-        ops=ops, params=np.column_stack([applies, boxes, eighths, others])
+        ops=ops, params=np.column_stack([applies, boxes, eighths, other_params])
     )
 
 

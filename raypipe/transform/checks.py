@@ -68,7 +68,9 @@ def check_strength(config: TransformConfig, transform: Any) -> None:
     built = build_transform(transform, config.final_size)
     views = built.items() if isinstance(built, Mapping) else []
     pipelines = [
-        (f", view {name!r}", each) for name, view in views for each in view.transforms
+        (f", view {name!r}", view_transform)
+        for name, view in views
+        for view_transform in view.transforms
     ] or [("", built)]
     for of_view, pipeline in pipelines:
         if why := _why_not_made_here(pipeline, config):

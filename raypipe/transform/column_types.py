@@ -62,26 +62,26 @@ def find_columns(
             "store.columns names 'label', the target, and target_column is '': leave one of them out"
         )
     by_store = [
-        (part.address, _of_store(part, declared, function, indices, label))
+        (part_store.address, _of_store(part_store, declared, function, indices, label))
         for split, store in stores.items()
-        for part, indices in _parts(store, first(split))
+        for part_store, indices in _parts(store, first(split))
     ]
-    known = [
+    with_types = [
         (address, columns)
         for address, columns in by_store
         if columns.types or not columns
     ]
     # a store without samples has columns without types
-    (address, columns), *others = known or by_store
-    for other, of_other in others:
+    (address, columns), *other_stores = with_types or by_store
+    for other_address, of_other in other_stores:
         for name in {*columns.types, *of_other.types}:
             kind, other_kind = (
                 of.types.get(name) or "not there" for of in (columns, of_other)
             )
             if kind != other_kind:
                 raise ConfigError(
-                    f"column {name!r} is {kind} in {address}, and {other_kind} in {other}: a column has one type; "
-                    f"declare store.columns.{name}.dtype, or fix one of the stores"
+                    f"column {name!r} is {kind} in {address}, and {other_kind} in {other_address}: a column has "
+                    f"one type; declare store.columns.{name}.dtype, or fix one of the stores"
                 )
     return columns
 
@@ -90,8 +90,8 @@ def _parts(store: Store, indices: np.ndarray) -> list[tuple[Store, np.ndarray]]:
     """The stores that a mixture joins, each with its first samples; another store is its own part."""
     if isinstance(store, JoinedStore):
         return [
-            (part, np.arange(min(NUM_PROBED, len(part))))
-            for part in store.parts.values()
+            (part_store, np.arange(min(NUM_PROBED, len(part_store))))
+            for part_store in store.parts.values()
         ]
     return [(store, indices[:NUM_PROBED])]
 
@@ -466,10 +466,10 @@ def _no_length(where: str, kind: pa.DataType) -> ConfigError:
 def _can_hold(dtype: np.dtype[Any], number: float) -> bool:
     if dtype.kind == "f":
         return not np.isfinite(number) or bool(abs(number) <= np.finfo(dtype).max)
-    least, most = (
+    lowest, highest = (
         (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     )
-    return least <= number <= most and number == int(number)
+    return lowest <= number <= highest and number == int(number)
 
 
 def _family(value: Any) -> str:

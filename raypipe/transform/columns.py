@@ -184,12 +184,12 @@ class ColumnMaker:
                     f"transform.make_columns returned a {type(columns).__name__}: it must return a dict of the "
                     "batch's columns"
                 )
-            made = {str(name): _as_numpy(value) for name, value in columns.items()}
+            computed = {str(name): _as_numpy(value) for name, value in columns.items()}
         except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
             raise failed("transform.make_columns", error) from error
-        return ({LABEL: stored[LABEL]} if LABEL in stored else {}) | made
+        return ({LABEL: stored[LABEL]} if LABEL in stored else {}) | computed
 
     def _typed(self, name: str, value: Any) -> dict[str, Any]:
         column = self.columns.types[name]
@@ -316,12 +316,12 @@ def _as_numpy(value: Any) -> Any:
 def _as_json(name: str, value: Any) -> bytes:
     """Any value, in UTF-8; what JSON has no form for, such as a date, as text."""
 
-    def plain(part: Any) -> Any:
-        if hasattr(part, "tolist"):
-            return part.tolist()
-        text = str(part)
-        if isinstance(part, set | frozenset) or hex(id(part)) in text:
-            kind = type(part).__name__
+    def plain(content: Any) -> Any:
+        if hasattr(content, "tolist"):
+            return content.tolist()
+        text = str(content)
+        if isinstance(content, set | frozenset) or hex(id(content)) in text:
+            kind = type(content).__name__
             raise SampleError(
                 f"column {name!r} has a {kind}, whose text differs from process to process"
             )

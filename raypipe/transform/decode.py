@@ -239,12 +239,12 @@ def _rgb(image: Any, bits: int = 16, is_inverted: bool = False) -> np.ndarray:
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
-        part = image
+        band = image
         if rows < image.height:
-            part = image.crop((0, top, image.width, min(image.height, top + rows)))
+            band = image.crop((0, top, image.width, min(image.height, top + rows)))
         if image.mode.startswith("I;16"):  # convert("RGB") would clip at 255
-            gray = (np.asarray(part) >> (bits - 8)).astype(np.uint8)
+            gray = (np.asarray(band) >> (bits - 8)).astype(np.uint8)
             pixels[top : top + rows] = (~gray if is_inverted else gray)[:, :, None]
         else:
-            pixels[top : top + rows] = np.asarray(part.convert("RGB"))
+            pixels[top : top + rows] = np.asarray(band.convert("RGB"))
     return pixels

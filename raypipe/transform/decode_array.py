@@ -131,8 +131,8 @@ def _png(data: bytes) -> np.ndarray:
         # cv2 would give the first frame of an animation, Pillow the picture before it
         data = png_of_pixels(data)
     height, width = png_size(data)
-    depth, color, *others = data[24:29]
-    if depth not in _PNG_DEPTHS.get(color, ()) or others not in ([0, 0, 0], [0, 0, 1]):
+    depth, color, *methods = data[24:29]
+    if depth not in _PNG_DEPTHS.get(color, ()) or methods not in ([0, 0, 0], [0, 0, 1]):
         # libpng would print why
         raise SampleError(f"damaged PNG: its header is wrong ({len(data)} bytes)")
     check_size(
@@ -178,7 +178,7 @@ def _tiff(data: bytes) -> np.ndarray:
         )
     blocks = list(zip(page.dataoffsets, page.databytecounts, strict=False))
     if len(blocks) != math.prod(page.chunked) or any(
-        at < 8 or at + size > len(data) for at, size in blocks
+        start < 8 or start + size > len(data) for start, size in blocks
     ):
         # tifffile would fill the rest with zeros
         raise SampleError(f"truncated TIFF ({len(data)} bytes)")

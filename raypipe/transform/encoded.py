@@ -92,8 +92,8 @@ class EncodedImages:
         num = len(params)
         num_columns = self.field.shape[0] if self.field.shape else 0
         axes = np.zeros((2, num, (num_columns - AXES) // 2), np.int64)
-        # The rest of each axis: its pixel i is pixel at + step * i of the image, or of the last resize.
-        at = np.zeros((2, num), np.int64)
+        # The rest of each axis: its pixel i is pixel start + step * i of the image, or of the last resize.
+        start = np.zeros((2, num), np.int64)
         step = np.ones((2, num), np.int64)
         length = sizes.T.astype(np.int64)
         axes[:, :, SIDE] = length
@@ -106,28 +106,28 @@ class EncodedImages:
             numbers = params[:, column + 1 :]
             if op == Op.CROP:
                 fits &= (length >= numbers[:, 2:4].T).all(axis=0)
-                at, length = at + step * numbers[:, :2].T, numbers[:, 2:4].T
+                start, length = start + step * numbers[:, :2].T, numbers[:, 2:4].T
             elif op == Op.PAD:
                 before = numbers[:, [0, 2]].T
                 behind = numbers[:, [1, 3]].T
-                at, length = at - step * before, length + before + behind
+                start, length = start - step * before, length + before + behind
             elif op == Op.TURN:
                 code = numbers[:, 0] * params[:, column]
                 swapped = (code & 4) > 0
-                for array in (axes, at, step, length):
+                for array in (axes, start, step, length):
                     array[:, swapped] = array[::-1][:, swapped]
                 turned ^= swapped
                 flipped = np.stack([code & 2, code & 1]) > 0
-                at, step = (
-                    np.where(flipped, at + step * (length - 1), at),
+                start, step = (
+                    np.where(flipped, start + step * (length - 1), start),
                     np.where(flipped, -step, step),
                 )
             else:
                 resized = numbers[:, :2].T
-                at, step = _resize(
+                start, step = _resize(
                     axes,
                     num_resizes,
-                    at,
+                    start,
                     step,
                     length,
                     getattr(made_by, "interpolation", LINEAR),
@@ -135,8 +135,8 @@ class EncodedImages:
                 )
                 length, num_resizes = resized.copy(), num_resizes + 1
         if not num_resizes:  # one that leaves the pixels as they are
-            at, step = _resize(axes, 0, at, step, length, LINEAR, length)
-        axes[:, :, -3:] = np.stack([at, step, length], axis=-1)
+            start, step = _resize(axes, 0, start, step, length, LINEAR, length)
+        axes[:, :, -3:] = np.stack([start, step, length], axis=-1)
         head = np.column_stack([turned, np.tile(self._fill, (num, 1))])
         return np.hstack([head, axes[0], axes[1]]).astype(np.int32), fits
 
@@ -171,24 +171,24 @@ def check_whole(image: Any, exif: bool) -> None:
 def _resize(
     axes: np.ndarray,
     number: int,
-    at: np.ndarray,
+    start: np.ndarray,
     step: np.ndarray,
     length: np.ndarray,
     interpolation: int,
     resized: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Note a resize of what is left of each axis; returns `at` and `step` behind it."""
-    place = RESIZES + NUM_RESIZE * number
+    """Note a resize of what is left of each axis; returns `start` and `step` behind it."""
+    column = RESIZES + NUM_RESIZE * number
     if number:
-        axes[:, :, place - 3 : place] = np.stack([at, step, length], axis=-1)
-        at, step = np.zeros_like(at), np.ones_like(step)
+        axes[:, :, column - 3 : column] = np.stack([start, step, length], axis=-1)
+        start, step = np.zeros_like(start), np.ones_like(step)
     else:  # a span of the image is read forwards, and turned around behind the resize
-        axes[:, :, START] = np.where(step < 0, at - (length - 1), at)
+        axes[:, :, START] = np.where(step < 0, start - (length - 1), start)
         axes[:, :, LENGTH] = length
-        at = np.where(step < 0, resized - 1, 0)
-    axes[:, :, place + FILTER] = interpolation
-    axes[:, :, place + RESIZED] = resized
-    return at, step
+        start = np.where(step < 0, resized - 1, 0)
+    axes[:, :, column + FILTER] = interpolation
+    axes[:, :, column + RESIZED] = resized
+    return start, step
 
 
 def _qualified(
@@ -229,9 +229,10 @@ def _first_unknown(transform: Any) -> str:
     return f"a {type(transform).__name__}"
 
 
-def _refused(what: str) -> ConfigError:
+def _refused(feature: str) -> ConfigError:
     return ConfigError(
-        f"{what} cannot be done with transform.decode='device', which has the presets light, center, resize and "
-        "flip-crop, and steps that crop, resize (linear, cubic), pad with a color, flip, or turn by 90 degrees: "
-        "move the others to `augment` (augment.preset, augment.ops, augment.module), or set transform.decode='cpu'"
+        f"{feature} cannot be done with transform.decode='device', which has the presets light, center, resize "
+        "and flip-crop, and steps that crop, resize (linear, cubic), pad with a color, flip, or turn by 90 "
+        "degrees: move the others to `augment` (augment.preset, augment.ops, augment.module), "
+        "or set transform.decode='cpu'"
     )

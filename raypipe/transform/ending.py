@@ -71,7 +71,7 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
     Raises:
         ConfigError: Normalize has a wrong number of channels, or gets uint8 images.
     """
-    rest, steps = _split(pipeline)
+    without_ending, steps = _split(pipeline)
     leaves = list(_leaves(pipeline))
     if any(type(step).__name__ == "FromFloat" for step in leaves):
         return pipeline, None  # its floats become bytes again
@@ -95,7 +95,7 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
                 "v2.ToDtype(torch.float32, scale=True) before it"
             )
         return pipeline, None  # a step of the user's may make floats
-    return rest, folded if folded.dtype != "uint8" else None
+    return without_ending, folded if folded.dtype != "uint8" else None
 
 
 def normalization(
@@ -115,16 +115,19 @@ def normalization(
         if ending.on_device:
             return AugmentConfig(mean=ending.mean, std=ending.std)
         return None
-    own = AugmentConfig(mean=ending.mean, std=ending.std)
+    of_pipeline = AugmentConfig(mean=ending.mean, std=ending.std)
     numbers = augment.mean, augment.std
-    if numbers not in ((AugmentConfig.mean, AugmentConfig.std), (own.mean, own.std)):
+    if numbers not in (
+        (AugmentConfig.mean, AugmentConfig.std),
+        (of_pipeline.mean, of_pipeline.std),
+    ):
         raise ConfigError(
             f"transform.{split} ends with {ending.steps} (mean {_text(ending.mean)}, std {_text(ending.std)}), "
             f"and augment.mean is {_text(augment.mean)}, augment.std {_text(augment.std)}: images are normalized "
             "once, so leave one of them out"
         )
     if ending.on_device:
-        return replace(augment, mean=own.mean, std=own.std)
+        return replace(augment, mean=of_pipeline.mean, std=of_pipeline.std)
     if augment.preset != "none" or augment.ops or augment.module:
         raise ConfigError(
             f"transform.{split} normalizes on the CPU, since {ending.because}, and augment.preset, ops and module "
@@ -163,13 +166,13 @@ def _split(pipeline: Any) -> tuple[Any, list[Any]]:
     kept = list(steps)
     ending = list[Any]()
     while kept:
-        rest, found = _split(kept[-1])
-        if not found:
+        remaining, last_steps = _split(kept[-1])
+        if not last_steps:
             break
-        ending = found + ending
+        ending = last_steps + ending
         kept.pop()
-        if rest is not None:
-            kept.append(rest)
+        if remaining is not None:
+            kept.append(remaining)
             break
     if not ending:
         return pipeline, []
@@ -295,15 +298,15 @@ def _folded(steps: Sequence[Any]) -> Ending | None:
             continue
         if name in _CONVERTS:
             if name == "ToTensor":
-                wanted = "float32"
+                target_dtype = "float32"
             else:
-                wanted = _dtype_of(step)
-            if wanted == "uint8" and not is_byte:
+                target_dtype = _dtype_of(step)
+            if target_dtype == "uint8" and not is_byte:
                 return None
-            if is_byte and wanted in _FLOATS and getattr(step, "scale", True):
+            if is_byte and target_dtype in _FLOATS and getattr(step, "scale", True):
                 std = np.ones(1)
-            if wanted and not (name == "ToTensor" and not is_byte):
-                dtype = wanted
+            if target_dtype and not (name == "ToTensor" and not is_byte):
+                dtype = target_dtype
             else:
                 dtype = dtype
         elif name == "ToFloat":

@@ -117,7 +117,7 @@ class Ragged(NamedTuple):
         ]
         if self.kind == "ragged":
             return parts
-        contents = [part.tobytes() for part in parts]
+        contents = [array.tobytes() for array in parts]
         if self.kind == "bytes":
             return contents
         texts = [content.decode("utf-8", "surrogatepass") for content in contents]
@@ -130,9 +130,9 @@ def in_group(fields: Mapping[str, Any], group: str) -> dict[str, Any]:
     """The entries of a group, by the names that they have in it."""
     parts = {name: name.partition(".") for name in fields}
     return {
-        rest: fields[name]
-        for name, (first, _, rest) in parts.items()
-        if first == group and rest
+        name_in_group: fields[name]
+        for name, (first, _, name_in_group) in parts.items()
+        if first == group and name_in_group
     }
 
 
@@ -175,10 +175,10 @@ class MicroBatch:
             name: rgb(arrays[name], chroma)
             for name, chroma in self.arrays(CHROMA).items()
         }
-        others = {
+        unchanged = {
             name: values for name, values in self.fields.items() if not is_chroma(name)
         }
-        return replace(self, fields={**others, **images})
+        return replace(self, fields={**unchanged, **images})
 
     def __getitem__(self, name: str) -> np.ndarray:
         """An array among the fields."""

@@ -41,7 +41,7 @@ def image_kind(data: bytes) -> str | None:
     """JPEG, PNG, WebP, GIF, TIFF, BMP, AVIF or HEIC, by the magic number; None = none of them."""
     if data[4:8] == b"ftyp":
         end = min(int.from_bytes(data[:4], "big"), 256)
-        brands = {data[8:12], *(data[at : at + 4] for at in range(16, end, 4))}
+        brands = {data[8:12], *(data[start : start + 4] for start in range(16, end, 4))}
         if brands & _AVIF_BRANDS:
             return "AVIF"
         if brands & _HEIC_BRANDS:
@@ -98,18 +98,18 @@ def png_chunks(data: bytes) -> Iterator[tuple[bytes, bool | None]]:
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int, bool | None]]:
     """Yield the same with where each chunk begins and ends."""
-    at = 8
+    start = 8
     kind = b""
     while kind != b"IEND":
-        length = int.from_bytes(data[at : at + 4], "big")
-        kind = data[at + 4 : at + 8]
-        end = at + 12 + length
+        length = int.from_bytes(data[start : start + 4], "big")
+        kind = data[start + 4 : start + 8]
+        end = start + 12 + length
         if end > len(data):
-            yield kind, at, len(data), None
+            yield kind, start, len(data), None
             return
-        checksum = zlib.crc32(memoryview(data)[at + 4 : end - 4])
-        yield kind, at, end, checksum == int.from_bytes(data[end - 4 : end], "big")
-        at = end
+        checksum = zlib.crc32(memoryview(data)[start + 4 : end - 4])
+        yield kind, start, end, checksum == int.from_bytes(data[end - 4 : end], "big")
+        start = end
 
 
 def png_of_pixels(data: bytes) -> bytes:
@@ -119,12 +119,12 @@ def png_of_pixels(data: bytes) -> bytes:
         ValueError: a checksum is wrong: Pillow does not compare those of pixels. Of metadata it is of no interest.
     """
     kept = [data[:8]]
-    for kind, at, end, holds in _png_chunks(data):
+    for kind, start, end, holds in _png_chunks(data):
         is_of_pixels = not kind[:1].islower() or kind == b"tRNS"
         if holds is False and (is_of_pixels or kind not in _PNG_METADATA):
             raise ValueError(f"the checksum of {kind!r} is wrong")
         if is_of_pixels:
-            kept.append(data[at:end])
+            kept.append(data[start:end])
     return b"".join(kept)
 
 
@@ -134,12 +134,12 @@ def orientation_chunks(data: bytes) -> bytes:
     It is empty if there is no such metadata, or if it is damaged.
     """
     chunks = list(_png_chunks(data))
-    found = [
-        data[at:end]
-        for kind, at, end, holds in chunks
+    metadata = [
+        data[start:end]
+        for kind, start, end, holds in chunks
         if holds and kind in _PNG_ORIENTATION
     ]
-    return data[:33] + b"".join(found) + _PNG_END if found else b""
+    return data[:33] + b"".join(metadata) + _PNG_END if metadata else b""
 
 
 def webp_size(data: bytes) -> tuple[int, int] | None:
@@ -152,7 +152,8 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
     is_plain = False
     if data[12:16] == b"VP8X":  # alpha, animation or metadata
         width, height = (
-            int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27)
+            int.from_bytes(data[offset : offset + 3], "little") + 1
+            for offset in (24, 27)
         )
     elif data[12:16] == b"VP8L":  # lossless
         bits = int.from_bytes(data[21:25], "little")
@@ -162,10 +163,11 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
         data[12:16] == b"VP8 "
     ):  # lossy: 14 bits of size, 2 bits of a scale that decoders ignore
         width, height = (
-            int.from_bytes(data[at : at + 2], "little") & 0x3FFF for at in (26, 28)
+            int.from_bytes(data[offset : offset + 2], "little") & 0x3FFF
+            for offset in (26, 28)
         )
         riff_length, chunk_length = (
-            int.from_bytes(data[at : at + 4], "little") for at in (4, 16)
+            int.from_bytes(data[offset : offset + 4], "little") for offset in (4, 16)
         )
         is_whole = len(data) >= riff_length + 8 and riff_length >= chunk_length + 12
         is_plain = is_whole and data[23:26] == b"\x9d\x01\x2a"

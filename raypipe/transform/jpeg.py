@@ -149,9 +149,9 @@ def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
     Raises:
         SampleError: the file is damaged, in the box or anywhere else.
     """
-    part = _by_extension(data, box, eighths)
-    if part is not None:
-        return part
+    crop = _by_extension(data, box, eighths)
+    if crop is not None:
+        return crop
     if eighths < WHOLE:
         short_side = min(jpeg_size(data) or (0, 0))
     else:

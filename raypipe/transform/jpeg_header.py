@@ -132,14 +132,14 @@ def _size_by_simplejpeg(data: bytes) -> tuple[int, int] | None:
 def without_profile(data: bytes) -> bytes:
     """Leave out the color profile: no pixel depends on it, and simplejpeg refuses a JPEG with a damaged one."""
     kept = bytearray()
-    at = 0
+    start = 0
     for marker, body, end in segments(data):
         if marker == _SOS:
             break
         if marker == _APP2 and body.startswith(_PROFILE):
-            kept += data[at : end - len(body) - 4]
-            at = end
-    return bytes(kept + data[at:]) if at else data
+            kept += data[start : end - len(body) - 4]
+            start = end
+    return bytes(kept + data[start:]) if start else data
 
 
 def check_jpeg(data: bytes, width: int, height: int, pixel_bytes: int) -> None:
@@ -218,16 +218,16 @@ def is_for_nvjpeg(data: bytes) -> bool:
 
 def segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
     """Yield the marker, the body and the end of each segment, up to the image's end."""
-    at = 2
-    while match := _MARKER.search(data, at):
-        at = match.end()
-        marker = data[at - 1]
+    offset = 2
+    while match := _MARKER.search(data, offset):
+        offset = match.end()
+        marker = data[offset - 1]
         if marker == _EOI:
             return
         if marker != _TEM:
-            end = at + max(2, int.from_bytes(data[at : at + 2], "big"))
-            yield marker, data[at + 2 : end], end
-            at = end
+            end = offset + max(2, int.from_bytes(data[offset : offset + 2], "big"))
+            yield marker, data[offset + 2 : end], end
+            offset = end
 
 
 def jpeg_orientation(data: bytes) -> int:

@@ -67,8 +67,8 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
         for name, view in views.items():
             with _of_view(name):
                 built = tuple(
-                    build_transform(each, view.size, by_library)
-                    for each in view.transforms
+                    build_transform(view_transform, view.size, by_library)
+                    for view_transform in view.transforms
                 )
             views[name] = replace(view, transforms=built)
         return views
@@ -77,8 +77,8 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
         if transform == "none":
             return None
         if ":" in transform:
-            found = imported(transform, size)
-            return found if by_library else take_ending(found)[0]
+            pipeline = imported(transform, size)
+            return pipeline if by_library else take_ending(pipeline)[0]
         if transform in _TORCHVISION:
             return _by_torchvision(transform, size)
         transform = PresetSteps(_STEPS[transform](size))
@@ -109,9 +109,9 @@ def check_transform(transform: object, size: Size, arrays: bool = False) -> None
         )
     if makes_views(transform) and isinstance(size, int):
         for name, view in find_views(transform, size).items():
-            for each in view.transforms:
+            for view_transform in view.transforms:
                 with _of_view(name):
-                    check_transform(each, view.size, arrays)
+                    check_transform(view_transform, view.size, arrays)
     elif isinstance(transform, list):
         build_transform(transform, size)
     elif isinstance(transform, str):
@@ -125,11 +125,12 @@ def _check_name(name: str) -> None:
         raise ConfigError(
             f"transform {name!r} is not a list of steps: write [{{NAME: {{argument: value}}}}, …]"
         )
-    known = ["none", *PRESETS, *VIEW_PRESETS]
-    if name in known or ":" in name:
+    preset_names = ["none", *PRESETS, *VIEW_PRESETS]
+    if name in preset_names or ":" in name:
         return
     raise ConfigError(
-        f"no transform preset {name!r}{choices(name, known)}; module:name, and a list of steps will do as well"
+        f"no transform preset {name!r}{choices(name, preset_names)}; module:name, and a list of steps "
+        "will do as well"
     )
 
 
@@ -140,10 +141,12 @@ def num_pixels(transform: object, size: int) -> int | None:
     if not makes_views(transform):
         return None
     views = find_views(transform, size).values()
-    known = isinstance(transform, str) or all(
-        is_preset(each) for view in views for each in view.transforms
+    is_known = isinstance(transform, str) or all(
+        is_preset(view_transform)
+        for view in views
+        for view_transform in view.transforms
     )
-    if known:
+    if is_known:
         return sum(view.count * view.size**2 for view in views)
     return None
 
@@ -240,12 +243,12 @@ def _by_torchvision(preset: str, size: Size) -> Transform:
 
 def imported(address: str, size: Size) -> Transform:
     """Return the transform of `module:name`: the object itself, or a function's result for the size."""
-    found = import_name(address, "transform")
+    imported_object = import_name(address, "transform")
     # A class or function is called with the size; an object (a Compose, a module) is the transform itself.
-    transform: Any = found
-    if isinstance(found, type) or hasattr(found, "__code__"):
+    transform: Any = imported_object
+    if isinstance(imported_object, type) or hasattr(imported_object, "__code__"):
         try:
-            transform = found(size)
+            transform = imported_object(size)
         except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
@@ -254,9 +257,9 @@ def imported(address: str, size: Size) -> Transform:
                 f"an image: it failed at {raised_at(error)}: {type(error).__name__}: {error}"
             ) from error
     if not callable(transform):
-        what = type(transform).__name__
+        kind = type(transform).__name__
         raise ConfigError(
-            f"transform {address!r} gives a {what}: it must be a callable object, or a function of the "
+            f"transform {address!r} gives a {kind}: it must be a callable object, or a function of the "
             "size that returns one"
         )
     return transform

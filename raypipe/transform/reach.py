@@ -73,10 +73,17 @@ def _within(value: Any, is_root: bool) -> Iterator[Any]:
             yield from list(value.values())[:_MAX_ITEMS]
         case _:
             attributes = list(getattr(value, "__dict__", {}).items())
-            yield from (part for name, part in attributes if name not in _OF_PIPELINE)
-            own = (kind for kind in type(value).__mro__ if _is_own(_file_of(kind)))
             yield from (
-                part for kind in own for part in vars(kind).values() if callable(part)
+                attribute for name, attribute in attributes if name not in _OF_PIPELINE
+            )
+            own_classes = (
+                kind for kind in type(value).__mro__ if _is_own(_file_of(kind))
+            )
+            yield from (
+                attribute
+                for kind in own_classes
+                for attribute in vars(kind).values()
+                if callable(attribute)
             )
 
 
@@ -93,7 +100,11 @@ def _within_function(function: types.FunctionType) -> Iterator[Any]:
         if isinstance(value, types.ModuleType) and _is_own(
             getattr(value, "__file__", None) or ""
         ):
-            yield from (vars(value)[part] for part in names if part in vars(value))
+            yield from (
+                vars(value)[attribute]
+                for attribute in names
+                if attribute in vars(value)
+            )
         elif value is not None:
             yield value
 
@@ -101,9 +112,9 @@ def _within_function(function: types.FunctionType) -> Iterator[Any]:
 def _names(code: types.CodeType) -> Iterator[str]:
     """The global names, and those of attributes, in a function and in those within it."""
     yield from code.co_names
-    for part in code.co_consts:
-        if isinstance(part, types.CodeType):
-            yield from _names(part)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def _file_of(kind: type) -> str:
@@ -142,14 +153,16 @@ class ReachedGenerators:
 
     def look(self) -> bool:
         """Look for them again, since some are made at the first call; True = there are more."""
-        before = {id(each) for each in self._found}
-        found = (each for each in reached(self._code) if _is_random(each))
+        before = {id(generator) for generator in self._found}
+        generators = (
+            generator for generator in reached(self._code) if _is_random(generator)
+        )
         self._found = [
-            each
-            for each in found
-            if getattr(each, "random_generator", self) is not self._seeded
+            generator
+            for generator in generators
+            if getattr(generator, "random_generator", self) is not self._seeded
         ]
-        return any(id(each) not in before for each in self._found)
+        return any(id(generator) not in before for generator in self._found)
 
     @contextlib.contextmanager
     def keyed(self, key: Key) -> Iterator[None]:
@@ -158,39 +171,44 @@ class ReachedGenerators:
         self._keyed.rewind(key)
         self._random.seed(key[0] << 64 | key[1])
         try:
-            for number, each in enumerate(self._found):
-                put_back.append(self._seed(each, [*key, number]))
+            for number, generator in enumerate(self._found):
+                put_back.append(self._seed(generator, [*key, number]))
             yield
         finally:
             for put in reversed(put_back):
                 put()
 
-    def _seed(self, found: Any, words: list[int]) -> Put:
+    def _seed(self, generator: Any, words: list[int]) -> Put:
         """Seed one of them; return what puts its state back."""
-        if isinstance(found, np.random.Generator):
-            bits = found.bit_generator
+        if isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
             state = bits.state
             bits.state = type(bits)(np.random.SeedSequence(words)).state  # type: ignore[call-arg]
             return functools.partial(setattr, bits, "state", state)
-        if isinstance(found, np.random.RandomState):
-            put = functools.partial(found.set_state, found.get_state(legacy=False))
-            found.seed(np.random.SeedSequence(words).generate_state(4))
+        if isinstance(generator, np.random.RandomState):
+            put = functools.partial(
+                generator.set_state, generator.get_state(legacy=False)
+            )
+            generator.seed(np.random.SeedSequence(words).generate_state(4))
             return put
-        if isinstance(found, random.Random):
-            put = functools.partial(found.setstate, found.getstate())
-            found.seed(functools.reduce(lambda seed, word: seed << 64 | word, words))
+        if isinstance(generator, random.Random):
+            put = functools.partial(generator.setstate, generator.getstate())
+            generator.seed(
+                functools.reduce(lambda seed, word: seed << 64 | word, words)
+            )
             return put
-        if _is_of(found, "torch", "Generator"):
-            put = functools.partial(found.set_state, found.get_state())
-            found.manual_seed(
+        if _is_of(generator, "torch", "Generator"):
+            put = functools.partial(generator.set_state, generator.get_state())
+            generator.manual_seed(
                 int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
             )
             return put
         put = functools.partial(
-            found.__dict__.update, {name: vars(found)[name] for name in _OF_PIPELINE}
+            generator.__dict__.update,
+            {name: vars(generator)[name] for name in _OF_PIPELINE},
         )
-        found.random_generator = self._keyed.generator
-        found.py_random = self._random
+        generator.random_generator = self._keyed.generator
+        generator.py_random = self._random
         return put
 
 

@@ -145,8 +145,8 @@ class SampleMaker:
         num = len(samples)
         out = Rows(self.fields, num)
         everything = np.ones(num, bool)
-        made = self.fast(samples, np.arange(num), keys, everything, out)
-        for row in np.flatnonzero(~made).tolist():
+        is_made = self.fast(samples, np.arange(num), keys, everything, out)
+        for row in np.flatnonzero(~is_made).tolist():
             out.put(row, row, self.slow(samples[row], keys[row].tolist()))
         return out
 
@@ -163,12 +163,12 @@ class SampleMaker:
             TransformError: the transform failed on it.
             ConfigError: the transform's result has a wrong kind or size, or too many boxes.
         """
-        others = self._others(sample, key)  # first: they cost less than an image
+        other_fields = self._others(sample, key)  # first: they cost less than an image
         if self._encoded:
             encoded, drawn, size = self._encoded.fields_of(
                 sample.image, key, self._config.apply_exif
             )
-            return encoded | self._followers(sample, drawn, size) | others
+            return encoded | self._followers(sample, drawn, size) | other_fields
         image = self._opened(sample)
         targets: dict[str, np.ndarray] = {}
         if self._targets:
@@ -176,26 +176,26 @@ class SampleMaker:
                 sample, image.shape[:2] if isinstance(image, np.ndarray) else image[0]
             )
         try:
-            made = self._transformed(image, _by_keyword(targets), key)
+            transformed = self._transformed(image, _by_keyword(targets), key)
         except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
             raise failed("the transform", error) from error
-        images = {IMAGE: made[IMAGE]} if IMAGE in made else made
+        images = {IMAGE: transformed[IMAGE]} if IMAGE in transformed else transformed
         self._check(images)
         if not self._images:
             self._learn(images)
         fields = self._on_wire(images)
         if targets:
-            fields = fields | self._finished(made, targets, images[IMAGE].shape)
-        return fields | others
+            fields = fields | self._finished(transformed, targets, images[IMAGE].shape)
+        return fields | other_fields
 
     def fast(
         self,
         samples: Samples,
         indices: np.ndarray,
         keys: np.ndarray,
-        wanted: np.ndarray,
+        is_wanted: np.ndarray,
         out: Rows,
         first: int = 0,
     ) -> np.ndarray:
@@ -204,7 +204,7 @@ class SampleMaker:
         Args:
             indices: int64 (B,), of the samples.
             keys: uint64 (B, 2).
-            wanted: bool (B,), the rows to make.
+            is_wanted: bool (B,), the rows to make.
             out: the memory to fill, from row number `first` on.
 
         Returns:
@@ -213,23 +213,25 @@ class SampleMaker:
         is_made = np.zeros(len(samples), bool)
         if not out.arrays:
             return is_made
-        wanted = wanted & (samples.labels != NO_LABEL)
+        is_wanted = is_wanted & (samples.labels != NO_LABEL)
         if self._encoded:
             images: Iterator[tuple[Any, ...]] = self._encoded_images(
-                self._encoded, samples, keys, wanted
+                self._encoded, samples, keys, is_wanted
             )
         elif self._kernel:
             rows = slice(first, first + len(samples))
             arrays = {name: array[rows] for name, array in out.arrays.items()}
-            images = self._kernel.make(samples, wanted, keys, arrays)
+            images = self._kernel.make(samples, is_wanted, keys, arrays)
         else:
             return is_made
-        for made, params, sizes, *fields_of in images:
+        for made_rows, params, sizes, *fields_of in images:
             if not self._targets and self._columns is None and not fields_of:
-                out.put_labels(first + made, indices[made], samples.labels[made])
-                is_made[made] = True
+                out.put_labels(
+                    first + made_rows, indices[made_rows], samples.labels[made_rows]
+                )
+                is_made[made_rows] = True
                 continue
-            for number, row in enumerate(made.tolist()):
+            for number, row in enumerate(made_rows.tolist()):
                 with contextlib.suppress(
                     SampleError, ConfigError
                 ):  # `slow` meets it again
@@ -248,11 +250,11 @@ class SampleMaker:
         encoded: EncodedImages,
         samples: Samples,
         keys: np.ndarray,
-        wanted: np.ndarray,
+        is_wanted: np.ndarray,
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]]:
         """The rows whose images need no more than their header here, as `KernelImages.make`; and their fields."""
         sizes = sizes_by_header(samples.images, self._config.apply_exif)
-        (rows,) = np.nonzero(wanted & (sizes[:, 0] > 0))
+        (rows,) = np.nonzero(is_wanted & (sizes[:, 0] > 0))
         params, _ = encoded.program.draw(keys[rows], sizes[rows])
         maps, fits = encoded.maps(params, sizes[rows])
         whole = []
@@ -294,12 +296,12 @@ class SampleMaker:
             for number, transform in enumerate(transforms):
                 own_key = image_keys(field, number, np.array(key, np.uint64)).tolist()
                 # A transform may write into what it is given, and all are given the same image.
-                made = transform.with_targets(image.copy(), {}, own_key)
-                if IMAGE not in made:
+                result = transform.with_targets(image.copy(), {}, own_key)
+                if IMAGE not in result:
                     raise ConfigError(
                         f"a transform of {field} made several images, and a view is one"
                     )
-                images.setdefault(field, []).append(made[IMAGE])
+                images.setdefault(field, []).append(result[IMAGE])
         return _joined(images)
 
     def _followers(
@@ -342,14 +344,14 @@ class SampleMaker:
 
     def _finished(
         self,
-        made: dict[str, np.ndarray],
+        transformed: dict[str, np.ndarray],
         targets: dict[str, np.ndarray],
         shape: tuple[int, ...],
     ) -> dict[str, np.ndarray]:
         """The fields of targets behind the transform; `shape` is that of the image."""
         return {
             name: TARGETS[name].finish(
-                made[TARGETS[name].keyword], value, shape, self.fields[name]
+                transformed[TARGETS[name].keyword], value, shape, self.fields[name]
             )
             for name, value in targets.items()
         }

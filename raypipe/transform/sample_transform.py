@@ -75,20 +75,20 @@ class SampleTransform:
         self, transform: Any, arrays: bool = False, targets: Collection[str] = ()
     ) -> None:
         self._given = transform, arrays, targets
-        self.program, rest = find_program(transform)
-        if arrays and rest:
+        self.program, remaining_steps = find_program(transform)
+        if arrays and remaining_steps:
             self.program = None
-            rest = []
+            remaining_steps = []
         has_points = any(TARGETS[name].keyword in POINTS for name in targets)
         if self.program is not None and not self.program.takes_points and has_points:
             self.program = None
-            rest = []
+            remaining_steps = []
         self.transform = transform
-        if rest:
-            self.transform = sys.modules["albumentations"].Compose(rest)
+        if remaining_steps:
+            self.transform = sys.modules["albumentations"].Compose(remaining_steps)
         self._whole = self.program
         # Programs take only uint8 RGB: the library transforms other arrays in all steps.
-        self.has_rest = bool(rest) or self.program is None or arrays
+        self.has_rest = bool(remaining_steps) or self.program is None or arrays
         self.kind = transform_kind(self.transform)
         if self.kind == "torchvision":
             self.transform = for_tensors(self.transform)
@@ -212,23 +212,27 @@ class SampleTransform:
         if self._is_first and self._reached is not None:
             self._is_first = False
             kept = image.copy()
-            made = self._run(image, targets, key)
+            result = self._run(image, targets, key)
             if (
                 self._reached.look()
             ):  # it has made a pipeline, which drew without a seed
                 self.draws_globally = True
-                made = self._run(kept, targets, key)
+                result = self._run(kept, targets, key)
         else:
-            made = self._run(image, targets, key)
+            result = self._run(image, targets, key)
         # A function that returns only `image` has mistaken Albumentations' result for the image.
-        if self.kind == "plain" and isinstance(made, Mapping) and [*made] != ["image"]:
-            return _checked_views(made, self._arrays)
+        if (
+            self.kind == "plain"
+            and isinstance(result, Mapping)
+            and [*result] != ["image"]
+        ):
+            return _checked_views(result, self._arrays)
         if self.kind != "albumentations":
-            return {"image": _checked(made, self.kind, self._arrays)}
-        image = _checked(made["image"], self.kind, self._arrays)
-        if image is made["image"]:
-            return made
-        return {**made, "image": image}
+            return {"image": _checked(result, self.kind, self._arrays)}
+        image = _checked(result["image"], self.kind, self._arrays)
+        if image is result["image"]:
+            return result
+        return {**result, "image": image}
 
     def _run(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> Any:
         self._seed(key)
@@ -356,12 +360,12 @@ def _is_array(array: np.ndarray) -> bool:
 
 
 def _checked_views(
-    made: Mapping[Any, Any], arrays: bool = False
+    returned: Mapping[Any, Any], arrays: bool = False
 ) -> dict[str, np.ndarray]:
     """Check a function's views and return them by field: each uint8 (h, w, 3) or (n, h, w, 3), floats with 1 or 3
     channels, or `arrays`."""
     views = {}
-    for name, given in made.items():
+    for name, given in returned.items():
         if isinstance(given, list | tuple):
             value = [*map(_channels_last, given)]
         else:
@@ -439,7 +443,7 @@ def _crop_first(
     import torch
     from torchvision import tv_tensors
 
-    first, *others = pipeline.transforms
+    first, *later_transforms = pipeline.transforms
     # takes no memory
     whole = tv_tensors.Image(torch.zeros((), dtype=torch.uint8).expand(3, *size))
     drawn = first.make_params([whole])
@@ -449,6 +453,6 @@ def _crop_first(
     result = first.transform(
         image, {"top": 0, "left": 0, "height": height, "width": width}
     )
-    for transform in others:
+    for transform in later_transforms:
         result = transform(result)
     return result

@@ -74,9 +74,13 @@ class Samples:
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
         """Join the samples of several micro-batches, one after the other."""
-        images = list(itertools.chain.from_iterable(part.images for part in parts))
-        labels = np.concatenate([part.labels for part in parts])
-        return Samples(images, labels, pa.concat_tables([part.table for part in parts]))
+        images = list(
+            itertools.chain.from_iterable(samples.images for samples in parts)
+        )
+        labels = np.concatenate([samples.labels for samples in parts])
+        return Samples(
+            images, labels, pa.concat_tables([samples.table for samples in parts])
+        )
 
     def split(self, num: int) -> list[Samples]:
         """The parts of as many micro-batches; the inverse of `joined`."""

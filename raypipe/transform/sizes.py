@@ -56,12 +56,12 @@ def sizes_of(
 ) -> list[Size]:
     """The sizes of a split's images, the first epoch's first; `buckets` are the split's."""
     shapes: Sequence[Sides | None] = buckets or [None]
-    found = (
-        size_in(config, split, epoch, each)
+    sizes = (
+        size_in(config, split, epoch, shape)
         for epoch in config.size_by_epoch
-        for each in shapes
+        for shape in shapes
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(sizes))
 
 
 def pixel_range(

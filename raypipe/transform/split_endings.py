@@ -37,15 +37,15 @@ def take_endings(
         if ending:
             endings[split] = ending
     for split in transforms.keys() - endings.keys():
-        for other, ending in endings.items():
-            _check_agreement(split, transforms[split], other, ending)
+        for other_split, ending in endings.items():
+            _check_agreement(split, transforms[split], other_split, ending)
             endings[split] = replace(ending, on_device=True, because="", is_own=False)
             break
     return rests, endings
 
 
 def _check_agreement(
-    split: Split, transform: Any, other: Split, ending: Ending
+    split: Split, transform: Any, other_split: Split, ending: Ending
 ) -> None:
     """Raise ConfigError for a library's pipeline without an ending, where the other split has one."""
     is_pipeline = isinstance(transform, list | Mapping)
@@ -53,9 +53,9 @@ def _check_agreement(
         is_pipeline = transform_kind(transform) in ("albumentations", "torchvision")
     if is_pipeline and ending.normalizes:
         raise ConfigError(
-            f"transform.{other} ends with {ending.steps}, and transform.{split} is {brief(transform)} without it: "
-            "the model would see two kinds of images; end both alike, or use a preset for one, which takes the "
-            "other's normalization"
+            f"transform.{other_split} ends with {ending.steps}, and transform.{split} is {brief(transform)} "
+            "without it: the model would see two kinds of images; end both alike, or use a preset for one, "
+            "which takes the other's normalization"
         )
 
 
@@ -74,14 +74,14 @@ def _taken(transform: Any, size: int) -> tuple[Any, Ending | None]:
 
 def _taken_from_steps(steps: Steps) -> tuple[Any, Ending | None]:
     built = build_steps(steps)
-    rest, ending = take_ending(built)
-    if rest is built:
+    without_ending, ending = take_ending(built)
+    if without_ending is built:
         return steps, ending
     kept = list(steps)
     while kept and _ENDING_STEPS & kept[-1].keys():
         kept.pop()
     if len(kept) == len(steps):  # they are in a pipeline within the list
-        return rest, ending
+        return without_ending, ending
     return kept or "none", ending
 
 
@@ -90,24 +90,24 @@ def _taken_from_views(
 ) -> tuple[dict[str, Any], Ending | None]:
     """Split views, which must end alike; presets among them follow the others."""
     rests = dict[str, Any]()
-    found = dict[str, Ending | None]()
+    ending_by_view = dict[str, Ending | None]()
 
     def taken(name: str, transform: Any) -> Any:
-        rest, ending = _taken(transform, size)
+        without_ending, ending = _taken(transform, size)
         is_preset = transform is None or (
             isinstance(transform, str) and ":" not in transform
         )
         if not is_preset:
-            before = found.setdefault(name, ending)
-            first = next(iter(found.values()))
+            before = ending_by_view.setdefault(name, ending)
+            first = next(iter(ending_by_view.values()))
             if (ending and ending.described) != (
                 first and first.described
             ) or before != ending:
                 raise ConfigError(
-                    f"view {name!r} ends with {_described(ending)}, and view {next(iter(found))!r} with "
+                    f"view {name!r} ends with {_described(ending)}, and view {next(iter(ending_by_view))!r} with "
                     f"{_described(first)}: end the pipelines of all views alike"
                 )
-        return rest
+        return without_ending
 
     for name, entry in views.items():
         if isinstance(entry, tuple) and len(entry) == 2:
@@ -117,11 +117,14 @@ def _taken_from_views(
         elif isinstance(entry.get("transforms"), list | tuple):
             rests[name] = {
                 **entry,
-                "transforms": [taken(name, each) for each in entry["transforms"]],
+                "transforms": [
+                    taken(name, entry_transform)
+                    for entry_transform in entry["transforms"]
+                ],
             }
         else:
             rests[name] = {**entry, "transform": taken(name, entry.get("transform"))}
-    return rests, next(filter(None, found.values()), None)
+    return rests, next(filter(None, ending_by_view.values()), None)
 
 
 def _described(ending: Ending | None) -> str:

@@ -84,10 +84,10 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
         raise SampleError("the mask has no value")
     if not isinstance(data, bytes) or image_kind(data) != "PNG":
         if isinstance(data, bytes):
-            what = f"starts with {data[:3].hex(' ')}"
+            description = f"starts with {data[:3].hex(' ')}"
         else:
-            what = f"is a {type(data).__name__}"
-        raise SampleError(f"the mask is no PNG: it {what}")
+            description = f"is a {type(data).__name__}"
+        raise SampleError(f"the mask is no PNG: it {description}")
     from PIL.PngImagePlugin import PngImageFile  # 0.1 s, and most streams have no masks
 
     with damage_in("PNG of a mask", data):
@@ -185,14 +185,14 @@ def _struct_in(value: Any) -> Mapping[str, Any] | None:
 def _rows(struct: Mapping[str, Any]) -> list[list[Any]]:
     """Return the boxes of a struct of lists, each with its label."""
     columns = []
-    for what, names in (("boxes", _BOXES), ("labels", _LABELS)):
-        found = [name for name in names if name in struct]
-        if len(found) != 1:
+    for kind, names in (("boxes", _BOXES), ("labels", _LABELS)):
+        present = [name for name in names if name in struct]
+        if len(present) != 1:
             raise SampleError(
                 f"the boxes are a struct with {', '.join(map(str, struct))}: exactly one of {', '.join(names)} "
-                f"must have the {what}"
+                f"must have the {kind}"
             )
-        columns.append(struct[found[0]] or [])
+        columns.append(struct[present[0]] or [])
     boxes, labels = columns
     if len(boxes) != len(labels) or any(
         not isinstance(box, list) or len(box) != 4 for box in boxes
@@ -306,8 +306,8 @@ def by_pipeline(
     kept = targets["keypoints"].copy()
     numbered = kept.copy()
     numbered[:, 2] = np.arange(len(numbered))
-    made = pipeline(image=image, **{**targets, "keypoints": numbered})
-    moved = np.asarray(made["keypoints"]).reshape(-1, 3)
+    result = pipeline(image=image, **{**targets, "keypoints": numbered})
+    moved = np.asarray(result["keypoints"]).reshape(-1, 3)
     numbers = moved[:, 2].astype(int)
     if len(np.unique(numbers)) < len(numbers):
         raise ConfigError(
@@ -316,14 +316,14 @@ def by_pipeline(
         )
     kept[:, :2] = -1
     kept[numbers, :2] = moved[:, :2]
-    return {**made, "keypoints": kept}
+    return {**result, "keypoints": kept}
 
 
 def _check_number(name: str, number: int, field: Field) -> None:
-    most = (field.shape or (0,))[0]
-    if number > most:
+    limit = (field.shape or (0,))[0]
+    if number > limit:
         raise ConfigError(
-            f"it has {number} {name}, and transform.max_targets is {most}: raise it, or leave the sample out"
+            f"it has {number} {name}, and transform.max_targets is {limit}: raise it, or leave the sample out"
         )
 
 
@@ -373,11 +373,11 @@ def decode_targets(
     return decoded
 
 
-def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
+def _numbers(value: Any, target_name: str, fields: str) -> np.ndarray:
     """float64 (K, n), as they are stored: n fields of each."""
     width = fields.count(",") + 1
     if value is None:
-        raise SampleError(f"the {what} have no value")
+        raise SampleError(f"the {target_name} have no value")
     try:
         # No label ends with the byte of a bracket, or of a space: it would be 1e17, or a fraction.
         if isinstance(value, str) or (
@@ -391,14 +391,14 @@ def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
             raise TypeError(f"they hold {numbers.dtype}")
         numbers = exactly(numbers, np.float64)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise SampleError(f"the {what} are not numbers: {error}") from error
+        raise SampleError(f"the {target_name} are not numbers: {error}") from error
     if not numbers.size:
         return np.empty((0, width))
     wrong = numbers.ndim == 2 and numbers.shape[1] != width
     if wrong or numbers.ndim not in (1, 2) or numbers.size % width:
         expected = {5: "five to a box", 3: "three to a keypoint"}[width]
         raise SampleError(
-            f"the {what} are numbers of shape {numbers.shape}: they must be {expected}, [{fields}]"
+            f"the {target_name} are numbers of shape {numbers.shape}: they must be {expected}, [{fields}]"
         )
     return numbers.reshape(-1, width)
 

@@ -124,15 +124,15 @@ def _step(step: Any, where: str) -> Any:
     kind = _class_of(name, where)
     where = f"{where}, {name}"
     is_composition = issubclass(kind, albumentations().BaseCompose)
-    known = [
-        each
-        for each in inspect.signature(kind).parameters
-        if not is_composition or each not in _NOT_OF_STEPS
+    parameters = [
+        parameter
+        for parameter in inspect.signature(kind).parameters
+        if not is_composition or parameter not in _NOT_OF_STEPS
     ]
     for argument in arguments:
-        if argument not in known:
+        if argument not in parameters:
             raise ConfigError(
-                f"{where}: unknown argument {argument!r}{choices(argument, known)}"
+                f"{where}: unknown argument {argument!r}{choices(argument, parameters)}"
             )
     given = dict(arguments)
     if is_composition:  # it hardly checks its arguments
@@ -148,42 +148,46 @@ def _step(step: Any, where: str) -> Any:
         # Around it is a check of Albumentations', which warns and takes the defaults where it fails, but for this.
         given["strict"] = True
     try:
-        made = kind(**given)
+        transform = kind(**given)
     except Exception as error:
         raise ConfigError(
-            f"{where}: {_reason(error, arguments)}; choose from {', '.join(known)}"
+            f"{where}: {_reason(error, arguments)}; choose from {', '.join(parameters)}"
         ) from error
-    needed = {*getattr(made, "targets_as_params", ()), *_NEED.get(name, ())} - {"image"}
-    if "image" not in made.available_keys:
+    needed = {*getattr(transform, "targets_as_params", ()), *_NEED.get(name, ())} - {
+        "image"
+    }
+    if "image" not in transform.available_keys:
         needed = {"volume"}
     if needed:
-        what = ", ".join(sorted(needed))
+        missing = ", ".join(sorted(needed))
         raise ConfigError(
-            f"{where}: it needs {what}, but a step gets only the image: leave it out"
+            f"{where}: it needs {missing}, but a step gets only the image: leave it out"
         )
-    return made
+    return transform
 
 
 def _class_of(name: str, where: str) -> Any:
     """The public transform of Albumentations that has a name; raises ConfigError."""
     library = albumentations()
-    found: dict[str, Any] = {
-        each: kind
-        for each, kind in vars(library).items()
+    classes: dict[str, Any] = {
+        class_name: kind
+        for class_name, kind in vars(library).items()
         if isinstance(kind, type)
         and issubclass(kind, library.BasicTransform | library.BaseCompose)
-        and each not in _BASES
+        and class_name not in _BASES
     }
     if name == "ToTensorV2":  # the part that needs torch
-        found[name] = importlib.import_module("albumentations.pytorch").ToTensorV2
+        classes[name] = importlib.import_module("albumentations.pytorch").ToTensorV2
     if name in _OF_OTHERS:
         why = f"{name} is for {_OF_OTHERS[name]}, and steps begin with uint8 images: leave it out"
-    elif name not in found:
-        why = f"Albumentations has no transform {name!r}{choices(name, sorted(found))}"
-    elif not found[name].is_serializable():
+    elif name not in classes:
+        why = (
+            f"Albumentations has no transform {name!r}{choices(name, sorted(classes))}"
+        )
+    elif not classes[name].is_serializable():
         why = f"{name} needs a Python function: give the whole pipeline as module:function"
     else:
-        return found[name]
+        return classes[name]
     raise ConfigError(f"{where}: {why}")
 
 
@@ -214,7 +218,7 @@ def _check_plain(content: Any, where: str) -> None:
         if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
             raise ConfigError(f"{where}: must be names, got {_cut([*value])}")
         if isinstance(inner, list | tuple):
-            todo += [(each, depth + 1) for each in inner]
+            todo += [(child, depth + 1) for child in inner]
         elif not isinstance(value, str | int | float | None):
             if hasattr(value, "available_keys"):
                 hint = "; objects go into an albumentations.Compose"
@@ -232,11 +236,13 @@ def _reason(error: Exception, arguments: dict[str, Any]) -> str:
     errors = getattr(error.__cause__, "errors", None)
     if errors is None:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    found = (
-        (str(each["loc"][0]) if each["loc"] else "", each["msg"]) for each in errors()
+    details = (
+        (str(detail["loc"][0]) if detail["loc"] else "", detail["msg"])
+        for detail in errors()
     )
     reasons = (
-        f"{name}: {what}, got {_cut(arguments.get(name))}" for name, what in found
+        f"{name}: {message}, got {_cut(arguments.get(name))}"
+        for name, message in details
     )
     return "; ".join(dict.fromkeys(reasons))
 

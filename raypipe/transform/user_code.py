@@ -13,12 +13,12 @@ from raypipe.importing import raised_at
 NOT_OF_A_SAMPLE = (SampleError, ConfigError, MemoryError, bdb.BdbQuit)
 
 
-def failed(what: str, error: Exception | SystemExit) -> TransformError:
-    """The error of a sample on which the user's code raised; `what` is the code, such as "the transform"."""
+def failed(code_name: str, error: Exception | SystemExit) -> TransformError:
+    """The error of a sample on which the user's code raised; `code_name` is the code, such as "the transform"."""
     # libraries print whole tensors, over many lines
     reason = " ".join(str(error).split())
     return TransformError(
-        f"{what} failed at {raised_at(error)}: {type(error).__name__}: {reason:.500}"
+        f"{code_name} failed at {raised_at(error)}: {type(error).__name__}: {reason:.500}"
     )
 
 

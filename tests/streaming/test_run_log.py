@@ -209,7 +209,7 @@ def test_the_supervisor_knows_what_a_stream_without_a_batch_is_at() -> None:
         == "2 transform actors have started, and 1 of them makes blocks"
     )
     supervisor.execution_progress(
-        "execution", 1.0, at="2 transform actors are idle and wait for the reader"
+        "execution", 1.0, standing="2 transform actors are idle and wait for the reader"
     )
     assert (
         supervisor.describe_progress()

@@ -345,6 +345,6 @@ def test_the_supervisor_says_how_often_finished_blocks_lay_ready() -> None:
     supervisor.execution_progress("a", 0.0, ready=1.0)  # it has brought none yet
     for ready in (1.0, 0.5, 0.0):
         supervisor.execution_progress(
-            "a", 0.0, at="2 transform actors work on 2 blocks", ready=ready
+            "a", 0.0, standing="2 transform actors work on 2 blocks", ready=ready
         )
     assert supervisor.ready_share() == 0.5

@@ -277,10 +277,9 @@ def test_ray_data(images: list[dict[str, Any]], tmp_path: Path) -> None:
         dataset = raypipe.read_lmdb(
             path, columns=["label", "image"], override_num_blocks=4
         )
-        rows = dataset.take_all()
-        assert [(row["image"], row["label"]) for row in rows if row["label"] == 3] == [
-            (image, 3) for image in encoded[3::5]
-        ]
+        # Ray Data takes blocks as they come, unless it is told to preserve their order.
+        threes = sorted(row["image"] for row in dataset.take_all() if row["label"] == 3)
+        assert threes == sorted(encoded[3::5])
 
 
 # The CPU half

@@ -262,6 +262,29 @@ def test_imports_have_no_circle_and_no_chain_beyond_sixteen() -> None:
     assert max(chain.values()) <= 16, max(chain, key=chain.__getitem__)
 
 
+def test_ten_types_lie_between_a_store_and_the_users_loop() -> None:
+    page = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    table = page.partition("The types on the way")[2].partition("\n\n`stream_fields`")[
+        0
+    ]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert 1 <= len(listed) <= 10
+    for name in listed:
+        homes = [
+            module
+            for module in MODULES
+            if not (ROOT / module.replace(".", "/")).is_dir()
+            and re.search(
+                rf"^class {name}\b",
+                (ROOT / module.replace(".", "/")).with_suffix(".py").read_text(),
+                re.M,
+            )
+        ]
+        assert homes, f"{name} is in CONTRIBUTING, and in no module"
+        found = getattr(importlib.import_module(f"raypipe.{homes[0]}"), name)
+        assert inspect.isclass(found) and found.__doc__
+
+
 def test_each_side_knows_only_its_own_framework() -> None:
     for module in MODULES:
         package = module.split(".")[0]

@@ -72,6 +72,11 @@ class TarSamples:
             self._index, not_in_all = index_samples(names, scans)
             self.left_out += not_in_all
             nums = [scan["num"] for scan in scans]
+        # A name in a tar may be bytes that are no UTF-8, which Arrow's names are.
+        self._index = {
+            name.encode("utf-8", "backslashreplace").decode(): places
+            for name, places in self._index.items()
+        }
         bounds = np.cumsum([0, *nums])
         self.schema = pa.schema(
             [(name, _type_of(name, values)) for name, values in self._index.items()]

@@ -57,7 +57,7 @@ def stream(
     transform: TransformConfig = TRANSFORM,
     columns: Sequence[str] = (),
 ) -> StreamSpec:
-    label = "label" if "label" in store.columns else ""
+    label = "label" if "label" in store.schema.names else ""
     return open_stream(
         store, plan=plan, transform=transform, columns=columns, target_column=label
     )

@@ -36,7 +36,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.transform.encoded_map import DATA, MAP, CropBox
 from raypipe.transform.fields import MicroBatch
 
-NAMES = ("ring", "decode", "prefetcher")
+NAMES = ("ring", "decoders", "prefetcher")
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Code:
     """The three modules, as they stand or with something replaced."""
 
     ring: Any
-    decode: Any
+    decoders: Any
     prefetcher: Any
 
     @contextlib.contextmanager
@@ -280,9 +280,9 @@ def decoding(code: Code, cuda: Cuda) -> None:
     given = [encoded_batch(number) for number in range(3)]
     consumer.leave_garbage()
     with mock.patch.dict(
-        code.decode.LIBRARIES, {"simulated": lambda _: nvjpeg(cuda)}, clear=True
+        code.decoders.LIBRARIES, {"simulated": lambda _: nvjpeg(cuda)}, clear=True
     ):
-        decoder = code.decode.DeviceDecoder(CUDA)
+        decoder = code.decoders.DeviceDecoder(CUDA)
     consumer.leave_garbage()
 
     def decode_images(host: MicroBatch) -> tuple[MicroBatch, Any]:

@@ -274,7 +274,7 @@ def use(config: Any) -> None:
     for name, kind in kinds_of(type(config)).items():
         value = getattr(config, name)
         assert check(name, value, kind) == value or value != value
-        is_code = name == "module" and callable(value)
+        is_code = name in ("module", "sampler") and callable(value)
         assert is_code or is_plain(value), f"{name} is {value!r}"
     assert dataclasses.replace(config) == config or "nan" in repr(config)
     hash(repr(config))

@@ -199,7 +199,10 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
             {"weights": "weigth"},
             r"'weigth' for plan\.weights; did you mean weight\? its columns are label, weight",
         ),
-        ({"weights": "image"}, r"no column 'image' for plan\.weights"),
+        (
+            {"weights": "image"},
+            r"plan\.weights must name a column of numbers, got 'image'",
+        ),
         (
             {"epoch_samples": 7},
             "an epoch of 7 draws from .* is smaller than a global batch of 8",

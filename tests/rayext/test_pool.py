@@ -275,7 +275,7 @@ class Keeper(PoolKeeper):
         self.scaled: list[str] = []
         supervisor = SimpleNamespace(
             note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text)),
-            scaled=SimpleNamespace(remote=self.scaled.append),
+            pool_scaled=SimpleNamespace(remote=self.scaled.append),
         )
         self.op = SimpleNamespace(get_autoscaling_actor_pools=lambda: [pool])
         super().__init__(self.op, PoolConfig(stall_timeout_s=60.0), supervisor, 0.0)

@@ -25,7 +25,7 @@ class Supervisor:
         self.answers, self.process = True, process
         self.heard: list[tuple[int, float]] = []
         self.notes: list[str] = []
-        self.hears = SimpleNamespace(remote=self._hears)
+        self.rank_waits = SimpleNamespace(remote=self._hears)
         self.note = SimpleNamespace(
             remote=lambda text, kind: self.notes.append(f"{kind}: {text}")
         )

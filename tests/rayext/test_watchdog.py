@@ -96,10 +96,10 @@ def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
     watch.add("a", process)
     watch.add("b", ray.get(busy.process.remote()))
     os.kill(process.pid, signal.SIGSTOP)
-    watch.moves("an execution", 0.0)
+    watch.execution_progress("an execution", 0.0)
     watch.turn(time.monotonic())
     assert not watch._looks
-    watch.moves("an execution", 60.0)
+    watch.execution_progress("an execution", 60.0)
     deadline = time.monotonic() + 60
     while not notes:
         assert time.monotonic() < deadline
@@ -121,7 +121,7 @@ def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
 def test_a_stream_whose_execution_has_ended_is_not_looked_at() -> None:
     watch = StreamWatchdog(lambda *note: None)
     watch.add("a", Process("transform actor", 1, "1", "127.0.0.1", "node"))
-    watch.moves("an execution", 60.0)
+    watch.execution_progress("an execution", 60.0)
     watch.remove("an execution")
     watch.turn(time.monotonic())
     assert not watch._looks

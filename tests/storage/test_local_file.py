@@ -50,7 +50,7 @@ from raypipe.config import RunConfig
 from raypipe.stores.record import read_bad_list
 from raypipe.streaming.digest import DigestFile
 from raypipe.stores import open_store
-from raypipe.stores import base, folder, lmdb, parquet, tar
+from raypipe.stores import folder, lmdb, memory, parquet, tar
 
 def store(path):
     opened = open_store(path)
@@ -68,7 +68,7 @@ class Told(Exception):
 
 def job(run: RunConfig): ...
 
-empty = base.MemoryStore([b"x"], [0])
+empty = memory.MemoryStore([b"x"], [0])
 READERS = {
     "store": store,
     "bad list": lambda path: read_bad_list(path, empty, "store.exclude"),

@@ -159,7 +159,7 @@ def test_a_sample_of_another_dtype_or_shape_ends_the_run_by_its_name(
     odd: np.ndarray,
 ) -> None:
     store = store_of("uint16", 4)
-    store._columns["image"][7] = npy(odd)
+    store._images[7] = npy(odd)
     with pytest.raises(
         ConfigError, match=rf"sample 7.*{odd.dtype} .*uint16 \(24, 20, 4\) is expected"
     ):
@@ -177,7 +177,7 @@ def _in_order(store: MemoryStore) -> Any:
 
 def test_a_damaged_array_is_substituted_and_one_in_a_validation_is_black() -> None:
     store = store_of("uint16", 4)
-    store._columns["image"][7] = store._columns["image"][7][:-1]
+    store._images[7] = store._images[7][:-1]
     batches = list(without_ray.host_batches(spec_of(store, val=store)))
     train, val = (
         [batch for batch in batches if batch.position.split == split]
@@ -217,7 +217,7 @@ def test_views_and_masks_and_functions_of_another_dtype_go_with_arrays() -> None
         cv2.imencode(".png", np.full((24, 20), i, np.uint8))[1].tobytes()
         for i in range(NUM)
     ]
-    masked = MemoryStore(store._columns["image"], [0] * NUM, columns={"mask": masks})
+    masked = MemoryStore(store._images, [0] * NUM, columns={"mask": masks})
     batch = next(
         without_ray.host_batches(spec_of(masked, train="resize", mask_column="mask"))
     )
@@ -417,7 +417,7 @@ def _of_key(i: int) -> dict[str, bytes]:
 
 def test_arrays_are_inspected_as_they_are_stored() -> None:
     store = store_of("uint16", 4)
-    store._columns["image"][3] = store._columns["image"][3][:-1]
+    store._images[3] = store._images[3][:-1]
     samples = list(check_samples(store, np.arange(NUM)))
     assert [sample.index for sample in samples if sample.error] == [
         3
@@ -428,7 +428,7 @@ def test_arrays_are_inspected_as_they_are_stored() -> None:
         and found["height_px"][0] == 24
         and found["bad_samples"] == 1
     )
-    image = store._columns["image"][0]
+    image = store._images[0]
     assert header_sides(image) == {"width": 20, "height": 24}
     with pytest.raises(SampleError, match="damaged"):
         header_sides(image[:90])

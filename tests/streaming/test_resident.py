@@ -182,7 +182,7 @@ def test_what_cannot_be_is_named(
 
 def test_samples_that_are_left_out_are_neither_read_nor_drawn() -> None:
     store = store_of(use=np.arange(70) % 2)
-    store._columns["image"][0] = b"nothing"
+    store._images[0] = b"nothing"
     data = resident(store, plan=PLAN, filter="use == 1", border=1)
     assert len(data) == 35 and data.images.shape == (70, 3, 10, 12)
     indices = np.concatenate([batch.index for batch in data.epoch(0)])

@@ -465,25 +465,25 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         decoding,
     ),
     "images are not recorded": (
-        "decode",
+        "decoders",
         "ready.record(self._stream)",
         "pass",
         decoding,
     ),
     "decoding on the thread's own stream": (
-        "decode",
+        "decoders",
         "torch.no_grad(), self._backend.stream(self._stream):",
         "torch.no_grad():",
         decoding,
     ),
     "the probe on the caller's stream": (
-        "decode",
+        "decoders",
         "with self._backend.stream(self._stream):\n                self.library",
         "if True:\n                self.library",
         decoding,
     ),
     "nvJPEG is not held back": (
-        "decode",
+        "decoders",
         "self._stream.synchronize()",
         "pass",
         decoding,
@@ -576,7 +576,7 @@ EQUIVALENT = {
     ),
     # No image of the program is damaged.
     "nothing is awaited behind a damaged image": (
-        "decode",
+        "decoders",
         "self._backend.synchronize(self.device)",
         "pass",
     ),

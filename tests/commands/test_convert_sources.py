@@ -41,7 +41,9 @@ def converted(
 
 def contents(store: Store) -> dict[str, list[Any]]:
     """All columns but the sizes, which a conversion adds."""
-    columns = tuple(name for name in store.columns if name not in ("width", "height"))
+    columns = tuple(
+        name for name in store.schema.names if name not in ("width", "height")
+    )
     return {
         name: list(values)
         for name, values in store.read(np.arange(len(store)), columns).items()

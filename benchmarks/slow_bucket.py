@@ -103,9 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
                 pass
         else:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if (
-            "x-amz-decoded-content-length" in self.headers
-        ):  # chunks with their sizes before them
+        if "x-amz-decoded-content-length" in self.headers:
+            # chunks with their sizes before them
             decoded = b""
             rest = content
             while rest:

@@ -109,9 +109,8 @@ def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
         whole = None
     height, width = (HEIGHT, WIDTH) if whole is None else whole.shape[:2]
     box = top, left, rows, columns = random_box(height, width, rng)
-    with contextlib.suppress(
-        ValueError
-    ):  # there may be damage behind the box, of which simplejpeg makes an error
+    with contextlib.suppress(ValueError):
+        # there may be damage behind the box, of which simplejpeg makes an error
         crop(data, box, to_end=False)
     with contextlib.suppress(ValueError):
         crop(
@@ -240,9 +239,8 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
             (slot == result).all() for slot, result in zip(slots, results, strict=True)
         ):
             return False
-    if (
-        len(refused) > 1
-    ):  # an image that is refused for one wire is refused for the other
+    if len(refused) > 1:
+        # an image that is refused for one wire is refused for the other
         return False
     return None if refused == {True} or is_scaled else True
 
@@ -288,9 +286,8 @@ def seeks_alike(data: bytes, rng: np.random.Generator) -> bool | None:
     damaged = mutated(seekable, rng)
     with contextlib.suppress(ValueError):
         crop(damaged, box)
-        if damaged != seekable and is_seekable(
-            damaged
-        ):  # without its segment it is a plain JPEG
+        if damaged != seekable and is_seekable(damaged):
+            # without its segment it is a plain JPEG
             return False
     return np.array_equal(by_simplejpeg(seekable), whole)
 

@@ -128,9 +128,8 @@ class Unlike:
 
     if not TYPE_CHECKING:
 
-        def __getitem__(
-            self, key: object
-        ) -> None:  # iterating calls it too, since there is no __iter__
+        def __getitem__(self, key: object) -> None:
+            # iterating calls it too, since there is no __iter__
             raise TypeError(
                 f"{type(self).__name__} has no items and no length: {self._instead}"
             )

@@ -119,9 +119,8 @@ def check(name: str, value: object, kind: Any) -> Any:
 def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
     if kind is Any:
         return value
-    if hasattr(value, "tolist") and not isinstance(
-        value, type
-    ):  # numpy's and torch's numbers and arrays
+    if hasattr(value, "tolist") and not isinstance(value, type):
+        # numpy's and torch's numbers and arrays
         value = value.tolist()
     plain, limits = _parts(kind)
     origin = get_origin(plain)

@@ -196,9 +196,8 @@ def cluster_outlives_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def ray_folder() -> Iterator[str]:
     """A folder for a Ray of a test's own."""
-    with tempfile.TemporaryDirectory(
-        prefix="rp-", dir="/tmp"
-    ) as folder:  # short: sockets are made below it
+    with tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp") as folder:
+        # short: sockets are made below it
         yield folder
 
 

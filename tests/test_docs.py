@@ -235,7 +235,8 @@ def test_the_program_of_llms_txt_trains_and_its_check_runs(
     with (
         one_thread(),
         only_rank(),
-    ):  # several wait for one another for minutes where the cores are busy
+    ):
+        # several wait for one another for minutes where the cores are busy
         names["train_fn"]({})
     assert len(reported) == 2 and reported[-1]["accuracy"] > 0.7
 
@@ -249,9 +250,8 @@ def test_the_program_of_docs_training_loop_fails_and_continues(
 ) -> None:
     # Two workers see what one sees, as tests/train/test_loop.py has it.
     soak = is_soak(request.config)
-    if (
-        not soak
-    ):  # each process of Ray's costs seconds, and tests/streaming has streams of actors
+    if not soak:
+        # each process of Ray's costs seconds, and tests/streaming has streams of actors
         of_actors = raypipe.open_stream
         inline = functools.partial(of_actors, pool=raypipe.PoolConfig(engine="inline"))
         monkeypatch.setattr(raypipe, "open_stream", inline)

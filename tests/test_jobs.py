@@ -322,9 +322,8 @@ def test_a_command_killed_at_random_and_repeated_ends_with_equal_weights(
     for number in (0, 1, 2) if is_soak(request.config) else (1,):
         with started(command, ray_folder, environment) as running:
             assert running.stdout
-            for _ in itertools.islice(
-                running.stdout, moments.randrange(1, 12)
-            ):  # of about 15
+            for _ in itertools.islice(running.stdout, moments.randrange(1, 12)):
+                # of about 15
                 pass
             for _ in range(number * moments.randrange(1, 5)):
                 before = checkpoints()

@@ -174,9 +174,8 @@ def draw_preview(
 
     try:
         spec = spec_at(run.plan.micro_batch_size)
-    except (
-        ConfigError
-    ):  # a first look at a few samples, fewer than a step; another mistake is met again
+    except ConfigError:
+        # a first look at a few samples, fewer than a step; another mistake is met again
         spec = spec_at(min(run.plan.micro_batch_size, spec_at(1).plan.steps_per_epoch))
     return preview_module.preview(
         spec,

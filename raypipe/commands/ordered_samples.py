@@ -115,7 +115,8 @@ def with_encoded_image(sample: ColumnValues) -> dict[str, Any]:
         "F",
         "I",
         "I;16",
-    ):  # Pillow's: a palette, alpha, CMYK
+    ):
+        # Pillow's: a palette, alpha, CMYK
         image = image.convert("RGB")
     pixels = np.asarray(image)
     if (

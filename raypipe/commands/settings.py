@@ -96,9 +96,8 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value]
         for number, (key, _) in enumerate(node.value):
-            if (
-                key.value in keys[:number]
-            ):  # YAML takes the last one, and a whole section would be lost in silence
+            if key.value in keys[:number]:
+                # YAML takes the last one, and a whole section would be lost in silence
                 raise yaml.MarkedYAMLError(
                     problem=f"{key.value!r} is set twice", problem_mark=key.start_mark
                 )
@@ -126,9 +125,8 @@ def _loaded(text: str, where: str) -> dict[str, Any]:
     """Load the settings of a YAML file; ConfigError if it has none."""
     try:
         values = yaml.load(text, _Loader) or {}
-    except (
-        Exception
-    ) as error:  # a wrong tag or an endless number raises other types than YAMLError
+    except Exception as error:
+        # a wrong tag or an endless number raises other types than YAMLError
         raise ConfigError(
             f"{where} is not YAML: {' '.join(str(error).split())}"
         ) from error
@@ -162,9 +160,8 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
     elif not target and values["store.train"] == "":
         base = (files("raypipe") / "digits.yaml").read_text()
     defaults = _flat(_loaded(base, resume), parser)
-    if not resume and _normalizes(
-        given.get("transform.train")
-    ):  # the digits' own numbers would contradict it
+    if not resume and _normalizes(given.get("transform.train")):
+        # the digits' own numbers would contradict it
         defaults = {
             name: value
             for name, value in defaults.items()
@@ -209,9 +206,8 @@ def _close_here(addresses: Iterable[str]) -> None:
     """
     here = Path.cwd()
     for address in addresses:
-        with contextlib.suppress(
-            ConfigError, OSError, ValueError
-        ):  # opening it raises the error
+        with contextlib.suppress(ConfigError, OSError, ValueError):
+            # opening it raises the error
             if not is_remote(address) and Path(open_filesystem(as_uri(address))[1]) in (
                 here,
                 *here.parents,

@@ -116,9 +116,8 @@ def _while_wanted(
     try:
         while marker.exists() and (report := next(parts, None)) is not None:
             yield report
-    except (
-        RaypipeError
-    ) as error:  # if it were raised, Ray would print the errors of all other tasks
+    except RaypipeError as error:
+        # if it were raised, Ray would print the errors of all other tasks
         yield error
 
 

@@ -71,9 +71,8 @@ _FULL = "none", "ieee"  # "none" is what no setting lowers
 @contextlib.contextmanager
 def _full_precision() -> Iterator[None]:
     matmul = allows_tf32 = None
-    with contextlib.suppress(
-        RuntimeError
-    ):  # these two refuse to be read where the newer settings were used
+    with contextlib.suppress(RuntimeError):
+        # these two refuse to be read where the newer settings were used
         matmul = torch.get_float32_matmul_precision()
         allows_tf32 = cudnn.allow_tf32
     precisions = [owner.fp32_precision for owner in _OF_CUDA]

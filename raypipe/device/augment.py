@@ -189,7 +189,8 @@ class DeviceAugment:
         with (
             pinned(self.device),
             _seeded(0, self.device),
-        ):  # weights of a user's class may be drawn
+        ):
+            # weights of a user's class may be drawn
             self.config = config = resolved(config)
         with pinned(self.device):
             self.normalize = Normalize(config, self.device, dtype)

@@ -217,11 +217,11 @@ class DeviceDecoder:
         except (
             torch.OutOfMemoryError,
             torch.AcceleratorError,
-        ):  # the device's own; both are RuntimeErrors
+        ):
+            # the device's own; both are RuntimeErrors
             raise
-        except (
-            RuntimeError
-        ):  # it names no culprit, and gives nothing back of the others
+        except RuntimeError:
+            # it names no culprit, and gives nothing back of the others
             pass
         # Work that the call has begun may still write to memory that it has given back.
         self._backend.synchronize(self.device)

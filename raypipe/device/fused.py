@@ -336,9 +336,8 @@ def addcmul(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """offset + image · factor of images, in one kernel: (B, C, H, W), channels_last, computed in float32."""
-    if (
-        torch.is_grad_enabled() and image.requires_grad
-    ):  # torch takes no gradient through `out`
+    if torch.is_grad_enabled() and image.requires_grad:
+        # torch takes no gradient through `out`
         return (
             torch.addcmul(offset, image, factor)
             .to(dtype)

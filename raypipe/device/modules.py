@@ -228,9 +228,8 @@ class UserModule:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            if not type(step).__module__.startswith(
-                "kornia."
-            ):  # its traceback is the user's own code
+            if not type(step).__module__.startswith("kornia."):
+                # its traceback is the user's own code
                 raise
             raise ConfigError(self._failed(step, augmented, error)) from error
         if (
@@ -395,9 +394,8 @@ def _sent(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _move(modules: list[nn.Module], device: torch.device) -> None:
     """Move weights and buffers, but not Kornia's samplers, which go with its modules otherwise."""
     for module in modules:
-        if not type(module).__module__.startswith(
-            "kornia.augmentation"
-        ):  # they hold parameters to draw with
+        if not type(module).__module__.startswith("kornia.augmentation"):
+            # they hold parameters to draw with
             nn.Module._apply(module, lambda tensor: tensor.to(device), recurse=False)
 
 

@@ -59,9 +59,8 @@ class Utilization:
             return None
         try:
             share = min(100, max(0, torch.cuda.utilization(self._device))) / 100
-        except (
-            Exception
-        ) as error:  # no package, no permission, or a device that does not count
+        except Exception as error:
+            # no package, no permission, or a device that does not count
             self._is_known = False
             _logger.debug(
                 "the utilization of %s is not known: %s: %s",

@@ -117,9 +117,8 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     while pending.size:
         x = out[pending]
         halves = [x >> right_bits, x & masks[1]]
-        for i in range(
-            NUM_ROUNDS
-        ):  # even ones change the left half by the right one, odd ones the right half
+        for i in range(NUM_ROUNDS):
+            # even ones change the left half by the right one, odd ones the right half
             changed = i % 2
             unchanged = 1 - i % 2
             halves[changed] = halves[changed] ^ (

@@ -131,9 +131,8 @@ def connect(
                 include_dashboard=False,
                 **options,
             )
-        except (
-            Exception
-        ) as error:  # Ray raises nothing more special where its processes are too slow
+        except Exception as error:
+            # Ray raises nothing more special where its processes are too slow
             raise ResourceError(
                 "Ray did not start on this machine: its CPUs or memory may be in use, or TMPDIR may be too long "
                 f"or not ASCII: {error}"

@@ -177,9 +177,8 @@ class InFlightPolicy(BackpressurePolicy):
         self._pause()
         room = self._limit() - self._flow.queued()
         yielded = op.metrics.num_task_outputs_generated
-        if (
-            room > 0 and not self._settings.reads
-        ):  # places are tiny, and Ray misjudges their size
+        if room > 0 and not self._settings.reads:
+            # places are tiny, and Ray misjudges their size
             return None
         if yielded:
             mean_bytes = op.metrics.bytes_task_outputs_generated / yielded

@@ -403,9 +403,8 @@ class PoolKeeper:
         if info.running:
             self._queued_at = now
             self._has_reported = False
-        elif (
-            not waiting or self._cpus not in _pending_cpus()
-        ):  # the actors are starting
+        elif not waiting or self._cpus not in _pending_cpus():
+            # the actors are starting
             self._queued_at = now
         elif not self._has_reported and now - self._queued_at > _QUEUE_S:
             self._has_reported = True
@@ -420,9 +419,8 @@ class PoolKeeper:
         self, now: float, finished: int, waiting: int, ranks_waiting: float
     ) -> None:
         timeout_s = self._rules.stall_timeout_s
-        if (
-            finished != self._finished or not ranks_waiting
-        ):  # trainers may pause for as long as they like
+        if finished != self._finished or not ranks_waiting:
+            # trainers may pause for as long as they like
             self._finished = finished
             self._moved_at = now
         elif now - self._moved_at > timeout_s:

@@ -196,9 +196,8 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
         ):
             return failure_handling.FailureDecision.RAISE
         decision = super().make_decision(error)
-        if (
-            decision != failure_handling.FailureDecision.RAISE
-        ):  # otherwise the error is logged when the run ends
+        if decision != failure_handling.FailureDecision.RAISE:
+            # otherwise the error is logged when the run ends
             text = f"restarting the trainers: {who_died(error)}"
             reason = _reason(error)
             logger.warning("%s", text, extra={"values": {"fault": reason}})

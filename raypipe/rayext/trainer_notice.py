@@ -126,9 +126,8 @@ def _leave() -> None:
     import ray.train
     from ray.exceptions import RayActorError
 
-    with contextlib.suppress(
-        Exception
-    ):  # a rank that has already ended reports nothing more
+    with contextlib.suppress(Exception):
+        # a rank that has already ended reports nothing more
         ray.train.get_all_reported_checkpoints(
             ray.train.CheckpointConsistencyMode.COMMITTED, _COMMIT_S
         )

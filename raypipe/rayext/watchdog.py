@@ -179,7 +179,7 @@ class SupervisorWatchdog:
         self._asked_at = 0.0
         self._left = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, name="raypipe-sentry", daemon=True
+            target=self._run, name="raypipe-supervisor-watchdog", daemon=True
         )
 
     def start(self) -> None:
@@ -213,9 +213,8 @@ class SupervisorWatchdog:
             self._check(self._process)
 
     def _check(self, process: Process) -> None:
-        if (
-            process.node != ray.get_runtime_context().get_node_id()
-        ):  # rank 0 is on its node
+        if process.node != ray.get_runtime_context().get_node_id():
+            # rank 0 is on its node
             return
         if kill_stopped([(process.pid, process.started)]):
             self._process = self._asked = None

@@ -345,9 +345,8 @@ class LocalCache:
             folder_of_entry = self.folder_of(entry)
         files: list[tuple[int, int, Path]] = []
         for path in self._folder.iterdir():
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another process is done with it
+            with contextlib.suppress(FileNotFoundError):
+                # another process is done with it
                 status = path.stat()
                 if _PART_SUFFIX in path.name:
                     last_ns = status.st_mtime_ns
@@ -356,9 +355,8 @@ class LocalCache:
                         and time.time_ns() - last_ns < _LONGEST_FETCH_NS
                     ):
                         last_ns = _IN_USE
-                    elif (
-                        boot_id() not in path.name
-                    ):  # it may have lost bytes when the machine stopped
+                    elif boot_id() not in path.name:
+                        # it may have lost bytes when the machine stopped
                         last_ns = 0
                     files.append((last_ns, status.st_size, path))
                 elif path != folder_of_entry and stat.S_ISDIR(status.st_mode):

@@ -138,7 +138,8 @@ def make_cache_folder(name: str = "") -> Path:
     if {cache.stat().st_uid, cache.lstat().st_uid} - {
         os.getuid(),
         0,
-    }:  # another owner could replace it
+    }:
+        # another owner could replace it
         raise PermissionError(f"{cache} belongs to another user")
     folder = cache / name
     if name:
@@ -148,9 +149,8 @@ def make_cache_folder(name: str = "") -> Path:
             raise PermissionError(
                 f"{folder} belongs to another user, or is a link: remove it"
             )
-        if status.st_mode & (
-            stat.S_IWGRP | stat.S_IWOTH
-        ):  # its files may be somebody else's by now
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            # its files may be somebody else's by now
             mode = stat.S_IMODE(status.st_mode)
             raise PermissionError(
                 f"{folder} can be written to by other users (mode {mode:o}): remove it"

@@ -94,9 +94,8 @@ def _whole(
     unfinished = f"{path}.{uuid.uuid4().hex}.part"
     inner.create_dir(path.rpartition("/")[0] or "/", recursive=True)
     write(unfinished)
-    if (
-        inner.get_file_info(path).type == pyarrow.fs.FileType.File
-    ):  # not every server replaces a file by a move
+    if inner.get_file_info(path).type == pyarrow.fs.FileType.File:
+        # not every server replaces a file by a move
         inner.delete_file(path)
     inner.move(unfinished, path)
 
@@ -289,9 +288,8 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def write(self, path: str, content: bytes | memoryview) -> None:
         def write(inner: pyarrow.fs.FileSystem) -> None:
             def to(target: str) -> None:
-                with inner.open_output_stream(
-                    target, compression=None
-                ) as stream:  # .gz would be compressed
+                with inner.open_output_stream(target, compression=None) as stream:
+                    # .gz would be compressed
                     stream.write(content)
 
             _whole(inner, path, to)

@@ -256,9 +256,8 @@ def _limit_bytes(taken: int) -> int:
                 if line.startswith("MemAvailable:")
             )
         ]
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # a container's limit; it may be "max"
+    with contextlib.suppress(OSError, ValueError):
+        # a container's limit; it may be "max"
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
         free.append(limit - int((group / "memory.current").read_text()))

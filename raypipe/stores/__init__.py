@@ -113,9 +113,8 @@ def open_store(address: str | Path, **options: Any) -> Store:
     known = list(signature(make).parameters)
     if "trust_pickles" not in known:  # no other kind has pickles
         options.pop("trust_pickles", None)
-    if (
-        "target_column" not in known and options.get("target_column") == ""
-    ):  # nothing to be left out
+    if "target_column" not in known and options.get("target_column") == "":
+        # nothing to be left out
         del options["target_column"]
     for option, value in options.items():
         if option not in known:

@@ -212,9 +212,8 @@ def chunked_taker(
 
 def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | None]]:
     """Return a function that takes images of an array of bytes, as views; None for nulls."""
-    if pa.types.is_dictionary(
-        images.type
-    ):  # decoded, it might take far more memory than the file
+    if pa.types.is_dictionary(images.type):
+        # decoded, it might take far more memory than the file
         return _dictionary_taker(images)
     if pa.types.is_binary_view(images.type) or pa.types.is_fixed_size_binary(
         images.type

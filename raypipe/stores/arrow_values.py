@@ -206,9 +206,8 @@ def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.ChunkedArray:
     """Return rows, int64 (n,), of a column."""
     try:
         return column.take(pa.array(rows))
-    except (
-        pa.ArrowNotImplementedError
-    ):  # pyarrow takes no views of text and bytes, and no run ends
+    except pa.ArrowNotImplementedError:
+        # pyarrow takes no views of text and bytes, and no run ends
         chunks = [
             chunk for row in rows.tolist() for chunk in column.slice(row, 1).chunks
         ]

@@ -54,9 +54,8 @@ class Columns(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name == "image" and self.images is not None:
             return self.images
-        from raypipe.stores.arrow_values import (
-            to_values,  # importing pyarrow takes time
-        )
+        # importing pyarrow takes time
+        from raypipe.stores.arrow_values import to_values
 
         return to_values(self.table[name])
 

@@ -126,9 +126,8 @@ def index_files(
         StoreError: see `find_classes`.
     """
     each: list[About] = [scan["about"] for scan in scans]
-    if (
-        len({(about["root"], about["has_images"]) for about in each}) > 1
-    ):  # together they are something else
+    if len({(about["root"], about["has_images"]) for about in each}) > 1:
+        # together they are something else
         each = _about(find_classes(list(map(_tree_of, scans)), names[0]))
     if refuse_others:
         refuse_files_of_images(

@@ -64,9 +64,8 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
         if not try_lock(descriptor) or not os.fstat(descriptor).st_nlink:
             raise StoreError(f"another process is writing {dst} at the moment")
         stack.callback(lock.unlink, missing_ok=True)
-        if (
-            old.exists() and not dst.exists()
-        ):  # a process was killed between the renames below
+        if old.exists() and not dst.exists():
+            # a process was killed between the renames below
             old.rename(dst)
         if dst.exists():
             _check_replaceable(
@@ -77,9 +76,8 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
         _remove(partial, old)
         stack.callback(_remove, partial)
         yield partial
-        if dst.is_dir() or (
-            dst.exists() and partial.is_dir()
-        ):  # a rename cannot replace a folder
+        if dst.is_dir() or (dst.exists() and partial.is_dir()):
+            # a rename cannot replace a folder
             dst.rename(old)
         partial.replace(dst)
         _remove(old)
@@ -249,9 +247,8 @@ def digits_stores(folder: Path | None = None) -> tuple[str, str]:
             f"{folder} cannot be written to (RAYPIPE_CACHE may name another folder)",
         ):
             folder.mkdir(parents=True, exist_ok=True)
-            with locked(
-                folder / ".lock"
-            ):  # the processes of torchrun all come here first
+            with locked(folder / ".lock"):
+                # the processes of torchrun all come here first
                 if not (train.exists() and val.exists()):
                     _write_digits(train, val)
     return str(train), str(val)

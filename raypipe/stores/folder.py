@@ -101,9 +101,8 @@ class FolderStore(FileStore["_Images"]):
             return None, [len(layout.flat)], layout.flat
         if not samples:
             raise StoreError(_nothing(self.address, layout))
-        if (
-            not self._identity
-        ):  # other processes were sent the store by one that said so
+        if not self._identity:
+            # other processes were sent the store by one that said so
             tell_left_out(self.address, len(samples), layout.left_out)
         return layout.classes, list(map(len, by_class)), samples
 

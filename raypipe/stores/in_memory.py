@@ -48,9 +48,8 @@ class InMemoryStore:
         return _received, (self.inner,)
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("__") or name == "inner"
-        ):  # copy and pickle ask before there is one
+        if name.startswith("__") or name == "inner":
+            # copy and pickle ask before there is one
             raise AttributeError(name)
         return getattr(self.inner, name)
 

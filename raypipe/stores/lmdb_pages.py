@@ -146,9 +146,8 @@ class LMDBFile:
             kernel = None
         if kernel is not None:
             tree = self._page_bytes, self._root, self._depth, self._last_page
-            with contextlib.suppress(
-                ValueError
-            ):  # an impossible tree: `get` raises an error that explains it
+            with contextlib.suppress(ValueError):
+                # an impossible tree: `get` raises an error that explains it
                 self._reader = kernel.lmdb_open(self._file, self.num_bytes, *tree)
             self._read_many = kernel.lmdb_read
 
@@ -196,9 +195,8 @@ class LMDBFile:
             for number in self._leaf_numbers(self._root, self._depth):
                 leaf = self._leaf(number)
                 first = leaf.key(0)
-                if (
-                    last is not None and first <= last
-                ):  # also ends a walk that comes to a page twice
+                if last is not None and first <= last:
+                    # also ends a walk that comes to a page twice
                     raise _DamageError(
                         f"key {first[:64]!r} of page {number} comes after {last[:64]!r}"
                     )

@@ -193,9 +193,8 @@ def _plain(array: pa.Array, arrays: Sequence[np.ndarray], tag: str = "") -> list
             name: _plain(array.field(number), arrays)
             for name, number in columns.items()
         }
-        if (
-            len(fields) == 1 and "keys" not in fields
-        ):  # before version 0.12: a list or a tuple in a struct
+        if len(fields) == 1 and "keys" not in fields:
+            # before version 0.12: a list or a tuple in a struct
             return next(iter(fields.values()))
         return [
             dict(zip(fields, row, strict=True))

@@ -45,9 +45,8 @@ class MemoryTree:
         folder = self._root
         for end, parent in enumerate(parents, 1):
             inner = folder.get(parent)
-            if isinstance(
-                inner, Link
-            ):  # entries behind a link to a folder are in that folder
+            if isinstance(inner, Link):
+                # entries behind a link to a folder are in that folder
                 inner = self._node("/".join(parents[:end]))
             if not isinstance(inner, dict):
                 inner = folder[parent] = {}

@@ -133,8 +133,7 @@ def read_npy(data: bytes, header: NpyHeader | None = None) -> np.ndarray:
         values = np.empty(0, dtype)
     try:
         values = values.reshape(shape, order="F" if fortran else "C")
-    except (
-        ValueError
-    ) as error:  # too many axes, or two overlong axes next to an axis of 0
+    except ValueError as error:
+        # too many axes, or two overlong axes next to an axis of 0
         raise SampleError(f"damaged .npy: {error}") from None
     return np.array(values, dtype.newbyteorder("="), order="C")

@@ -140,7 +140,8 @@ class _Groups(TableColumns):
         if (image_column, target_column or "label") != (
             "image",
             "label",
-        ):  # other columns make other contents
+        ):
+            # other columns make other contents
             digest.update(repr((image_column, target_column)).encode())
         self.fingerprint = digest.hexdigest()
         self._check_bytes(address, image_column)
@@ -322,7 +323,8 @@ def _parse_footer(
         pa.ArrowException,
         OSError,
         ValueError,
-    ) as error:  # includes UnicodeDecodeError for a column's name
+    ) as error:
+        # includes UnicodeDecodeError for a column's name
         raise StoreError(
             f"{path} has a broken footer: {error}; copy or convert it again"
         ) from error

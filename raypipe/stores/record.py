@@ -373,9 +373,8 @@ def column_types(
     types: dict[str, str] = {}
     for name, values in first.items():
         if name == "label":
-            with contextlib.suppress(
-                ValueError
-            ):  # vectors are an array, also where they are lists
+            with contextlib.suppress(ValueError):
+                # vectors are an array, also where they are lists
                 values = exactly(values)
         if (
             isinstance(values, np.ndarray)
@@ -424,9 +423,8 @@ def plain(sample: ColumnValues, types: Mapping[str, str]) -> dict[str, Any]:
         kind = types.get(name, "")
         if numpy_type(kind) is not None:
             continue
-        if (
-            value is None and kind == "float64" and name != "label"
-        ):  # nobody would notice a label of NaN
+        if value is None and kind == "float64" and name != "label":
+            # nobody would notice a label of NaN
             plain[name] = math.nan
         if isinstance(value, bool | np.bool_):
             plain[name] = int(value)

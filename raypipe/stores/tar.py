@@ -115,9 +115,8 @@ class TarStore(FileStore[TarSamples]):
         if groups is None:
             groups = is_remote(self.address) or any(is_whole)
         opened = TarSamples(archives, scans, target_column, groups)
-        if (
-            not self._identity
-        ):  # other processes were sent the store by one that said so
+        if not self._identity:
+            # other processes were sent the store by one that said so
             tell_left_out(self.address, len(opened), opened.left_out)
             if any(is_whole):
                 tell_compressed(self.address, archives)
@@ -180,9 +179,8 @@ class TarStore(FileStore[TarSamples]):
         path = _kept_path(archive, options)
         if path is None:
             return _scan(archive, *options)
-        with locked(
-            path.with_suffix(".lock")
-        ):  # one process scans, and the others wait
+        with locked(path.with_suffix(".lock")):
+            # one process scans, and the others wait
             if scan := read_kept(path):
                 return scan
             scan = indexes.find(archive.name, archive.file) or _scan(archive, *options)

@@ -110,9 +110,8 @@ def _scan(
         start = -1
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
-            if (
-                member.size < 0 or tar.offset <= start
-            ):  # tarfile would loop forever (CVE-2025-8194)
+            if member.size < 0 or tar.offset <= start:
+                # tarfile would loop forever (CVE-2025-8194)
                 raise tarfile.ReadError(
                     f"a member of {member.size} bytes at byte {member.offset}"
                 )

@@ -81,9 +81,8 @@ def record_bad(
                 join_address(folder_uri, f"{position}.jsonl"),
                 "".join(line + "\n" for line in lines),
             )
-    except (
-        Exception
-    ) as error:  # a full disk, an unreachable object store, or anything else
+    except Exception as error:
+        # a full disk, an unreachable object store, or anything else
         _without_records.add(folder_uri)
         logger.warning(
             "bad samples cannot be recorded in %s, but in this log: %s",

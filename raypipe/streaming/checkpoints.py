@@ -145,7 +145,8 @@ def write_checkpoint(
     with (
         contextlib.suppress(pa.ArrowException, OSError),
         without_retries(),
-    ):  # tried again at the next one
+    ):
+        # tried again at the next one
         # A checkpoint of a later place, which a resume has passed over, stays.
         for older in _names(run_uri):
             if _place(older) <= _place(name) and older not in (name, before):

@@ -180,8 +180,7 @@ def _column(name: str, values: np.ndarray | Ragged, channels_first: bool) -> Any
         if channels_first and is_image(name):
             return np.ascontiguousarray(np.moveaxis(values, -1, -3))
         return values
-    if (
-        values.kind == "json"
-    ):  # rows of one column may have values of any kind: they stay text
+    if values.kind == "json":
+        # rows of one column may have values of any kind: they stay text
         return Ragged("text", values.values, values.offsets).unpacked()
     return values.unpacked()

@@ -74,9 +74,8 @@ def _by_threads(
         MicroBatchMaker
     ]()  # those at rest: one serves a thread at a time
     makers.put(maker)
-    for _ in range(
-        spec.pool.max_actors - 1
-    ):  # each with its own copy of the user's code, as actors have
+    for _ in range(spec.pool.max_actors - 1):
+        # each with its own copy of the user's code, as actors have
         makers.put(MicroBatchMaker(replace(spec, transforms=copied(spec.transforms))))
 
     def batch(position: MicroBatchId) -> MicroBatch:

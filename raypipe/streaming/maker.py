@@ -137,9 +137,8 @@ class MicroBatchMaker:
 
     def batch(self, position: MicroBatchId) -> MicroBatch:
         """Make one micro-batch in a process shared with the user, and record its bad samples."""
-        with process_kept(
-            self.draws_globally
-        ):  # the first compares with the validation
+        with process_kept(self.draws_globally):
+            # the first compares with the validation
             batch, bad = self.make(position)
         self.settle([batch], bad)
         return batch

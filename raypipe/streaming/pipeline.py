@@ -97,9 +97,8 @@ def block_dataset(
     supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     spec.plan.check_workers(world_size)
     pool, actors = _pool_of(spec.pool, max_actors)
-    if any(
-        is_remote(store.address) for store in spec.stores.values()
-    ):  # an outage ends in its own error
+    if any(is_remote(store.address) for store in spec.stores.values()):
+        # an outage ends in its own error
         pool = replace(
             pool,
             stall_timeout_s=max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S),

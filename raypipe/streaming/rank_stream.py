@@ -99,10 +99,10 @@ class RankStream:
         ends.callback(host.end)
         if host.supervisor is not None:
             waited_s = self._metrics.run_log.waited_s
-            sentry = SupervisorWatchdog(host.supervisor, self._rank, waited_s)
-            sentry.start()
+            watchdog = SupervisorWatchdog(host.supervisor, self._rank, waited_s)
+            watchdog.start()
             # before its Supervisor ends, and after the last wait for a batch
-            ends.callback(sentry.stop)
+            ends.callback(watchdog.stop)
         ends.callback(self._metrics.tell, "ended")
         for iterator in (host.batches, batches):
             ends.callback(_close, self.lifetime, host.stop, iterator)

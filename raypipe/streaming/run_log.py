@@ -299,9 +299,8 @@ class RunLog(Observer):
         if self._looks:
             thread, left = self._looks
             left.set()
-            if (
-                thread is not threading.current_thread()
-            ):  # the loop may have dropped the loader
+            if thread is not threading.current_thread():
+                # the loop may have dropped the loader
                 thread.join(_ANSWER_S)
             self._looks = None
         self._tell_events(_ANSWER_S)

@@ -110,9 +110,8 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def latest_of_train() -> Folder | None:
     """Ray Train's latest checkpoint; None = it has none, or this process is not a worker of its."""
-    if (
-        "ray.train" not in sys.modules
-    ):  # a train function's process has it; others need not wait 2 s for it
+    if "ray.train" not in sys.modules:
+        # a train function's process has it; others need not wait 2 s for it
         return None
     import ray.train
 
@@ -133,9 +132,8 @@ def restore(parts: Mapping[str, Stateful], folder: Folder) -> None:
     """
     state = loaded(read_state(folder))
     path = folder[1]
-    if missing := {
-        name for name in parts if state.get(name) is None
-    }:  # a run without an average of its weights
+    if missing := {name for name in parts if state.get(name) is None}:
+        # a run without an average of its weights
         raise ConfigError(
             f"{path} has {', '.join(state)}, and no {', '.join(sorted(missing))}"
         )

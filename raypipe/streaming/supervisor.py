@@ -17,9 +17,10 @@ A restarted reader also announces each read. A row group cannot be substituted, 
 The supervisor also sets the size of blocks, from actors' reports about their first ones. Each ReadTask gets it
 at its start, and a restarted one gets the same size, since its blocks must not change.
 
-It also ends processes of the stream that were stopped, see `watch`. Ranks end a stopped supervisor, see `sentry`.
+It also ends processes of the stream that were stopped, see `raypipe.rayext.watchdog`. Ranks end a stopped
+supervisor, too.
 
-Its knowledge outlives its process, see `memory`: whom it watches, which samples are bad, how large blocks are, and
+Its knowledge outlives its process, see `raypipe.rayext.kv_store`: whom it watches, which samples are bad, how large blocks are, and
 what happened. A restarted one lacks only the blocks that were in work, which their actors announce again.
 """
 

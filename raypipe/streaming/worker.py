@@ -90,9 +90,8 @@ class TransformWorker:
                     excluded=dict.fromkeys(orders.bad, _DEADLY),
                     one_by_one=orders.careful,
                 )
-            except (
-                SystemExit
-            ) as error:  # Ray would take it for a death, and run it again
+            except SystemExit as error:
+                # Ray would take it for a death, and run it again
                 raise failed("the transform", error) from error
             finally:
                 self._orders = NO_ORDERS
@@ -173,9 +172,8 @@ class Guard:
             restarted = ray.get(
                 supervisor.actor_started.remote(self._actor, str(self._process))
             )
-        except (
-            ray.exceptions.RayActorError
-        ):  # the stream ended in the meantime; a traceback would be printed
+        except ray.exceptions.RayActorError:
+            # the stream ended in the meantime; a traceback would be printed
             ray.actor.exit_actor()
         self._wary = _WARY_FOR if restarted else 0
         self._watched_at = -math.inf

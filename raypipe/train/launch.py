@@ -166,9 +166,8 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
         run.augment, spec.transform.target_columns, views, spec.columns.has_target
     )
     check_code(run.train, len(run.augment.mean))
-    if not any(
-        is_remote(store.address) for store in spec.stores.values()
-    ):  # this would fetch whole shards
+    if not any(is_remote(store.address) for store in spec.stores.values()):
+        # this would fetch whole shards
         try_samples(spec, num_classes)
     return spec, num_classes
 

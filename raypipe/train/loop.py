@@ -194,9 +194,8 @@ class Trainer:
             checkpoint = (
                 bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0
             )
-            if (
-                self._start is not None
-            ):  # after the first step, every rank has its micro-batches
+            if self._start is not None:
+                # after the first step, every rank has its micro-batches
                 ray.kill(self._start)
                 self._start = None
             # The first step is logged too, which shows a slow run or a bad loss at once.
@@ -273,9 +272,8 @@ class Trainer:
             )
             if batch.ends_step and position.step + 1 < batches.segment.num_steps:
                 is_due = self._look()
-                if (
-                    self.stopping
-                ):  # the checkpoint is before the validation, which a resume repeats
+                if self.stopping:
+                    # the checkpoint is before the validation, which a resume repeats
                     return
                 if is_due:
                     self._report()

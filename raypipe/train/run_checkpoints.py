@@ -133,9 +133,8 @@ class RunCheckpoints:
 
     def answer_stop(self) -> None:
         """Confirm that the run will end with a checkpoint."""
-        with contextlib.suppress(
-            ConfigError
-        ):  # if the disk is full, the checkpoint raises
+        with contextlib.suppress(ConfigError):
+            # if the disk is full, the checkpoint raises
             answer_stop(self._run_uri)
 
     def _newest(self, plan: Plan, start_from: str) -> Checkpoint | None:

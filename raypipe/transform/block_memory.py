@@ -27,9 +27,8 @@ def reused_memory(num_bytes: int) -> np.ndarray:
     if num_bytes < _LEAST_REUSED:
         return np.empty(num_bytes, np.uint8)
     memory = None
-    with contextlib.suppress(
-        IndexError
-    ):  # there is none, or another thread has taken it
+    with contextlib.suppress(IndexError):
+        # there is none, or another thread has taken it
         memory = _spare.pop()
     if memory is None or len(memory) != num_bytes:
         memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

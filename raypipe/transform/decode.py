@@ -105,9 +105,8 @@ def image_size(
         if size is not None:
             on_its_side = exif and jpeg_orientation(encoded) >= 5
             return (size[1], size[0]) if on_its_side else size
-    elif not (
-        exif and kind in ("PNG", "WebP", "AVIF")
-    ):  # its orientation may follow the pixels
+    elif not (exif and kind in ("PNG", "WebP", "AVIF")):
+        # its orientation may follow the pixels
         size = plain_size(encoded, kind)
         if size is not None:
             return size
@@ -209,9 +208,8 @@ def _opened(data: bytes, kind: str) -> Any:
     try:
         return open_pillow(data, kind)
     except SyntaxError as error:
-        if (
-            str(error) == "unknown pixel mode"
-        ):  # Pillow does not know it, damaged or not
+        if str(error) == "unknown pixel mode":
+            # Pillow does not know it, damaged or not
             raise SampleError(
                 f"TIFF of pixels that are not read here: {_OTHER_TIFF}"
             ) from error

@@ -277,9 +277,8 @@ class Rows:
 
 def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
     """Note what a sample shows of its fields: shapes, dtypes, and the views that a function makes."""
-    if any(
-        is_image(name) and name not in fields for name in sample
-    ):  # views, where an image was expected
+    if any(is_image(name) and name not in fields for name in sample):
+        # views, where an image was expected
         fields.pop(IMAGE, None)
     for name, value in sample.items():
         field = fields.get(name) or Field(fill=_NO_COLOR if is_chroma(name) else 0)

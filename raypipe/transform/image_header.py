@@ -159,9 +159,8 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
         bits = int.from_bytes(data[21:25], "little")
         width = (bits & 0x3FFF) + 1
         height = (bits >> 14 & 0x3FFF) + 1
-    elif (
-        data[12:16] == b"VP8 "
-    ):  # lossy: 14 bits of size, 2 bits of a scale that decoders ignore
+    elif data[12:16] == b"VP8 ":
+        # lossy: 14 bits of size, 2 bits of a scale that decoders ignore
         width, height = (
             int.from_bytes(data[offset : offset + 2], "little") & 0x3FFF
             for offset in (26, 28)

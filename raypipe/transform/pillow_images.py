@@ -65,9 +65,8 @@ def open_pillow(data: bytes, kind: str) -> Any:
         check_jpeg(data, width, height, pixel_bytes + 3)
     elif kind != "WebP":
         tile_pixels = 0
-        if (
-            kind == "TIFF"
-        ):  # libtiff unpacks a tile, which may be far larger than its image
+        if kind == "TIFF":
+            # libtiff unpacks a tile, which may be far larger than its image
             tile_pixels = image.tag_v2.get(_TILE_WIDTH, 0) * image.tag_v2.get(
                 _TILE_HEIGHT, 0
             )

@@ -119,9 +119,8 @@ def check_transform(transform: object, size: Size, arrays: bool = False) -> None
 
 
 def _check_name(name: str) -> None:
-    if name.lstrip().startswith(
-        ("[", "{", "-")
-    ):  # the settings' parser left this text unparsed
+    if name.lstrip().startswith(("[", "{", "-")):
+        # the settings' parser left this text unparsed
         raise ConfigError(
             f"transform {name!r} is not a list of steps: write [{{NAME: {{argument: value}}}}, …]"
         )

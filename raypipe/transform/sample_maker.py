@@ -232,9 +232,8 @@ class SampleMaker:
                 is_made[made_rows] = True
                 continue
             for number, row in enumerate(made_rows.tolist()):
-                with contextlib.suppress(
-                    SampleError, ConfigError
-                ):  # `slow` meets it again
+                with contextlib.suppress(SampleError, ConfigError):
+                    # `slow` meets it again
                     sample = samples[row]
                     height, width = sizes[number].tolist()
                     fields = self._others(sample, keys[row].tolist())

@@ -213,9 +213,8 @@ class SampleTransform:
             self._is_first = False
             kept = image.copy()
             result = self._run(image, targets, key)
-            if (
-                self._reached.look()
-            ):  # it has made a pipeline, which drew without a seed
+            if self._reached.look():
+                # it has made a pipeline, which drew without a seed
                 self.draws_globally = True
                 result = self._run(kept, targets, key)
         else:

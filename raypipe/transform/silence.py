@@ -90,7 +90,8 @@ def _libtiff() -> tuple[Any, ...]:
         ImportError,
         OSError,
         AttributeError,
-    ):  # one without libtiff, or with one that is not to be reached
+    ):
+        # one without libtiff, or with one that is not to be reached
         return ()
     for set_handler in setters:
         set_handler.argtypes = [ctypes.c_void_p]

@@ -92,9 +92,8 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
 
     with damage_in("PNG of a mask", data):
         image = PngImageFile(io.BytesIO(png_of_pixels(data)))
-        if (
-            image.size != size[::-1]
-        ):  # before anything is allocated; the image has kept to the decoder's limit
+        if image.size != size[::-1]:
+            # before anything is allocated; the image has kept to the decoder's limit
             raise SampleError(
                 f"the mask has {image.width}x{image.height} pixels (width x height), the image {size[1]}x{size[0]}"
             )

@@ -75,9 +75,8 @@ def test_in_a_bucket_new_shards_replace_the_old_ones_and_what_was_left(
         ]
         filesystem, path = open_filesystem(address)
         assert len(names_in(filesystem, path)) == shards + 1
-        with filesystem.open_output_stream(
-            f"{path}/00000-0123abcd.lmdb"
-        ) as file:  # by a task that died
+        with filesystem.open_output_stream(f"{path}/00000-0123abcd.lmdb") as file:
+            # by a task that died
             file.write(b"x")
 
 

@@ -130,7 +130,8 @@ def test_brightness_contrast_and_saturation() -> None:
     for fused in (
         STRONG,
         Fused(jitter=1.0),
-    ):  # with what is cut off, too, but for what lies between
+    ):
+        # with what is cut off, too, but for what lies between
         draws = neutral(brightness=SOME, contrast=SOME, saturation=SOME)
         close(done(draws, image, fused), all_three)
 

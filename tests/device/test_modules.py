@@ -274,9 +274,8 @@ def test_a_mosaic_brings_the_boxes_of_four_images_with_their_labels() -> None:
             kept = boxes[row][boxes[row, :, 4] >= 0]
             num_mosaics += len(kept) > 1
             for x0, y0, x1, y1, label in kept.tolist():
-                if (
-                    x0 > 1 and x1 < SIZE - 1 and y0 > 1 and y1 < SIZE - 1
-                ):  # whole: of its own image's size
+                if x0 > 1 and x1 < SIZE - 1 and y0 > 1 and y1 < SIZE - 1:
+                    # whole: of its own image's size
                     width, height = (
                         own[int(label) - 3, 2:4] - own[int(label) - 3, :2]
                     ).tolist()

@@ -242,9 +242,8 @@ def micro_batches(code: Code, cuda: Cuda) -> None:
                     use_batch(consumer, batch, host)
                 held = [*held, (batch, host, consumer.stream)][-keep - 1 :]
                 del batch
-            for before, of, stream in held[
-                :-1
-            ]:  # valid still, on the stream that they were given to
+            for before, of, stream in held[:-1]:
+                # valid still, on the stream that they were given to
                 with cuda.stream(stream):
                     use_batch(consumer, before, of)
                 del before

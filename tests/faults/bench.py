@@ -252,7 +252,8 @@ def train_fn(config: dict[str, Any]) -> None:
         steps += batch.ends_step
         if batch.ends_step and (
             batch.position.split == "train" or stream.cursor.step == 0
-        ):  # a step, or a validation
+        ):
+            # a step, or a validation
             noticed = (
                 config["heeds_notices"]
                 and getattr(stream, "should_checkpoint", lambda: False)()
@@ -337,9 +338,8 @@ def train(
                 ),
             ),
         )
-        with ThreadPoolExecutor(
-            1
-        ) as pool:  # nodes can be started in the main thread only
+        with ThreadPoolExecutor(1) as pool:
+            # nodes can be started in the main thread only
             fitting = pool.submit(trainer.fit)
             while len(read_done(folder)) < after and not fitting.done():
                 time.sleep(0.05)

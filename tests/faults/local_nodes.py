@@ -113,9 +113,8 @@ def _raylet(node: Any) -> psutil.Process:
 
 
 def _signal(node: Any, number: int) -> None:
-    with contextlib.suppress(
-        psutil.NoSuchProcess
-    ):  # a node that had notice ends by itself once it is idle
+    with contextlib.suppress(psutil.NoSuchProcess):
+        # a node that had notice ends by itself once it is idle
         raylet = _raylet(node)
         for process in [*raylet.children(recursive=True), raylet]:
             with contextlib.suppress(psutil.NoSuchProcess):

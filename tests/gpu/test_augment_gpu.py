@@ -253,9 +253,8 @@ def test_a_stream_of_its_own_gives_the_same_bits(preset: Any) -> None:
     config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
     expected, _ = run(DeviceAugment(config, cuda()), cuda(), 3)
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(
-        stream
-    ):  # begins on an idle device, and sends all that it needs itself
+    with torch.cuda.stream(stream):
+        # begins on an idle device, and sends all that it needs itself
         torch.cuda._sleep(10_000_000)
         found, _ = run(DeviceAugment(config, cuda()), cuda(), 3)
     torch.cuda.current_stream().wait_stream(stream)

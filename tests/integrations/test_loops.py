@@ -55,9 +55,8 @@ def processes() -> Iterator[Any]:
         )
     ]
     context.set_forkserver_preload(["ranks", *libraries, *ours, "albumentations"])
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # the server does not have this process's sys.path
+    with pytest.MonkeyPatch.context() as patch:
+        # the server does not have this process's sys.path
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()

@@ -58,9 +58,8 @@ def of_library(step: Step, original: Any, op: Op, numbers: list[int]) -> list[An
         case Op.CROP:
             top, left, height, width = numbers
             return [A.Crop(left, top, left + width, top + height)]
-        case (
-            Op.RESIZE
-        ):  # the scale of a SmallestMaxSize is not the ratio of rounded sides
+        case Op.RESIZE:
+            # the scale of a SmallestMaxSize is not the ratio of rounded sides
             return [
                 original
                 if isinstance(original, A.SmallestMaxSize)

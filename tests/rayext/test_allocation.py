@@ -160,9 +160,8 @@ def test_too_few_gpus_names_both_numbers_and_the_setting() -> None:
 
 
 def test_too_few_gpus_suggest_a_number_of_workers_that_works() -> None:
-    with pytest.raises(
-        ResourceError, match=r"train\.num_workers=2\b"
-    ):  # 3 would not divide M = 4
+    with pytest.raises(ResourceError, match=r"train\.num_workers=2\b"):
+        # 3 would not divide M = 4
         share(idle(64, 3), TrainConfig(num_workers=4), 4)
 
 

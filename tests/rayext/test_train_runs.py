@@ -287,7 +287,8 @@ def test_what_dies_after_a_notice_is_preempted_and_not_before() -> None:
         leaving,
         ValueError("a mistake"),
         None,
-    ):  # Ray Train decides about these
+    ):
+        # Ray Train decides about these
         callback.after_worker_group_poll_status(polled(error, None, notice=info))
     callback.after_worker_group_start(None)
     callback.after_worker_group_poll_status(polled(None, gone))

@@ -180,9 +180,8 @@ def test_what_others_write_is_written_through_an_outage(
 ) -> None:
     filesystem, path = open_filesystem(f"{bucket}/marker")
     proxy.outage = first(MANY)
-    with filesystem.open_output_stream(
-        path
-    ) as file:  # as Ray Train does when a run begins
+    with filesystem.open_output_stream(path) as file:
+        # as Ray Train does when a run begins
         file.write(b"of ")
         file.write(b"Ray")
     assert (

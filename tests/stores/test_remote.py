@@ -145,9 +145,8 @@ def test_an_outage_while_a_store_is_read_is_waited_for(
     path, address = MAKERS[kind](tmp_path, bucket)
     store, wanted = open_store(address), np.arange(len(IMAGES))
     num = len(store)
-    for file in (tmp_path / "cache").glob(
-        "shards/*/data"
-    ):  # of tars, which were read when they were opened
+    for file in (tmp_path / "cache").glob("shards/*/data"):
+        # of tars, which were read when they were opened
         file.unlink()
     shared_cache().close_evicted()
     store = pickle.loads(pickle.dumps(store))
@@ -313,9 +312,8 @@ def test_a_store_is_written_over_as_a_whole(bucket: str, tmp_path: Path) -> None
     assert len(lmdb_files(address)) == 3
     filesystem, path = open_filesystem(address)
     assert len(filesystem.get_file_info(pyarrow.fs.FileSelector(path))) == 4
-    with pytest.raises(
-        StoreError, match="does not exist"
-    ):  # it read the old one, and none of it is cached
+    with pytest.raises(StoreError, match="does not exist"):
+        # it read the old one, and none of it is cached
         old.read(np.array([3]))
 
 

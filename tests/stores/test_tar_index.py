@@ -90,9 +90,8 @@ def test_a_wrong_index_is_a_scan_or_one_error_and_reads_no_other_bytes(
         store = TarStore(path)
         try:
             images = store.read(np.arange(len(store)))["image"]
-        except (
-            StoreError
-        ) as error:  # labels of other kinds, which a tar may have as well
+        except StoreError as error:
+            # labels of other kinds, which a tar may have as well
             assert "a.tar" in str(error)
             continue
         num_scanned += images == expected

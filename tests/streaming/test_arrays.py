@@ -396,7 +396,8 @@ def test_npy_files_are_samples_where_there_is_no_image(tmp_path: Path) -> None:
     for extra in (
         "x.jpg",
         "x.npy",
-    ):  # beside an image an array is none, as it was before there were arrays
+    ):
+        # beside an image an array is none, as it was before there were arrays
         (root / "class0" / extra).write_bytes(picture(1))
         store = open_store(root)
         assert len(store) == 1 and before in (None, store.fingerprint)

@@ -156,9 +156,8 @@ class Reference:
 
     def val(self, epoch: int, num: int) -> list[MicroBatchId]:
         whole = self.of("val", epoch)
-        if (
-            epoch == self.epoch and not self.train_is_open
-        ):  # it is the one at the epoch's end
+        if epoch == self.epoch and not self.train_is_open:
+            # it is the one at the epoch's end
             if num < len(whole):
                 self.left = "val"
             elif self.cursor.epoch <= epoch:

@@ -57,9 +57,8 @@ def rows(
         {**table.to_pylist()[0], "block": SourceRow.unpacked(table).block}
         for table in tables
     ]
-    for table, row in zip(
-        tables, found, strict=True
-    ):  # its time is measured, and no matter of the plan
+    for table, row in zip(tables, found, strict=True):
+        # its time is measured, and no matter of the plan
         read_s = SourceRow.unpacked(table).read_s
         assert (row.pop("read_s") or 0.0) == read_s and (read_s > 0) == bool(
             row["image"]

@@ -235,9 +235,8 @@ class EagerCuda(Cuda):
     # Graphs
 
     def _not_captured(self, what: str) -> None:
-        if not (
-            self.is_capturing() and what == "memory is taken"
-        ):  # from the graph's own pool
+        if not (self.is_capturing() and what == "memory is taken"):
+            # from the graph's own pool
             super()._not_captured(what)
 
     @contextlib.contextmanager

@@ -258,9 +258,8 @@ def _tables(body: bytes) -> Iterator[tuple[bytes, str]]:
     }
     for name, other in ends.items():
         yield number + other + (symbols * 300)[: sum(other)] + behind, name
-    for place in range(
-        16
-    ):  # one more code of each length, which no longer fits in a full table
+    for place in range(16):
+        # one more code of each length, which no longer fits in a full table
         other = bytes(count + (at == place) for at, count in enumerate(counts))
         yield (
             number + other + symbols + symbols[:1] + behind,

@@ -64,9 +64,8 @@ def test_an_unknown_model_is_named_with_what_there_is() -> None:
 
 @pytest.mark.parametrize("name", ["googlenet", "GoogLeNet", "inception_v3"])
 def test_a_model_with_auxiliary_heads_gives_logits_alone_in_training(name: str) -> None:
-    with torch.device(
-        "meta"
-    ):  # where nothing is computed, their initial weights neither
+    with torch.device("meta"):
+        # where nothing is computed, their initial weights neither
         model = build_model(name, 5).train()
         logits = model(torch.rand(2, 3, 96, 96))
         assert isinstance(logits, torch.Tensor) and logits.shape == (2, 5)
@@ -381,7 +380,8 @@ def test_the_state_of_another_model_is_refused() -> None:
     for other in (
         learner(num_classes=6),
         learner(model="resnet18"),
-    ):  # torch names all of its parameters
+    ):
+        # torch names all of its parameters
         with pytest.raises(
             ConfigError, match=r"the checkpoint has a different model: [^\n]{50,450}$"
         ):

@@ -157,7 +157,8 @@ def test_running_statistics_of_a_step_by_hand() -> None:
     for batch in (
         [[0.0], [2.0]],
         [[4.0], [8.0]],
-    ):  # mean 1, variance 2; mean 6, variance 8
+    ):
+        # mean 1, variance 2; mean 6, variance 8
         layer(torch.tensor(batch))
         step.take()
     step.end()

@@ -56,9 +56,8 @@ def test_auto_starts_under_a_name_and_goes_on_with_what_has_begun_there(
     tmp_path: Path,
 ) -> None:
     run = RunConfig(storage_path=str(tmp_path), name="mine", resume="auto")
-    for _ in range(
-        2
-    ):  # one that was killed before it stored its configuration has left nothing
+    for _ in range(2):
+        # one that was killed before it stored its configuration has left nothing
         with located(run) as (given, run_uri, _):
             assert (given.resume, given.name, run_uri) == (
                 "",

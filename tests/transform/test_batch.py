@@ -243,9 +243,8 @@ def test_a_result_of_the_wrong_kind_is_a_config_error(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         SampleTransform(transform)(NOISE.copy(), (1, 2))
-    with pytest.raises(
-        ConfigError, match=message
-    ):  # not a bad sample, whatever the policy
+    with pytest.raises(ConfigError, match=message):
+        # not a bad sample, whatever the policy
         batch(made(transform), [encode_jpeg(NOISE)])
 
 

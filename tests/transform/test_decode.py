@@ -403,9 +403,8 @@ def test_truncated_at_any_length_is_an_error_and_never_gray_rows(kind: str) -> N
     for length in sorted(set(np.linspace(1, len(data) - 24, 60).astype(int))):
         with pytest.raises(SampleError):
             decode(data[:length])
-    for length in range(
-        len(data) - 24, len(data)
-    ):  # the last bytes may hold checksums, end marks, no pixels
+    for length in range(len(data) - 24, len(data)):
+        # the last bytes may hold checksums, end marks, no pixels
         with contextlib.suppress(SampleError):
             np.testing.assert_array_equal(decode(data[:length]), decode(data))
 

@@ -339,9 +339,8 @@ def test_as_rgb_a_tiff_is_the_same_by_every_compression(compression: int) -> Non
                 reversed_ = tiff(
                     array, compression=compression, fill_order=2, **options
                 )
-                with contextlib.suppress(
-                    SampleError
-                ):  # Pillow has none of 8 bits whose white is 0
+                with contextlib.suppress(SampleError):
+                    # Pillow has none of 8 bits whose white is 0
                     np.testing.assert_array_equal(decode(reversed_), plain)
 
 

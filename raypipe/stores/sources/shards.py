@@ -325,8 +325,7 @@ def _shaped(
         values = np.frombuffer(data, dtype, offset=start)
     else:
         values = np.empty(0, dtype)
-    if math.prod(shape) != len(
-        values
-    ):  # numpy would take a product over 64 bits for another
+    if math.prod(shape) != len(values):
+        # numpy would take a product over 64 bits for another
         raise ValueError(f"{len(values)} values in an array of {shape}")
     return values.reshape(shape)

@@ -31,7 +31,7 @@ from raypipe.stores.record import (
 )
 
 # A Parquet row group is the least that one read costs: large enough for throughput, small enough to shuffle well.
-GROUP_BYTES = 8 << 20
+ROW_GROUP_BYTES = 8 << 20
 _FIRST_MAP_BYTES = 1 << 30  # LMDB's map; it doubles as often as needed
 
 
@@ -196,7 +196,7 @@ class ParquetWriter(FileWriter):
         row_group_size: samples per row group; None = about 8 MiB of samples.
     """
 
-    batch_bytes = GROUP_BYTES
+    batch_bytes = ROW_GROUP_BYTES
 
     def __init__(
         self,

@@ -20,8 +20,9 @@ at its start, and a restarted one gets the same size, since its blocks must not 
 It also ends processes of the stream that were stopped, see `raypipe.rayext.watchdog`. Ranks end a stopped
 supervisor, too.
 
-Its knowledge outlives its process, see `raypipe.rayext.kv_store`: whom it watches, which samples are bad, how large blocks are, and
-what happened. A restarted one lacks only the blocks that were in work, which their actors announce again.
+Its knowledge outlives its process, see `raypipe.rayext.kv_store`: whom it watches, which samples are bad, how
+large blocks are, and what happened. A restarted one lacks only the blocks that were in work,
+which their actors announce again.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from raypipe.errors import StoreError
 from raypipe.stores import open_store, parquet
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
 from raypipe.stores.parquet import ParquetStore
-from raypipe.stores.writers import GROUP_BYTES, ParquetWriter
+from raypipe.stores.writers import ROW_GROUP_BYTES, ParquetWriter
 
 DATA = Path(__file__).with_name("data")
 HF_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -501,7 +501,7 @@ def test_writer_groups_are_about_8_mib(tmp_path: Path) -> None:
         write(tmp_path / "a.parquet", num_samples=20, num_bytes=num_bytes)
     )
     assert store.groups.tolist() == [0, 8, 16, 20]
-    assert 8 * num_bytes == GROUP_BYTES
+    assert 8 * num_bytes == ROW_GROUP_BYTES
 
 
 def test_writer_leaves_images_as_they_are(tmp_path: Path) -> None:

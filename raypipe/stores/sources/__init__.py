@@ -33,7 +33,7 @@ from raypipe.storage.filesystem import (
     split_address,
 )
 from raypipe.stores.addresses import expand, folders_at, list_files, names_at
-from raypipe.stores.sources.source import Asked, Source
+from raypipe.stores.sources.format_source import Asked, Source
 from raypipe.stores.sources.tfrecord import is_tfrecord
 
 __all__ = ["Asked", "Source", "kind_at", "open_source"]

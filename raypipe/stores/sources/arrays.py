@@ -20,7 +20,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
-from raypipe.stores.sources.source import (
+from raypipe.stores.sources.format_source import (
     MAX_CHUNK_BYTES,
     Asked,
     Source,

@@ -20,7 +20,7 @@ from raypipe.storage.local_file import regular_path
 from raypipe.stores.addresses import folders_at, list_files, names_at
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
 from raypipe.stores.base import Columns
-from raypipe.stores.sources.source import Asked, Source, explained
+from raypipe.stores.sources.format_source import Asked, Source, explained
 
 _FILE_MAGIC = b"ARROW1"
 _STATE = "state.json"

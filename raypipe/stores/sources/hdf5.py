@@ -16,7 +16,13 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import regular_path
 from raypipe.stores.sources.arrays import ArrayRows, arrays_source
-from raypipe.stores.sources.source import Asked, Source, explained, library, opened
+from raypipe.stores.sources.format_source import (
+    Asked,
+    Source,
+    explained,
+    library,
+    opened,
+)
 
 
 def open_hdf5(address: str, asked: Asked) -> Source:

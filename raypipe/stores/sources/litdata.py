@@ -20,6 +20,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address
+from raypipe.stores.sources.format_source import Asked, Source, explained
 from raypipe.stores.sources.shards import (
     MAX_SHARD_BYTES,
     read_shard,
@@ -27,7 +28,6 @@ from raypipe.stores.sources.shards import (
     unpacked,
     values_of,
 )
-from raypipe.stores.sources.source import Asked, Source, explained
 
 _FRAMES_MAGIC = b"LDFZ01\0\0"
 _FRAMES_HEAD = struct.Struct("<8sHHIII")

@@ -14,8 +14,8 @@ from typing import Any
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address
+from raypipe.stores.sources.format_source import Asked, Source, explained
 from raypipe.stores.sources.shards import array_shape, read_shard, samples_in, values_of
-from raypipe.stores.sources.source import Asked, Source, explained
 
 
 def open_mds(address: str, asked: Asked, index: dict[str, Any]) -> Source:

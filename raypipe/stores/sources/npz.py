@@ -13,7 +13,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.sources.arrays import ArrayRows, arrays_source
-from raypipe.stores.sources.source import Asked, Source, explained, opened
+from raypipe.stores.sources.format_source import Asked, Source, explained, opened
 
 _MAX_HEADER_BYTES = 10_000  # numpy's own default
 

@@ -24,7 +24,13 @@ import numpy as np
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_text
 from raypipe.stores.base import MAX_SAMPLE_BYTES
-from raypipe.stores.sources.source import Asked, Source, no_option, opened, size_of
+from raypipe.stores.sources.format_source import (
+    Asked,
+    Source,
+    no_option,
+    opened,
+    size_of,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ import pyarrow as pa
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address
 from raypipe.stores.base import RENAMED
-from raypipe.stores.sources.source import Asked, opened, others, stored_as
+from raypipe.stores.sources.format_source import Asked, opened, others, stored_as
 
 logger = logging.getLogger(__name__)
 

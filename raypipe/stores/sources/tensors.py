@@ -11,7 +11,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import regular_path
 from raypipe.stores.sources.arrays import ArrayRows, arrays_source
-from raypipe.stores.sources.source import Asked, Source, explained, opened
+from raypipe.stores.sources.format_source import Asked, Source, explained, opened
 
 
 def open_tensors(address: str, asked: Asked) -> Source:

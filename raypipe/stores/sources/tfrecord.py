@@ -21,7 +21,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import read_whole
 from raypipe.stores.addresses import PART_OF, list_files
 from raypipe.stores.base import MAX_SAMPLE_BYTES
-from raypipe.stores.sources.source import (
+from raypipe.stores.sources.format_source import (
     Asked,
     Source,
     beside,

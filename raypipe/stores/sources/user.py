@@ -7,7 +7,7 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name
-from raypipe.stores.sources.source import Asked, Source, no_option
+from raypipe.stores.sources.format_source import Asked, Source, no_option
 
 
 def open_user(address: str, asked: Asked) -> Source:

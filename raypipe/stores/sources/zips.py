@@ -31,7 +31,7 @@ from raypipe.stores.class_folders import (
     tell_left_out,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, TreeFile
-from raypipe.stores.sources.source import Asked, Source, explained, opened
+from raypipe.stores.sources.format_source import Asked, Source, explained, opened
 from raypipe.stores.webdataset import (
     TEXT_SUFFIXES,
     Place,

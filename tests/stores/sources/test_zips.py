@@ -13,7 +13,7 @@ import pytest
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
 from raypipe.stores.sources import Asked, open_source
-from raypipe.stores.sources.source import Source
+from raypipe.stores.sources.format_source import Source
 
 
 def write(

@@ -6,7 +6,7 @@ RunLog           raypipe.streaming.run_log       console lines, status.json and 
 
 opened                                           the stream starts, possibly again
   asked → arrived → handed_out                   each batch; or asked → failed
-  saving → saved                                 each wait of the loop for a checkpoint
+  saving → saved                                 each wait of the loop for a checkpoint; or saving → failed
   checkpointed                                   a checkpoint was written, or the run begins to make some
   recorded                                       the training of some seconds, a validation, a fault, …
 ended                                            the stream has ended
@@ -35,7 +35,7 @@ class Observer:
         """The batch is there."""
 
     def failed(self) -> None:
-        """The batch cannot be made."""
+        """The batch cannot be made, or the checkpoint cannot be saved: the wait is over."""
 
     def handed_out(self, split: Split, amounts: Mapping[str, Any]) -> None:
         """The batch has been augmented, and the loop computes; `amounts` are images, and seconds of an actor."""

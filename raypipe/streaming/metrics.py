@@ -151,7 +151,11 @@ class LoaderMetrics:
         """
         self._saved_at = time.perf_counter()
         self.tell("saving", cause)
-        yield
+        try:
+            yield
+        except BaseException:
+            self.tell("failed")
+            raise
         self.tell("saved")
 
     @property

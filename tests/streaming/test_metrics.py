@@ -48,6 +48,15 @@ class Notes(Observer):
     def handed_out(self, split: Split, amounts: Mapping[str, Any]) -> None:
         self.events.append(f"{amounts['images']} images")
 
+    def saving(self, cause: Callable[[], str]) -> None:
+        self.events.append("saving")
+
+    def saved(self) -> None:
+        self.events.append("saved")
+
+    def failed(self) -> None:
+        self.events.append("failed")
+
     def recorded(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
         self.events.append(kind)
 
@@ -73,6 +82,21 @@ def test_an_own_observer_sees_each_batch_record_and_the_end(loader: Loader) -> N
         *(second, "arrived", "2 images"),
         *("val", "ended", "closed"),
     ]
+
+
+def test_the_wait_for_a_checkpoint_is_over_if_it_cannot_be_saved(
+    loader: Loader,
+) -> None:
+    notes = Notes()
+    loader.metrics.observers.append(notes)
+    with loader.metrics.saving(lambda: "a slow disk"):
+        pass
+    with (
+        pytest.raises(OSError, match="full"),
+        loader.metrics.saving(lambda: "a slow disk"),
+    ):
+        raise OSError("the disk is full")
+    assert notes.events == ["saving", "saved", "saving", "failed"]
 
 
 def test_batches_know_whether_they_end_their_split(loader: Loader) -> None:

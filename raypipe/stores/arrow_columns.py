@@ -8,14 +8,14 @@ buffer in memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
-from raypipe.stores.arrow_values import array_of, is_bytes, is_list, is_number, take
+from raypipe.stores.arrow_values import array_of, is_bytes, is_list, is_number
 from raypipe.stores.base import by_part, stored_names
 from raypipe.stores.numbers import MAX_LABEL
 
@@ -102,15 +102,23 @@ class TableColumns:
             return pc.struct_field(column, leaf)
         return column
 
-    def rows_of(
-        self, columns: dict[str, pa.ChunkedArray], rows: np.ndarray, path: str
+    def table_of(
+        self, columns: Mapping[str, pa.ChunkedArray], path_of: Callable[[int], str]
     ) -> pa.Table:
-        """Return rows of opened columns besides the image; raise StoreError for a null label."""
-        taken = {name: take(column, rows) for name, column in columns.items()}
-        if "label" in taken:
-            labels = taken["label"]
+        """Return rows of opened columns besides the image, in the store's types.
+
+        Args:
+            path_of: row → the path of its file.
+
+        Raises:
+            StoreError: a label is null.
+        """
+        columns = dict(columns)
+        if "label" in columns:
+            labels = columns["label"]
             if labels.null_count and self._needs_labels:
                 label = self.fields["label"].name
+                path = path_of(int(np.flatnonzero(labels.is_null().to_numpy())[0]))
                 raise StoreError(
                     f"{path}, column {label!r} has a null label, and raypipe makes up none: write the file again "
                     f"without such rows (table.filter(pyarrow.compute.is_valid(table[{label!r}]))), or set "
@@ -119,11 +127,11 @@ class TableColumns:
             if labels.type == pa.uint64():
                 fits = pc.less_equal(labels, pa.scalar(MAX_LABEL, pa.uint64()))
                 labels = pc.if_else(fits, labels, pa.scalar(None, pa.uint64()))
-            taken["label"] = labels
-        fields = [self.schema.field(name) for name in taken]
+            columns["label"] = labels
+        fields = [self.schema.field(name) for name in columns]
         arrays = [
             column if column.type == field.type else column.cast(field.type)
-            for column, field in zip(taken.values(), fields, strict=True)
+            for column, field in zip(columns.values(), fields, strict=True)
         ]
         return pa.table(arrays, schema=pa.schema(fields))
 

@@ -220,9 +220,9 @@ def in_order(tables: list[pa.Table], positions: list[np.ndarray]) -> pa.Table:
     Args:
         positions: of each table, int64 (n,), where its rows are in the result.
     """
-    if len(tables) == 1 and np.array_equal(positions[0], np.arange(len(positions[0]))):
-        return tables[0]
-    joined = pa.concat_tables(tables)
+    table = pa.concat_tables(tables)
     rows = np.argsort(np.concatenate(positions), kind="stable")
-    columns = [take(column, rows) for column in joined.columns]
-    return pa.table(columns, schema=joined.schema)
+    if np.array_equal(rows, np.arange(table.num_rows)):
+        return table
+    columns = [take(column, rows) for column in table.columns]
+    return pa.table(columns, schema=table.schema)

@@ -164,4 +164,7 @@ def _classes(store: Store, labels: pa.ChunkedArray) -> np.ndarray:
     if labels.type == pa.uint64():
         fits = pc.less_equal(labels, pa.scalar(MAX_LABEL, pa.uint64()))
         labels = pc.if_else(fits, labels, pa.scalar(None, pa.uint64()))
-    return labels.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()
+    labels = labels.cast(pa.int64())
+    if labels.null_count:
+        labels = labels.fill_null(NO_LABEL)
+    return labels.to_numpy()

@@ -75,7 +75,8 @@ def _samples(paths: list[str], columns: TableColumns) -> Iterator[dict[str, Any]
                     for name, field in columns.fields.items()
                 }
                 images = chunked_taker(opened.pop("image"))(rows)
-                values = Columns(images, columns.rows_of(opened, rows, path))
+                table = columns.table_of(opened, lambda _: path)  # noqa: B023  called at once
+                values = Columns(images, table)
                 _check_embedded(path, batch, columns)
                 for row in zip(*values.values(), strict=True):
                     yield dict(zip(values, row, strict=True))

@@ -53,6 +53,8 @@ def on_this_node() -> NodeAffinitySchedulingStrategy:
 
 def is_ray_worker() -> bool:
     """Return whether Ray started the calling process; users may stop other processes with Ctrl-Z."""
+    if not ray.is_initialized():  # the next call would start it
+        return False
     worker: Any = ray.get_runtime_context().worker
     return bool(worker.mode == ray.WORKER_MODE)
 

@@ -159,9 +159,12 @@ class MicroBatchMaker:
         """
         draws = self.plan.draw_block([position])
         draws = Draws(*(column[:, :num_rows] for column in draws))
-        out = Rows(self._sample_maker(position, draws.at(0)).fields, draws.indices.size)
+        sample_maker = self._sample_maker(position, draws.at(0))
+        out = Rows(sample_maker.fields, draws.indices.size)
         reads = [given] if given is not None else None
-        (batch,), bad = self._fill([position], draws, out, reads, excluded)
+        (batch,), bad = self._fill(
+            sample_maker, [position], draws, out, reads, excluded
+        )
         return batch, bad
 
     def block(
@@ -200,10 +203,17 @@ class MicroBatchMaker:
         batches = list[MicroBatch]()
         bad = list[BadSample]()
         for span in parts:
-            out = Rows(makers[span.start].fields, len(block[span]) * num_samples)
+            sample_maker = makers[span.start]
+            out = Rows(sample_maker.fields, len(block[span]) * num_samples)
             read = reads[span] if reads else None
             finished, bad_of_part = self._fill(
-                block[span], draws.at(span), out, read, excluded, one_by_one
+                sample_maker,
+                block[span],
+                draws.at(span),
+                out,
+                read,
+                excluded,
+                one_by_one,
             )
             batches += finished
             bad += bad_of_part
@@ -222,6 +232,7 @@ class MicroBatchMaker:
 
     def _fill(
         self,
+        sample_maker: SampleMaker,
         block: Sequence[MicroBatchId],
         draws: Draws,
         out: Rows,
@@ -254,7 +265,14 @@ class MicroBatchMaker:
                 if reads:
                     given = Samples.joined(reads[number : number + count])
             bad += self._make_rows(
-                block, flat, rows, out, given, excluded, is_checked=not one_by_one
+                sample_maker,
+                block,
+                flat,
+                rows,
+                out,
+                given,
+                excluded,
+                is_checked=not one_by_one,
             )
             if block[number] == _FIRST and not one_by_one:
                 self._compare_with_val(block[number], flat)
@@ -288,6 +306,7 @@ class MicroBatchMaker:
 
     def _make_rows(
         self,
+        sample_maker: SampleMaker,
         block: Sequence[MicroBatchId],
         draws: Draws,
         rows: slice,
@@ -308,13 +327,14 @@ class MicroBatchMaker:
         """
         num_samples = len(draws.indices) // len(block)
         position = block[rows.start // num_samples]
-        sample_maker = self._sample_maker(position, draws.at(rows))
         sample_maker.weaken(self._strength(position))
         self._log_place(position)
 
         indices = draws.indices[rows]
         keys = self.plan.sample_keys(position.split, draws.at(rows))
-        is_wanted = (indices != PADDING) & ~np.isin(indices, list(excluded))
+        is_wanted = indices != PADDING
+        if excluded:
+            is_wanted &= ~np.isin(indices, list(excluded))
         samples = given
         if samples is None:
             samples = self._read(position, np.where(is_wanted, indices, PADDING))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -149,6 +149,11 @@ class SampleMaker:
         for row in np.flatnonzero(~is_made).tolist():
             out.put(row, row, self.slow(samples[row], keys[row].tolist()))
         return out
+
+    @property
+    def transforms(self) -> Mapping[str, Sequence[SampleTransform]]:
+        """The transforms of images, by field."""
+        return self._views
 
     def weaken(self, strength: float) -> None:
         """Scale the chances and magnitudes of its programs by a strength in [0, 1], from now on."""

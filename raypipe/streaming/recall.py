@@ -1,0 +1,418 @@
+"""Recall of finished micro-batches by a transform actor: it makes only those that nobody has made.
+
+Recall          chooses the micro-batches to look for, and puts blocks together
+ClusterMemory   the memory of the cluster, see `raypipe.streaming.remembered`; each call has a limit, and after
+                a failure the actor works without it for a while
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+
+from raypipe.plan.places import MicroBatchId, Split
+from raypipe.rayext.cluster_state import object_store_of
+from raypipe.storage.retries import report_progress
+from raypipe.streaming.alike import Alike
+from raypipe.streaming.bad_samples import BadSample
+from raypipe.streaming.content import Contents
+from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.remembered import CHECK_IN_S, Answer, User, keeper, memory
+from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.fields import MicroBatch, Ragged
+from raypipe.transform.samples import Samples
+
+logger = logging.getLogger(__name__)
+
+Made = tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]
+"""What `MicroBatchMaker.block` returns."""
+
+# "auto" takes this share of the object store; the memory gives back room when less than that is free.
+_SHARE = 0.1
+_LEAST_FREE = 0.3
+_START_S = 60.0
+_ANSWER_S = 5.0
+_FETCH_S = 10.0
+_WITHOUT_S = 10.0  # after a failure
+# An actor waits so long for what another one makes, and asks so often in between.
+_WAIT_S = 10.0
+_TURN_S = 0.5
+# Objects that its keeper has not taken yet.
+_MOST_PUTS = 4
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A finished micro-batch without its place.
+
+    Attributes:
+        index, weight, fields: see `MicroBatch`.
+        bad: its bad samples, during validation.
+    """
+
+    index: np.ndarray
+    weight: np.ndarray
+    fields: dict[str, np.ndarray | Ragged]
+    bad: list[BadSample]
+
+    @staticmethod
+    def of(batch: MicroBatch, bad: Sequence[BadSample]) -> Stored:
+        """Take a micro-batch's own of a block's bad samples."""
+        own = [sample for sample in bad if sample.position == batch.position]
+        return Stored(batch.index, batch.weight, batch.fields, own)
+
+    def at(
+        self, position: MicroBatchId, read_s: float, work_s: float
+    ) -> tuple[MicroBatch, list[BadSample]]:
+        """Return the micro-batch, and its bad samples, at a place."""
+        batch = MicroBatch(
+            position,
+            self.index,
+            self.weight,
+            self.fields,
+            num_bad=len(self.bad),
+            read_s=read_s,
+            work_s=work_s,
+            num_remembered=1,
+        )
+        return batch, [replace(sample, position=position) for sample in self.bad]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(
+            values.values.nbytes + values.offsets.nbytes
+            if isinstance(values, Ragged)
+            else values.nbytes
+            for values in (self.index, self.weight, *self.fields.values())
+        )
+
+
+class Place(Protocol):
+    """Where finished micro-batches are kept, by their keys."""
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
+        """Return those that are there; and, as None, those that others make now."""
+        ...
+
+    def wait(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
+        """Wait for those that others make, within a limit, and return those that came."""
+        ...
+
+    def keep(
+        self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
+    ) -> None:
+        """Keep finished micro-batches; `dropped` are keys that are not to be kept."""
+        ...
+
+
+class Recall:
+    """Puts blocks together, of remembered micro-batches and new ones.
+
+    Args:
+        spec: the stream.
+        maker: its maker in this process.
+        stream: name that no other stream has.
+        place: where micro-batches are kept; None = nowhere yet.
+        splits: splits whose micro-batches come back for sure.
+    """
+
+    def __init__(
+        self,
+        maker: MicroBatchMaker,
+        contents: Contents,
+        place: Place,
+        splits: frozenset[Split],
+    ) -> None:
+        self._maker = maker
+        self._contents = contents
+        self._place = place
+        self._splits = splits
+        self.is_shared = False
+
+    def wants(self, block: Sequence[MicroBatchId]) -> bool:
+        """Return whether a block's micro-batches may be remembered."""
+        return self.is_shared or block[0].split in self._splits
+
+    def block(
+        self,
+        block: Sequence[MicroBatchId],
+        reads: Sequence[Samples] | None = None,
+        read_s: float = 0.0,
+        outage_s: float = 0.0,
+    ) -> Made:
+        """Make the micro-batches of a block, see `MicroBatchMaker.block`, as far as they are not remembered."""
+        num = len(block)
+        keys = self._contents.keys(block)
+        started = time.perf_counter()
+        found = self._place.find(keys)
+        if not found:
+            made = self._maker.block(block, reads, read_s, outage_s)
+            self._keep(keys, made)
+            return made
+        begun = [number for number, key in enumerate(keys) if key not in found]
+        parts = [self._made(begun, keys, block, reads, read_s, outage_s)]
+        if awaited := [key for key, stored in found.items() if stored is None]:
+            found |= self._place.wait(awaited)
+        late = [number for number, key in enumerate(keys) if not found.get(key, True)]
+        parts.append(self._made(late, keys, block, reads, read_s, outage_s))
+        by_place = {batch.position: batch for batches, _ in parts for batch in batches}
+        bad = [sample for _, of_part in parts for sample in of_part]
+        num_found = num - len(by_place)
+        made_s = sum(batch.work_s for batch in by_place.values())
+        work_s = max(0.0, time.perf_counter() - started - made_s) / max(1, num_found)
+        for key, position in zip(keys, block, strict=True):
+            stored = found.get(key)
+            if position not in by_place and stored is not None:
+                by_place[position], own = stored.at(
+                    position, read_s / num if reads else 0.0, work_s
+                )
+                bad += own
+        return [by_place[position] for position in block], bad, {}
+
+    def _made(
+        self,
+        numbers: Sequence[int],
+        keys: Sequence[bytes],
+        block: Sequence[MicroBatchId],
+        reads: Sequence[Samples] | None,
+        read_s: float,
+        outage_s: float,
+    ) -> tuple[list[MicroBatch], list[BadSample]]:
+        """Make some micro-batches of a block, and keep them."""
+        if not numbers:
+            return [], []
+        share = len(numbers) / len(block)
+        made = self._maker.block(
+            [block[number] for number in numbers],
+            [reads[number] for number in numbers] if reads else None,
+            read_s * share,
+            outage_s * share,
+        )
+        self._keep([keys[number] for number in numbers], made)
+        batches, bad, _ = made
+        return batches, bad
+
+    def _keep(self, keys: Sequence[bytes], made: Made) -> None:
+        batches, bad, _ = made
+        finished = dict[bytes, Stored]()
+        dropped = list[bytes]()
+        split = batches[0].position.split
+        for key, batch in zip(keys, batches, strict=True):
+            # Substitutes of a training, and the shape of images where none is good, depend on the plan.
+            if (batch.num_bad and split == "train") or not batch.weight.any():
+                dropped.append(key)
+            else:
+                finished[key] = Stored.of(batch, bad)
+        self._place.keep(finished, dropped, split in self._splits)
+
+
+class ClusterMemory:
+    """The memory of the cluster, as one transform actor uses it; another thread calls `check_in`.
+
+    Args:
+        stream: name of the stream.
+        num_bytes: limit of the node; None = a tenth of its object store.
+        waits: whether to wait for what others make.
+    """
+
+    def __init__(self, stream: str, num_bytes: int | None, waits: bool = True) -> None:
+        context = ray.get_runtime_context()
+        self._user = User(
+            f"{os.getpid()}-{secrets.token_hex(4)}",
+            context.get_actor_id() or "",
+            stream,
+            context.get_node_id(),
+        )
+        self._num_bytes = num_bytes
+        self._waits = waits
+        self._memory: Any = None
+        self._keeper: Any = None
+        self._failed_at = -_WITHOUT_S
+        self._puts: list[Any] = []
+
+    def check_in(self) -> None:
+        """Give a sign of life; connect, if need be."""
+        if self._memory is None and time.monotonic() - self._failed_at < _WITHOUT_S:
+            return
+        try:
+            total, free = object_store_of(self._user.node)
+            room = int(_SHARE * total) if self._num_bytes is None else self._num_bytes
+            is_full = free < _LEAST_FREE * total
+            handle = self._memory or memory()
+            ray.get(handle.check_in.remote(self._user, room, is_full), timeout=_START_S)
+            if self._memory is None:
+                self._keeper = keeper()
+                ray.get(self._keeper.node.remote(), timeout=_START_S)
+                self._memory = handle
+        except ray.exceptions.RayError as error:
+            self._fail(error)
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
+        """See `Place`."""
+        return self._results(keys, self._ask("ask", self._user, list(keys)))
+
+    def wait(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
+        """See `Place`."""
+        found = dict[bytes, Stored]()
+        pending = list(keys)
+        end = time.monotonic() + (_WAIT_S if self._waits else 0.0)
+        while pending and time.monotonic() < end:
+            report_progress()  # a time limit is not one of others' work
+            answers = self._ask("wait", self._user, pending, _TURN_S)
+            if answers is None:
+                break
+            results = self._results(pending, answers)
+            found |= {key: stored for key, stored in results.items() if stored}
+            if len(results) < len(pending):  # the rest is for this actor to make
+                break
+            pending = [key for key in pending if results[key] is None]
+        return found
+
+    def keep(
+        self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
+    ) -> None:
+        """See `Place`."""
+        if self._memory is None:
+            return
+        keys = list(finished)
+        num_bytes = sum(stored.num_bytes for stored in finished.values())
+        if self._puts:
+            _, self._puts = ray.wait(self._puts, num_returns=len(self._puts), timeout=0)
+        is_admitted = (
+            keys
+            and len(self._puts) < _MOST_PUTS
+            and self._ask("admit", self._user, keys, num_bytes, comes_back)
+        )
+        if is_admitted:
+            self._puts.append(
+                self._keeper.keep.remote(
+                    self._user, keys, list(finished.values()), num_bytes, comes_back
+                )
+            )
+        else:
+            dropped = [*dropped, *keys]
+        if dropped and self._memory is not None:
+            self._memory.give_up.remote(self._user, dropped)
+
+    def _results(
+        self, keys: Sequence[bytes], answers: Sequence[Answer] | None
+    ) -> dict[bytes, Stored | None]:
+        """Fetch what is there; None stands for what others make."""
+        results = dict[bytes, Stored | None]()
+        if not answers:
+            return results
+        objects = dict[Any, Any]()
+        lost = list[bytes]()
+        for key, answer in zip(keys, answers, strict=True):
+            if answer == "wait":
+                results[key] = None
+            elif answer != "make":
+                ref, number = answer
+                if ref not in objects:
+                    objects[ref] = self._fetched(ref)
+                if objects[ref] is None:
+                    lost.append(key)
+                else:
+                    results[key] = objects[ref][number]
+        if lost and self._memory is not None:
+            self._memory.lost.remote(lost)
+        return results
+
+    def _fetched(self, ref: Any) -> list[Stored] | None:
+        """Return an object's micro-batches, read-only; None = it is lost, and they are made again."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            return ray.get(ref, timeout=_FETCH_S)
+        return None
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Call the memory; None = it does not answer."""
+        handle = self._memory
+        if handle is None:
+            return None
+        try:
+            return ray.get(
+                getattr(handle, method).remote(*arguments), timeout=_ANSWER_S
+            )
+        except ray.exceptions.RayError as error:
+            self._fail(error)
+            return None
+
+    def _fail(self, error: Exception) -> None:
+        logger.warning(
+            "the memory of finished micro-batches does not answer (%s): they are made again for a while",
+            type(error).__name__,
+        )
+        self._memory = None
+        self._failed_at = time.monotonic()
+
+
+def recall_of(spec: StreamSpec, maker: MicroBatchMaker, stream: str) -> Recall | None:
+    """Return the recall of a transform actor, whose thread keeps it up to date; None = nothing is remembered.
+
+    Args:
+        stream: name that no other stream has.
+    """
+    pool = spec.pool
+    if pool.remember_bytes == 0:
+        return None
+    contents = Contents(spec, maker.recipes, stream)
+    splits = _coming_back(spec, contents)
+    num_bytes = None if pool.remember_bytes == "auto" else pool.remember_bytes
+    place = ClusterMemory(stream, num_bytes, spec.transform.time_limit_s >= 4 * _TURN_S)
+    recall = Recall(maker, contents, place, splits)
+    alike = None
+    training = contents.of_split("train")
+    if training.is_public:
+        order = f"{spec.plan.config.seed}-{spec.plan.config.micro_batch_size}"
+        alike = Alike(f"{training.digest.hex()}-{order}", stream)
+    if splits or alike:
+        threading.Thread(
+            target=_keep_up,
+            args=(recall, place, alike, bool(splits)),
+            name="raypipe-memory",
+            daemon=True,
+        ).start()
+    return recall
+
+
+def _keep_up(
+    recall: Recall, place: ClusterMemory, alike: Alike | None, comes_back: bool
+) -> None:
+    while True:
+        try:
+            is_shared = alike is not None and alike.look()
+            if is_shared or comes_back:
+                place.check_in()
+            recall.is_shared = is_shared
+        except Exception:
+            logger.debug("the memory cannot be looked at", exc_info=True)
+        time.sleep(CHECK_IN_S)
+
+
+def _coming_back(spec: StreamSpec, contents: Contents) -> frozenset[Split]:
+    """Return the splits whose micro-batches a stream needs again: a validation, and the same of each epoch."""
+    plan = spec.plan
+    splits = set[Split]()
+    num_validations = sum(plan.has_val(epoch) for epoch in range(plan.config.epochs))
+    if "val" in spec.stores and num_validations > 1:
+        splits.add("val")
+    is_ordered = plan.config.shuffle == "off" and plan.config.is_plain
+    if (
+        is_ordered
+        and plan.config.epochs > 1
+        and spec.transform.strength_at(0.0) == spec.transform.strength_at(1.0)
+        and contents.of_split("train").is_fixed
+    ):
+        splits.add("train")
+    return frozenset(splits)

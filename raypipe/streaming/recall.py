@@ -14,7 +14,6 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,8 +27,10 @@ from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.content import Contents
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.remembered import CHECK_IN_S, Answer, User, keeper, memory
+from raypipe.streaming.remembered_files import RememberedFiles
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.fields import MicroBatch, Ragged
+from raypipe.streaming.stored import Stored
+from raypipe.transform.fields import MicroBatch
 from raypipe.transform.samples import Samples
 
 logger = logging.getLogger(__name__)
@@ -49,53 +50,6 @@ _WAIT_S = 10.0
 _TURN_S = 0.5
 # Objects that its keeper has not taken yet.
 _MOST_PUTS = 4
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A finished micro-batch without its place.
-
-    Attributes:
-        index, weight, fields: see `MicroBatch`.
-        bad: its bad samples, during validation.
-    """
-
-    index: np.ndarray
-    weight: np.ndarray
-    fields: dict[str, np.ndarray | Ragged]
-    bad: list[BadSample]
-
-    @staticmethod
-    def of(batch: MicroBatch, bad: Sequence[BadSample]) -> Stored:
-        """Take a micro-batch's own of a block's bad samples."""
-        own = [sample for sample in bad if sample.position == batch.position]
-        return Stored(batch.index, batch.weight, batch.fields, own)
-
-    def at(
-        self, position: MicroBatchId, read_s: float, work_s: float
-    ) -> tuple[MicroBatch, list[BadSample]]:
-        """Return the micro-batch, and its bad samples, at a place."""
-        batch = MicroBatch(
-            position,
-            self.index,
-            self.weight,
-            self.fields,
-            num_bad=len(self.bad),
-            read_s=read_s,
-            work_s=work_s,
-            num_remembered=1,
-        )
-        return batch, [replace(sample, position=position) for sample in self.bad]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(
-            values.values.nbytes + values.offsets.nbytes
-            if isinstance(values, Ragged)
-            else values.nbytes
-            for values in (self.index, self.weight, *self.fields.values())
-        )
 
 
 class Place(Protocol):
@@ -367,8 +321,10 @@ def recall_of(spec: StreamSpec, maker: MicroBatchMaker, stream: str) -> Recall |
     if pool.remember_bytes == 0:
         return None
     contents = Contents(spec, maker.recipes, stream)
-    splits = _coming_back(spec, contents)
     num_bytes = None if pool.remember_bytes == "auto" else pool.remember_bytes
+    if pool.remember == "disk":
+        return _on_disk(spec, maker, contents, num_bytes)
+    splits = _coming_back(spec, contents, least=2)
     place = ClusterMemory(stream, num_bytes, spec.transform.time_limit_s >= 4 * _TURN_S)
     recall = Recall(maker, contents, place, splits)
     alike = None
@@ -386,6 +342,25 @@ def recall_of(spec: StreamSpec, maker: MicroBatchMaker, stream: str) -> Recall |
     return recall
 
 
+def _on_disk(
+    spec: StreamSpec, maker: MicroBatchMaker, contents: Contents, num_bytes: int | None
+) -> Recall | None:
+    """Return the recall of files, for content without the user's code: later runs find it, too."""
+    splits = frozenset(
+        split
+        for split in _coming_back(spec, contents, least=1)
+        if contents.of_split(split).is_public
+    )
+    if not splits:
+        return None
+    try:
+        files = RememberedFiles(num_bytes)
+    except OSError as error:
+        logger.warning("nothing is remembered on disk: %s", error)
+        return None
+    return Recall(maker, contents, files, splits)
+
+
 def _keep_up(
     recall: Recall, place: ClusterMemory, alike: Alike | None, comes_back: bool
 ) -> None:
@@ -400,17 +375,21 @@ def _keep_up(
         time.sleep(CHECK_IN_S)
 
 
-def _coming_back(spec: StreamSpec, contents: Contents) -> frozenset[Split]:
-    """Return the splits whose micro-batches a stream needs again: a validation, and the same of each epoch."""
+def _coming_back(spec: StreamSpec, contents: Contents, least: int) -> frozenset[Split]:
+    """Return the splits whose micro-batches are needed again: a validation, and the same of each epoch.
+
+    Args:
+        least: passes over them that the run has at least.
+    """
     plan = spec.plan
     splits = set[Split]()
     num_validations = sum(plan.has_val(epoch) for epoch in range(plan.config.epochs))
-    if "val" in spec.stores and num_validations > 1:
+    if "val" in spec.stores and num_validations >= least:
         splits.add("val")
     is_ordered = plan.config.shuffle == "off" and plan.config.is_plain
     if (
         is_ordered
-        and plan.config.epochs > 1
+        and plan.config.epochs >= least
         and spec.transform.strength_at(0.0) == spec.transform.strength_at(1.0)
         and contents.of_split("train").is_fixed
     ):

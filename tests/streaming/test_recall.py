@@ -14,9 +14,10 @@ from raypipe.streaming.content import Contents
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.recall import Recall, Stored
+from raypipe.streaming.recall import Recall
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.stored import Stored
 
 from pictures import CLASSES, picture  # isort: skip
 

@@ -192,6 +192,7 @@ def measure(way: str, store: str, trials: int, epochs: int) -> dict[str, Any]:
         from raypipe.rayext.cluster import connect
 
         connect(num_cpus=4, object_store_bytes=2 << 30)
+        environment = dict(os.environ)  # with the token of the cluster
         environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     watch = Watch()
     started = time.perf_counter()

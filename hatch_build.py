@@ -1,4 +1,4 @@
-"""Builds the optional extension `_raypipe_kernel` (csrc/kernel.c) into the wheel.
+"""Builds the optional extension `_raypipe_kernel` (raypipe/kernel/csrc) into the wheel.
 
 It needs a C compiler, Python's headers, and libjpeg-turbo 2.1 or later with its headers (Debian and Ubuntu:
 libjpeg-dev; Fedora: libjpeg-turbo-devel; Homebrew: jpeg-turbo). Where one of them is missing, the build warns and
@@ -27,7 +27,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
-SOURCE = "csrc/kernel.c"
+SOURCE = "raypipe/kernel/csrc/kernel.c"
 # Beside the package, not in it: it is found as well where Ray puts a working_dir of raypipe's sources in front.
 # abi3: one file serves this and all later versions of Python.
 TARGET = "_raypipe_kernel.abi3.so"

@@ -19,8 +19,9 @@ package = Path(raypipe.__file__).parent
 assert package != SOURCES, "this is the checkout"
 assert not why_no_kernel(), why_no_kernel()
 for source in SOURCES.rglob("*"):
-    if source.is_file() and source.suffix != ".pyc":
-        name = source.relative_to(SOURCES)
+    name = source.relative_to(SOURCES)
+    is_left_out = source.suffix in (".pyc", ".md") or "csrc" in name.parts
+    if source.is_file() and not is_left_out:
         assert (package / name).is_file(), f"{name} is not in the wheel"
 files = [str(file) for file in importlib.metadata.files(DISTRIBUTION) or []]
 for name in ("LICENSE", "NOTICE"):

@@ -1,4 +1,4 @@
-"""Each file of csrc/ has a test that names it, and copies with sizes of files stand in one of them: bounds.h."""
+"""Each file of C has a test that names it, and copies with sizes of files stand in one of them: bounds.h."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+# The C code of each extension.
+FILES = sorted((TESTS.parent / "raypipe").rglob("csrc/*.[ch]"))
 # Where to look for the tests of a file: the docstrings of their modules.
 DOCSTRINGS = {
     str(path.relative_to(TESTS)): ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -17,9 +19,7 @@ DOCSTRINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "path", sorted((TESTS.parent / "csrc").glob("*.*")), ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_module_of_tests_names_it(path: Path) -> None:
     assert [
         name
@@ -28,10 +28,9 @@ def test_a_module_of_tests_names_it(path: Path) -> None:
     ]
 
 
-CSRC = TESTS.parent / "csrc"
 SOURCES = {  # without comments
     path.name: re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
-    for path in sorted(CSRC.glob("*.[ch]"))
+    for path in FILES
 }
 COPIES = ("memcpy", "memmove", "memset")
 UNBOUNDED = (

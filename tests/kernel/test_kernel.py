@@ -10,14 +10,14 @@ jpeg_crop.h and jpeg_huffman.h: test_jpeg_extension.py.
 from __future__ import annotations
 
 import io
-import sys
-from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from fuzz_kernel import fuzz_run
+from fuzz_kernel import random_op as any_op
 from PIL import Image
 
 from raypipe import kernel
@@ -26,10 +26,6 @@ from raypipe.kernel import Op as Code
 from raypipe.kernel.reference import AREA, OPERATIONS
 from raypipe.transform.at_once import sizes_by_header
 from raypipe.transform.decode import decode
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
-from fuzz import fuzz_run
-from fuzz import random_op as any_op
 
 pytestmark = pytest.mark.skipif(
     not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"

@@ -64,11 +64,11 @@ def build(
         pytest.skip("there is no such compiler")
     monkeypatch.setenv("CC", request.param)
     hook = module_of(ROOT / "hatch_build.py")
-    reason = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
+    reason = hook.compile_extension(hook.KERNEL, ROOT, tmp_path)
     if "unrecognized" in reason:
         pytest.skip(f"not of this processor: {reason}")
     assert not reason
-    return module_of(tmp_path / hook.TARGET)
+    return module_of(tmp_path / hook.KERNEL.file)
 
 
 class Input(NamedTuple):

@@ -28,9 +28,11 @@ def test_a_module_of_tests_names_it(path: Path) -> None:
     ]
 
 
-SOURCES = {  # without comments
+# Without comments, and without the program of the build, which reads nothing from outside.
+SOURCES = {
     path.name: re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
     for path in FILES
+    if path.name != "probe_entropy.c"
 }
 COPIES = ("memcpy", "memmove", "memset")
 UNBOUNDED = (

@@ -1,4 +1,7 @@
-"""The build hook, by itself: wheels are built by .ci/wheel."""
+"""The build hook, by itself: wheels are built by .ci/wheel.
+
+csrc/probe_entropy.c, jpeg_entropy.h: another inside of libjpeg is refused.
+"""
 
 from __future__ import annotations
 

@@ -5,9 +5,10 @@ and checks every number in them before it is used: damage of any kind raises an 
 processes may share an open file.
 
 Without the extension, the lmdb library reads them. It maps its file and follows the numbers in it, so a page
-overwritten by something else, or a file cut short while it is open, can kill the process (SIGSEGV, SIGBUS). A file
-that is shorter than its header says is therefore refused before the library opens it. Damage elsewhere may end an
-actor, which counts as one of its deaths.
+overwritten by something else, or a file cut short while it is open, can kill the process (SIGSEGV, SIGBUS). Three
+things stand before that: a file that is shorter than its header says is refused, and the first value that is read
+and the list of keys are read by another process first. Damage that only shows when a sample is read, or that comes
+later, may still end the process: an actor then, which counts as one of its deaths.
 
 Values have no checksum: changed bytes within a value are returned unnoticed. Files are those of liblmdb 0.9 (data
 version 1) from little-endian 64-bit machines, and of them the main database, with keys in byte order and one value
@@ -18,8 +19,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import mmap
 import os
+import signal
 import struct
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -33,6 +38,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.record import METADATA_KEY
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -214,9 +220,12 @@ class LMDBFile:
             return _Compiled(compiled, tree, file, self._pread, self.num_bytes)
         if file is None:
             raise ValueError("only the extension reads a file by ranges")
-        if self.num_bytes < self.declared_bytes:
+        # The last page need not be full: what is mapped behind the file's end are zeros.
+        num_mapped = -(-self.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if num_mapped < self.declared_bytes:
             raise StoreError(
-                f"{self.path} is truncated: {self.num_bytes} bytes, needs {self.declared_bytes}; copy it again"
+                f"{self.path} is truncated: {self.num_bytes} bytes, needs {self.declared_bytes}; copy or convert "
+                "it again"
             )
         return _Library(self.path, file)
 
@@ -318,11 +327,42 @@ class _Compiled:
         return fixed, columns, np.frombuffer(done, bool)
 
 
+# Reads all entries of a file, or the value of a key, in another process.
+_TRIAL = """
+import sys
+folder, path, key = sys.argv[1:]
+sys.path.insert(0, folder)
+import lmdb
+with lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False) as env:
+    with env.begin(buffers=True) as transaction:
+        if key:
+            transaction.get(key.encode())
+        for _ in () if key else transaction.cursor():
+            pass
+"""
+
+
 class _Library:
     """A tree that the lmdb library reads."""
 
     def __init__(self, path: Path | str, file: int) -> None:
+        self._path = path
+        self._try(METADATA_KEY.decode())  # what is read first of every file
         self._environment = _environment(path, file)
+
+    def _try(self, key: str) -> None:
+        """Let another process read a value, or all of them (key ""); raise ValueError if that kills it."""
+        folder = str(Path(lmdb.__file__).parents[1])
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _TRIAL, folder, str(self._path), key],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode < 0:
+            name = signal.Signals(-done.returncode).name
+            raise ValueError(f"the lmdb library dies of it ({name})")
+        if done.returncode:
+            raise ValueError(done.stderr.strip().rpartition("\n")[2])
 
     def get(self, key: bytes) -> bytes | None:
         with self._environment.begin(buffers=True) as transaction:
@@ -336,6 +376,7 @@ class _Library:
             return bytes(value)
 
     def entries(self) -> Iterator[Entries]:
+        self._try("")
         keys: list[bytes] = []
         value_sizes: list[int] = []
         with self._environment.begin(buffers=True) as transaction:

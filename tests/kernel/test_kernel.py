@@ -1,6 +1,7 @@
 """The kernel against the reference and the usual decoders.
 
-    csrc/geometry.h, resize.h, resize_simd.h    programs of operations, by each level of vector instructions
+    csrc/geometry.h, resize.h, resize_taps.h    programs of operations
+    csrc/resize_loops.h, resize_simd.h          the same, by each level of vector instructions
     csrc/jpeg_header.h                          limits, and what is cut short
     csrc/kernel.c, program.h, image.h           slots between guard bytes, jobs, threads, statuses, bad arrays
 

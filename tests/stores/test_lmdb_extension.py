@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from lmdb_extension import needs_extension
 
 from raypipe.errors import StoreError
 from raypipe.stores import lmdb_file
 from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.writers import LMDBWriter
+
+pytestmark = needs_extension
 
 TYPES = {
     "image": "binary",
@@ -25,12 +28,6 @@ TYPES = {
     "box": "float32[4]",
 }
 NUM = 700
-
-
-@pytest.fixture(autouse=True)
-def needs_the_extension() -> None:
-    if why := lmdb_file.why_not_compiled():
-        pytest.skip(why)
 
 
 def write(path: Path) -> Path:

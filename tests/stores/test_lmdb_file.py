@@ -14,6 +14,7 @@ import lmdb
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lmdb_extension import needs_extension
 
 from raypipe.errors import StoreError
 from raypipe.stores import lmdb_file
@@ -76,9 +77,6 @@ def value(key: bytes, num_bytes: int, number: int) -> bytes:
     return (seed * (num_bytes // len(seed) + 1))[:num_bytes]
 
 
-needs_extension = pytest.mark.skipif(
-    bool(lmdb_file.why_not_compiled()), reason=lmdb_file.why_not_compiled()
-)
 READERS = [
     pytest.param("extension", marks=needs_extension),
     "library",

@@ -5,10 +5,10 @@ and checks every number in them before it is used: damage of any kind raises an 
 processes may share an open file.
 
 Without the extension, the lmdb library reads them. It maps its file and follows the numbers in it, so a page
-overwritten by something else, or a file cut short while it is open, can kill the process (SIGSEGV, SIGBUS). Three
-things stand before that: a file that is shorter than its header says is refused, and the first value that is read
-and the list of keys are read by another process first. Damage that only shows when a sample is read, or that comes
-later, may still end the process: an actor then, which counts as one of its deaths.
+overwritten by something else, or a file cut short while it is open, can kill the process (SIGSEGV, SIGBUS).
+Therefore a file that is shorter than its header says is refused, and another process reads the first value and the
+list of keys before this one does. Damage that comes later may still end the process: an actor then, which counts as
+one of its deaths.
 
 Values have no checksum: changed bytes within a value are returned unnoticed. Files are those of liblmdb 0.9 (data
 version 1) from little-endian 64-bit machines, and of them the main database, with keys in byte order and one value
@@ -220,7 +220,7 @@ class LMDBFile:
             return _Compiled(compiled, tree, file, self._pread, self.num_bytes)
         if file is None:
             raise ValueError("only the extension reads a file by ranges")
-        # The last page need not be full: what is mapped behind the file's end are zeros.
+        # The last page need not be full: behind the file's end, zeros are mapped.
         num_mapped = -(-self.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if num_mapped < self.declared_bytes:
             raise StoreError(
@@ -347,7 +347,7 @@ class _Library:
 
     def __init__(self, path: Path | str, file: int) -> None:
         self._path = path
-        self._try(METADATA_KEY.decode())  # what is read first of every file
+        self._try(METADATA_KEY.decode())  # the first key of every file that is read
         self._environment = _environment(path, file)
 
     def _try(self, key: str) -> None:

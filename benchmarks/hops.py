@@ -33,9 +33,9 @@ import torch
 
 from raypipe.kernel import chroma_shape
 from raypipe.plan.places import Cursor
+from raypipe.streaming.background import CheckpointWriter
 from raypipe.streaming.blocks import MAX_BYTES, MAX_SECONDS
 from raypipe.streaming.checkpoints import write_checkpoint
-from raypipe.train.background import CheckpointWriter
 
 from transfers import IN_FLIGHT, SETTINGS, Transfer, measure  # isort: skip
 

@@ -24,6 +24,13 @@ from raypipe.commands.cli import run_job
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.device.augment import PRESETS
 from raypipe.errors import ConfigError, RunError
+from raypipe.launch.run_folder import (
+    CONFIG_FILE,
+    CONFIG_HEAD,
+    as_plain,
+    located,
+    store_config,
+)
 from raypipe.rayext.allocation import cluster_resources, preflight
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.failures import cause_of
@@ -32,13 +39,6 @@ from raypipe.storage.files import write_json, write_text
 from raypipe.streaming.opening import spec_of
 from raypipe.train.loop import Trainer
 from raypipe.train.models import num_classes_of
-from raypipe.train.run_folder import (
-    CONFIG_FILE,
-    CONFIG_HEAD,
-    as_plain,
-    located,
-    store_config,
-)
 from raypipe.transform.presets import check_transform
 
 _JITTER = {

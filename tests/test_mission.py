@@ -43,11 +43,11 @@ from raypipe.commands import cli
 from raypipe.commands.cli import main
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import StoreError
+from raypipe.launch.run import launch
 from raypipe.metrics.timing import Situation, StageTimes, diagnose
 from raypipe.metrics.utilization import Utilization
 from raypipe.stores import MemoryStore
 from raypipe.stores.sources import open_source
-from raypipe.train.launch import train
 
 # `raypipe.convert` and the actors use the cluster that all tests share.
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -636,7 +636,7 @@ def test_ddp(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     run = small_run(tmp_path, store, store, 1, 2)
     alone = without_ray.train(dataclasses.replace(run, name="alone"))
     two = dataclasses.replace(run.train, num_workers=2, cpus_per_worker=0.5)
-    together = train(dataclasses.replace(run, name="two", train=two))
+    together = launch(dataclasses.replace(run, name="two", train=two))
     for name, value in final_weights(alone).items():
         assert torch.equal(value, final_weights(together)[name]), name
 

@@ -35,7 +35,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     _check_paths(run)
     phase(logger, "loading Ray and torch")
     # no other command needs the whole program
-    return import_module("raypipe.train.launch").train(run)
+    return import_module("raypipe.launch.run").launch(run)
 
 
 def _check_paths(run: RunConfig) -> None:

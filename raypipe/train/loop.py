@@ -19,9 +19,9 @@ from raypipe.config import RunConfig
 from raypipe.errors import BadSamplesError
 from raypipe.streaming.epochs import Batches
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.run_checkpoints import RunCheckpoints
 from raypipe.train.learning import Learner, amp_dtype
 from raypipe.train.models import build_metric, build_schedule
-from raypipe.train.run_checkpoints import RunCheckpoints
 from raypipe.train.validation import Validation
 
 _T = TypeVar("_T")

@@ -11,10 +11,10 @@ import pytest
 
 from raypipe.commands.cli import main
 from raypipe.commands.status import print_status, standing
+from raypipe.launch.run_folder import write_error
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.lease import leased
 from raypipe.streaming.run_log import RunLog
-from raypipe.train.run_folder import write_error
 
 WROTE: dict[str, Any] = {
     **{

@@ -18,11 +18,11 @@ from small_runs import parse_run
 from raypipe.commands.cli import _finish
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
+from raypipe.launch.run import launch
+from raypipe.launch.run_folder import store_config
 from raypipe.storage import lease
 from raypipe.storage.filesystem import join_address, open_filesystem
 from raypipe.storage.lease import RunExistsError, check_owner, is_held, leased
-from raypipe.train.launch import train
-from raypipe.train.run_folder import store_config
 
 
 @pytest.fixture
@@ -297,7 +297,7 @@ def test_a_resume_from_another_users_run_needs_trust(
     parse_run([f"--resume={folder}"], None)
     give_away(folder / whose, monkeypatch)
     with pytest.raises(SystemExit):
-        _finish(lambda: train(parse_run([f"--resume={folder}"], None)))
+        _finish(lambda: launch(parse_run([f"--resume={folder}"], None)))
     shown = capfd.readouterr().err
     assert (
         f"{folder}" in shown
@@ -305,12 +305,12 @@ def test_a_resume_from_another_users_run_needs_trust(
         and "add --trust-run-code" in shown
     )
     with pytest.raises(ConfigError, match="belongs to user"):
-        train(RunConfig(resume=str(folder)))
+        launch(RunConfig(resume=str(folder)))
     assert not (folder.parent / "ran").exists()
     # The word is the user's, and then it goes on: to what the configuration names.
     with pytest.raises(SystemExit):
         _finish(
-            lambda: train(parse_run([f"--resume={folder}", "--trust-run-code"], None))
+            lambda: launch(parse_run([f"--resume={folder}", "--trust-run-code"], None))
         )
     assert (
         folder.parent / "ran"

@@ -24,6 +24,16 @@ from raypipe.errors import (
     RunError,
     without_credentials,
 )
+from raypipe.launch.interrupts import Interrupts, Stopped
+from raypipe.launch.run_folder import (
+    ERROR_FILE,
+    FIGURES_FILE,
+    located,
+    remove_error,
+    store_config,
+    write_error,
+)
+from raypipe.launch.summary import changes, summarize
 from raypipe.logs import configure_logs
 from raypipe.progress import begin_phases, end_phases, phase, print_progress
 from raypipe.rayext.allocation import Allocation, preflight
@@ -41,21 +51,13 @@ from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.interrupts import Interrupts, Stopped
-from raypipe.train.models import check_code, num_classes_of
-from raypipe.train.run_folder import (
-    ERROR_FILE,
-    FIGURES_FILE,
-    located,
-    remove_error,
+from raypipe.streaming.stop_file import (
     remove_stop,
     request_stop,
     stop_answered,
     stop_requested,
-    store_config,
-    write_error,
 )
-from raypipe.train.summary import changes, summarize
+from raypipe.train.models import check_code, num_classes_of
 from raypipe.transform.ending import normalization
 from raypipe.transform.views import makes_views
 
@@ -64,7 +66,7 @@ logger = logging.getLogger(__name__)
 _RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resources
 
 
-def train(run: RunConfig) -> dict[str, Any]:
+def launch(run: RunConfig) -> dict[str, Any]:
     """Train with a configuration, on the connected cluster or on a new local one.
 
     After Ctrl-C or SIGTERM (`ray job stop`), to this process or to its group, the run ends with a checkpoint after
@@ -321,8 +323,8 @@ def _fit(
     loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts
 ) -> dict[str, Any]:
     """Train on the allocated resources; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
+    from raypipe.launch.train_function import train_loop
     from raypipe.rayext.trainer import RunTrainer, ray_config
-    from raypipe.train.train_function import train_loop
 
     run = loop["run"]
     run_uri = loop["run_uri"]

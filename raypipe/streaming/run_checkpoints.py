@@ -17,6 +17,7 @@ from raypipe.plan.schedule import Plan
 from raypipe.progress import print_progress
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.lease import is_held
+from raypipe.streaming.background import CheckpointWriter
 from raypipe.streaming.checkpoints import (
     Checkpoint,
     find_newest,
@@ -24,8 +25,7 @@ from raypipe.streaming.checkpoints import (
     write_checkpoint,
 )
 from raypipe.streaming.stateful import loaded
-from raypipe.train.background import CheckpointWriter
-from raypipe.train.run_folder import answer_stop, stop_requested
+from raypipe.streaming.stop_file import answer_stop, stop_requested
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.records import read_records
 from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.streaming import checkpoints
+from raypipe.streaming import checkpoints, run_checkpoints
+from raypipe.streaming.background import CheckpointWriter
 from raypipe.streaming.checkpoints import find_newest, read_state, write_checkpoint
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.stateful import loaded
-from raypipe.train import loop, run_checkpoints
-from raypipe.train.background import CheckpointWriter
-from raypipe.train.run_folder import request_stop, stop_requested
+from raypipe.streaming.stop_file import request_stop, stop_requested
+from raypipe.train import loop
 
 
 def saved(state: Any) -> bytes:

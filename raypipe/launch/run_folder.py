@@ -35,7 +35,6 @@ from raypipe.storage.files import (
     open_input,
     read_text,
     read_whole,
-    write_synced,
     write_text,
 )
 from raypipe.storage.filesystem import (
@@ -60,36 +59,8 @@ CONFIG_HEAD = "# A run of raypipe: its settings.\n"
 
 logger = logging.getLogger(__name__)
 
-_STOP_FILE = "stop"
 # the steps of a transform take at most 1 MiB, see `transform_steps`
 _MAX_CONFIG_BYTES = 16 << 20
-
-
-def request_stop(run_uri: str) -> None:
-    """Ask the trainers of a run to end with a checkpoint; see `loop.Trainer`."""
-    filesystem, path = open_filesystem(join_address(run_uri, _STOP_FILE))
-    write_synced(filesystem, path, b"")
-
-
-def stop_requested(run_uri: str) -> bool:
-    """Return whether the trainers of a run were asked to end."""
-    return exists(join_address(run_uri, _STOP_FILE))
-
-
-def answer_stop(run_uri: str) -> None:
-    """Confirm that the trainers have seen the request, and will only write the checkpoint."""
-    write_text(join_address(run_uri, _STOP_FILE), "seen")
-
-
-def stop_answered(run_uri: str) -> bool:
-    return bool(read_whole(join_address(run_uri, _STOP_FILE)))
-
-
-def remove_stop(run_uri: str) -> None:
-    """Withdraw the request to stop a run."""
-    if stop_requested(run_uri):
-        filesystem, path = open_filesystem(join_address(run_uri, _STOP_FILE))
-        filesystem.delete_file(path)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ from raypipe.storage.filesystem import (
     open_filesystem,
     split_address,
 )
-from raypipe.storage.lease import RunExistsError, check_owner, leased
+from raypipe.storage.lease import RunExistsError, check_owner, lease
 from raypipe.streaming.checkpoints import has_checkpoints
 from raypipe.streaming.opening import with_digits
 
@@ -101,10 +101,10 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
             run, train=dataclasses.replace(run.train, start_from=as_uri(start_from))
         )
     run = with_digits(run)
-    with leased(run_uri) as lease:
+    with lease(run_uri) as token:
         # checked again, now that no other process can change it
         check_run_folder(run_uri, bool(run.resume))
-        yield run, run_uri, lease
+        yield run, run_uri, token
 
 
 def folder_to_resume(resume: str, storage_path: str, name: str) -> str:

@@ -1,39 +1,50 @@
 """Request to stop a run, in its folder: `raypipe stop` writes RUN/stop, and the run's loader sees it.
 
-The file is empty until the trainers have seen it, then it says so. It is there until the run has ended.
+The file is empty until the trainers have seen it, then it says so. It is there until the run has ended. A run is
+given as the address of its folder, or as the open folder.
 """
 
 from __future__ import annotations
 
-from raypipe.storage.files import read_whole, write_synced, write_text
-from raypipe.storage.filesystem import exists, join_address, open_filesystem
+import pyarrow.fs
 
-_STOP_FILE = "stop"
+from raypipe.metrics.records import Folder
+from raypipe.storage.files import open_input, write_synced
+from raypipe.storage.filesystem import open_filesystem
 
 
-def request_stop(run_uri: str) -> None:
+def _file(run: str | Folder) -> Folder:
+    filesystem, folder = open_filesystem(run) if isinstance(run, str) else run
+    return filesystem, f"{folder}/stop"
+
+
+def request_stop(run: str | Folder) -> None:
     """Ask the trainers of a run to end with a checkpoint."""
-    filesystem, path = open_filesystem(join_address(run_uri, _STOP_FILE))
-    write_synced(filesystem, path, b"")
+    write_synced(*_file(run), b"")
 
 
-def stop_requested(run_uri: str) -> bool:
+def stop_requested(run: str | Folder) -> bool:
     """Return whether the trainers of a run were asked to end."""
-    return exists(join_address(run_uri, _STOP_FILE))
+    filesystem, path = _file(run)
+    return filesystem.get_file_info(path).type == pyarrow.fs.FileType.File
 
 
-def answer_stop(run_uri: str) -> None:
+def answer_stop(run: str | Folder) -> None:
     """Confirm that the trainers have seen the request, and will only write the checkpoint."""
-    write_text(join_address(run_uri, _STOP_FILE), "seen")
+    write_synced(*_file(run), b"seen")
 
 
-def stop_answered(run_uri: str) -> bool:
+def stop_answered(run: str | Folder) -> bool:
     """Return whether the trainers have seen the request."""
-    return bool(read_whole(join_address(run_uri, _STOP_FILE)))
+    try:
+        with open_input(*_file(run)) as file:
+            return file.size() > 0
+    except FileNotFoundError:
+        return False
 
 
-def remove_stop(run_uri: str) -> None:
+def remove_stop(run: str | Folder) -> None:
     """Withdraw the request to stop a run."""
-    if stop_requested(run_uri):
-        filesystem, path = open_filesystem(join_address(run_uri, _STOP_FILE))
+    if stop_requested(run):
+        filesystem, path = _file(run)
         filesystem.delete_file(path)

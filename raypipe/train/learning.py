@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -199,16 +200,17 @@ class Learner:
             )
         return logits.float()
 
-    def state(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
+        """Return the parts of a checkpoint, by name; see `Loader.checkpoint`."""
         return {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "scaler": self._scaler.state_dict(),
-            "ema": self._ema.model.state_dict() if self._ema else None,
+            "model": self._model,
+            "optimizer": self._optimizer,
+            "scaler": self._scaler,
+            "ema": self._ema.model if self._ema else None,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Load the `state` of another run, from any kind of device; this run's settings stay.
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the states of the parts of another run, from any kind of device; this run's settings stay.
 
         Raises:
             ConfigError: the state lacks a model or an optimizer, or has those of another kind.

@@ -16,6 +16,7 @@ from raypipe.config import PlanConfig, RunConfig, TrainConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
+from raypipe.streaming.stateful import states_of
 from raypipe.train.learning import Ema, Learner
 from raypipe.train.models import (
     build_model,
@@ -195,7 +196,7 @@ def test_model_loss_optimizer_and_schedule_may_be_code_of_the_users() -> None:
         "optimizer": own("plain_sgd"),
         "weight_decay": 0.0,
     }
-    first = learner(**config).state()["model"]
+    first = states_of(learner(**config).parts())["model"]
     found = learn(learner(**config), range(3))
     net = linear(5)
     net.load_state_dict(first)
@@ -302,7 +303,7 @@ def learn(learner: Learner, steps: range) -> dict[str, Any]:
             learner.backward(batch, last=micro == 1)
         learner.end_step(step + 1)
     file = io.BytesIO()
-    torch.save(learner.state(), file)
+    torch.save(states_of(learner.parts()), file)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -334,7 +335,7 @@ def test_a_learner_goes_on_from_its_state_to_the_same_bits(
 def test_an_average_that_a_checkpoint_has_not_begins_at_the_model() -> None:
     state, resumed = learn(learner(), range(2)), learner(ema_decay=0.9)
     resumed.load(state)
-    found = resumed.state()
+    found = states_of(resumed.parts())
     assert all(
         torch.equal(value, found["model"][name]) for name, value in found["ema"].items()
     )
@@ -343,7 +344,7 @@ def test_an_average_that_a_checkpoint_has_not_begins_at_the_model() -> None:
 def test_a_resume_has_the_settings_of_its_own_run() -> None:
     resumed = learner(momentum=0.5, weight_decay=0.2)
     resumed.load(learn(learner(), range(1)))
-    groups = resumed.state()["optimizer"]["param_groups"]
+    groups = states_of(resumed.parts())["optimizer"]["param_groups"]
     assert [(group["momentum"], group["weight_decay"]) for group in groups] == [
         (0.5, 0.2),
         (0.5, 0.0),

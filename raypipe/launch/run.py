@@ -9,13 +9,12 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from raypipe.config import AugmentConfig, RunConfig
+from raypipe.config import RunConfig
 from raypipe.errors import (
     ConfigError,
     CursorError,
@@ -24,6 +23,7 @@ from raypipe.errors import (
     RunError,
     without_credentials,
 )
+from raypipe.launch.checks import check_augment, check_code, num_classes_of
 from raypipe.launch.interrupts import Interrupts, Stopped
 from raypipe.launch.run_folder import (
     ERROR_FILE,
@@ -57,7 +57,6 @@ from raypipe.streaming.stop_file import (
     stop_answered,
     stop_requested,
 )
-from raypipe.train.models import check_code, num_classes_of
 from raypipe.transform.ending import normalization
 from raypipe.transform.views import makes_views
 
@@ -290,32 +289,6 @@ def _withdraw_stop(run_uri: str) -> None:
     except Exception as error:  # must not hide the run's result or error
         logger.warning(
             "cannot remove the request to stop: %s: %s", type(error).__name__, error
-        )
-
-
-def check_augment(
-    config: AugmentConfig,
-    targets: Collection[str] = (),
-    views: bool = False,
-    has_label: bool = True,
-) -> None:
-    """Raise ConfigError for a wrong setting, before the cluster starts trainers."""
-    if not isinstance(config.module, str):
-        raise ConfigError(
-            "augment.module of a run is kept in its folder, so it must be module:name: put the module into a "
-            "file, such as my_code.py, and name it my_code:augment; your own loop takes the object"
-        )
-    if config.ops or config.preset != "none" or config.module:
-        import torch
-
-        from raypipe.device.augment import DeviceAugment
-
-        DeviceAugment(
-            config,
-            torch.device("cpu"),
-            targets=targets,
-            views=views,
-            has_label=has_label,
         )
 
 

@@ -67,13 +67,12 @@ class Trainer:
         self._metrics = self.loader.metrics
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
+        torch.manual_seed(spec.plan.model_seed)
         self.learner = Learner(
             run, num_classes, self.device, self.world_size, has_classes
         )
         self._schedule = build_schedule(run.train)
-        self._val_metric = None
-        if run.train.metrics:
-            self._val_metric = build_metric(run.train.metrics)
+        self._val_metric = build_metric(run.train)
         self.metrics: dict[str, Any] = {
             "val_accuracy": None,
             "train_s": 0.0,

@@ -57,6 +57,7 @@ def learner(device: torch.device = CUDA, world_size: int = 1, **train: Any) -> L
         plan=PlanConfig(micro_batch_size=ROWS, global_batch_size=ROWS * PER_STEP),
         train=TrainConfig(model="small", **train),
     )
+    torch.manual_seed(0)
     made = Learner(run, 5, device, world_size)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     return made

@@ -23,6 +23,7 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError, CursorError
+from raypipe.launch.checks import num_classes_of
 from raypipe.launch.interrupts import Stopped
 from raypipe.launch.run import _as_run_error, _withdraw_stop, launch
 from raypipe.launch.run_folder import as_plain, store_config
@@ -36,7 +37,6 @@ from raypipe.stores.record import write_bad_list
 from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.models import num_classes_of
 
 RUN = RunConfig(
     store=StoreConfig(train="train.lmdb", val="val.lmdb"),

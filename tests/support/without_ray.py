@@ -64,10 +64,10 @@ def only_rank() -> Iterator[None]:
 
 def train(run: RunConfig) -> dict[str, Any]:
     """The figures of a whole run, whose folder is left as Ray Train's workers would leave it."""
+    from raypipe.launch.checks import num_classes_of
     from raypipe.launch.run_folder import located, store_config
     from raypipe.streaming.opening import spec_of
     from raypipe.train.loop import Trainer
-    from raypipe.train.models import num_classes_of
 
     inline = dataclasses.replace(run, pool=PoolConfig(engine="inline"))
     # One thread, as Ray has it in a worker of one CPU.

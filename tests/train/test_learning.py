@@ -42,25 +42,10 @@ def test_the_small_model_needs_no_torchvision() -> None:
     )
 
 
-def test_four_channels_go_to_the_small_model_and_not_to_torchvisions() -> None:
-    assert build_model("small", 7, channels=4)(torch.zeros(2, 4, 8, 8)).shape == (2, 7)
-    with pytest.raises(
-        ConfigError, match=r"train\.model='resnet18' needs three channels, .* has 4"
-    ):
-        build_model("resnet18", 7, channels=4)
-
-
 def test_torchvision_models_are_built_by_name() -> None:
     model = build_model("squeezenet1_1", 5).eval()
     with torch.no_grad():
         assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 5)
-
-
-def test_an_unknown_model_is_named_with_what_there_is() -> None:
-    with pytest.raises(
-        ConfigError, match=r"train\.model='resnet51' is neither 'small' nor .*resnet50"
-    ):
-        build_model("resnet51", 5)
 
 
 @pytest.mark.parametrize("name", ["googlenet", "GoogLeNet", "inception_v3"])
@@ -275,6 +260,7 @@ def test_what_is_wrong_with_it_is_told(train: dict[str, str], message: str) -> N
 def learner(num_classes: int = 5, **train: Any) -> Learner:
     config = TrainConfig(**{"model": "small", **train})
     run = RunConfig(plan=PlanConfig(global_batch_size=128), train=config)
+    torch.manual_seed(0)
     return Learner(run, num_classes, CPU, 1)
 
 

@@ -20,7 +20,7 @@ _LATE = 4
 def stop(folder: str) -> dict[str, Any]:
     """Stop a run within seconds, with a checkpoint.
 
-    `raypipe train --resume RUN` continues it.
+    `raypipe train --resume RUN` continues it. Your own loop stops if it asks `loader.should_checkpoint()`.
 
     Examples:
         raypipe stop runs/20261121-104600-3fa2
@@ -33,7 +33,8 @@ def stop(folder: str) -> dict[str, Any]:
     from raypipe.streaming.stop_file import request_stop
 
     run_uri = as_uri(folder.rstrip("/"))
-    check_run_folder(run_uri, resume=True)
+    if not exists(join_address(run_uri, STATUS)):  # which own loops have too
+        check_run_folder(run_uri, resume=True)
     request_stop(run_uri)
     return {"run_dir": folder, "stop_requested": True}
 

@@ -38,6 +38,7 @@ from raypipe.transform.fields import (
     is_chroma,
     is_image,
 )
+from raypipe.transform.samples import check_labels
 
 _INSTEAD = (
     "write batch.image and batch.target; columns are batch.columns['caption'], masks and the like are "
@@ -104,6 +105,18 @@ class Batch(Unlike, instead=_INSTEAD):
             return self.fields[IMAGE]
         first = next(iter(self.views.values()))
         return first if first.ndim == 4 else first[:, 0]
+
+    def check_labels(self, num_classes: int) -> None:
+        """Check on the host, without a wait, that labels are classes: a wrong one would end a GPU's process.
+
+        Raises:
+            ConfigError: a label is outside [0, num_classes).
+        """
+        check_labels(
+            self.target_host,
+            num_classes,
+            lambda row: f"{self.position.split} sample {self.index[row]}",
+        )
 
     @property
     def target(self) -> torch.Tensor:

@@ -186,23 +186,13 @@ class DeviceAugment:
                 f"augment.{self._mixing[0]} mixes images, not masks and the like: set it to 0"
             )
         self.device = numbered(device)
-        with (
-            pinned(self.device),
-            _seeded(0, self.device),
-        ):
-            # weights of a user's class may be drawn
-            self.config = config = resolved(config)
         with pinned(self.device):
+            with _seeded(0, self.device):
+                # weights of a user's class may be drawn
+                self.config = config = resolved(config)
             self.normalize = Normalize(config, self.device, dtype)
-        self._fused = PRESETS[config.preset]
+        self._fused = _fitting_preset(config, bool(targets))
         channels = len(config.mean)
-        if channels != 3 and self._fused and self._fused.changes_color:
-            raise ConfigError(
-                f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean has "
-                f"{channels} channels: use none or light, and augment.ops that take {channels}"
-            )
-        if targets and self._fused:
-            raise _moves(f"the preset {config.preset}")
         self._module: UserModule | None = None
         with pinned(self.device):
             self._operations = [
@@ -410,6 +400,20 @@ class DeviceAugment:
         else:
             image = self.normalize(augmented.image)
         return Augmented(image, augmented.targets, augmented.mix)
+
+
+def _fitting_preset(config: AugmentConfig, targets: bool) -> Fused | None:
+    """Return the operations of the preset; raise ConfigError if they do not fit the channels or targets."""
+    preset = PRESETS[config.preset]
+    channels = len(config.mean)
+    if channels != 3 and preset and preset.changes_color:
+        raise ConfigError(
+            f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean has "
+            f"{channels} channels: use none or light, and augment.ops that take {channels}"
+        )
+    if targets and preset:
+        raise _moves(f"the preset {config.preset}")
+    return preset
 
 
 def _has_state(module: Any) -> bool:

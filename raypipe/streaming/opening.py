@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -47,6 +47,7 @@ from raypipe.transform.split_endings import take_endings
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
 
+_Section = TypeVar("_Section")
 _MEMBERS = ("address", "schema", "classes", "groups", "fingerprint", "__len__", "read")
 
 
@@ -104,15 +105,12 @@ def open_stream(
         StoreError, ConfigError: a store or a setting is wrong.
     """
     join_train_run()
-    check("raypipe.open_stream: plan", plan, PlanConfig | None)
-    check("raypipe.open_stream: transform", transform, TransformConfig | None)
-    check("raypipe.open_stream: pool", pool, PoolConfig | None)
-    plan = plan or PlanConfig()
-    pool = pool or PoolConfig()
-    transform = transform or TransformConfig()
+    plan = _checked("plan", plan, PlanConfig)
+    transform = _checked("transform", transform, TransformConfig)
+    pool = _checked("pool", pool, PoolConfig)
     declared = renamed(column_options(columns), target_column)
     options = store_options(image_column, target_column or "", trust_pickles)
-    index = join_address(split_address(quarantine)[0], "index") if quarantine else ""
+    index = _index_of(quarantine)
     train_store = open_stores(train, options, plan.shuffle, index)
     val_store = None
     if val is not None:
@@ -144,6 +142,17 @@ def open_stream(
         columns=sample_columns,
         endings=endings,
     )
+
+
+def _checked(argument: str, value: _Section | None, kind: type[_Section]) -> _Section:
+    """Return the settings that an argument gives, by default those of their class; check their type."""
+    check(f"raypipe.open_stream: {argument}", value, kind | None)
+    return kind() if value is None else value
+
+
+def _index_of(quarantine: str) -> str:
+    """Return the address of a run's folder of indexes, beside that of its bad samples; empty without one."""
+    return join_address(split_address(quarantine)[0], "index") if quarantine else ""
 
 
 def _pixel_settings(

@@ -136,7 +136,7 @@ def _weights(
 
 
 def _num_taps(radius: int, scales: np.ndarray) -> int:
-    """How many pixels before a resize a pixel behind it is made of, at most, by the largest of the scales."""
+    """Return how many pixels before a resize make one behind it, at most, by the largest of the scales."""
     return 2 * math.ceil(radius * max(1.0, scales.max())) + 2
 
 

@@ -151,7 +151,7 @@ def _checked(argument: str, value: _Section | None, kind: type[_Section]) -> _Se
 
 
 def _index_of(quarantine: str) -> str:
-    """Return the address of a run's folder of indexes, beside that of its bad samples; empty without one."""
+    """Return the address of a run's folder of indexes, next to that of its bad samples; empty without one."""
     return join_address(split_address(quarantine)[0], "index") if quarantine else ""
 
 

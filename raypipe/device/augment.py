@@ -35,7 +35,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
-from raypipe.device.fused import Fused, addcmul, apply, draw_params, pack
+from raypipe.device.fused import PRESETS, Fused, addcmul, apply, draw_params, pack
 from raypipe.device.mixing import Mix, draw_mix, mix
 from raypipe.device.modules import (
     CHANGES_SIZE,
@@ -54,39 +54,6 @@ from raypipe.transform.views import view_key
 
 DeviceOperation = Callable[[torch.Tensor, float], torch.Tensor]
 """(float images (B, 3, H, W) in [0, 1], strength in [0, 1]) → the same kind, random by torch's CPU generator."""
-
-PRESETS: dict[str, Fused | None] = {
-    "none": None,
-    "light": Fused(flip=0.5),
-    # Without the hue, the dearest of the four.
-    "standard": Fused(
-        flip=0.5,
-        jitter=0.8,
-        brightness=(0.8, 1.2),
-        contrast=(0.8, 1.2),
-        saturation=(0.8, 1.2),
-        erase=0.25,
-        area=(0.02, 0.2),
-    ),
-    "strong": Fused(
-        flip=0.5,
-        affine=0.5,
-        degrees=15.0,
-        translate=(0.1, 0.1),
-        scale=(0.8, 1.2),
-        jitter=0.8,
-        brightness=(0.6, 1.4),
-        contrast=(0.6, 1.4),
-        saturation=(0.6, 1.4),
-        hue=(-0.1, 0.1),
-        gray=0.1,
-        blur=0.2,
-        sigma=(0.1, 2.0),
-        erase=0.25,
-        area=(0.02, 0.2),
-    ),
-}
-
 
 _SHOWN_CHARACTERS = 2000  # a record of a run has so many of a module's text
 

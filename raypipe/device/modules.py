@@ -25,6 +25,8 @@ from torch import nn
 
 from raypipe.config import AugmentConfig
 from raypipe.device.kornia_targets import (
+    KEY_OF_TARGET,
+    TARGET_OF_KEY,
     from_boxes,
     kept_boxes,
     kept_keypoints,
@@ -337,15 +339,10 @@ def _moved(step: Any, augmented: Augmented) -> Augmented:
     return replace(augmented, image=image, targets=targets)
 
 
-_GIVEN = {
-    "INPUT": "image",
-    "IMAGE": "image",
-    "MASK": "mask",
-    "KEYPOINTS": "keypoints",
-    "CLASS": "class",
-    "LABEL": "class",
+_IMAGE_KEYS = {"INPUT": "image", "IMAGE": "image"}
+_GIVEN = _IMAGE_KEYS | {
+    name: KEY_OF_TARGET[target] for name, target in TARGET_OF_KEY.items()
 }
-_GIVEN |= dict.fromkeys(("BBOX", "BBOX_XYXY", "BBOX_XYWH"), "bbox_xyxy")
 
 
 def _mixed(step: Any, augmented: Augmented, counts: np.ndarray) -> Augmented:

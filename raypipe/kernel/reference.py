@@ -66,17 +66,16 @@ def _cubic_taps(source: int, result: int) -> tuple[np.ndarray, np.ndarray]:
     scale = 1.0 / (result / source)
     coordinate = ((np.arange(result) + 0.5) * scale - 0.5).astype(np.float32)
     first = np.floor(coordinate)
-    one = np.float32(1)
-    a = np.float32(-0.75)
+    a = -0.75
     x = coordinate - first
-    y = one - x
-    five, eight, four, two, three = (np.float32(number) for number in (5, 8, 4, 2, 3))
-    c0 = ((a * (x + one) - five * a) * (x + one) + eight * a) * (x + one) - four * a
-    c1 = ((a + two) * x - (a + three)) * x * x + one
-    c2 = ((a + two) * y - (a + three)) * y * y + one
+    y = 1 - x
+    c0 = ((a * (x + 1) - 5 * a) * (x + 1) + 8 * a) * (x + 1) - 4 * a
+    c1 = ((a + 2) * x - (a + 3)) * x * x + 1
+    c2 = ((a + 2) * y - (a + 3)) * y * y + 1
     coefficients = np.rint(
-        np.stack([c0, c1, c2, one - c0 - c1 - c2]) * np.float32(1 << _COEFFICIENT_BITS)
+        np.stack([c0, c1, c2, 1 - c0 - c1 - c2]) * (1 << _COEFFICIENT_BITS)
     )
+    assert coefficients.dtype == np.float32
     positions = first.astype(np.int64) + np.arange(-1, 3)[:, None]
     return positions.clip(0, source - 1), coefficients.astype(np.int32)
 

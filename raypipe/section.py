@@ -126,10 +126,7 @@ def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
     origin = get_origin(plain)
     parts = get_args(plain)
     if limits is not None:
-        number = isinstance(
-            value, int if plain is int else int | float
-        ) and not isinstance(value, bool)
-        if number and (limits is ANY_NUMBER or limits.hold(value)):
+        if _is_number(value, plain, limits):
             return value
     elif plain is str:
         if isinstance(value, os.PathLike):
@@ -160,6 +157,15 @@ def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
     elif isinstance(value, plain):
         return value
     raise _UnfitError(kind, value, path)
+
+
+def _is_number(value: Any, kind: type, limits: Limits) -> bool:
+    """Return whether a value is a whole number, or any, within limits."""
+    if isinstance(value, bool) or not isinstance(
+        value, int if kind is int else int | float
+    ):
+        return False
+    return limits is ANY_NUMBER or limits.hold(value)
 
 
 def _parts(kind: Any) -> tuple[Any, Limits | None]:

@@ -1,8 +1,8 @@
 """Mutated JPEGs, random programs and damaged stores through the extension: what it accepts, the usual way has too.
 
     decode_crop     a box of a file at any scale, held against simplejpeg
-    run             programs, on which `raypipe.transform.decode` and `reference` have to agree with it, in a slot
-                    between guard bytes, as RGB and as the planes of `raypipe.kernel.yuv420`
+    run             programs, on which `raypipe.transform.decode.rgb` and `reference` have to agree with it, in a
+                    slot between guard bytes, as RGB and as the planes of `raypipe.kernel.yuv420`
     to_seekable     its result has the pixels of its input. Then that is changed itself: with its checksum it must
                     be refused. With one that fits, and with places that lead anywhere, a box is refused or that of
                     simplejpeg, where it reads the file
@@ -39,8 +39,8 @@ from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.lmdb_pages import LMDBFile
 from raypipe.stores.record import KEY, RecordLayout
 from raypipe.stores.writers import LMDBWriter
-from raypipe.transform.decode import decode
-from raypipe.transform.jpeg_header import without_profile
+from raypipe.transform.decode.jpeg_header import without_profile
+from raypipe.transform.decode.rgb import decode
 
 __all__ = [
     "fuzz",
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 _MOST_PIXELS = 1_000_000  # a header may be made to declare 65,500 x 65,500
-_EXTRA_COLUMNS = 39  # see raypipe.transform.jpeg
+_EXTRA_COLUMNS = 39  # see raypipe.transform.decode.jpeg
 
 
 def is_small(data: bytes) -> bool:

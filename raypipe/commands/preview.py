@@ -28,8 +28,8 @@ from raypipe.plan.schedule import Plan
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.decode import decode
-from raypipe.transform.decode_array import as_rgb, decode_array
+from raypipe.transform.decode.array import as_rgb, decode_array
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.ending import normalization
 from raypipe.transform.fields import (
     COLUMN,

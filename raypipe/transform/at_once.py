@@ -21,10 +21,10 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import DONE, Job, Op
 from raypipe.plan.order import mix64
 from raypipe.plan.places import Sides
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.jpeg import scaled_boxes
+from raypipe.transform.decode.jpeg_header import jpeg_orientation
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.fields import IMAGE, VIEW, chroma_of
-from raypipe.transform.jpeg import scaled_boxes
-from raypipe.transform.jpeg_header import jpeg_orientation
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import Samples
 from raypipe.transform.views import view_key

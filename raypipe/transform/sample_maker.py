@@ -33,12 +33,12 @@ from raypipe.transform.at_once import (
     views_of,
 )
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode import decode, stored_bytes, stored_orientation
-from raypipe.transform.decode_array import decode_array
+from raypipe.transform.decode.array import decode_array
+from raypipe.transform.decode.jpeg import Undecoded, open_for_crop
+from raypipe.transform.decode.rgb import decode, stored_bytes, stored_orientation
 from raypipe.transform.encoded import EncodedImages, check_whole
 from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
-from raypipe.transform.jpeg import Undecoded, open_for_crop
 from raypipe.transform.keys import Key
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform

@@ -36,9 +36,9 @@ from raypipe.errors import ConfigError
 from raypipe.kernel import DONE, POINTS, Job, Program, follow
 from raypipe.plan.places import Sides
 from raypipe.transform.albumentations import find_program
+from raypipe.transform.decode.jpeg import Box, Undecoded
 from raypipe.transform.ending import for_tensors, is_composition, is_tensor
 from raypipe.transform.fields import VIEW
-from raypipe.transform.jpeg import Box, Undecoded
 from raypipe.transform.keys import Key, KeyedGenerator
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.reach import ReachedGenerators

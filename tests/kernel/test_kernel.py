@@ -25,7 +25,7 @@ from raypipe.kernel import CUBIC, LINEAR, NEAREST, Job, extension, ops, referenc
 from raypipe.kernel import Op as Code
 from raypipe.kernel.reference import AREA, OPERATIONS
 from raypipe.transform.at_once import sizes_by_header
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
 from fuzz import fuzz_run

@@ -21,7 +21,7 @@ import pytest
 
 from raypipe import kernel
 from raypipe.kernel import Op, reference
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))

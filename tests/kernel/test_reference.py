@@ -12,7 +12,7 @@ import pytest
 from raypipe import kernel
 from raypipe.kernel import BAD_PARAMS, DONE, Job, Op, reference, sizes_behind
 from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS
-from raypipe.transform.limits import MAX_PIXELS
+from raypipe.transform.decode.limits import MAX_PIXELS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
 from fuzz import random_op

@@ -23,9 +23,9 @@ from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.kernel import DONE, Job, Op, extension, is_seekable
-from raypipe.transform import jpeg
-from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import check_checksum, decode_box
+from raypipe.transform.decode import jpeg
+from raypipe.transform.decode.jpeg import check_checksum, decode_box
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.samples import EncodedSample
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))

@@ -13,7 +13,7 @@ from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.kernel import DONE, Job, yuv420
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
 

@@ -21,8 +21,8 @@ import albumentations as A  # noqa: N812
 from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.kernel import extension, yuv420
-from raypipe.transform import jpeg
 from raypipe.transform.albumentations import find_program
+from raypipe.transform.decode import jpeg
 from raypipe.transform.fields import chroma_of, is_image
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample

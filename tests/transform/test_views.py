@@ -18,7 +18,7 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, mix64
 from raypipe.transform import sample_maker
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.presets import build_transform, check_transform, num_pixels
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sample_transform import SampleTransform

@@ -27,7 +27,6 @@ from raypipe.device.wire import merge_planes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import (
-    CHROMA,
     COLUMN,
     IMAGE,
     LABEL,
@@ -35,9 +34,9 @@ from raypipe.transform.fields import (
     MicroBatch,
     Ragged,
     in_group,
-    is_chroma,
     is_image,
 )
+from raypipe.transform.planes import chromas, unpack
 
 _INSTEAD = (
     "write batch.image and batch.target; columns are batch.columns['caption'], masks and the like are "
@@ -198,7 +197,7 @@ def on_device(
             host,
             seed_of,
             weight,
-            _whole(dict(zip(host.arrays(), field_tensors, strict=True))),
+            unpack(dict(zip(host.arrays(), field_tensors, strict=True)), merge_planes),
         )
         if decode is None:
             return batch
@@ -210,7 +209,7 @@ def on_device(
         with pinned(through.device):
             batch = made(host, tensors)
         # on the current stream
-        is_made_here = decode is not None or any(map(is_chroma, host.arrays()))
+        is_made_here = decode is not None or bool(chromas(host.fields))
         if is_made_here:
             return batch
         return replace(batch, copied=through.copied)
@@ -244,16 +243,6 @@ def _without_arrays(host: MicroBatch) -> MicroBatch:
     }
     on_host[LABEL] = host[LABEL].copy()
     return replace(host, index=host.index.copy(), weight=_ELSEWHERE, fields=on_host)
-
-
-def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The arrays of a micro-batch with its images as RGB, and not as planes."""
-    chroma = in_group(tensors, CHROMA)
-    images = {
-        name: merge_planes(tensors[name], of_image) for name, of_image in chroma.items()
-    }
-    seen = {name: array for name, array in tensors.items() if not is_chroma(name)}
-    return seen | images
 
 
 def _batch(

@@ -24,7 +24,8 @@ from raypipe.plan.places import Sides
 from raypipe.transform.decode.jpeg import scaled_boxes
 from raypipe.transform.decode.jpeg_header import jpeg_orientation
 from raypipe.transform.decode.rgb import decode
-from raypipe.transform.fields import IMAGE, VIEW, chroma_of
+from raypipe.transform.fields import IMAGE, VIEW
+from raypipe.transform.planes import outputs
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import Samples
 from raypipe.transform.views import view_key
@@ -203,8 +204,7 @@ class KernelImages:
         self, job: Job, field: str, number: int, arrays: Mapping[str, np.ndarray]
     ) -> Job:
         """The job that puts its images into the arrays of a micro-batch, by field."""
-        out = arrays[field]
-        chroma = arrays.get(chroma_of(field))
+        out, chroma = outputs(arrays, field)
         is_one_of_several = (field, 1) in {image[:2] for image in self._images}
         if is_one_of_several:
             out = out[:, number]

@@ -5,8 +5,8 @@
 
 
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
-them, all alike: (B, H, W, C). With `transform.wire: yuv420` the images that are made become planes. With
-`transform.decode: device` there are encoded images instead, see `raypipe.transform.encoded`.
+them, all alike: (B, H, W, C). With `transform.decode: device` there are encoded images instead, see
+`raypipe.transform.encoded`.
 
 Excluded rows are black, and their targets are what `raypipe.transform.targets` fills them with.
 """
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import follow
@@ -38,8 +37,9 @@ from raypipe.transform.decode.jpeg import Undecoded, open_for_crop
 from raypipe.transform.decode.rgb import decode, stored_bytes, stored_orientation
 from raypipe.transform.encoded import EncodedImages, check_whole
 from raypipe.transform.encoded_map import DATA, MAP
-from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
+from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, learn
 from raypipe.transform.keys import Key
+from raypipe.transform.planes import packer
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
@@ -94,7 +94,7 @@ class SampleMaker:
         self._config = config
         self._sides = sides
         self._targets = config.target_columns
-        self._has_planes = config.wire == "yuv420"
+        self._pack = packer(config)
         self._is_array = config.decode_as == "array"
         built = build_transform(
             transform, size or config.final_size, by_library=self._is_array
@@ -185,7 +185,7 @@ class SampleMaker:
         self._check(images)
         if not self._images:
             self._learn(images)
-        fields = self._on_wire(images)
+        fields = self._pack(images)
         if targets:
             fields = fields | self._finished(transformed, targets, images[IMAGE].shape)
         return fields | other_fields
@@ -359,21 +359,7 @@ class SampleMaker:
         """Note an image, or views, as which all others must be."""
         self._images = _fields_of(images)
         self._check(images)
-        learn(self.fields, self._on_wire(images))
-
-    def _on_wire(self, images: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The fields of images, or of views, as they travel."""
-        if not self._has_planes:
-            return images
-        fields = dict[str, np.ndarray]()
-        for name, image in images.items():
-            if image.dtype != np.uint8:
-                raise ConfigError(
-                    f"transform.wire='yuv420' sends uint8 RGB, and the transform made {image.dtype}: use "
-                    "wire='rgb', or end the pipeline with its conversion to floats, which the device then does"
-                )
-            fields[name], fields[chroma_of(name)] = kernel.planes(image)
-        return fields
+        learn(self.fields, self._pack(images))
 
     def _check(self, images: dict[str, np.ndarray]) -> None:
         """Raise ConfigError unless an image, or views, have the size that is asked for, and are as the others."""

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.kernel import planes, rgb
 
@@ -28,9 +27,9 @@ _CHROMA = "chroma."
 _NO_COLOR = 128
 
 
-def packer(config: TransformConfig) -> Callable[[Images], Images]:
-    """The function that makes the fields of images as they travel: `pack`, or one that leaves them."""
-    if config.wire == "yuv420":
+def packer(wire: str) -> Callable[[Images], Images]:
+    """Return the function that gives images their form of `transform.wire`: `pack`, or one that leaves them."""
+    if wire == "yuv420":
         return pack
     return lambda images: images
 

@@ -48,9 +48,9 @@ def test_black_in_planes_is_what_padding_holds() -> None:
 
 def test_images_of_floats_are_refused_and_the_rgb_wire_leaves_all() -> None:
     floats = {"image": np.zeros((2, 2, 3), np.float32)}
-    assert packer(TransformConfig())(floats) is floats
+    assert packer("rgb")(floats) is floats
     with pytest.raises(ConfigError, match=r"sends uint8 RGB, .* made float32"):
-        packer(TransformConfig(wire="yuv420"))(floats)
+        packer("yuv420")(floats)
 
 
 @pytest.mark.parametrize("other", [{"decode_as": "array"}], ids=str)

@@ -27,7 +27,6 @@ from raypipe.device.wire import merge_planes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import (
-    CHROMA,
     COLUMN,
     IMAGE,
     LABEL,
@@ -35,9 +34,9 @@ from raypipe.transform.fields import (
     MicroBatch,
     Ragged,
     in_group,
-    is_chroma,
     is_image,
 )
+from raypipe.transform.planes import chromas, unpack
 from raypipe.transform.samples import check_labels
 
 _INSTEAD = (
@@ -204,7 +203,7 @@ def on_device(
         with pinned(through.device):
             batch = made(host, tensors)
         # on the current stream
-        is_made_here = decode is not None or any(map(is_chroma, host.arrays()))
+        is_made_here = decode is not None or bool(chromas(host.fields))
         if is_made_here:
             return batch
         return replace(batch, copied=through.copied)
@@ -257,16 +256,6 @@ def _without_arrays(host: MicroBatch) -> MicroBatch:
     return replace(host, index=host.index.copy(), weight=_ELSEWHERE, fields=on_host)
 
 
-def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The arrays of a micro-batch with its images as RGB, and not as planes."""
-    chroma = in_group(tensors, CHROMA)
-    images = {
-        name: merge_planes(tensors[name], of_image) for name, of_image in chroma.items()
-    }
-    seen = {name: array for name, array in tensors.items() if not is_chroma(name)}
-    return seen | images
-
-
 def _batch(
     host: MicroBatch,
     seed_of: Callable[[MicroBatchId], int],
@@ -274,7 +263,8 @@ def _batch(
 ) -> Batch:
     """The batch of a micro-batch whose arrays, in the order of `_arrays`, are on the device."""
     weight, *field_tensors = device_arrays
-    tensors = _whole(dict(zip(host.arrays(), field_tensors, strict=True)))
+    named = dict(zip(host.arrays(), field_tensors, strict=True))
+    tensors = unpack(named, merge_planes)
     fields: dict[str, Any] = {}
     for name, values in host.fields.items():
         if isinstance(values, Ragged):

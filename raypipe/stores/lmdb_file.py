@@ -7,8 +7,8 @@ processes may share an open file.
 Without the extension, the lmdb library reads them. It maps its file and follows the numbers in it, so a page
 overwritten by something else, or a file cut short while it is open, can kill the process (SIGSEGV, SIGBUS).
 Therefore a file that is shorter than its header says is refused, and another process reads the first value and the
-list of keys before this one does. Damage that comes later may still end the process: an actor then, which counts as
-one of its deaths.
+list of keys before this one does. Damage that comes later may still end the process: an actor then, which counts
+as one of its deaths.
 
 Values have no checksum: changed bytes within a value are returned unnoticed. Files are those of liblmdb 0.9 (data
 version 1) from little-endian 64-bit machines, and of them the main database, with keys in byte order and one value

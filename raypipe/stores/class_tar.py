@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from raypipe.stores.class_folders import (
     suffix_of,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
+from raypipe.stores.webdataset import Indexed
 
 Member = TreeFile | Link | Special | None
 """What a member of a tar is; None = a folder. The value of a file is position, num_bytes, mtime."""
@@ -32,24 +33,6 @@ About = dict[str, Any]
 """What a tar is by itself, or among others, as JSON: `root`, `classes`, `left_out`, `of_images`, `has_images` of
 its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each sample, as a flat list; and
 `is_plain`, whether the samples are in the order of their names' parts, which the tar's digest shows."""
-
-
-class Indexed(NamedTuple):
-    """The samples of several tars of class folders.
-
-    Attributes:
-        columns: image, places (N, 2), and label.
-        classes: class names.
-        nums: samples of each tar.
-        left_out: see `raypipe.stores.class_folders`.
-        facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
-    """
-
-    columns: dict[str, np.ndarray]
-    classes: tuple[str, ...]
-    nums: list[int]
-    left_out: LeftOut
-    facts: str
 
 
 def find_files(

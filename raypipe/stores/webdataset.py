@@ -49,6 +49,25 @@ Scan = dict[str, Any]
 """Return value of `find_samples` or of `class_tar.find_files`, which consists of JSON values."""
 
 
+class Indexed(NamedTuple):
+    """The samples of several tars.
+
+    Attributes:
+        columns: image and label first. Labels are numbers, (N,) or (N, …); other columns are places, int64 (N, 2):
+            position and num_bytes of each sample's member, -1 for no member.
+        classes: class names of class folders; None = they have none.
+        nums: samples of each tar.
+        left_out: members that are no samples, which the scans do not count; see `raypipe.stores.class_folders`.
+        facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
+    """
+
+    columns: dict[str, np.ndarray]
+    classes: tuple[str, ...] | None
+    nums: list[int]
+    left_out: LeftOut
+    facts: str = ""
+
+
 class _Sample(NamedTuple):
     """A sample of a tar: its key, and where the data of its members are, by suffix."""
 
@@ -352,15 +371,8 @@ def _bad(name: str, problem: str, target_column: str) -> StoreError:
     )
 
 
-def index_samples(
-    names: Sequence[str], scans: Sequence[Scan]
-) -> tuple[dict[str, np.ndarray], LeftOut]:
-    """Return the columns of several tars, image and label first, and what only some of the tars have; names are
-    for errors.
-
-    Labels are numbers, (N,) or (N, …). Other columns are places, int64 of shape (N, 2): position and num_bytes of
-    each sample's member, -1 for no member. A suffix that all tars have is a column.
-    """
+def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
+    """Return the samples of several tars, of which a suffix that all have is a column; names are for errors."""
     labelled = [scan["labels"] is not None for scan in scans]
     if any(labelled) and not all(labelled):
         number = labelled.index(False)
@@ -368,27 +380,17 @@ def index_samples(
         raise StoreError(
             f"{names[number]}: sample {first!r} has no label, but samples of other shards have one"
         )
-    columns = {
-        suffix or "image": np.concatenate(
-            [np.array(scan["places"][suffix], np.int64) for scan in scans]
-        )
-        for suffix in scans[0]["places"]
-        if all(suffix in scan["places"] for scan in scans)
-    }
     left_out = LeftOut()
+    columns: dict[str, np.ndarray] = {}
+    in_all = set(scans[0]["places"]).intersection(*(scan["places"] for scan in scans))
+    for suffix in scans[0]["places"]:
+        if suffix in in_all:
+            places = [np.array(scan["places"][suffix], np.int64) for scan in scans]
+            columns[suffix or "image"] = np.concatenate(places).reshape(-1, 2)
+            if not suffix and labelled[0]:
+                columns["label"] = _labels_of(names[0], scans)
     for scan in scans:
-        left_out.update(
-            {
-                f".{suffix}": scan["num"]
-                for suffix in scan["places"]
-                if (suffix or "image") not in columns
-            }
-        )
-    places = {name: flat.reshape(-1, 2) for name, flat in columns.items()}
-    if not labelled[0]:
-        return places, left_out
-    return {
-        "image": places.pop("image"),
-        "label": _labels_of(names[0], scans),
-        **places,
-    }, left_out
+        for suffix in scan["places"]:
+            if suffix not in in_all:
+                left_out[f".{suffix}"] += scan["num"]
+    return Indexed(columns, None, [scan["num"] for scan in scans], left_out)

@@ -202,10 +202,11 @@ def _pairs(
             return None
         scans.append(scan)
         members.append(of_positions)
-    index, left_out = index_samples(paths, scans)
-    left_out += sum((scan["left_out"] for scan in scans), LeftOut())
+    indexed = index_samples(paths, scans)
+    index = indexed.columns
+    left_out = indexed.left_out + sum((scan["left_out"] for scan in scans), LeftOut())
     labels = index.pop("label", None)
-    bounds = np.cumsum([0, *(scan["num"] for scan in scans)]).tolist()
+    bounds = np.cumsum([0, *indexed.nums]).tolist()
     tell_left_out(paths[0], bounds[-1], left_out)
 
     def samples() -> Iterator[dict[str, Any]]:

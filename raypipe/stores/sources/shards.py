@@ -151,20 +151,10 @@ def samples_in(
         content: the whole shard.
         sizes: fixed size of each value; None = each sample has it before its values.
     """
-    table = np.frombuffer(
-        content, "<u4", min(num_samples + 2, len(content) // 4)
-    ).astype(np.int64)
-    if (
-        len(table) < num_samples + 2
-        or table[0] != num_samples
-        or table[-1] > len(content)
-    ):
-        raise StoreError(
-            f"{name} is truncated, damaged, or not the shard of this index; copy it again"
-        )
+    offsets = _offsets(name, num_samples, content)
     num_sizes = sizes.count(None)
     for number in range(num_samples):
-        start, end = table[1 + number : 3 + number].tolist()
+        start, end = offsets[number : number + 2].tolist()
         stored: list[int] = []
         if start <= end:
             head = content[start : start + 4 * num_sizes]
@@ -186,6 +176,18 @@ def samples_in(
                     f"{name}, sample {number}: the value for {column!r} is damaged: {error!s:.200}; copy it again"
                 ) from None
         yield sample
+
+
+def _offsets(name: str, num_samples: int, content: bytes) -> np.ndarray:
+    """Return where each sample of a shard begins, and where the last ends, int64 (num_samples + 1,)."""
+    num_stored = min(num_samples + 2, len(content) // 4)
+    table = np.frombuffer(content, "<u4", num_stored).astype(np.int64)
+    is_whole = len(table) == num_samples + 2
+    if not is_whole or table[0] != num_samples or table[-1] > len(content):
+        raise StoreError(
+            f"{name} is truncated, damaged, or not the shard of this index; copy it again"
+        )
+    return table[1:]
 
 
 def read_shard(

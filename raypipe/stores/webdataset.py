@@ -57,7 +57,7 @@ class Indexed(NamedTuple):
             position and num_bytes of each sample's member, -1 for no member.
         classes: class names of class folders; None = they have none.
         nums: samples of each tar.
-        left_out: members outside of the samples, beyond those that the scans count; see `raypipe.stores.class_folders`.
+        left_out: members outside of the samples, beyond those that the scans count.
         facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
     """
 

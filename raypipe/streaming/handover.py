@@ -113,15 +113,15 @@ def loader(
         folder = open_filesystem(checkpoints.run_uri)
     elif in_train:
         folder = _folder_of_train()
-    start: Folder | Checkpoint | None = latest_of_train()
+    latest = latest_of_train()
     found = None
-    if start:
+    if latest:
         start_address = ""
     if checkpoints and cursor is None:
         found = checkpoints.find(spec.plan, start_address, rank, world_size)
     elif start_address:
         found = find_start(start_address, spec.plan.check)
-    start = _later(start, found)
+    start = _later(latest, found)
     if cursor is None:
         cursor = _place_of(start) if start else spec.plan.start()
     open_at: Callable[..., HostStream]

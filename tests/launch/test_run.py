@@ -32,8 +32,8 @@ from raypipe.metrics.records import read_records
 from raypipe.plan.places import Cursor
 from raypipe.rayext.allocation import Allocation
 from raypipe.stores import open_store
+from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.memory import MemoryStore
-from raypipe.stores.record import write_bad_list
 from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.spec import StreamSpec

@@ -124,16 +124,15 @@ def _content_of(
 ) -> Content:
     sample_maker.weaken(1.0)  # the key of a micro-batch has its strength
     transforms = sample_maker.transforms
-    code = {
-        field: list(map(_described, of_field)) for field, of_field in transforms.items()
-    }
+    code = [(field, _described(transform)) for field, transform in transforms]
     store = spec.store_facts.get(split)
-    described = [text for of_field in code.values() for text in of_field]
     is_public = (
-        None not in described and store is not None and not sample_maker.has_user_code
+        store is not None
+        and not sample_maker.has_user_code
+        and all(description is not None for _, description in code)
     )
-    every = [one for of_field in transforms.values() for one in of_field]
-    is_exact = all(not one.has_rest for one in every)
+    every = [transform for _, transform in transforms]
+    is_exact = all(not transform.has_rest for transform in every)
     settings = dataclasses.asdict(spec.transform)
     columns = dataclasses.replace(spec.columns, function=None)
     facts = [

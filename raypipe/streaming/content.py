@@ -21,7 +21,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.samplers import Draws
 from raypipe.streaming.remake import processor
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import Size
 
@@ -42,8 +41,24 @@ _ELSEWHERE = ("train", "val", "size", "strength", "max_bad_fraction", "time_limi
 _CODE = ("kernel", "transform", "stores", "streaming/maker.py")
 
 
-Recipe = tuple[SampleMaker, Size, float, Draws]
-"""A micro-batch as `MicroBatchMaker.recipes` describes it."""
+class Code(Protocol):
+    """The code that makes samples: a `SampleMaker`."""
+
+    has_user_code: bool
+
+    @property
+    def transforms(self) -> Sequence[tuple[str, SampleTransform]]:
+        """The transform of each image, with its field."""
+        ...
+
+    def weaken(self, strength: float) -> None:
+        """Scale its random steps, see `transform.strength`."""
+        ...
+
+
+Recipe = tuple[Code, Size, float, Draws]
+"""Code, size, strength and draws of a micro-batch, from `MicroBatchMaker.recipes`."""
+Recipes = Callable[[Sequence[MicroBatchId]], Sequence[Recipe]]
 
 
 class Content(NamedTuple):
@@ -87,49 +102,49 @@ class Contents:
     def __init__(
         self,
         spec: StreamSpec,
-        recipes: Callable[[Sequence[MicroBatchId]], list[Recipe]],
+        recipes: Recipes,
         stream: str,
     ) -> None:
         self._spec = spec
         self._recipes = recipes
         self._stream = stream
-        self._known: dict[tuple[Split, SampleMaker], Content] = {}
+        self._known: dict[tuple[Split, Code], Content] = {}
 
     def of_split(self, split: Split) -> Content:
         """Return the content of a split's first micro-batches."""
-        ((sample_maker, size, _, _),) = self._recipes([MicroBatchId(split, 0, 0, 0)])
-        return self._of(split, sample_maker, size)
+        ((code, size, _, _),) = self._recipes([MicroBatchId(split, 0, 0, 0)])
+        return self._of(split, code, size)
 
     def keys(self, block: Sequence[MicroBatchId]) -> list[bytes]:
         """Return the key of each micro-batch of a block."""
         split = block[0].split
         keys = []
-        for sample_maker, size, strength, draws in self._recipes(block):
-            content = self._of(split, sample_maker, size)
+        for code, size, strength, draws in self._recipes(block):
+            content = self._of(split, code, size)
             of_samples = self._spec.plan.sample_keys(split, draws)
             keys.append(content.key(strength, draws.indices, of_samples))
         return keys
 
-    def _of(self, split: Split, sample_maker: SampleMaker, size: Size) -> Content:
-        known = (split, sample_maker)
+    def _of(self, split: Split, code: Code, size: Size) -> Content:
+        known = (split, code)
         if known not in self._known:
             self._known[known] = _content_of(
-                self._spec, split, sample_maker, size, self._stream
+                self._spec, split, code, size, self._stream
             )
         return self._known[known]
 
 
 def _content_of(
-    spec: StreamSpec, split: Split, sample_maker: SampleMaker, size: Size, stream: str
+    spec: StreamSpec, split: Split, code: Code, size: Size, stream: str
 ) -> Content:
-    sample_maker.weaken(1.0)  # the key of a micro-batch has its strength
-    transforms = sample_maker.transforms
-    code = [(field, _described(transform)) for field, transform in transforms]
+    code.weaken(1.0)  # the key of a micro-batch has its strength
+    transforms = code.transforms
+    steps = [(field, _described(transform)) for field, transform in transforms]
     store = spec.store_facts.get(split)
     is_public = (
         store is not None
-        and not sample_maker.has_user_code
-        and all(description is not None for _, description in code)
+        and not code.has_user_code
+        and all(description is not None for _, description in steps)
     )
     every = [transform for _, transform in transforms]
     is_exact = all(not transform.has_rest for transform in every)
@@ -138,7 +153,7 @@ def _content_of(
     facts = [
         split,
         store,
-        code,
+        steps,
         size,
         {name: settings[name] for name in settings if name not in _ELSEWHERE},
         repr(columns),

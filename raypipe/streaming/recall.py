@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,8 +24,7 @@ from raypipe.rayext.cluster_state import object_store_of
 from raypipe.storage.retries import report_progress
 from raypipe.streaming.alike import Alike
 from raypipe.streaming.bad_samples import BadSample
-from raypipe.streaming.content import Contents
-from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.content import Contents, Recipes
 from raypipe.streaming.remembered import CHECK_IN_S, Answer, User, keeper, memory
 from raypipe.streaming.remembered_files import RememberedFiles
 from raypipe.streaming.spec import StreamSpec
@@ -36,7 +35,8 @@ from raypipe.transform.samples import Samples
 logger = logging.getLogger(__name__)
 
 Made = tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]
-"""What `MicroBatchMaker.block` returns."""
+"""Micro-batches of a block, their bad samples, and arrays by field, as of `MicroBatchMaker.block`."""
+Make = Callable[..., Made]
 
 # "auto" takes this share of the object store; the memory gives back room when less than that is free.
 _SHARE = 0.1
@@ -74,21 +74,20 @@ class Recall:
     """Puts blocks together, of remembered micro-batches and new ones.
 
     Args:
-        spec: the stream.
-        maker: its maker in this process.
-        stream: name that no other stream has.
-        place: where micro-batches are kept; None = nowhere yet.
+        make: makes the micro-batches of a block, see `MicroBatchMaker.block`.
+        contents: their keys.
+        place: where micro-batches are kept.
         splits: splits whose micro-batches come back for sure.
     """
 
     def __init__(
         self,
-        maker: MicroBatchMaker,
+        make: Make,
         contents: Contents,
         place: Place,
         splits: frozenset[Split],
     ) -> None:
-        self._maker = maker
+        self._make = make
         self._contents = contents
         self._place = place
         self._splits = splits
@@ -111,7 +110,7 @@ class Recall:
         started = time.perf_counter()
         found = self._place.find(keys)
         if not found:
-            made = self._maker.block(block, reads, read_s, outage_s)
+            made = self._make(block, reads, read_s, outage_s)
             self._keep(keys, made)
             return made
         begun = [number for number, key in enumerate(keys) if key not in found]
@@ -147,7 +146,7 @@ class Recall:
         if not numbers:
             return [], []
         share = len(numbers) / len(block)
-        made = self._maker.block(
+        made = self._make(
             [block[number] for number in numbers],
             [reads[number] for number in numbers] if reads else None,
             read_s * share,
@@ -311,22 +310,25 @@ class ClusterMemory:
         self._failed_at = time.monotonic()
 
 
-def recall_of(spec: StreamSpec, maker: MicroBatchMaker, stream: str) -> Recall | None:
+def recall_of(
+    spec: StreamSpec, make: Make, recipes: Recipes, stream: str
+) -> Recall | None:
     """Return the recall of a transform actor, whose thread keeps it up to date; None = nothing is remembered.
 
     Args:
+        make, recipes: `block` and `recipes` of the stream's `MicroBatchMaker`.
         stream: name that no other stream has.
     """
     pool = spec.pool
     if pool.remember_bytes == 0:
         return None
-    contents = Contents(spec, maker.recipes, stream)
+    contents = Contents(spec, recipes, stream)
     num_bytes = None if pool.remember_bytes == "auto" else pool.remember_bytes
     if pool.remember == "disk":
-        return _on_disk(spec, maker, contents, num_bytes)
+        return _on_disk(spec, make, contents, num_bytes)
     splits = _coming_back(spec, contents, least=2)
     place = ClusterMemory(stream, num_bytes, spec.transform.time_limit_s >= 4 * _TURN_S)
-    recall = Recall(maker, contents, place, splits)
+    recall = Recall(make, contents, place, splits)
     alike = None
     training = contents.of_split("train")
     if training.is_public:
@@ -343,7 +345,7 @@ def recall_of(spec: StreamSpec, maker: MicroBatchMaker, stream: str) -> Recall |
 
 
 def _on_disk(
-    spec: StreamSpec, maker: MicroBatchMaker, contents: Contents, num_bytes: int | None
+    spec: StreamSpec, make: Make, contents: Contents, num_bytes: int | None
 ) -> Recall | None:
     """Return the recall of files, for content without the user's code: later runs find it, too."""
     splits = frozenset(
@@ -358,7 +360,7 @@ def _on_disk(
     except OSError as error:
         logger.warning("nothing is remembered on disk: %s", error)
         return None
-    return Recall(maker, contents, files, splits)
+    return Recall(make, contents, files, splits)
 
 
 def _keep_up(

@@ -69,7 +69,9 @@ class TransformWorker:
                 f"{ray.util.get_node_ip_address()} has {differing}: its pixels may differ"
             )
         self._supervisor = supervisor
-        self._recall = recall_of(spec, self._maker, stream_name(supervisor))
+        self._recall = recall_of(
+            spec, self._maker.block, self._maker.recipes, stream_name(supervisor)
+        )
         self._num_blocks = 0
         self._orders = NO_ORDERS
         # Samples of a careful block that a reader has read, by index.

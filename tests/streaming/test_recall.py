@@ -59,7 +59,7 @@ def spec_of(bad: tuple[int, ...] = (), **transform: Any) -> StreamSpec:
 def recall(spec: StreamSpec, shelf: Shelf) -> Recall:
     maker = MicroBatchMaker(spec)
     contents = Contents(spec, maker.recipes, "s")
-    return Recall(maker, contents, shelf, frozenset({"val"}))
+    return Recall(maker.block, contents, shelf, frozenset({"val"}))
 
 
 def block_of(split: Any, epoch: int, num: int = 6) -> list[MicroBatchId]:

@@ -48,6 +48,9 @@ _WITHOUT_S = 10.0  # after a failure
 # An actor waits so long for what another one makes, and asks so often in between.
 _WAIT_S = 10.0
 _TURN_S = 0.5
+# A time limit of a micro-batch that is shorter leaves no time to look for it.
+_LEAST_LIMIT_S = 15.0
+_LOOK_EVERY = 6  # check-ins: the object store of the node is looked at
 # Objects that its keeper has not taken yet.
 _MOST_PUTS = 4
 
@@ -176,10 +179,9 @@ class ClusterMemory:
     Args:
         stream: name of the stream.
         num_bytes: limit of the node; None = a tenth of its object store.
-        waits: whether to wait for what others make.
     """
 
-    def __init__(self, stream: str, num_bytes: int | None, waits: bool = True) -> None:
+    def __init__(self, stream: str, num_bytes: int | None) -> None:
         context = ray.get_runtime_context()
         self._user = User(
             f"{os.getpid()}-{secrets.token_hex(4)}",
@@ -188,7 +190,8 @@ class ClusterMemory:
             context.get_node_id(),
         )
         self._num_bytes = num_bytes
-        self._waits = waits
+        self._room = num_bytes or 0
+        self._num_check_ins = 0
         self._memory: Any = None
         self._keeper: Any = None
         self._failed_at = -_WITHOUT_S
@@ -219,7 +222,7 @@ class ClusterMemory:
         """See `Place`."""
         found = dict[bytes, Stored]()
         pending = list(keys)
-        end = time.monotonic() + (_WAIT_S if self._waits else 0.0)
+        end = time.monotonic() + _WAIT_S
         while pending and time.monotonic() < end:
             report_progress()  # a time limit is not one of others' work
             answers = self._ask("wait", self._user, pending, _TURN_S)
@@ -320,14 +323,15 @@ def recall_of(
         stream: name that no other stream has.
     """
     pool = spec.pool
-    if pool.remember_bytes == 0:
+    is_hasty = 0 < spec.transform.time_limit_s < _LEAST_LIMIT_S
+    if pool.remember_bytes == 0 or is_hasty:
         return None
     contents = Contents(spec, recipes, stream)
     num_bytes = None if pool.remember_bytes == "auto" else pool.remember_bytes
     if pool.remember == "disk":
         return _on_disk(spec, make, contents, num_bytes)
     splits = _coming_back(spec, contents, least=2)
-    place = ClusterMemory(stream, num_bytes, spec.transform.time_limit_s >= 4 * _TURN_S)
+    place = ClusterMemory(stream, num_bytes)
     recall = Recall(make, contents, place, splits)
     alike = None
     training = contents.of_split("train")

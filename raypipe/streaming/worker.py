@@ -108,9 +108,7 @@ class TransformWorker:
         self._maker.settle(batches, bad)
         self._count(batches, bad)
         row = block_row(batches, arrays)
-        # A remembered one says nothing about the time that a block takes.
-        is_made = not any(batch.num_remembered for batch in batches)
-        if self._num_blocks in _MEASURED and is_made:
+        if self._num_blocks in _MEASURED:
             work_s = sum(batch.work_s for batch in batches) / len(block)
             num_bytes = sum(array.nbytes for array in row.values()) // len(block)
             self._supervisor.block_measured.remote(block[0].split, work_s, num_bytes)

@@ -202,17 +202,28 @@ class ClusterMemory:
         if self._memory is None and time.monotonic() - self._failed_at < _WITHOUT_S:
             return
         try:
-            total, free = object_store_of(self._user.node)
-            room = int(_SHARE * total) if self._num_bytes is None else self._num_bytes
-            is_full = free < _LEAST_FREE * total
+            is_full = self._is_full()
             handle = self._memory or memory()
-            ray.get(handle.check_in.remote(self._user, room, is_full), timeout=_START_S)
+            ray.get(
+                handle.check_in.remote(self._user, self._room, is_full),
+                timeout=_START_S,
+            )
             if self._memory is None:
                 self._keeper = keeper()
                 ray.get(self._keeper.node.remote(), timeout=_START_S)
                 self._memory = handle
         except ray.exceptions.RayError as error:
             self._fail(error)
+
+    def _is_full(self) -> bool:
+        """Return whether the node's object store is short of room, at a look now and then; set the limit."""
+        self._num_check_ins += 1
+        if self._num_check_ins % _LOOK_EVERY != 1:
+            return False
+        total, free = object_store_of(self._user.node)
+        if self._num_bytes is None:
+            self._room = int(_SHARE * total)
+        return free < _LEAST_FREE * total
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
         """See `Place`."""

@@ -12,7 +12,7 @@ from raypipe.stores.joined import JoinedStore
 def facts_of(store: Store) -> Any:
     """Describe the samples of a store; None = its class is the user's, whose code nobody else knows."""
     if isinstance(store, JoinedStore):
-        parts = [[name, facts_of(part)] for name, part in store.parts.items()]
+        parts = [[name, facts_of(member)] for name, member in store.parts.items()]
         return None if any(facts is None for _, facts in parts) else parts
     if isinstance(store, InMemoryStore):
         return facts_of(store.inner)

@@ -108,7 +108,7 @@ class Contents:
         self._spec = spec
         self._recipes = recipes
         self._stream = stream
-        self._known: dict[tuple[Split, Code], Content] = {}
+        self._contents: dict[tuple[Split, Code], Content] = {}
 
     def of_split(self, split: Split) -> Content:
         """Return the content of a split's first micro-batches."""
@@ -126,12 +126,12 @@ class Contents:
         return keys
 
     def _of(self, split: Split, code: Code, size: Size) -> Content:
-        known = (split, code)
-        if known not in self._known:
-            self._known[known] = _content_of(
+        pair = (split, code)
+        if pair not in self._contents:
+            self._contents[pair] = _content_of(
                 self._spec, split, code, size, self._stream
             )
-        return self._known[known]
+        return self._contents[pair]
 
 
 def _content_of(
@@ -220,8 +220,8 @@ def _environment() -> dict[str, Any]:
     root = Path(raypipe.__file__).parent
     digest = hashlib.blake2b(digest_size=_KEY_BYTES)
     for name in _CODE:
-        place = root / name
-        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+        folder = root / name
+        for path in [folder] if folder.is_file() else sorted(folder.rglob("*.py")):
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return {
         "code": digest.hexdigest(),

@@ -25,7 +25,7 @@ from raypipe.storage.retries import report_progress
 from raypipe.streaming.alike import Alike
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.content import Contents, Recipes
-from raypipe.streaming.remembered import CHECK_IN_S, Answer, User, keeper, memory
+from raypipe.streaming.remembered import CHECK_IN_S, Reply, User, keeper, memory
 from raypipe.streaming.remembered_files import RememberedFiles
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stored import Stored
@@ -55,7 +55,7 @@ _LOOK_EVERY = 6  # check-ins: the object store of the node is looked at
 _MOST_PUTS = 4
 
 
-class Place(Protocol):
+class BatchCache(Protocol):
     """Where finished micro-batches are kept, by their keys."""
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
@@ -79,7 +79,7 @@ class Recall:
     Args:
         make: makes the micro-batches of a block, see `MicroBatchMaker.block`.
         contents: their keys.
-        place: where micro-batches are kept.
+        cache: where micro-batches are kept.
         splits: splits whose micro-batches come back for sure.
     """
 
@@ -87,12 +87,12 @@ class Recall:
         self,
         make: Make,
         contents: Contents,
-        place: Place,
+        cache: BatchCache,
         splits: frozenset[Split],
     ) -> None:
         self._make = make
         self._contents = contents
-        self._place = place
+        self._cache = cache
         self._splits = splits
         self.is_shared = False
 
@@ -108,35 +108,36 @@ class Recall:
         outage_s: float = 0.0,
     ) -> Made:
         """Make the micro-batches of a block, see `MicroBatchMaker.block`, as far as they are not remembered."""
-        num = len(block)
         keys = self._contents.keys(block)
         started = time.perf_counter()
-        found = self._place.find(keys)
-        if not found:
-            made = self._make(block, reads, read_s, outage_s)
-            self._keep(keys, made)
-            return made
-        begun = [number for number, key in enumerate(keys) if key not in found]
-        parts = [self._made(begun, keys, block, reads, read_s, outage_s)]
-        if awaited := [key for key, stored in found.items() if stored is None]:
-            found |= self._place.wait(awaited)
-        late = [number for number, key in enumerate(keys) if not found.get(key, True)]
-        parts.append(self._made(late, keys, block, reads, read_s, outage_s))
-        by_place = {batch.position: batch for batches, _ in parts for batch in batches}
-        bad = [sample for _, of_part in parts for sample in of_part]
-        num_found = num - len(by_place)
-        made_s = sum(batch.work_s for batch in by_place.values())
-        work_s = max(0.0, time.perf_counter() - started - made_s) / max(1, num_found)
+        stored = self._cache.find(keys)
+        if not stored:
+            finished = self._make(block, reads, read_s, outage_s)
+            self._keep(keys, finished)
+            return finished
+        first = [number for number, key in enumerate(keys) if key not in stored]
+        new, bad = self._make_some(first, keys, block, reads, read_s, outage_s)
+        if awaited := [key for key, batch in stored.items() if batch is None]:
+            stored |= self._cache.wait(awaited)
+        late = [number for number, key in enumerate(keys) if not stored.get(key, True)]
+        more, more_bad = self._make_some(late, keys, block, reads, read_s, outage_s)
+        batches = {batch.position: batch for batch in (*new, *more)}
+        bad = [*bad, *more_bad]
+        made_s = sum(batch.work_s for batch in batches.values())
+        copied_s = max(0.0, time.perf_counter() - started - made_s)
+        work_s = copied_s / max(1, len(block) - len(batches))
+        batch_read_s = read_s / len(block) if reads else 0.0
         for key, position in zip(keys, block, strict=True):
-            stored = found.get(key)
-            if position not in by_place and stored is not None:
-                by_place[position], own = stored.at(
-                    position, read_s / num if reads else 0.0, work_s
+            if position not in batches:
+                remembered = stored[key]
+                assert remembered is not None, "it was made"
+                batches[position], bad_here = remembered.at(
+                    position, batch_read_s, work_s
                 )
-                bad += own
-        return [by_place[position] for position in block], bad, {}
+                bad += bad_here
+        return [batches[position] for position in block], bad, {}
 
-    def _made(
+    def _make_some(
         self,
         numbers: Sequence[int],
         keys: Sequence[bytes],
@@ -149,18 +150,18 @@ class Recall:
         if not numbers:
             return [], []
         share = len(numbers) / len(block)
-        made = self._make(
+        finished = self._make(
             [block[number] for number in numbers],
             [reads[number] for number in numbers] if reads else None,
             read_s * share,
             outage_s * share,
         )
-        self._keep([keys[number] for number in numbers], made)
-        batches, bad, _ = made
+        self._keep([keys[number] for number in numbers], finished)
+        batches, bad, _ = finished
         return batches, bad
 
-    def _keep(self, keys: Sequence[bytes], made: Made) -> None:
-        batches, bad, _ = made
+    def _keep(self, keys: Sequence[bytes], of_block: Made) -> None:
+        batches, bad, _ = of_block
         finished = dict[bytes, Stored]()
         dropped = list[bytes]()
         split = batches[0].position.split
@@ -170,7 +171,7 @@ class Recall:
                 dropped.append(key)
             else:
                 finished[key] = Stored.of(batch, bad)
-        self._place.keep(finished, dropped, split in self._splits)
+        self._cache.keep(finished, dropped, split in self._splits)
 
 
 class ClusterMemory:
@@ -226,12 +227,12 @@ class ClusterMemory:
         return free < _LEAST_FREE * total
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
-        """See `Place`."""
+        """See `BatchCache`."""
         return self._results(keys, self._ask("ask", self._user, list(keys)))
 
     def wait(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
-        """See `Place`."""
-        found = dict[bytes, Stored]()
+        """See `BatchCache`."""
+        arrived = dict[bytes, Stored]()
         pending = list(keys)
         end = time.monotonic() + _WAIT_S
         while pending and time.monotonic() < end:
@@ -240,16 +241,16 @@ class ClusterMemory:
             if answers is None:
                 break
             results = self._results(pending, answers)
-            found |= {key: stored for key, stored in results.items() if stored}
+            arrived |= {key: stored for key, stored in results.items() if stored}
             if len(results) < len(pending):  # the rest is for this actor to make
                 break
             pending = [key for key in pending if results[key] is None]
-        return found
+        return arrived
 
     def keep(
         self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
     ) -> None:
-        """See `Place`."""
+        """See `BatchCache`."""
         if self._memory is None:
             return
         keys = list(finished)
@@ -273,7 +274,7 @@ class ClusterMemory:
             self._memory.give_up.remote(self._user, dropped)
 
     def _results(
-        self, keys: Sequence[bytes], answers: Sequence[Answer] | None
+        self, keys: Sequence[bytes], answers: Sequence[Reply] | None
     ) -> dict[bytes, Stored | None]:
         """Fetch what is there; None stands for what others make."""
         results = dict[bytes, Stored | None]()
@@ -342,8 +343,8 @@ def recall_of(
     if pool.remember == "disk":
         return _on_disk(spec, make, contents, num_bytes)
     splits = _coming_back(spec, contents, least=2)
-    place = ClusterMemory(stream, num_bytes)
-    recall = Recall(make, contents, place, splits)
+    cluster = ClusterMemory(stream, num_bytes)
+    recall = Recall(make, contents, cluster, splits)
     alike = None
     training = contents.of_split("train")
     if training.is_public:
@@ -352,7 +353,7 @@ def recall_of(
     if splits or alike:
         threading.Thread(
             target=_keep_up,
-            args=(recall, place, alike, bool(splits)),
+            args=(recall, cluster, alike, bool(splits)),
             name="raypipe-memory",
             daemon=True,
         ).start()
@@ -379,13 +380,13 @@ def _on_disk(
 
 
 def _keep_up(
-    recall: Recall, place: ClusterMemory, alike: Alike | None, comes_back: bool
+    recall: Recall, cluster: ClusterMemory, alike: Alike | None, comes_back: bool
 ) -> None:
     while True:
         try:
             is_shared = alike is not None and alike.look()
             if is_shared or comes_back:
-                place.check_in()
+                cluster.check_in()
             recall.is_shared = is_shared
         except Exception:
             logger.debug("the memory cannot be looked at", exc_info=True)

@@ -1,8 +1,8 @@
 """The memory of a cluster: finished micro-batches by their content, for all streams that make the same.
 
-    Ledger    who has made, or makes, which content, and the order of forgetting. Pure
-    Memory    the ledger as an actor, one in a cluster, on its head
-    Keeper    owns what was made on a node, so that it outlives the actor that made it; one on a node
+    Ledger           who has made, or makes, which content, and the order of forgetting. Pure
+    ClusterLedger    the ledger as an actor, one in a cluster, on its head
+    Keeper           owns what was made on a node, so that it outlives the actor that made it; one on a node
 
 A transform actor asks for the keys of its block. The answer to each is where it is, or that another actor makes
 it, or that the asker is to make it: it then has a claim, which ends when it has made it, dies, or takes too long.
@@ -62,7 +62,7 @@ class Found(NamedTuple):
     number: int
 
 
-Answer = Found | Literal["make", "wait"]
+Reply = Found | Literal["make", "wait"]
 
 
 @dataclass
@@ -116,11 +116,11 @@ class Ledger:
         if is_full:
             self._shrink(user.node, self._used.get(user.node, 0) // 2)
 
-    def ask(self, user: User, keys: Sequence[bytes]) -> list[Answer]:
-        """Answer for each key; each that nobody has or makes is claimed for the user."""
+    def ask(self, user: User, keys: Sequence[bytes]) -> list[Reply]:
+        """Reply for each key; each that nobody has or makes is claimed for the user."""
         return [self._answer(user, key) for key in keys]
 
-    def _answer(self, user: User, key: bytes) -> Answer:
+    def _answer(self, user: User, key: bytes) -> Reply:
         if key in self._places:
             group, number = self._places[key]
             self._groups.move_to_end(group)
@@ -168,7 +168,7 @@ class Ledger:
         number = self._num_groups
         self._groups[number] = _Group(ref, keys, num_bytes, user.node, comes_back)
         self._used[user.node] = self._used.get(user.node, 0) + num_bytes
-        self._places |= {key: (number, place) for place, key in enumerate(keys)}
+        self._places |= {key: (number, row) for row, key in enumerate(keys)}
 
     def give_up(self, user: User, keys: Sequence[bytes]) -> None:
         """End the user's claims on keys."""
@@ -245,7 +245,7 @@ class Ledger:
             self._places.pop(key, None)
 
 
-class Memory:
+class ClusterLedger:
     """The ledger of a cluster, as an actor; `memory` returns its handle."""
 
     def __init__(self) -> None:
@@ -260,13 +260,13 @@ class Memory:
             self._tending = asyncio.create_task(self._tend())
         self._ledger.check_in(user, room, is_full)
 
-    async def ask(self, user: User, keys: Sequence[bytes]) -> list[Answer]:
+    async def ask(self, user: User, keys: Sequence[bytes]) -> list[Reply]:
         """See `Ledger.ask`."""
         return self._ledger.ask(user, keys)
 
     async def wait(
         self, user: User, keys: Sequence[bytes], limit_s: float
-    ) -> list[Answer]:
+    ) -> list[Reply]:
         """Ask for keys that others make, and wait until one of them is no longer in the making."""
         end = time.monotonic() + limit_s
         answers = self._ledger.ask(user, keys)
@@ -366,7 +366,7 @@ class Keeper:
 
 def memory() -> Any:
     """Return the handle of the cluster's memory, which starts if there is none."""
-    actor = ray.remote(Memory).options(
+    actor = ray.remote(ClusterLedger).options(
         name=MEMORY,
         namespace=NAMESPACE,
         get_if_exists=True,

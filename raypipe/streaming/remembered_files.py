@@ -64,8 +64,8 @@ class RememberedFiles:
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
         """Return the micro-batches that are there."""
-        found = {key: self._read(key) for key in keys}
-        return {key: stored for key, stored in found.items() if stored is not None}
+        read = {key: self._read(key) for key in keys}
+        return {key: stored for key, stored in read.items() if stored is not None}
 
     def wait(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
         """Return nothing: nobody knows what others make."""
@@ -90,7 +90,7 @@ class RememberedFiles:
         path = self._folder / key.hex()
         try:
             content = path.read_bytes()
-            stored = unpacked(content, key)
+            stored = _unpacked(content, key)
             if time.time() - path.stat().st_mtime > _TOUCH_S:
                 os.utime(path)
             return stored
@@ -104,7 +104,7 @@ class RememberedFiles:
 
     def _write(self, key: bytes, stored: Stored) -> None:
         path = self._folder / key.hex()
-        pieces = packed(stored, key)
+        pieces = _packed(stored, key)
         num_bytes = sum(len(piece) for piece in pieces)
         if path.exists() or not self._has_room(num_bytes):
             return
@@ -153,7 +153,7 @@ class RememberedFiles:
         return used
 
 
-def packed(stored: Stored, key: bytes) -> list[bytes | memoryview]:
+def _packed(stored: Stored, key: bytes) -> list[bytes | memoryview]:
     """Return a file's content, in pieces."""
     arrays: dict[str, np.ndarray] = {"index": stored.index, "weight": stored.weight}
     kinds: dict[str, str] = {}
@@ -185,7 +185,7 @@ def packed(stored: Stored, key: bytes) -> list[bytes | memoryview]:
     return [_HEAD.pack(_MAGIC, checksum, len(text)), *pieces]
 
 
-def unpacked(content: bytes, key: bytes) -> Stored:
+def _unpacked(content: bytes, key: bytes) -> Stored:
     """Return the micro-batch of a file; raise ValueError or KeyError if it is damaged, or of another key."""
     magic, checksum, length = _HEAD.unpack_from(content)
     body = memoryview(content)[_HEAD.size :]

@@ -29,8 +29,8 @@ class Stored:
     @staticmethod
     def of(batch: MicroBatch, bad: Sequence[BadSample]) -> Stored:
         """Take a micro-batch's own of a block's bad samples."""
-        own = [sample for sample in bad if sample.position == batch.position]
-        return Stored(batch.index, batch.weight, batch.fields, own)
+        bad_here = [sample for sample in bad if sample.position == batch.position]
+        return Stored(batch.index, batch.weight, batch.fields, bad_here)
 
     def at(
         self, position: MicroBatchId, read_s: float, work_s: float

@@ -134,7 +134,9 @@ def test_a_validation_on_disk_serves_the_next_run(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("dies", ["nobody", "Memory", "Keeper", "MapWorker", "a trial"])
+@pytest.mark.parametrize(
+    "dies", ["nobody", "ClusterLedger", "Keeper", "MapWorker", "a trial"]
+)
 def test_equal_streams_share_and_are_equal_whoever_dies(
     stores: dict[str, Path], dies: str
 ) -> None:

@@ -29,9 +29,9 @@ from PIL import Image
 
 from raypipe.errors import SampleError
 from raypipe.kernel import native, why_no_kernel
-from raypipe.transform import jpeg
-from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import decode_box, missing_extension
+from raypipe.transform.decode import jpeg
+from raypipe.transform.decode.jpeg import decode_box, missing_extension
+from raypipe.transform.decode.rgb import decode
 
 SANITIZE = Path(__file__).parents[2] / ".ci" / "sanitize"
 
@@ -232,7 +232,7 @@ def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(
     pixels = decode(data)
     damaged = data[: len(data) // 2]
     monkeypatch.setattr(
-        "raypipe.transform.jpeg.decode_jpeg_at",
+        "raypipe.transform.decode.jpeg.decode_jpeg_at",
         lambda *a: pytest.fail("decoded by simplejpeg"),
     )
     assert (
@@ -292,7 +292,7 @@ def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
     code = (
         "import sys; sys.modules['_raypipe_kernel'] = None\n"
         "from raypipe.config import TransformConfig\n"
-        "from raypipe.transform.jpeg import open_for_crop, why_no_kernel\n"
+        "from raypipe.transform.decode.jpeg import open_for_crop, why_no_kernel\n"
         "assert open_for_crop(b'', TransformConfig(), (8, 8)) is None\n"
         "print(why_no_kernel())"
     )

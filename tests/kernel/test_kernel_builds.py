@@ -21,7 +21,7 @@ from fuzz_kernel import originals, random_op
 
 from raypipe import kernel
 from raypipe.kernel import Op, reference
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from fuzz_kernel import random_op
 from raypipe import kernel
 from raypipe.kernel import BAD_PARAMS, DONE, Job, Op, reference, sizes_behind
 from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS
-from raypipe.transform.limits import MAX_PIXELS
+from raypipe.transform.decode.limits import MAX_PIXELS
 
 pytestmark = pytest.mark.skipif(
     not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"

@@ -24,9 +24,9 @@ from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.kernel import DONE, Job, Op, extension, is_seekable
-from raypipe.transform import jpeg
-from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import check_checksum, decode_box
+from raypipe.transform.decode import jpeg
+from raypipe.transform.decode.jpeg import check_checksum, decode_box
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.samples import EncodedSample
 
 pytestmark = pytest.mark.skipif(

@@ -33,7 +33,7 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import lmdb_file, open_store, open_writer
 from raypipe.stores.base import Store
 from raypipe.stores.lmdb_values import READERS, find_layout, keys_in, value_kind
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 
 IMAGES = [picture(number) for number in range(12)]
 LABELS = [number % 3 for number in range(12)]

@@ -1,8 +1,8 @@
 """Mutated JPEGs and random programs through the kernel: what it accepts, the usual way has too.
 
     decode_crop     a box of a file at any scale, held against simplejpeg
-    run             programs, on which `raypipe.transform.decode` and `reference` have to agree with it, in a slot
-                    between guard bytes, as RGB and as the planes of `raypipe.kernel.yuv420`
+    run             programs, on which `raypipe.transform.decode.rgb` and `reference` have to agree with it, in a
+                    slot between guard bytes, as RGB and as the planes of `raypipe.kernel.yuv420`
     to_seekable     its result has the pixels of its input. Then that is changed itself: with its checksum it must
                     be refused. With one that fits, and with places that lead anywhere, a box is refused or that of
                     simplejpeg, where it reads the file
@@ -32,8 +32,8 @@ from fuzz_files import HEIGHT, WIDTH, forged, mutated, originals, sealed
 from raypipe.errors import SampleError
 from raypipe.kernel import Op, is_seekable, reference, yuv420
 from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS
-from raypipe.transform.decode import decode
-from raypipe.transform.jpeg_header import without_profile
+from raypipe.transform.decode.jpeg_header import without_profile
+from raypipe.transform.decode.rgb import decode
 
 __all__ = [
     "fuzz",
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _MOST_PIXELS = 1_000_000  # a header may be made to declare 65,500 x 65,500
-_EXTRA_COLUMNS = 39  # see raypipe.transform.jpeg
+_EXTRA_COLUMNS = 39  # see raypipe.transform.decode.jpeg
 
 
 def is_small(data: bytes) -> bool:

@@ -3,7 +3,7 @@
  * Nothing else in csrc/ looks for segments. A header is plain, or it is not taken: each segment begins where the one
  * before ends, with one FF (no fill bytes), and is of a kind that decoders know; there is one frame, of Huffman codes
  * and 8 bits. Of such a header libjpeg can have no other opinion, and jpeg_crop.h still compares what libjpeg says with
- * this. All else is left to raypipe/transform/jpeg_header.py, which has the rules for any JPEG and the last word.
+ * this. All else is left to raypipe/transform/decode/jpeg_header.py, which has the rules for any JPEG and the last word.
  */
 #ifndef RAYPIPE_JPEG_HEADER_H
 #define RAYPIPE_JPEG_HEADER_H

@@ -12,8 +12,8 @@ import tifffile
 from PIL import Image
 
 from raypipe.errors import SampleError
-from raypipe.transform.decode import decode
-from raypipe.transform.decode_array import decode_array
+from raypipe.transform.decode.array import decode_array
+from raypipe.transform.decode.rgb import decode
 
 DTYPES = {
     "u": {8: np.uint8, 16: np.uint16, 32: np.uint32},

@@ -9,9 +9,13 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.packages import to_install
-from raypipe.transform.image_header import orientation_chunks, png_of_pixels, webp_size
-from raypipe.transform.jpeg_header import check_jpeg, jpeg_frame, orientation_of
-from raypipe.transform.limits import check_size
+from raypipe.transform.decode.image_header import (
+    orientation_chunks,
+    png_of_pixels,
+    webp_size,
+)
+from raypipe.transform.decode.jpeg_header import check_jpeg, jpeg_frame, orientation_of
+from raypipe.transform.decode.limits import check_size
 from raypipe.transform.silence import silenced
 
 _TILE_WIDTH = 322

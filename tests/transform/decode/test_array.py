@@ -21,8 +21,8 @@ from pictures import picture
 from PIL import Image
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.decode import decode
-from raypipe.transform.decode_array import as_rgb, decode_any, decode_array, header_size
+from raypipe.transform.decode.array import as_rgb, decode_any, decode_array, header_size
+from raypipe.transform.decode.rgb import decode
 
 RNG = np.random.default_rng(0)
 DTYPES = ["uint8", "uint16", "int16", "uint32", "float16", "float32", "float64"]

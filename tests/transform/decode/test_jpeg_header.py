@@ -23,11 +23,11 @@ from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.kernel import Op, native
-from raypipe.transform import jpeg
-from raypipe.transform.decode import decode, image_size
-from raypipe.transform.jpeg import decode_box, open_for_crop
-from raypipe.transform.jpeg_header import jpeg_orientation, jpeg_size
-from raypipe.transform.limits import MAX_PIXELS
+from raypipe.transform.decode import jpeg
+from raypipe.transform.decode.jpeg import decode_box, open_for_crop
+from raypipe.transform.decode.jpeg_header import jpeg_orientation, jpeg_size
+from raypipe.transform.decode.limits import MAX_PIXELS
+from raypipe.transform.decode.rgb import decode, image_size
 
 needs_extension = pytest.mark.skipif(
     bool(kernel.why_no_kernel()), reason=f"no kernel: {kernel.why_no_kernel()}"

@@ -14,9 +14,9 @@ from PIL import AvifImagePlugin, Image
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores import open_store
-from raypipe.transform import limits
-from raypipe.transform.decode import decode, image_size
-from raypipe.transform.image_header import image_kind
+from raypipe.transform.decode import limits
+from raypipe.transform.decode.image_header import image_kind
+from raypipe.transform.decode.rgb import decode, image_size
 
 
 def picture(height: int = 40, width: int = 60) -> np.ndarray:
@@ -170,7 +170,10 @@ def test_without_what_decodes_it_the_error_says_what_to_install(
 
 def test_other_iso_files_are_no_images_and_jpegs_import_none_of_it() -> None:
     assert image_kind(b"\0\0\0\x18ftypmp42\0\0\0\0isommp42") is None
-    code = "import sys, raypipe.transform.decode; print({'pillow_heif', 'PIL.AvifImagePlugin'} & set(sys.modules))"
+    code = (
+        "import sys, raypipe.transform.decode.rgb; "
+        "print({'pillow_heif', 'PIL.AvifImagePlugin'} & set(sys.modules))"
+    )
     assert (
         subprocess.check_output([sys.executable, "-c", code], text=True).strip()
         == "set()"

@@ -21,7 +21,11 @@ from typing import Any, NamedTuple
 import simplejpeg
 
 from raypipe.errors import SampleError
-from raypipe.transform.limits import MAX_DECODE_BYTES, MAX_SCANNED_PIXELS, check_size
+from raypipe.transform.decode.limits import (
+    MAX_DECODE_BYTES,
+    MAX_SCANNED_PIXELS,
+    check_size,
+)
 
 # Not stuffing, fill bytes or restarts, as libjpeg looks for the next one.
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")

@@ -20,9 +20,8 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.transform import jpeg as jpeg_module
-from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import (
+from raypipe.transform.decode import jpeg as jpeg_module
+from raypipe.transform.decode.jpeg import (
     Box,
     Undecoded,
     decode_box,
@@ -30,6 +29,7 @@ from raypipe.transform.jpeg import (
     open_for_crop,
     why_no_kernel,
 )
+from raypipe.transform.decode.rgb import decode
 
 needs_extension = pytest.mark.skipif(
     bool(why_no_kernel()), reason=f"no kernel: {why_no_kernel()}"

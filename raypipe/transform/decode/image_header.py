@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.transform.limits import check_size
+from raypipe.transform.decode.limits import check_size
 from raypipe.transform.silence import silenced
 
 _MAGIC = {

@@ -11,7 +11,7 @@
 Alpha is dropped, not composited, as `convert("RGB")` does: a transparent pixel keeps its stored color. 16-bit
 channels keep their high byte. An animation gives its first frame. Pixels come as stored, without the EXIF
 orientation, as torchvision and published ImageNet results have them; `exif=True` turns them upright. (TIFF
-comes upright in any case, and HEIC as its container turns it: on loading.) `raypipe.transform.decode_array`
+comes upright in any case, and HEIC as its container turns it: on loading.) `raypipe.transform.decode.array`
 keeps 16 bits, floats and other channels.
 
 No decoder runs code from the bytes. An image above a limit of `limits` is rejected by its header, before memory
@@ -29,15 +29,15 @@ import simplejpeg
 
 from raypipe.errors import SampleError
 from raypipe.stores.numbers import NPY
-from raypipe.transform.image_header import damage_in, image_kind, plain_size
-from raypipe.transform.jpeg import check_checksum, decode_jpeg, upright
-from raypipe.transform.jpeg_header import (
+from raypipe.transform.decode.image_header import damage_in, image_kind, plain_size
+from raypipe.transform.decode.jpeg import check_checksum, decode_jpeg, upright
+from raypipe.transform.decode.jpeg_header import (
     jpeg_frame,
     jpeg_orientation,
     jpeg_size,
     orientation_of,
 )
-from raypipe.transform.pillow_images import open_pillow, png_orientation
+from raypipe.transform.decode.pillow_images import open_pillow, png_orientation
 
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 _BAND_PIXELS = 1 << 20  # pixels converted at a time

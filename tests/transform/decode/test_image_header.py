@@ -1,6 +1,6 @@
 """PNGs: metadata and further frames change nothing, in any of the ways that an image is decoded.
 
-JPEGs are in test_jpeg_header.py; limits of all kinds in test_decode.py.
+JPEGs are in test_jpeg_header.py; limits of all kinds in test_rgb.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
 from raypipe.errors import SampleError
-from raypipe.transform.decode import decode, image_size
-from raypipe.transform.decode_array import decode_array
+from raypipe.transform.decode.array import decode_array
+from raypipe.transform.decode.rgb import decode, image_size
 from raypipe.transform.targets import decode_mask
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 20, 3), np.uint8)

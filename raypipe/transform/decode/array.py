@@ -4,7 +4,7 @@
     .npy             (H, W) or (H, W, C) of integers or floats of 8 to 64 bits    numpy; never a pickle
     PNG              uint8 or uint16: gray, RGB or RGBA                           cv2, after its checksums held
     TIFF             any number of channels of 8 to 64 bits                       tifffile (the extra `arrays`)
-    what is left     uint8 RGB                                                    `raypipe.transform.decode`
+    what is left     uint8 RGB                                                    `raypipe.transform.decode.rgb`
 
 An image of two dimensions becomes (H, W, 1). Colors are in the order R, G, B, A. The values of a TIFF are those in
 the file, as tifffile reads them: white may be 0, and colors multiplied by alpha. TIFFs of palettes, YCbCr, JPEG
@@ -24,16 +24,16 @@ import numpy as np
 from raypipe.errors import ConfigError, SampleError
 from raypipe.packages import to_install
 from raypipe.stores.numbers import NPY, NpyHeader, npy_header, read_npy
-from raypipe.transform.decode import decode, image_size, stored_bytes
-from raypipe.transform.image_header import (
+from raypipe.transform.decode.image_header import (
     damage_in,
     image_kind,
     png_chunks,
     png_of_pixels,
     png_size,
 )
-from raypipe.transform.jpeg import upright
-from raypipe.transform.limits import check_size
+from raypipe.transform.decode.jpeg import upright
+from raypipe.transform.decode.limits import check_size
+from raypipe.transform.decode.rgb import decode, image_size, stored_bytes
 
 _PNG_BYTES = 12  # per pixel of 8 bits: RGBA, three times
 # bits by color

@@ -23,9 +23,13 @@ import pytest
 from PIL import Image, ImageOps
 
 from raypipe.errors import SampleError
-from raypipe.transform import limits
-from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
-from raypipe.transform.limits import MAX_DECODE_BYTES, MAX_PIXELS, MAX_SCANNED_PIXELS
+from raypipe.transform.decode import limits
+from raypipe.transform.decode.limits import (
+    MAX_DECODE_BYTES,
+    MAX_PIXELS,
+    MAX_SCANNED_PIXELS,
+)
+from raypipe.transform.decode.rgb import decode, encode_jpeg, resize_short_side
 
 RNG = np.random.default_rng(0)
 
@@ -277,7 +281,7 @@ OVER_A_LIMIT = {
 LOOK = """
 import json, resource, sys
 from pathlib import Path
-from raypipe.transform.decode import decode, image_size
+from raypipe.transform.decode.rgb import decode, image_size
 from raypipe.errors import SampleError
 
 def peak():
@@ -526,7 +530,7 @@ def test_resize_short_side_shrinks_and_never_enlarges(shape: tuple[int, int]) ->
 
 def test_importing_decode_brings_no_torch_ray_pillow_or_albumentations() -> None:
     code = (
-        "import sys, raypipe.transform.decode; "
+        "import sys, raypipe.transform.decode.rgb; "
         "print({'torch', 'ray', 'PIL', 'albumentations'} & set(sys.modules))"
     )
     run = subprocess.run(

@@ -31,7 +31,11 @@ from raypipe.kernel import (
     why_no_kernel,
 )
 from raypipe.plan.places import Sides
-from raypipe.transform.jpeg_header import jpeg_orientation, jpeg_size, without_profile
+from raypipe.transform.decode.jpeg_header import (
+    jpeg_orientation,
+    jpeg_size,
+    without_profile,
+)
 
 Box = tuple[int, int, int, int]
 """(top, left, height, width), pixels of an image, inside it."""
@@ -45,7 +49,7 @@ _MIN_SCALED_SIDE = 16
 def decode_jpeg(
     data: bytes, size: tuple[int, int], min_side: int | None = None
 ) -> np.ndarray:
-    """Decode a JPEG that `jpeg_size` could read, as stored; for the rest see `decode.decode`."""
+    """Decode a JPEG that `jpeg_size` could read, as stored; for the rest see `rgb.decode`."""
     if min_side and min(size) >= 2 * min_side:
         short_side = min_side
     else:

@@ -297,6 +297,19 @@ def test_ten_types_lie_between_a_store_and_the_users_loop() -> None:
         assert inspect.isclass(found) and found.__doc__
 
 
+def test_the_places_where_contributing_adds_things_exist() -> None:
+    page = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    table = page.partition("## Where to add what")[2].partition("\n## ")[0]
+    rows = [row for row in table.splitlines() if row.startswith("| a ")]
+    assert len(rows) == 10
+    sources = {path: path.read_text() for path in ROOT.rglob("*.py")}
+    for row in rows:
+        for file in re.findall(r"`([\w/]+\.py)`", row):
+            assert any(str(path).endswith(f"/{file}") for path in sources), file
+        for constant in re.findall(r"`([A-Z_]{4,})`", row):
+            assert any(f"\n{constant}" in text for text in sources.values()), constant
+
+
 def test_each_side_knows_only_its_own_framework() -> None:
     for module in MODULES:
         package = module.split(".")[0]

@@ -28,8 +28,8 @@ from raypipe.config import PlanConfig, RunConfig, TransformConfig
 from raypipe.metrics.records import parse_records
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store, open_writer
+from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.destination import new_remote
-from raypipe.stores.record import write_bad_list
 
 from pictures import CLASSES, picture, samples  # isort: skip
 

@@ -12,7 +12,7 @@ from raypipe.rayext.allocation import Allocation
 from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import join_address
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.jpeg import missing_extension
+from raypipe.transform.decode.jpeg import missing_extension
 
 
 def changes(run: RunConfig, run_uri: str) -> str:

@@ -23,17 +23,17 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError, CursorError
-from raypipe.launch.checks import num_classes_of
 from raypipe.launch.interrupts import Stopped
 from raypipe.launch.run import _as_run_error, _withdraw_stop, launch
+from raypipe.launch.run_checks import num_classes_of
 from raypipe.launch.run_folder import as_plain, store_config
 from raypipe.launch.summary import changes, summarize
 from raypipe.metrics.records import read_records
 from raypipe.plan.places import Cursor
 from raypipe.rayext.allocation import Allocation
 from raypipe.stores import open_store
+from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.memory import MemoryStore
-from raypipe.stores.record import write_bad_list
 from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.spec import StreamSpec

@@ -16,8 +16,8 @@ from raypipe.errors import RaypipeError, SampleError
 from raypipe.stores.base import Store
 from raypipe.stores.numbers import NPY
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode_array import decode_any
-from raypipe.transform.image_header import image_kind
+from raypipe.transform.decode.array import decode_any
+from raypipe.transform.decode.image_header import image_kind
 from raypipe.transform.samples import WRONG_LABEL
 from raypipe.transform.targets import decode_targets
 

@@ -27,8 +27,9 @@ from raypipe.plan.schedule import Plan
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.decode import decode
-from raypipe.transform.decode_array import as_rgb, decode_array
+from raypipe.transform.decode.array import as_rgb
+from raypipe.transform.decode.decoder import decoder_of
+from raypipe.transform.decode.rgb import stored_bytes
 from raypipe.transform.ending import normalization
 from raypipe.transform.fields import (
     COLUMN,
@@ -183,10 +184,7 @@ class Preview:
         else:
             name = self._class(sample.label)
         try:
-            if self._config.decode_as == "array":
-                image = as_rgb(decode_array(sample.image))
-            else:
-                image = decode(sample.image, exif=self._config.apply_exif)
+            image = as_rgb(decoder_of(self._config)(stored_bytes(sample.image)))
             height, width = image.shape[:2]
             form = self._config.boxes_format
             targets: Any = decode_targets(

@@ -141,7 +141,7 @@ class _PixelMap:
         num_columns: number of columns of a map, see `raypipe.transform.encoded_map`.
 
     Attributes:
-        start, step, length: what is left of each axis, int64 (2, B).
+        start, step, length: the remaining pixels of each axis, int64 (2, B).
         num_resizes: number of resizes so far.
     """
 

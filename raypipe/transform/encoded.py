@@ -89,56 +89,26 @@ class EncodedImages:
             params: see `Program.draw`.
             sizes: (height, width) of the images, int (B, 2).
         """
-        num = len(params)
         num_columns = self.field.shape[0] if self.field.shape else 0
-        axes = np.zeros((2, num, (num_columns - AXES) // 2), np.int64)
-        # The rest of each axis: its pixel i is pixel start + step * i of the image, or of the last resize.
-        start = np.zeros((2, num), np.int64)
-        step = np.ones((2, num), np.int64)
-        length = sizes.T.astype(np.int64)
-        axes[:, :, SIDE] = length
-        turned = np.zeros(num, np.int64)
-        fits = np.ones(num, bool)
-        num_resizes = 0
-        for (made_by, op), column in zip(
-            self._steps, self.program.ops[:, 1].tolist(), strict=True
-        ):
+        pixels = _PixelMap(sizes, num_columns)
+        fits = np.ones(len(params), bool)
+        columns = self.program.ops[:, 1].tolist()
+        for (made_by, op), column in zip(self._steps, columns, strict=True):
             numbers = params[:, column + 1 :]
             if op == Op.CROP:
-                fits &= (length >= numbers[:, 2:4].T).all(axis=0)
-                start, length = start + step * numbers[:, :2].T, numbers[:, 2:4].T
+                fits &= (pixels.length >= numbers[:, 2:4].T).all(axis=0)
+                pixels.crop(numbers[:, :2].T, numbers[:, 2:4].T)
             elif op == Op.PAD:
-                before = numbers[:, [0, 2]].T
-                behind = numbers[:, [1, 3]].T
-                start, length = start - step * before, length + before + behind
+                pixels.pad(numbers[:, [0, 2]].T, numbers[:, [1, 3]].T)
             elif op == Op.TURN:
-                code = numbers[:, 0] * params[:, column]
-                swapped = (code & 4) > 0
-                for array in (axes, start, step, length):
-                    array[:, swapped] = array[::-1][:, swapped]
-                turned ^= swapped
-                flipped = np.stack([code & 2, code & 1]) > 0
-                start, step = (
-                    np.where(flipped, start + step * (length - 1), start),
-                    np.where(flipped, -step, step),
-                )
+                pixels.turn(numbers[:, 0] * params[:, column])
             else:
-                resized = numbers[:, :2].T
-                start, step = _resize(
-                    axes,
-                    num_resizes,
-                    start,
-                    step,
-                    length,
-                    getattr(made_by, "interpolation", LINEAR),
-                    resized,
-                )
-                length, num_resizes = resized.copy(), num_resizes + 1
-        if not num_resizes:  # one that leaves the pixels as they are
-            start, step = _resize(axes, 0, start, step, length, LINEAR, length)
-        axes[:, :, -3:] = np.stack([start, step, length], axis=-1)
-        head = np.column_stack([turned, np.tile(self._fill, (num, 1))])
-        return np.hstack([head, axes[0], axes[1]]).astype(np.int32), fits
+                interpolation = getattr(made_by, "interpolation", LINEAR)
+                pixels.resize(numbers[:, :2].T, interpolation)
+        if not pixels.num_resizes:
+            # one that leaves the pixels as they are
+            pixels.resize(pixels.length, LINEAR)
+        return pixels.columns(self._fill), fits
 
     def fields_of(
         self, image: Any, key: Key, exif: bool
@@ -161,34 +131,86 @@ class EncodedImages:
         return {DATA: stored_bytes(image), MAP: maps[0]}, params[0], size
 
 
+class _PixelMap:
+    """The pixels of B images that are used, and where they are put, as the steps of a program change them.
+
+    Pixel i of an axis is pixel start + step * i of the image, or of the last resize. Rows are before columns.
+
+    Args:
+        sizes: (height, width) of the images, int (B, 2).
+        num_columns: number of columns of a map, see `raypipe.transform.encoded_map`.
+
+    Attributes:
+        start, step, length: the remaining pixels of each axis, int64 (2, B).
+        num_resizes: number of resizes so far.
+    """
+
+    def __init__(self, sizes: np.ndarray, num_columns: int) -> None:
+        num = len(sizes)
+        self.start = np.zeros((2, num), np.int64)
+        self.step = np.ones((2, num), np.int64)
+        self.length = sizes.T.astype(np.int64)
+        self.num_resizes = 0
+        self._axes = np.zeros((2, num, (num_columns - AXES) // 2), np.int64)
+        self._axes[:, :, SIDE] = self.length
+        self._turned = np.zeros(num, bool)
+
+    def crop(self, first: np.ndarray, length: np.ndarray) -> None:
+        """Keep `length` pixels of each axis from the first one on, int64 (2, B)."""
+        self.start = self.start + self.step * first
+        self.length = length.copy()
+
+    def pad(self, before: np.ndarray, behind: np.ndarray) -> None:
+        """Add pixels at both ends of each axis, int64 (2, B)."""
+        self.start = self.start - self.step * before
+        self.length = self.length + before + behind
+
+    def turn(self, code: np.ndarray) -> None:
+        """Turn each image by its code, int64 (B,), see `kernel.ops.Op.TURN`."""
+        swapped = (code & 4) > 0
+        for array in (self._axes, self.start, self.step, self.length):
+            array[:, swapped] = array[::-1][:, swapped]
+        self._turned ^= swapped
+        flipped = np.stack([code & 2, code & 1]) > 0
+        last = self.start + self.step * (self.length - 1)
+        self.start = np.where(flipped, last, self.start)
+        self.step = np.where(flipped, -self.step, self.step)
+
+    def resize(self, resized: np.ndarray, interpolation: int) -> None:
+        """Resize what is left to (height, width), int64 (2, B)."""
+        column = RESIZES + NUM_RESIZE * self.num_resizes
+        if self.num_resizes:
+            self._keep(column)
+            self.start = np.zeros_like(self.start)
+            self.step = np.ones_like(self.step)
+        else:  # a span of the image is read forwards, and turned around behind the resize
+            is_backwards = self.step < 0
+            first = np.where(is_backwards, self.start - (self.length - 1), self.start)
+            self._axes[:, :, START] = first
+            self._axes[:, :, LENGTH] = self.length
+            self.start = np.where(is_backwards, resized - 1, 0)
+        self._axes[:, :, column + FILTER] = interpolation
+        self._axes[:, :, column + RESIZED] = resized
+        self.length = resized.copy()
+        self.num_resizes += 1
+
+    def _keep(self, end: int) -> None:
+        """Note which pixels of a resize are kept, in the three columns before this one."""
+        left = np.stack([self.start, self.step, self.length], axis=-1)
+        self._axes[:, :, end - 3 : end] = left
+
+    def columns(self, fill: tuple[int, int, int]) -> np.ndarray:
+        """Return the maps, int32 (B, num_columns)."""
+        self._keep(self._axes.shape[2])
+        head = np.column_stack([self._turned, np.tile(fill, (len(self._turned), 1))])
+        return np.hstack([head, *self._axes]).astype(np.int32)
+
+
 def check_whole(image: Any, exif: bool) -> None:
     """Raise SampleError for a JPEG that is cut short, as most damaged files are, or fails its checksum."""
     check_checksum(image)
     if bytes(image[:3]) == _JPEG and bytes(image[-2:]) != _END_OF_IMAGE:
         decode(stored_bytes(image), exif=exif)
-
-
-def _resize(
-    axes: np.ndarray,
-    number: int,
-    start: np.ndarray,
-    step: np.ndarray,
-    length: np.ndarray,
-    interpolation: int,
-    resized: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Note a resize of what is left of each axis; returns `start` and `step` behind it."""
-    column = RESIZES + NUM_RESIZE * number
-    if number:
-        axes[:, :, column - 3 : column] = np.stack([start, step, length], axis=-1)
-        start, step = np.zeros_like(start), np.ones_like(step)
-    else:  # a span of the image is read forwards, and turned around behind the resize
-        axes[:, :, START] = np.where(step < 0, start - (length - 1), start)
-        axes[:, :, LENGTH] = length
-        start = np.where(step < 0, resized - 1, 0)
-    axes[:, :, column + FILTER] = interpolation
-    axes[:, :, column + RESIZED] = resized
-    return start, step
 
 
 def _qualified(

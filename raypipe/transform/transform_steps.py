@@ -111,16 +111,7 @@ def _built(steps: Any, where: str) -> list[Any]:
 
 def _step(step: Any, where: str) -> Any:
     """Return the image-only transform that a step names."""
-    if not isinstance(step, dict) or len(step) != 1:
-        raise ConfigError(
-            f"{where}: must be one NAME: {{argument: value, …}}, got {_cut(step)}"
-        )
-    ((name, arguments),) = step.items()
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, dict):
-        raise ConfigError(
-            f"{where}: must be {name}: {{argument: value, …}}, got {_cut(arguments)}"
-        )
+    name, arguments = _name_and_arguments(step, where)
     kind = _class_of(name, where)
     where = f"{where}, {name}"
     is_composition = issubclass(kind, albumentations().BaseCompose)
@@ -135,14 +126,8 @@ def _step(step: Any, where: str) -> Any:
                 f"{where}: unknown argument {argument!r}{choices(argument, parameters)}"
             )
     given = dict(arguments)
-    if is_composition:  # it hardly checks its arguments
-        p = arguments.get("p", 1)
-        n = arguments.get("n", 1)
-        if not (
-            isinstance(p, int | float) and 0 <= p <= 1 and isinstance(n, int) and n >= 1
-        ):
-            expected = "p must be in [0, 1], and n a whole number of at least 1"
-            raise ConfigError(f"{where}: {expected}, got p={_cut(p)} and n={_cut(n)}")
+    if is_composition:
+        _check_chances(arguments, where)
         given["transforms"] = _built(arguments.get("transforms"), where)
     elif kind.__init__.__code__.co_flags & inspect.CO_VARKEYWORDS:
         # Around it is a check of Albumentations', which warns and takes the defaults where it fails, but for this.
@@ -153,9 +138,41 @@ def _step(step: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: {_reason(error, arguments)}; choose from {', '.join(parameters)}"
         ) from error
-    needed = {*getattr(transform, "targets_as_params", ()), *_NEED.get(name, ())} - {
-        "image"
-    }
+    _check_needs(name, transform, where)
+    return transform
+
+
+def _name_and_arguments(step: Any, where: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of a step; raise ConfigError if it has another form."""
+    if not isinstance(step, dict) or len(step) != 1:
+        raise ConfigError(
+            f"{where}: must be one NAME: {{argument: value, …}}, got {_cut(step)}"
+        )
+    ((name, arguments),) = step.items()
+    if arguments is None:
+        return name, {}
+    if not isinstance(arguments, dict):
+        raise ConfigError(
+            f"{where}: must be {name}: {{argument: value, …}}, got {_cut(arguments)}"
+        )
+    return name, arguments
+
+
+def _check_chances(arguments: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for wrong numbers of a composition, which hardly checks its arguments itself."""
+    p = arguments.get("p", 1)
+    n = arguments.get("n", 1)
+    if not (
+        isinstance(p, int | float) and 0 <= p <= 1 and isinstance(n, int) and n >= 1
+    ):
+        expected = "p must be in [0, 1], and n a whole number of at least 1"
+        raise ConfigError(f"{where}: {expected}, got p={_cut(p)} and n={_cut(n)}")
+
+
+def _check_needs(name: str, transform: Any, where: str) -> None:
+    """Raise ConfigError if a transform needs more than an image."""
+    needed = {*getattr(transform, "targets_as_params", ()), *_NEED.get(name, ())}
+    needed.discard("image")
     if "image" not in transform.available_keys:
         needed = {"volume"}
     if needed:
@@ -163,7 +180,6 @@ def _step(step: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: it needs {missing}, but a step gets only the image: leave it out"
         )
-    return transform
 
 
 def _class_of(name: str, where: str) -> Any:

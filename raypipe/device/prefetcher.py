@@ -33,8 +33,8 @@ from raypipe.transform.fields import (
     VIEW,
     MicroBatch,
     Ragged,
+    images_in,
     in_group,
-    is_image,
 )
 from raypipe.transform.planes import chromas, unpack
 
@@ -252,6 +252,7 @@ def _batch(
     tensors: Mapping[str, torch.Tensor],
 ) -> Batch:
     """The batch of a micro-batch whose arrays are on the device, but those that nobody is to see."""
+    images = images_in(tensors)
     fields: dict[str, Any] = {}
     for name, values in host.fields.items():
         if isinstance(values, Ragged):
@@ -261,9 +262,9 @@ def _batch(
                 if values.kind == "ragged"
                 else unpacked
             )
-        elif is_image(name):
+        elif name in images:
             # NHWC in memory is channels_last as it stands
-            fields[name] = tensors[name].movedim(-1, -3)
+            fields[name] = images[name].movedim(-1, -3)
         elif name in tensors:
             fields[name] = tensors[name]
     same = {

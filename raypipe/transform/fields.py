@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,17 +28,13 @@ from raypipe.transform.block_memory import reused_arrays
 from raypipe.transform.planes import black, unpack
 
 FieldKind = Literal["array", "ragged", "text", "bytes", "json"]
+Value = TypeVar("Value")
 
 IMAGE = "image"
 LABEL = "label"
 VIEW = "view"
 COLUMN = "column"
 """Groups of fields, whose names are GROUP.NAME."""
-
-
-def is_image(name: str) -> bool:
-    """True if a field of this name is an image: the sample's, or a view of it."""
-    return name == IMAGE or name.startswith(f"{VIEW}.")
 
 
 @dataclass(frozen=True)
@@ -112,13 +108,22 @@ class Ragged(NamedTuple):
         return list(map(json.loads, texts))
 
 
-def in_group(fields: Mapping[str, Any], group: str) -> dict[str, Any]:
+def in_group(fields: Mapping[str, Value], group: str) -> dict[str, Value]:
     """The entries of a group, by the names that they have in it."""
     parts = {name: name.partition(".") for name in fields}
     return {
         name_in_group: fields[name]
         for name, (first, _, name_in_group) in parts.items()
         if first == group and name_in_group
+    }
+
+
+def images_in(fields: Mapping[str, Value]) -> dict[str, Value]:
+    """The fields that are images, by name: the only view, `image`, or all views."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if name == IMAGE or name.startswith(f"{VIEW}.")
     }
 
 
@@ -255,7 +260,7 @@ class Rows:
 
 def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
     """Note what a sample shows of its fields: shapes, dtypes, and the views that a function makes."""
-    if any(is_image(name) and name not in fields for name in sample):
+    if images_in(sample).keys() - fields.keys():
         # views, where an image was expected
         fields.pop(IMAGE, None)
     for name, value in sample.items():

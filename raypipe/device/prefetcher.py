@@ -36,7 +36,7 @@ from raypipe.transform.fields import (
     images_in,
     in_group,
 )
-from raypipe.transform.planes import chromas, unpack
+from raypipe.transform.planes import chromas, from_planes
 
 _INSTEAD = (
     "write batch.image and batch.target; columns are batch.columns['caption'], masks and the like are "
@@ -197,7 +197,9 @@ def on_device(
             host,
             seed_of,
             weight,
-            unpack(dict(zip(host.arrays(), field_tensors, strict=True)), merge_planes),
+            from_planes(
+                dict(zip(host.arrays(), field_tensors, strict=True)), merge_planes
+            ),
         )
         if decode is None:
             return batch

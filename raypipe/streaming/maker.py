@@ -334,7 +334,7 @@ class MicroBatchMaker:
     def _stand_in(
         self, assignment: _Assignment, row: int, error: SampleError
     ) -> BadSample:
-        """Replace the bad sample of a row by the plan's first good substitute; in a validation it gets weight 0.
+        """Replace the bad sample of a row by the plan's first good substitute. During validation it gets weight 0.
 
         Raises:
             SampleError: no bad sample is tolerated, or no substitute is good.

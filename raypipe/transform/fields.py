@@ -25,10 +25,10 @@ import numpy as np
 
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.block_memory import reused_arrays
-from raypipe.transform.planes import black, unpack
+from raypipe.transform.planes import black, from_planes
 
 FieldKind = Literal["array", "ragged", "text", "bytes", "json"]
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 IMAGE = "image"
 LABEL = "label"
@@ -108,7 +108,7 @@ class Ragged(NamedTuple):
         return list(map(json.loads, texts))
 
 
-def in_group(fields: Mapping[str, Value], group: str) -> dict[str, Value]:
+def in_group(fields: Mapping[str, _Value], group: str) -> dict[str, _Value]:
     """The entries of a group, by the names that they have in it."""
     parts = {name: name.partition(".") for name in fields}
     return {
@@ -118,7 +118,7 @@ def in_group(fields: Mapping[str, Value], group: str) -> dict[str, Value]:
     }
 
 
-def images_in(fields: Mapping[str, Value]) -> dict[str, Value]:
+def images_in(fields: Mapping[str, _Value]) -> dict[str, _Value]:
     """The fields that are images, by name: the only view, `image`, or all views."""
     return {
         name: value
@@ -161,7 +161,7 @@ class MicroBatch:
 
     def in_rgb(self) -> MicroBatch:
         """Return the micro-batch with its images as RGB, whichever form they travel in."""
-        return replace(self, fields=unpack(self.fields))
+        return replace(self, fields=from_planes(self.fields))
 
     def __getitem__(self, name: str) -> np.ndarray:
         """An array among the fields."""

@@ -278,13 +278,13 @@ class _Shards:
         images = None
         arrays = {}
         for name in columns:
-            column = self._stored[name]
+            stored = self._stored[name]
             if name == "image":
-                images = values[column]
-            elif isinstance(values[column], np.ndarray):
-                arrays[name] = to_arrow(values[column], is_missing)
+                images = values[stored]
+            elif isinstance(values[stored], np.ndarray):
+                arrays[name] = to_arrow(values[stored], is_missing)
             else:
-                arrays[name] = arrow_column(kinds[column], values[column])
+                arrays[name] = arrow_column(kinds[stored], values[stored])
         return Columns(images, pa.table(arrays))
 
     @staticmethod

@@ -227,7 +227,7 @@ class ColumnMaker:
 
 
 def _as_bytes(name: str, value: Any, column: ColumnType) -> bytes:
-    """Return the bytes of a text, or of bytes; raise SampleError if a value is not what its column has."""
+    """The bytes of a text, or of bytes; raises SampleError for a value of another type."""
     if not isinstance(value, str if column.kind == "text" else bytes):
         raise SampleError(_varies(name, f"a {type(value).__name__}", column))
     if isinstance(value, str):

@@ -89,26 +89,21 @@ class EncodedImages:
             params: see `Program.draw`.
             sizes: (height, width) of the images, int (B, 2).
         """
-        num_columns = self.field.shape[0] if self.field.shape else 0
-        pixels = _PixelMap(sizes, num_columns)
-        fits = np.ones(len(params), bool)
+        assert self.field.shape
+        axes = _MovedAxes(sizes, self.field.shape[0])
         columns = self.program.ops[:, 1].tolist()
         for (made_by, op), column in zip(self._steps, columns, strict=True):
             numbers = params[:, column + 1 :]
             if op == Op.CROP:
-                fits &= (pixels.length >= numbers[:, 2:4].T).all(axis=0)
-                pixels.crop(numbers[:, :2].T, numbers[:, 2:4].T)
+                axes.crop(numbers)
             elif op == Op.PAD:
-                pixels.pad(numbers[:, [0, 2]].T, numbers[:, [1, 3]].T)
+                axes.pad(numbers)
             elif op == Op.TURN:
-                pixels.turn(numbers[:, 0] * params[:, column])
+                axes.turn(numbers[:, 0] * params[:, column])
             else:
                 interpolation = getattr(made_by, "interpolation", LINEAR)
-                pixels.resize(numbers[:, :2].T, interpolation)
-        if not pixels.num_resizes:
-            # one that leaves the pixels as they are
-            pixels.resize(pixels.length, LINEAR)
-        return pixels.columns(self._fill), fits
+                axes.resize(numbers[:, :2].T, interpolation)
+        return axes.maps(self._fill), axes.fits
 
     def fields_of(
         self, image: Any, key: Key, exif: bool
@@ -131,86 +126,93 @@ class EncodedImages:
         return {DATA: stored_bytes(image), MAP: maps[0]}, params[0], size
 
 
-class _PixelMap:
-    """The pixels of B images that are used, and where they are put, as the steps of a program change them.
-
-    Pixel i of an axis is pixel start + step * i of the image, or of the last resize. Rows are before columns.
-
-    Args:
-        sizes: (height, width) of the images, int (B, 2).
-        num_columns: number of columns of a map, see `raypipe.transform.encoded_map`.
-
-    Attributes:
-        start, step, length: the remaining pixels of each axis, int64 (2, B).
-        num_resizes: number of resizes so far.
-    """
-
-    def __init__(self, sizes: np.ndarray, num_columns: int) -> None:
-        num = len(sizes)
-        self.start = np.zeros((2, num), np.int64)
-        self.step = np.ones((2, num), np.int64)
-        self.length = sizes.T.astype(np.int64)
-        self.num_resizes = 0
-        self._axes = np.zeros((2, num, (num_columns - AXES) // 2), np.int64)
-        self._axes[:, :, SIDE] = self.length
-        self._turned = np.zeros(num, bool)
-
-    def crop(self, first: np.ndarray, length: np.ndarray) -> None:
-        """Keep `length` pixels of each axis from the first one on, int64 (2, B)."""
-        self.start = self.start + self.step * first
-        self.length = length.copy()
-
-    def pad(self, before: np.ndarray, behind: np.ndarray) -> None:
-        """Add pixels at both ends of each axis, int64 (2, B)."""
-        self.start = self.start - self.step * before
-        self.length = self.length + before + behind
-
-    def turn(self, code: np.ndarray) -> None:
-        """Turn each image by its code, int64 (B,), see `kernel.ops.Op.TURN`."""
-        swapped = (code & 4) > 0
-        for array in (self._axes, self.start, self.step, self.length):
-            array[:, swapped] = array[::-1][:, swapped]
-        self._turned ^= swapped
-        flipped = np.stack([code & 2, code & 1]) > 0
-        last = self.start + self.step * (self.length - 1)
-        self.start = np.where(flipped, last, self.start)
-        self.step = np.where(flipped, -self.step, self.step)
-
-    def resize(self, resized: np.ndarray, interpolation: int) -> None:
-        """Resize what is left to (height, width), int64 (2, B)."""
-        column = RESIZES + NUM_RESIZE * self.num_resizes
-        if self.num_resizes:
-            self._keep(column)
-            self.start = np.zeros_like(self.start)
-            self.step = np.ones_like(self.step)
-        else:  # a span of the image is read forwards, and turned around behind the resize
-            is_backwards = self.step < 0
-            first = np.where(is_backwards, self.start - (self.length - 1), self.start)
-            self._axes[:, :, START] = first
-            self._axes[:, :, LENGTH] = self.length
-            self.start = np.where(is_backwards, resized - 1, 0)
-        self._axes[:, :, column + FILTER] = interpolation
-        self._axes[:, :, column + RESIZED] = resized
-        self.length = resized.copy()
-        self.num_resizes += 1
-
-    def _keep(self, end: int) -> None:
-        """Note which pixels of a resize are kept, in the three columns before this one."""
-        left = np.stack([self.start, self.step, self.length], axis=-1)
-        self._axes[:, :, end - 3 : end] = left
-
-    def columns(self, fill: tuple[int, int, int]) -> np.ndarray:
-        """Return the maps, int32 (B, num_columns)."""
-        self._keep(self._axes.shape[2])
-        head = np.column_stack([self._turned, np.tile(fill, (len(self._turned), 1))])
-        return np.hstack([head, *self._axes]).astype(np.int32)
-
-
 def check_whole(image: Any, exif: bool) -> None:
     """Raise SampleError for a JPEG that is cut short, as most damaged files are, or fails its checksum."""
     check_checksum(image)
     if bytes(image[:3]) == _JPEG and bytes(image[-2:]) != _END_OF_IMAGE:
         decode(stored_bytes(image), exif=exif)
+
+
+class _MovedAxes:
+    """Rows (0) and columns (1) of B images, as the steps of a program move them.
+
+    Pixel i of an axis is pixel start + step * i of the image, or of the last resize; `length` pixels are left.
+
+    Args:
+        sizes: (height, width) of the images, int (B, 2).
+        num_columns: columns of a map.
+
+    Attributes:
+        fits: bool (B,), images that are large enough for their crops.
+    """
+
+    def __init__(self, sizes: np.ndarray, num_columns: int) -> None:
+        num = len(sizes)
+        self._axes = np.zeros((2, num, (num_columns - AXES) // 2), np.int64)
+        self._start = np.zeros((2, num), np.int64)
+        self._step = np.ones((2, num), np.int64)
+        self._length = sizes.T.astype(np.int64)
+        self._axes[:, :, SIDE] = self._length
+        self._turned = np.zeros(num, np.int64)
+        self._num_resizes = 0
+        self.fits = np.ones(num, bool)
+
+    def crop(self, boxes: np.ndarray) -> None:
+        """Keep a box: (top, left, height, width)."""
+        sides = boxes[:, 2:4].T
+        self.fits &= (self._length >= sides).all(axis=0)
+        self._start = self._start + self._step * boxes[:, :2].T
+        self._length = sides.copy()
+
+    def pad(self, borders: np.ndarray) -> None:
+        """Add borders: (top, bottom, left, right)."""
+        before = borders[:, [0, 2]].T
+        behind = borders[:, [1, 3]].T
+        self._start = self._start - self._step * before
+        self._length = self._length + before + behind
+
+    def turn(self, codes: np.ndarray) -> None:
+        """Transpose images (4), then reverse their rows (2) and columns (1)."""
+        swapped = (codes & 4) > 0
+        for array in (self._axes, self._start, self._step, self._length):
+            array[:, swapped] = array[::-1][:, swapped]
+        self._turned ^= swapped
+        flipped = np.stack([codes & 2, codes & 1]) > 0
+        last = self._start + self._step * (self._length - 1)
+        self._start = np.where(flipped, last, self._start)
+        self._step = np.where(flipped, -self._step, self._step)
+
+    def resize(self, sides: np.ndarray, interpolation: int) -> None:
+        """Resize the pixels that are left to sides, int (2, B)."""
+        column = RESIZES + NUM_RESIZE * self._num_resizes
+        if self._num_resizes:
+            self._note_span(slice(column - 3, column))
+            self._start = np.zeros_like(self._start)
+            self._step = np.ones_like(self._step)
+        else:  # a span of the image is read forwards, and turned around behind the resize
+            is_reversed = self._step < 0
+            first = np.where(is_reversed, self._start - (self._length - 1), self._start)
+            self._axes[:, :, START] = first
+            self._axes[:, :, LENGTH] = self._length
+            self._start = np.where(is_reversed, sides - 1, 0)
+        self._axes[:, :, column + FILTER] = interpolation
+        self._axes[:, :, column + RESIZED] = sides
+        self._length = sides.copy()
+        self._num_resizes += 1
+
+    def maps(self, fill: tuple[int, ...]) -> np.ndarray:
+        """The maps, int32 (B, n), with a color beyond the edges."""
+        if not self._num_resizes:  # one that leaves the pixels as they are
+            self.resize(self._length, LINEAR)
+        self._note_span(slice(-3, None))
+        colors = np.tile(fill, (len(self._turned), 1))
+        head = np.column_stack([self._turned, colors])
+        return np.hstack([head, self._axes[0], self._axes[1]]).astype(np.int32)
+
+    def _note_span(self, columns: slice) -> None:
+        """Write the pixels of the last resize that are left."""
+        span = np.stack([self._start, self._step, self._length], axis=-1)
+        self._axes[:, :, columns] = span
 
 
 def _qualified(

@@ -111,7 +111,16 @@ def _built(steps: Any, where: str) -> list[Any]:
 
 def _step(step: Any, where: str) -> Any:
     """Return the image-only transform that a step names."""
-    name, arguments = _name_and_arguments(step, where)
+    if not isinstance(step, dict) or len(step) != 1:
+        raise ConfigError(
+            f"{where}: must be one NAME: {{argument: value, …}}, got {_cut(step)}"
+        )
+    ((name, arguments),) = step.items()
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise ConfigError(
+            f"{where}: must be {name}: {{argument: value, …}}, got {_cut(arguments)}"
+        )
     kind = _class_of(name, where)
     where = f"{where}, {name}"
     is_composition = issubclass(kind, albumentations().BaseCompose)
@@ -126,7 +135,7 @@ def _step(step: Any, where: str) -> Any:
                 f"{where}: unknown argument {argument!r}{choices(argument, parameters)}"
             )
     given = dict(arguments)
-    if is_composition:
+    if is_composition:  # it hardly checks its arguments
         _check_chances(arguments, where)
         given["transforms"] = _built(arguments.get("transforms"), where)
     elif kind.__init__.__code__.co_flags & inspect.CO_VARKEYWORDS:
@@ -138,41 +147,25 @@ def _step(step: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: {_reason(error, arguments)}; choose from {', '.join(parameters)}"
         ) from error
-    _check_needs(name, transform, where)
+    _check_takes_image(transform, name, where)
     return transform
 
 
-def _name_and_arguments(step: Any, where: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a step; raise ConfigError if it has another form."""
-    if not isinstance(step, dict) or len(step) != 1:
-        raise ConfigError(
-            f"{where}: must be one NAME: {{argument: value, …}}, got {_cut(step)}"
-        )
-    ((name, arguments),) = step.items()
-    if arguments is None:
-        return name, {}
-    if not isinstance(arguments, dict):
-        raise ConfigError(
-            f"{where}: must be {name}: {{argument: value, …}}, got {_cut(arguments)}"
-        )
-    return name, arguments
-
-
-def _check_chances(arguments: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for wrong numbers of a composition, which hardly checks its arguments itself."""
+def _check_chances(arguments: dict[str, Any], where: str) -> None:
+    """Raise ConfigError for a composition's chance, or number of steps, that is out of range."""
     p = arguments.get("p", 1)
     n = arguments.get("n", 1)
-    if not (
-        isinstance(p, int | float) and 0 <= p <= 1 and isinstance(n, int) and n >= 1
-    ):
+    is_chance = isinstance(p, int | float) and 0 <= p <= 1
+    if not (is_chance and isinstance(n, int) and n >= 1):
         expected = "p must be in [0, 1], and n a whole number of at least 1"
         raise ConfigError(f"{where}: {expected}, got p={_cut(p)} and n={_cut(n)}")
 
 
-def _check_needs(name: str, transform: Any, where: str) -> None:
-    """Raise ConfigError if a transform needs more than an image."""
-    needed = {*getattr(transform, "targets_as_params", ()), *_NEED.get(name, ())}
-    needed.discard("image")
+def _check_takes_image(transform: Any, name: str, where: str) -> None:
+    """Raise ConfigError for a step that needs more than the image, or something else."""
+    needed = {*getattr(transform, "targets_as_params", ()), *_NEED.get(name, ())} - {
+        "image"
+    }
     if "image" not in transform.available_keys:
         needed = {"volume"}
     if needed:

@@ -51,7 +51,7 @@ _LOCAL_ENV = {
 
 # Time that the start of a head may take.
 _ANSWER_S = 60.0
-_OWN_MACHINE_S = 2.0  # in which a head of this machine accepts a connection
+_OWN_MACHINE_S = 2.0  # a head of this machine accepts a connection sooner
 
 
 def connect(

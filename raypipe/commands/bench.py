@@ -379,15 +379,15 @@ def _received(
 def _image_bytes(batch: MicroBatch) -> int:
     """Return the bytes of a micro-batch's images, or of its encoded ones if the device decodes."""
     from raypipe.transform.encoded_map import DATA, MAP
-    from raypipe.transform.fields import Ragged, is_image
+    from raypipe.transform.fields import Ragged, images_in
     from raypipe.transform.planes import chromas
 
     arrays = batch.arrays()
     encoded = batch.fields.get(DATA)
     if isinstance(encoded, Ragged):
         return encoded.values.nbytes + arrays[MAP].nbytes
-    images = [array for name, array in arrays.items() if is_image(name)]
-    return sum(array.nbytes for array in (*images, *chromas(arrays).values()))
+    images = [*images_in(arrays).values(), *chromas(arrays).values()]
+    return sum(array.nbytes for array in images)
 
 
 def timed_by_torch(

@@ -38,7 +38,13 @@ _KEY_BYTES = 16
 # Settings that the key has in another form, or that decide nothing in a micro-batch.
 _ELSEWHERE = ("train", "val", "size", "strength", "max_bad_fraction", "time_limit_s")
 # Folders of raypipe's code that decides pixels.
-_CODE = ("kernel", "transform", "stores", "streaming/maker.py")
+_CODE = (
+    "kernel",
+    "transform",
+    "stores",
+    "streaming/maker.py",
+    "streaming/sample_makers.py",
+)
 
 
 class Code(Protocol):
@@ -57,7 +63,7 @@ class Code(Protocol):
 
 
 Recipe = tuple[Code, Size, float, Draws]
-"""Code, size, strength and draws of a micro-batch, from `MicroBatchMaker.recipes`."""
+"""Code, size, strength and draws of a micro-batch, from `SampleMakers.recipes`."""
 Recipes = Callable[[Sequence[MicroBatchId]], Sequence[Recipe]]
 
 

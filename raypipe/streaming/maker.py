@@ -121,19 +121,6 @@ class MicroBatchMaker:
         """True if a transform draws from generators of the process."""
         return self.sample_makers.draws_globally
 
-    def recipes(
-        self, block: Sequence[MicroBatchId]
-    ) -> list[tuple[SampleMaker, Size, float, Draws]]:
-        """Return for each micro-batch of a block how its samples are made, at which strength, and which, (B,)."""
-        draws = self.plan.draw_block(block)
-        recipes = []
-        for number, position in enumerate(block):
-            own = draws.at(number)
-            sample_maker = self._sample_maker(position, own)
-            size = self._size(position, own)
-            recipes.append((sample_maker, size, self._strength(position), own))
-        return recipes
-
     def batch(self, position: MicroBatchId) -> MicroBatch:
         """Make one micro-batch in a process shared with the user, and record its bad samples."""
         with process_kept(self.draws_globally):

@@ -331,7 +331,7 @@ def recall_of(
     """Return the recall of a transform actor, whose thread keeps it up to date; None = nothing is remembered.
 
     Args:
-        make, recipes: `block` and `recipes` of the stream's `MicroBatchMaker`.
+        make, recipes: `block` of the stream's `MicroBatchMaker`, and `recipes` of its sample makers.
         stream: name that no other stream has.
     """
     pool = spec.pool

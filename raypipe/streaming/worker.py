@@ -70,7 +70,10 @@ class TransformWorker:
             )
         self._supervisor = supervisor
         self._recall = recall_of(
-            spec, self._maker.block, self._maker.recipes, stream_name(supervisor)
+            spec,
+            self._maker.block,
+            self._maker.sample_makers.recipes,
+            stream_name(supervisor),
         )
         self._num_blocks = 0
         self._orders = NO_ORDERS

@@ -39,7 +39,7 @@ def contents(
         transform=TransformConfig(**pixels),
         **others,
     )
-    return Contents(spec, MicroBatchMaker(spec).recipes, stream)
+    return Contents(spec, MicroBatchMaker(spec).sample_makers.recipes, stream)
 
 
 def keys(contents: Contents) -> list[bytes]:
@@ -131,7 +131,9 @@ class Own(MemoryStore):
 def test_a_store_of_the_users_class_belongs_only_to_its_stream() -> None:
     store = Own(IMAGES, LABELS, CLASSES)
     spec = open_stream(store, plan=PlanConfig(micro_batch_size=4))
-    content = Contents(spec, MicroBatchMaker(spec).recipes, "s").of_split("train")
+    content = Contents(spec, MicroBatchMaker(spec).sample_makers.recipes, "s").of_split(
+        "train"
+    )
     assert not content.is_public
 
 

@@ -58,7 +58,7 @@ def spec_of(bad: tuple[int, ...] = (), **transform: Any) -> StreamSpec:
 
 def recall(spec: StreamSpec, shelf: Shelf) -> Recall:
     maker = MicroBatchMaker(spec)
-    contents = Contents(spec, maker.recipes, "s")
+    contents = Contents(spec, maker.sample_makers.recipes, "s")
     return Recall(maker.block, contents, shelf, frozenset({"val"}))
 
 

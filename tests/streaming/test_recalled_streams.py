@@ -116,7 +116,9 @@ def test_a_validation_on_disk_serves_the_next_run(
         from raypipe.streaming.recall import recall_of
 
         maker = MicroBatchMaker(run)
-        recall = recall_of(run, maker.block, maker.recipes, os.urandom(4).hex())
+        recall = recall_of(
+            run, maker.block, maker.sample_makers.recipes, os.urandom(4).hex()
+        )
         assert recall is not None
         runs.append(
             [

@@ -29,6 +29,7 @@ from raypipe.streaming.remembered import CHECK_IN_S, Reply, User, keeper, memory
 from raypipe.streaming.remembered_files import RememberedFiles
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stored import Stored
+from raypipe.transform.block_memory import reused_arrays
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.samples import Samples
 
@@ -135,7 +136,8 @@ class Recall:
                     position, batch_read_s, work_s
                 )
                 bad += bad_here
-        return [batches[position] for position in block], bad, {}
+        in_order = [batches[position] for position in block]
+        return in_order, bad, _joined(in_order)
 
     def _make_some(
         self,
@@ -172,6 +174,19 @@ class Recall:
             else:
                 finished[key] = Stored.of(batch, bad)
         self._cache.keep(finished, dropped, split in self._splits)
+
+
+def _joined(batches: Sequence[MicroBatch]) -> dict[str, np.ndarray]:
+    """Copy arrays of one shape into one array each, (k, B, …), in memory that blocks use again."""
+    kinds = {}
+    for name, values in batches[0].arrays().items():
+        if all(batch[name].shape == values.shape for batch in batches):
+            kinds[name] = ((len(batches), *values.shape), values.dtype)
+    arrays = reused_arrays(kinds)
+    for name, array in arrays.items():
+        for number, batch in enumerate(batches):
+            array[number] = batch[name]
+    return arrays
 
 
 class ClusterMemory:

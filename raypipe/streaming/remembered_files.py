@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import mmap
 import os
 import secrets
 import shutil
@@ -45,6 +46,7 @@ _FREED_SHARE = 0.05
 # A hidden file belongs to a process that writes it, or was killed so long ago.
 _WRITTEN_S = 3600.0
 _TOUCH_S = 60.0
+_MAPPED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # Linux has it
 
 
 class RememberedFiles:
@@ -89,9 +91,14 @@ class RememberedFiles:
     def _read(self, key: bytes) -> Stored | None:
         path = self._folder / key.hex()
         try:
-            content = path.read_bytes()
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                # Nobody writes to a file once it has its name. To copy it would take most of the time.
+                content = mmap.mmap(
+                    file.fileno(), status.st_size, _MAPPED, mmap.PROT_READ
+                )
             stored = _unpacked(content, key)
-            if time.time() - path.stat().st_mtime > _TOUCH_S:
+            if time.time() - status.st_mtime > _TOUCH_S:
                 os.utime(path)
             return stored
         except FileNotFoundError:
@@ -185,7 +192,7 @@ def _packed(stored: Stored, key: bytes) -> list[bytes | memoryview]:
     return [_HEAD.pack(_MAGIC, checksum, len(text)), *pieces]
 
 
-def _unpacked(content: bytes, key: bytes) -> Stored:
+def _unpacked(content: bytes | mmap.mmap, key: bytes) -> Stored:
     """Return the micro-batch of a file; raise ValueError or KeyError if it is damaged, or of another key."""
     magic, checksum, length = _HEAD.unpack_from(content)
     body = memoryview(content)[_HEAD.size :]

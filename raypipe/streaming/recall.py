@@ -211,7 +211,7 @@ class ClusterMemory:
         self._memory: Any = None
         self._keeper: Any = None
         self._failed_at = -_WITHOUT_S
-        self._puts: list[Any] = []
+        self._puts: dict[Any, list[bytes]] = {}
 
     def check_in(self) -> None:
         """Give a sign of life; connect, if need be."""
@@ -270,23 +270,35 @@ class ClusterMemory:
             return
         keys = list(finished)
         num_bytes = sum(stored.num_bytes for stored in finished.values())
-        if self._puts:
-            _, self._puts = ray.wait(self._puts, num_returns=len(self._puts), timeout=0)
+        self._look_at_puts()
         is_admitted = (
             keys
             and len(self._puts) < _MOST_PUTS
             and self._ask("admit", self._user, keys, num_bytes, comes_back)
         )
         if is_admitted:
-            self._puts.append(
-                self._keeper.keep.remote(
-                    self._user, keys, list(finished.values()), num_bytes, comes_back
-                )
+            put = self._keeper.keep.remote(
+                self._user, keys, list(finished.values()), num_bytes, comes_back
             )
+            self._puts[put] = keys
         else:
             dropped = [*dropped, *keys]
         if dropped and self._memory is not None:
             self._memory.give_up.remote(self._user, dropped)
+
+    def _look_at_puts(self) -> None:
+        """Look for puts that have ended; if one has failed, the keeper is dead, and others wait for its keys."""
+        if not self._puts:
+            return
+        ended, _ = ray.wait(list(self._puts), num_returns=len(self._puts), timeout=0)
+        for put in ended:
+            keys = self._puts.pop(put)
+            try:
+                ray.get(put)
+            except ray.exceptions.RayError as error:
+                if self._memory is not None:
+                    self._memory.give_up.remote(self._user, keys)
+                    self._fail(error)
 
     def _results(
         self, keys: Sequence[bytes], answers: Sequence[Reply] | None
@@ -303,7 +315,8 @@ class ClusterMemory:
             elif answer != "make":
                 ref, number = answer
                 if ref not in objects:
-                    objects[ref] = self._fetched(ref)
+                    # a dead keeper's objects fail after a second each
+                    objects[ref] = None if lost else self._fetched(ref)
                 if objects[ref] is None:
                     lost.append(key)
                 else:

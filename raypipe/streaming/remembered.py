@@ -178,10 +178,11 @@ class Ledger:
                 del self._claims[key]
 
     def lost(self, keys: Sequence[bytes]) -> None:
-        """Forget objects that cannot be read."""
+        """Forget objects that cannot be read, and all on their nodes: the keeper there is dead, or the node."""
         for key in keys:
             if key in self._places:
-                self._forget(self._places[key][0])
+                group, _ = self._places[key]
+                self._shrink(self._groups[group].node, 0)
 
     def leave(self, stream: str) -> bool:
         """Remove the users of a stream that has ended; return whether others are there."""

@@ -165,12 +165,13 @@ def test_a_killed_stream_is_gone_when_it_is_silent(cluster: Cluster) -> None:
     assert cluster.ledger.num_users == 0
 
 
-def test_a_lost_object_is_forgotten_with_all_that_it_held(cluster: Cluster) -> None:
-    user = cluster.user("one")
-    cluster.ledger.put(user, [A, B], "object", 20, False)
+def test_a_lost_object_is_forgotten_with_all_of_its_node(cluster: Cluster) -> None:
+    here, there = cluster.user("here"), cluster.user("there", "n2")
+    cluster.ledger.put(here, [A, B], "object", 20, False)
+    assert cluster.put(here, b"d", comes_back=True) and cluster.put(there, C)
     cluster.ledger.lost([B, b"unknown"])
-    assert cluster.ledger.ask(user, [A, B]) == ["make", "make"]
-    assert cluster.ledger.used == {}
+    assert cluster.ledger.ask(here, [A, B, b"d"]) == ["make"] * 3
+    assert cluster.ledger.used == {"n2": 10}
 
 
 def test_the_second_of_two_that_made_the_same_is_not_kept(cluster: Cluster) -> None:

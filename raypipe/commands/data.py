@@ -26,7 +26,7 @@ def inspect_store(run: RunConfig, target: str = "") -> dict[str, Any]:
     """
     from raypipe.commands.inspection import describe
     from raypipe.streaming.opening import open_train
-    from raypipe.transform.targets import check_target_columns
+    from raypipe.transform.checks import check_target_columns
 
     store = open_train(run)
     targets = run.transform.target_columns
@@ -49,7 +49,7 @@ def verify_store(
     """
     from raypipe.commands import inspection
     from raypipe.streaming.opening import open_train, run_columns
-    from raypipe.transform.targets import check_target_columns
+    from raypipe.transform.checks import check_target_columns
 
     store = open_train(run)
     targets = run.transform.target_columns

@@ -37,6 +37,7 @@ from raypipe.transform.fields import (
     in_group,
 )
 from raypipe.transform.planes import chromas, from_planes
+from raypipe.transform.samples import check_labels
 
 _INSTEAD = (
     "write batch.image and batch.target; columns are batch.columns['caption'], masks and the like are "
@@ -103,6 +104,18 @@ class Batch(Unlike, instead=_INSTEAD):
             return self.fields[IMAGE]
         first = next(iter(self.views.values()))
         return first if first.ndim == 4 else first[:, 0]
+
+    def check_labels(self, num_classes: int) -> None:
+        """Check on the host, without a wait, that labels are classes: a wrong one would end a GPU's process.
+
+        Raises:
+            ConfigError: a label is outside [0, num_classes).
+        """
+        check_labels(
+            self.target_host,
+            num_classes,
+            lambda row: f"{self.position.split} sample {self.index[row]}",
+        )
 
     @property
     def target(self) -> torch.Tensor:
@@ -174,33 +187,12 @@ def on_device(
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
     """
-
     images = deque[Decoded]()  # on their way, in order
-
-    def decoded() -> Iterator[MicroBatch]:
-        assert decode is not None
-        source = iter(batches)
-        try:
-            for host in source:
-                without_images, image = decode(host)
-                images.append(image)
-                yield without_images
-        finally:
-            getattr(source, "close", lambda: None)()
-
-    def arrays(host: MicroBatch) -> list[np.ndarray]:
-        return [host.weight, *host.arrays().values()]
+    source = batches if decode is None else _decoded(batches, decode, images)
+    through = Ring(source, _arrays, device, depth, keep, on_copied, _without_arrays)
 
     def made(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
-        weight, *field_tensors = tensors
-        batch = _batch(
-            host,
-            seed_of,
-            weight,
-            from_planes(
-                dict(zip(host.arrays(), field_tensors, strict=True)), merge_planes
-            ),
-        )
+        batch = _batch(host, seed_of, tensors)
         if decode is None:
             return batch
         image = images.popleft()
@@ -216,22 +208,39 @@ def on_device(
             return batch
         return replace(batch, copied=through.copied)
 
-    def of_host(host: MicroBatch) -> Batch:
-        with pinned(through.device):
-            return made(
-                host, [view(array).to(through.device) for array in arrays(host)]
-            )
-
-    source = decoded() if decode else batches
-    through = Ring(source, arrays, device, depth, keep, on_copied, _without_arrays)
-
     def from_ring() -> Iterator[Batch]:
         with closing(iter(through)) as pairs:
             yield from starmap(of_ring, pairs)
 
+    def of_host(host: MicroBatch) -> Batch:
+        with pinned(through.device):
+            arrays = _arrays(host)
+            return made(host, [view(array).to(through.device) for array in arrays])
+
     if uses_ring(through.device) if ring is None else ring:
         return from_ring()
     return (of_host(host) for host in source)
+
+
+def _decoded(
+    batches: Iterable[MicroBatch],
+    decode: Callable[[MicroBatch], tuple[MicroBatch, Decoded]],
+    images: deque[Decoded],
+) -> Iterator[MicroBatch]:
+    """Yield micro-batches without their encoded images, whose pixels are appended to `images`."""
+    source = iter(batches)
+    try:
+        for host in source:
+            without_images, image = decode(host)
+            images.append(image)
+            yield without_images
+    finally:
+        getattr(source, "close", lambda: None)()
+
+
+def _arrays(host: MicroBatch) -> list[np.ndarray]:
+    """Return the arrays of a micro-batch that go to the device: its weight, then its fields, in order."""
+    return [host.weight, *host.arrays().values()]
 
 
 _ELSEWHERE = np.empty(0, np.uint8)
@@ -250,10 +259,12 @@ def _without_arrays(host: MicroBatch) -> MicroBatch:
 def _batch(
     host: MicroBatch,
     seed_of: Callable[[MicroBatchId], int],
-    weight: torch.Tensor,
-    tensors: Mapping[str, torch.Tensor],
+    device_arrays: Sequence[torch.Tensor],
 ) -> Batch:
-    """The batch of a micro-batch whose arrays are on the device, but those that nobody is to see."""
+    """The batch of a micro-batch whose arrays, in the order of `_arrays`, are on the device."""
+    weight, *field_tensors = device_arrays
+    named = dict(zip(host.arrays(), field_tensors, strict=True))
+    tensors = from_planes(named, merge_planes)
     images = images_in(tensors)
     fields: dict[str, Any] = {}
     for name, values in host.fields.items():

@@ -33,7 +33,12 @@ from raypipe.transform.fields import LABEL, MicroBatch, Rows, bytes_per_row
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples, read_samples
+from raypipe.transform.samples import (
+    EncodedSample,
+    Samples,
+    check_labels,
+    read_samples,
+)
 from raypipe.transform.sizes import has_sizes
 
 if TYPE_CHECKING:
@@ -521,18 +526,6 @@ def _finished(
             )
         )
     return batches
-
-
-def check_labels(
-    labels: np.ndarray, num_classes: int, title: Callable[[int], str]
-) -> None:
-    """Raise ConfigError where one of int64 (B,) is outside [0, num_classes); `title` names the sample of a row."""
-    is_wrong = ((labels < 0) | (labels >= num_classes)) & (labels != NO_LABEL)
-    for row in np.flatnonzero(is_wrong).tolist():
-        raise ConfigError(
-            f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set train.num_classes, or "
-            "fix the store"
-        )
 
 
 @process_kept()

@@ -6,7 +6,7 @@
     scaled    the same, at 1/2, 1/4 or 1/8 where the crop stays at      others: less aliased; the same with and
               least as large as what it is resized to                   without the extension
 
-The optional extension (csrc/kernel.c) gives exactly simplejpeg's pixels of any box at any scale, in less time.
+The optional extension (`raypipe.kernel`) gives exactly simplejpeg's pixels of any box at any scale, in less time.
 It is used only after it has agreed with simplejpeg on a few images in the same process. It rejects unusual or
 damaged images, which simplejpeg then decodes or rejects. So a mode fixes the pixels, and which samples are bad,
 and nodes with and without the extension can make one run together.

@@ -35,7 +35,6 @@ from raypipe.storage.files import (
     open_input,
     read_text,
     read_whole,
-    write_synced,
     write_text,
 )
 from raypipe.storage.filesystem import (
@@ -48,7 +47,7 @@ from raypipe.storage.filesystem import (
     open_filesystem,
     split_address,
 )
-from raypipe.storage.lease import RunExistsError, check_owner, leased
+from raypipe.storage.lease import RunExistsError, check_owner, lease
 from raypipe.streaming.checkpoints import has_checkpoints
 from raypipe.streaming.opening import with_digits
 
@@ -60,36 +59,8 @@ CONFIG_HEAD = "# A run of raypipe: its settings.\n"
 
 logger = logging.getLogger(__name__)
 
-_STOP_FILE = "stop"
 # the steps of a transform take at most 1 MiB, see `transform_steps`
 _MAX_CONFIG_BYTES = 16 << 20
-
-
-def request_stop(run_uri: str) -> None:
-    """Ask the trainers of a run to end with a checkpoint; see `loop.Trainer`."""
-    filesystem, path = open_filesystem(join_address(run_uri, _STOP_FILE))
-    write_synced(filesystem, path, b"")
-
-
-def stop_requested(run_uri: str) -> bool:
-    """Return whether the trainers of a run were asked to end."""
-    return exists(join_address(run_uri, _STOP_FILE))
-
-
-def answer_stop(run_uri: str) -> None:
-    """Confirm that the trainers have seen the request, and will only write the checkpoint."""
-    write_text(join_address(run_uri, _STOP_FILE), "seen")
-
-
-def stop_answered(run_uri: str) -> bool:
-    return bool(read_whole(join_address(run_uri, _STOP_FILE)))
-
-
-def remove_stop(run_uri: str) -> None:
-    """Withdraw the request to stop a run."""
-    if stop_requested(run_uri):
-        filesystem, path = open_filesystem(join_address(run_uri, _STOP_FILE))
-        filesystem.delete_file(path)
 
 
 @contextlib.contextmanager
@@ -130,10 +101,10 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
             run, train=dataclasses.replace(run.train, start_from=as_uri(start_from))
         )
     run = with_digits(run)
-    with leased(run_uri) as lease:
+    with lease(run_uri) as token:
         # checked again, now that no other process can change it
         check_run_folder(run_uri, bool(run.resume))
-        yield run, run_uri, lease
+        yield run, run_uri, token
 
 
 def folder_to_resume(resume: str, storage_path: str, name: str) -> str:

@@ -19,10 +19,10 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import OutageError
+from raypipe.launch import run as launch_run
+from raypipe.launch.interrupts import Interrupts, Stopped
+from raypipe.launch.run import launch
 from raypipe.storage import retries
-from raypipe.train import launch
-from raypipe.train.interrupts import Interrupts, Stopped
-from raypipe.train.launch import train
 
 
 def send(signum: int) -> None:
@@ -32,7 +32,7 @@ def send(signum: int) -> None:
 @pytest.fixture
 def each_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two signals at one time are two."""
-    monkeypatch.setattr("raypipe.train.interrupts._ONE_SIGNAL_S", -1.0)
+    monkeypatch.setattr("raypipe.launch.interrupts._ONE_SIGNAL_S", -1.0)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -83,7 +83,7 @@ def test_trainers_are_asked_at_the_signal_or_if_it_came_before() -> None:
 def test_a_signal_that_comes_twice_at_one_time_as_timeout_sends_it_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("raypipe.train.interrupts._ONE_SIGNAL_S", 1000.0)
+    monkeypatch.setattr("raypipe.launch.interrupts._ONE_SIGNAL_S", 1000.0)
     asked: list[str] = []
     with Interrupts() as interrupts:
         interrupts.hand_over(lambda: asked.append("once"))
@@ -160,13 +160,13 @@ def test_a_stopped_run_with_a_checkpoint_or_unknown_ones_exits_as_such(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "newest_name", ask)
-    monkeypatch.setattr(launch, "_train", interrupted)
+    monkeypatch.setattr(launch_run, "newest_name", ask)
+    monkeypatch.setattr(launch_run, "_train", interrupted)
     run = RunConfig(
         store=StoreConfig("nowhere.lmdb"), storage_path=str(tmp_path), name="one"
     )
     with pytest.raises(KeyboardInterrupt) as caught:
-        train(run)
+        launch(run)
     assert (type(caught.value) is Stopped) == (newest != ""), (
         "75, so that a scheduler starts it again"
     )
@@ -266,7 +266,7 @@ def test_a_signal_before_the_trainers_ends_the_run_without_them(
     waiting = threading.Thread(target=interrupt)
     waiting.start()
     try:
-        result = train(run)
+        result = launch(run)
     except KeyboardInterrupt:
         pass
     else:  # it was too late for that, and the trainers were asked

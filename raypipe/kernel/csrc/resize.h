@@ -7,148 +7,18 @@
  *                                   the fraction are kept, (sum + 16) >> 5, and rows are (sum + 2^16) >> 17
  *     area that shrinks             by whole numbers; others are refused, the caller has OpenCV
  *
- * Coefficients are made of doubles and floats exactly as OpenCV makes them, and are integers from there on. So this
- * file needs -ffp-contract=off. Scalar code is the definition; resize_simd.h has the same for x86-64.
+ * resize_taps.h has the coefficients, resize_loops.h the loops over pixels, resize_simd.h the same ones for x86-64.
  */
 #ifndef RAYPIPE_RESIZE_H
 #define RAYPIPE_RESIZE_H
 
 #include "image.h"
+#include "resize_simd.h"
+#include "resize_taps.h"
 
 enum { NEAREST = 0, LINEAR = 1, CUBIC = 2, AREA = 3 };
 
-#define COEFFICIENT_BITS 11
-#define ONE (1 << COEFFICIENT_BITS)
-#define MAX_TAPS 4
 #define ROW_PADDING 16 /* elements that vector code may write behind a row of intermediate results */
-
-/* Where the pixels of a row or column of the result come from. */
-typedef struct {
-    int source, result; /* sides, pixels */
-    double scale;       /* source / result, as OpenCV rounds it */
-    double inverse;
-    int is_area;
-} Axis;
-
-/* The first of 2 source pixels, or the second of 4, and coefficients. */
-typedef struct {
-    int at;
-    int16_t coefficients[MAX_TAPS];
-} Taps;
-
-static Axis axis_of(int source, int result, int is_area)
-{
-    const double inverse = (double)result / source;
-    return (Axis){source, result, 1.0 / inverse, inverse, is_area};
-}
-
-static inline int floor_of(double value)
-{
-    const int down = (int)value;
-    return down - (value < down);
-}
-
-/* The nearest integer, halves to even, by what the addition itself rounds; |value| < 2^22. */
-static inline int16_t round_of(float value)
-{
-    const float magic = 12582912.0f; /* 1.5 * 2^23 */
-    return (int16_t)((value + magic) - magic);
-}
-
-/* The position of a pixel of the result, and what it is behind pixel `at`. */
-static inline float position(const Axis *axis, int number, int *at)
-{
-    if (!axis->is_area) {
-        const float place = (float)((number + 0.5) * axis->scale - 0.5);
-        *at = floor_of(place);
-        return place - (float)*at;
-    }
-    *at = floor_of(number * axis->scale);
-    const float behind = (float)((number + 1) - (*at + 1) * axis->inverse);
-    return behind <= 0 ? 0 : behind - (float)floor_of(behind);
-}
-
-static inline Taps linear_taps(const Axis *axis, int number)
-{
-    Taps taps = {0};
-    const float behind = position(axis, number, &taps.at);
-    taps.coefficients[0] = round_of((1.0f - behind) * ONE);
-    taps.coefficients[1] = round_of(behind * ONE);
-    return taps;
-}
-
-/* Columns: unlike rows, they have the whole of the outermost pixel beyond its middle. Both pixels are in the row. */
-static inline Taps linear_column(const Axis *axis, int number)
-{
-    Taps taps = linear_taps(axis, number);
-    const int is_before = taps.at < 0, is_behind = taps.at >= axis->source - 1;
-    if (is_before || is_behind) {
-        const int is_second = is_behind && axis->source > 1; /* of the last two */
-        taps.at = is_second ? axis->source - 2 : 0;
-        taps.coefficients[0] = is_second ? 0 : ONE;
-        taps.coefficients[1] = is_second ? ONE : 0;
-    }
-    return taps;
-}
-
-static inline Taps cubic_taps(const Axis *axis, int number)
-{
-    const float a = -0.75f;
-    Taps taps = {0};
-    const float x = position(axis, number, &taps.at), y = 1.0f - x;
-    const float c0 = ((a * (x + 1.0f) - 5.0f * a) * (x + 1.0f) + 8.0f * a) * (x + 1.0f) - 4.0f * a;
-    const float c1 = ((a + 2.0f) * x - (a + 3.0f)) * x * x + 1.0f;
-    const float c2 = ((a + 2.0f) * y - (a + 3.0f)) * y * y + 1.0f;
-    const float c3 = 1.0f - c0 - c1 - c2;
-    taps.coefficients[0] = round_of(c0 * ONE);
-    taps.coefficients[1] = round_of(c1 * ONE);
-    taps.coefficients[2] = round_of(c2 * ONE);
-    taps.coefficients[3] = round_of(c3 * ONE);
-    return taps;
-}
-
-static inline int bound(int at, int side) { return at < 0 ? 0 : at >= side ? side - 1 : at; }
-
-/* A row of the source, columns from `first` on, as 15 bits: OpenCV drops the others before it goes on. */
-static void linear_columns(const uint8_t *row, int second, const Taps *columns, int first, int width, int16_t *to)
-{
-    for (int x = first; x < width; x++) {
-        const uint8_t *pixel = row + columns[x].at * CHANNELS;
-        const int a = columns[x].coefficients[0], b = columns[x].coefficients[1];
-        for (int c = 0; c < CHANNELS; c++)
-            to[x * CHANNELS + c] = (int16_t)((pixel[c] * a + pixel[second + c] * b) >> 4);
-    }
-}
-
-static void linear_rows(const int16_t *above, const int16_t *below, int a, int b, int first, int num, uint8_t *to)
-{
-    for (int i = first; i < num; i++)
-        to[i] = (uint8_t)(((above[i] * a >> 16) + (below[i] * b >> 16) + 2) >> 2);
-}
-
-/* Intermediate results of cubic lose 5 of their bits, rounded: 16 bits hold what overshoots, 19,400 at most. */
-static void cubic_columns(const uint8_t *row, int source, const Taps *columns, int first, int end, int16_t *to)
-{
-    for (int x = first; x < end; x++)
-        for (int c = 0; c < CHANNELS; c++) {
-            int sum = 0;
-            for (int k = 0; k < 4; k++)
-                sum += row[bound(columns[x].at - 1 + k, source) * CHANNELS + c] * columns[x].coefficients[k];
-            to[x * CHANNELS + c] = (int16_t)((sum + 16) >> 5);
-        }
-}
-
-static void cubic_rows(const int16_t *const *rows, const int16_t *coefficients, int first, int num, uint8_t *to)
-{
-    for (int i = first; i < num; i++) {
-        int sum = 1 << 16;
-        for (int k = 0; k < 4; k++)
-            sum += rows[k][i] * coefficients[k];
-        to[i] = clip(sum >> 17);
-    }
-}
-
-#include "resize_simd.h"
 
 /* Rows of intermediate results that are still of use: the source's row `number` is in rows[number % taps]. */
 typedef struct {

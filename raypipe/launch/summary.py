@@ -7,11 +7,11 @@ from typing import Any
 import yaml
 
 from raypipe.config import RunConfig
+from raypipe.launch.run_folder import CONFIG_FILE, as_plain
 from raypipe.rayext.allocation import Allocation
 from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import join_address
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.run_folder import CONFIG_FILE, as_plain
 from raypipe.transform.decode.jpeg import missing_extension
 
 

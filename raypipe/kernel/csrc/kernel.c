@@ -1,4 +1,4 @@
-/* The images of a micro-batch in one call: the optional extension behind raypipe/kernel/extension.py and stores/lmdb_pages.py.
+/* The images of a micro-batch in one call: the optional extension behind raypipe/kernel/extension.py.
  *
  *     sizes(images) -> bytes
  *         int32 (B, 3): height, width, and 1 where EXIF or XMP may turn it; 0, 0, 0 of pixels, and what run() does not take, by
@@ -16,8 +16,6 @@
  *         begins in column `first`. ValueError: refused.
  *     to_seekable(data) -> bytes
  *         A JPEG as a seekable one, see jpeg_seek.h. ValueError: refused.
- *     lmdb_open, lmdb_read
- *         Records of LMDB, see lmdb.h.
  *     set_simd(level) -> level
  *         Use no more than these vector instructions (0 none, 1 SSSE3, 2 AVX2), for tests; what will be used.
  *
@@ -29,13 +27,12 @@
 
 #include "bounds.h"
 #include "jpeg_transcode.h"
-#include "lmdb.h"
 #include "program.h"
 
 #include <pthread.h>
 
 /* Version of this interface; raypipe/kernel/native.py accepts no other. */
-#define INTERFACE_VERSION 6
+#define INTERFACE_VERSION 7
 #define MAX_THREADS 256
 
 static int simd_level, most_simd;
@@ -383,8 +380,6 @@ static PyMethodDef methods[] = {
     {"run", py_run, METH_VARARGS, "Make the images of a micro-batch; see kernel.c"},
     {"decode_crop", py_decode_crop, METH_VARARGS, "RGB of a rectangle of a JPEG at a scale of eighths/8; see kernel.c"},
     {"to_seekable", py_to_seekable, METH_O, "A JPEG as one that can be entered at any row of MCUs; see kernel.c"},
-    {"lmdb_open", py_lmdb_open, METH_VARARGS, "A reader of an open file; see lmdb.h"},
-    {"lmdb_read", py_lmdb_read, METH_VARARGS, "Columns of many records; see lmdb.h"},
     {"set_simd", py_set_simd, METH_O, "Use no more than these vector instructions; see kernel.c"},
     {NULL, NULL, 0, NULL},
 };
@@ -395,6 +390,7 @@ PyMODINIT_FUNC PyInit__raypipe_kernel(void)
 {
     PyObject *made = PyModule_Create(&module);
     if (made && (PyModule_AddIntConstant(made, "INTERFACE_VERSION", INTERFACE_VERSION) < 0 ||
+                 PyModule_AddIntConstant(made, "REPLACES_ENTROPY", REPLACES_ENTROPY) < 0 ||
                  PyModule_AddIntConstant(made, "LIBJPEG_TURBO_VERSION_NUMBER", LIBJPEG_TURBO_VERSION_NUMBER) < 0))
         Py_CLEAR(made);
     simd_level = most_simd = best_simd();

@@ -1,4 +1,4 @@
-"""Files for fuzz.py: JPEGs of all kinds of frames, and what can be done to their bytes, segments and indexes.
+"""Files for the fuzzer: JPEGs of all kinds of frames, and what can be done to their bytes, segments and indexes.
 
     originals       undamaged: each sampling, kind of frame, table and restart interval that a decoder may meet
     mutated         bytes, segments or codes changed: what is put in, twice, moved, left out or filled

@@ -11,8 +11,8 @@ import pytest
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
+from raypipe.stores.bad_list import read_bad_list, write_bad_list
 from raypipe.stores.memory import MemoryStore
-from raypipe.stores.record import read_bad_list, write_bad_list
 from raypipe.streaming.opening import open_stream
 
 from pictures import picture  # isort: skip

@@ -6,8 +6,8 @@
  * three codes, each with the bits of its value, at one look; and those inside are decoded by a table that gives run
  * and value in one look, for all but long codes. libjpeg looks twice for every code and value.
  *
- * It is put into `decode_mcu`, which libjpeg's coefficient controller calls for the next MCU: with blocks to fill
- * (zeroed), or NULL for what jpeg_skip_scanlines skips. All else stays libjpeg's. Coefficients are libjpeg's to the
+ * It is put into `decode_mcu` (jpeg_entropy.h), which libjpeg's coefficient controller calls for the next MCU: with
+ * blocks to fill (zeroed), or NULL for what jpeg_skip_scanlines skips. All else stays libjpeg's. Coefficients are libjpeg's to the
  * bit, in damaged data as well, as far as it accepts them; what it warns of, and whatever else is not quite as the
  * standard has it, is refused, and the caller decodes the image by its usual way.
  *
@@ -27,13 +27,6 @@
 #include "bounds.h"
 #include "jpeg_seek.h"
 #include "versions.h"
-
-/* The beginning of libjpeg's struct of this name, the same in all versions; jpegint.h is seldom installed. */
-struct jpeg_entropy_decoder {
-    void (*start_pass)(j_decompress_ptr info);
-    boolean (*decode_mcu)(j_decompress_ptr info, JBLOCKROW *blocks);
-    boolean insufficient_data;
-};
 
 /* Bits of a look. Tables are built for every image, in 2^SKIP_BITS and 2^LOOK_BITS steps. */
 #define LOOK_BITS 11

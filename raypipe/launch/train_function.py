@@ -7,13 +7,13 @@ from typing import Any
 
 import ray.train
 
+from raypipe.launch.run_folder import FIGURES_FILE
 from raypipe.logs import configure_logs
 from raypipe.progress import begin_phases, phase, print_progress, relay_progress
 from raypipe.rayext.tweaks import quiet_trainer
 from raypipe.storage.files import write_json
 from raypipe.storage.filesystem import join_address
 from raypipe.train.loop import Trainer
-from raypipe.train.run_folder import FIGURES_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,8 @@
-/* The loops of resize.h by SSSE3 and AVX2, chosen when they run, with the results of its scalar code to the bit. */
+/* The loops of resize_loops.h by SSSE3 and AVX2, chosen when they run, with the same results to the bit. */
 #ifndef RAYPIPE_RESIZE_SIMD_H
 #define RAYPIPE_RESIZE_SIMD_H
+
+#include "resize_loops.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAS_X86_SIMD 1

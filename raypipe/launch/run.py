@@ -9,13 +9,12 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from raypipe.config import AugmentConfig, RunConfig
+from raypipe.config import RunConfig
 from raypipe.errors import (
     ConfigError,
     CursorError,
@@ -24,6 +23,17 @@ from raypipe.errors import (
     RunError,
     without_credentials,
 )
+from raypipe.launch.interrupts import Interrupts, Stopped
+from raypipe.launch.run_checks import check_augment, check_code, num_classes_of
+from raypipe.launch.run_folder import (
+    ERROR_FILE,
+    FIGURES_FILE,
+    located,
+    remove_error,
+    store_config,
+    write_error,
+)
+from raypipe.launch.summary import changes, summarize
 from raypipe.logs import configure_logs
 from raypipe.progress import begin_phases, end_phases, phase, print_progress
 from raypipe.rayext.allocation import Allocation, preflight
@@ -41,21 +51,12 @@ from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.interrupts import Interrupts, Stopped
-from raypipe.train.models import check_code, num_classes_of
-from raypipe.train.run_folder import (
-    ERROR_FILE,
-    FIGURES_FILE,
-    located,
-    remove_error,
+from raypipe.streaming.stop_file import (
     remove_stop,
     request_stop,
     stop_answered,
     stop_requested,
-    store_config,
-    write_error,
 )
-from raypipe.train.summary import changes, summarize
 from raypipe.transform.ending import normalization
 from raypipe.transform.views import makes_views
 
@@ -64,7 +65,7 @@ logger = logging.getLogger(__name__)
 _RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resources
 
 
-def train(run: RunConfig) -> dict[str, Any]:
+def launch(run: RunConfig) -> dict[str, Any]:
     """Train with a configuration, on the connected cluster or on a new local one.
 
     After Ctrl-C or SIGTERM (`ray job stop`), to this process or to its group, the run ends with a checkpoint after
@@ -291,38 +292,12 @@ def _withdraw_stop(run_uri: str) -> None:
         )
 
 
-def check_augment(
-    config: AugmentConfig,
-    targets: Collection[str] = (),
-    views: bool = False,
-    has_label: bool = True,
-) -> None:
-    """Raise ConfigError for a wrong setting, before the cluster starts trainers."""
-    if not isinstance(config.module, str):
-        raise ConfigError(
-            "augment.module of a run is kept in its folder, so it must be module:name: put the module into a "
-            "file, such as my_code.py, and name it my_code:augment; your own loop takes the object"
-        )
-    if config.ops or config.preset != "none" or config.module:
-        import torch
-
-        from raypipe.device.augment import DeviceAugment
-
-        DeviceAugment(
-            config,
-            torch.device("cpu"),
-            targets=targets,
-            views=views,
-            has_label=has_label,
-        )
-
-
 def _fit(
     loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts
 ) -> dict[str, Any]:
     """Train on the allocated resources; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
+    from raypipe.launch.train_function import train_loop
     from raypipe.rayext.trainer import RunTrainer, ray_config
-    from raypipe.train.train_function import train_loop
 
     run = loop["run"]
     run_uri = loop["run_uri"]

@@ -35,6 +35,7 @@
 #endif
 
 #include "jpeg_baseline.h"
+#include "jpeg_entropy.h"
 #include "jpeg_header.h"
 #include "jpeg_huffman.h"
 
@@ -125,6 +126,13 @@ static int is_complete(const struct jpeg_decompress_struct *info)
                 return 0;
     return 1;
 }
+
+/* Whether libjpeg's entropy decoder is replaced: only where its struct was seen to be as jpeg_entropy.h has it. */
+#ifdef CHECKED_ENTROPY
+#define REPLACES_ENTROPY 1
+#else
+#define REPLACES_ENTROPY 0
+#endif
 
 static boolean on_mcu(j_decompress_ptr info, JBLOCKROW *blocks)
 {
@@ -282,7 +290,7 @@ static int decode_crop(
         refuse(trouble, "libjpeg reads another header");
     if (!is_usual(info))
         refuse(trouble, "an unusual kind of JPEG");
-    const int is_own = !info->progressive_mode && !info->arith_code && !jpeg_has_multiple_scans(info);
+    const int is_own = REPLACES_ENTROPY && !info->progressive_mode && !info->arith_code && !jpeg_has_multiple_scans(info);
     info->out_color_space = JCS_RGB;
     info->dct_method = JDCT_ISLOW;
     info->scale_num = crop.eighths;

@@ -23,20 +23,20 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError, CursorError
+from raypipe.launch.interrupts import Stopped
+from raypipe.launch.run import _as_run_error, _withdraw_stop, launch
+from raypipe.launch.run_checks import num_classes_of
+from raypipe.launch.run_folder import as_plain, store_config
+from raypipe.launch.summary import changes, summarize
 from raypipe.metrics.records import read_records
 from raypipe.plan.places import Cursor
 from raypipe.rayext.allocation import Allocation
 from raypipe.stores import open_store
+from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.memory import MemoryStore
-from raypipe.stores.record import write_bad_list
 from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.interrupts import Stopped
-from raypipe.train.launch import _as_run_error, _withdraw_stop, train
-from raypipe.train.models import num_classes_of
-from raypipe.train.run_folder import as_plain, store_config
-from raypipe.train.summary import changes, summarize
 
 RUN = RunConfig(
     store=StoreConfig(train="train.lmdb", val="val.lmdb"),
@@ -85,7 +85,7 @@ def test_credentials_in_an_address_are_neither_shown_nor_kept(
         "--" + setting.format("s3://AKIA:SE/CRET@bucket/a.yaml"),
     ]
     with pytest.raises(SystemExit):
-        _finish(lambda: train(parse_run(given, None)))
+        _finish(lambda: launch(parse_run(given, None)))
     shown = "".join(capfd.readouterr())
     assert "CRET@" not in shown and (
         setting == "plan={}" or "s3://…@bucket/a.yaml" in shown
@@ -129,12 +129,12 @@ def test_the_summary_says_so_where_jpegs_are_decoded_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     allocation = Allocation(2, True, 1.0, 5)
-    monkeypatch.setattr("raypipe.train.summary.missing_extension", lambda: "")
+    monkeypatch.setattr("raypipe.launch.summary.missing_extension", lambda: "")
     assert "slower" not in summarize(
         RUN, spec(store(("a",))), allocation, "file:///runs/mine"
     )
     monkeypatch.setattr(
-        "raypipe.train.summary.missing_extension", lambda: "JPEGs: install libjpeg-dev"
+        "raypipe.launch.summary.missing_extension", lambda: "JPEGs: install libjpeg-dev"
     )
     assert "\nslower     JPEGs: install libjpeg-dev" in summarize(
         RUN, spec(store(("a",))), allocation, "file:///runs/mine"
@@ -269,13 +269,13 @@ def test_a_resume_that_is_refused_changes_nothing(
     found = tree(tmp_path)
     resumed = dataclasses.replace(run, resume=str(tmp_path / "mine"))
     with pytest.raises(CursorError, match="made under plan"):
-        train(dataclasses.replace(resumed, plan=dataclasses.replace(run.plan, seed=7)))
+        launch(dataclasses.replace(resumed, plan=dataclasses.replace(run.plan, seed=7)))
     assert tree(tmp_path) == found
     for path in (tmp_path / "mine").glob("checkpoint_*"):
         (path / "state.pt").write_bytes(b"")
     found = tree(tmp_path)
     with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read"):
-        train(resumed)
+        launch(resumed)
     assert tree(tmp_path) == found
 
 
@@ -364,7 +364,7 @@ def test_a_transform_that_cannot_be_is_told_before_ray_starts(
             transform=TransformConfig(**{split: transform}),
         )
         with pytest.raises(ConfigError, match=message):
-            train(run)
+            launch(run)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -377,7 +377,7 @@ def test_an_augmentation_that_cannot_be_is_told_before_ray_starts(
         augment=AugmentConfig(ops=[{"op": "RandomErasinggg"}]),
     )
     with pytest.raises(ConfigError, match="'RandomErasinggg' is not a 2D operation"):
-        train(run)
+        launch(run)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -391,7 +391,7 @@ def test_a_stalled_checkpoint_is_told_at_the_end_and_not_as_the_model(
         time.sleep(0.5)
         return write_checkpoint(*args, **options)
 
-    monkeypatch.setattr("raypipe.train.run_checkpoints.write_checkpoint", stalls)
+    monkeypatch.setattr("raypipe.streaming.run_checkpoints.write_checkpoint", stalls)
     monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
     without_ray.train(
         small_run(tmp_path, stores["train"], stores["val"], 2, 4, checkpoint_interval=1)
@@ -426,7 +426,7 @@ def test_a_notice_is_a_fault_and_leads_to_a_checkpoint_at_the_next_step(
     )
     noticed = lambda: notice if logs._place.get("split") == split else None  # noqa: E731
     monkeypatch.setattr("raypipe.rayext.trainer_notice.noticed", noticed)
-    monkeypatch.setattr("raypipe.train.run_checkpoints.write_checkpoint", write)
+    monkeypatch.setattr("raypipe.streaming.run_checkpoints.write_checkpoint", write)
     run = small_run(
         tmp_path, stores["train"], stores["val"], 2, 1, checkpoint_interval=0
     )
@@ -455,10 +455,10 @@ def test_an_ended_run_says_so_and_has_its_result_without_ray(
     )
     expected = without_ray.train(run)
     monkeypatch.setattr(
-        "raypipe.train.launch.connect", lambda **_: pytest.fail("it starts Ray")
+        "raypipe.launch.run.connect", lambda **_: pytest.fail("it starts Ray")
     )
     for resume in ("auto", str(tmp_path / "mine")):
-        found = train(dataclasses.replace(run, resume=resume))
+        found = launch(dataclasses.replace(run, resume=resume))
         assert {
             name: found[name]
             for name in ("steps", "val_accuracy", "run_dir", "stopped")
@@ -475,7 +475,7 @@ def test_an_ended_run_says_so_and_has_its_result_without_ray(
     with pytest.raises(
         ConfigError, match=r"no checkpoint of .* can be read \(.*state\.pt has changed"
     ):
-        train(dataclasses.replace(run, resume="auto"))
+        launch(dataclasses.replace(run, resume="auto"))
 
 
 def test_a_new_run_says_its_starting_checkpoint_or_why_there_is_none(
@@ -487,21 +487,21 @@ def test_a_new_run_says_its_starting_checkpoint_or_why_there_is_none(
     def interrupted(**_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raypipe.train.launch.connect", interrupted)
+    monkeypatch.setattr("raypipe.launch.run.connect", interrupted)
     (tmp_path / "old").mkdir()
     run = small_run(
         tmp_path, stores["train"], stores["val"], 1, 4, start_from=str(tmp_path / "old")
     )
     run = dataclasses.replace(run, name="new")
     with pytest.raises(ConfigError, match="start_from: no raypipe checkpoint"):
-        train(run)
+        launch(run)
     spec, old = spec_of(run, (tmp_path / "new").as_uri()), (tmp_path / "old").as_uri()
     name = write_checkpoint(old, spec.plan.cursor_at(4), b"x", {})  # its last
     with pytest.raises(KeyboardInterrupt):
-        train(run)
+        launch(run)
     assert f"starting from {old}/{name}" in capsys.readouterr().out
     with pytest.raises(CursorError, match="made under plan"):
-        train(dataclasses.replace(run, plan=dataclasses.replace(run.plan, seed=7)))
+        launch(dataclasses.replace(run, plan=dataclasses.replace(run.plan, seed=7)))
 
 
 def test_ctrl_c_before_the_trainers_names_a_checkpoint_only_if_any(
@@ -510,14 +510,14 @@ def test_ctrl_c_before_the_trainers_names_a_checkpoint_only_if_any(
     def interrupted(**_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raypipe.train.launch.connect", interrupted)
+    monkeypatch.setattr("raypipe.launch.run.connect", interrupted)
     run = small_run(tmp_path, stores["train"], stores["val"], 1, 4)
     run = dataclasses.replace(run, name="mine", resume="auto")
     with pytest.raises(KeyboardInterrupt) as caught:
-        train(run)
+        launch(run)
     assert not isinstance(caught.value, Stopped)
     (tmp_path / "mine").mkdir()
     spec = spec_of(dataclasses.replace(run, resume=""), (tmp_path / "mine").as_uri())
     write_checkpoint((tmp_path / "mine").as_uri(), spec.plan.cursor_at(1), b"x", {})
     with pytest.raises(Stopped):
-        train(run)
+        launch(run)

@@ -1,4 +1,4 @@
-"""Mutated JPEGs, random programs and damaged stores through the extension: what it accepts, the usual way has too.
+"""Mutated JPEGs and random programs through the kernel: what it accepts, the usual way has too.
 
     decode_crop     a box of a file at any scale, held against simplejpeg
     run             programs, on which `raypipe.transform.decode.rgb` and `reference` have to agree with it, in a
@@ -6,13 +6,12 @@
     to_seekable     its result has the pixels of its input. Then that is changed itself: with its checksum it must
                     be refused. With one that fits, and with places that lead anywhere, a box is refused or that of
                     simplejpeg, where it reads the file
-    lmdb            pages of a store changed: what the compiled reader gives, the Python reader gives
 
 Files are of all kinds of frames (fuzz_files.py), and all go through one process, so that nothing of a file may
 reach the next. Levels of vector instructions take turns.
 
-    python csrc/fuzz.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
-    csrc/sanitize.sh [FIRST [COUNT]]           the same, by a build under sanitizers
+    python tests/support/fuzz_kernel.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
+      .ci/sanitize [FIRST [COUNT]]                             the same, by a build under sanitizers
 
 Input number n is a pure function of n, and so is the box of it that is decoded. Each last line says how many were
 accepted and refused; exit code 1 where one of them had other pixels.
@@ -24,27 +23,20 @@ import contextlib
 import os
 import resource
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import simplejpeg
 from fuzz_files import HEIGHT, WIDTH, forged, mutated, originals, sealed
 
-from raypipe.errors import SampleError, StoreError
+from raypipe.errors import SampleError
 from raypipe.kernel import Op, is_seekable, reference, yuv420
 from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS
-from raypipe.stores.lmdb import LMDBStore
-from raypipe.stores.lmdb_pages import LMDBFile
-from raypipe.stores.record import KEY, RecordLayout
-from raypipe.stores.writers import LMDBWriter
 from raypipe.transform.decode.jpeg_header import without_profile
 from raypipe.transform.decode.rgb import decode
 
 __all__ = [
     "fuzz",
-    "fuzz_lmdb",
     "fuzz_run",
     "fuzz_seekable",
     "originals",
@@ -292,92 +284,6 @@ def seeks_alike(data: bytes, rng: np.random.Generator) -> bool | None:
     return np.array_equal(by_simplejpeg(seekable), whole)
 
 
-_TYPES = {
-    "image": "binary",
-    "label": "int64",
-    "weight": "float64",
-    "note": "string",
-    "box": "float32[2]",
-}
-_NUM_RECORDS = 600
-
-
-def sound_store(path: Path) -> bytes:
-    """The bytes of a store that has branch pages, and records that have pages of their own."""
-    rng = np.random.default_rng(0)
-    with LMDBWriter(path, _TYPES) as writer:
-        for number in range(_NUM_RECORDS):
-            image = rng.bytes(9000 if number % 40 == 7 else 60)
-            note = None if number % 3 else f"note {number}"
-            box = np.zeros(2, np.float32)
-            writer.append(
-                {
-                    "image": image,
-                    "label": number,
-                    "weight": 0.5,
-                    "note": note,
-                    "box": box,
-                }
-            )
-    LMDBStore(path).read(np.arange(1), ("image",))
-    return path.read_bytes()
-
-
-def damaged_store(data: bytes, rng: np.random.Generator) -> bytes:
-    """A store with numbers of its pages changed: of headers and pointers, of nodes, and anywhere."""
-    changed = bytearray(data)
-    for _ in range(int(rng.integers(1, 6))):
-        page = 4096 * int(rng.integers(len(data) // 4096))
-        within = (
-            int(rng.integers(4090)) if rng.random() < 0.4 else int(rng.integers(64))
-        )
-        num_bytes = int(rng.choice([1, 2, 4, 6]))
-        value = int(
-            rng.choice(
-                [
-                    0,
-                    1,
-                    2,
-                    15,
-                    16,
-                    4088,
-                    4095,
-                    4096,
-                    65535,
-                    int(rng.integers(65536)),
-                    2**31,
-                    2**46,
-                ]
-            )
-        )
-        changed[page + within : page + within + num_bytes] = (
-            value % 256**num_bytes
-        ).to_bytes(num_bytes, "little")
-    if rng.random() < 0.1:
-        del changed[int(rng.integers(8192, len(changed))) :]
-    return bytes(changed)
-
-
-def reads_alike(path: Path, rng: np.random.Generator) -> bool | None:
-    """Whether the compiled reader gives the Python reader's values of some keys; None: it reads none of them."""
-    layout = RecordLayout(_TYPES)
-    wanted = [name for name in _TYPES if rng.random() < 0.6]
-    keys = rng.integers(-1, _NUM_RECORDS + 2, 30)
-    try:
-        file = LMDBFile(path)
-        fixed, variable, done = file.records(keys, layout.native(wanted))
-    except StoreError:
-        return None
-    columns = layout.columns(fixed, variable, wanted) if variable or fixed else {}
-    for row in np.flatnonzero(done):
-        value = file.get(KEY.pack(int(keys[row])))
-        expected = {} if value is None else layout.unpack(value, wanted)
-        for name, column in columns.items():
-            if str(column[row]) != str(expected.get(name)):
-                return False
-    return True if done.any() else None
-
-
 def at_all_levels(first: int, count: int) -> Iterator[int]:
     """The numbers; for each, the kernel uses no more vector instructions than number modulo 3 says."""
     from _raypipe_kernel import set_simd
@@ -429,23 +335,6 @@ def fuzz_seekable(first: int, count: int) -> Outcome:
     return fuzz_files(seeks_alike, first, count, 2, 0.5)
 
 
-def fuzz_lmdb(first: int, count: int) -> Outcome:
-    """Stores with damaged pages."""
-    found = []
-    with tempfile.TemporaryDirectory(prefix="raypipe-fuzz-") as folder:
-        path = Path(folder) / "a.lmdb"
-        sound = sound_store(path)
-        for number in range(first, first + count):
-            rng = np.random.default_rng([number, 3])
-            path.write_bytes(damaged_store(sound, rng))
-            found.append(reads_alike(path, rng))
-    return (
-        found.count(True),
-        found.count(None),
-        [first + at for at, result in enumerate(found) if result is False],
-    )
-
-
 def resident_mib() -> int:
     """The most memory that the process had at any time."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -456,7 +345,6 @@ DRIVERS = {
     "decode_crop": fuzz,
     "run": fuzz_run,
     "to_seekable": fuzz_seekable,
-    "lmdb": fuzz_lmdb,
 }
 
 if __name__ == "__main__":

@@ -9,17 +9,15 @@ from small_runs import parse_run
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.places import Cursor
-from raypipe.streaming.checkpoints import write_checkpoint
-from raypipe.train.run_folder import (
+from raypipe.launch.run_folder import (
     check_run_folder,
     folder_to_resume,
     located,
-    remove_stop,
-    request_stop,
-    stop_requested,
     store_config,
 )
+from raypipe.plan.places import Cursor
+from raypipe.streaming.checkpoints import write_checkpoint
+from raypipe.streaming.stop_file import remove_stop, request_stop, stop_requested
 
 # The run's folder
 

@@ -17,16 +17,20 @@ from small_runs import small_run
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.metrics.records import read_records
+from raypipe.metrics.records import Folder, read_records
 from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.streaming import checkpoints
-from raypipe.streaming.checkpoints import find_newest, read_state, write_checkpoint
+from raypipe.streaming import checkpoints, run_checkpoints
+from raypipe.streaming.checkpoints import (
+    find_newest,
+    read_whole_checkpoint,
+    write_checkpoint,
+)
+from raypipe.streaming.run_checkpoints import RunCheckpoints
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.stateful import loaded
-from raypipe.train import loop, run_checkpoints
-from raypipe.train.background import CheckpointWriter
-from raypipe.train.run_folder import request_stop, stop_requested
+from raypipe.streaming.stop_file import request_stop, stop_requested
+from raypipe.train import loop
 
 
 def saved(state: Any) -> bytes:
@@ -38,39 +42,47 @@ def saved(state: Any) -> bytes:
 # The writer
 
 
-def test_one_state_at_a_time_is_written_and_the_caller_goes_on_meanwhile() -> None:
-    writer, gate, written = CheckpointWriter(), threading.Event(), list[bytes]()
+def save(
+    checkpoints: RunCheckpoints, step: int, state: dict[str, Any], **hooks: Any
+) -> None:
+    checkpoints.save(state, Cursor(0, step, "f" * 16), {}, {}, **hooks)
 
-    def write(state: memoryview) -> None:
-        gate.wait(10)
-        written.append(bytes(state))
 
+def test_one_state_at_a_time_is_written_and_the_caller_goes_on_meanwhile(
+    tmp_path: Path,
+) -> None:
+    writer = RunCheckpoints(tmp_path.as_uri())
+    gate = threading.Event()
     value = torch.zeros(3)
-    writer.save({"value": value}, write)
+    save(writer, 1, {"value": value}, before=lambda: gate.wait(10))
     value += 1
     writer.check()
-    assert not written
+    assert writer.is_writing and not list(tmp_path.glob("checkpoint_*"))
     threading.Timer(0.1, gate.set).start()
-    writer.save({"value": value}, write)  # waits for the first
-    assert written[0] == saved({"value": torch.zeros(3)})
+    save(writer, 2, {"value": value})  # waits for the first
+    assert any(path.name[16:23] == "0000001" for path in tmp_path.iterdir())
     writer.wait()
-    assert written[1:] == [saved({"value": torch.ones(3)})]
+    for step, wanted in ((1, torch.zeros(3)), (2, torch.ones(3))):
+        (folder,) = tmp_path.glob(f"checkpoint_0000_{step:07d}_*")
+        assert (folder / "state.pt").read_bytes() == saved({"value": wanted})
 
 
 @pytest.mark.parametrize("way", ["check", "wait", "save"])
-def test_an_error_of_the_writer_is_raised_once_by_what_is_called_next(way: str) -> None:
-    writer = CheckpointWriter()
+def test_an_error_of_the_writer_is_raised_once_by_what_is_called_next(
+    way: str, tmp_path: Path
+) -> None:
+    writer = RunCheckpoints(tmp_path.as_uri())
 
-    def fail(_: memoryview) -> None:
+    def fail() -> None:
         raise ConfigError("no space left")
 
-    writer.save({}, fail)
+    save(writer, 1, {}, before=fail)
     while not writer._error:
         time.sleep(0.01)
     with pytest.raises(ConfigError, match="no space left"):
-        writer.save({}, fail) if way == "save" else getattr(writer, way)()
+        save(writer, 2, {}) if way == "save" else getattr(writer, way)()
     writer.check()
-    writer.save({}, lambda _: None)
+    save(writer, 3, {})
     writer.wait()
 
 
@@ -80,7 +92,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     run, reading, writing = tmp_path.as_uri(), *os.pipe()
     child = os.fork()
     if child == 0:
-        writer, name, syncs = CheckpointWriter(), "", list[str]()
+        writer, syncs = RunCheckpoints(run), list[str]()
 
         def stand_still(*_: Any) -> None:
             if len(syncs) == 1:  # the state is there, the manifest is not
@@ -89,15 +101,10 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
             syncs.append("")
 
         for step in (1, 2):
-
-            def write(state: memoryview, step: int = step) -> None:
-                nonlocal name
-                name = write_checkpoint(run, Cursor(0, step, "f" * 16), state, {}, name)
-
             writer.wait()
             if step == 2:
                 checkpoints.sync_folder = stand_still  # type: ignore[assignment]
-            writer.save({"step": torch.tensor(step)}, write)
+            save(writer, step, {"step": torch.tensor(step)})
         time.sleep(60)
         os._exit(1)
     assert os.read(reading, 1) == b"x"
@@ -106,9 +113,8 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     found, passed_over = find_newest(run, lambda _: None)
     assert found and found.cursor.step == 1
     assert list(passed_over.values()) == ["it was cut off while it was written"]
-    assert loaded(read_state(open_filesystem(found.address))) == {
-        "step": torch.tensor(1)
-    }
+    whole = read_whole_checkpoint(open_filesystem(found.address))
+    assert loaded(whole.state) == {"step": torch.tensor(1)}
 
 
 # The request to stop
@@ -195,12 +201,13 @@ def test_background_checkpoints_equal_those_that_steps_wait_for(
     beside = without_ray.train(dataclasses.replace(run, name="beside"))
     number = len(slowly)
 
-    def save_at_once(
-        self: CheckpointWriter, state: Any, write: Callable[[memoryview], None]
-    ) -> None:
-        write(memoryview(saved(state)))
+    save = RunCheckpoints.save
 
-    monkeypatch.setattr(CheckpointWriter, "save", save_at_once)
+    def save_at_once(self: RunCheckpoints, *args: Any, **hooks: Any) -> None:
+        save(self, *args, **hooks)
+        self.wait()
+
+    monkeypatch.setattr(RunCheckpoints, "save", save_at_once)
     without_ray.train(dataclasses.replace(run, name="waited"))
     assert beside["steps"] == 8 == number == len(slowly) - number
     one, other = states(tmp_path / "beside"), states(tmp_path / "waited")
@@ -317,12 +324,12 @@ def test_a_run_asked_to_stop_ends_when_its_checkpoint_is_whole(
 ) -> None:
     looking = list[str]()
 
-    def look(run_uri: str) -> bool:
+    def look(folder: Folder) -> bool:
         looking.append(threading.current_thread().name)
-        return stop_requested(run_uri)
+        return stop_requested(folder)
 
     monkeypatch.setattr("raypipe.streaming.run_log._LOOK_S", 0.01)
-    monkeypatch.setattr(run_checkpoints, "stop_requested", look)
+    monkeypatch.setattr("raypipe.streaming.loader.stop_requested", look)
     (tmp_path / "asked").mkdir()
     request_stop((tmp_path / "asked").as_uri())
     seldom = dataclasses.replace(run.train, checkpoint_interval=0)

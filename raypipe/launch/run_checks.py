@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from raypipe.config import AugmentConfig, RunConfig, TrainConfig
+from raypipe.config import AugmentConfig, Imported, RunConfig, TrainConfig
 from raypipe.device.mixing import check_mixable
 from raypipe.errors import ConfigError
 from raypipe.launch.model_names import check_model

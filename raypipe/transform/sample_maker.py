@@ -25,7 +25,7 @@ from raypipe.kernel import follow
 from raypipe.plan.places import Sides
 from raypipe.transform.at_once import KernelImages, sizes_by_header
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode.decoder import opener_of
+from raypipe.transform.decode.decoder import decoder_of, opener_of
 from raypipe.transform.decode.jpeg import Undecoded
 from raypipe.transform.decode.rgb import stored_bytes, stored_orientation
 from raypipe.transform.encoded import EncodedImages, check_whole
@@ -90,7 +90,7 @@ class SampleMaker:
         self._sides = sides
         self._targets = config.target_columns
         self._pack = packer(config.wire)
-        pixels = pixels_of(config)
+        pixels = pixels_of(config.decode_as)
         built = build_transform(
             transform, size or config.final_size, by_library=not pixels.is_rgb
         )
@@ -127,7 +127,8 @@ class SampleMaker:
         is_known = all(transform.program for transform in self._transforms)
         if not is_known or (self._targets and has_rest):
             return
-        self._kernel = KernelImages(self._views, self._config, threads)
+        decode = decoder_of(self._config)
+        self._kernel = KernelImages(self._views, self._config, decode, threads)
         if not has_rest:  # sizes are known before the first sample
             blanks = [_blank(transform) for transform in self._transforms]
             self._learn(join_crops(self._views, blanks))

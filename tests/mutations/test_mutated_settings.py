@@ -279,7 +279,8 @@ def use(config: Any) -> None:
     assert dataclasses.replace(config) == config or "nan" in repr(config)
     hash(repr(config))
     for name, member in inspect.getmembers(type(config)):
-        if name.startswith("_"):
+        # What settings name need not exist.
+        if name.startswith("_") or name == "imported":
             continue
         if isinstance(member, property):
             getattr(config, name)

@@ -106,11 +106,7 @@ class SampleMaker:
         self.has_user_code = columns.function is not None or any(
             transform.has_user_code for transform in self._transforms
         )
-        crop_target = None
-        # All views are made of the whole image.
-        if config.crop_decode != "off" and not self._has_views:
-            crop_target = self._transforms[0].crop_target
-        self._open = opener_of(config, crop_target)
+        self._open = opener_of(config, self._crop_target)
         self._images: dict[str, Field] = {}
         self._kernel: KernelImages | None = None
         self._encoded: EncodedImages | None = None
@@ -120,6 +116,13 @@ class SampleMaker:
             self.fields[MAP] = self._encoded.field
         elif pixels.is_rgb:
             self._use_kernel(threads)
+
+    @property
+    def _crop_target(self) -> Sides | None:
+        """The (height, width) that crops of undecoded JPEGs get; None: images are decoded whole, as for views."""
+        if self._has_views or self._config.crop_decode == "off":
+            return None
+        return self._transforms[0].crop_target
 
     def _use_kernel(self, threads: int) -> None:
         """Have the kernel make the images, if all of them begin with a program."""

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import re
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -17,12 +20,25 @@ from typing import Any
 
 from raypipe.environment import variable
 from raypipe.progress import RELAY
+from raypipe.rayext import later
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.data_context import is_ours, stream_settings
 from raypipe.rayext.ray_private import Function, find_private, replace, replaced
 
 _SLOW_START = "the start of a local cluster takes some seconds more"
 _NODE = "ray._private.node.Node"
+# Options of the raylet.
+_AGENT = re.compile("^--(dashboard|runtime_env)_agent_command=")
+# Modules that ray.dashboard.optional_deps imports.
+_AGENT_NEEDS = (
+    "aiohttp",
+    "aiohttp_cors",
+    "grpc",
+    "opencensus",
+    "opentelemetry",
+    "prometheus_client",
+    "pydantic",
+)
 
 _STATISTICS = "ray.data._internal.stats._StatsManager"
 _POOL = "ray.data._internal.execution.operators.actor_pool_map_operator"
@@ -64,7 +80,7 @@ def small_head() -> Iterator[None]:
 
     Ray starts the dashboard's server even without a dashboard, and ray.init waits 2 s for it; the monitor would
     add nodes. The agent's port only matters to a dashboard, so it may be any: Ray would wait up to 3 s for a fixed
-    port, which every other Ray on this machine uses too.
+    port, which every other Ray on this machine uses too. The raylet's agents start later, see `later`.
     """
     if not are_on():
         yield
@@ -78,6 +94,12 @@ def small_head() -> Iterator[None]:
             changes.enter_context(change)
         change = replaced(f"{_NODE}.start_raylet", _with_any_port, loss=_SLOW_START)
         changes.enter_context(change)
+        for name, wrap in (
+            ("services.start_ray_process", _with_later_agents),
+            ("utils.get_dashboard_dependency_error", _without_import),
+        ):
+            change = replaced(f"ray._private.{name}", wrap, loss=_SLOW_START)
+            changes.enter_context(change)
         yield
 
 
@@ -99,6 +121,32 @@ def _with_any_port(start_raylet: Function) -> Function:
         return start_raylet(self, *args, **options)
 
     return start
+
+
+def _with_later_agents(start_process: Function) -> Function:
+    """Wrap the function that starts one of Ray's processes: the raylet's agents start later."""
+    waiter = subprocess.list2cmdline([sys.executable, "-I", "-S", later.__file__])
+
+    @functools.wraps(start_process)
+    def start(command: list[str], *args: Any, **options: Any) -> Any:
+        changed = [
+            _AGENT.sub(lambda option: f"{option[0]}{waiter} ", part) for part in command
+        ]
+        return start_process(changed, *args, **options)
+
+    return start
+
+
+def _without_import(find_error: Function) -> Function:
+    """Wrap the function that imports what the dashboard's agent needs, to see whether it can start: look it up."""
+
+    def error() -> ImportError | None:
+        for name in _AGENT_NEEDS:
+            if importlib.util.find_spec(name) is None:
+                return ImportError(f"no module {name}")
+        return None
+
+    return error
 
 
 # Ray Data's executions

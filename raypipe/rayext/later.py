@@ -2,8 +2,8 @@
 
     python later.py PYTHON … agent.py --session-dir=… --node-id=… --…-port=0 …
 
-A raylet waits until its agents have written their ports to files, and an agent imports for half a second or more. This script
-writes these files, waits, and becomes the agent, in the same process:
+A raylet waits until its agents have written their ports to files, and an agent imports for half a second or more.
+This script writes these files, waits, and becomes the agent, in the same process:
 
     agent of runtime environments     waits for a connection: the raylet asks it for the environment of a worker
                                       that has one, and asks again until it answers

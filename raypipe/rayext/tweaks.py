@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -18,11 +19,14 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import ray
+
 from raypipe.environment import variable
 from raypipe.progress import RELAY
 from raypipe.rayext import later
-from raypipe.rayext.cluster_state import is_local
+from raypipe.rayext.cluster_state import is_local, own_environment
 from raypipe.rayext.data_context import is_ours, stream_settings
+from raypipe.rayext.processes import is_ray_worker
 from raypipe.rayext.ray_private import Function, find_private, replace, replaced
 
 _SLOW_START = "the start of a local cluster takes some seconds more"
@@ -46,6 +50,8 @@ _MORE_ACTORS = "Ray Data starts actors for statistics that nobody reads"
 
 _EXECUTOR = "ray.data._internal.execution.streaming_executor"
 _SLOW = "tiny images stream a quarter slower"
+
+_SLOW_TRAIN = "the start of a run takes a second more"
 
 _LINES = "Ray's own lines appear between those of a run"
 
@@ -236,6 +242,60 @@ def _hide_errors(record: logging.LogRecord) -> bool:
     """
     record.hide = record.levelno >= logging.ERROR and is_ours()
     return True
+
+
+# Ray Train
+
+_TRAIN = "ray.train.v2"
+_WARNS = "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"
+
+
+class _Inherited(dict[str, str]):
+    """Variables to set for the processes of a run: none, since they inherit all."""
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+def without_environment() -> contextlib.AbstractContextManager[None]:
+    """Context manager: start a run's controller without an environment of its own, if it inherits all variables.
+
+    For it Ray would start an agent and a new process, and leave those idle that it has started in advance.
+    """
+    inherited = own_environment()
+    if not are_on() or inherited is None:
+        return contextlib.nullcontext()
+
+    def wrap(function: Function) -> Function:
+        def variables() -> dict[str, str]:
+            needed: dict[str, str] = function()
+            if any(inherited.get(name) != value for name, value in needed.items()):
+                return needed
+            return _Inherited()
+
+        return variables
+
+    path = f"{_TRAIN}.api.data_parallel_trainer.get_env_vars_to_propagate"
+    return replaced(path, wrap, loss=_SLOW_TRAIN)
+
+
+def inherit_environment() -> None:
+    """Start trainers without an environment of their own, if the calling controller of a run has none.
+
+    Does nothing in other processes than Ray's workers.
+    """
+    if (
+        not (are_on() and is_ray_worker() and is_local())
+        or ray.get_runtime_context().runtime_env
+    ):
+        return
+    os.environ.setdefault(_WARNS, "0")  # as Ray Train sets it
+    path = f"{_TRAIN}._internal.execution.worker_group.worker_group"
+    replace(
+        f"{path}.get_env_vars_to_propagate",
+        lambda _: _Inherited,
+        loss=_SLOW_TRAIN,
+    )
 
 
 # Ray Train's lines

@@ -16,7 +16,8 @@ from raypipe.commands.copies import shard_fingerprint, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.memory import MemoryStore
-from raypipe.stores.record import Fingerprint, RecordLayout, column_types, plain
+from raypipe.stores.plain_columns import column_types, plain
+from raypipe.stores.record import Fingerprint, RecordLayout
 
 TYPES = {
     "image": "binary",

@@ -20,7 +20,7 @@ from raypipe.stores.base import is_class
 from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.memory import MemoryStore
-from raypipe.stores.record import column_types
+from raypipe.stores.plain_columns import column_types
 
 from pictures import picture  # isort: skip
 

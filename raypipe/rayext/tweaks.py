@@ -258,7 +258,7 @@ class _Inherited(dict[str, str]):
 
 
 def without_environment() -> contextlib.AbstractContextManager[None]:
-    """Context manager: start a run's controller without an environment of its own, if it inherits all variables.
+    """Context manager: start the controller of a run without a runtime environment, if it inherits all variables.
 
     For it Ray would start an agent and a new process, and leave those idle that it has started in advance.
     """
@@ -280,7 +280,7 @@ def without_environment() -> contextlib.AbstractContextManager[None]:
 
 
 def inherit_environment() -> None:
-    """Start trainers without an environment of their own, if the calling controller of a run has none.
+    """Start trainers without a runtime environment, if the calling controller has none.
 
     Does nothing in other processes than Ray's workers.
     """

@@ -78,13 +78,13 @@ class ColumnOptions(Section, prefix="store.columns.NAME."):
         )
 
 
-Columns = list[str] | dict[str, dict[str, Any] | None]
+ColumnsSetting = list[str] | dict[str, dict[str, Any] | None]
 """Names of columns; or their `ColumnOptions` by name, as plain values."""
 
 
 def column_options(columns: Any) -> dict[str, ColumnOptions]:
     """Return the options of each column; raise ConfigError if one is wrong."""
-    columns = check("store.columns", columns, Columns)
+    columns = check("store.columns", columns, ColumnsSetting)
     if isinstance(columns, dict):
         by_name = columns
     else:
@@ -136,7 +136,7 @@ class StoreConfig(Section, prefix="store."):
     trust_pickles: bool = False
     exclude: str | dict[str, str] = ""
     filter: str | dict[str, str] = ""
-    columns: Columns = field(default_factory=list)
+    columns: ColumnsSetting = field(default_factory=list)
     in_memory: bool = False
 
     def __post_init__(self) -> None:

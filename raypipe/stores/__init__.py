@@ -27,6 +27,7 @@ from raypipe.stores.base import (
 
 if TYPE_CHECKING:
     from raypipe.stores.memory import MemoryStore as MemoryStore
+    from raypipe.stores.simple import SimpleStore as SimpleStore
     from raypipe.stores.writers import LMDBWriter as LMDBWriter
     from raypipe.stores.writers import ParquetWriter as ParquetWriter
 
@@ -34,6 +35,7 @@ _HOME = {
     "LMDBWriter": "writers",
     "MemoryStore": "memory",
     "ParquetWriter": "writers",
+    "SimpleStore": "simple",
     "digits_stores": "destination",
     "open_writer": "writers",
 }
@@ -57,6 +59,7 @@ __all__ = [
     "LMDBWriter",
     "MemoryStore",
     "ParquetWriter",
+    "SimpleStore",
     "Store",
     "StoreError",
     "check_columns",

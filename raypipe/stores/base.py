@@ -194,10 +194,7 @@ class FileStore(ABC, Generic[C]):
         if self._opened is None:
             opened = self._open()
             if self._identity and self._identity != _identity_of(opened):
-                raise StoreError(
-                    f"{self.address} has other contents on this machine ({socket.gethostname()}), or by now, than "
-                    "where it was opened first: give all nodes the same files, and leave them as they are"
-                )
+                raise other_contents(self.address)
             self._opened = opened
             self._pid = os.getpid()
         return self._opened
@@ -240,6 +237,14 @@ class FileStore(ABC, Generic[C]):
 def _identity_of(contents: Any) -> str:
     """Return what tells contents from others: the fingerprint, unless it takes long."""
     return str(getattr(contents, "identity", None) or contents.fingerprint)
+
+
+def other_contents(address: str) -> StoreError:
+    """Return the error about a store that differs from the one that another process has sent."""
+    return StoreError(
+        f"{address} has other contents on this machine ({socket.gethostname()}), or by now, than "
+        "where it was opened first: give all nodes the same files, and leave them as they are"
+    )
 
 
 def forwards(store: Store) -> Store:

@@ -118,14 +118,19 @@ class SampleMaker:
             only = None if self._has_views else self._transforms[0]
             self._encoded = EncodedImages(only, brief(transform))
             self.fields[MAP] = self._encoded.field
-            return
+        elif pixels.is_rgb:
+            self._use_kernel(threads)
+
+    def _use_kernel(self, threads: int) -> None:
+        """Have the kernel make the images, if all of them begin with a program."""
         has_rest = any(transform.has_rest for transform in self._transforms)
         is_known = all(transform.program for transform in self._transforms)
-        if is_known and pixels.is_rgb and not (self._targets and has_rest):
-            self._kernel = KernelImages(self._views, config, threads)
-            if not has_rest:  # sizes are known before the first sample
-                blanks = [_blank(transform) for transform in self._transforms]
-                self._learn(join_crops(self._views, blanks))
+        if not is_known or (self._targets and has_rest):
+            return
+        self._kernel = KernelImages(self._views, self._config, threads)
+        if not has_rest:  # sizes are known before the first sample
+            blanks = [_blank(transform) for transform in self._transforms]
+            self._learn(join_crops(self._views, blanks))
 
     def make(self, samples: Samples, keys: np.ndarray) -> Rows:
         """Make a micro-batch of samples, of which none is bad: for measurements.
@@ -289,12 +294,12 @@ class SampleMaker:
         for view in self._views:
             crop_key = view.keys(np.array(key, np.uint64)).tolist()
             # A transform may write into what it is given, and all are given the same image.
-            made = view.transform.with_targets(image.copy(), {}, crop_key)
-            if IMAGE not in made.images:
+            result = view.transform.with_targets(image.copy(), {}, crop_key)
+            if IMAGE not in result.images:
                 raise ConfigError(
                     f"a transform of {view.field} made several images, and a view is one"
                 )
-            crops.append(made.images[IMAGE])
+            crops.append(result.images[IMAGE])
         return Transformed(join_crops(self._views, crops), {})
 
     def _followers(

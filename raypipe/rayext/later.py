@@ -54,8 +54,9 @@ def _held_port() -> socket.socket:
     """Bind a socket to a free port, which Linux gives to nobody who asks for any."""
     limit = _first_ephemeral_port()
     for _ in range(_TRIES if limit > _LEAST_PORT + _TRIES else 0):
-        held = socket.socket()
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held = (
+            socket.socket()
+        )  # without SO_REUSEADDR, which would let others bind it too
         try:
             held.bind(("", random.randrange(_LEAST_PORT, limit)))
         except OSError:
@@ -63,7 +64,6 @@ def _held_port() -> socket.socket:
             continue
         return held
     held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
     return held
 
@@ -91,7 +91,7 @@ def _wait(held: dict[str, socket.socket], on_demand: bool) -> None:
             return
 
 
-def main(command: list[str]) -> None:
+def start_later(command: list[str]) -> None:
     """Hold an agent's ports, wait, and become the agent."""
     options = _options(command)
     on_demand = "--runtime-env-agent-port" in options
@@ -118,4 +118,4 @@ def main(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    start_later(sys.argv[1:])

@@ -136,7 +136,8 @@ def _with_later_agents(start_process: Function) -> Function:
     @functools.wraps(start_process)
     def start(command: list[str], *args: Any, **options: Any) -> Any:
         changed = [
-            _AGENT.sub(lambda option: f"{option[0]}{waiter} ", part) for part in command
+            _AGENT.sub(lambda option: f"{option[0]}{waiter} ", argument)
+            for argument in command
         ]
         return start_process(changed, *args, **options)
 

@@ -23,7 +23,7 @@ def _start(folder: Path, *options: str, delay_s: float = 30.0) -> subprocess.Pop
         "later = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(later)\n"
         f"later._DELAY_S = {delay_s}\n"
-        "later.main(sys.argv[1:])"
+        "later.start_later(sys.argv[1:])"
     )
     places = [f"--session-dir={folder}", "--node-id=n"]
     return subprocess.Popen(

@@ -127,6 +127,7 @@ def connect(
         {"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {}
     )
     with _inherited(environment), small_head(), _spared_signals(), _whole_start():
+        inherited = dict(os.environ)
         try:
             ray.init(
                 address="local",
@@ -141,7 +142,7 @@ def connect(
                 "Ray did not start on this machine: its CPUs or memory may be in use, or TMPDIR may be too long "
                 f"or not ASCII: {error}"
             ) from error
-    remember_own_node()
+    remember_own_node(inherited)
 
 
 def _running_cluster() -> str:

@@ -19,7 +19,7 @@ from raypipe.stores.arrow_values import array_of, is_bytes, is_list, is_number
 from raypipe.stores.base import by_part, stored_names
 from raypipe.stores.numbers import MAX_LABEL
 
-EncodedImages = Sequence[bytes | memoryview | None]
+ImageValues = Sequence[bytes | memoryview | None]
 
 
 class TableColumns:

@@ -47,8 +47,8 @@ _LOCAL_ENV = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the watcher is an actor that looks for preempted cloud nodes
 }
 
-# Time that the start of a head may take.
-_ANSWER_S = 60.0
+ANSWER_S = 60.0
+"""Time that the start of a head may take."""
 
 
 def connect(
@@ -96,12 +96,12 @@ def connect(
         "job_config": job,
     }
     if address:
-        wait_for_head(address, wait or Wait(_ANSWER_S))
+        wait_for_head(address, wait or Wait(ANSWER_S))
         closed = {
             name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ
         }
         try:
-            with _whole_start():
+            with _auto_start_waits(), _whole_start():
                 ray.init(
                     address=address,
                     runtime_env={"env_vars": _WORKER_ENV | closed},
@@ -123,7 +123,13 @@ def connect(
     environment = _LOCAL_ENV | (
         {"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {}
     )
-    with _inherited(environment), small_head(), _spared_signals(), _whole_start():
+    with (
+        _inherited(environment),
+        small_head(),
+        _spared_signals(),
+        _auto_start_waits(),
+        _whole_start(),
+    ):
         try:
             ray.init(
                 num_cpus=num_cpus or _offered_cpus(),
@@ -138,6 +144,40 @@ def connect(
                 f"or not ASCII: {error}"
             ) from error
     remember_own_node()
+
+
+def keep_sigterm() -> None:
+    """End this process in an orderly way at SIGTERM, as Ray does where the main thread starts it.
+
+    Call it before another thread calls `connect`.
+    """
+    if ray.is_initialized():
+        return
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+
+
+@contextlib.contextmanager
+def _auto_start_waits() -> Iterator[None]:
+    """Context manager: the first call to Ray of another thread waits, instead of starting a Ray of its own.
+
+    Ray warns that a thread cannot handle SIGTERM; `keep_sigterm` does.
+    """
+    lock = find_private(
+        "ray._private.auto_init_hook.auto_init_lock",
+        "call Ray only after the first batch of a loader",
+    )
+    log = logging.getLogger("ray._private.worker")
+
+    def without_sigterm(record: logging.LogRecord) -> bool:
+        return "SIGTERM handler" not in record.getMessage()
+
+    log.addFilter(without_sigterm)
+    try:
+        with lock or contextlib.nullcontext():
+            yield
+    finally:
+        log.removeFilter(without_sigterm)
 
 
 def _offered_cpus() -> int:

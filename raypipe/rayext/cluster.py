@@ -12,7 +12,9 @@ import stat
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import ray
@@ -144,6 +146,43 @@ def connect(
                 f"or not ASCII: {error}"
             ) from error
     remember_own_node()
+
+
+_connecting = SimpleQueue[tuple[Wait, Future[None]]]()
+
+
+def connect_by_thread(wait: Wait) -> None:
+    """Call `connect` in a thread that lives as long as this process.
+
+    Linux ends Ray's processes with the thread that has started them.
+
+    Args:
+        wait: see `connect`.
+    """
+    if ray.is_initialized():
+        connect()
+        return
+    _start_connecting()
+    connected = Future[None]()
+    _connecting.put((wait, connected))
+    connected.result()
+
+
+@functools.cache  # once per process
+def _start_connecting() -> None:
+    threading.Thread(target=_connect_forever, name="raypipe-ray", daemon=True).start()
+
+
+def _connect_forever() -> None:
+    while True:
+        wait, connected = _connecting.get()
+        try:
+            connect(wait=wait)
+        except BaseException as error:
+            connected.set_exception(error)
+        else:
+            connected.set_result(None)
+        del wait, connected
 
 
 def keep_sigterm() -> None:

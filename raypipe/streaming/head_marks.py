@@ -1,11 +1,11 @@
 """Marks of ranks that make their first micro-batches themselves: what kills such a process shall kill only one.
 
-A sample may end the process that decodes it. An actor is replaced, and in the end goes without the sample; a rank would
-meet it again at each restart. So a rank leaves a mark before it begins, and removes it behind its last one. Where a
-mark is found of a process that is gone, the pool makes everything.
+A sample may end the process that decodes it. An actor is replaced, and in the end leaves out the sample; a rank
+would meet it again at each restart. So a rank leaves a mark before it begins, and removes it after its last
+micro-batch. If a process is gone and its mark is not, the pool makes everything.
 
-In a train function the cluster keeps the marks, for as long as the run; elsewhere the cache folder does, until a stream
-of the same plan has ended well.
+In a train function the cluster keeps the marks, for as long as the run; elsewhere the cache folder does, until a
+stream of the same plan has ended.
 """
 
 from __future__ import annotations

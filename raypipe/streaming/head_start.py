@@ -1,7 +1,7 @@
 """Head start: each rank makes the first micro-batches of its share itself, while Ray and the pool start.
 
-A micro-batch has the same bits, whoever makes it. So a thread of the rank makes the first ones, as the inline engine
-does, and the pool begins behind them:
+A micro-batch has the same bits, whoever makes it. So a thread of the rank makes the first ones, as the inline
+engine does, and the pool begins behind them:
 
     place of the rank's share    0  1  2  3  4  5 | 6  7  8  …       the pool takes over at 6
     made by                      the rank         | the pool
@@ -31,8 +31,8 @@ from raypipe.transform.fields import MicroBatch
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.user_code import failed
 
-# Time from the first actor's start to the pool's first micro-batch at the rank, which the rank covers.
-_COVER_S = 0.5
+# Time from the first actor to the first micro-batch of the pool at the rank, which the rank covers.
+_COVER_S = 1.0
 # Micro-batches that wait for the loop: in bytes, in number, and where the loop has a single CPU.
 _MAX_AHEAD_BYTES = 256 << 20
 _MAX_AHEAD = 64
@@ -118,8 +118,8 @@ class HeadStart:
         return self._is_done and self.num_claimed < self._limit
 
     def reserve(self) -> int:
-        """Return how many micro-batches this rank, which is rank 0, is to make. After the first call, it makes no more
-        than it hears of.
+        """Return how many micro-batches this rank, rank 0, is to make; it makes no more than it hears of from now
+        on.
         """
         with self._changed:
             lead = 1

@@ -32,12 +32,12 @@ class HostStream(NamedTuple):
         end: function that ends all processes, once the batches are closed.
         moves: called with each move of this rank where others share the source; returns whether it leaves the
             source, as all then do. None = no other rank shares it.
-        starts: starts the processes behind it, maybe in a thread, and calls a function with the handle of the stream's
-            supervisor and the most transform actors of the pool; None = there are none, or they have started.
+        starts: starts the processes behind it, maybe in a thread, and calls a function with the handle of the
+            stream's supervisor and the most transform actors of the pool; None = there are no such processes.
         needs_ray: whether Ray makes it.
         describe: names what holds up the first batch; empty = the supervisor knows, or this process makes it.
-        start_images: images that the source, or each of its actors, makes in the time that its start takes. A skip of
-            fewer reads on; a longer one starts the source again, behind them.
+        start_images: images that the source, or each of its actors, makes in the time that its start takes. A
+            skip of fewer reads on; a longer one starts the source again, behind them.
     """
 
     batches: Iterator[MicroBatch]

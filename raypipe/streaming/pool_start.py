@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 
 from raypipe.errors import ConfigError
+from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
 from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
+from raypipe.rayext.startup import Wait
 from raypipe.streaming.head_start import HeadStart
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
@@ -90,6 +92,15 @@ class PoolStart:
         """End the start here if it was left."""
         if self._is_left.is_set():
             raise _LeftError
+
+    def connect(self) -> None:
+        """Connect this process to Ray, see `raypipe.rayext.cluster.connect`."""
+        wait = Wait(ANSWER_S, self.check)
+        if self._thread:
+            connect_by_thread(wait)
+        else:
+            connect(wait=wait)
+        self.check()
 
     def reserve(self) -> None:
         """Tell the Supervisor, before the pool can begin, what this rank makes."""

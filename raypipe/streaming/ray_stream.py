@@ -20,10 +20,9 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.allocation import check_own, cluster_resources, preflight
-from raypipe.rayext.cluster import ANSWER_S, connect, keep_sigterm
+from raypipe.rayext.cluster import keep_sigterm
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.processes import is_ray_worker, this_process
-from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import quiet_broadcasts
 from raypipe.storage.filesystem import is_remote
 from raypipe.streaming.head_marks import Marks
@@ -239,7 +238,7 @@ class RayStreams:
 
         settings = spec.pool
         # a loader outside of Ray Train may be the first here to need Ray
-        connect(wait=Wait(ANSWER_S, pool.check))
+        pool.connect()
         pool.check()
         pool.on_end.append(ask_for_room(settings))
         max_actors = self._max_actors

@@ -198,7 +198,7 @@ def keep_sigterm() -> None:
 
 @contextlib.contextmanager
 def _auto_start_waits() -> Iterator[None]:
-    """Context manager: the first call to Ray of another thread waits, instead of starting a Ray of its own.
+    """Context manager: the first call to Ray of another thread waits, and does not start Ray a second time.
 
     Ray warns that a thread cannot handle SIGTERM; `keep_sigterm` does.
     """

@@ -1,6 +1,6 @@
 """Head start: each rank makes the first micro-batches of its share itself, while Ray and the pool start.
 
-A micro-batch has the same bits, whoever makes it. So a thread of the rank makes the first ones, as the inline
+A micro-batch has the same bits in every process. So a thread of the rank makes the first ones, as the inline
 engine does, and the pool begins behind them:
 
     place of the rank's share    0  1  2  3  4  5 | 6  7  8  …       the pool takes over at 6

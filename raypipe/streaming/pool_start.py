@@ -1,4 +1,4 @@
-"""Start of a stream's pool by Ray, in the calling thread or in one of its own; it can be left at any time."""
+"""Start of a stream's pool by Ray, in the calling thread or in another one; it can be left at any time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PoolStart:
         make_iterators: starts the pool, or on other ranks gets its iterators; calls `check` now and then.
         rank: number of this rank.
         supervisor: handle of the stream's Supervisor; None = `make_iterators` sets it.
-        head: what the rank makes meanwhile; None = nothing.
+        head: the rank's own first micro-batches; None = it makes none.
 
     Attributes:
         supervisor: see above.
@@ -80,12 +80,12 @@ class PoolStart:
 
     @property
     def has_head_start(self) -> bool:
-        """Whether the rank makes something meanwhile."""
+        """True if the rank makes the first micro-batches itself."""
         return self._head is not None
 
     @property
     def is_left(self) -> bool:
-        """Whether the stream ends."""
+        """True once the stream ends."""
         return self._is_left.is_set()
 
     def check(self) -> None:

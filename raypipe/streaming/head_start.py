@@ -33,6 +33,7 @@ from raypipe.transform.user_code import failed
 
 # Time from the first actor to the first micro-batch of the pool at the rank, which the rank covers.
 _COVER_S = 1.0
+_COVER_SHARE = 0.25  # of the time that the start has taken
 # Micro-batches that wait for the loop: in bytes, in number, and where the loop has a single CPU.
 _MAX_AHEAD_BYTES = 256 << 20
 _MAX_AHEAD = 64
@@ -74,7 +75,7 @@ class HeadStart:
             self._most = min(self._most, spec.pool.head_start)
         self._limit = self._most if num_free is None else min(self._most, num_free)
         self._is_final = False
-        self._has_reserved = False
+        self._started_at = time.monotonic()
         self._max_ahead = _MAX_AHEAD if num_cpus() > 1 else _MAX_AHEAD_OF_ONE_CPU
         self.num_claimed = 0
         self.error: BaseException | None = None
@@ -118,22 +119,19 @@ class HeadStart:
         return self._is_done and self.num_claimed < self._limit
 
     def reserve(self) -> int:
-        """Return how many micro-batches this rank, rank 0, is to make; it makes no more than it hears of from now
-        on.
-        """
+        """Return how many micro-batches this rank, rank 0, is to make if an actor starts now."""
         with self._changed:
-            lead = 1
-            if self._seconds_each:
-                lead += math.ceil(_COVER_S / self._seconds_each)
-            num = min(self._most, self.num_claimed + lead)
             if self._is_done:
                 return self.num_claimed
             if self._spec.pool.head_start >= 0:
-                num = self._most
-            if not self._has_reserved:
-                self._has_reserved = True
-                self._limit = num
-            return max(num, self._limit)
+                return self._most
+            lead = 1
+            if self._seconds_each:
+                # where all takes long, so does the way of the pool's first micro-batch
+                spent_s = time.monotonic() - self._started_at
+                cover_s = max(_COVER_S, _COVER_SHARE * spent_s)
+                lead += math.ceil(cover_s / self._seconds_each)
+            return min(self._most, self.num_claimed + lead)
 
     def hear(self, num: int, is_final: bool) -> None:
         """The pool takes over behind so many micro-batches, as far as the Supervisor knows now."""

@@ -224,25 +224,30 @@ class PoolStart:
             ).start()
 
     def _follow(self, head: HeadStart) -> None:
-        """Agree with the Supervisor on where the pool takes over, until that is final."""
-        supervisor = self.supervisor
+        """Agree with the Supervisor on where the pool takes over, until that is final.
+
+        The Supervisor may start late: rank 0 goes on meanwhile, and tells it without waiting for an answer.
+        """
+        asked = list[Any]()
         is_final = False
         with contextlib.suppress(ray.exceptions.RayError):
-            while not self._is_left.wait(_LOOK_S / 2):
-                if head.is_done and head.is_short:
-                    num, is_final = ray.get(
-                        supervisor.head_ends.remote(head.num_claimed)
-                    )
-                elif self._rank == 0:
-                    num, is_final = ray.get(
-                        supervisor.head_extends.remote(head.reserve())
-                    )
-                else:
-                    num, is_final = ray.get(supervisor.takeover.remote())
-                head.hear(num, is_final)
-                if is_final and head.is_done:
-                    break
+            while not (is_final and head.is_done):
+                if self._is_left.wait(_LOOK_S):
+                    return
+                asked.append(self._ask(head))
+                answered, asked = ray.wait(asked, num_returns=len(asked), timeout=0)
+                if answered:
+                    num, is_final = ray.get(answered[-1])
+                    head.hear(num, is_final)
             self._compare(head)
+
+    def _ask(self, head: HeadStart) -> Any:
+        """Tell the Supervisor about this rank, and ask where the pool takes over."""
+        if head.is_short:
+            return self.supervisor.head_ends.remote(head.num_claimed)
+        if self._rank == 0:
+            return self.supervisor.head_extends.remote(head.reserve())
+        return self.supervisor.takeover.remote()
 
     def _compare(self, head: HeadStart) -> None:
         """Compare samples of the user's code with those of the first process that has made any."""

@@ -33,7 +33,8 @@ from raypipe.transform.user_code import failed
 
 # Time from the first actor to the first micro-batch of the pool at the rank, which the rank covers.
 _COVER_S = 1.0
-_COVER_SHARE = 0.25  # of the time that the start has taken
+# The same, as a share of the time that the start has taken.
+_COVER_SHARE = 0.25
 # Micro-batches that wait for the loop: in bytes, in number, and where the loop has a single CPU.
 _MAX_AHEAD_BYTES = 256 << 20
 _MAX_AHEAD = 64
@@ -127,7 +128,7 @@ class HeadStart:
                 return self._most
             lead = 1
             if self._seconds_each:
-                # where all takes long, so does the way of the pool's first micro-batch
+                # on a busy machine, the pool's first micro-batch takes longer too
                 spent_s = time.monotonic() - self._started_at
                 cover_s = max(_COVER_S, _COVER_SHARE * spent_s)
                 lead += math.ceil(cover_s / self._seconds_each)

@@ -226,7 +226,7 @@ class PoolStart:
     def _follow(self, head: HeadStart) -> None:
         """Agree with the Supervisor on where the pool takes over, until that is final.
 
-        The Supervisor may start late: rank 0 goes on meanwhile, and tells it without waiting for an answer.
+        The Supervisor may start late: rank 0 continues, and tells it without waiting for an answer.
         """
         asked = list[Any]()
         is_final = False

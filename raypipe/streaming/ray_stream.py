@@ -121,7 +121,7 @@ class RayStreams:
         if world_size > 1:
             moves = functools.partial(_leaves, supervisor, rank, world_size)
         head = None
-        # without a mark, a sample that ends the process might end each one
+        # A sample that ends its process would end each one if it left no mark.
         if opening.has_head_start and (self._marks.set() or world_size > 1):
             free = None if rank == 0 else 1
             threads = threads_of_rank(self._in_train)

@@ -1,11 +1,11 @@
-"""Builds the optional extension `_raypipe_kernel` (csrc/kernel.c) into the wheel.
+"""Builds the optional extensions into the wheel: the kernel, and the reader of LMDB's pages (EXTENSIONS).
 
-It needs a C compiler, Python's headers, and libjpeg-turbo 2.1 or later with its headers (Debian and Ubuntu:
-libjpeg-dev; Fedora: libjpeg-turbo-devel; Homebrew: jpeg-turbo). Where one of them is missing, the build warns and
-goes on: the wheel is then pure, and raypipe gives the same pixels without it, only slower. Editable installs get
-it as well. To build it later: `uv sync --reinstall-package raypipe-data`, or `pip install` again.
+They need a C compiler and Python's headers. The kernel also needs libjpeg-turbo 2.1 or later with its headers
+(Debian and Ubuntu: libjpeg-dev; Fedora: libjpeg-turbo-devel; Homebrew: jpeg-turbo). Where one of them is missing,
+the build warns and goes on without that extension: raypipe then gives the same samples and pixels, only slower.
+Editable installs get them as well. To build them later, install again: `uv sync --reinstall-package raypipe-data`.
 
-RAYPIPE_EXTENSION=no leaves it out, and RAYPIPE_EXTENSION=yes makes a failure to build it an error.
+RAYPIPE_EXTENSION=no leaves them out, and RAYPIPE_EXTENSION=yes makes a failure to build one an error.
 RAYPIPE_LIBJPEG=PREFIX/lib/libjpeg.a links that archive into it, which must hold position-independent code and have
 its headers in PREFIX/include: the wheel then needs no libjpeg-turbo of the machine. Wheels are released so
 (`.ci/libjpeg`, `.ci/wheel`).
@@ -22,15 +22,43 @@ import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
-SOURCE = "csrc/kernel.c"
-# Beside the package, not in it: it is found as well where Ray puts a working_dir of raypipe's sources in front.
-# abi3: one file serves this and all later versions of Python.
-TARGET = "_raypipe_kernel.abi3.so"
+
+class Extension(NamedTuple):
+    """A module in C.
+
+    Attributes:
+        name: what is imported. It lies beside the package, not in it, and is found as well where Ray puts a
+            working_dir of raypipe's sources in front.
+        source: the file that includes all others, within the checkout.
+        probe: a program beside it, which shows that libjpeg is as the source expects, and the option that says
+            so; "" = it does not use libjpeg.
+    """
+
+    name: str
+    source: str
+    probe: str = ""
+    checked: str = ""
+
+    @property
+    def file(self) -> str:
+        """Return the file's name; abi3: one file serves this and all later versions of Python."""
+        return f"{self.name}.abi3.so"
+
+
+KERNEL = Extension(
+    "_raypipe_kernel",
+    "raypipe/kernel/csrc/kernel.c",
+    "probe_entropy.c",
+    "-DCHECKED_ENTROPY",
+)
+LMDB = Extension("_raypipe_lmdb", "raypipe/stores/csrc/lmdb.c")
+EXTENSIONS = (KERNEL, LMDB)
+
 # Of each line, the first that the compiler takes without a word: a write beyond an array ends the process, and
 # goes no further. Together they cost nothing that can be measured (raypipe/kernel/README.md).
 HARDENING = [
@@ -52,26 +80,28 @@ class ExtensionHook(BuildHookInterface):
     """Hatchling's build hook; see the module."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the extension to a wheel, and tag it for this platform."""
+        """Add the extensions to a wheel, and tag it for this platform."""
         wanted = os.environ.get("RAYPIPE_EXTENSION", "auto")
         if self.target_name != "wheel" or wanted == "no":
             return
         self._folder = tempfile.mkdtemp(prefix="raypipe-build-")
-        built = Path(self._folder) / TARGET
-        reason = compile_extension(Path(self.root) / SOURCE, built)
-        if reason:
-            if wanted == "yes":
-                raise RuntimeError(
-                    f"RAYPIPE_EXTENSION=yes, but {SOURCE} cannot be built: {reason}"
-                )
-            self.app.display_warning(
-                f"raypipe is built without its optional kernel: {reason}"
-            )
-            return
         where = "force_include_editable" if version == "editable" else "force_include"
-        build_data[where][str(built)] = TARGET
-        build_data["pure_python"] = False
-        build_data["tag"] = wheel_tag()
+        for extension in EXTENSIONS:
+            reason = compile_extension(
+                extension, Path(self.root), Path(self._folder), self.app.display_warning
+            )
+            if reason and wanted == "yes":
+                raise RuntimeError(
+                    f"RAYPIPE_EXTENSION=yes, but {extension.source} cannot be built: {reason}"
+                )
+            if reason:
+                self.app.display_warning(
+                    f"raypipe is built without its optional {extension.name}: {reason}"
+                )
+                continue
+            build_data[where][f"{self._folder}/{extension.file}"] = extension.file
+            build_data["pure_python"] = False
+            build_data["tag"] = wheel_tag()
 
     def finalize(
         self, version: str, build_data: dict[str, Any], artifact_path: str
@@ -81,8 +111,17 @@ class ExtensionHook(BuildHookInterface):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def compile_extension(source: Path, target: Path) -> str:
-    """Compile and try it; the reason why it cannot be done, or nothing."""
+def compile_extension(
+    extension: Extension, root: Path, folder: Path, warn: Callable[[str], None] = print
+) -> str:
+    """Compile an extension of a checkout into a folder, and try it.
+
+    Args:
+        warn: is told what the extension is built without.
+
+    Returns:
+        The reason why it cannot be done, or nothing.
+    """
     if sys.platform == "win32":
         return "it is not built on Windows"
     if not wheel_tag():
@@ -90,6 +129,7 @@ def compile_extension(source: Path, target: Path) -> str:
     compiler = shlex.split(os.environ.get("CC") or "") or [
         shutil.which("cc") or shutil.which("gcc") or "cc"
     ]
+    source = root / extension.source
     # -ffp-contract=off: OpenCV rounds coefficients after each step, also where a processor could multiply and add
     flags = [
         "-O3",
@@ -102,7 +142,15 @@ def compile_extension(source: Path, target: Path) -> str:
     flags += ["-DPy_LIMITED_API=0x030b0000"]
     if sys.platform == "darwin":
         flags += ["-undefined", "dynamic_lookup"]
-    include, libraries = libjpeg_flags()
+    include: list[str] = []
+    libraries: list[str] = []
+    difference = ""
+    if extension.probe:
+        include, libraries = libjpeg_flags()
+        probe = [*compiler, *include, str(source.parent / extension.probe)]
+        difference = difference_of(probe, libraries)
+        if not difference:
+            flags.append(extension.checked)
     python = [
         f"-I{path}"
         for path in dict.fromkeys(
@@ -117,7 +165,7 @@ def compile_extension(source: Path, target: Path) -> str:
         *include,
         str(source),
         "-o",
-        str(target),
+        str(folder / extension.file),
         *libraries,
     ]
     try:
@@ -133,10 +181,29 @@ def compile_extension(source: Path, target: Path) -> str:
         sys.executable,
         "-I",
         "-c",
-        f"import sys; sys.path.insert(0, {str(target.parent)!r}); import _raypipe_kernel",
+        f"import sys; sys.path.insert(0, {str(folder)!r}); import {extension.name}",
     ]
     done = subprocess.run(trial, capture_output=True, text=True, timeout=60)
-    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+    if done.returncode:
+        return done.stderr.strip().splitlines()[-1]
+    if difference:
+        warn(f"{extension.name} is built without {extension.checked}: {difference}")
+    return ""
+
+
+def difference_of(probe: list[str], libraries: list[str]) -> str:
+    """Compile and run a program that shows that libjpeg's inside is as expected; why it is not, or nothing."""
+    with tempfile.TemporaryDirectory(prefix="raypipe-build-") as folder:
+        program = f"{folder}/probe"
+        try:
+            for command in ([*probe, "-o", program, *libraries], [program]):
+                done = subprocess.run(command, capture_output=True, timeout=60)
+                if done.returncode:
+                    name = Path(command[0]).name
+                    return f"libjpeg's inside is not as expected ({name}: exit code {done.returncode})"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"libjpeg's inside could not be looked at ({error})"
+    return ""
 
 
 def hardening(compiler: list[str]) -> list[str]:

@@ -29,7 +29,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from raypipe import TransformConfig, open_store
 from raypipe.kernel import why_no_kernel
 from raypipe.stores.memory import MemoryStore
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import read_samples
 

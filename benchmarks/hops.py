@@ -34,8 +34,7 @@ import torch
 from raypipe.kernel import chroma_shape
 from raypipe.plan.places import Cursor
 from raypipe.streaming.blocks import MAX_BYTES, MAX_SECONDS
-from raypipe.streaming.checkpoints import write_checkpoint
-from raypipe.train.background import CheckpointWriter
+from raypipe.streaming.run_checkpoints import RunCheckpoints
 
 from transfers import IN_FLIGHT, SETTINGS, Transfer, measure  # isort: skip
 
@@ -334,22 +333,14 @@ def checkpoint(repeats: int) -> dict[str, float]:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    writer = CheckpointWriter()
     still = list[float]()
     whole = list[float]()
     with tempfile.TemporaryDirectory() as folder:
+        writer = RunCheckpoints(Path(folder).as_uri())
         for step in range(repeats + 1):
-
-            def write(state: memoryview, step: int = step) -> None:
-                write_checkpoint(
-                    Path(folder).as_uri(), Cursor(0, step, "f" * 16), state, {}
-                )
-
             began = time.perf_counter()
-            writer.save(
-                {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-                write,
-            )
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            writer.save(state, Cursor(0, step, "f" * 16), {}, {})
             still.append(time.perf_counter() - began)
             writer.wait()
             whole.append(time.perf_counter() - began)

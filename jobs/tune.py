@@ -24,6 +24,14 @@ from raypipe.commands.cli import run_job
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.device.augment import PRESETS
 from raypipe.errors import ConfigError, RunError
+from raypipe.launch.checks import check_code, num_classes_of
+from raypipe.launch.run_folder import (
+    CONFIG_FILE,
+    CONFIG_HEAD,
+    as_plain,
+    located,
+    store_config,
+)
 from raypipe.rayext.allocation import cluster_resources, preflight
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.failures import cause_of
@@ -31,14 +39,6 @@ from raypipe.rayext.trainer import train_alone
 from raypipe.storage.files import write_json, write_text
 from raypipe.streaming.opening import spec_of
 from raypipe.train.loop import Trainer
-from raypipe.train.models import num_classes_of
-from raypipe.train.run_folder import (
-    CONFIG_FILE,
-    CONFIG_HEAD,
-    as_plain,
-    located,
-    store_config,
-)
 from raypipe.transform.presets import check_transform
 
 _JITTER = {
@@ -222,6 +222,7 @@ def search(
         raise ConfigError(
             "a search needs 2 trials, 2 seeds and a validation: store.val and plan.val_interval"
         )
+    check_code(run.train, len(run.augment.mean))
     for transform in transforms:
         check_transform(transform, run.transform.final_size)
     with located(run, "tune-") as (run, folder, _):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from raypipe.plan.schedule import Cursor as Cursor
     from raypipe.plan.schedule import Plan as Plan
     from raypipe.rayext.cluster import connect as connect
+    from raypipe.storage.lease import lease as lease
     from raypipe.stores import open_store as open_store
     from raypipe.streaming.dataset import dataset as dataset
     from raypipe.streaming.handover import check_resources as check_resources
@@ -45,6 +46,7 @@ _NAMES = {
     "plan.custom": ["Population", "Sampler"],
     "plan.schedule": ["Cursor", "Plan"],
     "rayext.cluster": ["connect"],
+    "storage.lease": ["lease"],
     "stores": ["open_store"],
     "streaming.dataset": ["dataset"],
     "streaming.handover": ["check_resources", "loader"],

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
 from raypipe.errors import ConfigError
+from raypipe.importing import import_name
 from raypipe.logs import LogFormat
 from raypipe.section import ANY_NUMBER, MAX_INT, Limits, Section, check, kinds_of, shown
 
@@ -743,6 +744,14 @@ class TrainConfig(Section, prefix="train."):
             interval,
             'a number of steps, or a time such as "10min"',
         )
+
+    def imported(self, setting: str) -> Any:
+        """Import what a setting names as `module:name`: `imported("loss")`.
+
+        Raises:
+            ConfigError: it does not exist.
+        """
+        return import_name(getattr(self, setting), f"train.{setting}")
 
     @property
     def checkpoint_steps(self) -> int:

@@ -126,16 +126,10 @@ def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
     origin = get_origin(plain)
     parts = get_args(plain)
     if limits is not None:
-        number = isinstance(
-            value, int if plain is int else int | float
-        ) and not isinstance(value, bool)
-        if number and (limits is ANY_NUMBER or limits.hold(value)):
+        if _is_number(value, plain) and (limits is ANY_NUMBER or limits.hold(value)):
             return value
     elif plain is str:
-        if isinstance(value, os.PathLike):
-            text = os.fspath(value)
-        else:
-            text = value
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
         if isinstance(text, str) and "\0" not in text:
             return str(text)
     elif origin is Literal:
@@ -160,6 +154,12 @@ def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
     elif isinstance(value, plain):
         return value
     raise _UnfitError(kind, value, path)
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    """Return whether a value is an integer, or, for float, a number; a bool is neither."""
+    accepted = int if kind is int else int | float
+    return isinstance(value, accepted) and not isinstance(value, bool)
 
 
 def _parts(kind: Any) -> tuple[Any, Limits | None]:

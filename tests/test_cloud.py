@@ -28,8 +28,8 @@ from raypipe.config import PlanConfig, RunConfig, TransformConfig
 from raypipe.metrics.records import parse_records
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store, open_writer
+from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.destination import new_remote
-from raypipe.stores.record import write_bad_list
 
 from pictures import CLASSES, picture, samples  # isort: skip
 
@@ -44,8 +44,8 @@ import raypipe
 from raypipe.rayext.cluster import connect
 from raypipe.config import PoolConfig
 from raypipe.storage.files import read_whole
-from raypipe.train.launch import train
-from raypipe.train.run_folder import request_stop
+from raypipe.launch.run import launch
+from raypipe.streaming.stop_file import (request_stop)
 
 with open(sys.argv[1], "rb") as file:
     run = pickle.load(file)
@@ -58,8 +58,8 @@ def stop():
 
 connect(num_cpus=4, object_store_bytes=300 << 20)
 threading.Thread(target=stop).start()
-stopped = train(run)
-resumed = train(dataclasses.replace(run, name="", resume=folder, pool=PoolConfig(engine="inline")))
+stopped = launch(run)
+resumed = launch(dataclasses.replace(run, name="", resume=folder, pool=PoolConfig(engine="inline")))
 with open(sys.argv[2], "w") as file:
     json.dump([stopped, resumed], file)
 """

@@ -18,7 +18,7 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError
-from raypipe.transform.limits import MAX_PIXELS
+from raypipe.transform.decode.limits import MAX_PIXELS
 
 SECTIONS = (
     StoreConfig,

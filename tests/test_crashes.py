@@ -24,9 +24,9 @@ from small_runs import small_run
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
+from raypipe.launch.run import launch
 from raypipe.metrics.records import read_records
-from raypipe.train.launch import train
-from raypipe.train.run_folder import request_stop
+from raypipe.streaming.stop_file import request_stop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
@@ -36,14 +36,14 @@ RUN = """
 import dataclasses, json, sys
 from pathlib import Path
 from small_runs import small_run
-from raypipe.train.launch import train
+from raypipe.launch.run import launch
 
 folder, train_store, val_store, epochs, failures = sys.argv[1:]
 run = small_run(Path(folder), Path(train_store), Path(val_store), int(epochs), 2, checkpoint_interval=1)
 run = dataclasses.replace(run, name="killed", train=dataclasses.replace(run.train, max_failures=int(failures)))
 if (Path(folder) / "killed" / "config.yaml").exists():
     run = dataclasses.replace(run, resume=f"{folder}/killed")
-print(json.dumps(train(run)))
+print(json.dumps(launch(run)))
 """
 
 
@@ -183,7 +183,7 @@ def halves(
     """A run, its folder when it has been trained to its end, and one when it was stopped half-way."""
     runs = tmp_path_factory.mktemp("runs")
     run = small_run(runs, stores["train"], stores["val"], 2, 2, checkpoint_interval=1)
-    train(dataclasses.replace(run, name="whole"))
+    launch(dataclasses.replace(run, name="whole"))
 
     def stop() -> None:
         while len(list((runs / "half").glob("checkpoint_0000_*/checkpoint.json"))) < 2:
@@ -192,7 +192,7 @@ def halves(
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    assert train(dataclasses.replace(run, name="half"))["stopped"]
+    assert launch(dataclasses.replace(run, name="half"))["stopped"]
     stopping.join()
     return run, runs / "whole", runs / "half"
 
@@ -208,7 +208,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_equal_weights(
     (tmp_path / "half" / "checkpoint_manager_snapshot.json").write_text(
         '{"checkpoint_resu'
     )
-    train(dataclasses.replace(run, resume=str(tmp_path / "half")))
+    launch(dataclasses.replace(run, resume=str(tmp_path / "half")))
     assert_equal_models(whole, tmp_path / "half")
 
 
@@ -231,10 +231,10 @@ def test_a_run_goes_on_to_equal_weights_after_its_disk_was_full(
             ConfigError,
             match=r"checkpoint .* cannot be written .*No space left on device",
         ):
-            train(dataclasses.replace(run, storage_path=str(disk), name="run"))
+            launch(dataclasses.replace(run, storage_path=str(disk), name="run"))
         filling.join()
         make_room(disk)
         found = read_records(folder.as_uri())
         assert len([r for r in found if r["kind"] == "start"]) == 1  # not tried again
-        train(dataclasses.replace(run, resume=str(folder)))
+        launch(dataclasses.replace(run, resume=str(folder)))
         assert_equal_models(whole, folder)

@@ -809,7 +809,6 @@ def test_the_image_is_pinned_and_copies_what_there_is() -> None:
         "hatch_build.py",
         "LICENSE",
         "NOTICE",
-        "csrc",
         "raypipe",
     }, "what a wheel needs"
     base = steps[0][1]

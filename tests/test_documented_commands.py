@@ -25,11 +25,11 @@ from documented import PAGES, ROOT, blocks, commands
 
 from raypipe.commands import cli
 from raypipe.kernel import is_seekable
+from raypipe.launch.run_folder import CONFIG_HEAD
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.run_log import RunLog
-from raypipe.train.run_folder import CONFIG_HEAD
 
 import foreign_lmdbs  # isort: skip
 import without_ray  # isort: skip

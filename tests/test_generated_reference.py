@@ -167,7 +167,7 @@ def test_llms_txt_links_every_page_of_the_documentation() -> None:
 
 
 def test_pages_that_the_code_names_are_there() -> None:
-    folders = ("raypipe", "jobs", "deploy", "benchmarks", "csrc", "tests")
+    folders = ("raypipe", "jobs", "deploy", "benchmarks", "tests")
     files = [
         path
         for folder in folders

@@ -1,4 +1,7 @@
-"""The build hook, by itself: wheels are built by .ci/wheel."""
+"""The build hook, by itself: wheels are built by .ci/wheel.
+
+csrc/probe_entropy.c, jpeg_entropy.h: another inside of libjpeg is refused.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def hook() -> ModuleType:
 def test_what_is_compiled_here_can_be_used_here(
     hook: ModuleType, tmp_path: Path
 ) -> None:
-    reason = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
+    reason = hook.compile_extension(hook.KERNEL, ROOT, tmp_path)
     if reason:
         pytest.skip(f"cannot be compiled here: {reason}")
     code = (
@@ -44,6 +47,52 @@ def test_what_is_compiled_here_can_be_used_here(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.startswith("'' ") and str(tmp_path) in done.stdout, done.stderr
+
+
+def test_the_reader_of_lmdb_needs_no_libjpeg(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook, "libjpeg_flags", lambda: ([], ["-lno-such-library"]))
+    reason = hook.compile_extension(hook.LMDB, ROOT, tmp_path)
+    if reason:
+        pytest.skip(f"cannot be compiled here: {reason}")
+    assert hook.compile_extension(hook.KERNEL, ROOT, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["_raypipe_lmdb.abi3.so"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "void *another; void (*start_pass)(j_decompress_ptr info);",
+        "",
+    ],
+)
+def test_another_inside_of_libjpeg_is_refused_in_a_line(
+    hook: ModuleType, tmp_path: Path, wrong: str
+) -> None:
+    """`decode_mcu` would be one place behind where libjpeg has it, or one before."""
+    source = Path(hook.KERNEL.source).parent
+    shutil.copytree(ROOT / source, tmp_path / source)
+    header = tmp_path / source / "jpeg_entropy.h"
+    line = "void (*start_pass)(j_decompress_ptr info);"
+    assert line in header.read_text()
+    header.write_text(header.read_text().replace(line, wrong))
+    said: list[str] = []
+    reason = hook.compile_extension(hook.KERNEL, tmp_path, tmp_path, said.append)
+    if reason:
+        pytest.skip(f"cannot be compiled here: {reason}")
+    assert len(said) == 1
+    assert "without -DCHECKED_ENTROPY: libjpeg's inside is not as expected" in said[0]
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from raypipe.kernel import why_no_kernel\n"
+        "module = sys.modules['_raypipe_kernel'] if not why_no_kernel() else None\n"
+        "print(module.REPLACES_ENTROPY, module.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith(f"0 {tmp_path}"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -61,7 +110,7 @@ def test_what_cannot_be_compiled_has_a_reason(
     reason: str,
 ) -> None:
     monkeypatch.setenv("CC", compiler)
-    found = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
+    found = hook.compile_extension(hook.KERNEL, ROOT, tmp_path)
     assert found and reason in found
 
 
@@ -114,7 +163,7 @@ def test_old_and_other_libjpegs_are_refused(
     )
     (tmp_path / "jerror.h").write_text("")
     monkeypatch.setattr(hook, "libjpeg_flags", lambda: ([f"-I{tmp_path}"], ["-ljpeg"]))
-    found = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
+    found = hook.compile_extension(hook.KERNEL, ROOT, tmp_path)
     assert "libjpeg-turbo 2.1 or later" in found or "no C compiler" in found
 
 

@@ -244,7 +244,22 @@ def test_a_digits_run_ended_by_ctrl_c_goes_on_as_a_job_to_equal_weights(
     with LocalHead(3, environment) as head:
         done = resumed_by_a_job(head, folder)
         submit_a_folder_of_ones_own(head, tmp_path / "mine")
+        join_as_ray_init_does(head)
     assert_as_unbroken(done, folder, digits_run)
+
+
+def join_as_ray_init_does(head: LocalHead) -> None:
+    """Connect without an address to the cluster of this machine; then by its address, without a token."""
+    environment = dict(head.environment)
+    del environment["RAY_AUTH_MODE"]
+    program = "import ray, raypipe; raypipe.connect(); print(ray.get_runtime_context().gcs_address)"
+    command = [sys.executable, "-c", program]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    joined = subprocess.run(command, env=environment, **options)
+    assert joined.stdout.strip().endswith(head.gcs_address.rpartition(":")[2]), joined
+    environment["RAY_ADDRESS"] = head.gcs_address
+    denied = subprocess.run(command, env=environment, **options)
+    assert "set RAY_AUTH_MODE=token, and copy" in denied.stderr, denied
 
 
 @pytest.mark.cluster

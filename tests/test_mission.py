@@ -6,6 +6,7 @@ Read this file first: each test is the shortest use of one capability. Other fil
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,14 @@ from torchvision.transforms import v2
 import raypipe
 from raypipe.commands import cli
 from raypipe.commands.cli import main
+from raypipe.config import RunConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import StoreError
+from raypipe.launch.run import launch
 from raypipe.metrics.timing import Situation, StageTimes, diagnose
 from raypipe.metrics.utilization import Utilization
 from raypipe.stores import MemoryStore
 from raypipe.stores.sources import open_source
-from raypipe.train.launch import train
 
 # `raypipe.convert` and the actors use the cluster that all tests share.
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -636,17 +639,76 @@ def test_ddp(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     run = small_run(tmp_path, store, store, 1, 2)
     alone = without_ray.train(dataclasses.replace(run, name="alone"))
     two = dataclasses.replace(run.train, num_workers=2, cpus_per_worker=0.5)
-    together = train(dataclasses.replace(run, name="two", train=two))
+    together = launch(dataclasses.replace(run, name="two", train=two))
     for name, value in final_weights(alone).items():
         assert torch.equal(value, final_weights(together)[name]), name
 
 
+@pytest.fixture
+def watched_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A user's model, by its address, which notes what reaches it."""
+    (tmp_path / "watched.py").write_text(WATCHED_MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("watched")
+    yield module
+    del sys.modules["watched"]
+
+
+WATCHED_MODEL = """
+import torch
+
+seen = []
+
+class Net(torch.nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 8, 3)
+        self.last = torch.nn.Linear(8, num_classes)
+
+    def forward(self, image):
+        features = self.conv(image)
+        tensors = {"image": image, "features": features, "weight": self.conv.weight}
+        layouts = {
+            name: tensor.is_contiguous(memory_format=torch.channels_last)
+            for name, tensor in tensors.items()
+        }
+        seen.append((features.dtype, torch.backends.cudnn.benchmark, layouts))
+        return self.last(features.mean((2, 3)))
+"""
+
+
+def watched_run(store: Path, tmp_path: Path, **train: Any) -> RunConfig:
+    run = small_run(tmp_path, store, store, 1, 2, **train)
+    return dataclasses.replace(
+        run, train=dataclasses.replace(run.train, model="watched:Net")
+    )
+
+
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_precision(amp: str, store: Path, tmp_path: Path) -> None:
-    """AMP and accumulated gradients; on CUDA, channels_last and cudnn.benchmark are on by themselves."""
-    result = without_ray.train(small_run(tmp_path, store, store, 1, 2, amp=amp))
+def test_precision(amp: str, store: Path, tmp_path: Path, watched_model: Any) -> None:
+    """AMP and accumulated gradients; images are channels_last in memory on any device."""
+    run = watched_run(store, tmp_path, amp=amp)
+    result = without_ray.train(run)
     assert 0 <= result["val_accuracy"] <= 1 and result["steps"] == IMAGES // 12
     assert all(value.isfinite().all() for value in final_weights(result).values())
+    for dtype, _, layouts in watched_model.seen:
+        assert dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[amp]
+        assert layouts["image"] and layouts["features"]
+
+
+def test_precision_on_the_device(
+    store: Path,
+    tmp_path: Path,
+    watched_model: Any,
+    cuda_or_pretended: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On CUDA, channels_last and cudnn.benchmark are on by themselves, for weights too."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    without_ray.train(watched_run(store, tmp_path), device="cuda")
+    assert watched_model.seen
+    for dtype, chooses, layouts in watched_model.seen:
+        assert dtype == torch.bfloat16 and chooses and all(layouts.values())
 
 
 def test_imbalance(tmp_path: Path) -> None:

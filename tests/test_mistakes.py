@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader  # noqa: F401 # USES has it
 import raypipe
 from raypipe import PlanConfig, PoolConfig, StreamSpec, TransformConfig
 from raypipe.commands.cli import _finish
+from raypipe.launch.run import launch
 from raypipe.stores.destination import write_atomically
-from raypipe.train.launch import train
 
 from pictures import CLASSES, samples  # isort: skip
 
@@ -156,7 +156,7 @@ def test_it_is_told_before_anything_is_started(
     monkeypatch.chdir(folder)
     monkeypatch.delitem(sys.modules, "my_code", raising=False)
     # further than that it must not come
-    monkeypatch.setattr("raypipe.train.launch.connect", None)
+    monkeypatch.setattr("raypipe.launch.run.connect", None)
     given, expected = MISTAKES[mistake]
     settings = [
         "--store.train=a.lmdb",
@@ -170,7 +170,7 @@ def test_it_is_told_before_anything_is_started(
     # the session's cluster, which other tests have started or not
     running = ray.is_initialized()
     with pytest.raises(SystemExit) as caught:
-        _finish(lambda: train(parse_run([*settings, *given], None)))
+        _finish(lambda: launch(parse_run([*settings, *given], None)))
     shown = capfd.readouterr().err
     assert caught.value.code in (1, 2) and expected in shown, shown
     assert len(shown.splitlines()) <= 3 and "Traceback" not in shown, shown
@@ -179,9 +179,9 @@ def test_it_is_told_before_anything_is_started(
 
 def leave_a_run(run: Path) -> None:
     """With a checkpoint of its first step."""
+    from raypipe.launch.run_folder import store_config
     from raypipe.streaming.checkpoints import write_checkpoint
     from raypipe.streaming.opening import spec_of
-    from raypipe.train.run_folder import store_config
 
     parsed = parse_run(
         ["--store.train=a.lmdb", "--train.model=small", "--plan.micro_batch_size=8"],

@@ -18,8 +18,8 @@ from small_runs import parse_run
 from raypipe.commands.settings import parse_command
 from raypipe.config import AugmentConfig, RunConfig, StoreConfig
 from raypipe.errors import ConfigError
+from raypipe.launch.checks import check_augment
 from raypipe.metrics.records import read_records
-from raypipe.train.launch import check_augment
 
 JOB: dict[str, Any] = runpy.run_path(
     str(Path(__file__).parents[1] / "jobs" / "tune.py")

@@ -323,7 +323,8 @@ def stream_once(
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
     from raypipe.transform.encoded_map import DATA, MAP
-    from raypipe.transform.fields import Ragged, is_chroma, is_image
+    from raypipe.transform.fields import Ragged, is_image
+    from raypipe.transform.planes import chromas
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
@@ -344,9 +345,9 @@ def stream_once(
         num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
         blocks.append((arrived, num_images))
         arrays = batches[0].arrays()
-        num_bytes = sum(
-            arrays[name].nbytes for name in arrays if is_image(name) or is_chroma(name)
-        )
+        images = [array for name, array in arrays.items() if is_image(name)]
+        images += chromas(arrays).values()
+        num_bytes = sum(array.nbytes for array in images)
         encoded = batches[0].fields.get(DATA)
         if isinstance(encoded, Ragged):  # transform.decode='device'
             num_bytes = encoded.values.nbytes + arrays[MAP].nbytes

@@ -23,10 +23,10 @@ from raypipe.commands import bench, data, digests, doctor, index, status, traini
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.errors import NoRoomError, RaypipeError, without_credentials
+from raypipe.launch.interrupts import Stopped
 from raypipe.logs import is_json, print_any_letter
 from raypipe.packages import installed_version
 from raypipe.printing import print_table
-from raypipe.train.interrupts import Stopped
 
 _END_S = 20.0  # limit for the end of Ray after an error or a signal
 

@@ -14,11 +14,12 @@ from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.kernel import is_seekable
 from raypipe.stores import open_store
 from raypipe.stores.base import Store
-from raypipe.stores.record import Fingerprint, RecordLayout, plain
+from raypipe.stores.column_types import plain
+from raypipe.stores.record import Fingerprint, RecordLayout
 from raypipe.stores.writers import open_writer
-from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
-from raypipe.transform.decode_array import header_size
-from raypipe.transform.image_header import image_kind
+from raypipe.transform.decode.array import header_size
+from raypipe.transform.decode.image_header import image_kind
+from raypipe.transform.decode.rgb import decode, encode_jpeg, resize_short_side
 
 NO_SIZE = {"width": -1, "height": -1}
 

@@ -25,13 +25,13 @@ from raypipe.errors import ConfigError, RaypipeError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.files import check_place
 from raypipe.storage.filesystem import is_remote
+from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.base import Store, forwards, name_of
 from raypipe.stores.numbers import NPY
-from raypipe.stores.record import write_bad_list
 from raypipe.transform.column_types import types_in
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode_array import decode_any
-from raypipe.transform.image_header import image_kind
+from raypipe.transform.decode.array import decode_any
+from raypipe.transform.decode.image_header import image_kind
 from raypipe.transform.samples import WRONG_LABEL
 from raypipe.transform.targets import decode_targets
 

@@ -28,8 +28,9 @@ from raypipe.plan.schedule import Plan
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.decode import decode
-from raypipe.transform.decode_array import as_rgb, decode_array
+from raypipe.transform.decode.array import as_rgb
+from raypipe.transform.decode.decoder import decoder_of
+from raypipe.transform.decode.rgb import stored_bytes
 from raypipe.transform.ending import normalization
 from raypipe.transform.fields import (
     COLUMN,
@@ -121,32 +122,8 @@ class Preview:
         strength = self.augment.strength_at(
             self.plan.progress(self.plan.global_step(micro_batch))
         )
-        drawn: Any = {
-            "seed": self.plan.micro_batch_seed(micro_batch),
-            "strength": strength,
-        }
-        if views := batch.arrays(VIEW):
-            channels_first = {
-                name: torch.from_numpy(view).movedim(-1, -3)
-                for name, view in views.items()
-            }
-            augmented = self._device.of_views(channels_first, **drawn)
-            images = {
-                name: self._shown(view)
-                for name, view in augmented.items()
-                if view.ndim == 4
-            }
-            several = {
-                name: view.unbind(1)
-                for name, view in augmented.items()
-                if view.ndim == 5
-            }
-            crops = (
-                (f"{name} {i}", crop)
-                for name, view in several.items()
-                for i, crop in enumerate(view)
-            )
-            return images | {name: self._shown(crop) for name, crop in crops}, None, {}
+        if batch.arrays(VIEW):
+            return self._augmented_views(batch, strength), None, {}
         (on_cpu,) = on_device([batch], _CPU, self.plan.micro_batch_seed)
         fed = self._device.of_batch(on_cpu, strength)
         moved = {name: fed.fields[name].numpy() for name in self._targets}
@@ -158,6 +135,26 @@ class Preview:
             fed.mix,
             moved,
         )
+
+    def _augmented_views(
+        self, batch: MicroBatch, strength: float
+    ) -> dict[str, np.ndarray]:
+        """Return the augmented images (B, H, W, C) by view: `NAME`, or `NAME 0`, `NAME 1`, … of several crops."""
+        channels_first = {
+            name: torch.from_numpy(view).movedim(-1, -3)
+            for name, view in batch.arrays(VIEW).items()
+        }
+        seed = self.plan.micro_batch_seed(batch.position)
+        augmented = self._device.of_views(channels_first, seed=seed, strength=strength)
+        images: dict[str, np.ndarray] = {}
+        crops: dict[str, np.ndarray] = {}
+        for name, view in augmented.items():
+            if view.ndim == 4:
+                images[name] = self._shown(view)
+                continue
+            for number, crop in enumerate(view.unbind(1)):
+                crops[f"{name} {number}"] = self._shown(crop)
+        return images | crops
 
     @property
     def _is_normalized(self) -> bool:
@@ -190,10 +187,7 @@ class Preview:
         else:
             name = self._class(sample.label)
         try:
-            if self._config.decode_as == "array":
-                image = as_rgb(decode_array(sample.image))
-            else:
-                image = decode(sample.image, exif=self._config.apply_exif)
+            image = as_rgb(decoder_of(self._config)(stored_bytes(sample.image)))
             height, width = image.shape[:2]
             form = self._config.boxes_format
             targets: Any = decode_targets(

@@ -146,7 +146,7 @@ def _from_text(text: str, kind: Any) -> Any:
 
 def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
     """Lay the user's values over the settings of a run that is resumed, or those of the digits."""
-    from raypipe.train.run_folder import folder_to_resume, read_config
+    from raypipe.launch.run_folder import folder_to_resume, read_config
 
     values = {
         name: setting.default for name, setting in settings_of(RunConfig).items()

@@ -20,7 +20,7 @@ _LATE = 4
 def stop(folder: str) -> dict[str, Any]:
     """Stop a run within seconds, with a checkpoint.
 
-    `raypipe train --resume RUN` continues it.
+    `raypipe train --resume RUN` continues it. Your own loop stops if it asks `loader.should_checkpoint()`.
 
     Examples:
         raypipe stop runs/20261121-104600-3fa2
@@ -29,10 +29,12 @@ def stop(folder: str) -> dict[str, Any]:
     Args:
         folder: the run's folder: the `run_dir` that it printed, a path or a URI.
     """
-    from raypipe.train.run_folder import check_run_folder, request_stop
+    from raypipe.launch.run_folder import check_run_folder
+    from raypipe.streaming.stop_file import request_stop
 
     run_uri = as_uri(folder.rstrip("/"))
-    check_run_folder(run_uri, resume=True)
+    if not exists(join_address(run_uri, STATUS)):  # which own loops have too
+        check_run_folder(run_uri, resume=True)
     request_stop(run_uri)
     return {"run_dir": folder, "stop_requested": True}
 
@@ -54,7 +56,8 @@ def status(folder: str) -> dict[str, Any]:
     Raises:
         ConfigError: the run is missing, or has not begun to train.
     """
-    from raypipe.train.run_folder import check_run_folder, read_error, stop_requested
+    from raypipe.launch.run_folder import check_run_folder, read_error
+    from raypipe.streaming.stop_file import stop_requested
 
     run_uri = as_uri(folder.rstrip("/"))
     if not exists(join_address(run_uri, STATUS)):

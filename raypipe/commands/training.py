@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import Any
 
 from raypipe.config import RunConfig
+from raypipe.launch.model_names import check_model
 from raypipe.logs import configure_logs
 from raypipe.progress import phase
 from raypipe.storage.filesystem import is_remote
 from raypipe.stores import open_store, store_options
-from raypipe.train.model_names import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     _check_paths(run)
     phase(logger, "loading Ray and torch")
     # no other command needs the whole program
-    return import_module("raypipe.train.launch").train(run)
+    return import_module("raypipe.launch.run").launch(run)
 
 
 def _check_paths(run: RunConfig) -> None:

@@ -35,7 +35,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
-from raypipe.device.fused import Fused, addcmul, apply, draw_params, pack
+from raypipe.device.fused import PRESETS, Fused, addcmul, apply, draw_params, pack
 from raypipe.device.mixing import Mix, draw_mix, mix
 from raypipe.device.modules import (
     CHANGES_SIZE,
@@ -54,39 +54,6 @@ from raypipe.transform.views import view_key
 
 DeviceOperation = Callable[[torch.Tensor, float], torch.Tensor]
 """(float images (B, 3, H, W) in [0, 1], strength in [0, 1]) → the same kind, random by torch's CPU generator."""
-
-PRESETS: dict[str, Fused | None] = {
-    "none": None,
-    "light": Fused(flip=0.5),
-    # Without the hue, the dearest of the four.
-    "standard": Fused(
-        flip=0.5,
-        jitter=0.8,
-        brightness=(0.8, 1.2),
-        contrast=(0.8, 1.2),
-        saturation=(0.8, 1.2),
-        erase=0.25,
-        area=(0.02, 0.2),
-    ),
-    "strong": Fused(
-        flip=0.5,
-        affine=0.5,
-        degrees=15.0,
-        translate=(0.1, 0.1),
-        scale=(0.8, 1.2),
-        jitter=0.8,
-        brightness=(0.6, 1.4),
-        contrast=(0.6, 1.4),
-        saturation=(0.6, 1.4),
-        hue=(-0.1, 0.1),
-        gray=0.1,
-        blur=0.2,
-        sigma=(0.1, 2.0),
-        erase=0.25,
-        area=(0.02, 0.2),
-    ),
-}
-
 
 _SHOWN_CHARACTERS = 2000  # a record of a run has so many of a module's text
 
@@ -186,23 +153,13 @@ class DeviceAugment:
                 f"augment.{self._mixing[0]} mixes images, not masks and the like: set it to 0"
             )
         self.device = numbered(device)
-        with (
-            pinned(self.device),
-            _seeded(0, self.device),
-        ):
-            # weights of a user's class may be drawn
-            self.config = config = resolved(config)
         with pinned(self.device):
+            with _seeded(0, self.device):
+                # weights of a user's class may be drawn
+                self.config = config = resolved(config)
             self.normalize = Normalize(config, self.device, dtype)
-        self._fused = PRESETS[config.preset]
+        self._fused = _fitting_preset(config, bool(targets))
         channels = len(config.mean)
-        if channels != 3 and self._fused and self._fused.changes_color:
-            raise ConfigError(
-                f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean has "
-                f"{channels} channels: use none or light, and augment.ops that take {channels}"
-            )
-        if targets and self._fused:
-            raise _moves(f"the preset {config.preset}")
         self._module: UserModule | None = None
         with pinned(self.device):
             self._operations = [
@@ -410,6 +367,20 @@ class DeviceAugment:
         else:
             image = self.normalize(augmented.image)
         return Augmented(image, augmented.targets, augmented.mix)
+
+
+def _fitting_preset(config: AugmentConfig, targets: bool) -> Fused | None:
+    """Return the operations of the preset; raise ConfigError if they do not fit the channels or targets."""
+    preset = PRESETS[config.preset]
+    channels = len(config.mean)
+    if channels != 3 and preset and preset.changes_color:
+        raise ConfigError(
+            f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean has "
+            f"{channels} channels: use none or light, and augment.ops that take {channels}"
+        )
+    if targets and preset:
+        raise _moves(f"the preset {config.preset}")
+    return preset
 
 
 def _has_state(module: Any) -> bool:

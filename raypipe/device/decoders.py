@@ -3,8 +3,8 @@
     image                                          decoded by
     JPEG of a kind that nvJPEG has, on CUDA        the GPU, all of a micro-batch in one call: nvImageCodec, which
                                                    decodes only the box that is needed, or else torchvision
-    any other, all on a CPU, and those that the    `raypipe.transform.decode`, with libjpeg-turbo, in a few threads
-    GPU refuses
+    any other, all on a CPU, and those that the    `raypipe.transform.decode.rgb`, with libjpeg-turbo, in a few
+    GPU refuses                                    threads
 
 Then images of similar sizes are cut, resized and flipped together, see `raypipe.device.resize`, with the same bits
 on every device. The GPU's decoder differs from libjpeg-turbo by a few levels, and between kinds of chips. It also
@@ -29,7 +29,8 @@ from raypipe.device.resize import resize_boxes, to_device
 from raypipe.device.ring import new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
 from raypipe.metrics.timing import mark
-from raypipe.transform.decode import decode, encode_jpeg
+from raypipe.transform.decode.jpeg_header import is_for_nvjpeg, jpeg_orientation
+from raypipe.transform.decode.rgb import decode, encode_jpeg
 from raypipe.transform.encoded_map import (
     CropBox,
     axis_columns,
@@ -37,7 +38,6 @@ from raypipe.transform.encoded_map import (
     sides_of_map,
 )
 from raypipe.transform.fields import Ragged
-from raypipe.transform.jpeg_header import is_for_nvjpeg, jpeg_orientation
 
 BoxDecoder = Callable[[list[torch.Tensor], list[CropBox]], list[torch.Tensor | None]]
 """JPEGs, each uint8 (n,) on the host, and a box of each → their pixels, uint8 (3, h, w), on the device, as stored;

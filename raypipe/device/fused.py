@@ -87,6 +87,40 @@ class Fused:
         return self.jitter > 0 or self.gray > 0 or self.erase > 0
 
 
+PRESETS: dict[str, Fused | None] = {
+    "none": None,
+    "light": Fused(flip=0.5),
+    # Without the hue, the dearest of the four.
+    "standard": Fused(
+        flip=0.5,
+        jitter=0.8,
+        brightness=(0.8, 1.2),
+        contrast=(0.8, 1.2),
+        saturation=(0.8, 1.2),
+        erase=0.25,
+        area=(0.02, 0.2),
+    ),
+    "strong": Fused(
+        flip=0.5,
+        affine=0.5,
+        degrees=15.0,
+        translate=(0.1, 0.1),
+        scale=(0.8, 1.2),
+        jitter=0.8,
+        brightness=(0.6, 1.4),
+        contrast=(0.6, 1.4),
+        saturation=(0.6, 1.4),
+        hue=(-0.1, 0.1),
+        gray=0.1,
+        blur=0.2,
+        sigma=(0.1, 2.0),
+        erase=0.25,
+        area=(0.02, 0.2),
+    ),
+}
+"""By the name in `AugmentConfig.preset`."""
+
+
 @dataclass
 class FusedParams:
     """Draws for a micro-batch: an array (B,) for each parameter, neutral in rows without the operation.

@@ -13,8 +13,26 @@ from typing import Any
 
 import torch
 
+from raypipe.transform.fields import LABEL
 from raypipe.transform.targets import NO_BOX, OUTSIDE
 
+KEY_OF_TARGET = {
+    "mask": "mask",
+    "boxes": "bbox_xyxy",
+    "keypoints": "keypoints",
+    LABEL: "class",
+}
+"""Targets that Kornia's modules take, and the data key under which each is given to them."""
+TARGET_OF_KEY = {
+    "MASK": "mask",
+    "BBOX": "boxes",
+    "BBOX_XYXY": "boxes",
+    "BBOX_XYWH": "boxes",
+    "KEYPOINTS": "keypoints",
+    "CLASS": LABEL,
+    "LABEL": LABEL,
+}
+"""Kornia's names of data keys, besides the image's, and the targets that they stand for."""
 _MIDDLE = 0.5  # where the first pixel has it
 # pixels of a box's width and height; Kornia's maps are computed in float32
 _LEAST = 1 - 1e-3

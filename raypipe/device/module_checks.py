@@ -17,28 +17,13 @@ from typing import Any
 
 from torch import nn
 
+from raypipe.device.kornia_targets import KEY_OF_TARGET, TARGET_OF_KEY
 from raypipe.errors import ConfigError
 from raypipe.transform.fields import LABEL
 
 _MIXES_LABELS = ("RandomMixUpV2", "RandomCutMixV2", "PatchMix")
 # They warp images without a matrix, so Kornia leaves boxes and keypoints behind. The first moves masks.
 _WARPS = ("RandomElasticTransform", "RandomThinPlateSpline", "RandomFisheye")
-_KEY_OF = {
-    "mask": "mask",
-    "boxes": "bbox_xyxy",
-    "keypoints": "keypoints",
-    LABEL: "class",
-}
-_SETTING_OF = {"mask": "transform.mask_column", "boxes": "transform.boxes_column"}
-_SETTING_OF |= {"keypoints": "transform.keypoints_column", LABEL: "store.target_column"}
-_TARGET_OF = {
-    "MASK": "mask",
-    "BBOX": "boxes",
-    "BBOX_XYXY": "boxes",
-    "BBOX_XYWH": "boxes",
-    "KEYPOINTS": "keypoints",
-}
-_TARGET_OF |= {"CLASS": LABEL, "LABEL": LABEL}
 
 
 def kornia_class(module: Any, *names: str) -> bool:
@@ -107,9 +92,10 @@ def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
             f"nn.Sequential(K.AugmentationSequential(…), K.{_name(child)}(…))"
         )
     if step.data_keys is None:
-        keys = [*targets]
+        keys = [name for name in targets if name in KEY_OF_TARGET]
     else:
-        keys = [_TARGET_OF[k.name] for k in step.data_keys if k.name in _TARGET_OF]
+        names = [key.name for key in step.data_keys]
+        keys = [TARGET_OF_KEY[name] for name in names if name in TARGET_OF_KEY]
     if step.data_keys is not None and len(set(keys)) < len(step.data_keys) - 1:
         raise ConfigError(
             f"augment.module: data_keys {[k.name for k in step.data_keys]} name a target twice"
@@ -117,12 +103,12 @@ def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
     for name in keys:
         if name not in targets and not (name == LABEL and has_label):
             raise ConfigError(
-                f"augment.module: data_keys name {_KEY_OF[name]!r}, and batches have none: set "
-                f"{_SETTING_OF[name]}, or leave the key out"
+                f"augment.module: data_keys name {KEY_OF_TARGET[name]!r}, and batches have none: set "
+                f"{_setting_of(name)}, or leave the key out"
             )
     behind = [name for name in targets if name not in keys]
     if behind and any(map(_moves, inner)):
-        all_keys = ["input", *(_KEY_OF[name] for name in targets)]
+        all_keys = _all_keys(targets)
         raise ConfigError(
             f"augment.module: K.AugmentationSequential moves the image and leaves {behind[0]!r} behind: give it "
             f"data_keys={all_keys}"
@@ -175,13 +161,29 @@ def _check_alone(step: nn.Module, targets: Collection[str], has_label: bool) -> 
                 f"K.{_name(child)}(…))"
             )
         if targets and _moves(child):
-            keys = ["input", *(_KEY_OF[name] for name in targets)]
+            keys = _all_keys(targets)
             first = next(iter(targets))
             raise ConfigError(
                 f"augment.module: {_name(child)} moves or erases pixels, and leaves {first!r} behind: put it into "
                 f"K.AugmentationSequential(…, data_keys={keys})"
             )
         _check_operation(child, [], has_label)
+
+
+def _setting_of(target: str) -> str:
+    """Return the setting that names the column of a target."""
+    return "store.target_column" if target == LABEL else f"transform.{target}_column"
+
+
+def _all_keys(targets: Collection[str]) -> list[str]:
+    """Return the data keys of the image and all targets; raise ConfigError if Kornia has none for one of them."""
+    for name in targets:
+        if name not in KEY_OF_TARGET:
+            raise ConfigError(
+                f"augment.module moves pixels, and Kornia moves no {name}: leave it out, or move images in "
+                "transform.train"
+            )
+    return ["input", *(KEY_OF_TARGET[name] for name in targets)]
 
 
 def _operations(module: nn.Module) -> Iterator[Any]:

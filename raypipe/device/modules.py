@@ -25,6 +25,8 @@ from torch import nn
 
 from raypipe.config import AugmentConfig
 from raypipe.device.kornia_targets import (
+    KEY_OF_TARGET,
+    TARGET_OF_KEY,
     from_boxes,
     kept_boxes,
     kept_keypoints,
@@ -337,41 +339,19 @@ def _moved(step: Any, augmented: Augmented) -> Augmented:
     return replace(augmented, image=image, targets=targets)
 
 
-_GIVEN = {
-    "INPUT": "image",
-    "IMAGE": "image",
-    "MASK": "mask",
-    "KEYPOINTS": "keypoints",
-    "CLASS": "class",
-    "LABEL": "class",
+_IMAGE_KEYS = {"INPUT": "image", "IMAGE": "image"}
+_GIVEN = _IMAGE_KEYS | {
+    name: KEY_OF_TARGET[target] for name, target in TARGET_OF_KEY.items()
 }
-_GIVEN |= dict.fromkeys(("BBOX", "BBOX_XYXY", "BBOX_XYWH"), "bbox_xyxy")
 
 
 def _mixed(step: Any, augmented: Augmented, counts: np.ndarray) -> Augmented:
     """Apply Kornia's MixUp, CutMix or PatchMix; the shares of the targets are read from what it has drawn."""
     before = augmented.image
     image = step(before, data_keys=["input"])
-    params = step._params
-    rows = len(before)
-    if kornia_class(step, "RandomMixUpV2"):
-        partners = params["mixup_pairs"]
-        shares = params["mixup_lambdas"]
-    elif kornia_class(step, "PatchMix"):
-        partners = params["mix_pairs"]
-        shares = torch.full(
-            (rows,), step.patch_size**2 / (before.shape[2] * before.shape[3])
-        )
-    else:
-        partners = params["mix_pairs"][0]
-        corners = params["crop_src"][0]
-        # pixels; an empty box ends before it begins
-        sides = corners[:, 2] - corners[:, 0] + 1
-        shares = sides.prod(1) / (before.shape[2] * before.shape[3])
-    own_rows = torch.arange(rows)
-    selected = params["batch_prob"] > 0.5
+    partners, shares = _drawn_partners(step, before.shape)
+    own_rows = torch.arange(len(before))
     counted = torch.from_numpy(counts)
-    partners = torch.where(selected, partners, own_rows)
     alone = ~(counted & counted[partners])
     if alone.any():  # a row without weight is in no other
         image = torch.where(_sent(alone, image).view(-1, 1, 1, 1), before, image)
@@ -385,6 +365,26 @@ def _mixed(step: Any, augmented: Augmented, counts: np.ndarray) -> Augmented:
         target.index_select(0, _sent(partners, target)), _sent(lam, target), is_cutmix
     )
     return replace(augmented, image=image, mix=mix)
+
+
+def _drawn_partners(step: Any, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which row each row of images (B, C, H, W) was mixed with, and that one's share in it, on the host."""
+    params = step._params
+    rows, _, height, width = shape
+    if kornia_class(step, "RandomMixUpV2"):
+        partners = params["mixup_pairs"]
+        shares = params["mixup_lambdas"]
+    elif kornia_class(step, "PatchMix"):
+        partners = params["mix_pairs"]
+        shares = torch.full((rows,), step.patch_size**2 / (height * width))
+    else:
+        partners = params["mix_pairs"][0]
+        corners = params["crop_src"][0]
+        # pixels; an empty box ends before it begins
+        sides = corners[:, 2] - corners[:, 0] + 1
+        shares = sides.prod(1) / (height * width)
+    is_mixed = params["batch_prob"] > 0.5
+    return torch.where(is_mixed, partners, torch.arange(rows)), shares
 
 
 def _sent(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,6 @@ from raypipe.device.wire import merge_planes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import (
-    CHROMA,
     COLUMN,
     IMAGE,
     LABEL,
@@ -35,9 +34,10 @@ from raypipe.transform.fields import (
     MicroBatch,
     Ragged,
     in_group,
-    is_chroma,
     is_image,
 )
+from raypipe.transform.planes import chromas, unpack
+from raypipe.transform.samples import check_labels
 
 _INSTEAD = (
     "write batch.image and batch.target; columns are batch.columns['caption'], masks and the like are "
@@ -104,6 +104,18 @@ class Batch(Unlike, instead=_INSTEAD):
             return self.fields[IMAGE]
         first = next(iter(self.views.values()))
         return first if first.ndim == 4 else first[:, 0]
+
+    def check_labels(self, num_classes: int) -> None:
+        """Check on the host, without a wait, that labels are classes: a wrong one would end a GPU's process.
+
+        Raises:
+            ConfigError: a label is outside [0, num_classes).
+        """
+        check_labels(
+            self.target_host,
+            num_classes,
+            lambda row: f"{self.position.split} sample {self.index[row]}",
+        )
 
     @property
     def target(self) -> torch.Tensor:
@@ -175,31 +187,12 @@ def on_device(
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
     """
-
     images = deque[Decoded]()  # on their way, in order
-
-    def decoded() -> Iterator[MicroBatch]:
-        assert decode is not None
-        source = iter(batches)
-        try:
-            for host in source:
-                without_images, image = decode(host)
-                images.append(image)
-                yield without_images
-        finally:
-            getattr(source, "close", lambda: None)()
-
-    def arrays(host: MicroBatch) -> list[np.ndarray]:
-        return [host.weight, *host.arrays().values()]
+    source = batches if decode is None else _decoded(batches, decode, images)
+    through = Ring(source, _arrays, device, depth, keep, on_copied, _without_arrays)
 
     def made(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
-        weight, *field_tensors = tensors
-        batch = _batch(
-            host,
-            seed_of,
-            weight,
-            _whole(dict(zip(host.arrays(), field_tensors, strict=True))),
-        )
+        batch = _batch(host, seed_of, tensors)
         if decode is None:
             return batch
         image = images.popleft()
@@ -210,27 +203,44 @@ def on_device(
         with pinned(through.device):
             batch = made(host, tensors)
         # on the current stream
-        is_made_here = decode is not None or any(map(is_chroma, host.arrays()))
+        is_made_here = decode is not None or bool(chromas(host.fields))
         if is_made_here:
             return batch
         return replace(batch, copied=through.copied)
-
-    def of_host(host: MicroBatch) -> Batch:
-        with pinned(through.device):
-            return made(
-                host, [view(array).to(through.device) for array in arrays(host)]
-            )
-
-    source = decoded() if decode else batches
-    through = Ring(source, arrays, device, depth, keep, on_copied, _without_arrays)
 
     def from_ring() -> Iterator[Batch]:
         with closing(iter(through)) as pairs:
             yield from starmap(of_ring, pairs)
 
+    def of_host(host: MicroBatch) -> Batch:
+        with pinned(through.device):
+            arrays = _arrays(host)
+            return made(host, [view(array).to(through.device) for array in arrays])
+
     if uses_ring(through.device) if ring is None else ring:
         return from_ring()
     return (of_host(host) for host in source)
+
+
+def _decoded(
+    batches: Iterable[MicroBatch],
+    decode: Callable[[MicroBatch], tuple[MicroBatch, Decoded]],
+    images: deque[Decoded],
+) -> Iterator[MicroBatch]:
+    """Yield micro-batches without their encoded images, whose pixels are appended to `images`."""
+    source = iter(batches)
+    try:
+        for host in source:
+            without_images, image = decode(host)
+            images.append(image)
+            yield without_images
+    finally:
+        getattr(source, "close", lambda: None)()
+
+
+def _arrays(host: MicroBatch) -> list[np.ndarray]:
+    """Return the arrays of a micro-batch that go to the device: its weight, then its fields, in order."""
+    return [host.weight, *host.arrays().values()]
 
 
 _ELSEWHERE = np.empty(0, np.uint8)
@@ -246,23 +256,15 @@ def _without_arrays(host: MicroBatch) -> MicroBatch:
     return replace(host, index=host.index.copy(), weight=_ELSEWHERE, fields=on_host)
 
 
-def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The arrays of a micro-batch with its images as RGB, and not as planes."""
-    chroma = in_group(tensors, CHROMA)
-    images = {
-        name: merge_planes(tensors[name], of_image) for name, of_image in chroma.items()
-    }
-    seen = {name: array for name, array in tensors.items() if not is_chroma(name)}
-    return seen | images
-
-
 def _batch(
     host: MicroBatch,
     seed_of: Callable[[MicroBatchId], int],
-    weight: torch.Tensor,
-    tensors: Mapping[str, torch.Tensor],
+    device_arrays: Sequence[torch.Tensor],
 ) -> Batch:
-    """The batch of a micro-batch whose arrays are on the device, but those that nobody is to see."""
+    """The batch of a micro-batch whose arrays, in the order of `_arrays`, are on the device."""
+    weight, *field_tensors = device_arrays
+    named = dict(zip(host.arrays(), field_tensors, strict=True))
+    tensors = unpack(named, merge_planes)
     fields: dict[str, Any] = {}
     for name, values in host.fields.items():
         if isinstance(values, Ragged):

@@ -112,14 +112,10 @@ def _weights(
     """
     is_cubic = int(of_resize[0, FILTER]) == CUBIC
     radius = 2 if is_cubic else 1
-    num_taps = (
-        2 * math.ceil(radius * max(1.0, (lengths / of_resize[:, RESIZED]).max())) + 2
-    )
-    columns = np.column_stack([lengths, of_resize[:, [RESIZED, AT, STEP]]])[
-        :, :, None, None
-    ]
+    num_taps = _num_taps(radius, lengths / of_resize[:, RESIZED])
+    columns = np.column_stack([lengths, of_resize[:, [RESIZED, AT, STEP]]])
     length, resized, first_position, step = (
-        to_device(columns, device).double().unbind(1)
+        to_device(columns[:, :, None, None], device).double().unbind(1)
     )
     kept = torch.arange(int(of_resize[:, KEPT].max()), device=device)[:, None]
     position = first_position + step * kept
@@ -131,20 +127,33 @@ def _weights(
         middle / (2 * resized) - radius * torch.clamp_min(length / resized, 1)
     ).clamp_min_(-num_taps)
     taps = first + torch.arange(num_taps, device=device)
+    distance = ((2 * taps + 1) * resized - middle).abs_()
     wide = 2 * torch.maximum(length, resized)
-    weights = (_cubic if is_cubic else _triangle)(
-        ((2 * taps + 1) * resized - middle).abs_(), wide
-    )
+    weights = (_cubic if is_cubic else _triangle)(distance, wide)
     weights = torch.where((taps >= 0) & (taps < length), weights, 0)
+    weights = torch.where(is_inside, _in_whole_numbers(weights), 0)
+    return _spread(weights.float(), taps.long(), num)
+
+
+def _num_taps(radius: int, scales: np.ndarray) -> int:
+    """Return how many pixels before a resize make one behind it, at most, by the largest of the scales."""
+    return 2 * math.ceil(radius * max(1.0, scales.max())) + 2
+
+
+def _in_whole_numbers(weights: torch.Tensor) -> torch.Tensor:
+    """Weights (…, taps) as whole numbers whose sum is _WEIGHT."""
     sums = weights.cumsum(2)
-    # so that the weights add up to 1
     sums = torch.round(sums * _WEIGHT / sums[:, :, -1:])
-    weights = torch.diff(sums, dim=2, prepend=torch.zeros_like(sums[:, :, :1]))
-    weights = torch.where(is_inside, weights, 0).float()
-    wider = torch.zeros((*weights.shape[:2], num + 2 * num_taps), device=device)
-    return wider.scatter_(2, taps.long() + num_taps, weights)[
-        :, :, num_taps : num_taps + num
-    ]
+    return torch.diff(sums, dim=2, prepend=torch.zeros_like(sums[:, :, :1]))
+
+
+def _spread(weights: torch.Tensor, taps: torch.Tensor, num: int) -> torch.Tensor:
+    """Weights (n, kept, taps) at their taps, of `num` pixels: (n, kept, num); taps beyond these have no weight."""
+    num_taps = weights.shape[2]
+    shape = (*weights.shape[:2], num + 2 * num_taps)
+    wider = torch.zeros(shape, device=weights.device)
+    wider.scatter_(2, taps + num_taps, weights)
+    return wider[:, :, num_taps : num_taps + num]
 
 
 def _triangle(distance: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:

@@ -200,13 +200,13 @@ class Ring(Generic[Item]):
                 if isinstance(entry, BaseException):
                     raise entry
                 room.release()
-                item, slot = entry
+                host_item, slot = entry
                 self.copied = slot.copied
                 used.append((slot, hand_over(slot.copied, [slot.memory], self.device)))
-                yield item, slot.tensors
+                yield host_item, slot.tensors
                 # the last one's host memory is not held while this waits for the next
                 del (
-                    item,
+                    host_item,
                     entry,
                 )
                 if len(used) > self._keep:
@@ -233,8 +233,8 @@ class Ring(Generic[Item]):
             torch.get_device_module(self.device).set_device(self.device)
             free.extend(_Slot(self.device) for _ in range(self._depth + self._keep + 1))
             try:
-                for item in source:
-                    arrays = self._arrays_of(item)
+                for host_item in source:
+                    arrays = self._arrays_of(host_item)
                     room.acquire()
                     if stopped.is_set():
                         break
@@ -242,9 +242,9 @@ class Ring(Generic[Item]):
                     slot = free.popleft()
                     slot.fill(arrays, self._on_copied)
                     del arrays
-                    item = self._staged(item)
-                    filled.put((item, slot))
-                    del item
+                    host_item = self._staged(host_item)
+                    filled.put((host_item, slot))
+                    del host_item
             finally:
                 if hasattr(source, "close"):
                     source.close()

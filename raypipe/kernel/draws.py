@@ -41,8 +41,8 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(33))
 
 
-def between(u: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
-    """Numbers evenly distributed in [low, high), of uniforms."""
+def between(u: np.ndarray, limits: tuple[float, float] | np.ndarray) -> np.ndarray:
+    """Numbers evenly distributed in [low, high), of uniforms; low and high may differ between columns."""
     low, high = limits
     return low + (high - low) * u
 

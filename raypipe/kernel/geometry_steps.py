@@ -284,59 +284,67 @@ class Affine(_Bordered):
         return weaker
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
-        height, width = sizes.astype(np.float64).T
-        scale_x, scale_y = _of_axes(self.scale)
-        sx = between(u[:, 0], scale_x)
-        sy = sx if self.keep_ratio else between(u[:, 1], scale_y)
-        sin, cos = sin_cos(np.deg2rad(1.0) * between(u[:, 2], self.rotate))
-        tan_x, tan_y = (
-            np.divide(*sin_cos(np.deg2rad(1.0) * -between(angle, limits)))
-            for angle, limits in zip(u.T[3:5], _of_axes(self.shear), strict=True)
-        )
-        if self.translate_percent is None:
-            of_axes = zip(u.T[5:], _of_axes(self.translate_px), strict=True)
-            tx, ty = (
-                integers(shift, int(low), int(high)).astype(float)
-                for shift, (low, high) in of_axes
-            )
-        else:
-            shares = zip(
-                u.T[5:], _of_axes(self.translate_percent), (width, height), strict=True
-            )
-            tx, ty = (
-                np.trunc(between(shift, limits) * side)
-                for shift, limits, side in shares
-            )
-        # shear @ rotation @ scale, of columns (x, y)
-        a = (cos - tan_x * sin) * sx
-        b = (sin + tan_x * cos) * sy
-        d = (tan_y * cos - sin) * sx
-        e = (tan_y * sin + cos) * sy
-        center_x = width / 2 - 0.5
-        center_y = height / 2 - 0.5
-        determinant = a * e - b * d
-        inverse = np.stack([e, -b, -d, a]) / np.where(determinant == 0, 1, determinant)
-        (ia, ib, ic, ie) = inverse
-        to_x = center_x + tx
-        to_y = center_y + ty
-        matrix = [
-            ia,
-            ib,
-            center_x - ia * to_x - ib * to_y,
-            ic,
-            ie,
-            center_y - ic * to_x - ie * to_y,
+        linear = self._scaled_turned_sheared(u[:, :5])
+        source = _sources_about_center(linear, self._shifts(u[:, 5:], sizes), sizes)
+        in_q32 = np.rint(np.clip(source, -(2.0**20), 2.0**20) * 2.0**32)
+        return [
+            in_q32.astype(np.int64),
+            self.interpolation,
+            self.border_mode,
+            *self.color,
         ]
-        in_q32 = np.rint(
-            np.clip(np.stack(matrix, axis=1), -(2.0**20), 2.0**20) * 2.0**32
-        ).astype(np.int64)
-        return [in_q32, self.interpolation, self.border_mode, *self.color]
+
+    def _scaled_turned_sheared(self, u: np.ndarray) -> _Linear:
+        """Return the drawn map without its shift: shear @ rotation @ scale, of columns (x, y)."""
+        scale = between(u[:, :2], _of_axes(self.scale))
+        scale_x = scale[:, 0]
+        scale_y = scale_x if self.keep_ratio else scale[:, 1]
+        rotation = between(u[:, 2:3], self.rotate)
+        shear = -between(u[:, 3:5], _of_axes(self.shear))
+        degrees = np.hstack([rotation, shear])
+        sines, cosines = sin_cos(np.deg2rad(1.0) * degrees.T)
+        sin = sines[0]
+        cos = cosines[0]
+        tan_x, tan_y = sines[1:] / cosines[1:]
+        return (
+            (cos - tan_x * sin) * scale_x,
+            (sin + tan_x * cos) * scale_y,
+            (tan_y * cos - sin) * scale_x,
+            (tan_y * sin + cos) * scale_y,
+        )
+
+    def _shifts(self, u: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return the drawn shifts along x and y in whole pixels, float64 (B, 2)."""
+        if self.translate_percent is None:
+            low, high = _of_axes(self.translate_px).astype(np.int64)
+            return integers(u, low, high).astype(np.float64)
+        return np.trunc(between(u, _of_axes(self.translate_percent)) * sizes[:, ::-1])
 
 
-def _of_axes(limits: Any) -> tuple[Range, Range]:
+_Linear = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""a, b, d, e of maps (x, y) → (a x + b y, d x + e y), each float64 (B,)."""
+
+
+def _sources_about_center(
+    linear: _Linear, shifts: np.ndarray, sizes: np.ndarray
+) -> np.ndarray:
+    """Return where pixels come from under a map about the center and a shift, float64 (B, 6), see `Op.AFFINE`."""
+    a, b, d, e = linear
+    determinant = a * e - b * d
+    inverse = np.stack([e, -b, -d, a]) / np.where(determinant == 0, 1, determinant)
+    center_y, center_x = sizes.T / 2 - 0.5
+    to_x = center_x + shifts[:, 0]
+    to_y = center_y + shifts[:, 1]
+    from_x = center_x - inverse[0] * to_x - inverse[1] * to_y
+    from_y = center_y - inverse[2] * to_x - inverse[3] * to_y
+    return np.stack([*inverse[:2], from_x, *inverse[2:], from_y], axis=1)
+
+
+def _of_axes(limits: Any) -> np.ndarray:
+    """Return limits, for both axes or by axis, as an array: (low, high) of (x, y)."""
     if isinstance(limits, Mapping):
-        return (limits["x"], limits["y"])
-    return (limits, limits)
+        return np.array([limits["x"], limits["y"]]).T
+    return np.array([limits, limits]).T
 
 
 TURNS = {

@@ -66,17 +66,16 @@ def _cubic_taps(source: int, result: int) -> tuple[np.ndarray, np.ndarray]:
     scale = 1.0 / (result / source)
     coordinate = ((np.arange(result) + 0.5) * scale - 0.5).astype(np.float32)
     first = np.floor(coordinate)
-    one = np.float32(1)
-    a = np.float32(-0.75)
+    a = -0.75
     x = coordinate - first
-    y = one - x
-    five, eight, four, two, three = (np.float32(number) for number in (5, 8, 4, 2, 3))
-    c0 = ((a * (x + one) - five * a) * (x + one) + eight * a) * (x + one) - four * a
-    c1 = ((a + two) * x - (a + three)) * x * x + one
-    c2 = ((a + two) * y - (a + three)) * y * y + one
+    y = 1 - x
+    c0 = ((a * (x + 1) - 5 * a) * (x + 1) + 8 * a) * (x + 1) - 4 * a
+    c1 = ((a + 2) * x - (a + 3)) * x * x + 1
+    c2 = ((a + 2) * y - (a + 3)) * y * y + 1
     coefficients = np.rint(
-        np.stack([c0, c1, c2, one - c0 - c1 - c2]) * np.float32(1 << _COEFFICIENT_BITS)
+        np.stack([c0, c1, c2, 1 - c0 - c1 - c2]) * (1 << _COEFFICIENT_BITS)
     )
+    assert coefficients.dtype == np.float32
     positions = first.astype(np.int64) + np.arange(-1, 3)[:, None]
     return positions.clip(0, source - 1), coefficients.astype(np.int32)
 
@@ -114,31 +113,43 @@ def affine(image: np.ndarray, params: Params) -> np.ndarray:
     color = params[8:11]
     check_params(interpolation in (NEAREST, LINEAR), "interpolation")
     check_border(border, color)
-    a, b, c, d, e, f = np.array(params[:6], np.int64)
-    height, width = image.shape[:2]
-    rows = np.arange(height, dtype=np.int64)[:, None]
-    columns = np.arange(width, dtype=np.int64)
-    with np.errstate(over="ignore"):
-        x = a * columns + (b * rows + c)
-        y = d * columns + (e * rows + f)
-        if interpolation == NEAREST:
-            x, y = x + (1 << 31), y + (1 << 31)
+    x, y = _affine_sources(params[:6], image.shape[:2])
+    if interpolation == NEAREST:
+        x += 1 << 31
+        y += 1 << 31
     x0 = x >> 32
     y0 = y >> 32
 
     def neighbors(right: int, below: int) -> np.ndarray:
-        at_x = _border_at(x0 + right, width, border)
-        at_y = _border_at(y0 + below, height, border)
-        return _pixels_at(image, at_x, at_y, color)
+        column = _border_at(x0 + right, image.shape[1], border)
+        row = _border_at(y0 + below, image.shape[0], border)
+        return _pixels_at(image, column, row, color)
 
     if interpolation == NEAREST:
         return neighbors(0, 0)
-    fx, fy = (
-        (coordinate >> 22 & 1023).astype(np.int32)[:, :, None] for coordinate in (x, y)
-    )
+    fx = _fraction_q10(x)
+    fy = _fraction_q10(y)
     above = neighbors(0, 0) * (1024 - fx) + neighbors(1, 0) * fx
     below = neighbors(0, 1) * (1024 - fx) + neighbors(1, 1) * fx
     return ((above * (1024 - fy) + below * fy + (1 << 19)) >> 20).astype(np.uint8)
+
+
+def _affine_sources(
+    matrix: Params, size: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and y that an image's pixels come from, int64 (H, W) in Q32, which wrap around as in C."""
+    a, b, c, d, e, f = np.array(matrix, np.int64)
+    rows = np.arange(size[0], dtype=np.int64)[:, None]
+    columns = np.arange(size[1], dtype=np.int64)
+    with np.errstate(over="ignore"):
+        x = a * columns + (b * rows + c)
+        y = d * columns + (e * rows + f)
+    return x, y
+
+
+def _fraction_q10(coordinate: np.ndarray) -> np.ndarray:
+    """Return the fraction of a coordinate in Q32 as a factor of pixels, int32 (H, W, 1) in Q10."""
+    return (coordinate >> 22 & 1023).astype(np.int32)[:, :, None]
 
 
 def dropout(image: np.ndarray, params: Params) -> np.ndarray:

@@ -102,9 +102,19 @@ class StageTimes:
         return self.wait_s + self.augment_s + self.compute_s + self.checkpoint_s
 
     @property
+    def busy_s(self) -> float:
+        """Time in which the device had work of the training: augment and compute."""
+        return self.augment_s + self.compute_s
+
+    @property
     def wait_fraction(self) -> float:
         """Share of the training time that was spent waiting for the stream."""
         return self.wait_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def checkpoint_fraction(self) -> float:
+        """Share of the training time that was spent on checkpoints."""
+        return self.checkpoint_s / self.step_s if self.step_s else 0.0
 
     @property
     def drained_fraction(self) -> float:
@@ -265,74 +275,96 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
     """
     if not times.images or not times.step_s:
         return ["Nothing was measured yet."]
-    name = situation.name
-    world_size = situation.world_size
-    actors = situation.actors
-    busy_s = times.augment_s + times.compute_s
-    # actors for each rank
-    needed = times.work_s / busy_s * _HEADROOM if busy_s else math.nan
-    stages = (
-        "wait",
-        "augment",
-        "compute",
-        *(["checkpoint"] if times.checkpoint_s else []),
+    speed = _about_speed(times, situation)
+    if times.step_s < _SETTLED_S:
+        return [
+            speed,
+            f"After its first batch the run took {times.step_s:.0f} s, too short to say what limits it.",
+        ]
+    if times.busy_s:
+        needed = times.work_s / times.busy_s * _HEADROOM * situation.world_size
+    else:
+        needed = math.nan
+    sentences = (
+        speed,
+        _about_checkpoints(times, situation),
+        _about_limit(times, needed, situation),
+        _about_pool(times, needed, situation),
     )
-    shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in stages}
-    parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
-    checkpoints = shares.get("checkpoint", 0.0)
-    images = times.images * world_size
-    used = situation.gpu_utilization
-    if used is None:
+    return [sentence for sentence in sentences if sentence]
+
+
+def _about_speed(times: StageTimes, situation: Situation) -> str:
+    images = times.images * situation.world_size
+    seconds = {
+        "wait": times.wait_s,
+        "augment": times.augment_s,
+        "compute": times.compute_s,
+    }
+    if times.checkpoint_s:
+        seconds["checkpoint"] = times.checkpoint_s
+    parts = ", ".join(f"{s / times.step_s:.0%} {stage}" for stage, s in seconds.items())
+    if situation.gpu_utilization is None:
         busy = ""
     else:
-        busy = f"; it executes kernels for {used:.0%} of it"
-    sentences = [
-        f"{images / times.step_s:,.0f} images/s; the time of a {name} is {parts}{busy}."
-    ]
-    if times.step_s < _SETTLED_S:
-        sentences.append(
-            f"After its first batch the run took {times.step_s:.0f} s, too short to say what limits it."
-        )
-        return sentences
-    if checkpoints > _CHECKPOINTS_ARE_NOTHING:
+        busy = f"; it executes kernels for {situation.gpu_utilization:.0%} of it"
+    return f"{images / times.step_s:,.0f} images/s; the time of a {situation.name} is {parts}{busy}."
+
+
+def _about_checkpoints(times: StageTimes, situation: Situation) -> str:
+    """Say what makes checkpoints cheaper; empty if they are cheap."""
+    if times.checkpoint_fraction <= _CHECKPOINTS_ARE_NOTHING:
+        return ""
+    if situation.is_run:
         remedy = "choose a faster storage_path, or make them less often (train.checkpoint_interval)"
-        if not situation.is_run:
-            remedy = "write them to faster storage, or call loader.report less often"
-        sentences.append(
-            f"Checkpoints hold up the run for {checkpoints:.0%} of its time: {remedy}."
-        )
+    else:
+        remedy = "write them to faster storage, or call loader.report less often"
+    return f"Checkpoints hold up the run for {times.checkpoint_fraction:.0%} of its time: {remedy}."
+
+
+def _about_limit(times: StageTimes, needed: float, situation: Situation) -> str:
+    """Name the stage that limits the run; empty if checkpoints do, which have their own sentence.
+
+    Args:
+        needed: number of actors that would be enough; NaN if it is not known.
+    """
+    used = situation.gpu_utilization
     if times.wait_fraction > _WAIT_IS_NOTHING:
-        sentences.append(_about_input(times, needed * world_size, situation))
-    elif times.drained_fraction > _DRAINED_IS_BEHIND:
-        sentences.append(_about_launches(times, situation))
-    elif used is not None and used < _UTILIZATION_IS_LOW - checkpoints:
-        sentences.append(_about_gaps(times, situation, used))
-    elif checkpoints > max(shares["augment"], shares["compute"]):
-        pass  # the sentence above says it
-    elif shares["augment"] > shares["compute"]:
-        sentences.append(
+        return _about_input(times, needed, situation)
+    if times.drained_fraction > _DRAINED_IS_BEHIND:
+        return _about_launches(times, situation)
+    if used is not None and used < _UTILIZATION_IS_LOW - times.checkpoint_fraction:
+        return _about_gaps(times, situation, used)
+    if times.checkpoint_s > max(times.augment_s, times.compute_s):
+        return ""
+    if times.augment_s > times.compute_s:
+        return (
             "The device augmentation limits the run: choose a lighter augment.preset, or move operations to the "
             "CPU transform."
         )
+    return "The model limits the run: the stream keeps up."
+
+
+def _about_pool(times: StageTimes, needed: float, situation: Situation) -> str:
+    """Say how many actors would be enough; empty if that is not known."""
+    if not math.isfinite(needed):
+        return ""
+    if situation.world_size > 1:
+        share = f"{needed / situation.world_size:.1f} per {situation.name}"
     else:
-        sentences.append("The model limits the run: the stream keeps up.")
-    if math.isfinite(needed):
-        if world_size > 1:
-            share = f"{needed:.1f} per {name}"
-        else:
-            share = f"for this {name}"
-        enough = max(1, math.ceil(needed * world_size))
-        if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING:
-            spare = " (the pool may shrink)"
-        else:
-            spare = ""
-        noun = "CPU actor" if enough == 1 else "CPU actors"
-        if actors:
-            pool = f"the pool has up to {actors}{spare}"
-        else:
-            pool = "there are none (pool.engine=inline)"
-        sentences.append(f"{enough} {noun} would be enough, {share}; {pool}.")
-    return sentences
+        share = f"for this {situation.name}"
+    enough = max(1, math.ceil(needed))
+    actors = situation.actors
+    if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING:
+        spare = " (the pool may shrink)"
+    else:
+        spare = ""
+    noun = "CPU actor" if enough == 1 else "CPU actors"
+    if actors:
+        pool = f"the pool has up to {actors}{spare}"
+    else:
+        pool = "there are none (pool.engine=inline)"
+    return f"{enough} {noun} would be enough, {share}; {pool}."
 
 
 def _about_launches(times: StageTimes, situation: Situation) -> str:
@@ -379,18 +411,17 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
     if readers:
         reading = times.read_s * situation.world_size / times.step_s / readers
     source_s = times.read_s if readers else times.work_s
-    busy_s = times.augment_s + times.compute_s
     if source_s and times.outage_s > _OUTAGES_LIMIT * source_s:
         share = times.outage_s / source_s
         whole = "the reading time" if readers else "an actor's time"
         cause = f"Outages of object storage limit the run, with {share:.0%} of {whole}"
         advice = "look at its status and its limits of requests, or keep the store on the nodes (RAYPIPE_CACHE)"
-    elif times.transfer_s > busy_s:
+    elif times.transfer_s > times.busy_s:
         cause = "The copy to the device limits the run"
         advice = (
             "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
         )
-    elif times.decode_s > busy_s:
+    elif times.decode_s > times.busy_s:
         cause = f"Decoding on the {name} limits the run"
         advice = "convert the store with --short-side, or set transform.decode=cpu in a new run"
     elif not actors:

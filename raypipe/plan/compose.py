@@ -94,48 +94,20 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
     Raises:
         ConfigError: a setting does not go with the store, or an epoch has less than one step.
     """
-    if config.mixture:
-        names = dict.fromkeys(
-            name for weights in config.mixture_by_epoch.values() for name in weights
-        )
-        raise ConfigError(
-            f"plan.mixture has weights of {', '.join(names)}, and store.train is a single store: name several "
-            "there, as {NAME: ADDRESS, …}"
-        )
-    num = source.selection.size
-    unit = config.micro_batch_size
-    per_step = _draws_per_step(config)
-    if num < (config.samples_per_step if config.is_plain else 1):
-        excluded = source.selection.num_left_out
-        if excluded:
-            beside = f" beside the {excluded} that are left out"
-        else:
-            beside = ""
-        raise ConfigError(
-            f"{source.address} has {num} samples{beside}, fewer than a global batch of "
-            f"{config.samples_per_step}: lower plan.global_batch_size and plan.micro_batch_size"
-        )
-    size = num
-    is_weighted = source.weights is not None
-    if source.buckets is not None and not is_weighted:
-        counts = np.bincount(source.buckets, minlength=len(config.buckets))
-        size = int((counts // unit).sum()) * unit
-        if not size:
-            raise ConfigError(
-                f"none of plan.buckets has the samples of a micro-batch, {unit}, of the {num} of "
-                f"{source.address}: lower plan.micro_batch_size, or name fewer buckets"
-            )
+    _check_single_source(config, source)
+    one_pass = _size_of_pass(config, source) * config.aug_repeats
     if isinstance(config.epoch_samples, int):
         num_draws = config.epoch_samples
     else:
         num_draws = 0
-    steps = _steps(config, num_draws or size * config.aug_repeats, source.address)
+    steps = _steps(config, num_draws or one_pass, source.address)
     # An epoch of the store's own length is a pass, cut off after the last whole step.
-    per_epoch = steps * per_step
-    per_pass = 0 if num_draws else steps * per_step
+    per_epoch = steps * _draws_per_step(config)
+    per_pass = 0 if num_draws else per_epoch
     if config.buckets:
+        unit = config.micro_batch_size
         samplers = _samplers(config, source, config.seed)
-        num_places = per_epoch // unit if is_weighted else 0
+        num_places = 0 if source.weights is None else per_epoch // unit
         shuffles = _shuffle(config, source)[0] == "global"
         sampler: RunSampler = Bucketed(
             samplers, unit, config.seed, num_places, shuffles, per_pass
@@ -148,6 +120,42 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
     if not config.is_plain:
         content.append(per_epoch if num_draws else 0)
     return Training(_repeated(config, sampler), steps, (samplers,), content)
+
+
+def _check_single_source(config: PlanConfig, source: StoreArrays) -> None:
+    """Raise ConfigError if a plan mixes sources, or its only one has too few samples."""
+    if config.mixture:
+        names = dict.fromkeys(
+            name for weights in config.mixture_by_epoch.values() for name in weights
+        )
+        raise ConfigError(
+            f"plan.mixture has weights of {', '.join(names)}, and store.train is a single store: name several "
+            "there, as {NAME: ADDRESS, …}"
+        )
+    num_samples = source.selection.size
+    if num_samples < (config.samples_per_step if config.is_plain else 1):
+        num_left_out = source.selection.num_left_out
+        beside = f" beside the {num_left_out} that are left out" if num_left_out else ""
+        raise ConfigError(
+            f"{source.address} has {num_samples} samples{beside}, fewer than a global batch of "
+            f"{config.samples_per_step}: lower plan.global_batch_size and plan.micro_batch_size"
+        )
+
+
+def _size_of_pass(config: PlanConfig, source: StoreArrays) -> int:
+    """Return how many samples a pass over a source draws; buckets draw only whole micro-batches."""
+    num_samples = source.selection.size
+    if source.buckets is None or source.weights is not None:
+        return num_samples
+    unit = config.micro_batch_size
+    counts = np.bincount(source.buckets, minlength=len(config.buckets))
+    size = int((counts // unit).sum()) * unit
+    if not size:
+        raise ConfigError(
+            f"none of plan.buckets has the samples of a micro-batch, {unit}, of the {num_samples} of "
+            f"{source.address}: lower plan.micro_batch_size, or name fewer buckets"
+        )
+    return size
 
 
 def compose_mixture(
@@ -166,14 +174,9 @@ def compose_mixture(
         content.append(_content(config, source, samplers[-1]))
     sizes = [source.selection.size for source in sources.values()]
     by_epoch = _shares(config, list(sources), sizes)
-    num_draws = config.epoch_samples
-    if isinstance(num_draws, str) or not num_draws:
-        num_draws = (max if num_draws == "longest" else min)(
-            _ends(config, list(sources), sizes)
-        ) * config.aug_repeats
-    steps = _steps(
-        config, num_draws, " + ".join(source.address for source in sources.values())
-    )
+    num_draws = _draws_of_mixture(config, list(sources), sizes)
+    addresses = " + ".join(source.address for source in sources.values())
+    steps = _steps(config, num_draws, addresses)
     shares = {epoch * steps: of_epoch for epoch, of_epoch in by_epoch.items()}
     unit = config.micro_batch_size
     per_step = _draws_per_step(config)
@@ -187,6 +190,17 @@ def compose_mixture(
         )
     content.append([list(shares.items()), steps])
     return Training(_repeated(config, mixture), steps, tuple(samplers), content)
+
+
+def _draws_of_mixture(
+    config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]
+) -> int:
+    """Return the draws of an epoch: their number as it is set, or until the shortest or longest source ends."""
+    if isinstance(config.epoch_samples, int) and config.epoch_samples:
+        return config.epoch_samples
+    ends = _ends(config, sources, sizes)
+    end = max(ends) if config.epoch_samples == "longest" else min(ends)
+    return end * config.aug_repeats
 
 
 def compose_custom(

@@ -178,6 +178,11 @@ class Plan:
         """Number of steps of each validation; 0 = no validation."""
         return -(-self.num_val_rows // self.global_batch_size)
 
+    @property
+    def model_seed(self) -> int:
+        """Seed of a new model's weights, for `torch.manual_seed` before it is made: apart from all other draws."""
+        return int(derive_keys(1, self.config.seed, Domain.WEIGHTS)[0]) >> 1
+
     def progress(self, done: TrainStep) -> float:
         """The share of the run's training, in [0, 1], after so many steps."""
         return done / (self.config.epochs * self.steps_per_epoch)

@@ -96,62 +96,65 @@ def allocate(
         ResourceError: a resource is missing; the message names it, and the setting to change.
         ConfigError: W does not divide M, or train.min_workers exceeds W.
     """
-    workers, needed_workers, gpu = (
-        _trainers(offer, train, per_step) if train else (0, 0, False)
-    )
-    pool_cpus = pool.least_actors * pool.cpus_per_actor
-    per_worker = train.cpus_per_worker if train else 0.0
-    if workers and not per_worker:
-        # On a machine with few CPUs, trainers share the CPUs that the smallest pool leaves.
-        share = (
-            math.floor(max(0.0, (offer.cpus - pool_cpus) / needed_workers) * 100 + 1e-9)
-            / 100
-        )
-        per_worker = min(1.0, share) if share >= _LEAST_SHARE else 1.0
-    needed = needed_workers * per_worker + pool_cpus
+    if train:
+        workers, needed_workers, gpu = _trainers(offer, train, per_step)
+        per_worker = _cpus_per_worker(offer, pool, train, needed_workers)
+    else:
+        workers = 0
+        needed_workers = 0
+        gpu = False
+        per_worker = 0.0
+    needed = needed_workers * per_worker + pool.least_actors * pool.cpus_per_actor
     if needed > offer.cpus:
         if train:
             settings = f"{_num_setting(train)}, train.cpus_per_worker"
         else:
             settings = ""
         raise _too_few_cpus(offer.cpus, needed_workers, per_worker, pool, settings)
-    for num, needs, free, total, kind in (
-        (
-            needed,
-            _needs(needed_workers, per_worker, pool),
-            offer.free_cpus,
-            offer.cpus,
-            "CPU",
-        ),
-        (
-            needed_workers * gpu,
-            f"the trainers need {needed_workers} GPUs",
-            offer.free_gpus,
-            offer.gpus,
-            "GPU",
-        ),
-    ):
-        if num > free:
-            raise HeldError(
-                f"{needs}; other jobs, or other streams of this one, hold all but {max(0.0, free):g} of the "
-                f"cluster's {total:g} {kind}s. Wait for them, stop them (`ray job list`), or add {kind} nodes"
-            )
-    spare = max(
-        pool.least_actors,
-        int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9),
-    )
-    if pool.max_actors:
-        max_actors = min(spare, pool.max_actors)
-    else:
-        max_actors = spare
-    if pool.engine == "inline":
-        max_actors = 0
+    if needed > offer.free_cpus:
+        needs = _needs(needed_workers, per_worker, pool)
+        raise _held(needs, offer.free_cpus, offer.cpus, "CPU")
+    if gpu and needed_workers > offer.free_gpus:
+        needs = f"the trainers need {needed_workers} GPUs"
+        raise _held(needs, offer.free_gpus, offer.gpus, "GPU")
     min_workers = needed_workers if needed_workers < workers else 0
     if gpu and not (train and train.num_workers):
         idle_gpus = max(0, int(offer.free_gpus) - workers)
     else:
         idle_gpus = 0
+    max_actors = _most_actors(offer.cpus - workers * per_worker, pool)
     return Allocation(workers, gpu, per_worker, max_actors, min_workers, idle_gpus)
+
+
+def _cpus_per_worker(
+    offer: Resources, pool: PoolConfig, train: TrainConfig, workers: int
+) -> float:
+    """Return the CPUs of each trainer: those that are set, or one, or a share of what the smallest pool leaves."""
+    if train.cpus_per_worker:
+        return train.cpus_per_worker
+    left = max(0.0, offer.cpus - pool.least_actors * pool.cpus_per_actor)
+    share = math.floor(left / workers * 100 + 1e-9) / 100
+    if share < _LEAST_SHARE:
+        return 1.0
+    return min(1.0, share)
+
+
+def _most_actors(cpus: float, pool: PoolConfig) -> int:
+    """Return the size to which the pool may grow on the CPUs that trainers leave; 0 without actors."""
+    if pool.engine == "inline":
+        return 0
+    spare = max(pool.least_actors, int(cpus / pool.cpus_per_actor + 1e-9))
+    if pool.max_actors:
+        return min(spare, pool.max_actors)
+    return spare
+
+
+def _held(needs: str, free: float, total: float, kind: str) -> HeldError:
+    """Return the error of resources that exist, and that others hold."""
+    return HeldError(
+        f"{needs}; other jobs, or other streams of this one, hold all but {max(0.0, free):g} of the "
+        f"cluster's {total:g} {kind}s. Wait for them, stop them (`ray job list`), or add {kind} nodes"
+    )
 
 
 def _trainers(

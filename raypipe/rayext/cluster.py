@@ -24,11 +24,13 @@ from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
-from raypipe.rayext.head import wait_for_head
+from raypipe.rayext.head import Head, wait_for_head
 from raypipe.rayext.ray_private import find_private, replace, replaced
 from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import small_head
 from raypipe.rayext.worker_logs import take_worker_logs
+
+logger = logging.getLogger(__name__)
 
 _WORKER_ENV = {
     # With the patch, Ray Train prints every line of a train function twice.
@@ -51,6 +53,7 @@ _LOCAL_ENV = {
 
 ANSWER_S = 60.0
 """Time that the start of a head may take."""
+_OWN_MACHINE_S = 2.0  # in which a head of this machine accepts a connection
 
 
 def connect(
@@ -61,7 +64,7 @@ def connect(
     log_format: LogFormat = "text",
     wait: Wait | None = None,
 ) -> None:
-    """Connect to the cluster at `address` or RAY_ADDRESS; without either, start Ray on this machine.
+    """Connect to the cluster at `address` or RAY_ADDRESS, or that `ray start` runs here; else start Ray here.
 
     Does nothing if this process is already connected. Inside a submitted job RAY_ADDRESS is set.
 
@@ -78,7 +81,7 @@ def connect(
     is_client = client.ray.is_connected()
     if ray.is_initialized() and not is_client:
         return
-    address = address or os.environ.get("RAY_ADDRESS", "")
+    address = address or os.environ.get("RAY_ADDRESS", "") or _running_cluster()
     if is_client or address.startswith("ray://"):
         raise ResourceError(
             "a stream does not run through Ray Client (ray://…): start the program on a machine of the cluster, "
@@ -134,6 +137,7 @@ def connect(
     ):
         try:
             ray.init(
+                address="local",
                 num_cpus=num_cpus or _offered_cpus(),
                 object_store_memory=object_store_bytes,
                 include_dashboard=False,
@@ -217,6 +221,38 @@ def _auto_start_waits() -> Iterator[None]:
             yield
     finally:
         log.removeFilter(without_sigterm)
+
+
+def _running_cluster() -> str:
+    """Return the address of the cluster that `ray start` runs on this machine, as `ray.init()` finds it, or "".
+
+    One that has ended leaves its address behind; and another user's is not joined, which runs code as that user.
+    """
+    address_file = find_private(
+        "ray._private.utils.get_ray_address_file",
+        "a cluster that runs on this machine is joined only if RAY_ADDRESS names it",
+    )
+    if not address_file:
+        return ""
+    path = Path(address_file(None))
+    try:
+        if path.stat().st_uid != os.getuid():
+            return ""
+        address = path.read_text().strip()
+        Head(address).connect(_OWN_MACHINE_S)
+    except (OSError, ValueError):
+        return ""
+    authentication = "ray._private.authentication.authentication_token_setup"
+    # Ray says that authentication is on, and how to switch it off.
+    logging.getLogger(authentication).setLevel(logging.ERROR)
+    enable_token = find_private(
+        f"{authentication}.maybe_enable_token_auth_if_token_available",
+        "set RAY_AUTH_MODE=token for a cluster that wants a token",
+    )
+    if enable_token:
+        enable_token(warn_if_disabled=False)
+    logger.info("joining the Ray cluster at %s, which runs on this machine", address)
+    return address
 
 
 def _offered_cpus() -> int:

@@ -8,10 +8,12 @@ import threading
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
+from raypipe.errors import ResourceError
 from raypipe.rayext.ray_private import find_private
 from raypipe.rayext.startup import Wait
 
 _CONNECT_S = 3.0  # timeout of a connection to a port
+_WRONG_TOKEN = "InvalidAuthToken"  # in Ray's messages, which have no type of their own
 _LOST_S = 5.0  # a living head answers at once
 
 
@@ -53,10 +55,11 @@ def wait_for_head(address: str, wait: Wait) -> None:
     Ray itself would wait for minutes, without a message, and without reacting to signals.
 
     Raises:
-        ResourceError: the head does not answer in time.
+        ResourceError: the head does not answer in time, or wants a token that this process does not send.
     """
     answered = threading.Event()
     ended = threading.Event()
+    is_denied = threading.Event()
     reason = ["no answer"]
 
     # In a thread, since signals interrupt the main thread only in Python code.
@@ -73,10 +76,17 @@ def wait_for_head(address: str, wait: Wait) -> None:
             # Host names, sockets and Ray raise different types.
             except Exception as error:
                 reason[0] = str(error) or type(error).__name__
+                if _WRONG_TOKEN in reason[0]:
+                    return is_denied.set()
 
     threading.Thread(target=ask, daemon=True, name="raypipe-head").start()
     try:
         while not answered.wait(0.2):
+            if is_denied.is_set():
+                raise ResourceError(
+                    f"the Ray cluster at {address} does not accept this process's token: set RAY_AUTH_MODE=token, "
+                    "and copy ~/.ray/auth_token from the cluster's head (or set RAY_AUTH_TOKEN)"
+                )
             wait.turn(f"the Ray cluster at {address} ({reason[0]})", 0)
     finally:
         ended.set()

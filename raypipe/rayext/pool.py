@@ -87,40 +87,50 @@ class PoolSizer:
             moved: whether a rank has taken a block since the last observation.
         """
         sums = (now - self._observed_at) * np.array([1, waiting, active, running])
-        self._observed_at, self._growth, self._unmoved = (
-            now,
-            self._growth + sums,
-            self._unmoved + sums,
-        )
-        rules = self._rules
-        size = running + pending
+        self._observed_at = now
+        self._growth += sums
+        self._unmoved += sums
         if moved:
+            limit_s = self._rules.grow_after_s
             self._calm += self._unmoved * min(
-                1.0, rules.grow_after_s / max(self._unmoved[0], 1e-9)
+                1.0, limit_s / max(self._unmoved[0], 1e-9)
             )
             self._unmoved = np.zeros(4)
-        if self._growth[0] >= rules.grow_after_s:
-            seconds, waited, worked, ran = self._growth.tolist()
-            self._growth = np.zeros(4)
-            if waited > _WAITED * seconds:
-                self._calm = np.zeros(4)
-                if not pending and worked > _BUSY * ran and size < rules.max_actors:
-                    return Decision(
-                        min(rules.max_actors, _GROW_FACTOR * size),
-                        f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, and "
-                        f"{worked / ran:.0%} of the actors were busy",
-                    )
-        if self._calm[0] >= _SHRINK_AFTER * rules.grow_after_s:
-            seconds, waited, worked, _ = self._calm.tolist()
-            self._calm = np.zeros(4)
-            enough = max(rules.min_actors, math.ceil(worked / seconds * _SPARE))
-            if enough < size and waited <= _CALM * seconds:
-                return Decision(
-                    enough,
-                    f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, in which "
-                    f"{worked / seconds:.1f} actors were busy",
-                )
-        return None
+        larger = self._larger_size(running, pending)
+        return larger or self._smaller_size(running + pending)
+
+    def _larger_size(self, running: int, pending: int) -> Decision | None:
+        """Return a larger size if ranks have waited for busy actors in the window of growth, once it is over."""
+        if self._growth[0] < self._rules.grow_after_s:
+            return None
+        seconds, waited, worked, ran = self._growth.tolist()
+        self._growth = np.zeros(4)
+        if waited <= _WAITED * seconds:
+            return None
+        self._calm = np.zeros(4)
+        size = running + pending
+        if pending or worked <= _BUSY * ran or size >= self._rules.max_actors:
+            return None
+        return Decision(
+            min(self._rules.max_actors, _GROW_FACTOR * size),
+            f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, and "
+            f"{worked / ran:.0%} of the actors were busy",
+        )
+
+    def _smaller_size(self, size: int) -> Decision | None:
+        """Return a smaller size if fewer actors were enough in the calm window, once it is over."""
+        if self._calm[0] < _SHRINK_AFTER * self._rules.grow_after_s:
+            return None
+        seconds, waited, worked, _ = self._calm.tolist()
+        self._calm = np.zeros(4)
+        enough = max(self._rules.min_actors, math.ceil(worked / seconds * _SPARE))
+        if enough >= size or waited > _CALM * seconds:
+            return None
+        return Decision(
+            enough,
+            f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, in which "
+            f"{worked / seconds:.1f} actors were busy",
+        )
 
 
 class PoolKeeper:
@@ -304,37 +314,10 @@ class PoolKeeper:
     def _make_room(
         self, now: float, makers: Callable[[], set[str]] = set, fetches: bool = False
     ) -> None:
+        """Release idle actors for those that died with blocks and find no CPUs to restart."""
         states = self._pool._running_actors
-        waiting = {
-            actor: s
-            for actor, s in states.items()
-            if s.is_restarting and s.num_tasks_in_flight
-        }
-        # If a rank waits for a block that was lost with its node, the same actor must make it again. Ray Data has
-        # counted the block as finished, so it sees an actor without work.
-        if fetches:
-            restarting = {actor: s for actor, s in states.items() if s.is_restarting}
-        else:
-            restarting = {}
-        if restarting.keys() - waiting.keys():
-            owing = makers()
-            waiting |= {
-                actor: s for actor, s in restarting.items() if _id_of(actor) in owing
-            }
-        new = waiting.keys() - self._room_at.keys()
-        alive = {node["NodeID"] for node in nodes()} if new else set()
-        for actor in new:
-            self._room_at[actor] = now + (
-                _PATIENCE_S if waiting[actor].actor_location in alive else 0.0
-            )
-        self._room_at = {
-            actor: time_s for actor, time_s in self._room_at.items() if actor in waiting
-        }
-        self._room_made &= waiting.keys()
-        late = [actor for actor, time_s in self._room_at.items() if now >= time_s]
-        # Actors with room that no request waits for have their CPUs, and are starting.
-        if self._room_made.intersection(late) and self._cpus not in _pending_cpus():
-            late = [actor for actor in late if actor not in self._room_made]
+        owing = self._owing_blocks(makers, fetches)
+        late = self._late(owing, now)
         idle = [
             actor
             for actor, s in states.items()
@@ -346,7 +329,7 @@ class PoolKeeper:
         if not late:
             return
         # otherwise these may take the CPUs
-        self._release_lost(len(states), keep=waiting.keys())
+        self._release_lost(len(states), keep=owing.keys())
         for actor in idle[: len(late)]:
             self._pool._release_running_actor(actor)
         self._room_at |= dict.fromkeys(late, now + _PATIENCE_S)
@@ -356,6 +339,37 @@ class PoolKeeper:
             "room for them",
             "no_room",
         )
+
+    def _owing_blocks(
+        self, makers: Callable[[], set[str]], fetches: bool
+    ) -> dict[Any, Any]:
+        """Return the dead actors that must make blocks after their restart, with Ray Data's state of each.
+
+        If a rank waits for a block that was lost with its node, the same actor must make it again. Ray Data has
+        counted the block as finished, so it sees an actor without work.
+        """
+        states = self._pool._running_actors
+        restarting = {actor: s for actor, s in states.items() if s.is_restarting}
+        owing = {actor: s for actor, s in restarting.items() if s.num_tasks_in_flight}
+        if fetches and len(owing) < len(restarting):
+            ids = makers()
+            owing |= {a: s for a, s in restarting.items() if _id_of(a) in ids}
+        return owing
+
+    def _late(self, owing: dict[Any, Any], now: float) -> list[Any]:
+        """Return the dead actors that have had the time to restart, and have not found CPUs."""
+        new = owing.keys() - self._room_at.keys()
+        alive = {node["NodeID"] for node in nodes()} if new else set()
+        for actor in new:
+            patience_s = _PATIENCE_S if owing[actor].actor_location in alive else 0.0
+            self._room_at[actor] = now + patience_s
+        self._room_at = {a: time_s for a, time_s in self._room_at.items() if a in owing}
+        self._room_made &= owing.keys()
+        late = [actor for actor, time_s in self._room_at.items() if now >= time_s]
+        # Actors with room that no request waits for have their CPUs, and are starting.
+        if self._room_made.intersection(late) and self._cpus not in _pending_cpus():
+            late = [actor for actor in late if actor not in self._room_made]
+        return late
 
     def _leave(self, going: dict[str, int]) -> None:
         """Replace actors on nodes that are about to go, which get no more blocks from Ray Data.

@@ -122,6 +122,11 @@ def write_synced(
     if isinstance(filesystem, RetryingFileSystem):
         filesystem.write(path, content)
         return
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        # Ray Train's, of an own loop
+        with filesystem.open_output_stream(path) as output:
+            output.write(content)
+        return
     with Path(path).open("wb") as file:
         file.write(content)
         file.flush()

@@ -91,11 +91,21 @@ def _started(pid: Any) -> int | None:
 
 
 @contextlib.contextmanager
-def leased(run_uri: str) -> Iterator[str]:
-    """Context manager: hold the lease of a run's folder, which is made if needed; yields the lease's token.
+def lease(run_dir: str | Path) -> Iterator[str]:
+    """Context manager: hold the lease of a run's folder, which one process at a time can have.
 
-    Raises RunExistsError, which names the process, if another process has the folder.
+    The folder is made if needed. The lease ends with the block, and by itself with the process.
+
+    Args:
+        run_dir: the folder: a path or a URI.
+
+    Yields:
+        The lease's token, for `raypipe.loader(…, lease=token)`, in any process that can see the folder.
+
+    Raises:
+        ConfigError: another process has the folder, which the error names; or it cannot be written to.
     """
+    run_uri = as_uri(str(run_dir))
     claim = _Claim(run_uri)
     ended = threading.Event()
     renewing = threading.Thread(

@@ -37,7 +37,7 @@ _HOME = {
     "digits_stores": "destination",
     "open_writer": "writers",
 }
-# Kind → its module and class.
+# Kind → its module and class. A kind of files is also the suffix of their names.
 _STORES = {
     "folder": ("folder", "FolderStore"),
     "lmdb": ("lmdb", "LMDBStore"),
@@ -49,7 +49,6 @@ _INSTEAD = {
     "image_column": ": its images have no other name, so leave image_column out; give it to `raypipe convert`, "
     "which copies another column's images as `image`"
 }
-_ENDS = ("lmdb", "parquet", "tar")  # suffix of a file's name = its kind
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"  # at byte 16 of an LMDB file, which may have any name
 _COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
@@ -195,7 +194,9 @@ def _kind_of_name(name: str) -> str:
         return "lmdb"
     if name.endswith(_COMPRESSED_TARS):
         return "tar"
-    return next((kind for kind in _ENDS if name.endswith(f".{kind}")), "")
+    _, _, suffix = name.rpartition(".")
+    is_of_files = suffix in _STORES and suffix not in (name, "folder")
+    return suffix if is_of_files else ""
 
 
 def _has_lmdb_magic(address: str) -> bool:

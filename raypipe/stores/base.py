@@ -76,7 +76,7 @@ IMAGE_SUFFIXES = frozenset(
     }
 )
 """Suffixes, in lower case, of the samples in folder and tar stores: all of those of the formats that
-`raypipe.transform.image_header` knows."""
+`raypipe.transform.decode.image_header` knows."""
 
 ARRAY_SUFFIX = ".npy"
 """Suffix of numpy arrays, which are samples only in a store without images: next to images they are something

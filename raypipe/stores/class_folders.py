@@ -125,6 +125,11 @@ class _Files:
     def samples(self) -> list[TreeSample]:
         return self.images or self.arrays
 
+    def sorted(self, has_images: bool) -> list[TreeSample]:
+        """Return the samples by path: the images, or, if no folder has an image, the arrays."""
+        samples = self.images if has_images else self.arrays
+        return sorted(samples, key=lambda sample: sample[0])
+
 
 def find_classes(trees: Sequence[Tree], where: str) -> Layout:
     """Find the classes of trees, which share them, and their samples; there may be none.
@@ -137,9 +142,7 @@ def find_classes(trees: Sequence[Tree], where: str) -> Layout:
         StoreError: the folders are splits; or an entry with an image's name is not a file.
     """
     flat, names, outside = _top(trees, "")
-    by_class = {
-        name: [_files(tree, name, where) for tree in trees] for name in sorted(names)
-    }
+    by_class = _files_by_class(trees, "", names, where)
     root = ""
     for folder in _folders_around(trees, by_class):
         outside += Counter(f"{name}/" for name in names if join(root, name) != folder)
@@ -147,44 +150,49 @@ def find_classes(trees: Sequence[Tree], where: str) -> Layout:
         _, names, beside = _top(trees, root)
         outside += beside
     if root:
-        by_class = {
-            name: [_files(tree, join(root, name), where) for tree in trees]
-            for name in sorted(names)
-        }
-    holding = [name for name, of_trees in by_class.items() if _holds(of_trees)]
-    are_below = len(holding) == 1 and _are_below(
-        join(root, holding[0]), by_class[holding[0]]
-    )
-    refuse_splits(where, by_class, holding[0] if are_below else "")
-    every = [files for of_class in by_class.values() for files in of_class]
+        by_class = _files_by_class(trees, root, names, where)
+    refuse_splits(where, by_class, _only_parent(root, by_class))
+    every = [files for of_trees in by_class.values() for files in of_trees]
     has_images = any(files.images for files in every)
     left_out = sum((files.left_out for files in every), outside)
     if has_images and (num_arrays := sum(len(files.arrays) for files in every)):
         left_out[ARRAY_SUFFIX] += num_arrays
-    samples = [
-        [
-            sorted(
-                files[number].images if has_images else files[number].arrays,
-                key=lambda sample: sample[0],
-            )
-            for files in by_class.values()
-        ]
-        for number in range(len(trees))
-    ]
-    has_tars = any(
-        suffix_of(entry.name) == ".tar" for tree in trees for entry in tree.entries("")
-    )
-    of_images = sorted(path for files in every for path in files.with_images)
     return Layout(
-        root,
-        tuple(by_class),
-        samples,
-        left_out,
-        of_images,
-        has_images,
-        sorted(flat),
-        has_tars,
+        root=root,
+        classes=tuple(by_class),
+        samples=[
+            [of_trees[number].sorted(has_images) for of_trees in by_class.values()]
+            for number in range(len(trees))
+        ],
+        left_out=left_out,
+        of_images=sorted(path for files in every for path in files.with_images),
+        has_images=has_images,
+        flat=sorted(flat),
+        has_tars=any(
+            suffix_of(entry.name) == ".tar"
+            for tree in trees
+            for entry in tree.entries("")
+        ),
     )
+
+
+def _files_by_class(
+    trees: Sequence[Tree], root: str, names: Iterable[str], where: str
+) -> dict[str, list[_Files]]:
+    """Return the files of each tree by the folders that are in the root, in the order of their names."""
+    return {
+        name: [_files(tree, join(root, name), where) for tree in trees]
+        for name in sorted(names)
+    }
+
+
+def _only_parent(root: str, by_class: dict[str, list[_Files]]) -> str:
+    """Return the only class with samples if all of them are in folders below it; else an empty text."""
+    holding = [name for name, of_trees in by_class.items() if _holds(of_trees)]
+    if len(holding) != 1:
+        return ""
+    (name,) = holding
+    return name if _are_below(join(root, name), by_class[name]) else ""
 
 
 def join(folder: str, name: str) -> str:
@@ -206,8 +214,10 @@ def tell_left_out(where: str, num_samples: int, left_out: LeftOut) -> None:
 def words_of(left_out: LeftOut) -> str:
     """Return what is left out in words, the most frequent first."""
     told = [f"{num:,} {reason}" for reason, num in left_out.most_common(6)]
-    rest = left_out.total() - sum(num for _, num in left_out.most_common(6))
-    return ", ".join([*told, *([f"{rest:,} others"] if rest else [])])
+    num_untold = left_out.total() - sum(num for _, num in left_out.most_common(6))
+    if num_untold:
+        told.append(f"{num_untold:,} others")
+    return ", ".join(told)
 
 
 def _top(
@@ -233,7 +243,7 @@ def _top(
 
 def _files(tree: Tree, top: str, where: str) -> _Files:
     """Return the files of a folder and of all folders below it, unordered."""
-    found = _Files()
+    files = _Files()
     visited = set[Hashable]()
     folders = [top]
     for folder in folders:  # the loop appends to the list
@@ -243,44 +253,44 @@ def _files(tree: Tree, top: str, where: str) -> _Files:
         visited.add(identity)
         within = list[str]()
         images = list[str]()
-        others = list[str]()
+        unknown = list[str]()
         for name, kind, value in tree.entries(folder):
             if is_left_out(name):
-                found.left_out[_HIDDEN] += 1
+                files.left_out[_HIDDEN] += 1
                 continue
             if kind == FOLDER:
                 within.append(f"{folder}/{name}")
                 continue
             suffix = suffix_of(name)
             if suffix not in _SUFFIXES:
-                others.append(name)
+                unknown.append(name)
                 continue
             if kind != FILE:
                 raise StoreError(
                     f"{where}/{folder}/{name} is not an image: it is {kind}, not a regular file; remove it"
                 )
             if suffix == ARRAY_SUFFIX:
-                found.arrays.append((f"{folder}/{name}", value))
+                files.arrays.append((f"{folder}/{name}", value))
             else:
                 images.append(name)
-                found.images.append((f"{folder}/{name}", value))
+                files.images.append((f"{folder}/{name}", value))
         folders += sorted(within)
-        if others:
-            _count_others(found, folder, images, others)
-    return found
+        if unknown:
+            _count_unknown(files, folder, images, unknown)
+    return files
 
 
-def _count_others(
-    found: _Files, folder: str, images: list[str], others: list[str]
+def _count_unknown(
+    files: _Files, folder: str, images: list[str], unknown: list[str]
 ) -> None:
     """Note files that are neither images nor arrays, and which of them belong to an image: `a.txt` to `a.jpg`, and
     `a.jpg.json` too."""
     stems = {*images, *(PurePosixPath(name).stem for name in images)}
-    for name in others:
-        found.left_out[suffix_of(name) or "without a suffix"] += 1
-        ends = (place for place, letter in enumerate(name) if letter == ".")
+    for name in unknown:
+        files.left_out[suffix_of(name) or "without a suffix"] += 1
+        ends = (position for position, letter in enumerate(name) if letter == ".")
         if any(name[:end] in stems for end in ends):
-            found.with_images.append(f"{folder}/{name}")
+            files.with_images.append(f"{folder}/{name}")
 
 
 def _folders_around(
@@ -300,7 +310,7 @@ def _folders_around(
         if any(path[depth] != name for path in parts):
             return
         _, names, _ = _top(trees, root)
-        if any(_is_empty(trees, join(root, other)) for other in names - {name}):
+        if any(_is_empty(trees, join(root, sibling)) for sibling in names - {name}):
             return
         root = join(root, name)
         yield root

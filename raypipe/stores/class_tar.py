@@ -6,8 +6,8 @@ The rules are those of a folder, see `raypipe.stores.class_folders`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from raypipe.stores.class_folders import (
     suffix_of,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
+from raypipe.stores.webdataset import Indexed
 
 Member = TreeFile | Link | Special | None
 """What a member of a tar is; None = a folder. The value of a file is position, num_bytes, mtime."""
@@ -32,24 +33,6 @@ About = dict[str, Any]
 """What a tar is by itself, or among others, as JSON: `root`, `classes`, `left_out`, `of_images`, `has_images` of
 its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each sample, as a flat list; and
 `is_plain`, whether the samples are in the order of their names' parts, which the tar's digest shows."""
-
-
-class Indexed(NamedTuple):
-    """The samples of several tars of class folders.
-
-    Attributes:
-        columns: image, places (N, 2), and label.
-        classes: class names.
-        nums: samples of each tar.
-        left_out: see `raypipe.stores.class_folders`.
-        facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
-    """
-
-    columns: dict[str, np.ndarray]
-    classes: tuple[str, ...]
-    nums: list[int]
-    left_out: LeftOut
-    facts: str
 
 
 def find_files(
@@ -71,12 +54,31 @@ def find_files(
     if not any(map(any, layout.samples)):
         return None
     last = dict(members)
+    places = list[int]()
+    not_files = dict[str, list[str]]()
+    for number, node in enumerate(last.values()):
+        if isinstance(node, TreeFile):
+            places += node.value[:2]
+        else:
+            places += (-1, -1)
+            not_files[str(number)] = _described(node)
+    (about,) = _about(layout)
+    return {
+        "about": about,
+        "digest": _hash_of(last),
+        "files": list(last),
+        "places": places,
+        "others": not_files,
+    }
+
+
+def _hash_of(members: Mapping[str, Member]) -> str:
+    """Return a hash over the names, sizes and modification times of the samples, and over all links."""
     files = {
         path: node.value
-        for path, node in last.items()
+        for path, node in members.items()
         if isinstance(node, TreeFile) and _may_count(path)
     }
-    links = {path: node.target for path, node in last.items() if isinstance(node, Link)}
     images = [path for path in files if suffix_of(path) in IMAGE_SUFFIXES]
     samples = images or [path for path in files if suffix_of(path) == ARRAY_SUFFIX]
     digest = hashlib.blake2b(digest_size=16)
@@ -85,22 +87,12 @@ def find_files(
         digest.update(
             f"{path}\0{num_bytes}\0{mtime}\n".encode(errors="surrogateescape")
         )
+    links = {
+        path: node.target for path, node in members.items() if isinstance(node, Link)
+    }
     for path, target in sorted(links.items()):
         digest.update(f"{path}\0->{target}\n".encode(errors="surrogateescape"))
-    places = list[int]()
-    others = dict[str, list[str]]()
-    for number, node in enumerate(last.values()):
-        places += node.value[:2] if isinstance(node, TreeFile) else (-1, -1)
-        if not isinstance(node, TreeFile):
-            others[str(number)] = _described(node)
-    (about,) = _about(layout)
-    return {
-        "about": about,
-        "digest": digest.hexdigest(),
-        "files": list(last),
-        "places": places,
-        "others": others,
-    }
+    return digest.hexdigest()
 
 
 def _may_count(path: str) -> bool:
@@ -125,31 +117,31 @@ def index_files(
     Raises:
         StoreError: see `find_classes`.
     """
-    each: list[About] = [scan["about"] for scan in scans]
-    if len({(about["root"], about["has_images"]) for about in each}) > 1:
+    abouts: list[About] = [scan["about"] for scan in scans]
+    if len({(about["root"], about["has_images"]) for about in abouts}) > 1:
         # together they are something else
-        each = _about(find_classes(list(map(_tree_of, scans)), names[0]))
+        abouts = _about(find_classes(list(map(_tree_of, scans)), names[0]))
     if refuse_others:
         refuse_files_of_images(
-            names[0], sorted(path for about in each for path in about["of_images"])
+            names[0], sorted(path for about in abouts for path in about["of_images"])
         )
-    classes = tuple(sorted({name for about in each for name in about["classes"]}))
+    classes = tuple(sorted({name for about in abouts for name in about["classes"]}))
     refuse_splits(names[0], classes)
     number_of = {name: number for number, name in enumerate(classes)}
     labels = [
         np.repeat([number_of[name] for name in about["classes"]], about["nums"])
-        for about in each
+        for about in abouts
     ]
-    places = [np.array(about["places"], np.int64).reshape(-1, 2) for about in each]
+    places = [np.array(about["places"], np.int64).reshape(-1, 2) for about in abouts]
     columns = {
         "image": np.concatenate(places),
         "label": np.concatenate(labels).astype(np.int64),
     }
-    left_out = sum((LeftOut(about["left_out"]) for about in each), LeftOut())
-    are_plain = [about["is_plain"] for about in each]
+    left_out = sum((LeftOut(about["left_out"]) for about in abouts), LeftOut())
+    are_plain = [about["is_plain"] for about in abouts]
     is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
     facts = "" if is_known else hash_of_facts((classes, are_plain))
-    return Indexed(columns, classes, [len(part) for part in places], left_out, facts)
+    return Indexed(columns, classes, list(map(len, places)), left_out, facts)
 
 
 def _about(layout: Layout) -> list[About]:
@@ -164,7 +156,7 @@ def _about(layout: Layout) -> list[About]:
         }
         about |= {"nums": list(map(len, by_class)), "left_out": {}, "of_images": []}
         about["places"] = [
-            number for files in by_class for _, place in files for number in place[:2]
+            number for files in by_class for _, value in files for number in value[:2]
         ]
         about["is_plain"] = paths == sorted(paths, key=lambda path: path.split("/"))
         every.append(about)
@@ -175,12 +167,12 @@ def _about(layout: Layout) -> list[About]:
 def _tree_of(scan: dict[str, Any]) -> MemoryTree:
     """Return the tree that `find_files` was given."""
     tree = MemoryTree(missing=(-1, -1))
-    others = scan["others"]
+    not_files = scan["others"]
     places = scan["places"]
     for number, path in enumerate(scan["files"]):
         node: Member = TreeFile((places[2 * number], places[2 * number + 1]))
-        if (other := others.get(str(number))) is not None:
-            kind, text = other or ("", "")
+        if (described := not_files.get(str(number))) is not None:
+            kind, text = described or ("", "")
             if kind == "link":
                 node = Link(text)
             elif kind == "special":
@@ -196,9 +188,9 @@ def have_class_folders(names: Sequence[str], scans: Sequence[dict[str, Any]]) ->
     of_folders = ["files" in scan for scan in scans]
     if any(of_folders) and not all(of_folders):
         folders = names[of_folders.index(True)]
-        other = names[of_folders.index(False)]
+        shard = names[of_folders.index(False)]
         raise StoreError(
-            f"{other} is a tar of WebDataset, but {folders} has class folders: all tars of a store must have one "
+            f"{shard} is a tar of WebDataset, but {folders} has class folders: all tars of a store must have one "
             "layout"
         )
     return any(of_folders)

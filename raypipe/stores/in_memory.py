@@ -72,31 +72,39 @@ class InMemoryStore:
         kept = tuple(name for name in columns if _is_kept(schema.field(name)))
         if not rows.size or not kept:
             return self.inner.read(rows, columns)
-        arena = self._opened()
-        cells = {name: arena.values(self._cells(name, rows)) for name in kept}
-        is_new = np.array([None in row for row in zip(*cells.values(), strict=True)])
-        if is_new.any():
-            positions = np.flatnonzero(is_new).tolist()
-            read = self.inner.read(rows[is_new], kept)
-            # Images come last, since a sample without room for one of its values is read again.
-            for name in sorted(kept, key=lambda name: name == "image"):
-                values = list(map(_encoded, read[name]))
-                self._keep(arena, self._cells(name, rows[is_new]), values)
-                for position, value in zip(positions, values, strict=True):
-                    cells[name][position] = memoryview(b"".join(value))
-        images = None
-        arrays = {}
-        for name in columns:
-            if name == "image":
-                images = _bytes_in(cells[name])
-            elif name in cells:
-                arrays[name] = _decoded(cells[name], schema.field(name).type)
-        others = tuple(name for name in columns if name not in kept)
-        if others:
-            table = self.inner.read(rows, others).table
+        cells = self._filled_cells(rows, kept)
+        images = _bytes_in(cells["image"]) if "image" in cells else None
+        arrays = {
+            name: _decoded(cells[name], schema.field(name).type)
+            for name in kept
+            if name != "image"
+        }
+        not_kept = tuple(name for name in columns if name not in kept)
+        if not_kept:
+            table = self.inner.read(rows, not_kept).table
             arrays |= dict(zip(table.column_names, table.columns, strict=True))
         names = [name for name in columns if name != "image"]
         return Columns(images, pa.table({name: arrays[name] for name in names}))
+
+    def _filled_cells(
+        self, rows: np.ndarray, columns: tuple[str, ...]
+    ) -> dict[str, list[memoryview | None]]:
+        """Return the cells of samples, by column. Samples that are not in memory are read from the store, and kept
+        if there is room."""
+        arena = self._opened()
+        cells = {name: arena.values(self._cells(name, rows)) for name in columns}
+        is_new = np.array([None in row for row in zip(*cells.values(), strict=True)])
+        if not is_new.any():
+            return cells
+        positions = np.flatnonzero(is_new).tolist()
+        read = self.inner.read(rows[is_new], columns)
+        # Images come last, since a sample without room for one of its values is read again.
+        for name in sorted(columns, key=lambda name: name == "image"):
+            values = list(map(_encoded, read[name]))
+            self._keep(arena, self._cells(name, rows[is_new]), values)
+            for position, value in zip(positions, values, strict=True):
+                cells[name][position] = memoryview(b"".join(value))
+        return cells
 
     def _keep(self, arena: Arena, cells: np.ndarray, values: Sequence[_Parts]) -> None:
         if self._is_full or arena.write(cells, values):

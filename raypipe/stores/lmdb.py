@@ -2,10 +2,11 @@
 
 `raypipe.stores.lmdb_foreign` reads those of other programs. In raypipe's own, keys are the index as big-endian
 uint64, values are records (see `raypipe.stores.record`), and the key `__raypipe__` has a JSON record: version,
-count, columns, classes, fingerprint. Nothing is pickled. The lmdb library writes the files, but
-`raypipe.stores.lmdb_pages` reads them, since the library trusts its files.
+count, columns, classes, fingerprint. Nothing is pickled. The lmdb library writes the files, and
+`raypipe.stores.lmdb_file` reads them.
 
 Opening a shard in an object store reads only its metadata, by ranges; records come through the node's cache.
+Without the extension, opening fetches the whole shard into the cache.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from raypipe.stores.base import (
     part_of,
     stored_names,
 )
+from raypipe.stores.lmdb_file import LMDBFile, why_not_compiled
 from raypipe.stores.lmdb_foreign import (
     CLASS_OF_LSUN,
     DATA_FILE,
@@ -48,7 +50,6 @@ from raypipe.stores.lmdb_foreign import (
     open_foreign,
 )
 from raypipe.stores.lmdb_listing import Options
-from raypipe.stores.lmdb_pages import LMDBFile
 from raypipe.stores.record import (
     KEY,
     METADATA_KEY,
@@ -192,7 +193,7 @@ class _Shard:
 
     def _open_cached(self, path: Path) -> LMDBFile:
         try:
-            shard = _open_file(path)
+            shard = _shard(LMDBFile(path))
         except StoreError as error:
             raise StoreError(f"{self.path}, in the cache: {error}") from error
         if shard is None or shard.metadata.fingerprint != self.metadata.fingerprint:
@@ -330,9 +331,9 @@ def _put(values: Any, positions: np.ndarray, column: np.ndarray | list[Any]) -> 
         values[position] = value
 
 
-def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard | None:
-    """Open a file, or a source that replaces it, with its metadata; None if raypipe did not write it."""
-    file = LMDBFile(path, source)
+def _shard(file: LMDBFile) -> _Shard | None:
+    """Return a file with its metadata; None if raypipe did not write it."""
+    path = file.path
     with errors_as(StoreError, f"{path} cannot be read"):
         try:
             record = file.get(METADATA_KEY)
@@ -357,11 +358,17 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard 
 
 
 def _open_local(listed: RemoteFile) -> _Shard | RemoteFile:
-    return _open_file(listed.address) or listed
+    return _shard(LMDBFile(listed.address)) or listed
 
 
 def _look_up(listed: RemoteFile) -> _Shard | RemoteFile:
     with open_object(listed.address) as (source, current):
-        shard = _open_file(listed.address, source)
         file = listed.checked(current)
-        return file if shard is None else replace(shard, file=file)
+        if not why_not_compiled():
+            shard = _shard(LMDBFile(listed.address, source))
+            return file if shard is None else replace(shard, file=file)
+    try:
+        shard = _shard(shared_cache().get(file, LMDBFile))
+    except StoreError as error:
+        raise StoreError(f"{listed.address}, in the cache: {error}") from error
+    return file if shard is None else replace(shard, path=listed.address, file=file)

@@ -29,14 +29,8 @@ from raypipe.stores.base import (
     missing,
     part_of,
 )
-from raypipe.stores.lmdb_listing import (
-    SLOT_BITS,
-    Listing,
-    Options,
-    entry_at,
-    listing_of,
-)
-from raypipe.stores.lmdb_pages import LMDBFile
+from raypipe.stores.lmdb_file import LMDBFile
+from raypipe.stores.lmdb_listing import Listing, Options, listing_of
 from raypipe.stores.record import arrow_column, arrow_type
 
 DATA_FILE = "data.mdb"
@@ -138,7 +132,7 @@ class ForeignShards:
                     f"{found.label_type or 'none'}, and {first.layout} with {first.label_type or 'none'}; all "
                     "LMDBs of one store must have the same"
                 )
-        self._offsets = np.cumsum([0, *(len(shard.listing.places) for shard in shards)])
+        self._offsets = np.cumsum([0, *(len(shard.listing.keys) for shard in shards)])
         self.classes, self._labels = _labels_of(shards)
         if self._labels[0] is not None:
             label_type = "int64"
@@ -194,17 +188,16 @@ class ForeignShards:
     ) -> None:
         file = shard.open()
         value = shard.listing.value
-        for position, place in zip(
-            positions.tolist(), shard.listing.places[rows].tolist(), strict=True
-        ):
+        keys = shard.listing.keys.keys(rows)
+        for position, key in zip(positions.tolist(), keys, strict=True):
             try:
-                if stored == {"key"}:
-                    key = file.key(place >> SLOT_BITS, place & ((1 << SLOT_BITS) - 1))
-                    content = memoryview(b"")
-                else:
-                    key, content = entry_at(file, place)
+                content = None
+                if stored != {"key"}:
+                    content = file.get(key)
+                    if content is None:
+                        continue  # keys around it are damaged: a bad sample
                 found: dict[str, Any] = {"image": content, "key": as_text(key)}
-                if value is not None and stored - {"key"}:
+                if value is not None and content is not None:
                     found["image"], label = value.read(content)
                     found["label"] = label
                     found["text"] = label if isinstance(label, str) else None
@@ -220,15 +213,9 @@ class ForeignShards:
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._offsets, index)
-        place = int(self._shards[number].listing.places[within])
-        key = (
-            self._shards[number]
-            .open()
-            .key(place >> SLOT_BITS, place & ((1 << SLOT_BITS) - 1))
-        )
-        return (
-            f"{self._shards[number].path}, key {key.decode(errors='backslashreplace')}"
-        )
+        shard = self._shards[number]
+        key = shard.listing.keys.key(within)
+        return f"{shard.path}, key {key.decode(errors='backslashreplace')}"
 
 
 def _labels_of(
@@ -260,7 +247,7 @@ def _labels_of(
             len(found) == len(set(found)) == len(shards)
             and listings[0].layout == "image"
         ):
-            sizes = [len(listing.places) for listing in listings]
+            sizes = [len(listing.keys) for listing in listings]
             return tuple(found), [
                 np.full(size, number) for number, size in enumerate(sizes)
             ]

@@ -13,9 +13,10 @@ import numpy as np
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_text
 from raypipe.stores.class_folders import refuse_splits
-from raypipe.stores.lmdb_pages import Leaf
+from raypipe.stores.lmdb_file import Entries
 
 _MAX_LIST_BYTES = 1 << 30  # a list of ten million keys of 100 bytes
+_ROWS_AT_ONCE = 100_000
 
 
 @dataclass(frozen=True)
@@ -27,54 +28,38 @@ class Labels:
 
 
 class KeyTable:
-    """Keys of samples in ascending order, and the lengths of their values, while a file is listed."""
+    """Keys of a file's samples.
 
-    def __init__(self) -> None:
-        self._parts: list[np.ndarray] = []
-        self._key_bytes: list[np.ndarray] = []
-        self._lengths: list[np.ndarray] = []
-        self._joined: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    Args:
+        content: the bytes of all keys, end to end, uint8.
+        starts: where each key begins, and the last one ends, int64 (n + 1,).
+    """
 
-    def add(self, leaf: Leaf, slots: np.ndarray) -> None:
-        """Add entries of a page."""
-        starts = leaf.key_starts[slots]
-        sizes = leaf.key_bytes[slots]
-        before = np.cumsum(sizes) - sizes
-        places = np.repeat(starts - before, sizes) + np.arange(int(sizes.sum()))
-        self._parts.append(np.frombuffer(leaf.page, np.uint8)[places])
-        self._key_bytes.append(sizes.astype(np.int32))
-        self._lengths.append(leaf.lengths[slots].astype(np.uint32))
+    def __init__(self, content: np.ndarray, starts: np.ndarray) -> None:
+        self.content = content
+        self.starts = starts
 
     def __len__(self) -> int:
-        return len(self.key_bytes)
-
-    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        if self._joined is None:
-            content = np.concatenate([np.empty(0, np.uint8), *self._parts])
-            key_bytes = np.concatenate([np.empty(0, np.int32), *self._key_bytes])
-            self._joined = (
-                content,
-                key_bytes,
-                np.concatenate([[0], np.cumsum(key_bytes, dtype=np.int64)]),
-            )
-            self._parts = []
-            self._key_bytes = []
-        return self._joined
+        return len(self.starts) - 1
 
     @property
     def key_bytes(self) -> np.ndarray:
         """Return the length of each key."""
-        return self._arrays()[1]
+        return np.diff(self.starts)
 
     def key(self, row: int) -> bytes:
-        content, _, starts = self._arrays()
-        return content[starts[row] : starts[row + 1]].tobytes()
+        return self.content[self.starts[row] : self.starts[row + 1]].tobytes()
 
-    def keys(self) -> list[bytes]:
-        content, _, starts = self._arrays()
-        whole = content.tobytes()
-        bounds = starts.tolist()
-        return [whole[start:stop] for start, stop in pairwise(bounds)]
+    def keys(self, rows: np.ndarray) -> list[bytes]:
+        """Return the keys of some rows."""
+        bounds = zip(
+            self.starts[rows].tolist(), self.starts[rows + 1].tolist(), strict=True
+        )
+        return [self.content[start:stop].tobytes() for start, stop in bounds]
+
+    def all_keys(self) -> list[bytes]:
+        whole = self.content.tobytes()
+        return [whole[start:stop] for start, stop in pairwise(self.starts.tolist())]
 
     def spread(self, most: int) -> list[int]:
         """Return some rows, from everywhere."""
@@ -82,35 +67,42 @@ class KeyTable:
             return np.unique(np.linspace(0, len(self) - 1, most).astype(int)).tolist()
         return []
 
-    def hash(self) -> bytes:
+    def reordered(self, order: np.ndarray) -> KeyTable:
+        """Return the keys of these rows, in this order."""
+        sizes = self.key_bytes[order]
+        starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        content = np.empty(int(starts[-1]), np.uint8)
+        for first in range(0, len(order), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            # Byte b of the result comes from byte b + shift of its key's row.
+            shifts = self.starts[order[rows]] - starts[:-1][rows]
+            part = slice(starts[first], starts[min(rows.stop, len(order))])
+            places = np.repeat(shifts, sizes[rows]) + np.arange(part.start, part.stop)
+            content[part] = self.content[places]
+        return KeyTable(content, starts)
+
+    def hash(self, value_sizes: np.ndarray) -> bytes:
         """Return a hash of all keys and of the lengths of all values."""
-        content, key_bytes, _ = self._arrays()
         digest = hashlib.blake2b(digest_size=16)
-        for part in (
-            content,
-            key_bytes,
-            np.concatenate([np.empty(0, np.uint32), *self._lengths]),
-        ):
+        sizes = self.key_bytes.astype(np.int32)
+        for part in (self.content, sizes, value_sizes.astype(np.uint32)):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part.tobytes())
         return digest.digest()
 
     def numbers(self) -> np.ndarray | None:
         """Return the keys as decimal numbers; None if one of them is not, or they are too long."""
-        content, key_bytes, _ = self._arrays()
-        if (
-            not ((content >= ord("0")) & (content <= ord("9"))).all()
-            or key_bytes.max(initial=0) > 18
-        ):
+        is_digit = (self.content >= ord("0")) & (self.content <= ord("9"))
+        if not is_digit.all() or self.key_bytes.max(initial=0) > 18:
             return None
         return self._padded().astype(np.int64)
 
     def rows(self, keys: Sequence[bytes]) -> np.ndarray:
-        """Return the row of each of these keys, -1 for one that is not there."""
+        """Return the row of each of these keys, -1 for one that is not there; this table's keys must ascend."""
         if not len(self) or not len(keys):
             return np.full(len(keys), -1, np.int64)
         if any(key[-1:] == b"\0" for key in keys):  # numpy ignores zeros at the end
-            by_key = {key: row for row, key in enumerate(self.keys())}
+            by_key = {key: row for row, key in enumerate(self.all_keys())}
             return np.array([by_key.get(key, -1) for key in keys], np.int64)
         known = self._padded()
         wanted = np.array(keys)
@@ -119,11 +111,21 @@ class KeyTable:
 
     def _padded(self) -> np.ndarray:
         """Return the keys as an array of bytes, which compares as LMDB does."""
-        content, key_bytes, _ = self._arrays()
-        longest = max(1, int(key_bytes.max(initial=1)))
-        padded = np.zeros((len(key_bytes), longest), np.uint8)
-        padded[np.arange(longest) < key_bytes[:, None]] = content
+        sizes = self.key_bytes
+        longest = max(1, int(sizes.max(initial=1)))
+        padded = np.zeros((len(sizes), longest), np.uint8)
+        padded[np.arange(longest) < sizes[:, None]] = self.content
         return padded.view(f"S{longest}")[:, 0]
+
+
+def table_of(parts: Sequence[Entries]) -> tuple[KeyTable, np.ndarray]:
+    """Return the keys of entries, and the lengths of their values, uint32 (n,)."""
+    content = np.frombuffer(b"".join(part.keys for part in parts), np.uint8)
+    none = np.empty(0, np.uint32)
+    key_sizes = np.concatenate([none, *(part.key_sizes for part in parts)])
+    value_sizes = np.concatenate([none, *(part.value_sizes for part in parts)])
+    starts = np.concatenate([[0], np.cumsum(key_sizes, dtype=np.int64)])
+    return KeyTable(content, starts), value_sizes
 
 
 def labels_of_folders(where: str, table: KeyTable, must_have: bool) -> Labels:
@@ -135,7 +137,7 @@ def labels_of_folders(where: str, table: KeyTable, must_have: bool) -> Labels:
     folders: dict[bytes, int] = {}
     numbers = np.empty(0, np.int64)
     if any(b"/" in table.key(row) for row in table.spread(16)):
-        keys = table.keys()
+        keys = table.all_keys()
         ids = [
             folders.setdefault(key.rpartition(b"/")[0], len(folders)) for key in keys
         ]

@@ -1,12 +1,13 @@
-"""Listing of an LMDB file that another program wrote: where its samples are, in which order, with which labels.
+"""Listing of an LMDB file that another program wrote: the keys of its samples, in their order, and their labels.
 
 A large file is listed once per node: the listing stays in the node's cache, and all processes map it.
 
-    RAYPIPE_CACHE/lmdb/KEY-2.listing   KEY: hash of the file's path, size, time of change and inode, and of options
+    RAYPIPE_CACHE/lmdb/KEY-3.listing   KEY: hash of the file's path, size, time of change and inode, and of options
         8 bytes        length of the JSON
         JSON           layout, classes, fingerprint, number of samples, type of the labels in the listing
-        int64 (n,)     place of each sample: page number << 16 | entry within the page
+        int64 (n + 1,) where the key of each sample begins, and the last one ends
         int64 (n,)     labels, if the listing has them
+        bytes          keys, end to end
 
 Layouts, which are found by content:
 
@@ -36,18 +37,17 @@ from raypipe.errors import StoreError
 from raypipe.storage.local_file import locked, make_cache_folder
 from raypipe.storage.retries import report_progress
 from raypipe.stores.base import hash_of_facts
+from raypipe.stores.lmdb_file import Entries, LMDBFile
 from raypipe.stores.lmdb_labels import (
     KeyTable,
     Labels,
     labels_of_folders,
     labels_of_list,
+    table_of,
 )
-from raypipe.stores.lmdb_pages import Leaf, LMDBFile
 from raypipe.stores.lmdb_values import ValueLayout, find_layout, keys_in, value_kind
 
 logger = logging.getLogger(__name__)
-
-SLOT_BITS = 16  # a page of at most 32 KiB has fewer entries
 
 # Entries about the others, as folder2lmdb, scene-text tools, StyleGAN2 and BasicSR write them.
 _ABOUT_ALL = (
@@ -64,7 +64,6 @@ _FIRST_TEXT = b"label-000000001"
 _NUM_TRIED = 16  # values that decide the layout
 _NUM_HASHED = 64  # values in the fingerprint
 _LARGE = 1_000_000  # entries: listing them takes a second
-_PROGRESS = 1000  # pages
 # entries: listing them takes a hundredth of a second, so it is not kept
 _SMALL = 20_000
 _TYPES = {int: "int64", bool: "int64", float: "float64", list: "array", str: "string"}
@@ -97,7 +96,8 @@ class Listing:
 
     Attributes:
         layout: see above.
-        places, labels: see above; `labels` is None if the values have the labels, or there are none.
+        keys: their keys, in the order of samples.
+        labels: int64 (n,); None if the values have the labels, or there are none.
         value: places of image and label in the values; None for `image` and `scene-text`.
         label_type: "int64", "float64", "string", an array such as "float64[4]", lists of different lengths such as
             "float64[]", or "" without labels.
@@ -106,7 +106,7 @@ class Listing:
     """
 
     layout: str
-    places: np.ndarray
+    keys: KeyTable
     labels: np.ndarray | None
     value: ValueLayout | None
     label_type: str
@@ -135,7 +135,7 @@ def listing_of(
             status = Path(options.list_file).stat()
             version += [status.st_size, status.st_mtime_ns]
     try:
-        kept = make_cache_folder("lmdb") / f"{hash_of_facts(version)}-2.listing"
+        kept = make_cache_folder("lmdb") / f"{hash_of_facts(version)}-3.listing"
     except OSError:  # the cache only saves time
         return _list(file, where, options)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -160,7 +160,8 @@ def _write(path: Path, listing: Listing) -> None:
         "label_type": listing.label_type,
         "classes": listing.classes,
         "fingerprint": listing.fingerprint,
-        "num_samples": len(listing.places),
+        "num_samples": len(listing.keys),
+        "key_bytes": len(listing.keys.content),
         "has_labels": listing.labels is not None,
     }
     head = json.dumps(facts).encode()
@@ -169,9 +170,10 @@ def _write(path: Path, listing: Listing) -> None:
     try:
         with partial.open("xb") as target:
             target.write(len(head).to_bytes(8, "little") + head)
-            target.write(listing.places.astype("<i8").tobytes())
+            target.write(listing.keys.starts.astype("<i8").tobytes())
             if listing.labels is not None:
                 target.write(listing.labels.astype("<i8").tobytes())
+            target.write(listing.keys.content.tobytes())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -185,16 +187,15 @@ def _read(path: Path) -> Listing:
             raise ValueError("it is cut")
         facts = json.loads(file.read(num_head))
         count = facts["num_samples"]
-        columns = 1 + facts["has_labels"]
-        if num_bytes != 8 + num_head + 8 * count * columns:
+        num_numbers = count + 1 + count * facts["has_labels"]
+        if num_bytes != 8 + num_head + 8 * num_numbers + facts["key_bytes"]:
             raise ValueError("it is cut")
-        mapped = np.empty((columns, 0), np.int64)
-        if count:
-            mapped = np.memmap(file, "<i8", "r", 8 + num_head, (columns, count))
+        mapped = np.asarray(np.memmap(file, np.uint8, "r", 8 + num_head))
+    numbers = mapped[: 8 * num_numbers].view("<i8")
     return Listing(
         facts["layout"],
-        mapped[0],
-        mapped[1] if facts["has_labels"] else None,
+        KeyTable(mapped[8 * num_numbers :], numbers[: count + 1]),
+        numbers[count + 1 :] if facts["has_labels"] else None,
         facts["value"] and ValueLayout(**facts["value"]),
         facts["label_type"],
         None if facts["classes"] is None else tuple(facts["classes"]),
@@ -213,15 +214,15 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
     is_text = file.get(_FIRST_PICTURE) is not None and (
         file.get(_FIRST_TEXT) is not None or file.get(b"num-samples") is not None
     )
-    places, table = _walk(
+    table, value_sizes = _walk(
         file, _scene_text_bounds(file) if is_text else _sample_bounds()
     )
-    if not len(places):
+    if not len(table):
         raise StoreError(
             f"{where} has no samples: {file.num_entries} keys, and none of them is a sample's"
         )
-    digest = hashlib.blake2b(table.hash(), digest_size=16)
-    found = list(_some(file, places, _NUM_TRIED))
+    digest = hashlib.blake2b(table.hash(value_sizes), digest_size=16)
+    found = list(_some(file, table, _NUM_TRIED))
     layout = "scene-text" if is_text else _layout_of(where, found)
     value: ValueLayout | None = None
     labels = Labels()
@@ -249,11 +250,12 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
         digest.update(numbers.tobytes())
     if order is not None:
         digest.update(order.tobytes())
-        places, numbers = places[order], None if numbers is None else numbers[order]
-    for _, content in _some(file, places, _NUM_HASHED):
+        table = table.reordered(order)
+        numbers = None if numbers is None else numbers[order]
+    for _, content in _some(file, table, _NUM_HASHED):
         digest.update(content)
     return Listing(
-        layout, places, numbers, value, label_type, labels.classes, digest.hexdigest()
+        layout, table, numbers, value, label_type, labels.classes, digest.hexdigest()
     )
 
 
@@ -271,47 +273,44 @@ def _scene_text_bounds(file: LMDBFile) -> list[bytes]:
     return [b"image-", last]
 
 
-def _walk(file: LMDBFile, bounds: Sequence[bytes]) -> tuple[np.ndarray, KeyTable]:
-    """Return the place of each sample in the order of the keys, and the keys.
+def _walk(file: LMDBFile, bounds: Sequence[bytes]) -> tuple[KeyTable, np.ndarray]:
+    """Return the keys of all samples, in the order of the file, and the lengths of their values.
 
     Args:
         bounds: ascending; samples have keys from the first to below the second, from the third to below the
             fourth, and so on.
     """
-    places = []
-    table = KeyTable()
-    for number, leaf in enumerate(file.leaves()):
-        if number % _PROGRESS == 0:
-            report_progress()
-        slots = _slots(leaf, bounds)
-        places.append(leaf.number << SLOT_BITS | slots)
-        table.add(leaf, slots)
-    return np.concatenate([np.empty(0, np.int64), *places]), table
+    samples: list[Entries] = []
+    for found in file.entries():
+        report_progress()
+        table, _ = table_of([found])
+        places = [_place_of(table, bound) for bound in bounds]
+        places += [len(table)] * (len(bounds) % 2)
+        for first, stop in zip(places[::2], places[1::2], strict=True):
+            if first < stop:
+                keys = found.keys[table.starts[first] : table.starts[stop]]
+                rows = slice(first, stop)
+                samples.append(
+                    Entries(keys, found.key_sizes[rows], found.value_sizes[rows])
+                )
+    return table_of(samples)
 
 
-def _slots(leaf: Leaf, bounds: Sequence[bytes]) -> np.ndarray:
-    """Return the entries of a page that are samples."""
-    num = len(leaf.lengths)
-    first = bisect_left(bounds, leaf.key(0) + b"\0")
-    last = bisect_left(bounds, leaf.key(num - 1) + b"\0")
-    if first == last:  # no bound is within the page
-        return np.arange(num if first % 2 else 0)
-    ranks = [bisect_left(bounds, leaf.key(slot) + b"\0") for slot in range(num)]
-    return np.flatnonzero(np.array(ranks) % 2)
+def _place_of(table: KeyTable, bound: bytes) -> int:
+    """Return the row of the first key that is not below a bound."""
+    return bisect_left(range(len(table)), bound, key=table.key)
 
 
 def _some(
-    file: LMDBFile, places: np.ndarray, most: int
+    file: LMDBFile, table: KeyTable, most: int
 ) -> Iterator[tuple[bytes, memoryview]]:
     """Yield entries from everywhere in the file, except damaged ones."""
-    for index in np.unique(np.linspace(0, len(places) - 1, most).astype(int)).tolist():
+    for row in table.spread(most):
+        key = table.key(row)
         with contextlib.suppress(StoreError):
-            yield entry_at(file, int(places[index]))
-
-
-def entry_at(file: LMDBFile, place: int) -> tuple[bytes, memoryview]:
-    """Return the key and the value at a place."""
-    return file.entry(place >> SLOT_BITS, place & ((1 << SLOT_BITS) - 1))
+            value = file.get(key)
+            if value is not None:
+                yield key, value
 
 
 def _layout_of(where: str, found: Sequence[tuple[bytes, memoryview]]) -> str:

@@ -39,11 +39,7 @@ class MemoryStore:
         ]
         values: dict[str, Any] = {}
         if labels is not None:
-            numbers = exactly(labels)
-            is_class = numbers.ndim == 1 and numbers.dtype.kind in "iub"
-            if is_class or not numbers.size:
-                numbers = exactly(numbers, np.int64)
-            values["label"] = numbers
+            values["label"] = _labels_of(labels)
         for name, column in (columns or {}).items():
             values[name] = exactly(column) if _are_numbers(column) else list(column)
         for name, column in values.items():
@@ -56,13 +52,7 @@ class MemoryStore:
         )
         self.schema = pa.schema([("image", pa.binary()), *self._table.schema])
         self.classes = None if classes is None else tuple(classes)
-        self.groups: np.ndarray | None = None
-        if group_size is not None:
-            if group_size < 1:
-                raise ValueError(f"group_size must be at least 1, not {group_size}")
-            self.groups = np.append(
-                np.arange(0, len(self), group_size, dtype=np.int64), len(self)
-            )
+        self.groups = None if group_size is None else _groups(len(self), group_size)
         self.fingerprint = _hash_of(
             (self.classes, group_size), {"image": self._images, **values}
         )
@@ -85,6 +75,23 @@ class MemoryStore:
 
     def close(self) -> None:
         """Do nothing: the store has no files."""
+
+
+def _labels_of(labels: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return labels as numbers; classes are int64."""
+    numbers = exactly(labels)
+    is_class = numbers.ndim == 1 and numbers.dtype.kind in "iub"
+    if is_class or not numbers.size:
+        return exactly(numbers, np.int64)
+    return numbers
+
+
+def _groups(num_samples: int, group_size: int) -> np.ndarray:
+    """Return the offsets of groups of one size; the last may be smaller."""
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, not {group_size}")
+    starts = np.arange(0, num_samples, group_size, dtype=np.int64)
+    return np.append(starts, num_samples)
 
 
 def _hash_of(facts: object, columns: Mapping[str, Any]) -> str:

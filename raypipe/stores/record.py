@@ -1,4 +1,4 @@
-"""Contents of raypipe's own files: samples as records, metadata of the whole file, and lists of bad samples.
+"""Contents of raypipe's own files: samples as records, and metadata of the whole file.
 
 A record is one sample as one value, which files store and writers fingerprint:
 
@@ -6,34 +6,26 @@ A record is one sample as one value, which files store and writers fingerprint:
 
 Columns keep the order in which they were declared, but fixed ones (int64, float64) precede variable ones (binary,
 string, and arrays of one shape: `float32[512]`, `uint8[2,3]`). A length of 0xFFFFFFFF means None.
-
-`raypipe verify STORE` writes a list of bad samples, which a run can exclude. The fingerprint in the list ties it
-to the contents of the store:
-
-    {"store": address, "fingerprint": …, "num_samples": N, "bad": [{"index": i, "name": "…", "error": "…"}, …]}
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import math
 import re
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.files import read_json, write_json
+from raypipe.errors import StoreError
 from raypipe.stores import arrow_values
-from raypipe.stores.base import RENAMED, Store, as_text, missing
+from raypipe.stores.base import as_text
 from raypipe.stores.numbers import exactly
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
@@ -65,18 +57,15 @@ _DAMAGE = (
 _FIXED_CODES = {"int64": "q", "float64": "d"}
 _LENGTH = struct.Struct("<I")
 _NONE = 0xFFFFFFFF
-
-_INTEGERS = bool | int | np.integer | np.bool_
-_JSON = list | dict | np.ndarray
-_NO_JSON = (TypeError, ValueError, AttributeError)
+_BYTES = bytes | bytearray | memoryview
 
 
 def check_column_types(types: Mapping[str, str]) -> None:
     """Raise StoreError unless every type is in `COLUMN_TYPES` or an array type, and fits image and label."""
     for name, kind in types.items():
         if kind not in COLUMN_TYPES and numpy_type(kind) is None:
-            known = f"{', '.join(COLUMN_TYPES)}, and arrays such as float32[512]"
-            raise StoreError(f"column {name!r} has type {kind!r}; types are: {known}")
+            allowed = f"{', '.join(COLUMN_TYPES)}, and arrays such as float32[512]"
+            raise StoreError(f"column {name!r} has type {kind!r}; types are: {allowed}")
     if types.get("image", "binary") != "binary":
         raise StoreError(
             f"column 'image' has type {types['image']!r}; it must be binary"
@@ -148,60 +137,63 @@ class RecordLayout:
             raise StoreError(
                 f"a sample has the columns {sorted(sample)}, but {sorted(self.types)} were declared"
             )
+        record = [self._packed_numbers(sample)]
+        for name in self._variable_names:
+            content = self._encoded(name, sample[name])
+            if content is None:
+                record.append(_LENGTH.pack(_NONE))
+                continue
+            if len(content) >= _NONE:
+                raise StoreError(
+                    f"column {name!r} holds {len(content)} bytes; the limit is {_NONE - 1}"
+                )
+            record += (_LENGTH.pack(len(content)), content)
+        return b"".join(record)
+
+    def _packed_numbers(self, sample: ColumnValues) -> bytes:
+        """Return the fixed columns of a sample."""
+        values = {name: sample[name] for name in self._fixed_names}
         try:
-            numbers = [sample[name] for name in self._fixed_names]
-            parts = [self._fixed.pack(*numbers)]
-            for name, number in zip(self._fixed_names, numbers, strict=True):
-                if self.types[name] == "float64" and isinstance(
-                    number, int | np.integer
-                ):
+            packed = self._fixed.pack(*values.values())
+            for name, number in values.items():
+                is_integer = isinstance(number, int | np.integer)
+                if self.types[name] == "float64" and is_integer:
                     exactly(np.asarray(number), np.float64)
+            return packed
         except (struct.error, ValueError, OverflowError) as error:
-            values = {name: sample[name] for name in self._fixed_names}
             raise StoreError(
                 f"a sample's numbers do not fit their columns: {values}: {error}"
             ) from error
-        for name in self._variable_names:
-            value = sample[name]
-            if value is None:
-                parts.append(_LENGTH.pack(_NONE))
-                continue
-            if (array := self._arrays.get(name)) is not None:
-                value = _array_bytes(name, value, *array)
-            if not isinstance(
-                value,
-                str if self.types[name] == "string" else bytes | bytearray | memoryview,
-            ):
-                raise StoreError(
-                    f"column {name!r} is {self.types[name]}, not {type(value).__name__}"
-                )
-            try:
-                if isinstance(value, str):
-                    encoded = value.encode()
-                else:
-                    encoded = bytes(value)
-            except UnicodeEncodeError as error:
-                raise StoreError(
-                    f"column {name!r} has text that is not Unicode: {error}"
-                ) from None
-            if len(encoded) >= _NONE:
-                raise StoreError(
-                    f"column {name!r} holds {len(encoded)} bytes; the limit is {_NONE - 1}"
-                )
-            parts += (_LENGTH.pack(len(encoded)), encoded)
-        return b"".join(parts)
 
-    def native(self, wanted: Collection[str]) -> tuple[int, bytes]:
+    def _encoded(self, name: str, value: Any) -> bytes | None:
+        """Return the bytes of a value of a variable column; None for None."""
+        if value is None:
+            return None
+        if (array := self._arrays.get(name)) is not None:
+            return _array_bytes(name, value, *array)
+        expected = str if self.types[name] == "string" else _BYTES
+        if not isinstance(value, expected):
+            raise StoreError(
+                f"column {name!r} is {self.types[name]}, not {type(value).__name__}"
+            )
+        try:
+            return value.encode() if isinstance(value, str) else bytes(value)
+        except UnicodeEncodeError as error:
+            raise StoreError(
+                f"column {name!r} has text that is not Unicode: {error}"
+            ) from None
+
+    def native(self, names: Collection[str]) -> tuple[int, bytes]:
         """Return the number of fixed columns, and a byte for each variable one: 1 if it is requested, else 0."""
         return len(self._fixed_names), bytes(
-            name in wanted for name in self._variable_names
+            name in names for name in self._variable_names
         )
 
     def columns(
         self,
         fixed: bytes,
         variable: Sequence[Sequence[bytes | None]],
-        wanted: Collection[str],
+        names: Collection[str],
     ) -> dict[str, np.ndarray | list[Any]]:
         """Return the requested columns of n records from the output of the compiled reader."""
         num_fixed = len(self._fixed_names)
@@ -211,12 +203,12 @@ class RecordLayout:
             numbers = None
         columns: dict[str, np.ndarray | list[Any]] = {}
         for number, name in enumerate(self._fixed_names):
-            if name in wanted and numbers is not None:
+            if name in names and numbers is not None:
                 columns[name] = np.ascontiguousarray(numbers[:, number]).view(
                     self.types[name]
                 )
-        names = (name for name in self._variable_names if name in wanted)
-        for name, contents in zip(names, variable, strict=True):
+        requested = (name for name in self._variable_names if name in names)
+        for name, contents in zip(requested, variable, strict=True):
             is_plain = self.types[name] == "binary"
             columns[name] = [
                 content if is_plain or content is None else self._value(name, content)
@@ -224,7 +216,7 @@ class RecordLayout:
             ]
         return columns
 
-    def unpack(self, value: memoryview, wanted: Collection[str]) -> dict[str, Any]:
+    def unpack(self, value: memoryview, names: Collection[str]) -> dict[str, Any]:
         """Return copies of the requested columns of a record.
 
         Damage never raises. A record shorter than its fixed columns returns no columns. A variable column that
@@ -234,7 +226,7 @@ class RecordLayout:
             return {}
         numbers = zip(self._fixed_names, self._fixed.unpack_from(value), strict=True)
         row: dict[str, Any] = {
-            name: number for name, number in numbers if name in wanted
+            name: number for name, number in numbers if name in names
         }
         start = self._fixed.size
         for name in self._variable_names:
@@ -247,7 +239,7 @@ class RecordLayout:
             end = start + length
             if end > len(value):
                 break
-            if name in wanted:
+            if name in names:
                 content = bytes(value[start:end])
                 row[name] = self._value(name, content)
             start = end
@@ -353,155 +345,3 @@ class Metadata:
 def _one_of_equals(classes: tuple[str, ...]) -> tuple[str, ...]:
     """Return equal names as one object, so that a pickled store of many shards contains them only once."""
     return classes
-
-
-# Columns of other sources
-
-
-def column_types(
-    first: Mapping[str, Iterable[Any]], where: str, short_side: int = 0
-) -> dict[str, str]:
-    """Return the columns of a source with the types of the writers, by its first samples.
-
-    Args:
-        first: column → its first values.
-        where: their origin, for errors.
-        short_side: see `convert`; lists are then rejected, since they may be boxes in pixels.
-    """
-    if "image" not in first:
-        raise StoreError(missing(where, "image", list(first), RENAMED["image"]))
-    types: dict[str, str] = {}
-    for name, values in first.items():
-        if name == "label":
-            with contextlib.suppress(ValueError):
-                # vectors are an array, also where they are lists
-                values = exactly(values)
-        if (
-            isinstance(values, np.ndarray)
-            and values.ndim > 1
-            and values.dtype.kind in "biuf"
-            and values.size
-        ):
-            types[name] = f"{values.dtype.name}[{','.join(map(str, values.shape[1:]))}]"
-            continue
-        value = next((value for value in values if value is not None), None)
-        if name == "label" and not isinstance(value, _INTEGERS | float | np.floating):
-            raise StoreError(
-                f"{where}: column 'label' has values of type {type(value).__name__}; labels are numbers, or "
-                "arrays of one shape: number the classes"
-            )
-        if name == "image" or isinstance(value, bytes):
-            types[name] = "binary"
-        elif isinstance(value, _INTEGERS):
-            no_integer = (
-                number is None or isinstance(number, float | np.floating)
-                for number in values
-            )
-            types[name] = "float64" if any(no_integer) else "int64"
-        elif isinstance(value, float | np.floating):
-            types[name] = "float64"
-        elif _is_json(value) and short_side:
-            raise ConfigError(
-                f"{where}: column {name!r} has lists. If they are boxes in pixels, they would not fit the smaller "
-                "images that --short-side makes: leave it out"
-            )
-        elif value is None or isinstance(value, str) or _is_json(value):
-            # lists become JSON, without loss, since writers have no type for them
-            types[name] = "string"
-        else:
-            raise StoreError(
-                f"{where}: column {name!r} has values of type {type(value).__name__}; raypipe copies int, float, "
-                "bytes and str, and lists and dicts of int, float and str"
-            )
-    return types
-
-
-def plain(sample: ColumnValues, types: Mapping[str, str]) -> dict[str, Any]:
-    """Return a sample with plain values, by the types of its columns; None as a float becomes NaN."""
-    plain = dict(sample)
-    for name, value in sample.items():
-        kind = types.get(name, "")
-        if numpy_type(kind) is not None:
-            continue
-        if value is None and kind == "float64" and name != "label":
-            # nobody would notice a label of NaN
-            plain[name] = math.nan
-        if isinstance(value, bool | np.bool_):
-            plain[name] = int(value)
-        elif isinstance(value, _JSON):
-            try:
-                plain[name] = _as_json(value)
-            except _NO_JSON as error:
-                raise StoreError(
-                    f"column {name!r} has a value that cannot be copied as JSON: {error}"
-                ) from None
-    return plain
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, default=lambda part: part.tolist())
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        return isinstance(value, _JSON) and bool(_as_json(value))
-    except _NO_JSON:  # bytes, dates and the like
-        return False
-
-
-# Bad samples
-
-
-def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray:
-    """Return the indices of a list's samples: int64 (k,), sorted, without duplicates.
-
-    Args:
-        address: the list's address; empty = no list.
-        store: the store that the list must belong to.
-        setting: the setting that the address comes from, for errors.
-
-    Raises:
-        ConfigError: the list cannot be read, is malformed, belongs to a different store, or excludes all samples.
-    """
-    if not str(address):
-        return np.empty(0, np.int64)
-    try:
-        content = read_json(address)
-        fingerprint = content["fingerprint"]
-        bad = [entry["index"] for entry in content["bad"]]
-        if fingerprint != store.fingerprint:
-            raise ValueError(
-                f"it was made for {content.get('store')} with fingerprint {fingerprint}"
-            )
-        for index in bad:
-            if type(index) is not int or not 0 <= index < len(store):
-                raise ValueError(
-                    f"it names sample {index!r}, outside the samples 0 to {len(store) - 1}"
-                )
-    except ConfigError as error:
-        raise ConfigError(f"{setting}: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{setting}: {address} is not a list of bad samples of {store.address}, which has fingerprint "
-            f"{store.fingerprint} ({type(error).__name__}: {error}): make one with `raypipe verify "
-            f"{store.address}`"
-        ) from error
-    excluded = np.unique(np.array(bad, np.int64))
-    if len(excluded) == len(store):
-        raise ConfigError(
-            f"{setting}: {address} excludes all {len(store)} samples of {store.address}: shorten the list, or "
-            "check the store"
-        )
-    return excluded
-
-
-def write_bad_list(
-    address: str | Path, store: Store, bad: list[dict[str, Any]]
-) -> None:
-    """Write the list of a store's bad samples atomically, replacing an old one; `bad` has the entries."""
-    about = {
-        "store": store.address,
-        "fingerprint": store.fingerprint,
-        "num_samples": len(store),
-    }
-    write_json(address, {**about, "bad": bad})

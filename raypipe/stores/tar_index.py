@@ -75,8 +75,8 @@ class Indexes:
     def find(self, name: str, file: File) -> Scan | None:
         """Return the scan of a tar; None if there is no index of it as it is now."""
         for address in self._addresses(name):
-            folder, own = split_address(address)
-            if own in self._names_in(folder):
+            folder, file_name = split_address(address)
+            if file_name in self._names_in(folder):
                 try:
                     return _read(address, file)
                 except _OutdatedError as error:
@@ -94,22 +94,22 @@ class Indexes:
 
     def keep_in_run(self, name: str, file: File, scan: Scan) -> None:
         """Write the index of a tar into the folder of the run, unless it has one there or next to it."""
-        places = map(split_address, self._addresses(name))
+        addresses = map(split_address, self._addresses(name))
         if self._run_folder and not any(
-            own in self._names_in(folder) for folder, own in places
+            file_name in self._names_in(folder) for folder, file_name in addresses
         ):
             with contextlib.suppress(ConfigError, OSError):  # it only saves time
                 _write(self._addresses(name)[-1], name, file, scan)
 
     def _addresses(self, name: str) -> list[str]:
-        folder, own = split_address(name)
-        there = join_address(
-            folder, INDEX_FOLDER, f"{own}.{hash_of_facts(self._options)[:8]}{_SUFFIX}"
-        )
+        folder, tar = split_address(name)
+        options = hash_of_facts(self._options)
+        beside = join_address(folder, INDEX_FOLDER, f"{tar}.{options[:8]}{_SUFFIX}")
         if not self._run_folder:
-            return [there]
+            return [beside]
         facts = hash_of_facts((name, self._options))
-        return [there, join_address(self._run_folder, f"{own}.{facts[:16]}{_SUFFIX}")]
+        in_run = join_address(self._run_folder, f"{tar}.{facts[:16]}{_SUFFIX}")
+        return [beside, in_run]
 
     def _names_in(self, folder: str) -> set[str]:
         """Return the names of the indexes in a folder, which is listed once."""
@@ -180,49 +180,50 @@ def _check(scan: Any, num_bytes: int) -> None:
     _check_counts(scan["left_out"])
     digest = scan["digest"]
     _require(isinstance(digest, str) and len(digest) == 32, "digest")
-    for start, parts in scan["sparse"].items():
-        stored = [number for part in parts for number in part]
-        _require(start.isdecimal() and all(len(part) == 2 for part in parts), "sparse")
-        _require(
-            _are_counts(stored) and int(start) + sum(stored[1::2]) <= num_bytes,
-            "sparse",
-        )
+    _check_sparse(scan["sparse"], num_bytes)
     if "files" in scan:
-        about = scan["about"]
-        files = scan["files"]
-        _require(all(isinstance(path, str) for path in files), "files")
-        _check_places(scan["places"], len(files), num_bytes, scan["sparse"])
-        _check_counts(about["left_out"])
-        _require(
-            _are_counts(about["nums"]) and len(about["nums"]) == len(about["classes"]),
-            "classes",
-        )
-        _check_places(about["places"], sum(about["nums"]), num_bytes, scan["sparse"])
-        names = [*about["classes"], *about["of_images"], about["root"]]
-        _require(all(isinstance(name, str) for name in names), "names")
-        _require(
-            all(isinstance(about[name], bool) for name in ("has_images", "is_plain")),
-            "flags",
-        )
-        others = list(scan["others"].items())
-        _require(
-            all(key.isdecimal() and int(key) < len(files) for key, _ in others),
-            "others",
-        )
-        _require(
-            all(
-                len(other) in (0, 2) and all(isinstance(t, str) for t in other)
-                for _, other in others
-            ),
-            "others",
-        )
-        return
+        _check_class_folders(scan, num_bytes)
+    else:
+        _check_samples(scan, num_bytes)
+
+
+def _check_sparse(sparse: Mapping[str, Any], num_bytes: int) -> None:
+    """Check the stored ranges of sparse members, by the position of each member."""
+    for start, ranges in sparse.items():
+        are_pairs = all(len(pair) == 2 for pair in ranges)
+        _require(start.isdecimal() and are_pairs, "sparse")
+        _require(_are_counts([number for pair in ranges for number in pair]), "sparse")
+        stored_bytes = sum(length for _, length in ranges)
+        _require(int(start) + stored_bytes <= num_bytes, "sparse")
+
+
+def _check_class_folders(scan: Any, num_bytes: int) -> None:
+    """Check what `class_tar.find_files` returns."""
+    about = scan["about"]
+    files = scan["files"]
+    _check_texts(files, "files")
+    _check_places(scan["places"], len(files), num_bytes, scan["sparse"])
+    _check_counts(about["left_out"])
+    classes = about["classes"]
+    nums = about["nums"]
+    _require(_are_counts(nums) and len(nums) == len(classes), "classes")
+    _check_places(about["places"], sum(nums), num_bytes, scan["sparse"])
+    _check_texts([*classes, *about["of_images"], about["root"]], "names")
+    flags = about["has_images"], about["is_plain"]
+    _require(all(isinstance(flag, bool) for flag in flags), "flags")
+    for number, node in scan["others"].items():
+        _require(number.isdecimal() and int(number) < len(files), "others")
+        _require(len(node) in (0, 2), "others")
+        _check_texts(node, "others")
+
+
+def _check_samples(scan: Any, num_bytes: int) -> None:
+    """Check what `webdataset.find_samples` returns."""
     num = scan["num"]
     labels = scan["labels"]
     _require(_are_counts([num]) and isinstance(scan["first_key"], str), "num")
-    _require(
-        labels is None or (isinstance(labels, list) and len(labels) == num), "labels"
-    )
+    are_labels = isinstance(labels, list) and len(labels) == num
+    _require(labels is None or are_labels, "labels")
     _require("" in scan["places"], "places")
     for places in scan["places"].values():
         _check_places(places, num, num_bytes, scan["sparse"])
@@ -234,24 +235,20 @@ def _check_places(
     _require(isinstance(places, list) and len(places) == 2 * num, "places")
     _require(all(type(number) is int for number in places), "places")
     for start, size in zip(places[::2], places[1::2], strict=True):
-        is_missing = (start, size) == (-1, -1)
+        if (start, size) == (-1, -1):  # no member
+            continue
         # The sizes of sparse members count their holes.
-        _require(
-            is_missing
-            or (
-                start >= 0 <= size
-                and (str(start) in sparse or start + size <= num_bytes)
-            ),
-            "places",
-        )
+        is_inside = str(start) in sparse or start + size <= num_bytes
+        _require(start >= 0 <= size and is_inside, "places")
 
 
 def _check_counts(counts: Any) -> None:
-    _require(
-        all(isinstance(name, str) for name in counts)
-        and _are_counts(list(counts.values())),
-        "left_out",
-    )
+    _check_texts(counts, "left_out")
+    _require(_are_counts(list(counts.values())), "left_out")
+
+
+def _check_texts(values: Any, field: str) -> None:
+    _require(all(isinstance(value, str) for value in values), field)
 
 
 def _are_counts(numbers: Any) -> bool:
@@ -260,9 +257,9 @@ def _are_counts(numbers: Any) -> bool:
     )
 
 
-def _require(is_right: bool, what: str) -> None:
+def _require(is_right: bool, field: str) -> None:
     if not is_right:
-        raise ValueError(f"its {what} are wrong")
+        raise ValueError(f"its {field} are wrong")
 
 
 def read_kept(path: Path) -> Scan | None:

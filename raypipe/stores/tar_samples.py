@@ -33,7 +33,7 @@ GROUP_BYTES = 8 << 20
 """Bytes of a group's members, of which the order of a run in windows is a function."""
 # Gaps up to this size are fetched too: a request takes as long as half a MiB or more.
 _GAP_BYTES = 64 << 10
-_MOST_PARTS = 4096
+_MAX_KEPT_RANGES = 4096
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,6 @@ class Archive:
 class TarSamples:
     """The tars of a store, and the index of their samples."""
 
-    classes: tuple[str, ...] | None = None
-
     def __init__(
         self,
         archives: Sequence[Archive],
@@ -59,44 +57,40 @@ class TarSamples:
         self._archives = archives
         self._sparse = [scan["sparse"] for scan in scans]
         names = [archive.name for archive in archives]
-        digests = [scan["digest"] for scan in scans]
-        self.left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
         if have_class_folders(names, scans):
             indexed = index_files(names, scans, target_column == "label")
-            self._index = indexed.columns
-            self.classes = indexed.classes
-            nums = indexed.nums
-            self.left_out += indexed.left_out
-            digests += [indexed.facts] if indexed.facts else []
         else:
-            self._index, not_in_all = index_samples(names, scans)
-            self.left_out += not_in_all
-            nums = [scan["num"] for scan in scans]
+            indexed = index_samples(names, scans)
         # A name in a tar may be bytes that are no UTF-8, which Arrow's names are.
         self._index = {
             name.encode("utf-8", "backslashreplace").decode(): places
-            for name, places in self._index.items()
+            for name, places in indexed.columns.items()
         }
-        bounds = np.cumsum([0, *nums])
+        self.classes = indexed.classes
+        self.left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
+        self.left_out += indexed.left_out
         self.schema = pa.schema(
             [(name, _type_of(name, values)) for name, values in self._index.items()]
         )
+        digests = [scan["digest"] for scan in scans]
+        if indexed.facts:
+            digests.append(indexed.facts)
         self.fingerprint = join_fingerprints(digests)
+        bounds = np.cumsum([0, *indexed.nums])
         self.groups = self._groups_of(bounds) if in_groups else None
         # Samples from self._bounds[i] on are read from one file or part, of tar self._numbers[i].
-        is_remote_tar = any(
-            isinstance(archive.file, RemoteFile) for archive in archives
-        )
-        if self.groups is None or not is_remote_tar:
-            self._bounds = bounds
-        else:
+        self._bounds = bounds
+        if self.groups is not None and self._are_some_remote():
             self._bounds = self.groups
         self._numbers = np.searchsorted(bounds, self._bounds[:-1], "right") - 1
-        self._parts: dict[tuple[int, tuple[str, ...]], ByteRanges] = {}
+        self._ranges: dict[tuple[int, tuple[str, ...]], ByteRanges] = {}
         self._last_placed: tuple[str, ...] = ("image",)
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
+
+    def _are_some_remote(self) -> bool:
+        return any(isinstance(archive.file, RemoteFile) for archive in self._archives)
 
     def _groups_of(self, bounds: np.ndarray) -> np.ndarray:
         """Return the offsets of the groups, which depend only on sizes: about 8 MiB, or whole compressed tars."""
@@ -188,8 +182,8 @@ class TarSamples:
             or isinstance(file, Unpacked)
         ):
             return whole
-        part = self._part_of(number, placed)
-        return cache.find(part, lambda path: ByteRangesReader(path, part))
+        ranges = self._ranges_of(number, placed)
+        return cache.find(ranges, lambda path: ByteRangesReader(path, ranges))
 
     def _fetched(
         self, number: int, placed: tuple[str, ...]
@@ -198,42 +192,24 @@ class TarSamples:
         assert not isinstance(file, OpenFile), "local tars are at hand"
         if self._bounds is not self.groups or isinstance(file, Unpacked):
             return shared_cache().get(file, OpenFile)
-        part = self._part_of(number, placed)
-        return shared_cache().get(part, lambda path: ByteRangesReader(path, part))
+        ranges = self._ranges_of(number, placed)
+        return shared_cache().get(ranges, lambda path: ByteRangesReader(path, ranges))
 
-    def _part_of(self, number: int, placed: tuple[str, ...]) -> ByteRanges:
+    def _ranges_of(self, number: int, placed: tuple[str, ...]) -> ByteRanges:
         """Return the bytes that columns of a group have in their tar, with small gaps."""
-        if known := self._parts.get((number, placed)):
-            return known
+        if kept := self._ranges.get((number, placed)):
+            return kept
         shard = int(self._numbers[number])
         file = self._archives[shard].file
-        sparse = self._sparse[shard]
         assert isinstance(file, RemoteFile), "others have no parts"
         first, last = self._bounds[number : number + 2]
         places = np.concatenate([self._index[name][first:last] for name in placed])
-        places = places[
-            (places[:, 0] >= 0)
-            & (places[:, 1] >= 0)
-            & (places[:, 1] <= MAX_SAMPLE_BYTES)
-        ]
-        ranges: list[list[int]] = []
-        for start, size in sorted(places.tolist()):
-            if str(start) in sparse:
-                stored = sum(length for _, length in sparse[str(start)])
-            else:
-                stored = size
-            begin = max(0, start - tarfile.BLOCKSIZE)  # the header has the name
-            end = min(start + stored, file.num_bytes)
-            if ranges and begin <= ranges[-1][1] + _GAP_BYTES:
-                ranges[-1][1] = max(ranges[-1][1], end)
-            elif begin < end:
-                ranges.append([begin, end])
-        if len(self._parts) >= _MOST_PARTS:
-            self._parts.clear()
-        part = self._parts[number, placed] = ByteRanges(
-            file, tuple((begin, end) for begin, end in ranges)
-        )
-        return part
+        ranges = _joined_ranges(places, self._sparse[shard], file.num_bytes)
+        if len(self._ranges) >= _MAX_KEPT_RANGES:
+            self._ranges.clear()
+        byte_ranges = ByteRanges(file, ranges)
+        self._ranges[number, placed] = byte_ranges
+        return byte_ranges
 
     def sample_name(self, index: int) -> str:
         number = part_of(self._bounds, index)[0]
@@ -256,6 +232,34 @@ def _type_of(name: str, values: np.ndarray) -> pa.DataType:
     if name == "label":
         return array_type(values.dtype, values.shape[1:])
     return pa.string() if name in TEXT_SUFFIXES else pa.binary()
+
+
+def _joined_ranges(
+    places: np.ndarray, sparse: Mapping[str, list[list[int]]], num_bytes: int
+) -> tuple[tuple[int, int], ...]:
+    """Return begin and end of the ranges that members and their headers occupy, joined across small gaps.
+
+    Args:
+        places: position and size of each member, (N, 2); -1 = no member.
+        sparse: see `_content`.
+        num_bytes: size of the tar.
+    """
+    are_read = (
+        (places[:, 0] >= 0) & (places[:, 1] >= 0) & (places[:, 1] <= MAX_SAMPLE_BYTES)
+    )
+    ranges: list[list[int]] = []
+    for start, size in sorted(places[are_read].tolist()):
+        if str(start) in sparse:
+            stored_bytes = sum(length for _, length in sparse[str(start)])
+        else:
+            stored_bytes = size
+        begin = max(0, start - tarfile.BLOCKSIZE)  # the header has the name
+        end = min(start + stored_bytes, num_bytes)
+        if ranges and begin <= ranges[-1][1] + _GAP_BYTES:
+            ranges[-1][1] = max(ranges[-1][1], end)
+        elif begin < end:
+            ranges.append([begin, end])
+    return tuple((begin, end) for begin, end in ranges)
 
 
 def _content(
@@ -289,9 +293,9 @@ def _with_holes(
     """Return the bytes of a sparse member, whose parts are stored one after the other; fewer if one is cut off."""
     content = bytearray(num_bytes)
     for offset, length in parts:
-        part = file.pread(length, start)
-        if len(part) < length:
-            return part
-        content[offset : offset + length] = part
+        stored = file.pread(length, start)
+        if len(stored) < length:
+            return stored
+        content[offset : offset + length] = stored
         start += length
     return bytes(content)

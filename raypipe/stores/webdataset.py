@@ -22,7 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,32 +49,61 @@ Scan = dict[str, Any]
 """Return value of `find_samples` or of `class_tar.find_files`, which consists of JSON values."""
 
 
-def _label(key: str, members: Mapping[str, Place], column: str, read: Read) -> Any:
+class Indexed(NamedTuple):
+    """The samples of several tars.
+
+    Attributes:
+        columns: image and label first. Labels are numbers, (N,) or (N, …); other columns are places, int64 (N, 2):
+            position and num_bytes of each sample's member, -1 for no member.
+        classes: class names of class folders; None = they have none.
+        nums: samples of each tar.
+        left_out: members outside of the samples, beyond those that the scans count.
+        facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
+    """
+
+    columns: dict[str, np.ndarray]
+    classes: tuple[str, ...] | None
+    nums: list[int]
+    left_out: LeftOut
+    facts: str = ""
+
+
+class _Sample(NamedTuple):
+    """A sample of a tar: its key, and where the data of its members are, by suffix."""
+
+    key: str
+    members: dict[str, Place]
+
+
+def _label(sample: _Sample, column: str, read: Read) -> Any:
     """Return a sample's label, a number or a list, or None; raise ValueError if it is anything else."""
+    key, members = sample
     suffix = _label_suffix(column)
-    label: Any = None
     content = {} if suffix in members else _json_of(members, read)
-    if column not in content:
-        suffix = suffix if suffix in members else column.lower()
-        if suffix not in members:
-            return None
-        position, num_bytes, _ = members[suffix]
-        text = read(min(num_bytes, _MAX_LABEL_BYTES), position).strip()
-        if _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES:
-            label = int(text)
-        if not _is_number(label):
-            raise ValueError(
-                f"the label {key}.{suffix} must be an integer of 64 bits, got {text!r}"
-            )
-    else:
-        label = content[column]
-        if isinstance(label, list) and label and all(map(_is_number, label)):
-            return label
-        if not _is_number(label):
-            raise ValueError(
-                f"the label {column!r} of {key}.json must be a number of 64 bits, or a list of such numbers, "
-                f"got {label!r:.300}"
-            )
+    if column in content:
+        return _label_of_json(key, column, content[column])
+    suffix = suffix if suffix in members else column.lower()
+    if suffix not in members:
+        return None
+    position, num_bytes, _ = members[suffix]
+    text = read(min(num_bytes, _MAX_LABEL_BYTES), position).strip()
+    is_integer = _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES
+    label = int(text) if is_integer else None
+    if not _is_number(label):
+        raise ValueError(
+            f"the label {key}.{suffix} must be an integer of 64 bits, got {text!r}"
+        )
+    return label
+
+
+def _label_of_json(key: str, column: str, label: Any) -> Any:
+    """Return a label from a sample's JSON if it is a number or a list of numbers; else raise ValueError."""
+    numbers = label if isinstance(label, list) and label else [label]
+    if not all(map(_is_number, numbers)):
+        raise ValueError(
+            f"the label {column!r} of {key}.json must be a number of 64 bits, or a list of such numbers, "
+            f"got {label!r:.300}"
+        )
     return label
 
 
@@ -143,81 +172,146 @@ def find_samples(
     Raises:
         StoreError: samples lack labels or a requested column, or have a member twice.
     """
-    problem = ""
-    is_needed = bool(target_column)
-    target_column = target_column or "label"
-    samples: list[tuple[str, dict[str, Place]]] = []
-    for key, group in itertools.groupby(_parts(entries), key=lambda part: part[0]):
-        members: dict[str, Place] = {}
-        for _, suffix, place in group:
-            if suffix in members:
-                problem = problem or f"sample {key!r} has two members .{suffix}"
-            members[suffix] = place
-        samples.append((key, members))
-    images = [_image_of(members, image_column.lower()) for _, members in samples]
-    if not any(images) and image_column == "image":
-        images = [_image_of(members, ARRAY_SUFFIX[1:]) for _, members in samples]
-    try:
-        labels = [_label(key, members, target_column, read) for key, members in samples]
-    except ValueError as error:
-        if is_needed:
-            raise _bad(name, str(error), target_column) from None
-        labels = [None] * len(samples)
-    if not is_needed and None in labels:
-        labels = [None] * len(samples)
-    labelled = any(label is not None for label in labels)
-    for column, usual, is_there in (
-        (image_column, "image", any(images)),
-        (target_column, "label", labelled),
-    ):
-        if samples and column != usual and not is_there:
-            _, members = samples[0]
-            raise StoreError(
-                missing(
-                    name, column, [*members, *_json_of(members, read)], RENAMED[usual]
-                )
-            )
-    texts = {
-        not TEXT_SUFFIXES.isdisjoint(members)
-        for (_, members), i in zip(samples, images, strict=True)
-        if i
-    }
-    if not labelled and texts != {True} and (needs_labels or not any(images)):
+    samples, problem = _grouped(entries)
+    if not samples:
         return None
-    if labelled and None in labels and not problem:
-        problem = f"sample {samples[labels.index(None)][0]!r} has no label, but others have one"
+    images = _images_of(samples, image_column)
+    labels = _read_labels(name, samples, target_column, read)
+    target_column = target_column or "label"
+    if image_column != "image" and not any(images):
+        names = _names_in(samples[0], read)
+        raise StoreError(missing(name, image_column, names, RENAMED["image"]))
+    if target_column != "label" and labels is None:
+        names = _names_in(samples[0], read)
+        raise StoreError(missing(name, target_column, names, RENAMED["label"]))
+    if labels is None:
+        if not any(images) or (needs_labels and not _all_have_texts(samples, images)):
+            return None
+    elif None in labels and not problem:
+        key = samples[labels.index(None)].key
+        problem = f"sample {key!r} has no label, but others have one"
     if problem:
         raise _bad(name, problem, target_column)
-    others = set(samples[0][1]).intersection(*(members for _, members in samples))
-    others -= {images[0] or "", _label_suffix(target_column), "image", "label"}
-    suffixes = [suffix for suffix in samples[0][1] if suffix in others]
+    reserved = {images[0] or "", _label_suffix(target_column), "image", "label"}
+    columns = _columns_of(samples, reserved)
+    label_column = None if labels is None else target_column
+    unused = _unused(samples, images, columns, label_column)
+    return {
+        "num": len(samples),
+        "labels": labels,
+        "places": _places(samples, images, columns),
+        "first_key": samples[0].key,
+        "left_out": Counter(itertools.chain(_uncounted(entries), unused)),
+        "digest": _hash(samples, labels),
+    }
+
+
+def _grouped(
+    entries: Sequence[tuple[str, Place | None]],
+) -> tuple[list[_Sample], str]:
+    """Return the samples of a tar's members, and which one has a suffix twice, in words; empty if none has."""
+    samples: list[_Sample] = []
+    problem = ""
+    for key, group in itertools.groupby(_counted(entries), key=lambda file: file[0]):
+        members: dict[str, Place] = {}
+        for _, suffix, location in group:
+            if suffix in members:
+                problem = problem or f"sample {key!r} has two members .{suffix}"
+            members[suffix] = location
+        samples.append(_Sample(key, members))
+    return samples, problem
+
+
+def _images_of(samples: Sequence[_Sample], image_column: str) -> list[str | None]:
+    """Return the suffix of each sample's image; None for no image. Arrays are images if nothing else is."""
+    suffix = image_column.lower()
+    images = [_image_of(members, suffix) for _, members in samples]
+    if image_column == "image" and not any(images):
+        images = [_image_of(members, ARRAY_SUFFIX[1:]) for _, members in samples]
+    return images
+
+
+def _read_labels(
+    name: str, samples: Sequence[_Sample], target_column: str, read: Read
+) -> list[Any] | None:
+    """Return the label of each sample, None for a missing one; None instead of a list without labels.
+
+    Without a target column, labels count only if all samples have one.
+    """
+    column = target_column or "label"
+    try:
+        labels = [_label(sample, column, read) for sample in samples]
+    except ValueError as error:
+        if target_column:
+            raise _bad(name, str(error), column) from None
+        return None
+    num_missing = labels.count(None)
+    if num_missing == len(labels) or (num_missing and not target_column):
+        return None
+    return labels
+
+
+def _names_in(sample: _Sample, read: Read) -> list[str]:
+    """Return the suffixes of a sample, and the fields of its JSON."""
+    return [*sample.members, *_json_of(sample.members, read)]
+
+
+def _all_have_texts(samples: Sequence[_Sample], images: Sequence[str | None]) -> bool:
+    """Return whether each sample with an image has a text too."""
+    return all(
+        not TEXT_SUFFIXES.isdisjoint(members)
+        for (_, members), image in zip(samples, images, strict=True)
+        if image
+    )
+
+
+def _columns_of(samples: Sequence[_Sample], reserved: set[str]) -> list[str]:
+    """Return the suffixes that all samples have, but those reserved for image and label."""
+    first = samples[0].members
+    common = set(first).intersection(*(members for _, members in samples))
+    return [suffix for suffix in first if suffix in common - reserved]
+
+
+def _places(
+    samples: Sequence[_Sample], images: Sequence[str | None], columns: Sequence[str]
+) -> dict[str, list[int]]:
+    """Return position and num_bytes of the members of each column, as `find_samples` does."""
+    places: dict[str, list[int]] = {suffix: [] for suffix in ("", *columns)}
+    for (_, members), image in zip(samples, images, strict=True):
+        for suffix, numbers in places.items():
+            numbers += members.get(suffix or image or "", (-1, -1))[:2]
+    return places
+
+
+def _unused(
+    samples: Sequence[_Sample],
+    images: Sequence[str | None],
+    columns: Sequence[str],
+    label_column: str | None,
+) -> Iterator[str]:
+    """Yield the suffix of each member that is neither image nor label (None = no labels) nor in a column."""
+    for (_, members), image in zip(samples, images, strict=True):
+        used = {image, *columns}
+        if label_column is not None:
+            used |= _used_for_label(members, label_column)
+        for suffix in members:
+            if suffix not in used:
+                yield f".{suffix}"
+
+
+def _hash(samples: Sequence[_Sample], labels: Sequence[Any] | None) -> str:
+    """Return a hash over the names, sizes and modification times of all members, and the labels."""
     digest = hashlib.blake2b(digest_size=16)
-    places: dict[str, list[int]] = {suffix: [] for suffix in ("", *suffixes)}
-    left_out: Counter[str] = Counter(_uncounted(entries))
-    for (key, members), image, label in zip(samples, images, labels, strict=True):
-        used = {
-            image,
-            *suffixes,
-            *(_used_for_label(members, target_column) if labelled else ()),
-        }
-        left_out.update(f".{suffix}" for suffix in members if suffix not in used)
-        for suffix, flat_places in places.items():
-            flat_places += members.get(suffix or image or "", (-1, -1))[:2]
-        parts = [
+    of_samples = itertools.repeat(None) if labels is None else labels
+    for (key, members), label in zip(samples, of_samples, strict=False):
+        facts = [
             f"\0{suffix}\0{num_bytes}\0{mtime}"
             for suffix, (_, num_bytes, mtime) in members.items()
         ]
         digest.update(
-            f"{key}\0{label}{''.join(parts)}\n".encode(errors="surrogateescape")
+            f"{key}\0{label}{''.join(facts)}\n".encode(errors="surrogateescape")
         )
-    return {
-        "num": len(samples),
-        "labels": labels if labelled else None,
-        "places": places,
-        "first_key": samples[0][0],
-        "left_out": left_out,
-        "digest": digest.hexdigest(),
-    }
+    return digest.hexdigest()
 
 
 def _used_for_label(members: Mapping[str, Place], column: str) -> set[str]:
@@ -227,26 +321,26 @@ def _used_for_label(members: Mapping[str, Place], column: str) -> set[str]:
 
 def _uncounted(entries: Sequence[tuple[str, Place | None]]) -> Iterator[str]:
     """Yield why a member belongs to no sample, for each that does not."""
-    for name, place in entries:
-        if not place:
+    for name, location in entries:
+        if not location:
             continue
         if not is_visible(PurePosixPath(name)):
             yield "hidden or of the system"
-        elif not _part_of(name):
+        elif not _key_and_suffix(name):
             yield "without a key and a suffix"
 
 
-def _parts(
+def _counted(
     entries: Sequence[tuple[str, Place | None]],
 ) -> Iterator[tuple[str, str, Place]]:
     """Yield key, suffix and place of each member that counts."""
-    for name, place in entries:
-        part = _part_of(name)
-        if place and part and is_visible(PurePosixPath(name)):
-            yield *part, place
+    for name, location in entries:
+        names = _key_and_suffix(name)
+        if location and names and is_visible(PurePosixPath(name)):
+            yield *names, location
 
 
-def _part_of(name: str) -> tuple[str, str] | None:
+def _key_and_suffix(name: str) -> tuple[str, str] | None:
     """Return a member's key and suffix; None if it belongs to no sample."""
     folder, slash, file = name.rpartition("/")
     stem, _, suffix = file.partition(".")
@@ -277,15 +371,8 @@ def _bad(name: str, problem: str, target_column: str) -> StoreError:
     )
 
 
-def index_samples(
-    names: Sequence[str], scans: Sequence[Scan]
-) -> tuple[dict[str, np.ndarray], LeftOut]:
-    """Return the columns of several tars, image and label first, and what only some of the tars have; names are
-    for errors.
-
-    Labels are numbers, (N,) or (N, …). Other columns are places, int64 of shape (N, 2): position and num_bytes of
-    each sample's member, -1 for no member. A suffix that all tars have is a column.
-    """
+def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
+    """Return the samples of several tars, of which a suffix that all have is a column; names are for errors."""
     labelled = [scan["labels"] is not None for scan in scans]
     if any(labelled) and not all(labelled):
         number = labelled.index(False)
@@ -293,27 +380,17 @@ def index_samples(
         raise StoreError(
             f"{names[number]}: sample {first!r} has no label, but samples of other shards have one"
         )
-    columns = {
-        suffix or "image": np.concatenate(
-            [np.array(scan["places"][suffix], np.int64) for scan in scans]
-        )
-        for suffix in scans[0]["places"]
-        if all(suffix in scan["places"] for scan in scans)
-    }
     left_out = LeftOut()
+    columns: dict[str, np.ndarray] = {}
+    in_all = set(scans[0]["places"]).intersection(*(scan["places"] for scan in scans))
+    for suffix in scans[0]["places"]:
+        if suffix in in_all:
+            places = [np.array(scan["places"][suffix], np.int64) for scan in scans]
+            columns[suffix or "image"] = np.concatenate(places).reshape(-1, 2)
+            if not suffix and labelled[0]:
+                columns["label"] = _labels_of(names[0], scans)
     for scan in scans:
-        left_out.update(
-            {
-                f".{suffix}": scan["num"]
-                for suffix in scan["places"]
-                if (suffix or "image") not in columns
-            }
-        )
-    places = {name: flat.reshape(-1, 2) for name, flat in columns.items()}
-    if not labelled[0]:
-        return places, left_out
-    return {
-        "image": places.pop("image"),
-        "label": _labels_of(names[0], scans),
-        **places,
-    }, left_out
+        for suffix in scan["places"]:
+            if suffix not in in_all:
+                left_out[f".{suffix}"] += scan["num"]
+    return Indexed(columns, None, [scan["num"] for scan in scans], left_out)

@@ -76,18 +76,31 @@ class Checkpoint(NamedTuple):
         return split_address(self.address)[1]
 
 
-def read_state(folder: Folder) -> bytes:
-    """state.pt of a checkpoint, by the folder's file system and path, as it was written.
+def read_whole_checkpoint(start: Folder | Checkpoint) -> Checkpoint:
+    """Read a checkpoint with its state, as it was written, unless it has been read already.
+
+    Args:
+        start: the checkpoint, or its folder, by file system and path.
 
     Raises:
         ConfigError: the checkpoint is damaged, of another make, or cannot be read.
     """
+    if isinstance(start, Checkpoint):
+        if start.state:
+            return start
+        folder = open_filesystem(start.address)
+    else:
+        folder = start
     try:
-        return _content(folder, STATE_FILE, _look(folder).digest)
+        checkpoint = _look(folder)._replace(address=folder[1])
+        state = _content(folder, STATE_FILE, checkpoint.digest)
     except _DamageError as error:
         raise ConfigError(
             f"{folder[1]} is damaged ({error}), or was not made by loader.report: then restore it as you made it"
         ) from None
+    if isinstance(start, Checkpoint):
+        checkpoint = start
+    return checkpoint._replace(state=state)
 
 
 def cursor_of(folder: Folder) -> Cursor | None:

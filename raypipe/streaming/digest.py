@@ -32,7 +32,6 @@ from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches
 from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import (
-    CHROMA,
     COLUMN,
     IMAGE,
     LABEL,
@@ -41,6 +40,7 @@ from raypipe.transform.fields import (
     Ragged,
     in_group,
 )
+from raypipe.transform.planes import chromas
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -66,7 +66,7 @@ def batch_digest(batch: MicroBatch) -> bytes:
         arrays += of_field
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
-    for name, array in sorted(batch.arrays(CHROMA).items()):
+    for name, array in sorted(chromas(batch.arrays()).items()):
         digest.update(f"chroma\0{name}\0{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)
     for name, array in batch.arrays(VIEW).items():

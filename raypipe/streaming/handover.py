@@ -25,11 +25,12 @@ from raypipe.rayext.agreement import in_train_function
 from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
-from raypipe.streaming.checkpoints import cursor_of, find_start
+from raypipe.streaming.checkpoints import Checkpoint, cursor_of, find_start
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import join_train_run
+from raypipe.streaming.run_checkpoints import RunCheckpoints
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import latest_of_train
 from raypipe.transform.ending import Ending
@@ -51,6 +52,7 @@ def loader(
     keep_batches: int = 0,
     run_dir: str | Path = "",
     start_from: str | Path = "",
+    lease: str = "",
 ) -> Loader:
     """Return this rank's loader. Call it once per rank, first in the train function, so the pool starts while
     you build the model.
@@ -62,8 +64,8 @@ def loader(
         spec: the stream.
         max_actors: transform actors that the pool may grow to; None = as many as the cluster has room for now.
         device: where batches go; None = the device that Ray Train gave this worker, or the CPU.
-        cursor: start of the stream; None = the latest checkpoint's place, see `Loader.save`, or the beginning.
-            If the checkpoint contains no place, the stream starts at `load_state_dict`.
+        cursor: start of the stream; None = the latest checkpoint's place, see `Loader.report`, `checkpoint` and
+            `save`, or the beginning. If the checkpoint contains no place, the stream starts at `load_state_dict`.
         augment: augmentation on the device: training batches are augmented, mixed and normalized, validation
             batches only normalized. A mere module, such as an `nn.Sequential` of Kornia's operations, gets floats
             in [0, 1]. The Normalize at the end of the pipeline or of the module holds. None = batches stay uint8,
@@ -73,10 +75,12 @@ def loader(
         keep_batches: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes
             the memory of one more batch there, and as much pinned memory; on CPU a batch is valid as long as
             you keep it.
-        run_dir: folder in which rank 0 records the run: a path or a URI; empty = the
-            folder of Ray Train's run, or without Ray Train none.
-        start_from: folder or URI of a run or a checkpoint. While Ray Train has no checkpoint, the stream
+        run_dir: folder in which rank 0 records the run, and which `Loader.checkpoint` writes to: a path or a URI.
+            The stream continues from the newest checkpoint in it. Empty = records go to the folder of Ray Train's
+            run, or without Ray Train nowhere.
+        start_from: folder or URI of a run or a checkpoint. While the run has no checkpoint, the stream
             continues from there, and `Loader.restore` loads it.
+        lease: what `raypipe.lease(run_dir)` gave: no checkpoint is written once another process has the folder.
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
@@ -92,6 +96,7 @@ def loader(
     # a Path becomes text
     run_address: str = check("raypipe.loader: run_dir", run_dir, str)
     start_address: str = check("raypipe.loader: start_from", start_from, str)
+    check("raypipe.loader: lease", lease, str)
     at_least_0 = Annotated[int, Limits(0, MAX_INT)]
     check("raypipe.loader: prefetch_factor", prefetch_factor, AtLeast1)
     check("raypipe.loader: keep_batches", keep_batches, at_least_0)
@@ -101,17 +106,24 @@ def loader(
     if device is None:
         device = ray.train.torch.get_device() if in_train else "cpu"
     device = torch.device(device)
-    checkpoint = latest_of_train()
-    if start_address and not checkpoint:
-        start = find_start(start_address, spec.plan.check)
-        checkpoint = open_filesystem(start.address)
-    if cursor is None:
-        cursor = cursor_of(checkpoint) if checkpoint else spec.plan.start()
+    checkpoints = None
     folder = None
     if run_address:
-        folder = open_filesystem(as_uri(run_address))
+        checkpoints = RunCheckpoints(as_uri(run_address), lease)
+        folder = open_filesystem(checkpoints.run_uri)
     elif in_train:
         folder = _folder_of_train()
+    latest = latest_of_train()
+    found = None
+    if latest:
+        start_address = ""
+    if checkpoints and cursor is None:
+        found = checkpoints.find(spec.plan, start_address, rank, world_size)
+    elif start_address:
+        found = find_start(start_address, spec.plan.check)
+    start = _later(latest, found)
+    if cursor is None:
+        cursor = _place_of(start) if start else spec.plan.start()
     open_at: Callable[..., HostStream]
     if spec.pool.engine == "inline":
         open_at = functools.partial(open_inline, spec, rank, world_size)
@@ -133,8 +145,25 @@ def loader(
         prefetch_factor=prefetch_factor,
         keep_batches=keep_batches,
         folder=folder,
-        start_from=checkpoint,
+        start=start,
+        checkpoints=checkpoints,
     )
+
+
+def _later(
+    of_train: Folder | None, found: Checkpoint | None
+) -> Folder | Checkpoint | None:
+    """The later of Ray Train's checkpoint and that of the run's folder; Ray Train's if it has no place."""
+    if of_train is None or found is None:
+        return of_train or found
+    place = cursor_of(of_train)
+    if place and (place.epoch, place.step) < (found.cursor.epoch, found.cursor.step):
+        return found
+    return of_train
+
+
+def _place_of(start: Folder | Checkpoint) -> Cursor | None:
+    return start.cursor if isinstance(start, Checkpoint) else cursor_of(start)
 
 
 def _augment_config(

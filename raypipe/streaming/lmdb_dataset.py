@@ -23,7 +23,7 @@ from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Columns, Store, missing, name_of
 from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.scan import SIZE_COLUMNS
-from raypipe.transform.decode_array import header_size
+from raypipe.transform.decode.array import header_size
 
 if TYPE_CHECKING:
     from ray.data import Dataset

@@ -5,6 +5,7 @@ If a micro-batch is not the one that the plan expects, the run ends.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -20,17 +21,18 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment, settings_of_device
 from raypipe.device.prefetcher import Batch, on_device
-from raypipe.errors import RaypipeError
+from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageClock, StageTimes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Segment
-from raypipe.rayext.agreement import Agreement
+from raypipe.rayext.agreement import Agreement, in_train_function
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join_address
+from raypipe.streaming.checkpoints import Checkpoint, read_whole_checkpoint
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.device_stage import DeviceStage
 from raypipe.streaming.digest import plain_settings
@@ -39,15 +41,20 @@ from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.streaming.rank_stream import RankStream
-from raypipe.streaming.saved_model import input_of
+from raypipe.streaming.run_checkpoints import RunCheckpoints
+from raypipe.streaming.saved_model import SavedModel, input_of, saved_model
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import (
     Stateful,
+    as_plain_numbers,
+    kept_in,
     latest_of_train,
     numbers_in,
     report,
     restore,
+    states_of,
 )
+from raypipe.streaming.stop_file import stop_requested
 from raypipe.transform.columns import SampleColumns
 
 _logger = logging.getLogger(__name__)
@@ -82,7 +89,9 @@ class Loader(Unlike, instead=_INSTEAD):
         keep_batches: batches that stay valid besides the newest.
         metrics: measurements, metrics and records of this rank; a training loop may add its loss.
         notice: notices that nodes of the trainers will go.
-        stopping: whether the run was asked to stop, see `stop_when`, as `should_checkpoint` has seen it.
+        stopping: whether the run was asked to stop, as `should_checkpoint` has seen it: by `raypipe stop RUN_DIR`,
+            or see `stop_when`.
+        model_name: name of the model that the loop trains, for its checkpoints.
     """
 
     def __init__(
@@ -99,14 +108,16 @@ class Loader(Unlike, instead=_INSTEAD):
         prefetch_factor: int = 2,
         keep_batches: int = 0,
         folder: Folder | None = None,
-        start_from: Folder | None = None,
+        start: Checkpoint | Folder | None = None,
+        checkpoints: RunCheckpoints | None = None,
     ) -> None:
         """
         Args:
             open_at: starts the stream at a place; a second argument is the only segment that it shall bring.
             cursor: that place; None = `load_state_dict` will set it.
             folder: where rank 0 records the run; None = nowhere.
-            start_from: folder of a checkpoint that `restore` loads while Ray Train has none.
+            start: the checkpoint that `restore` loads until there is a newer one.
+            checkpoints: those that `checkpoint` makes; None = nowhere.
             device, augment, dtype, prefetch_factor, keep_batches: see `raypipe.loader`.
         """
         configure_logs(spec.log_format, run=spec.run, rank=rank)
@@ -117,8 +128,10 @@ class Loader(Unlike, instead=_INSTEAD):
         self.keep_batches = keep_batches
         self._spec = spec
         self._user_augment = augment
-        self._start_from = start_from
-        self._lacks_weights = start_from is not None
+        self.model_name = ""
+        self._start = start
+        self._lacks_weights = start is not None
+        self._checkpoints = checkpoints
         self._device_stage = DeviceStage(
             augment, self.device, dtype, spec.endings, spec.columns, tells=rank == 0
         )
@@ -140,6 +153,9 @@ class Loader(Unlike, instead=_INSTEAD):
             self.metrics,
         )
         self._stream.lifetime.close_with(self)
+        if folder:
+            run_log = self.metrics.run_log
+            run_log.stop_requested = functools.partial(stop_requested, folder)
         self.notice = Notice(self.metrics.tell_notice)
         self.stopping = False
         self._agreement = Agreement(rank, world_size)
@@ -232,14 +248,26 @@ class Loader(Unlike, instead=_INSTEAD):
         return Batches(Segment("val", epoch, 0, self.plan.val_steps), self, -1)
 
     def close(self) -> None:
-        """End the stream and its record now. One that was dropped needs no closing."""
-        self._stream.lifetime.close("the loader was closed")
+        """End the stream and its record now, once the checkpoint under way is whole. A loader that was dropped
+        needs no closing.
+
+        Raises:
+            RaypipeError: that checkpoint cannot be written.
+        """
+        try:
+            self._wait_for_checkpoint()
+        finally:
+            self._stream.lifetime.close("the loader was closed")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        with contextlib.suppress(Exception):  # must not hide the original error
+            self.close()
 
     def _next_epoch(self) -> Epoch | None:
         """Leave the epoch that was handed out last, and hand out the next; None = there is none."""
@@ -252,6 +280,8 @@ class Loader(Unlike, instead=_INSTEAD):
             self.metrics.end_epoch(progress.epoch)
         if not self._is_recorded:
             self._is_recorded = True
+            if isinstance(self._start, Checkpoint):
+                self._start = self._start._replace(state=b"")  # its memory
             self._begin_record()
         self._turn += 1
         if not progress.next_epoch():
@@ -430,31 +460,109 @@ class Loader(Unlike, instead=_INSTEAD):
         Raises:
             ConfigError: a part is sharded, or its state has other things than tensors and plain values.
         """
-        # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
-        metrics = {
-            name: value.item() if hasattr(value, "item") else value
-            for name, value in metrics.items()
-        }
+        metrics = as_plain_numbers(metrics)
         with self.metrics.saving(
             lambda: "Ray Train writes it, or other ranks have not reported yet"
         ):
-            report(metrics, parts, self.rank, self.place, self.described())
+            report(metrics, parts, self.rank, self.place, self._described())
+        self._start = None  # Ray Train has a newer one
+        self._note_report(metrics)
+
+    def checkpoint(
+        self, metrics: Mapping[str, Any] | None = None, /, **parts: Stateful | None
+    ) -> None:
+        """Write a checkpoint into the loader's `run_dir`, in the background: states and the run's place.
+
+        All ranks call it, after a whole optimizer step or after a validation. The states are copied now, and a
+        thread of rank 0 writes them while the loop goes on; until it has, a resume begins with the checkpoint
+        before. It returns only then if the run ends or stops here. Older checkpoints are removed.
+
+        Args:
+            metrics: numbers are kept in it, and recorded; in a train function, Ray Train gets them all.
+            parts: see `report`; None = a part that this run lacks.
+
+        Raises:
+            ConfigError: see `report`; or the loader has no `run_dir`.
+            RaypipeError: the checkpoint before could not be written.
+        """
+        if self._checkpoints is None:
+            raise ConfigError(
+                "loader.checkpoint writes into the run's folder: name one, raypipe.loader(spec, run_dir=…), or "
+                "call loader.report in a train function"
+            )
+        numbers = as_plain_numbers(metrics or {})
+        with self.metrics.saving(self._name_awaited):
+            state = states_of(parts)
+            if self.rank == 0:
+                self._write(self._checkpoints, state, numbers)
+            if in_train_function():
+                import ray.train
+
+                ray.train.report(numbers)  # all ranks wait for each other
+        self._note_report(numbers)
+
+    def _write(
+        self,
+        checkpoints: RunCheckpoints,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any],
+    ) -> None:
+        tell = self.metrics.tell
+        notice = self.notice
+
+        def after(seconds: float) -> None:
+            tell("checkpointed")
+            notice.saved_in(seconds)
+
+        place = self.place
+        checkpoints.save(
+            state,
+            place,
+            kept_in(metrics),
+            self._described(),
+            self.metrics.run_log.sync,
+            after,
+        )
+        is_end = next(self.plan.segments(place), None) is None
+        # When rank 0 has reported, any rank may end, which ends all.
+        if notice.is_last or self.stopping or is_end:
+            checkpoints.wait()
+
+    def _wait_for_checkpoint(self) -> None:
+        if self._checkpoints is None:
+            return
+        if self._checkpoints.is_writing:
+            with self.metrics.saving(self._name_awaited):
+                self._checkpoints.wait()
+        self._checkpoints.check()
+
+    def _name_awaited(self) -> str:
+        """Name what a checkpoint waits for."""
+        if self._checkpoints and self._checkpoints.is_writing:
+            return f"the previous one is being written to {self._checkpoints.run_uri}"
+        if self.world_size == 1:
+            return "Ray Train's controller has not noted it yet"
+        return "other ranks have not reached it yet, or Ray Train's controller has not noted it"
+
+    def _note_report(self, metrics: Mapping[str, Any]) -> None:
+        """Record the metrics of a checkpoint, unless the loop records its own."""
         if self._lacks_weights and self.rank == 0:
             _logger.warning(
                 "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "
                 "states yourself, new weights are trained from the middle of the run on"
             )
         self._lacks_weights = False
-        self.metrics.record("report", values=numbers_in(metrics))
-        self.metrics.run_log.sync()
+        if not self.metrics.is_run:
+            self.metrics.record("report", values=numbers_in(metrics))
+            self.metrics.run_log.sync()
 
-    def described(self, model: str = "") -> dict[str, Any]:
-        """Describe the inputs of a model of this name that the loop trains, for its checkpoints."""
+    def _described(self) -> dict[str, Any]:
+        """Describe the inputs of the model that the loop trains, for its checkpoints."""
         augment = self._user_augment
         if self.augment and not self._spec.endings:
             # It has the normalization of its module.
             augment = self.augment.config
-        return input_of(self._spec, augment, model)
+        return input_of(self._spec, augment, self.model_name)
 
     def should_checkpoint(
         self, every_s: float = math.inf, at_once: bool = False
@@ -471,7 +579,12 @@ class Loader(Unlike, instead=_INSTEAD):
         Args:
             every_s: age of the last checkpoint, in seconds, at which one is made in any case.
             at_once: whether the ranks wait for each other now in any case; the same on all ranks.
+
+        Raises:
+            RaypipeError: rank 0 could not write the last `checkpoint`.
         """
+        if self._checkpoints:
+            self._checkpoints.check()
         is_end = self._ended_split
 
         def decide() -> tuple[tuple[bool, bool, bool], bool]:
@@ -484,26 +597,39 @@ class Loader(Unlike, instead=_INSTEAD):
         if decision is None:
             return False
         is_due, self.notice.is_last, self.stopping = decision
+        if self.stopping:
+            self.metrics.run_log.answer_stop()
         return is_due
 
     def stop_when(self, asked: Callable[[], bool]) -> None:
         """Let a thread of rank 0 call a function once a second, until it says that the run was asked to stop.
 
-        All ranks see it at the same step: `should_checkpoint` is True, and then `stopping`.
+        All ranks see it at the same step: `should_checkpoint` is True, and then `stopping`. `raypipe stop` on the
+        run's folder works besides.
         """
-        self.metrics.run_log.stop_requested = asked
+        run_log = self.metrics.run_log
+        by_file = run_log.stop_requested
+        run_log.stop_requested = lambda: asked() or by_file()
 
-    def restore(self, **parts: Stateful) -> None:
+    def restore(self, **parts: Stateful | None) -> SavedModel | None:
         """Load the states of the latest checkpoint into the parts; nothing where there is none.
 
-        It is the latest that `report` made or, before there is one, that of `raypipe.loader(…, start_from=…)`.
+        It is the one at whose place this loader began, or one that `report` has made since.
+
+        Returns:
+            The checkpoint: its metrics, and the states of all parts; None = there is none.
 
         Raises:
             ConfigError: the checkpoint is damaged, lacks a part, or has one of another make.
         """
-        if folder := latest_of_train() or self._start_from:
-            restore(parts, folder)
         self._lacks_weights = False
+        start = self._start or latest_of_train()
+        if start is None:
+            return None
+        checkpoint = read_whole_checkpoint(start)
+        saved = saved_model(checkpoint)
+        restore(parts, saved.state, saved.address)
+        return saved
 
     def save(self, folder: str | Path) -> None:
         """Write the run's place into a checkpoint's folder, for checkpoints that `report` does not make.

@@ -41,7 +41,12 @@ from raypipe.transform.keys import Key
 from raypipe.transform.presets import build_transform, is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples, read_samples
+from raypipe.transform.samples import (
+    EncodedSample,
+    Samples,
+    check_labels,
+    read_samples,
+)
 from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
 from raypipe.transform.transform_steps import brief
 
@@ -618,18 +623,6 @@ def _fields_of(
     rows = Rows(sample_maker.fields, 1)
     rows.put(0, 0, sample_maker.slow(sample, key))
     return rows.sample(0)
-
-
-def check_labels(
-    labels: np.ndarray, num_classes: int, title: Callable[[int], str]
-) -> None:
-    """Raise ConfigError where one of int64 (B,) is outside [0, num_classes); `title` names the sample of a row."""
-    is_wrong = ((labels < 0) | (labels >= num_classes)) & (labels != NO_LABEL)
-    for row in np.flatnonzero(is_wrong).tolist():
-        raise ConfigError(
-            f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set train.num_classes, or "
-            "fix the store"
-        )
 
 
 @process_kept()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -47,6 +46,7 @@ from raypipe.transform.split_endings import take_endings
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
 
+_Section = TypeVar("_Section")
 _MEMBERS = ("address", "schema", "classes", "groups", "fingerprint", "__len__", "read")
 
 
@@ -104,36 +104,32 @@ def open_stream(
         StoreError, ConfigError: a store or a setting is wrong.
     """
     join_train_run()
-    check("raypipe.open_stream: plan", plan, PlanConfig | None)
-    check("raypipe.open_stream: transform", transform, TransformConfig | None)
-    check("raypipe.open_stream: pool", pool, PoolConfig | None)
-    plan = plan or PlanConfig()
-    pool = pool or PoolConfig()
-    transform = transform or TransformConfig()
+    plan = _checked("plan", plan, PlanConfig)
+    transform = _checked("transform", transform, TransformConfig)
+    pool = _checked("pool", pool, PoolConfig)
     declared = renamed(column_options(columns), target_column)
     options = store_options(image_column, target_column or "", trust_pickles)
-    index = join_address(split_address(quarantine)[0], "index") if quarantine else ""
-    train_store = open_stores(train, options, plan.shuffle, index)
-    val_store = None
-    if val is not None:
-        val_store = _opened(val, options, plan.shuffle, index)
-    if in_memory:
-        train_store = _in_memory(train_store)
-        val_store = val_store and _in_memory(val_store)
+    opener = _Opener(options, plan.shuffle, _index_of(quarantine), in_memory)
+    train_store = opener.open_train(train)
+    val_store = None if val is None else opener.open(val)
     stores = _stores_by_split(train_store, val_store, plan, bool(target_column))
-    chosen = _transforms_of(stores, transform, train_transform, val_transform)
-    transforms, endings = take_endings(chosen, transform)
-    check_strength(transform, transforms["train"])
+    transforms, endings = _transforms_of(
+        stores, transform, train_transform, val_transform
+    )
     selections, val_selection = select(train_store, val_store, exclude, filter)
     laid_out = make_plan(
         plan, train_store, val_store, selections=selections, val_selection=val_selection
     )
     check_sizes(transform, transforms, stores, plan)
-    make = make_columns or transform.make_columns or None
-    sample_columns = _columns_of(stores, declared, make, laid_out, bool(target_column))
-    settings = _pixel_settings(transform, plan.epochs, endings)
+    sample_columns = _columns_of(
+        stores,
+        declared,
+        make_columns or transform.make_columns,
+        laid_out,
+        bool(target_column),
+    )
     return StreamSpec(
-        plan=functools.reduce(Plan.bound_to, settings, laid_out),
+        plan=_bound_to_pixels(laid_out, transform, endings),
         stores=stores,
         transforms=transforms,
         transform=transform,
@@ -144,6 +140,26 @@ def open_stream(
         columns=sample_columns,
         endings=endings,
     )
+
+
+def _checked(argument: str, value: _Section | None, kind: type[_Section]) -> _Section:
+    """Return the settings that an argument gives, by default those of their class; check their type."""
+    check(f"raypipe.open_stream: {argument}", value, kind | None)
+    return kind() if value is None else value
+
+
+def _index_of(quarantine: str) -> str:
+    """Return the address of a run's folder of indexes, next to that of its bad samples; empty without one."""
+    return join_address(split_address(quarantine)[0], "index") if quarantine else ""
+
+
+def _bound_to_pixels(
+    plan: Plan, transform: TransformConfig, endings: Mapping[Split, Ending]
+) -> Plan:
+    """Return a plan whose fingerprint has the settings of pixels, too, which a resume must not change."""
+    for settings in _pixel_settings(transform, plan.config.epochs, endings):
+        plan = plan.bound_to(settings)
+    return plan
 
 
 def _pixel_settings(
@@ -190,8 +206,8 @@ def _transforms_of(
     config: TransformConfig,
     train: UserTransform,
     val: UserTransform,
-) -> dict[Split, UserTransform]:
-    """The transform of each split: that which is given, or where it is empty that of the settings."""
+) -> tuple[dict[Split, UserTransform], dict[Split, Ending]]:
+    """Return the transform of each split, and its ending; an empty one is that of the settings."""
     chosen: dict[Split, UserTransform] = {
         "train": config.train if train == "" else train,
         "val": config.val if val == "" else val,
@@ -200,13 +216,15 @@ def _transforms_of(
         check_follows(chosen["train"], config)
     transforms = {split: chosen[split] for split in stores}
     check_transforms(config, transforms, stores)
-    return transforms
+    taken, endings = take_endings(transforms, config)
+    check_strength(config, taken["train"])
+    return taken, endings
 
 
 def _columns_of(
     stores: Mapping[Split, Store],
     declared: Mapping[str, ColumnOptions],
-    make: MakeColumns | str | None,
+    make: MakeColumns | str,
     plan: Plan,
     label: bool,
 ) -> SampleColumns:
@@ -216,39 +234,44 @@ def _columns_of(
         kept = plan.kept[split]
         return kept.indices(np.arange(min(NUM_PROBED, kept.size)))
 
-    return find_columns(stores, declared, make, first, label)
+    return find_columns(stores, declared, make or None, first, label)
 
 
-def open_stores(
-    train: Train, options: Mapping[str, Any], shuffle: str = "auto", index: str = ""
-) -> Store:
-    """The store at an address, or of several, by names, one that joins them.
+@dataclass(frozen=True)
+class _Opener:
+    """Opens the stores of a stream.
 
-    Args:
-        train: the addresses, or open stores.
+    Attributes:
         options: see `store_options`.
         shuffle: see `PlanConfig`; some stores can be read with or without groups.
         index: address of the run's folder of indexes; empty = none.
+        in_memory: whether stores are kept in shared memory.
     """
-    if not isinstance(train, Mapping):
-        return _opened(train, options, shuffle, index)
-    if not train:
-        raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
-    if "val" in train:
-        raise ConfigError(
-            "store.train: 'val' is the name of the validation store; choose another one"
-        )
-    return JoinedStore(
-        {name: _opened(store, options, shuffle, index) for name, store in train.items()}
-    )
 
+    options: Mapping[str, Any]
+    shuffle: str = "auto"
+    index: str = ""
+    in_memory: bool = False
 
-def _opened(
-    store: Store | str | Path, options: Mapping[str, Any], shuffle: str, index: str
-) -> Store:
-    opened = _of_address(store, options)
-    adapted = getattr(opened, "adapted", None)
-    return opened if adapted is None else adapted(shuffle, index)
+    def open_train(self, train: Train) -> Store:
+        """The store at an address, or of several, by names, one that joins them."""
+        if not isinstance(train, Mapping):
+            return self.open(train)
+        if not train:
+            raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
+        if "val" in train:
+            raise ConfigError(
+                "store.train: 'val' is the name of the validation store; choose another one"
+            )
+        return JoinedStore({name: self.open(store) for name, store in train.items()})
+
+    def open(self, store: Store | str | Path) -> Store:
+        """The store at an address, or an open one, as the stream reads it."""
+        opened = _of_address(store, self.options)
+        adapted = getattr(opened, "adapted", None)
+        if adapted is not None:
+            opened = adapted(self.shuffle, self.index)
+        return _in_memory(opened) if self.in_memory else opened
 
 
 def _in_memory(store: Store) -> Store:
@@ -299,7 +322,7 @@ def open_train(run: RunConfig) -> Store:
     options = store_options(
         store.image_column, store.target_column, store.trust_pickles
     )
-    return open_stores(store.train, options)
+    return _Opener(options).open_train(store.train)
 
 
 def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:

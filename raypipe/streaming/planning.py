@@ -16,10 +16,10 @@ from raypipe.plan.places import Sides
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import JoinedSelection, Selection
 from raypipe.storage.files import read_whole
+from raypipe.stores.bad_list import read_bad_list
 from raypipe.stores.base import Store, is_class
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.numbers import read_npy
-from raypipe.stores.record import read_bad_list
 from raypipe.stores.scan import numbers_of
 
 PerSource = str | Path | Mapping[str, str | Path]

@@ -30,6 +30,7 @@ from raypipe.metrics.records import STATUS, Folder, RecordWriter
 from raypipe.progress import print_progress
 from raypipe.storage.files import write_synced, write_text
 from raypipe.storage.retries import without_retries
+from raypipe.streaming.stop_file import answer_stop, remove_stop, stop_requested
 
 if TYPE_CHECKING:
     from raypipe.plan.places import Split
@@ -81,8 +82,9 @@ class RunLog(Observer):
 
     Attributes:
         log: the record; None = none, or not begun.
-        stop_requested: looks for a request to stop the run, once a second or so; a training loop sets it.
+        stop_requested: looks for a request to stop the run, once a second or so.
         stops: whether there was one.
+        keeps_stop: whether the request stays in the folder at the end, for the process that launched the run.
     """
 
     def __init__(self, world_size: int, rank: int, folder: Folder | None) -> None:
@@ -106,6 +108,7 @@ class RunLog(Observer):
         self._due_s = self._status_at = self._stop_looked_at = 0.0
         self.stop_requested: Callable[[], bool] = lambda: False
         self.stops = False
+        self.keeps_stop = False
         self._supervisor = None
         self._num_events = 0
 
@@ -224,6 +227,17 @@ class RunLog(Observer):
             ):
                 self.stops = self.stop_requested()
 
+    def answer_stop(self) -> None:
+        """Confirm in the run's folder that the loop has seen a request to stop."""
+        self._change_request(answer_stop)
+
+    def _change_request(self, change: Callable[[Folder], None]) -> None:
+        if self._folder and self.stops:
+            # if the disk is full, the checkpoint raises
+            with contextlib.suppress(pa.ArrowException, OSError, RaypipeError):
+                if stop_requested(self._folder):
+                    change(self._folder)
+
     def _look(self, now: float) -> None:
         """Tell of a long wait, and write where the loop stands, if due."""
         wait = self._wait
@@ -311,6 +325,8 @@ class RunLog(Observer):
     def closed(self) -> None:
         """Write the last events, and end the record."""
         self.ended()
+        if not self.keeps_stop:
+            self._change_request(remove_stop)
         if self.log:
             self.log.close()
             self.log = None

@@ -18,7 +18,7 @@ from raypipe.device.decoders import DeviceDecoder
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Split
 from raypipe.storage.filesystem import as_uri
-from raypipe.streaming.checkpoints import find_newest
+from raypipe.streaming.checkpoints import Checkpoint, find_newest
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import loaded
 from raypipe.transform.encoded_map import DATA, MAP
@@ -66,7 +66,7 @@ def _is_plain(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model as a checkpoint has it; `raypipe.read_checkpoint` makes one.
+    """A model as a checkpoint has it; `raypipe.read_checkpoint` and `Loader.restore` make one.
 
     Attributes:
         address: the checkpoint's folder.
@@ -165,17 +165,29 @@ def read_checkpoint(address: str | Path) -> SavedModel:
         raise ConfigError(
             f"no raypipe checkpoint at {address}: give the folder of a run or of a checkpoint"
         )
-    described = newest.input
-    if not described:
+    if not newest.input:
         raise ConfigError(
             f"{newest.address} does not describe its model's input: an older raypipe made it"
         )
+    return saved_model(newest)
+
+
+def saved_model(checkpoint: Checkpoint) -> SavedModel:
+    """Return the model of a checkpoint that was read with its state."""
+    described = {
+        "classes": None,
+        "transform": {},
+        "val": None,
+        "mean": None,
+        "model": "",
+        **checkpoint.input,
+    }
     return SavedModel(
-        address=newest.address.removeprefix("file://"),
-        epoch=newest.cursor.epoch,
-        step=newest.cursor.step,
-        metrics=newest.metrics,
-        state=loaded(newest.state),
+        address=checkpoint.address.removeprefix("file://"),
+        epoch=checkpoint.cursor.epoch,
+        step=checkpoint.cursor.step,
+        metrics=checkpoint.metrics,
+        state=loaded(checkpoint.state),
         classes=described["classes"],
         model=described["model"],
         settings=described["transform"],

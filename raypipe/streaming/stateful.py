@@ -17,7 +17,7 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.records import Folder
 from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import as_uri, open_filesystem
-from raypipe.streaming.checkpoints import read_state, write_files
+from raypipe.streaming.checkpoints import write_files
 
 
 class Stateful(Protocol):
@@ -52,9 +52,34 @@ def loaded(content: bytes) -> dict[str, Any]:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
+Parts = Mapping[str, Stateful | None]
+"""Parts of a checkpoint, by name; None = a part that this run lacks, such as an average of its weights."""
+
+
+def states_of(parts: Parts) -> dict[str, Any]:
+    """Return the states of parts, by name; all ranks call it.
+
+    Raises:
+        ConfigError: a part is sharded.
+    """
+    from torch.distributed.tensor import DTensor
+
+    state = {
+        name: _unwrapped(part).state_dict() if part is not None else None
+        for name, part in parts.items()
+    }
+    for name, values in state.items():
+        if any(isinstance(value, DTensor) for value in tree_leaves(values)):
+            raise ConfigError(
+                f"{name} is sharded, and each rank has one shard of it: save it with "
+                'torch.distributed.checkpoint, as docs/training-loop.md shows under "FSDP2"'
+            )
+    return state
+
+
 def report(
     metrics: Mapping[str, Any],
-    parts: Mapping[str, Stateful],
+    parts: Parts,
     rank: int,
     cursor: Cursor,
     described: Mapping[str, Any] | None = None,
@@ -71,15 +96,8 @@ def report(
         described: the model's input, see `saved_model.input_of`.
     """
     import ray.train  # 2 s, which those who have no train function need not wait
-    from torch.distributed.tensor import DTensor
 
-    state = {name: _unwrapped(model).state_dict() for name, model in parts.items()}
-    for name, values in state.items():
-        if any(isinstance(value, DTensor) for value in tree_leaves(values)):
-            raise ConfigError(
-                f"{name} is sharded, and each rank has one shard of it: save it with "
-                'torch.distributed.checkpoint, as docs/training-loop.md shows under "FSDP2"'
-            )
+    state = states_of(parts)
     if rank > 0:
         ray.train.report(dict(metrics))
     else:
@@ -101,10 +119,30 @@ def report(
     )
 
 
+def as_plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics whose tensors and arrays of one element are numbers.
+
+    Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
+    """
+    return {
+        name: value.item() if hasattr(value, "item") else value
+        for name, value in metrics.items()
+    }
+
+
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics that are numbers."""
     return {
         name: value for name, value in metrics.items() if isinstance(value, int | float)
+    }
+
+
+def kept_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics that a checkpoint in a run's folder keeps: numbers, text, and None."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if value is None or isinstance(value, int | float | str)
     }
 
 
@@ -124,22 +162,21 @@ def latest_of_train() -> Folder | None:
     return None
 
 
-def restore(parts: Mapping[str, Stateful], folder: Folder) -> None:
-    """Load the states of a checkpoint, which is read once, by its folder's file system and path.
+def restore(parts: Parts, state: Mapping[str, Any], path: str) -> None:
+    """Load the states of a checkpoint, by name, into the parts; `path` names it in messages.
 
     Raises:
-        ConfigError: it is damaged, or does not hold all the parts, or one of another make.
+        ConfigError: it does not hold all the parts, or one of another make.
     """
-    state = loaded(read_state(folder))
-    path = folder[1]
-    if missing := {name for name in parts if state.get(name) is None}:
+    present = {name: part for name, part in parts.items() if part is not None}
+    if missing := {name for name in present if state.get(name) is None}:
         # a run without an average of its weights
         raise ConfigError(
             f"{path} has {', '.join(state)}, and no {', '.join(sorted(missing))}"
         )
-    for name, model in parts.items():
+    for name, part in present.items():
         try:
-            _unwrapped(model).load_state_dict(state[name])
+            _unwrapped(part).load_state_dict(state[name])
         except (KeyError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"{name} in {path} does not fit this one: {shortened(error)}"

@@ -1,1 +1,1 @@
-"""raypipe's training loop: model, optimizer, checkpoints, and the folder of a run."""
+"""The training loop of a run, as it runs in each train function: model, optimizer, DDP, validation."""

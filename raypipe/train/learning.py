@@ -7,28 +7,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from raypipe.config import RunConfig
-from raypipe.device.mixing import mixed_losses
-from raypipe.device.modules import shape_of
+from raypipe.device import mixed_losses
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
-from raypipe.plan.order import Domain, derive_keys
-from raypipe.streaming.maker import check_labels
-from raypipe.streaming.stateful import shortened
 from raypipe.train.ddp import RankGradients
 from raypipe.train.models import (
-    NO_VIEWS,
     build_loss,
     build_model,
     build_optimizer,
     fit_state,
 )
 from raypipe.train.ordered import StepBatchNorm
+
+NO_VIEWS = (
+    "makes views, and a run trains a classifier of one image: choose another transform, or write a loop of "
+    "your own around raypipe.loader, as docs/transforms.md does"
+)
 
 
 class Ema:
@@ -64,6 +66,8 @@ class Ema:
 class Learner:
     """A model with its optimizer and averages, equal on all ranks after each step.
 
+    Its weights are drawn from torch's generator, which ranks seed alike before.
+
     Args:
         run: the configuration.
         num_classes: number of classes, or of the model's outputs.
@@ -92,7 +96,6 @@ class Learner:
         self._config = config
         self._device = device
         self.dtype = amp_dtype(config.amp, device)
-        torch.manual_seed(int(derive_keys(1, run.plan.seed, Domain.WEIGHTS)[0]) >> 1)
         model = build_model(config.model, num_classes, len(run.augment.mean))
         self._model = model.to(device)
         if on_cuda:
@@ -165,9 +168,9 @@ class Learner:
         return self._checked(self.val_loss(logits, batch.target), len(batch.weight))
 
     def _checked(self, losses: torch.Tensor, num_samples: int) -> torch.Tensor:
-        if shape_of(losses) != (num_samples,):
+        if _shape_of(losses) != (num_samples,):
             raise ConfigError(
-                f"train.loss={self._config.loss} returned {shape_of(losses)} for {num_samples} samples: it must "
+                f"train.loss={self._config.loss} returned {_shape_of(losses)} for {num_samples} samples: it must "
                 "return one loss per sample (reduction='none')"
             )
         return losses
@@ -177,11 +180,7 @@ class Learner:
         num = self._num_classes
         # Checked on the host: a label out of range would end a GPU run in a device-side assertion.
         if self.has_classes:
-            check_labels(
-                batch.target_host,
-                num,
-                lambda row: f"{batch.position.split} sample {batch.index[row]}",
-            )
+            batch.check_labels(num)
         with torch.autocast(
             self._device.type, self.dtype, enabled=self.dtype is not None
         ):
@@ -194,21 +193,22 @@ class Learner:
             )
         if not ok:
             raise ConfigError(
-                f"train.model={config.model} returned {shape_of(logits)} for {rows} images: it must return a "
+                f"train.model={config.model} returned {_shape_of(logits)} for {rows} images: it must return a "
                 f"tensor ({rows}, {num})"
             )
         return logits.float()
 
-    def state(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
+        """Return the parts of a checkpoint, by name; see `Loader.checkpoint`."""
         return {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "scaler": self._scaler.state_dict(),
-            "ema": self._ema.model.state_dict() if self._ema else None,
+            "model": self._model,
+            "optimizer": self._optimizer,
+            "scaler": self._scaler,
+            "ema": self._ema.model if self._ema else None,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Load the `state` of another run, from any kind of device; this run's settings stay.
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the states of the parts of another run, from any kind of device; this run's settings stay.
 
         Raises:
             ConfigError: the state lacks a model or an optimizer, or has those of another kind.
@@ -222,7 +222,7 @@ class Learner:
             self._model.load_state_dict(state["model"])
         except RuntimeError as error:
             raise ConfigError(
-                f"the checkpoint has a different model: {shortened(error)}"
+                f"the checkpoint has a different model: {_shortened(error)}"
             ) from error
         self._load_optimizer(state["optimizer"])
         if state.get("scaler"):  # empty if it was disabled
@@ -251,6 +251,18 @@ class Learner:
         self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
         if is_known:
             fit_state(self._optimizer)
+
+
+def _shape_of(result: object) -> tuple[int, ...] | str:
+    """Return the shape of a tensor, or the type of anything else that a user's code returned."""
+    if isinstance(result, torch.Tensor):
+        return tuple(result.shape)
+    return type(result).__name__
+
+
+def _shortened(error: Exception) -> str:
+    """Return the beginning of an error, since torch names every parameter of a model."""
+    return textwrap.shorten(str(error), 400, placeholder=" …")
 
 
 def _made_fast(model: nn.Module) -> nn.Module:

@@ -21,7 +21,6 @@ from raypipe.streaming.epochs import Batches
 from raypipe.streaming.loader import Loader
 from raypipe.train.learning import Learner, amp_dtype
 from raypipe.train.models import build_metric, build_schedule
-from raypipe.train.run_checkpoints import RunCheckpoints
 from raypipe.train.validation import Validation
 
 _T = TypeVar("_T")
@@ -62,52 +61,47 @@ class Trainer:
         self.plan = spec.plan
         self._start = start
         self.run_uri = run_uri
-        self.stopping = False
-        self._checkpoints = RunCheckpoints(
-            run_uri, spec.plan, run.train.start_from, lease
-        )
         self.device = torch.device(device or ray.train.torch.get_device())
         # The stream comes first, so that its pool starts while the model is built.
-        self.loader = self._open_loader(spec, max_actors)
+        self.loader = self._open_loader(spec, max_actors, lease)
         self._metrics = self.loader.metrics
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
+        torch.manual_seed(spec.plan.model_seed)
         self.learner = Learner(
             run, num_classes, self.device, self.world_size, has_classes
         )
         self._schedule = build_schedule(run.train)
-        self._val_metric = None
-        if run.train.metrics:
-            self._val_metric = build_metric(run.train.metrics)
+        self._val_metric = build_metric(run.train)
         self.metrics: dict[str, Any] = {
             "val_accuracy": None,
             "train_s": 0.0,
             "wait_s": 0.0,
             "images": 0,
         }
-        if start_values := self._checkpoints.take_start():
-            state, metrics = start_values
-            self.learner.load(state)
-            self.metrics |= metrics
+        if saved := self.loader.restore():
+            self.learner.load(saved.state)
+            self.metrics |= saved.metrics
         self._shown_at = -_LINE_EVERY_S
 
-    def _open_loader(self, spec: StreamSpec, max_actors: int) -> Loader:
+    def _open_loader(self, spec: StreamSpec, max_actors: int, lease: str) -> Loader:
         """Start the stream where the run begins; the loop records its training itself."""
         run = self.run
         stream = loader(
             spec,
             max_actors=max_actors or None,
             device=self.device,
-            cursor=self._checkpoints.cursor,
             augment=run.augment,
             dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
             run_dir=self.run_uri,
+            start_from=run.train.start_from,
+            lease=lease,
         )
+        stream.model_name = run.train.model
         stream.metrics.interval_s = math.inf
         stream.metrics.is_run = True
+        stream.metrics.run_log.keeps_stop = True
         stream.metrics.tell("checkpointed")
-        stream.stop_when(self._checkpoints.stop_requested)
-        self._described = stream.described(run.train.model)
         return stream
 
     def epochs(self) -> Iterator[None]:
@@ -116,11 +110,11 @@ class Trainer:
             for epoch in self.loader.epochs():
                 if len(epoch.train):
                     self._train(epoch.train)
-                if len(epoch.val) and not self.stopping:
+                if len(epoch.val) and not self.loader.stopping:
                     self._validate(epoch.val)
-                self._report()
-                if self.stopping:
+                if self.loader.stopping:
                     break
+                self._save()
                 self._metrics.diagnose(epoch.number)
                 yield
         except Exception:
@@ -134,17 +128,13 @@ class Trainer:
         position = {
             "steps": self.loader.global_step,
             "first_batch_s": self.loader.first_batch_s,
-            "stopped": self.stopping,
+            "stopped": self.loader.stopping,
         }
         return {**self.metrics, **position}
 
     def close(self) -> None:
         """End the stream and the log, and wait for the checkpoint that is being written."""
-        with contextlib.ExitStack() as ends:
-            ends.callback(self.loader.close)
-            ends.enter_context(self._metrics.saving(self._awaited))
-            # also uploads the records to the run's folder
-            ends.callback(self._checkpoints.wait)
+        self.loader.close()
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place."""
@@ -203,14 +193,15 @@ class Trainer:
                 self._log_train(lr, losses, shows=end)
                 losses = []
                 first = False
-            is_due = self._look(at_once=logs)
-            if self.stopping:
-                return
-            if (checkpoint or is_due) and (not end or self.loader.notice.is_last):
+            is_due = self._should_save(at_once=logs)
+            is_last = self.loader.stopping or self.loader.notice.is_last
+            if (checkpoint or is_due) and (not end or is_last):
                 if not logs:  # the sums in a checkpoint must match the records
                     self._log_train(lr, losses)
                     losses = []
-                self._report()
+                self._save()
+            if self.loader.stopping:
+                return
 
     def _log_samples(self, samples: _Samples) -> None:
         ranks = self._of_all_ranks(samples)
@@ -237,18 +228,9 @@ class Trainer:
         ).items():
             self.metrics[name] += amount
 
-    def _look(self, at_once: bool = False) -> bool:
-        """Check at a step's end for a request to stop, and for an error of the checkpoint writer.
-
-        Returns:
-            Whether a checkpoint is due, by the clock or because a node of the trainers is about to go.
-        """
-        self._checkpoints.check()
-        is_due = self.loader.should_checkpoint(self.run.train.checkpoint_s, at_once)
-        self.stopping = self.loader.stopping
-        if self.stopping and self.loader.rank == 0:
-            self._checkpoints.answer_stop()
-        return is_due
+    def _should_save(self, at_once: bool = False) -> bool:
+        """Return whether a checkpoint is due, by the clock, or because the run or a node of its trainers ends."""
+        return self.loader.should_checkpoint(self.run.train.checkpoint_s, at_once)
 
     @torch.no_grad()
     def _validate(self, batches: Batches) -> None:
@@ -271,12 +253,11 @@ class Trainer:
                 batch.target,
             )
             if batch.ends_step and position.step + 1 < batches.segment.num_steps:
-                is_due = self._look()
-                if self.stopping:
+                if self._should_save():
+                    self._save()
+                if self.loader.stopping:
                     # the checkpoint is before the validation, which a resume repeats
                     return
-                if is_due:
-                    self._report()
         values, count = validation.result()
         if not count:
             raise BadSamplesError(
@@ -300,41 +281,6 @@ class Trainer:
             **values,
         )
 
-    def _report(self) -> None:
-        """Write a checkpoint, on rank 0, and report metrics; all ranks synchronize.
-
-        The state is copied now, and written by a thread. The checkpoint is valid when it is complete; until then,
-        a resume uses the previous one.
-        """
-        with self._metrics.saving(self._awaited):
-            self._save()
-
-    def _awaited(self) -> str:
-        """Describe why a checkpoint waits."""
-        if self._checkpoints.is_writing:
-            return f"the previous one is being written to {self.run_uri}"
-        if self.world_size == 1:
-            return "Ray Train's controller has not noted it yet"
-        return "other ranks have not reached it yet, or Ray Train's controller has not noted it"
-
     def _save(self) -> None:
-        metrics = self.figures()
-        notice = self.loader.notice
-
-        def after(seconds: float) -> None:
-            self._metrics.tell("checkpointed")
-            notice.saved_in(seconds)
-
-        if log := self._metrics.run_log.log:  # on rank 0
-            self._checkpoints.save(
-                self.learner.state(),
-                self.loader.cursor,
-                metrics,
-                self._described,
-                log.sync,
-                after,
-            )
-            # After the report below, any rank may end, which ends all.
-            if notice.is_last:
-                self._checkpoints.wait()
-        ray.train.report(metrics)
+        """Make a checkpoint, in the background, of the run's place and figures; all ranks synchronize."""
+        self.loader.checkpoint(self.figures(), **self.learner.parts())

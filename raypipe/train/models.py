@@ -10,21 +10,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from raypipe.config import Float32, RunConfig, TrainConfig
-from raypipe.device.mixing import check_mixable
+from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError
-from raypipe.importing import import_name
-from raypipe.section import check
-from raypipe.streaming.spec import StreamSpec
-from raypipe.train.model_names import check_model
 from raypipe.train.validation import UserMetric
-from raypipe.transform.columns import ColumnType
-from raypipe.transform.views import makes_views
 
-NO_VIEWS = (
-    "makes views, and a run trains a classifier of one image: choose another transform, or write a loop of "
-    "your own around raypipe.loader, as docs/transforms.md does"
-)
+_MAX_RATE = 1e30  # within float32
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Outputs (B, num_classes), targets int64 (B,), or (B, …) for other columns → losses (B,)."""
@@ -33,34 +23,22 @@ Schedule = Callable[[int, int, int, float], float]
 """Step in [0, total), total steps, warm-up steps, peak → learning rate."""
 
 
-def check_code(config: TrainConfig, channels: int) -> None:
-    """Raise ConfigError if a setting names a model or a function that does not exist."""
-    for name in ("model", "loss", "optimizer", "lr_schedule"):
-        if ":" in (address := getattr(config, name)):
-            import_name(address, f"train.{name}")
-        elif name == "model":
-            check_model(address, channels)
-    if config.metrics:
-        build_metric(config.metrics)
-
-
 def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
     """Make a classifier with new weights: "small", a torchvision model, or `module:function(num_classes=…)`.
 
     Args:
-        channels: channels of the images; torchvision's models take three.
+        channels: channels of the images of "small"; torchvision's models take three.
 
     Raises:
         ConfigError: the model does not exist.
     """
     if ":" in name:
-        model = import_name(name, "train.model")(num_classes=num_classes)
+        model = TrainConfig(model=name).imported("model")(num_classes=num_classes)
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"train.model={name} must return a torch.nn.Module, got {type(model).__name__}"
             )
         return model
-    check_model(name, channels)
     if name == "small":
         return small_model(num_classes, channels=channels)
     import torchvision
@@ -71,9 +49,12 @@ def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
         more = {"aux_logits": False, "init_weights": True}
     else:
         more = {}
-    return torchvision.models.get_model(
-        name, weights=None, num_classes=num_classes, **more
-    )
+    try:
+        return torchvision.models.get_model(
+            name, weights=None, num_classes=num_classes, **more
+        )
+    except ValueError as error:
+        raise ConfigError(f"train.model={name!r}: {error}") from error
 
 
 def small_model(num_classes: int, width: int = 32, channels: int = 3) -> nn.Module:
@@ -131,9 +112,7 @@ def build_optimizer(
     elif config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=fused)
     else:
-        optimizer = import_name(config.optimizer, "train.optimizer")(
-            groups, lr=config.lr
-        )
+        optimizer = config.imported("optimizer")(groups, lr=config.lr)
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
             raise ConfigError(
@@ -169,16 +148,19 @@ def fit_state(optimizer: torch.optim.Optimizer) -> None:
 def build_schedule(config: TrainConfig) -> Schedule:
     if config.lr_schedule == "cosine":
         return learning_rate
-    schedule = import_name(config.lr_schedule, "train.lr_schedule")
+    schedule = config.imported("lr_schedule")
 
     def checked(step: int, *bounds: float) -> float:
-        rate = check(
-            f"train.lr_schedule={config.lr_schedule} at step {step}",
-            schedule(step, *bounds),
-            Float32,
-        )
-        # it may be a number of numpy's, which a checkpoint cannot hold
-        return float(rate)
+        rate = schedule(step, *bounds)
+        try:
+            number = float(rate)  # a checkpoint cannot hold a number of NumPy's
+        except (TypeError, ValueError):
+            number = math.nan
+        if not abs(number) <= _MAX_RATE:
+            raise ConfigError(
+                f"train.lr_schedule={config.lr_schedule} at step {step} must be a finite number, got {rate!r}"
+            )
+        return number
 
     return checked
 
@@ -186,14 +168,16 @@ def build_schedule(config: TrainConfig) -> Schedule:
 def build_loss(config: TrainConfig, *, smooth: bool = True) -> Loss:
     """Return the loss of `train.loss`; `smooth=False` omits label smoothing, for validation."""
     if config.loss != "cross_entropy":
-        return import_name(config.loss, "train.loss")
+        return config.imported("loss")
     smoothing = config.label_smoothing if smooth else 0.0
     return functools.partial(cross_entropy, reduction="none", label_smoothing=smoothing)
 
 
-def build_metric(address: str) -> UserMetric:
-    """Import the metric of `train.metrics`."""
-    return UserMetric(address, import_name(address, "train.metrics"))
+def build_metric(config: TrainConfig) -> UserMetric | None:
+    """Import the metric of `train.metrics`; None = there is none."""
+    if not config.metrics:
+        return None
+    return UserMetric(config.metrics, config.imported("metrics"))
 
 
 def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:
@@ -202,57 +186,3 @@ def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     return peak * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
-    """Return the number of classes of a run's classifier, or of its model's outputs if targets are not classes.
-
-    Raises:
-        ConfigError: the number is unknown, or the run's loss or mixing does not fit its targets.
-    """
-    if run.transform.target_columns:
-        raise ConfigError(
-            f"`raypipe train` trains a classifier, which cannot use {run.transform.target_settings}: leave it "
-            "out, or write your own loop around raypipe.loader, see docs/targets.md"
-        )
-    for split, transform in spec.transforms.items():
-        if makes_views(transform):
-            raise ConfigError(f"transform.{split} {NO_VIEWS}")
-    if not spec.columns.has_target:
-        raise ConfigError(
-            "`raypipe train` needs targets, but store.target_column is '': name a column, or write your own loop "
-            "around raypipe.loader, see docs/transforms.md"
-        )
-    if target := spec.columns.target:
-        return _num_outputs(run, target)
-    store = spec.stores["train"]
-    classes = store.classes
-    if run.train.num_classes:
-        return run.train.num_classes
-    if classes is None:
-        raise ConfigError(
-            f"{store.address} does not name its classes: set train.num_classes"
-        )
-    return len(classes)
-
-
-def _num_outputs(run: RunConfig, target: ColumnType) -> int:
-    """Return the number of a model's outputs for targets that are not classes."""
-    check_mixable(run.augment, target.dtype, target.shape)
-    num = run.train.num_classes or {
-        0: 1,
-        1: target.shape[-1] if target.shape else 0,
-    }.get(len(target.shape), 0)
-    if not num:
-        raise ConfigError(
-            f"targets are {target}: set train.num_classes, the number of the model's outputs"
-        )
-    # Floats may be probabilities of the classes.
-    if run.train.loss == "cross_entropy" and not (
-        target.dtype.startswith("float") and target.shape == (num,)
-    ):
-        raise ConfigError(
-            f"targets are {target}, but train.loss=cross_entropy needs classes or their probabilities: set "
-            "train.loss to a module:function of outputs and targets"
-        )
-    return num

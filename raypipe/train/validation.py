@@ -175,7 +175,7 @@ class Validation:
 
     def result(self) -> tuple[dict[str, float], int]:
         """Return the values by name, and the number of samples; all ranks call it."""
-        sums = torch.stack(self._sums).tolist() if self._sums else []
+        sums = torch.stack(self._sums).cpu().tolist() if self._sums else []
         objects = self._objects or [None] * len(sums)
         rank_rows = list(zip(self._order, sums, objects, strict=True))
         rows = [row for rank in self._gather(rank_rows) for row in rank]

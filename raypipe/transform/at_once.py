@@ -10,76 +10,27 @@ the reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from raypipe import kernel
 from raypipe.config import TransformConfig
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import SampleError
 from raypipe.kernel import DONE, Job, Op
-from raypipe.plan.order import mix64
 from raypipe.plan.places import Sides
-from raypipe.transform.decode import decode
-from raypipe.transform.fields import IMAGE, VIEW, chroma_of
-from raypipe.transform.jpeg import scaled_boxes
-from raypipe.transform.jpeg_header import jpeg_orientation
-from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.decode.decoder import decoder_of
+from raypipe.transform.decode.jpeg import scaled_boxes
+from raypipe.transform.decode.jpeg_header import jpeg_orientation
+from raypipe.transform.decode.rgb import stored_bytes
+from raypipe.transform.fields import IMAGE
 from raypipe.transform.samples import Samples
-from raypipe.transform.views import view_key
+from raypipe.transform.view_images import ViewImage
 
-_NO_RESULTS = np.empty((0, 0, 0, 3), np.uint8)
+_NO_OPS = np.empty((0, 2), np.int32)
+_NO_PARAMS = np.empty((0, 0), np.int64)
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
-
-
-Views = dict[str, list[SampleTransform]]
-"""By the name of their field: what makes the one image of it, or each of several."""
-
-
-def views_of(
-    transform: Any, arrays: bool = False, targets: Collection[str] = ()
-) -> Views:
-    """The images that a transform makes of a sample, which is from `build_transform`; see `SampleTransform`."""
-    if not isinstance(transform, Mapping):
-        return {IMAGE: [SampleTransform(transform, arrays, targets)]}
-    views = {}
-    for name, view in transform.items():
-        transforms = [
-            SampleTransform(view_transform, arrays)
-            for view_transform in view.transforms
-        ]
-        views[f"{VIEW}.{name}"] = [
-            transforms[number % len(transforms)] for number in range(view.count)
-        ]
-    return views
-
-
-def image_keys(field: str, number: int, keys: np.ndarray) -> np.ndarray:
-    """Derive the keys of a view's image, uint64 (…, 2), from those of the samples; the only image has theirs."""
-    if field == IMAGE:
-        return keys
-    return mix64(view_key(field.removeprefix(f"{VIEW}."), number) ^ keys)
-
-
-def joined_images(field: str, images: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the images of a field: (h, w, 3), or (n, h, w, 3).
-
-    Raises:
-        ConfigError: they differ in size or dtype.
-    """
-    if len(images) == 1:
-        return images[0]
-    if len({image.shape for image in images}) > 1:
-        sizes = sorted({f"{image.shape[0]}x{image.shape[1]}" for image in images})
-        raise ConfigError(
-            f"the crops of {field} differ in size, {', '.join(sizes)} (height x width): end their transforms with "
-            "a crop or resize to a fixed size"
-        )
-    dtypes = sorted({str(image.dtype) for image in images})
-    if len(dtypes) > 1:
-        raise ConfigError(f"the crops of {field} differ in dtype, {', '.join(dtypes)}")
-    return np.stack(images)
 
 
 def sizes_by_header(
@@ -106,18 +57,16 @@ class KernelImages:
         threads: that the kernel uses.
     """
 
-    def __init__(self, views: Views, config: TransformConfig, threads: int) -> None:
-        self._images = [
-            (field, number, transform)
-            for field, transforms in views.items()
-            for number, transform in enumerate(transforms)
-        ]
+    def __init__(
+        self, views: Sequence[ViewImage], config: TransformConfig, threads: int
+    ) -> None:
+        self._views = views
         self._config = config
+        self._decode = decoder_of(config)
         self._threads = threads
+        self._target: Sides | None = None
         if config.crop_decode == "scaled":
-            self._target = self._images[0][2].crop_target
-        else:
-            self._target = None
+            self._target = views[0].transform.crop_target
 
     def make(
         self,
@@ -165,23 +114,12 @@ class KernelImages:
         """
         (rows,) = np.nonzero(sizes[:, 0])
         if len(rows) < len(images):
-            is_run = (sizes[:, 0] > 0).tolist()
+            has_size = (sizes[:, 0] > 0).tolist()
             images = [
-                image if is_wanted else None
-                for image, is_wanted in zip(images, is_run, strict=True)
+                image if is_run else None
+                for image, is_run in zip(images, has_size, strict=True)
             ]
-        jobs = []
-        results = []
-        for field, number, transform in self._images:
-            own_keys = image_keys(field, number, keys)
-            job = _job_of(transform, rows, sizes, own_keys)
-            result = self._result(job, field, number, arrays)
-            results.append(result)
-            if transform.has_rest:  # before steps of the library, in new memory
-                pixels = np.empty((len(keys), *_size_of(transform), 3), np.uint8)
-                jobs.append(job._replace(out=pixels))
-            else:
-                jobs.append(result)
+        jobs = [_job_of(view, rows, sizes, keys, arrays) for view in self._views]
         called = jobs
         if target:
             called = [_scaled(job, sizes, target) for job in jobs]
@@ -191,26 +129,11 @@ class KernelImages:
         for row in rows[~done[rows]].tolist():
             if isinstance(images[row], np.ndarray):
                 done[row] = _by_reference(images[row], jobs, row)
-        for image, job, result in zip(self._images, jobs, results, strict=True):
-            field, number, transform = image
-            if transform.has_rest:
-                own_keys = image_keys(field, number, keys)
-                _finish(transform, job.out, result, own_keys, done)
+        for view, job in zip(self._views, jobs, strict=True):
+            if view.transform.has_rest:
+                _finish(view, job.out, arrays, keys, done)
         (rows,) = np.nonzero(done)
         return rows, jobs[0].params[rows], sizes[rows]
-
-    def _result(
-        self, job: Job, field: str, number: int, arrays: Mapping[str, np.ndarray]
-    ) -> Job:
-        """The job that puts its images into the arrays of a micro-batch, by field."""
-        out = arrays[field]
-        chroma = arrays.get(chroma_of(field))
-        is_one_of_several = (field, 1) in {image[:2] for image in self._images}
-        if is_one_of_several:
-            out = out[:, number]
-            if chroma is not None:
-                chroma = chroma[:, number]
-        return job._replace(out=out, chroma=chroma)
 
     def _decoded(
         self, samples: Samples, is_wanted: np.ndarray
@@ -234,25 +157,30 @@ class KernelImages:
         if not image or (self._target and image[:3] == b"\xff\xd8\xff"):
             return None  # a target gives a crop's scale by its box: `slow` decodes it
         try:
-            return decode(image, exif=self._config.apply_exif)
+            return self._decode(stored_bytes(image))
         except SampleError:
             return None
 
 
-def _size_of(transform: SampleTransform) -> tuple[int, ...]:
-    assert transform.program is not None
-    return transform.program.size or ()
-
-
 def _job_of(
-    transform: SampleTransform, rows: np.ndarray, sizes: np.ndarray, keys: np.ndarray
+    view: ViewImage,
+    rows: np.ndarray,
+    sizes: np.ndarray,
+    keys: np.ndarray,
+    arrays: Mapping[str, np.ndarray],
 ) -> Job:
-    """The job of a program, of which these rows, int (n,), have draws; it has no results yet."""
-    program = transform.program
+    """The job that makes a view's images by its program, of which these rows, int (n,), have draws.
+
+    It fills the arrays of a micro-batch, or new memory where steps of the library follow.
+    """
+    program = view.transform.program
     assert program is not None
     params = np.zeros((len(keys), program.num_params), np.int64)
-    params[rows], _ = program.draw(keys[rows], sizes[rows])
-    return Job(program.ops, params, _NO_RESULTS)
+    params[rows], _ = program.draw(view.keys(keys)[rows], sizes[rows])
+    if view.transform.has_rest:
+        out = np.empty((len(keys), *(program.size or ()), 3), np.uint8)
+        return Job(program.ops, params, out)
+    return Job(program.ops, params, *view.outputs(arrays))
 
 
 def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
@@ -287,22 +215,28 @@ def _by_reference(image: np.ndarray, jobs: Sequence[Job], row: int) -> bool:
 
 
 def _finish(
-    transform: SampleTransform,
+    view: ViewImage,
     images: np.ndarray,
-    job: Job,
+    arrays: Mapping[str, np.ndarray],
     keys: np.ndarray,
     done: np.ndarray,
 ) -> None:
-    """Have the library do the rest of the steps, sample by sample, and put its images into a job's results."""
-    row_keys = keys.tolist()
+    """Have the library do the rest of the steps, sample by sample, and put its images into a micro-batch's arrays.
+
+    Args:
+        images: made by the program, (B, H, W, 3).
+        done: bool (B,), the rows that are made; those that fail here are cleared.
+    """
+    out, chroma = view.outputs(arrays)
+    result = Job(_NO_OPS, _NO_PARAMS, out, chroma)
+    row_keys = view.keys(keys).tolist()
     for row in np.flatnonzero(done).tolist():
         try:
-            image = transform.finish(images[row], {}, row_keys[row])["image"]
+            image = view.transform.finish(images[row], {}, row_keys[row]).images[IMAGE]
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue
-        is_like = image.dtype == job.out.dtype
-        # else nothing was written
-        done[row] = is_like and image.shape[:2] == job.out.shape[1:3]
+        # else nothing is written
+        done[row] = image.dtype == out.dtype and image.shape[:2] == out.shape[1:3]
         if done[row]:
-            job.put(row, image)
+            result.put(row, image)

@@ -18,7 +18,8 @@ import numpy as np
 
 from raypipe.errors import ConfigError
 from raypipe.kernel import CUBIC, LINEAR, Op, Pad, Program, native_step
-from raypipe.transform.decode import decode, image_size, stored_bytes
+from raypipe.transform.decode.jpeg import check_checksum
+from raypipe.transform.decode.rgb import decode, image_size, stored_bytes
 from raypipe.transform.encoded_map import (
     AXES,
     DATA,
@@ -33,7 +34,6 @@ from raypipe.transform.encoded_map import (
     axis_columns,
 )
 from raypipe.transform.fields import Field
-from raypipe.transform.jpeg import check_checksum
 from raypipe.transform.keys import Key
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.user_code import failed

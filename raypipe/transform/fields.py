@@ -4,14 +4,12 @@
     image                uint8 (H, W, 3), or as the           (B, H, W, 3)
                          transform makes arrays
     view.NAME            the same, or (n, H, W, 3)            (B, H, W, 3), (B, n, H, W, 3)
-    chroma.image,        with transform.wire yuv420, where    (B, H/2, W/2, 2), …
-    chroma.view.NAME     image and views are luma, of one
-                         channel: see `transform.wire`
     targets              see `raypipe.transform.targets`      (B, …); rows of numbers are padded
     label                int64, or the target's array         (B,), (B, …)
     column.NAME          see `raypipe.transform.columns`      (B, …), or `Ragged`
 
-`stream_fields` in `raypipe.transform.sample_maker` lists those of a stream. Arrays go to the training device.
+`stream_fields` in `raypipe.transform.sample_maker` lists those of a stream. Arrays go to the training device,
+images in the form of `raypipe.transform.planes`.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from raypipe.kernel import rgb
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.block_memory import reused_arrays
+from raypipe.transform.planes import black, unpack
 
 FieldKind = Literal["array", "ragged", "text", "bytes", "json"]
 
@@ -35,24 +33,12 @@ IMAGE = "image"
 LABEL = "label"
 VIEW = "view"
 COLUMN = "column"
-CHROMA = "chroma"
 """Groups of fields, whose names are GROUP.NAME."""
-_NO_COLOR = 128
 
 
 def is_image(name: str) -> bool:
     """True if a field of this name is an image: the sample's, or a view of it."""
     return name == IMAGE or name.startswith(f"{VIEW}.")
-
-
-def is_chroma(name: str) -> bool:
-    """True if a field of this name is the chroma of an image."""
-    return name.startswith(f"{CHROMA}.")
-
-
-def chroma_of(name: str) -> str:
-    """The field that has the chroma of an image's field."""
-    return f"{CHROMA}.{name}"
 
 
 @dataclass(frozen=True)
@@ -170,15 +156,7 @@ class MicroBatch:
 
     def in_rgb(self) -> MicroBatch:
         """Return the micro-batch with its images as RGB, whichever form they travel in."""
-        arrays = self.arrays()
-        images = {
-            name: rgb(arrays[name], chroma)
-            for name, chroma in self.arrays(CHROMA).items()
-        }
-        unchanged = {
-            name: values for name, values in self.fields.items() if not is_chroma(name)
-        }
-        return replace(self, fields={**unchanged, **images})
+        return replace(self, fields=unpack(self.fields))
 
     def __getitem__(self, name: str) -> np.ndarray:
         """An array among the fields."""
@@ -281,7 +259,7 @@ def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
         # views, where an image was expected
         fields.pop(IMAGE, None)
     for name, value in sample.items():
-        field = fields.get(name) or Field(fill=_NO_COLOR if is_chroma(name) else 0)
+        field = fields.get(name) or Field(fill=black(name))
         if field.kind == "array" and field.shape is None:
             fields[name] = replace(field, dtype=value.dtype.name, shape=value.shape)
 

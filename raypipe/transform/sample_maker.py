@@ -5,8 +5,8 @@
 
 
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
-them, all alike: (B, H, W, C). With `transform.wire: yuv420` the images that are made become planes. With
-`transform.decode: device` there are encoded images instead, see `raypipe.transform.encoded`.
+them, all alike: (B, H, W, C). With `transform.decode: device` there are encoded images instead, see
+`raypipe.transform.encoded`.
 
 Excluded rows are black, and their targets are what `raypipe.transform.targets` fills them with.
 """
@@ -14,39 +14,34 @@ Excluded rows are black, and their targets are what `raypipe.transform.targets` 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.kernel import follow
 from raypipe.plan.places import Sides
-from raypipe.transform.at_once import (
-    KernelImages,
-    image_keys,
-    joined_images,
-    sizes_by_header,
-    views_of,
-)
+from raypipe.transform.at_once import KernelImages, sizes_by_header
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode import decode, stored_bytes, stored_orientation
-from raypipe.transform.decode_array import decode_array
+from raypipe.transform.decode.decoder import opener_of
+from raypipe.transform.decode.jpeg import Undecoded
+from raypipe.transform.decode.rgb import stored_bytes, stored_orientation
 from raypipe.transform.encoded import EncodedImages, check_whole
 from raypipe.transform.encoded_map import DATA, MAP
-from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
-from raypipe.transform.jpeg import Undecoded, open_for_crop
+from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, learn
 from raypipe.transform.keys import Key
+from raypipe.transform.pixels import pixels_of
+from raypipe.transform.planes import packer
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.sample_transform import SampleTransform, Transformed
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
 from raypipe.transform.sizes import Size
 from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
+from raypipe.transform.view_images import join_crops, view_images
 
 
 def stream_fields(
@@ -94,13 +89,14 @@ class SampleMaker:
         self._config = config
         self._sides = sides
         self._targets = config.target_columns
-        self._has_planes = config.wire == "yuv420"
-        self._is_array = config.decode_as == "array"
+        self._pack = packer(config.wire)
+        pixels = pixels_of(config)
         built = build_transform(
-            transform, size or config.final_size, by_library=self._is_array
+            transform, size or config.final_size, by_library=not pixels.is_rgb
         )
-        self._views = views_of(built, self._is_array, tuple(self._targets))
-        self._transforms = list(itertools.chain.from_iterable(self._views.values()))
+        self._views = view_images(built, pixels, tuple(self._targets))
+        self._transforms = [view.transform for view in self._views]
+        self._has_views = self._views[0].field != IMAGE
         self._columns = ColumnMaker(columns) if columns else None
         self.draws_globally = any(
             transform.draws_globally for transform in self._transforms
@@ -110,28 +106,26 @@ class SampleMaker:
         self.has_user_code = columns.function is not None or any(
             transform.has_user_code for transform in self._transforms
         )
+        crop_target = None
         # All views are made of the whole image.
-        self._crop_target = None
-        if IMAGE in self._views and config.crop_decode != "off":
-            self._crop_target = self._transforms[0].crop_target
+        if config.crop_decode != "off" and not self._has_views:
+            crop_target = self._transforms[0].crop_target
+        self._open = opener_of(config, crop_target)
         self._images: dict[str, Field] = {}
         self._kernel: KernelImages | None = None
         self._encoded: EncodedImages | None = None
         if config.decode == "device":
-            only = self._transforms[0] if IMAGE in self._views else None
+            only = None if self._has_views else self._transforms[0]
             self._encoded = EncodedImages(only, brief(transform))
             self.fields[MAP] = self._encoded.field
             return
         has_rest = any(transform.has_rest for transform in self._transforms)
         is_known = all(transform.program for transform in self._transforms)
-        if is_known and not self._is_array and not (self._targets and has_rest):
+        if is_known and pixels.is_rgb and not (self._targets and has_rest):
             self._kernel = KernelImages(self._views, config, threads)
             if not has_rest:  # sizes are known before the first sample
-                images = {
-                    field: [_blank(transform) for transform in transforms]
-                    for field, transforms in self._views.items()
-                }
-                self._learn(_joined(images))
+                blanks = [_blank(transform) for transform in self._transforms]
+                self._learn(join_crops(self._views, blanks))
 
     def make(self, samples: Samples, keys: np.ndarray) -> Rows:
         """Make a micro-batch of samples, of which none is bad: for measurements.
@@ -169,7 +163,7 @@ class SampleMaker:
                 sample.image, key, self._config.apply_exif
             )
             return encoded | self._followers(sample, drawn, size) | other_fields
-        image = self._opened(sample)
+        image = self._open(stored_bytes(sample.image))
         targets: dict[str, np.ndarray] = {}
         if self._targets:
             targets = self._decoded_targets(
@@ -181,13 +175,14 @@ class SampleMaker:
             raise
         except Exception as error:
             raise failed("the transform", error) from error
-        images = {IMAGE: transformed[IMAGE]} if IMAGE in transformed else transformed
+        images = transformed.images
         self._check(images)
         if not self._images:
             self._learn(images)
-        fields = self._on_wire(images)
+        fields = self._pack(images)
         if targets:
-            fields = fields | self._finished(transformed, targets, images[IMAGE].shape)
+            shape = images[IMAGE].shape
+            fields = fields | self._finished(transformed.targets, targets, shape)
         return fields | other_fields
 
     def fast(
@@ -285,23 +280,22 @@ class SampleMaker:
 
     def _transformed(
         self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
-    ) -> dict[str, Any]:
-        """The image and its targets by keyword; or views by field."""
-        if IMAGE in self._views:
+    ) -> Transformed:
+        """The images that are made of a sample's, and its targets."""
+        if not self._has_views:
             return self._transforms[0].with_targets(image, targets, key)
         assert isinstance(image, np.ndarray), "there is no crop target"
-        images = dict[str, list[np.ndarray]]()
-        for field, transforms in self._views.items():
-            for number, transform in enumerate(transforms):
-                own_key = image_keys(field, number, np.array(key, np.uint64)).tolist()
-                # A transform may write into what it is given, and all are given the same image.
-                result = transform.with_targets(image.copy(), {}, own_key)
-                if IMAGE not in result:
-                    raise ConfigError(
-                        f"a transform of {field} made several images, and a view is one"
-                    )
-                images.setdefault(field, []).append(result[IMAGE])
-        return _joined(images)
+        crops = []
+        for view in self._views:
+            crop_key = view.keys(np.array(key, np.uint64)).tolist()
+            # A transform may write into what it is given, and all are given the same image.
+            made = view.transform.with_targets(image.copy(), {}, crop_key)
+            if IMAGE not in made.images:
+                raise ConfigError(
+                    f"a transform of {view.field} made several images, and a view is one"
+                )
+            crops.append(made.images[IMAGE])
+        return Transformed(join_crops(self._views, crops), {})
 
     def _followers(
         self, sample: EncodedSample, params: np.ndarray, size: Sides
@@ -327,9 +321,8 @@ class SampleMaker:
                 sample.columns, self._targets, size, self._config.boxes_format
             )
         except SampleError as error:
-            if self._is_array:
-                orientation = 1
-            else:
+            orientation = 1
+            if self._config.decode_as == "rgb":
                 orientation = stored_orientation(stored_bytes(sample.image))
             if orientation == 1:
                 raise
@@ -359,21 +352,7 @@ class SampleMaker:
         """Note an image, or views, as which all others must be."""
         self._images = _fields_of(images)
         self._check(images)
-        learn(self.fields, self._on_wire(images))
-
-    def _on_wire(self, images: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The fields of images, or of views, as they travel."""
-        if not self._has_planes:
-            return images
-        fields = dict[str, np.ndarray]()
-        for name, image in images.items():
-            if image.dtype != np.uint8:
-                raise ConfigError(
-                    f"transform.wire='yuv420' sends uint8 RGB, and the transform made {image.dtype}: use "
-                    "wire='rgb', or end the pipeline with its conversion to floats, which the device then does"
-                )
-            fields[name], fields[chroma_of(name)] = kernel.planes(image)
-        return fields
+        learn(self.fields, self._pack(images))
 
     def _check(self, images: dict[str, np.ndarray]) -> None:
         """Raise ConfigError unless an image, or views, have the size that is asked for, and are as the others."""
@@ -392,26 +371,11 @@ class SampleMaker:
                 "resize to a fixed size"
             )
 
-    def _opened(self, sample: EncodedSample) -> np.ndarray | Undecoded:
-        """An image: decoded, or not yet where the transform begins with a random resized crop."""
-        encoded = stored_bytes(sample.image)
-        if self._is_array:
-            return decode_array(encoded)
-        if self._crop_target:
-            jpeg = open_for_crop(encoded, self._config, self._crop_target)
-        else:
-            jpeg = None
-        return jpeg or decode(encoded, exif=self._config.apply_exif)
-
 
 def _blank(transform: SampleTransform) -> np.ndarray:
     """An image of the size and dtype that a program makes."""
     assert transform.program is not None
     return np.empty((*(transform.program.size or ()), 3), np.uint8)
-
-
-def _joined(images: Mapping[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    return {field: joined_images(field, given) for field, given in images.items()}
 
 
 def _by_keyword(targets: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

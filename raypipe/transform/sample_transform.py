@@ -26,7 +26,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cv2
 import numpy as np
@@ -36,10 +36,11 @@ from raypipe.errors import ConfigError
 from raypipe.kernel import DONE, POINTS, Job, Program, follow
 from raypipe.plan.places import Sides
 from raypipe.transform.albumentations import find_program
-from raypipe.transform.ending import for_tensors, is_composition, is_tensor
-from raypipe.transform.fields import VIEW
-from raypipe.transform.jpeg import Box, Undecoded
+from raypipe.transform.decode.jpeg import Box, Undecoded
+from raypipe.transform.ending import for_tensors, is_composition
+from raypipe.transform.fields import IMAGE
 from raypipe.transform.keys import Key, KeyedGenerator
+from raypipe.transform.pixels import RGB, Pixels, is_rgb
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
@@ -48,6 +49,19 @@ from raypipe.transform.user_code import rng_parameter
 _NOTHING = contextlib.nullcontext()
 
 TransformKind = Literal["none", "program", "albumentations", "torchvision", "plain"]
+
+
+class Transformed(NamedTuple):
+    """Results of a transform.
+
+    Attributes:
+        images: by field: `image`, uint8 (h, w, 3), the same as without targets, maybe a view or the argument;
+            or the views that a function returned, also (n, h, w, 3).
+        targets: by the keywords that Albumentations has for them.
+    """
+
+    images: dict[str, np.ndarray]
+    targets: dict[str, Any]
 
 
 class SampleTransform:
@@ -59,7 +73,7 @@ class SampleTransform:
     Args:
         transform: see the module's table; None leaves the image as it is. An Albumentations
             transform is copied, since the generators are put into it.
-        arrays: images have any dtype and number of channels, also where the text below says uint8 RGB.
+        pixels: kind of the images; the text below has that of RGB.
         targets: names of the image's targets.
 
     Attributes:
@@ -72,63 +86,55 @@ class SampleTransform:
     """
 
     def __init__(
-        self, transform: Any, arrays: bool = False, targets: Collection[str] = ()
+        self, transform: Any, pixels: Pixels = RGB, targets: Collection[str] = ()
     ) -> None:
-        self._given = transform, arrays, targets
-        self.program, remaining_steps = find_program(transform)
-        if arrays and remaining_steps:
-            self.program = None
-            remaining_steps = []
-        has_points = any(TARGETS[name].keyword in POINTS for name in targets)
-        if self.program is not None and not self.program.takes_points and has_points:
-            self.program = None
-            remaining_steps = []
-        self.transform = transform
-        if remaining_steps:
-            self.transform = sys.modules["albumentations"].Compose(remaining_steps)
+        self._given = transform, pixels, targets
+        self._pixels = pixels
+        self.program, remaining_steps = _split_program(transform, pixels, targets)
         self._whole = self.program
-        # Programs take only uint8 RGB: the library transforms other arrays in all steps.
-        self.has_rest = bool(remaining_steps) or self.program is None or arrays
-        self.kind = transform_kind(self.transform)
+        # The library transforms arrays that are no RGB in all steps.
+        self.has_rest = (
+            bool(remaining_steps) or self.program is None or not pixels.is_rgb
+        )
+        if remaining_steps:
+            transform = sys.modules["albumentations"].Compose(remaining_steps)
+        self.kind = transform_kind(transform)
         if self.kind == "torchvision":
-            self.transform = for_tensors(self.transform)
+            transform = for_tensors(transform)
         if targets and self.has_rest:
-            self.transform = target_pipeline(self.transform, targets)
+            transform = target_pipeline(transform, targets)
         elif self.kind == "albumentations":
-            self.transform = copy.deepcopy(self.transform)
+            transform = copy.deepcopy(transform)
+        self.transform = transform
+        self.has_user_code = self.kind == "plain" or _has_user_code(self.transform)
+        self._hand_generators()
+        self.crop_target: Sides | None = None
+        if self.program and pixels.is_rgb:
+            self.crop_target = self.program.crop_target
+        elif pixels.is_rgb:
+            self.crop_target = _size_of_crop(self.transform)
+
+    def _hand_generators(self) -> None:
+        """Make the generators, and give them to the transform, or to the generators that it reaches."""
         self._keyed = KeyedGenerator()
         self._random = random.Random()
+        self._rng = dict[str, np.random.Generator]()
+        self.draws_globally = self.kind == "torchvision"
         if self.kind == "plain":
-            rng_name = rng_parameter(transform)
-        else:
-            rng_name = None
-        if rng_name:
-            self._rng = {rng_name: self._keyed.generator}
-        else:
-            self._rng = {}
-        self.draws_globally = self.kind == "torchvision" or (
-            self.kind == "plain" and not self._rng
-        )
+            name = rng_parameter(self.transform)
+            if name:
+                self._rng[name] = self._keyed.generator
+            self.draws_globally = not name
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(self._keyed.generator, self._random)
-            self.draws_globally = _has_user_code(self.transform)
-        self.has_user_code = self.kind == "plain" or _has_user_code(self.transform)
-        self._reached = (
-            ReachedGenerators(self.transform, self._keyed.generator)
-            if self.has_user_code
-            else None
-        )
+            self.draws_globally = self.has_user_code
+        self._reached: ReachedGenerators | None = None
         self._is_first = self.has_user_code
-        if self._reached:
-            self.draws_globally = True
-        self._arrays = arrays
-        self.crop_target: Sides | None = None
-        if not arrays:
-            if self.program:
-                self.crop_target = self.program.crop_target
-            else:
-                self.crop_target = _size_of_crop(self.transform)
+        if self.has_user_code:
+            self._reached = ReachedGenerators(self.transform, self._keyed.generator)
+            if self._reached:
+                self.draws_globally = True
 
     def weaken(self, strength: float) -> None:
         """Scale the program's chances and magnitudes by a strength in [0, 1], from now on."""
@@ -139,11 +145,11 @@ class SampleTransform:
 
     def __call__(self, image: np.ndarray | Undecoded, key: Key) -> np.ndarray:
         """Transform an image without targets, see `with_targets`."""
-        return self.with_targets(image, {}, key)["image"]
+        return self.with_targets(image, {}, key).images[IMAGE]
 
     def with_targets(
         self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
-    ) -> dict[str, np.ndarray]:
+    ) -> Transformed:
         """Transform one image and its targets.
 
         Args:
@@ -152,41 +158,33 @@ class SampleTransform:
             targets: `mask`, `bboxes` and the like, as Albumentations takes them.
             key: determines all random draws.
 
-        Returns:
-            `image`, uint8 of shape (h, w, 3), the same as without targets: maybe a view, or the
-            argument. And the targets. Or, where a function made views, these: uint8 (h, w, 3) or (n, h, w, 3).
-
         Raises:
             ConfigError: the transform returns anything else. Errors of it and of the decoding are raised as
                 they are.
         """
-        if self.program is not None and (not self._arrays or _is_rgb(image, 2)):
+        if self.program is not None and (self._pixels.is_rgb or is_rgb(image)):
             if isinstance(image, np.ndarray):
                 size = image.shape[:2]
             else:
                 size = image[0]
-            params = self.program.draw(np.array([key], np.uint64), np.array([size]))[0][
-                0
-            ]
-            goes_on = self.has_rest and not self._arrays
+            drawn, _ = self.program.draw(np.array([key], np.uint64), np.array([size]))
+            params = drawn[0]
             image = self._by_program(image, params)
             if targets:
-                targets = follow(
-                    self.program.applied(params), (size[0], size[1]), targets
-                )
-            else:
-                targets = targets
-            if goes_on:
+                applied = self.program.applied(params)
+                targets = follow(applied, (size[0], size[1]), targets)
+            if self.has_rest and self._pixels.is_rgb:
                 return self.finish(image, targets, key)
-            return {"image": image, **targets}
+            return Transformed({IMAGE: image}, targets)
         if self.transform is None:
             assert isinstance(image, np.ndarray)
-            return {"image": image, **targets}
+            return Transformed({IMAGE: image}, targets)
         if isinstance(image, np.ndarray):
             return self.finish(image, targets, key)
         self._seed(key)
         with self._keyed_reach(key):
-            return {"image": _checked(_crop_first(self.transform, *image), self.kind)}
+            result = _crop_first(self.transform, *image)
+            return Transformed({IMAGE: self._checked(result)}, {})
 
     def _by_program(
         self, image: np.ndarray | Undecoded, params: np.ndarray
@@ -207,7 +205,7 @@ class SampleTransform:
 
     def finish(
         self, image: np.ndarray, targets: dict[str, Any], key: Key
-    ) -> dict[str, np.ndarray]:
+    ) -> Transformed:
         """Run the steps after the program: `with_targets` by the user's code, or a library."""
         if self._is_first and self._reached is not None:
             self._is_first = False
@@ -219,19 +217,19 @@ class SampleTransform:
                 result = self._run(kept, targets, key)
         else:
             result = self._run(image, targets, key)
+        if self.kind == "albumentations":
+            return Transformed({IMAGE: self._checked(result[IMAGE])}, result)
         # A function that returns only `image` has mistaken Albumentations' result for the image.
         if (
             self.kind == "plain"
             and isinstance(result, Mapping)
-            and [*result] != ["image"]
+            and [*result] != [IMAGE]
         ):
-            return _checked_views(result, self._arrays)
-        if self.kind != "albumentations":
-            return {"image": _checked(result, self.kind, self._arrays)}
-        image = _checked(result["image"], self.kind, self._arrays)
-        if image is result["image"]:
-            return result
-        return {**result, "image": image}
+            return Transformed(self._pixels.of_views(result), {})
+        return Transformed({IMAGE: self._checked(result)}, {})
+
+    def _checked(self, result: Any) -> np.ndarray:
+        return self._pixels.of_image(result, self.kind == "torchvision")
 
     def _run(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> Any:
         self._seed(key)
@@ -262,6 +260,19 @@ class SampleTransform:
             cv2.setRNGSeed(k0 & 0x7FFFFFFF)  # OpenCV's randn and kmeans
         self._keyed.rewind((k0, k1))
         self._random.seed(k0 << 64 | k1)
+
+
+def _split_program(
+    transform: Any, pixels: Pixels, targets: Collection[str]
+) -> tuple[Program | None, list[Any]]:
+    """The program that a transform begins with, and the steps after it; None and [] if the library does it all."""
+    program, remaining_steps = find_program(transform)
+    if remaining_steps and not pixels.is_rgb:
+        return None, []
+    has_points = any(TARGETS[name].keyword in POINTS for name in targets)
+    if program is not None and not program.takes_points and has_points:
+        return None, []
+    return program, remaining_steps
 
 
 def transform_kind(transform: Any) -> TransformKind:
@@ -296,114 +307,6 @@ def _has_user_code(step: Any) -> bool:
     if package == "torch":
         steps = step.children()
     return type(step).__name__ == "Lambda" or any(map(_has_user_code, steps))
-
-
-def _checked(result: Any, kind: TransformKind, arrays: bool = False) -> np.ndarray:
-    """Check a transform's result, and return it as uint8 (h, w, 3), as float32 (h, w, C), or as one of `arrays`.
-
-    Tensors have their channels first, arrays last.
-    """
-    if kind == "torchvision" or is_tensor(result):
-        layout = "CHW"
-    else:
-        layout = "HWC"
-    if layout == "HWC" or is_tensor(result):
-        array = _channels_last(result)
-    else:
-        array = None
-    came = f"a {type(result).__name__}"
-    if isinstance(array, np.ndarray):
-        if arrays and array.ndim == 2:
-            array = array[..., None]
-        if array.ndim == 3 and array.size:
-            if arrays and _is_array(array):
-                return array
-            if not arrays and (_is_rgb(array, 2) or _is_float(array)):
-                if array.dtype == np.uint8:
-                    return array
-                return array.astype(np.float32)
-        came = f"{result.dtype} of shape {tuple(result.shape)}"
-    if arrays:
-        raise ConfigError(
-            f"the transform returned {came}; it must return integers or floats of up to 64 bits, {layout}"
-        )
-    raise ConfigError(
-        f"the transform returned {came}; it must return uint8 {layout} with 3 channels, or floats {layout} with 1 "
-        "or 3"
-    )
-
-
-def _channels_last(value: Any) -> Any:
-    """A tensor (…, C, H, W) as an array (…, H, W, C); an array, or anything else, as it is."""
-    if not is_tensor(value):
-        return value
-    if value.dtype == sys.modules["torch"].bfloat16:  # numpy has no such type
-        value = value.float()
-    array = value.detach().cpu().numpy()
-    return np.moveaxis(array, -3, -1) if array.ndim > 2 else array
-
-
-def _is_rgb(array: Any, channels: int) -> bool:
-    is_bytes = isinstance(array, np.ndarray) and array.dtype == np.uint8
-    return is_bytes and array.ndim > 2 and array.shape[channels] == 3
-
-
-def _is_float(array: np.ndarray) -> bool:
-    return array.dtype.kind == "f" and array.shape[-1] in (1, 3)
-
-
-def _is_array(array: np.ndarray) -> bool:
-    return (
-        array.dtype.kind in "uif" and array.dtype.itemsize <= 8 and array.dtype.isnative
-    )
-
-
-def _checked_views(
-    returned: Mapping[Any, Any], arrays: bool = False
-) -> dict[str, np.ndarray]:
-    """Check a function's views and return them by field: each uint8 (h, w, 3) or (n, h, w, 3), floats with 1 or 3
-    channels, or `arrays`."""
-    views = {}
-    for name, given in returned.items():
-        if isinstance(given, list | tuple):
-            value = [*map(_channels_last, given)]
-        else:
-            value = _channels_last(given)
-        if isinstance(value, list):
-            shapes = {getattr(crop, "shape", None) for crop in value}
-        else:
-            shapes = set()
-        array: Any = (
-            np.stack(value) if len(shapes) == 1 and None not in shapes else value
-        )
-        ok = isinstance(array, np.ndarray) and array.ndim in (3, 4) and array.size
-        if ok:
-            if arrays:
-                ok = _is_array(array)
-            else:
-                ok = _is_rgb(array, -1) or _is_float(array)
-        if not (isinstance(name, str) and ok):
-            is_array = isinstance(array, np.ndarray)
-            if is_array:
-                came = f"{array.dtype} of shape {array.shape}"
-            else:
-                came = f"a {type(array).__name__}"
-            if arrays:
-                expected = "(H, W, C), (n, H, W, C)"
-            else:
-                expected = "uint8 (H, W, 3), (n, H, W, 3)"
-            raise ConfigError(
-                f"the transform returned {came} for view {name!r}: it must be {expected}, or a list of n "
-                "of one size, by a name"
-            )
-        views[f"{VIEW}.{name}"] = (
-            array.astype(np.float32)
-            if not arrays and array.dtype.kind == "f"
-            else array
-        )
-    if not views:
-        raise ConfigError("the transform returned a mapping without views")
-    return views
 
 
 def _size_of_crop(pipeline: Any) -> Sides | None:

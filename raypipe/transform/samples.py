@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -168,3 +168,15 @@ def _classes(store: Store, labels: pa.ChunkedArray) -> np.ndarray:
     if labels.null_count:
         labels = labels.fill_null(NO_LABEL)
     return labels.to_numpy()
+
+
+def check_labels(
+    labels: np.ndarray, num_classes: int, title: Callable[[int], str]
+) -> None:
+    """Raise ConfigError where one of int64 (B,) is outside [0, num_classes); `title` names the sample of a row."""
+    is_wrong = ((labels < 0) | (labels >= num_classes)) & (labels != NO_LABEL)
+    for row in np.flatnonzero(is_wrong).tolist():
+        raise ConfigError(
+            f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set train.num_classes, or "
+            "fix the store"
+        )

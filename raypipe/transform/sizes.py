@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Sides, Split
-from raypipe.transform.limits import MAX_PIXELS
+from raypipe.transform.decode.limits import MAX_PIXELS
 
 Size = int | Sides
 """Of square images, or (height, width); pixels."""

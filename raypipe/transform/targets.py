@@ -31,8 +31,8 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store, missing
 from raypipe.stores.numbers import exactly
+from raypipe.transform.decode.image_header import damage_in, image_kind, png_of_pixels
 from raypipe.transform.fields import Field
-from raypipe.transform.image_header import damage_in, image_kind, png_of_pixels
 
 IGNORE = 255
 """In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""

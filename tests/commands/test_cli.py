@@ -27,9 +27,9 @@ from raypipe.commands.parser import Parser, printing
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, NoRoomError, RaypipeError, ResourceError
+from raypipe.launch.interrupts import Stopped
+from raypipe.launch.run_folder import CONFIG_HEAD
 from raypipe.section import settings_of
-from raypipe.train.interrupts import Stopped
-from raypipe.train.run_folder import CONFIG_HEAD
 
 DIGITS: dict[str, dict[str, Any]] = yaml.safe_load(
     (files("raypipe") / "digits.yaml").read_text()

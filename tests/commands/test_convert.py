@@ -29,7 +29,7 @@ from raypipe.stores import open_store
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.destination import new_path, write_atomically
 from raypipe.stores.memory import MemoryStore
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 
 from pictures import CLASSES, picture  # isort: skip
 

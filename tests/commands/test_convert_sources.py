@@ -19,7 +19,7 @@ from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.base import Store
 from raypipe.stores.sources import open_source
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 
 from pictures import picture  # isort: skip
 

@@ -14,7 +14,7 @@ from raypipe import kernel
 from raypipe.commands import doctor
 from raypipe.commands.cli import main
 from raypipe.kernel import extension
-from raypipe.transform import jpeg
+from raypipe.transform.decode import jpeg
 
 
 def test_a_machine_that_runs_the_tests_is_fit() -> None:

@@ -17,7 +17,7 @@ from raypipe.commands.copies import NO_SIZE, header_sides, write_shard
 from raypipe.errors import SampleError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.memory import MemoryStore
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 
 from pictures import picture  # isort: skip
 

@@ -26,7 +26,7 @@ from raypipe.errors import ConfigError
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
 

@@ -18,7 +18,7 @@ from raypipe.commands.cli import main
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.train.run_folder import CONFIG_HEAD
+from raypipe.launch.run_folder import CONFIG_HEAD
 
 ROOT = Path(__file__).parents[2]
 PLANTED = ("planted", "cv2", "lmdb", "albumentations", "pickle", "struct")

@@ -11,10 +11,10 @@ import pytest
 
 from raypipe.commands.cli import main
 from raypipe.commands.status import print_status, standing
+from raypipe.launch.run_folder import write_error
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.storage.lease import leased
+from raypipe.storage.lease import lease
 from raypipe.streaming.run_log import RunLog
-from raypipe.train.run_folder import write_error
 
 WROTE: dict[str, Any] = {
     **{
@@ -85,7 +85,7 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_log = RunLog(2, 0, open_filesystem(tmp_path.as_uri()))
-    with leased(tmp_path.as_uri()):
+    with lease(tmp_path.as_uri()):
         run_log.begin(False, lambda: {"to_step": 90}, None)
         run_log.step = 40
         run_log.recorded("train", "", {"images_per_s": 10.0, "epoch": 1})

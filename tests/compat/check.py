@@ -38,6 +38,7 @@ from raypipe.config import (
     TrainConfig,
     TransformConfig,
 )
+from raypipe.launch.run import launch
 from raypipe.metrics.records import read_records
 from raypipe.rayext.cluster import connect
 from raypipe.stores.destination import write_atomically
@@ -45,9 +46,8 @@ from raypipe.streaming.digest import combine, digested, iterate_digests
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
+from raypipe.streaming.stop_file import request_stop
 from raypipe.streaming.supervisor import start_supervisor
-from raypipe.train.launch import train
-from raypipe.train.run_folder import request_stop
 
 SIDE = 24
 
@@ -185,7 +185,7 @@ def check_training(store: str, runs: Path) -> dict[str, Any]:
     )
     killed: list[int] = []
     thread = kill_an_actor(lambda: steps_of(runs / "killed") >= 3, killed)
-    first = train(run)
+    first = launch(run)
     thread.join(10)
 
     def stop() -> None:
@@ -194,8 +194,8 @@ def check_training(store: str, runs: Path) -> dict[str, Any]:
         request_stop((runs / "stopped").as_uri())
 
     threading.Thread(target=stop, daemon=True).start()
-    stopped = train(dataclasses.replace(run, name="stopped"))
-    resumed = train(
+    stopped = launch(dataclasses.replace(run, name="stopped"))
+    resumed = launch(
         dataclasses.replace(run, name="stopped", resume=str(runs / "stopped"))
     )
     assert (
@@ -220,7 +220,7 @@ def check_elastic(store: str, runs: Path) -> str:
         PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=12, seed=1),
         min_workers=1,
     )
-    return f"{train(run)['steps']} steps"
+    return f"{launch(run)['steps']} steps"
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ from pretend import CPU
 
 from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
-from raypipe.device.augment import PRESETS, DeviceAugment
+from raypipe.device.augment import DeviceAugment
+from raypipe.device.fused import PRESETS
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import MicroBatch

@@ -11,7 +11,8 @@ import torch
 from pretend import CPU, HostWaitsError, pretend, pretended_device
 
 from raypipe.config import AugmentConfig
-from raypipe.device.augment import PRESETS, DeviceAugment, Normalize, build_operation
+from raypipe.device.augment import DeviceAugment, Normalize, build_operation
+from raypipe.device.fused import PRESETS
 from raypipe.errors import ConfigError
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from eager_cuda import LONG, UNLIKE, EagerCuda
 
-from raypipe.device.augment import PRESETS
+from raypipe.device.fused import PRESETS
 
 from waiting import waiting_is_an_error  # isort: skip
 

@@ -389,6 +389,16 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         JOINT,
         "leaves 'boxes' behind",
     ),
+    "a target that Kornia has no key for": (
+        nn.Sequential(JITTER, FLIP),
+        ["depth"],
+        "Kornia moves no depth",
+    ),
+    "such a target beside others": (
+        container(FLIP, keys=("input", "mask")),
+        ["mask", "depth"],
+        "Kornia moves no depth",
+    ),
     "a key without a target": (
         container(FLIP),
         ["mask", "boxes"],

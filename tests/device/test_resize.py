@@ -13,7 +13,7 @@ from torch.nn.functional import interpolate
 from raypipe.config import TransformConfig
 from raypipe.device.resize import resize_boxes
 from raypipe.kernel import Op
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.encoded_map import MAP, box_of_map
 from raypipe.transform.sample_maker import SampleMaker
 

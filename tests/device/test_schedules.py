@@ -434,8 +434,8 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
     "room is not awaited": ("ring", "room.acquire()", "pass", micro_batches),
     "room is not given back": (
         "ring",
-        "                room.release()\n                item",
-        "                item",
+        "                room.release()\n                host_item",
+        "                host_item",
         micro_batches,
     ),
     "a thread that waits for room is left": (

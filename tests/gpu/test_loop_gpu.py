@@ -21,7 +21,7 @@ from small_runs import small_run
 from raypipe.commands.doctor import examined
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ResourceError, RunError
-from raypipe.train.launch import train
+from raypipe.launch.run import launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,15 +103,15 @@ def test_a_run_whose_trainer_is_killed_learns_what_an_unbroken_one_does(
         run_of(stores, tmp_path, amp=amp, deterministic_reduce=True, max_failures=0),
         list[int](),
     )
-    unbroken = train(dataclasses.replace(run, name="unbroken"))
+    unbroken = launch(dataclasses.replace(run, name="unbroken"))
     killer = threading.Thread(
         target=kill_a_worker_at, args=(tmp_path / "killed", 7, killed), daemon=True
     )
     killer.start()
     with pytest.raises(RunError):
-        train(dataclasses.replace(run, name="killed"))
+        launch(dataclasses.replace(run, name="killed"))
     killer.join()
-    resumed = train(dataclasses.replace(run, resume=str(tmp_path / "killed")))
+    resumed = launch(dataclasses.replace(run, resume=str(tmp_path / "killed")))
     assert killed and [step for (step,) in records(resumed, "start", "step")][1] in (
         6,
         8,
@@ -131,7 +131,7 @@ def test_more_trainers_than_gpus_are_refused_at_once_with_the_settings(
         match=r"2 trainers need 2 GPUs, but the cluster has 1: .*train\.use_gpu=false",
     ):
         run = run_of(stores, tmp_path)
-        train(
+        launch(
             dataclasses.replace(
                 run, train=dataclasses.replace(run.train, num_workers=2)
             )
@@ -153,7 +153,7 @@ def test_a_process_for_each_of_two_gpus_learns_by_nccl_what_one_does(
         )
         found.append(
             losses(
-                train(
+                launch(
                     dataclasses.replace(
                         run, train=settings, name=f"{num_workers}-workers"
                     )

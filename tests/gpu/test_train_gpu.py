@@ -19,7 +19,7 @@ from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TrainConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.plan.places import MicroBatchId
-from raypipe.streaming.stateful import loaded, saved
+from raypipe.streaming.stateful import loaded, saved, states_of
 from raypipe.train.learning import Learner
 from raypipe.train.models import build_optimizer, small_model
 from raypipe.transform.fields import MicroBatch
@@ -57,6 +57,7 @@ def learner(device: torch.device = CUDA, world_size: int = 1, **train: Any) -> L
         plan=PlanConfig(micro_batch_size=ROWS, global_batch_size=ROWS * PER_STEP),
         train=TrainConfig(model="small", **train),
     )
+    torch.manual_seed(0)
     made = Learner(run, 5, device, world_size)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     return made
@@ -96,7 +97,7 @@ def learn(
 
 def checkpoint(learner: Learner) -> dict[str, Any]:
     file = io.BytesIO()
-    torch.save(learner.state(), file)
+    torch.save(states_of(learner.parts()), file)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)
 

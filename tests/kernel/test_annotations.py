@@ -207,7 +207,8 @@ def by_transform(
 ) -> dict[str, Any]:
     transform = SampleTransform(A.Compose(steps), targets=("boxes", "keypoints"))
     assert transform.program is not None
-    return transform.with_targets(np.zeros((*size, 3), np.uint8), targets, (1, 2))
+    image = np.zeros((*size, 3), np.uint8)
+    return transform.with_targets(image, targets, (1, 2)).targets
 
 
 @pytest.mark.parametrize("seed", range(40))

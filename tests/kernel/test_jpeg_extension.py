@@ -2,8 +2,7 @@
 
     csrc/jpeg_baseline.h, jpeg_samples.h    without libjpeg
     csrc/jpeg_crop.h, jpeg_huffman.h        by libjpeg, but for its Huffman codes
-    csrc/fuzz.py, sanitize.sh               damaged files, by all levels of vector instructions
-    csrc/fuzz_files.py, fuzz_drawn.py       those files
+    .ci/sanitize, support/fuzz_kernel.py    damaged files, by all levels of vector instructions
 
 What needs it is skipped where it is not built, and says so.
 """
@@ -25,17 +24,16 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from fuzz_kernel import fuzz
 from PIL import Image
 
 from raypipe.errors import SampleError
 from raypipe.kernel import native, why_no_kernel
-from raypipe.transform import jpeg
-from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import decode_box, missing_extension
+from raypipe.transform.decode import jpeg
+from raypipe.transform.decode.jpeg import decode_box, missing_extension
+from raypipe.transform.decode.rgb import decode
 
-CSRC = Path(__file__).parents[2] / "csrc"
-sys.path.insert(0, str(CSRC))
-from fuzz import fuzz  # noqa: E402
+SANITIZE = Path(__file__).parents[2] / ".ci" / "sanitize"
 
 needs_extension = pytest.mark.skipif(
     bool(why_no_kernel()), reason=f"no kernel: {why_no_kernel()}"
@@ -216,7 +214,7 @@ def test_no_sampling_factors_in_a_header_end_the_process(
 def test_the_sanitizers_find_nothing(sanitizer: str) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "SANITIZER": sanitizer}
     done = subprocess.run(
-        [CSRC / "sanitize.sh", "4000", "20000"],
+        [SANITIZE, "4000", "20000"],
         env=environment,
         capture_output=True,
         text=True,
@@ -234,7 +232,7 @@ def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(
     pixels = decode(data)
     damaged = data[: len(data) // 2]
     monkeypatch.setattr(
-        "raypipe.transform.jpeg.decode_jpeg_at",
+        "raypipe.transform.decode.jpeg.decode_jpeg_at",
         lambda *a: pytest.fail("decoded by simplejpeg"),
     )
     assert (
@@ -294,7 +292,7 @@ def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
     code = (
         "import sys; sys.modules['_raypipe_kernel'] = None\n"
         "from raypipe.config import TransformConfig\n"
-        "from raypipe.transform.jpeg import open_for_crop, why_no_kernel\n"
+        "from raypipe.transform.decode.jpeg import open_for_crop, why_no_kernel\n"
         "assert open_for_crop(b'', TransformConfig(), (8, 8)) is None\n"
         "print(why_no_kernel())"
     )

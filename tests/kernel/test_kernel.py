@@ -1,6 +1,7 @@
 """The kernel against the reference and the usual decoders.
 
-    csrc/geometry.h, resize.h, resize_simd.h    programs of operations, by each level of vector instructions
+    csrc/geometry.h, resize.h, resize_taps.h    programs of operations
+    csrc/resize_loops.h, resize_simd.h          the same, by each level of vector instructions
     csrc/jpeg_header.h                          limits, and what is cut short
     csrc/kernel.c, program.h, image.h           slots between guard bytes, jobs, threads, statuses, bad arrays
 
@@ -10,14 +11,14 @@ jpeg_crop.h and jpeg_huffman.h: test_jpeg_extension.py.
 from __future__ import annotations
 
 import io
-import sys
-from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from fuzz_kernel import fuzz_run
+from fuzz_kernel import random_op as any_op
 from PIL import Image
 
 from raypipe import kernel
@@ -25,11 +26,7 @@ from raypipe.kernel import CUBIC, LINEAR, NEAREST, Job, extension, ops, referenc
 from raypipe.kernel import Op as Code
 from raypipe.kernel.reference import AREA, OPERATIONS
 from raypipe.transform.at_once import sizes_by_header
-from raypipe.transform.decode import decode
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
-from fuzz import fuzz_run
-from fuzz import random_op as any_op
+from raypipe.transform.decode.rgb import decode
 
 pytestmark = pytest.mark.skipif(
     not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"

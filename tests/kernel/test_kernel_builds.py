@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,14 +17,13 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 import pytest
+from fuzz_kernel import originals, random_op
 
 from raypipe import kernel
 from raypipe.kernel import Op, reference
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "csrc"))
-from fuzz import originals, random_op  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
@@ -66,11 +64,11 @@ def build(
         pytest.skip("there is no such compiler")
     monkeypatch.setenv("CC", request.param)
     hook = module_of(ROOT / "hatch_build.py")
-    reason = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
+    reason = hook.compile_extension(hook.KERNEL, ROOT, tmp_path)
     if "unrecognized" in reason:
         pytest.skip(f"not of this processor: {reason}")
     assert not reason
-    return module_of(tmp_path / hook.TARGET)
+    return module_of(tmp_path / hook.KERNEL.file)
 
 
 class Input(NamedTuple):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import cv2
 import numpy as np
 import pytest
+from fuzz_kernel import random_op
 
 from raypipe import kernel
 from raypipe.kernel import BAD_PARAMS, DONE, Job, Op, reference, sizes_behind
 from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS
-from raypipe.transform.limits import MAX_PIXELS
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
-from fuzz import random_op
+from raypipe.transform.decode.limits import MAX_PIXELS
 
 pytestmark = pytest.mark.skipif(
     not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from fuzz_drawn import arithmetic, lossless, wild
+from fuzz_files import saved, segments, without_tables
 from PIL import Image
 
 from raypipe import kernel
 from raypipe.kernel import DONE, Job, Op
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
-from fuzz_drawn import arithmetic, lossless, wild
-from fuzz_files import saved, segments, without_tables
 
 pytestmark = pytest.mark.skipif(
     not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"

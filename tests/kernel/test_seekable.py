@@ -7,15 +7,16 @@ csrc/jpeg_transcode.h             from any JPEG that the kernel decodes
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from fuzz_drawn import segment, wild
+from fuzz_files import forged
+from fuzz_kernel import fuzz_seekable, sealed
 from micro_batches import MicroBatchTransform
 from PIL import Image
 
@@ -23,15 +24,10 @@ from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.kernel import DONE, Job, Op, extension, is_seekable
-from raypipe.transform import jpeg
-from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import check_checksum, decode_box
+from raypipe.transform.decode import jpeg
+from raypipe.transform.decode.jpeg import check_checksum, decode_box
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.samples import EncodedSample
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
-from fuzz import fuzz_seekable, sealed
-from fuzz_drawn import segment, wild
-from fuzz_files import forged
 
 pytestmark = pytest.mark.skipif(
     bool(kernel.why_no_kernel()), reason=f"no kernel: {kernel.why_no_kernel()}"

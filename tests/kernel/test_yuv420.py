@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cv2
 import numpy as np
 import pytest
 import simplejpeg
 
 from raypipe import kernel
-from raypipe.config import TransformConfig
-from raypipe.errors import ConfigError
 from raypipe.kernel import DONE, Job, yuv420
-from raypipe.transform.decode import decode
-from raypipe.transform.sample_maker import SampleMaker
-from raypipe.transform.samples import EncodedSample
+from raypipe.transform.decode.rgb import decode
 
 SHAPES = [
     (1, 1),
@@ -126,28 +120,3 @@ def test_a_smooth_picture_of_4_2_0_loses_next_to_nothing() -> None:
         )
     difference = np.concatenate(differences)
     assert difference.mean() < 1.5 and np.quantile(difference, 0.999) < 12
-
-
-@pytest.mark.parametrize("other", [{"decode_as": "array"}], ids=str)
-def test_what_does_not_go_with_it_is_told_in_a_line(other: Any) -> None:
-    (name,) = other
-    message = rf"^transform\.{name} must be '\w+' with transform\.wire='yuv420', got '{other[name]}'$"
-    with pytest.raises(ConfigError, match=message):
-        TransformConfig(wire="yuv420", **other)
-
-
-def test_fields_have_the_shapes_of_planes_before_and_after_a_sample() -> None:
-    transforms: list[Any] = ["center", lambda image: cv2.resize(image, (9, 9))]
-    for transform in transforms:
-        content = SampleMaker(transform, TransformConfig(wire="yuv420", size=9))
-        data = simplejpeg.encode_jpeg(np.zeros((20, 30, 3), np.uint8))
-        fields = content.slow(EncodedSample(data, 0), (1, 2))
-        assert {name: np.shape(part) for name, part in fields.items()} == {
-            "image": (9, 9, 1),
-            "chroma.image": (5, 5, 2),
-            "label": (),
-        }
-        assert (
-            content.fields["chroma.image"].fill == 128
-            and content.fields["image"].fill == 0
-        )

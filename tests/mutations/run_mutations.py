@@ -39,8 +39,8 @@ from PIL import Image
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, StoreError
 from raypipe.stores import open_store
-from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import open_for_crop
+from raypipe.transform.decode.jpeg import open_for_crop
+from raypipe.transform.decode.rgb import decode
 
 MEMORY_BYTES = 1 << 30
 # of one input; a machine with much else to do takes the second

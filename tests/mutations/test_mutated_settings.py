@@ -31,7 +31,7 @@ from raypipe.section import Limits, Section, check, kinds_of, shown
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
-from raypipe.transform.limits import MAX_PIXELS
+from raypipe.transform.decode.limits import MAX_PIXELS
 from raypipe.transform.presets import check_transform
 from raypipe.transform.sizes import sides_of, sizes_of
 

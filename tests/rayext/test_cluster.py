@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,57 @@ def test_ray_offers_the_cpus_that_this_process_may_use(
     assert offered(monkeypatch, num_cpus=7) == 7
     monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: 1)
     assert offered(monkeypatch) == 1
+
+
+class Listener:
+    """A port that accepts connections, and the address file of a cluster there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.socket.getsockname()[1]}"
+        self.file = folder / "ray" / "ray_current_cluster"
+        self.file.parent.mkdir()
+        self.file.write_text(self.address)
+        monkeypatch.setenv("RAY_TMPDIR", str(folder))
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def joined(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of the cluster that `connect` joins; "local" = it starts one."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "init", lambda **arguments: told.update(arguments))
+    monkeypatch.setattr(cluster, "wait_for_head", lambda *_: None)
+    monkeypatch.setattr(cluster, "remember_own_node", lambda: None)
+    cluster.connect()
+    return str(told["address"])
+
+
+def test_a_cluster_that_ray_start_runs_on_this_machine_is_joined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running = Listener(monkeypatch, tmp_path)
+    with running.socket:
+        assert joined(monkeypatch) == running.address
+
+
+def test_a_cluster_that_has_ended_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended = Listener(monkeypatch, tmp_path)
+    ended.socket.close()
+    assert joined(monkeypatch) == "local"
+    ended.file.write_text("what a crash left")
+    assert joined(monkeypatch) == "local"
+
+
+def test_another_users_cluster_is_not_joined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running = Listener(monkeypatch, tmp_path)
+    monkeypatch.setattr(os, "getuid", lambda: running.file.stat().st_uid + 1)
+    with running.socket:
+        assert joined(monkeypatch) == "local"
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,10 @@ from small_runs import parse_run
 from raypipe.commands.cli import _finish
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.storage import lease
+from raypipe.launch.run import launch
+from raypipe.launch.run_folder import store_config
 from raypipe.storage.filesystem import join_address, open_filesystem
-from raypipe.storage.lease import RunExistsError, check_owner, is_held, leased
-from raypipe.train.launch import train
-from raypipe.train.run_folder import store_config
+from raypipe.storage.lease import RunExistsError, check_owner, is_held, lease
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         ("_RACE_S", 0.5),
         ("_EXPIRES_S", 2.5),
     ):
-        monkeypatch.setattr(lease, name, seconds)
+        monkeypatch.setattr(f"raypipe.storage.lease.{name}", seconds)
 
 
 @contextlib.contextmanager
@@ -43,7 +42,7 @@ def child_with_lease(run_uri: str) -> Iterator[int]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        with contextlib.suppress(BaseException), leased(run_uri):
+        with contextlib.suppress(BaseException), lease(run_uri):
             os.write(writing, b"x")
             time.sleep(60)
         os._exit(1)
@@ -64,7 +63,7 @@ def test_a_second_start_is_refused_at_once_and_told_who_has_the_folder(
     run_uri = (tmp_path / "runs" / "mine").as_uri()
     with child_with_lease(run_uri) as child:
         message = rf"runs/mine is in use by process {child} on .*, since 20.* UTC: .*`raypipe stop`.*--name"
-        with pytest.raises(RunExistsError, match=message), leased(run_uri):
+        with pytest.raises(RunExistsError, match=message), lease(run_uri):
             pass
         assert len(list(Path(tmp_path, "runs/mine/lease").iterdir())) == 1
 
@@ -75,20 +74,20 @@ def test_a_process_that_was_killed_loses_the_folder_at_once(tmp_path: Path) -> N
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         begun = time.monotonic()
-        with leased(run_uri) as mine:
+        with lease(run_uri) as mine:
             assert time.monotonic() - begun < 15
             assert [path.stem for path in (tmp_path / "lease").iterdir()] == [mine]
 
 
 def test_a_folder_that_was_given_back_is_as_before(tmp_path: Path) -> None:
-    with leased((tmp_path / "new").as_uri()) as mine:
+    with lease((tmp_path / "new").as_uri()) as mine:
         assert is_held((tmp_path / "new").as_uri(), mine)
     assert not (tmp_path / "new").exists() and not is_held(
         (tmp_path / "new").as_uri(), mine
     )
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text("")
-    with pytest.raises(KeyError), leased((tmp_path / "old").as_uri()):
+    with pytest.raises(KeyError), lease((tmp_path / "old").as_uri()):
         raise KeyError
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["config.yaml"]
 
@@ -97,7 +96,7 @@ def test_a_folder_that_was_given_back_is_as_before(tmp_path: Path) -> None:
 def test_of_many_that_start_at_one_time_exactly_one_has_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "_RACE_S", 30.0)  # on a busy machine, too
+    monkeypatch.setattr("raypipe.storage.lease._RACE_S", 30.0)  # on a busy machine, too
     go, had, children = tmp_path / "go", tmp_path / "had", []
     had.mkdir()
     for number in range(6):
@@ -106,7 +105,7 @@ def test_of_many_that_start_at_one_time_exactly_one_has_the_folder(
             with contextlib.suppress(BaseException):
                 while not go.exists():
                     time.sleep(0.001)
-                with leased((tmp_path / "run").as_uri()):
+                with lease((tmp_path / "run").as_uri()):
                     (had / str(number)).touch()
                     while len(list(had.glob("*.refused"))) < 5:
                         time.sleep(0.01)
@@ -161,7 +160,7 @@ def test_another_machines_silent_run_loses_the_folder(
     )
     write_claim(run_uri)
     begun = time.monotonic()
-    with caplog.at_level("WARNING"), leased(run_uri) as mine:
+    with caplog.at_level("WARNING"), lease(run_uri) as mine:
         # the storage may know times to the second only
         assert time.monotonic() - begun > 1.5
         assert caplog.messages == [
@@ -185,7 +184,7 @@ def test_another_machines_run_that_is_heard_of_keeps_the_folder(bucket: str) -> 
     try:
         with (
             pytest.raises(RunExistsError, match="in use by process 1 of u on far"),
-            leased(run_uri),
+            lease(run_uri),
         ):
             pass
         assert is_held(run_uri, "ab")
@@ -200,7 +199,7 @@ def test_a_lease_is_renewed_on_a_full_disk_and_stays_lost_once_lost(
 ) -> None:
     from full_disk import fill
 
-    with leased(full_disk.as_uri()) as mine:
+    with lease(full_disk.as_uri()) as mine:
         file = full_disk / "lease" / f"{mine}.json"
         fill(full_disk)
         before = file.stat().st_mtime
@@ -227,11 +226,11 @@ def test_a_lease_given_back_while_it_is_renewed_stays_given_back(
         time.sleep(1)  # in which it is given back, or would be
         return found
 
-    monkeypatch.setattr(lease, "is_held", slow_look)
-    with leased(f"{bucket}/run"):
+    monkeypatch.setattr("raypipe.storage.lease.is_held", slow_look)
+    with lease(f"{bucket}/run"):
         assert looked.wait(30)
     time.sleep(2)
-    with leased(f"{bucket}/run") as mine:
+    with lease(f"{bucket}/run") as mine:
         filesystem, folder = open_filesystem(f"{bucket}/run/lease")
         found = filesystem.get_file_info(pyarrow.fs.FileSelector(folder))
         assert [info.base_name for info in found] == [f"{mine}.json"]
@@ -245,7 +244,7 @@ def test_damaged_claims_count_as_those_of_processes_elsewhere(
     claims = [tmp_path / "lease" / f"a{number}.json" for number in range(len(contents))]
     for claim, content in zip(claims, contents, strict=True):
         claim.write_bytes(content)
-    with caplog.at_level("WARNING"), leased(tmp_path.as_uri()):
+    with caplog.at_level("WARNING"), lease(tmp_path.as_uri()):
         assert not any(claim.exists() for claim in claims)
     assert len([text for text in caplog.messages if "/lease/a" in text]) == len(claims)
 
@@ -297,7 +296,7 @@ def test_a_resume_from_another_users_run_needs_trust(
     parse_run([f"--resume={folder}"], None)
     give_away(folder / whose, monkeypatch)
     with pytest.raises(SystemExit):
-        _finish(lambda: train(parse_run([f"--resume={folder}"], None)))
+        _finish(lambda: launch(parse_run([f"--resume={folder}"], None)))
     shown = capfd.readouterr().err
     assert (
         f"{folder}" in shown
@@ -305,12 +304,12 @@ def test_a_resume_from_another_users_run_needs_trust(
         and "add --trust-run-code" in shown
     )
     with pytest.raises(ConfigError, match="belongs to user"):
-        train(RunConfig(resume=str(folder)))
+        launch(RunConfig(resume=str(folder)))
     assert not (folder.parent / "ran").exists()
     # The word is the user's, and then it goes on: to what the configuration names.
     with pytest.raises(SystemExit):
         _finish(
-            lambda: train(parse_run([f"--resume={folder}", "--trust-run-code"], None))
+            lambda: launch(parse_run([f"--resume={folder}", "--trust-run-code"], None))
         )
     assert (
         folder.parent / "ran"

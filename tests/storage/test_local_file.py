@@ -47,7 +47,7 @@ import raypipe.commands.convert, raypipe.commands.inspection
 from raypipe.commands.cli import main
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
-from raypipe.stores.record import read_bad_list
+from raypipe.stores.bad_list import read_bad_list
 from raypipe.streaming.digest import DigestFile
 from raypipe.stores import open_store
 from raypipe.stores import folder, lmdb, memory, parquet, tar

@@ -12,7 +12,7 @@ from PIL import Image
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores import open_store
 from raypipe.stores.base import IMAGE_SUFFIXES
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 
 PIXELS = np.arange(300, dtype=np.uint8).reshape(10, 10, 3)
 

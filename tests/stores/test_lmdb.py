@@ -16,6 +16,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+from lmdb_extension import needs_extension
 
 import raypipe
 from raypipe.errors import StoreError
@@ -244,6 +245,7 @@ def test_empty_shards(tmp_path: Path) -> None:
     assert store.read(np.array([2, 0, 1]))["label"].tolist() == [0, 0, 1]
 
 
+@needs_extension
 def test_stores_of_one_file_close_apart(tmp_path: Path) -> None:
     path = write(tmp_path / "a.lmdb")
     (tmp_path / "link.lmdb").symlink_to(path)
@@ -259,6 +261,7 @@ def test_stores_of_one_file_close_apart(tmp_path: Path) -> None:
         assert txn.get(METADATA_KEY)  # nor are they in the way of the library
 
 
+@needs_extension
 def test_a_page_of_garbage_is_bad_samples_and_no_more(tmp_path: Path) -> None:
     path = write(tmp_path / "a.lmdb", num_samples=30, num_bytes=3_000)
     good = path.read_bytes()
@@ -276,6 +279,7 @@ def test_a_page_of_garbage_is_bad_samples_and_no_more(tmp_path: Path) -> None:
     assert num_bad.count(1) == 30 and set(num_bad) <= {-1, 0, 1}
 
 
+@needs_extension
 def test_a_file_cut_short_under_a_reader_is_bad_samples(tmp_path: Path) -> None:
     path = write(tmp_path / "a.lmdb")
     store = LMDBStore(path)

@@ -30,10 +30,10 @@ from serialized_by_pyarrow import VERSIONS
 
 import raypipe
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores import open_store, open_writer
+from raypipe.stores import lmdb_file, open_store, open_writer
 from raypipe.stores.base import Store
 from raypipe.stores.lmdb_values import READERS, find_layout, keys_in, value_kind
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 
 IMAGES = [picture(number) for number in range(12)]
 LABELS = [number % 3 for number in range(12)]
@@ -463,6 +463,53 @@ def test_noise_anywhere_is_an_error_or_bad_samples(tmp_path: Path) -> None:
     assert outcomes == {True}
 
 
+def test_without_the_extension_a_driver_survives_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lmdb library dies of some damage: then another process does."""
+    entries = {b"%06d" % number: IMAGES[number % 12][:900] for number in range(400)}
+    path = write_entries(tmp_path / "a.lmdb", entries)
+    whole, rng = path.read_bytes(), np.random.default_rng(1)
+    monkeypatch.setattr(lmdb_file, "extension", lambda: None)
+    errors = []
+    for page in range(8):
+        start = 4096 * (len(whole) // 4096 * page // 8)
+        noise = b"\xa5" * 4096 if page % 2 else rng.bytes(4096)
+        path.write_bytes(whole[:start] + noise + whole[start + 4096 :])
+        try:
+            assert len(open_store(path)) == 400
+        except StoreError as error:
+            assert str(path) in str(error)
+            errors.append(str(error))
+    assert len(errors) > 2
+
+
+def test_without_the_extension_all_stores_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {
+        b"%d" % number: msgpack.packb((image, number))
+        for number, image in enumerate(IMAGES)
+    }
+    backwards = {**values, b"__keys__": msgpack.packb(list(values)[::-1])}
+    paths = [
+        write_folders(tmp_path / "a.lmdb", IMAGES, LABELS, ("x", "y", "z")),
+        write_texts(tmp_path / "b.lmdb", IMAGES, [f"wörd {n}" for n in range(12)]),
+        write_entries(tmp_path / "c.lmdb", values),
+        write_entries(tmp_path / "d.lmdb", backwards),
+    ]
+
+    def contents(path: Path) -> Any:
+        store = open_store(path)
+        names = tuple(store.schema.names)
+        labels = [store.sample_name(row) for row in range(len(store))]
+        return store.fingerprint, store.classes, names, read(store, *names), labels
+
+    by_extension = [contents(path) for path in paths]
+    monkeypatch.setattr(lmdb_file, "extension", lambda: None)
+    assert [contents(path) for path in paths] == by_extension
+
+
 @pytest.mark.parametrize("kind", [*READERS, "keys"])
 def test_noise_in_a_value_raises_value_errors_alone(kind: str) -> None:
     value = (
@@ -499,12 +546,12 @@ def test_keys_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     before = first.fingerprint, read(first, "image", "label", "key")
     with monkeypatch.context() as patch:
         # a second listing would fail
-        patch.delattr("raypipe.stores.lmdb_pages.LMDBFile.leaves")
+        patch.delattr("raypipe.stores.lmdb_file.LMDBFile.entries")
         again = open_store(path)
         assert (again.fingerprint, read(again, "image", "label", "key")) == before
         assert again.classes == ("x", "y", "z")
     (kept,) = (tmp_path / "cache" / "lmdb").glob("*.listing")
-    assert kept.stat().st_size < 300 + 12 * 16
+    assert kept.stat().st_size < 300 + 12 * (16 + len("x/00.jpg"))
     kept.write_bytes(kept.read_bytes()[:-1])  # a damaged listing is made again
     assert open_store(path).fingerprint == before[0]
     write_entries(path, {b"x/more.jpg": IMAGES[0]})

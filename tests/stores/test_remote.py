@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.fs
 import pytest
 from foreign_lmdbs import DUMPS, write_values
+from lmdb_extension import needs_extension
 from s3_server import FaultyProxy, first
 
 from raypipe.errors import ConfigError, StoreError
@@ -175,6 +176,7 @@ def test_the_samples_of_several_tars_are_those_of_each_after_one_another(
         len(open_store(tmp_path / "t-{00..03}.tar"))
 
 
+@needs_extension  # the library reads no ranges
 def test_what_a_driver_asks_of_an_lmdb_store_downloads_nothing(
     bucket: str, proxy: FaultyProxy, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from raypipe.streaming.checkpoints import (
     find_newest,
     find_start,
     has_checkpoints,
-    read_state,
+    read_whole_checkpoint,
     write_checkpoint,
 )
 
@@ -76,7 +76,7 @@ def step_of(run: Path | str) -> int | None:
     assert (
         found.state
         == content(found.cursor)
-        == read_state(open_filesystem(found.address))
+        == read_whole_checkpoint(open_filesystem(found.address)).state
     )
     return found.cursor.step
 
@@ -187,7 +187,7 @@ def test_without_the_state_only_manifest_cursor_and_size_are_looked_at(
         ConfigError,
         match=r"0006.*is damaged \(the content of its state\.pt has changed",
     ):
-        read_state(open_filesystem(found.address))
+        read_whole_checkpoint(open_filesystem(found.address))
 
 
 def test_the_state_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from raypipe.commands import cli
 from raypipe.commands.inspection import verify
 from raypipe.config import PlanConfig, RunConfig, StoreConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError
+from raypipe.launch.run_folder import store_config
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
@@ -28,7 +29,6 @@ from raypipe.streaming.digest import (
 )
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.pipeline import splits
-from raypipe.train.run_folder import store_config
 from raypipe.transform.fields import MicroBatch
 
 from pictures import CLASSES, samples  # isort: skip

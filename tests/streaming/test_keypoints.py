@@ -25,7 +25,7 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import SourceRow, batches_of, block_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample, read_samples
 

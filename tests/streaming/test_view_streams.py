@@ -21,6 +21,7 @@ from raypipe.config import (
 from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError
+from raypipe.launch.checks import num_classes_of
 from raypipe.plan.order import Domain
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
@@ -30,7 +31,6 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.models import num_classes_of
 from raypipe.transform.samples import read_samples
 from raypipe.transform.views import view_key
 

@@ -21,7 +21,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform import jpeg
+from raypipe.transform.decode import jpeg
 
 SIZE = 12
 LAYOUTS = ("folder", "tar", "lmdb", "parquet")

@@ -16,7 +16,7 @@ from raypipe.config import TransformConfig
 from raypipe.device.decoders import BoxDecoder, Decoded, DeviceDecoder
 from raypipe.device.ring import hand_over
 from raypipe.errors import SampleError
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.encoded_map import DATA, MAP, CropBox
 from raypipe.transform.fields import MicroBatch, Ragged
 

@@ -1,8 +1,8 @@
 """What an image file holds, read without raypipe: by Pillow, and as an array by imagecodecs.
 
-rgb        convert("RGB"), as raypipe.transform.decode has it: alpha is dropped, 16 bits keep their high byte
+rgb        convert("RGB"), as raypipe.transform.decode.rgb has it: alpha is dropped, 16 bits keep their high byte
 upright    the same after exif_transpose
-array      as raypipe.transform.decode_array has it: the stored depth and channels of PNG and TIFF
+array      as raypipe.transform.decode.array has it: the stored depth and channels of PNG and TIFF
 halves     a JPEG at 1/2, 1/4 and 1/8, by libjpeg's own reduction
 """
 

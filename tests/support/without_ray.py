@@ -62,12 +62,12 @@ def only_rank() -> Iterator[None]:
         train_fn_utils._train_fn_utils = before
 
 
-def train(run: RunConfig) -> dict[str, Any]:
+def train(run: RunConfig, device: str = "cpu") -> dict[str, Any]:
     """The figures of a whole run, whose folder is left as Ray Train's workers would leave it."""
+    from raypipe.launch.checks import num_classes_of
+    from raypipe.launch.run_folder import located, store_config
     from raypipe.streaming.opening import spec_of
     from raypipe.train.loop import Trainer
-    from raypipe.train.models import num_classes_of
-    from raypipe.train.run_folder import located, store_config
 
     inline = dataclasses.replace(run, pool=PoolConfig(engine="inline"))
     # One thread, as Ray has it in a worker of one CPU.
@@ -75,7 +75,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         spec = spec_of(inline, run_uri)
         store_config(inline, run_uri)
         trainer = Trainer(
-            inline, spec, num_classes_of(inline, spec), 0, run_uri, lease, device="cpu"
+            inline, spec, num_classes_of(inline, spec), 0, run_uri, lease, device=device
         )
         for _ in trainer.epochs():
             pass

@@ -267,7 +267,7 @@ def all_matches(root: Path = ROOT) -> list[Match]:
         hits += matches(path.read_text(), str(path.relative_to(root)))
     for path in code:
         hits += matches(path.read_text(), str(path.relative_to(root)), "code")
-    for path in sorted((root / "csrc").glob("*.[ch]")):
+    for path in sorted((root / "raypipe").rglob("csrc/*.[ch]")):
         hits += [
             match
             for passage in c_passages(str(path.relative_to(root)), path.read_text())

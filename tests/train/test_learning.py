@@ -16,6 +16,7 @@ from raypipe.config import PlanConfig, RunConfig, TrainConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
+from raypipe.streaming.stateful import states_of
 from raypipe.train.learning import Ema, Learner
 from raypipe.train.models import (
     build_model,
@@ -41,25 +42,10 @@ def test_the_small_model_needs_no_torchvision() -> None:
     )
 
 
-def test_four_channels_go_to_the_small_model_and_not_to_torchvisions() -> None:
-    assert build_model("small", 7, channels=4)(torch.zeros(2, 4, 8, 8)).shape == (2, 7)
-    with pytest.raises(
-        ConfigError, match=r"train\.model='resnet18' needs three channels, .* has 4"
-    ):
-        build_model("resnet18", 7, channels=4)
-
-
 def test_torchvision_models_are_built_by_name() -> None:
     model = build_model("squeezenet1_1", 5).eval()
     with torch.no_grad():
         assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 5)
-
-
-def test_an_unknown_model_is_named_with_what_there_is() -> None:
-    with pytest.raises(
-        ConfigError, match=r"train\.model='resnet51' is neither 'small' nor .*resnet50"
-    ):
-        build_model("resnet51", 5)
 
 
 @pytest.mark.parametrize("name", ["googlenet", "GoogLeNet", "inception_v3"])
@@ -195,7 +181,7 @@ def test_model_loss_optimizer_and_schedule_may_be_code_of_the_users() -> None:
         "optimizer": own("plain_sgd"),
         "weight_decay": 0.0,
     }
-    first = learner(**config).state()["model"]
+    first = states_of(learner(**config).parts())["model"]
     found = learn(learner(**config), range(3))
     net = linear(5)
     net.load_state_dict(first)
@@ -274,6 +260,7 @@ def test_what_is_wrong_with_it_is_told(train: dict[str, str], message: str) -> N
 def learner(num_classes: int = 5, **train: Any) -> Learner:
     config = TrainConfig(**{"model": "small", **train})
     run = RunConfig(plan=PlanConfig(global_batch_size=128), train=config)
+    torch.manual_seed(0)
     return Learner(run, num_classes, CPU, 1)
 
 
@@ -302,7 +289,7 @@ def learn(learner: Learner, steps: range) -> dict[str, Any]:
             learner.backward(batch, last=micro == 1)
         learner.end_step(step + 1)
     file = io.BytesIO()
-    torch.save(learner.state(), file)
+    torch.save(states_of(learner.parts()), file)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -334,7 +321,7 @@ def test_a_learner_goes_on_from_its_state_to_the_same_bits(
 def test_an_average_that_a_checkpoint_has_not_begins_at_the_model() -> None:
     state, resumed = learn(learner(), range(2)), learner(ema_decay=0.9)
     resumed.load(state)
-    found = resumed.state()
+    found = states_of(resumed.parts())
     assert all(
         torch.equal(value, found["model"][name]) for name, value in found["ema"].items()
     )
@@ -343,7 +330,7 @@ def test_an_average_that_a_checkpoint_has_not_begins_at_the_model() -> None:
 def test_a_resume_has_the_settings_of_its_own_run() -> None:
     resumed = learner(momentum=0.5, weight_decay=0.2)
     resumed.load(learn(learner(), range(1)))
-    groups = resumed.state()["optimizer"]["param_groups"]
+    groups = states_of(resumed.parts())["optimizer"]["param_groups"]
     assert [(group["momentum"], group["weight_decay"]) for group in groups] == [
         (0.5, 0.2),
         (0.5, 0.0),

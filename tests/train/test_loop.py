@@ -26,13 +26,13 @@ from raypipe.config import (
     RunConfig,
 )
 from raypipe.errors import ConfigError, CursorError, ResourceError, RunError
+from raypipe.launch.run import launch
 from raypipe.metrics.records import SAMPLES, read_records
 from raypipe.streaming import supervisor
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.launch import train
+from raypipe.streaming.stop_file import request_stop
 from raypipe.train.loop import Trainer
-from raypipe.train.run_folder import request_stop
 
 pytestmark = [
     pytest.mark.cluster,
@@ -121,7 +121,7 @@ def assert_leaves_what_it_should(result: dict[str, Any]) -> None:
 def test_two_workers_see_the_same_samples_and_learn_the_same(
     run: RunConfig, alone: dict[str, Any]
 ) -> None:
-    two = train(
+    two = launch(
         dataclasses.replace(
             run,
             name="two",
@@ -182,7 +182,7 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
         )
         if kill_at:
             killer.start()
-        result = train(
+        result = launch(
             dataclasses.replace(
                 run, name=name, train=settings, pool=pool, resume=resume
             )
@@ -244,10 +244,10 @@ def test_a_run_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     asking = once_it_is_there(
         folder / "samples.jsonl", lambda: request_stop(folder.as_uri())
     )
-    stopped = train(dataclasses.replace(run, name="asked"))
+    stopped = launch(dataclasses.replace(run, name="asked"))
     asking.join()
     assert stopped["stopped"] and 0 < stopped["steps"] < 12
-    resumed = train(dataclasses.replace(run, resume=stopped["run_dir"]))
+    resumed = launch(dataclasses.replace(run, resume=stopped["run_dir"]))
     assert not resumed["stopped"] and resumed["steps"] == 12
     assert resumed["run_dir"] == stopped["run_dir"] and sample_log(
         resumed
@@ -262,7 +262,7 @@ def test_a_run_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     )
     before = (Path(stopped["run_dir"]) / "config.yaml").read_text()
     with pytest.raises(CursorError, match="made under plan"):
-        train(other)
+        launch(other)
     assert (Path(stopped["run_dir"]) / "config.yaml").read_text() == before
 
 
@@ -301,13 +301,13 @@ def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # it is not among the first few
-    monkeypatch.setattr("raypipe.train.launch.try_samples", lambda *_, **__: {})
+    monkeypatch.setattr("raypipe.launch.run.try_samples", lambda *_, **__: {})
     settings = dataclasses.replace(run.train, num_classes=3, max_failures=2)
     inline = PoolConfig(engine="inline")
     with pytest.raises(
         ConfigError, match=r"sample \d+ has label [34], outside \[0, 3\)"
     ):
-        train(dataclasses.replace(run, name="labels", train=settings, pool=inline))
+        launch(dataclasses.replace(run, name="labels", train=settings, pool=inline))
     assert len(records({"run_dir": f"{run.storage_path}/labels"}, "start", "step")) == 1
 
 
@@ -318,7 +318,7 @@ def test_a_run_asked_to_stop_before_it_trains_ends_after_a_step(run: RunConfig) 
         folder / "config.yaml", lambda: request_stop(folder.as_uri())
     )
     settings = dataclasses.replace(run.train, log_interval=100, checkpoint_interval=0)
-    result = train(dataclasses.replace(run, name="early", train=settings))
+    result = launch(dataclasses.replace(run, name="early", train=settings))
     asking.join()
     assert result["stopped"] and result["steps"] == 1
 
@@ -348,7 +348,7 @@ def test_a_run_without_room_records_it_and_ctrl_c_ends_it(
     ]
     try:
         with pytest.raises(KeyboardInterrupt):
-            train(dataclasses.replace(run, name="waits"))
+            launch(dataclasses.replace(run, name="waits"))
     finally:
         for helper in helpers:
             helper.join()

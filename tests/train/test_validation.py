@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError
-from raypipe.train.models import build_metric, check_code
+from raypipe.launch.checks import check_code
+from raypipe.train.models import build_metric
 from raypipe.train.validation import Validation
 
 Tensor = torch.Tensor
@@ -100,7 +101,9 @@ def validated(metric: str, world_size: int) -> list[tuple[dict[str, float], int]
     gathered: list[Any] = []
     ranks = []
     for rank in range(world_size):
-        validation = Validation(build_metric(named(metric)), lambda _: list(gathered))
+        validation = Validation(
+            build_metric(TrainConfig(metrics=named(metric))), lambda _: list(gathered)
+        )
         for micro in range(rank, 8, world_size):
             outputs, targets, weights = batch_of(micro)
             losses = cross_entropy(outputs, targets, reduction="none")

@@ -33,7 +33,7 @@ from torchvision.transforms import v2
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.streaming.maker import NUM_SUBSTITUTES
-from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from micro_batches import AT, run, samples_of, transform_of, with_fields
 
-from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.fields import (
     Field,
     MicroBatch,

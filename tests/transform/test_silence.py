@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from raypipe.errors import SampleError
-from raypipe.transform.decode import decode, image_size
-from raypipe.transform.decode_array import decode_array
+from raypipe.transform.decode.array import decode_array
+from raypipe.transform.decode.rgb import decode, image_size
 from raypipe.transform.silence import silenced
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 7, 3), np.uint8)

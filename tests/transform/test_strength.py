@@ -19,7 +19,7 @@ from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.decode import decode
+from raypipe.transform.decode.rgb import decode
 from raypipe.transform.encoded import MAP
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform

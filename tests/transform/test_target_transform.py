@@ -19,7 +19,7 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.memory import MemoryStore
 from raypipe.transform.checks import check_transforms
-from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.presets import build_transform
 from raypipe.transform.samples import EncodedSample
 from raypipe.transform.targets import IGNORE, by_pipeline, marked, target_pipeline

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
-from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.decode.rgb import encode_jpeg
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
 

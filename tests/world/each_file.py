@@ -40,8 +40,8 @@ from PIL import Image
 
 from raypipe import kernel
 from raypipe.errors import ConfigError, SampleError, StoreError
-from raypipe.transform.jpeg import decode_box
-from raypipe.transform.jpeg_header import jpeg_size
+from raypipe.transform.decode.jpeg import decode_box
+from raypipe.transform.decode.jpeg_header import jpeg_size
 
 MAX_BYTES = 1 << 30
 MAX_CPU_S, MAX_WALL_S = 20, 120  # other programs may be using the machine

@@ -23,10 +23,10 @@ from drawn import Drawn, unique
 
 from raypipe.errors import SampleError
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.decode import decode
-from raypipe.transform.decode_array import decode_array
-from raypipe.transform.jpeg import decode_box
-from raypipe.transform.jpeg_header import jpeg_size
+from raypipe.transform.decode.array import decode_array
+from raypipe.transform.decode.jpeg import decode_box
+from raypipe.transform.decode.jpeg_header import jpeg_size
+from raypipe.transform.decode.rgb import decode
 
 MODULES: dict[str, Callable[[], Iterable[Drawn]]] = {
     "png": draw_png.files,

@@ -192,22 +192,22 @@ def _names_of(
                 raise StoreError(missing(where, name, kinds, RENAMED[column], word))
             names[column] = name
     if "image" not in names:
-        found = [name for name in arrays if _split_of(name, _IMAGES) is not None]
-        if len(found) != 1:
-            if found:
-                what = f"several {word}s that may be the images"
+        candidates = [name for name in arrays if _split_of(name, _IMAGES) is not None]
+        if len(candidates) != 1:
+            if candidates:
+                problem = f"several {word}s that may be the images"
             else:
-                what = f"no {word} called images, x or data"
-            raise StoreError(_unclear(where, word, what, "image", kinds))
-        names["image"] = found[0]
+                problem = f"no {word} called images, x or data"
+            raise StoreError(_unclear(where, word, problem, "image", kinds))
+        names["image"] = candidates[0]
     if "label" not in names and asked.label:
         split = _split_of(names["image"], _IMAGES)
-        found = [
+        candidates = [
             name
             for name in arrays
             if (of := _split_of(name, _LABELS)) is not None and of == (split or of)
         ]
-        if len(found) > 1:
+        if len(candidates) > 1:
             raise StoreError(
                 _unclear(
                     where,
@@ -217,16 +217,16 @@ def _names_of(
                     kinds,
                 )
             )
-        if found:
-            names["label"] = found[0]
+        if candidates:
+            names["label"] = candidates[0]
     return names
 
 
 def _unclear(
-    where: str, word: str, what: str, column: str, kinds: Mapping[str, str]
+    where: str, word: str, problem: str, column: str, kinds: Mapping[str, str]
 ) -> str:
     listed = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-    return f"{where} has {what}: set store.{RENAMED[column]}; its {word}s are {listed:.1000}"
+    return f"{where} has {problem}: set store.{RENAMED[column]}; its {word}s are {listed:.1000}"
 
 
 def _split_of(name: str, usual: set[str]) -> str | None:

@@ -52,13 +52,13 @@ class Asked(NamedTuple):
     label: str = "label"
 
 
-def library(name: str, what: str) -> Any:
+def library(name: str, format_name: str) -> Any:
     """Import a library; raise StoreError that names the extra if it is not installed."""
     try:
         return import_module(name)
     except ImportError:
         raise StoreError(
-            f"{what} needs {name.replace('_', '-')}: {to_install('sources')}"
+            f"{format_name} needs {name.replace('_', '-')}: {to_install('sources')}"
         ) from None
 
 
@@ -118,9 +118,11 @@ def stored_as(
             candidates = [name, *usual[column]]
         else:
             candidates = [name]
-        found = next((each for each in candidates if each in present), None)
-        if found is not None:
-            names[column] = found
+        stored = next(
+            (candidate for candidate in candidates if candidate in present), None
+        )
+        if stored is not None:
+            names[column] = stored
         elif name != "label":
             raise StoreError(missing(where, name, present, RENAMED[column]))
     return names

@@ -40,9 +40,9 @@ def open_hdf5(address: str, asked: Asked) -> Source:
         )
         arrays: dict[str, ArrayRows] = {}
 
-        def note(name: str, found: Any) -> None:
-            if isinstance(found, h5py.Dataset):
-                arrays[name] = _rows(h5py, found)
+        def note(name: str, dataset: Any) -> None:
+            if isinstance(dataset, h5py.Dataset):
+                arrays[name] = _rows(h5py, dataset)
 
         file.visititems(note)  # hard links only
         source = arrays_source(address, arrays, asked, "data set")
@@ -54,15 +54,15 @@ def open_hdf5(address: str, asked: Asked) -> Source:
     return Source(samples(), None, source.num_samples, source.arrays)
 
 
-def _rows(h5py: Any, found: Any) -> ArrayRows:
-    dtype = found.dtype
-    shape = found.shape or ()
+def _rows(h5py: Any, dataset: Any) -> ArrayRows:
+    dtype = dataset.dtype
+    shape = dataset.shape or ()
     text = h5py.check_string_dtype(dtype)
-    if found.is_virtual or found.external:
+    if dataset.is_virtual or dataset.external:
         return ArrayRows("in other files", shape, None, _unread)
     if text is not None and len(shape) == 1:
         kind = "bytes" if text.encoding == "ascii" else "text"
-        return ArrayRows(kind, shape, None, lambda start, stop: found[start:stop])
+        return ArrayRows(kind, shape, None, lambda start, stop: dataset[start:stop])
     if h5py.check_vlen_dtype(dtype) == np.uint8 or (
         dtype.kind == "V" and dtype.names is None
     ):
@@ -70,10 +70,12 @@ def _rows(h5py: Any, found: Any) -> ArrayRows:
             "bytes",
             shape,
             None,
-            lambda start, stop: [row.tobytes() for row in found[start:stop]],
+            lambda start, stop: [row.tobytes() for row in dataset[start:stop]],
         )
     if dtype.kind in "biuf":
-        return ArrayRows("numbers", shape, dtype, lambda start, stop: found[start:stop])
+        return ArrayRows(
+            "numbers", shape, dtype, lambda start, stop: dataset[start:stop]
+        )
     return ArrayRows(f"{dtype} values", shape, None, _unread)
 
 

@@ -9,13 +9,19 @@ A sample in a shard is | uint32 size of each value without a fixed size | values
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address
 from raypipe.stores.sources.format_source import Asked, Source, explained
-from raypipe.stores.sources.shards import array_shape, read_shard, samples_in, values_of
+from raypipe.stores.sources.shards import (
+    Value,
+    array_shape,
+    read_shard,
+    samples_in,
+    values_of,
+)
 
 
 def open_mds(address: str, asked: Asked, index: dict[str, Any]) -> Source:
@@ -40,42 +46,38 @@ def open_mds(address: str, asked: Asked, index: dict[str, Any]) -> Source:
         arrays = [
             column
             for column, value in values.items()
-            if array_shape(encodings[names[value.place]])
+            if array_shape(encodings[names[value.position]])
         ]
         num_samples = sum(int(shard["samples"]) for shard in shards)
 
-    def samples() -> Iterator[dict[str, Any]]:
-        for shard in shards:
-            with explained(where):
-                raw = shard["raw_data"]
-                packed = shard.get("zip_data")
-                name = str((packed or raw)["basename"])
-                sizes = [int(size) if size else None for size in shard["column_sizes"]]
-                num_bytes = int(raw["bytes"])
-                content = read_shard(
-                    address,
-                    name,
-                    str(shard["compression"]) if packed else "",
-                    num_bytes,
-                )
-                if len(content) != num_bytes:
-                    raise StoreError(
-                        f"{join_address(address, name)} has {len(content)} bytes of {num_bytes}; copy it again"
-                    )
-            yield from samples_in(
-                join_address(address, name),
-                int(shard["samples"]),
-                content,
-                sizes,
-                values,
-            )
-
     return Source(
-        samples(),
+        _samples(address, shards, values),
         num_samples=num_samples,
         arrays=[name for name in arrays if name != "image"],
     )
 
 
+def _samples(
+    address: str, shards: list[dict[str, Any]], values: Mapping[str, Value]
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples of all shards of a folder."""
+    for shard in shards:
+        with explained(join_address(address, "index.json")):
+            raw = shard["raw_data"]
+            packed = shard.get("zip_data")
+            name = str((packed or raw)["basename"])
+            codec = str(shard["compression"]) if packed else ""
+            num_samples = int(shard["samples"])
+            sizes = [int(size) if size else None for size in shard["column_sizes"]]
+            num_bytes = int(raw["bytes"])
+            content = read_shard(address, name, codec, num_bytes)
+            where = join_address(address, name)
+            if len(content) != num_bytes:
+                raise StoreError(
+                    f"{where} has {len(content)} bytes of {num_bytes}; copy it again"
+                )
+        yield from samples_in(where, num_samples, content, sizes, values)
+
+
 def _columns(shard: dict[str, Any]) -> list[Any]:
-    return [shard[f"column_{what}"] for what in ("names", "encodings", "sizes")]
+    return [shard[f"column_{field}"] for field in ("names", "encodings", "sizes")]

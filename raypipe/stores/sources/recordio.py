@@ -138,9 +138,11 @@ def _records(address: str) -> Iterator[bytes]:
         num_bytes = size_of(file)
         parts: list[bytes] = []
         while head := file.read(_HEAD.size):
-            at = file.tell() - len(head)
+            start = file.tell() - len(head)
             if len(head) < _HEAD.size:
-                raise StoreError(f"{address} is truncated at byte {at}; copy it again")
+                raise StoreError(
+                    f"{address} is truncated at byte {start}; copy it again"
+                )
             magic, word = _HEAD.unpack(head)
             kind = word >> 29
             length = word & (1 << 29) - 1
@@ -150,14 +152,14 @@ def _records(address: str) -> Iterator[bytes]:
                 or (kind in (_WHOLE, _FIRST)) == bool(parts)
             ):
                 raise StoreError(
-                    f"{address} is damaged, or is not MXNet RecordIO, at byte {at}; copy it again"
+                    f"{address} is damaged, or is not MXNet RecordIO, at byte {start}; copy it again"
                 )
             if (
                 length > num_bytes - file.tell()
                 or sum(map(len, parts)) + length > MAX_SAMPLE_BYTES
             ):
                 raise StoreError(
-                    f"{address} is truncated, or has a record over 512 MiB, at byte {at}"
+                    f"{address} is truncated, or has a record over 512 MiB, at byte {start}"
                 )
             parts.append(file.read(length))
             file.seek(-length % 4, io.SEEK_CUR)

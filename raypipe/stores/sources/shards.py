@@ -96,9 +96,9 @@ Decode = Callable[[bytes], Any]
 
 
 class Value(NamedTuple):
-    """A value of a sample that becomes a column: its place among the values, and how it is decoded."""
+    """A value of a sample that becomes a column: its position among the values, and how it is decoded."""
 
-    place: int
+    position: int
     decode: Decode
 
 
@@ -124,15 +124,15 @@ def values_of(
             values[column] = Value(list(encodings).index(name), decode)
             continue
         if encodings[name] in _PICKLES:
-            what = "a pickle, which may run a program"
+            encoding = "a pickle, which may run a program"
         else:
-            what = repr(encodings[name])
+            encoding = repr(encodings[name])
         if column in RENAMED:
             raise StoreError(
-                f"{where}: {name!r} is {what}, which raypipe does not read: name another value by "
+                f"{where}: {name!r} is {encoding}, which raypipe does not read: name another value by "
                 f"store.{RENAMED[column]}, or yield the samples from your own function, MODULE:NAME"
             )
-        logger.warning("%s: %r is left out: it is %s", where, name, what)
+        logger.warning("%s: %r is left out: it is %s", where, name, encoding)
     return values
 
 
@@ -151,40 +151,43 @@ def samples_in(
         content: the whole shard.
         sizes: fixed size of each value; None = each sample has it before its values.
     """
-    table = np.frombuffer(
-        content, "<u4", min(num_samples + 2, len(content) // 4)
-    ).astype(np.int64)
-    if (
-        len(table) < num_samples + 2
-        or table[0] != num_samples
-        or table[-1] > len(content)
-    ):
-        raise StoreError(
-            f"{name} is truncated, damaged, or not the shard of this index; copy it again"
-        )
+    offsets = _offsets(name, num_samples, content)
     num_sizes = sizes.count(None)
     for number in range(num_samples):
-        start, end = table[1 + number : 3 + number].tolist()
+        start, end = offsets[number : number + 2].tolist()
+        stored: list[int] = []
         if start <= end:
-            own = np.frombuffer(content[start : start + 4 * num_sizes], "<u4").tolist()
-        else:
-            own = []
-        own_sizes = iter(own)
-        every = [next(own_sizes, -1) if size is None else size for size in sizes]
+            head = content[start : start + 4 * num_sizes]
+            stored = np.frombuffer(head, "<u4").tolist()
+        next_stored = iter(stored)
+        every = [next(next_stored, -1) if size is None else size for size in sizes]
         begins = np.cumsum([start + 4 * num_sizes, *every]).tolist()
-        if len(own) != num_sizes or begins[-1] != end:
+        if len(stored) != num_sizes or begins[-1] != end:
             raise StoreError(
                 f"{name} is damaged: sample {number} has values of {every} bytes; copy it again"
             )
         sample = {}
-        for column, (place, decode) in values.items():
+        for column, (position, decode) in values.items():
+            data = content[begins[position] : begins[position + 1]]
             try:
-                sample[column] = decode(content[begins[place] : begins[place + 1]])
+                sample[column] = decode(data)
             except Exception as error:  # half a dozen types
                 raise StoreError(
                     f"{name}, sample {number}: the value for {column!r} is damaged: {error!s:.200}; copy it again"
                 ) from None
         yield sample
+
+
+def _offsets(name: str, num_samples: int, content: bytes) -> np.ndarray:
+    """Return where each sample of a shard begins, and where the last ends, int64 (num_samples + 1,)."""
+    num_stored = min(num_samples + 2, len(content) // 4)
+    table = np.frombuffer(content, "<u4", num_stored).astype(np.int64)
+    is_whole = len(table) == num_samples + 2
+    if not is_whole or table[0] != num_samples or table[-1] > len(content):
+        raise StoreError(
+            f"{name} is truncated, damaged, or not the shard of this index; copy it again"
+        )
+    return table[1:]
 
 
 def read_shard(
@@ -238,17 +241,17 @@ def unpacked(packed: bytes, codec: str, max_bytes: int) -> bytes:
 
 def _decoder(encoding: str) -> Decode | None:
     """Return the decoder of an encoding, such as `int`, `jpeg:90` or `ndarray:uint8:32,32,3`; None for others."""
-    kind, _, rest = encoding.partition(":")
+    kind, _, details = encoding.partition(":")
     if kind in _NUMBERS:
         return lambda data: np.frombuffer(data, _NUMBERS[kind]).item()
     if kind == "ndarray":
-        return partial(_of_mds, *_array_of(rest))
+        return partial(_of_mds, *_array_of(details))
     if kind in ("no_header_numpy", "no_header_tensor"):
         if kind == "no_header_numpy":
             types = _NUMPY_TYPES
         else:
             types = _TORCH_TYPES
-        dtype = types.get(int(rest)) if rest.isdecimal() else None
+        dtype = types.get(int(details)) if details.isdecimal() else None
         return partial(np.frombuffer, dtype=dtype) if dtype else None
     return _DECODERS.get(kind)
 
@@ -267,15 +270,15 @@ _DECODERS: dict[str, Decode] = {
 
 def array_shape(encoding: str) -> tuple[int, ...]:
     """Return the shape of an encoding's arrays; empty if they have none, or not all have one."""
-    kind, _, rest = encoding.partition(":")
-    return (_array_of(rest)[1] or ()) if kind == "ndarray" else ()
+    kind, _, details = encoding.partition(":")
+    return (_array_of(details)[1] or ()) if kind == "ndarray" else ()
 
 
-def _array_of(rest: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
-    name, _, axes = rest.partition(":")
-    return (_NUMBERS[name] if name else None), (
-        tuple(map(int, axes.split(","))) if axes else None
-    )
+def _array_of(details: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
+    """Return dtype and shape of arrays from `uint8:32,32,3`; None for what it leaves open."""
+    name, _, axes = details.partition(":")
+    dtype = _NUMBERS[name] if name else None
+    return dtype, tuple(map(int, axes.split(","))) if axes else None
 
 
 def _picture(data: bytes) -> bytes:

@@ -29,7 +29,7 @@ def open_tensors(address: str, asked: Asked) -> Source:
         elif isinstance(content, list | tuple) and len(content) == 2:
             named = dict(zip(("image", "label"), content, strict=True))
         if not isinstance(named, Mapping) or not all(
-            isinstance(each, torch.Tensor) for each in named.values()
+            isinstance(tensor, torch.Tensor) for tensor in named.values()
         ):
             raise StoreError(
                 f"{address} has a {type(content).__name__}; raypipe takes a dict of tensors, a pair of images and "
@@ -37,7 +37,7 @@ def open_tensors(address: str, asked: Asked) -> Source:
             )
         return arrays_source(
             address,
-            {str(name): _rows(torch, each) for name, each in named.items()},
+            {str(name): _rows(torch, tensor) for name, tensor in named.items()},
             asked,
             "tensor",
         )

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import gzip
+import io
 import itertools
 import logging
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from raypipe.errors import StoreError
@@ -75,8 +76,10 @@ _Record = tuple[str, dict[str, list[Any]]]
 
 def is_tfrecord(name: str) -> bool:
     """Return whether a file's name is one of TFRecord files: *.tfrecord*, *.tfrec, NAME-00000-of-01024."""
-    part = PART_OF.match(name)
-    return bool(_SUFFIX.search(name)) or (part is not None and part.end() == len(name))
+    numbered = PART_OF.match(name)
+    if numbered is not None and numbered.end() == len(name):
+        return True
+    return bool(_SUFFIX.search(name))
 
 
 def open_tfrecord(address: str, asked: Asked) -> Source:
@@ -124,52 +127,28 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
 
 
 def _records(path: str) -> Iterator[_Record]:
-    google_crc32c = library("google_crc32c", "TFRecord")
+    """Yield the records of a file; raise StoreError if a length is damaged, or the file is truncated."""
     with opened(path) as file, explained(path):
-        head = file.peek(_HEADER.size)[: _HEADER.size]
-        # a length may look like gzip
-        is_plain = head[8:] == _CRC.pack(_masked(google_crc32c.value(head[:8])))
-        plain: Any = (
-            file
-            if is_plain or not head.startswith(_GZIP)
-            else gzip.GzipFile(fileobj=file)
-        )
-        if plain is file:
-            num_bytes_in_file = size_of(file)
-        else:
-            num_bytes_in_file = MAX_SAMPLE_BYTES
+        content, max_bytes = _unpacked(file)
         for number in itertools.count():
-            if not (header := plain.read(_HEADER.size)):
+            header = content.read(_HEADER.size)
+            if not header:
                 return
-            where = f"{path}, record {number}"
-            if len(header) < _HEADER.size:
-                raise StoreError(
-                    f"{path} is truncated in the header of record {number}; copy it again"
-                )
-            num_bytes, checksum = _HEADER.unpack(header)
-            if _masked(google_crc32c.value(header[:8])) != checksum:
-                if number:
-                    what = "is damaged"
-                else:
-                    what = "is no TFRecord file, or is damaged"
-                raise StoreError(
-                    f"{path} {what}: the checksum of the length of record {number} is wrong"
-                )
-            if num_bytes <= min(MAX_SAMPLE_BYTES, num_bytes_in_file):
-                data = plain.read(num_bytes)
+            num_bytes = _length(header, path, number)
+            data: bytes | None = None
+            if num_bytes <= max_bytes:
+                data = content.read(num_bytes)
             else:
-                data = None
-            if data is None:
-                _pass_over(plain, num_bytes)
-            stored = plain.read(_CRC.size)
-            if len(stored) < _CRC.size or (data is not None and len(data) < num_bytes):
+                _pass_over(content, num_bytes)
+            checksum = content.read(_CRC.size)
+            is_cut = data is not None and len(data) < num_bytes
+            if len(checksum) < _CRC.size or is_cut:
                 raise StoreError(
                     f"{path} is truncated in record {number}, of {num_bytes} bytes; copy it again"
                 )
+            where = f"{path}, record {number}"
             features: dict[str, list[Any]] = {}
-            if data is not None and stored == _CRC.pack(
-                _masked(google_crc32c.value(data))
-            ):
+            if data is not None and checksum == _checksum(data):
                 features = _features(data)
             if not features:
                 logger.warning(
@@ -179,9 +158,33 @@ def _records(path: str) -> Iterator[_Record]:
             yield where, features
 
 
+def _unpacked(file: io.BufferedReader) -> tuple[Any, int]:
+    """Return the records of a file as a file, unpacked if they are compressed, and the most bytes of a record."""
+    head = file.peek(_HEADER.size)[: _HEADER.size]
+    # a length may look like gzip
+    is_plain = head[8:] == _checksum(head[:8])
+    if is_plain or not head.startswith(_GZIP):
+        return file, min(MAX_SAMPLE_BYTES, size_of(file))
+    return gzip.GzipFile(fileobj=file), MAX_SAMPLE_BYTES
+
+
+def _length(header: bytes, path: str, number: int) -> int:
+    """Return the number of bytes of a record; raise StoreError if its header is damaged or cut off."""
+    if len(header) < _HEADER.size:
+        raise StoreError(
+            f"{path} is truncated in the header of record {number}; copy it again"
+        )
+    if header[8:] != _checksum(header[:8]):
+        damage = "is damaged" if number else "is no TFRecord file, or is damaged"
+        raise StoreError(
+            f"{path} {damage}: the checksum of the length of record {number} is wrong"
+        )
+    return _HEADER.unpack(header)[0]
+
+
 def _pass_over(file: Any, num_bytes: int) -> None:
-    while num_bytes and (part := file.read(min(num_bytes, 1 << 20))):
-        num_bytes -= len(part)
+    while num_bytes and (passed := file.read(min(num_bytes, 1 << 20))):
+        num_bytes -= len(passed)
 
 
 def _features(data: bytes) -> dict[str, list[Any]]:
@@ -257,9 +260,15 @@ def _classes_of(path: str, label: str) -> tuple[str, ...] | None:
     return None
 
 
-def _masked(crc: int) -> int:
+def _checksum(data: bytes) -> bytes:
     """Return a checksum as TFRecord stores it."""
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    crc = _crc32c()(data)
+    return _CRC.pack(((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+@functools.cache
+def _crc32c() -> Callable[[bytes], int]:
+    return library("google_crc32c", "TFRecord").value
 
 
 @functools.cache

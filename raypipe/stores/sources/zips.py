@@ -15,10 +15,9 @@ import stat
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any
-
-import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.addresses import list_files
@@ -34,6 +33,7 @@ from raypipe.stores.memory_tree import Link, MemoryTree, TreeFile
 from raypipe.stores.sources.format_source import Asked, Source, explained, opened
 from raypipe.stores.webdataset import (
     TEXT_SUFFIXES,
+    Indexed,
     Place,
     Scan,
     find_samples,
@@ -48,6 +48,28 @@ _MAX_RATIO = 1100  # deflate reaches 1,032
 _MAX_LINK_BYTES = 4096
 
 
+@dataclass(frozen=True)
+class _Zip:
+    """An open zip."""
+
+    path: str
+    archive: zipfile.ZipFile
+
+    def read(self, member: zipfile.ZipInfo | None) -> bytes | None:
+        """Return the bytes of a member; None for no member, and, with a warning, for damaged bytes."""
+        if member is None:
+            return None
+        try:
+            return self.archive.read(member)
+        except NotImplementedError as error:
+            raise StoreError(
+                f"{self.path}: {member.filename!r:.200} cannot be unpacked: {error}; zip the folder again (zip -0)"
+            ) from None
+        except Exception as error:  # half a dozen types
+            logger.warning("%s: %r: %s", self.path, member.filename, error)
+            return None
+
+
 def open_zips(address: str, asked: Asked) -> Source:
     """Open one zip, several, `NAME-{0000..0099}.zip`, or those of a folder, in the order of folders or of tars."""
     paths = [
@@ -57,26 +79,25 @@ def open_zips(address: str, asked: Asked) -> Source:
         )
     ]
     stack = contextlib.ExitStack()
-    archives = []
+    zips: list[_Zip] = []
     for path in paths:
         with explained(path):
             archive = stack.enter_context(
                 zipfile.ZipFile(stack.enter_context(opened(path)))
             )
             _check(path, archive.infolist())
-            archives.append(archive)
+            zips.append(_Zip(path, archive))
+    source = None
     if asked.label != BY_FOLDER:
-        source = _pairs(paths, archives, asked)
-    else:
-        source = None
+        source = _pairs(zips, asked)
     if (
         source is None
         and asked.image == "image"
         and asked.label in ("label", BY_FOLDER, "")
     ):
-        source = _class_folders(address, paths, archives, asked)
+        source = _class_folders(address, zips, asked)
     if source is None and not asked.label:
-        source = _pairs(paths, archives, asked, needs_labels=False)
+        source = _pairs(zips, asked, needs_labels=False)
     if source is None:
         raise StoreError(
             f"{address} has no labels: the layout is class/image.jpg, or WebDataset's pairs key.jpg and key.cls "
@@ -119,26 +140,9 @@ def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
             )
 
 
-def _read(path: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | None:
-    """Return the bytes of a member; None, with a warning, if they are damaged."""
-    try:
-        return archive.read(member)
-    except NotImplementedError as error:
-        raise StoreError(
-            f"{path}: {member.filename!r:.200} cannot be unpacked: {error}; zip the folder again (zip -0)"
-        ) from None
-    except Exception as error:  # half a dozen types
-        logger.warning("%s: %r: %s", path, member.filename, error)
-        return None
-
-
-def _class_folders(
-    address: str, paths: list[str], archives: list[zipfile.ZipFile], asked: Asked
-) -> Source | None:
-    trees = [
-        _tree_of(path, archive) for path, archive in zip(paths, archives, strict=True)
-    ]
-    layout = find_classes(trees, address)
+def _class_folders(address: str, zips: Sequence[_Zip], asked: Asked) -> Source | None:
+    """Return the samples of class folders; None if there are none."""
+    layout = find_classes([_tree_of(zipped) for zipped in zips], address)
     if not any(itertools.chain.from_iterable(layout.samples)):
         return None
     if asked.label == "label":
@@ -149,24 +153,17 @@ def _class_folders(
     tell_left_out(address, num_samples, layout.left_out)
 
     def samples() -> Iterator[dict[str, Any]]:
-        for path, archive, by_class in zip(
-            paths, archives, layout.samples, strict=True
-        ):
+        for zipped, by_class in zip(zips, layout.samples, strict=True):
             for label, of_class in enumerate(by_class):
                 for _, member in of_class:
-                    yield {
-                        "image": None
-                        if member is None
-                        else _read(path, archive, member),
-                        "label": label,
-                    }
+                    yield {"image": zipped.read(member), "label": label}
 
     return Source(samples(), layout.classes, num_samples)
 
 
-def _tree_of(path: str, archive: zipfile.ZipFile) -> MemoryTree:
+def _tree_of(zipped: _Zip) -> MemoryTree:
     tree = MemoryTree(missing=None)
-    for member in archive.infolist():
+    for member in zipped.archive.infolist():
         name = str(PurePosixPath(member.filename))
         if name == ".":
             continue
@@ -176,58 +173,59 @@ def _tree_of(path: str, archive: zipfile.ZipFile) -> MemoryTree:
             stat.S_ISLNK(member.external_attr >> 16)
             and member.file_size <= _MAX_LINK_BYTES
         ):
-            tree.add(name, Link(os.fsdecode(_read(path, archive, member) or b"")))
+            tree.add(name, Link(os.fsdecode(zipped.read(member) or b"")))
         else:
             tree.add(name, TreeFile(member))
     return tree
 
 
 def _pairs(
-    paths: list[str],
-    archives: list[zipfile.ZipFile],
-    asked: Asked,
-    needs_labels: bool = True,
+    zips: Sequence[_Zip], asked: Asked, needs_labels: bool = True
 ) -> Source | None:
     """Return the samples of pairs; None if a zip has none."""
     scans = list[Scan]()
     members = list[dict[int, zipfile.ZipInfo]]()
-    for path, archive in zip(paths, archives, strict=True):
+    for zipped in zips:
         with tempfile.TemporaryFile() as labels_file:
-            entries, of_positions = _entries(path, archive, asked, labels_file)
+            entries, of_positions = _entries(zipped, asked, labels_file)
             read = functools.partial(os.pread, labels_file.fileno())
             scan = find_samples(
-                path, entries, read, asked.image, asked.label, needs_labels
+                zipped.path, entries, read, asked.image, asked.label, needs_labels
             )
         if scan is None:
             return None
         scans.append(scan)
         members.append(of_positions)
-    index, left_out = index_samples(paths, scans)
-    left_out += sum((scan["left_out"] for scan in scans), LeftOut())
-    labels = index.pop("label", None)
-    bounds = np.cumsum([0, *(scan["num"] for scan in scans)]).tolist()
-    tell_left_out(paths[0], bounds[-1], left_out)
+    indexed = index_samples([zipped.path for zipped in zips], scans)
+    left_out = indexed.left_out + sum((scan["left_out"] for scan in scans), LeftOut())
+    tell_left_out(zips[0].path, sum(indexed.nums), left_out)
+    samples = _samples_of_pairs(zips, members, indexed)
+    return Source(samples, num_samples=sum(indexed.nums))
 
-    def samples() -> Iterator[dict[str, Any]]:
-        for part, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            for number in range(start, stop):
-                sample: dict[str, Any] = {}
-                for column, places in index.items():
-                    member = members[part].get(int(places[number][0]))
-                    if member is None:
-                        content = None
-                    else:
-                        content = _read(paths[part], archives[part], member)
-                    sample[column] = (
-                        as_text(content) if column in TEXT_SUFFIXES else content
-                    )
-                yield sample if labels is None else sample | {"label": labels[number]}
 
-    return Source(samples(), num_samples=bounds[-1])
+def _samples_of_pairs(
+    zips: Sequence[_Zip],
+    members: Sequence[dict[int, zipfile.ZipInfo]],
+    indexed: Indexed,
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples of each zip, whose members are given by their positions."""
+    columns = dict(indexed.columns)
+    labels = columns.pop("label", None)
+    numbers = itertools.count()
+    for zipped, of_positions, num in zip(zips, members, indexed.nums, strict=True):
+        for number in itertools.islice(numbers, num):
+            sample: dict[str, Any] = {}
+            for column, places in columns.items():
+                content = zipped.read(of_positions.get(int(places[number][0])))
+                is_text = column in TEXT_SUFFIXES
+                sample[column] = as_text(content) if is_text else content
+            if labels is not None:
+                sample["label"] = labels[number]
+            yield sample
 
 
 def _entries(
-    path: str, archive: zipfile.ZipFile, asked: Asked, labels_file: IO[bytes]
+    zipped: _Zip, asked: Asked, labels_file: IO[bytes]
 ) -> tuple[list[tuple[str, Place | None]], dict[int, zipfile.ZipInfo]]:
     """Return names and places of members, and the members by their positions.
 
@@ -236,7 +234,7 @@ def _entries(
     entries = list[tuple[str, Place | None]]()
     of_positions: dict[int, zipfile.ZipInfo] = {}
     ends = (".cls", ".json", ".label", f".{asked.label.lower()}")
-    for number, member in enumerate(archive.infolist()):
+    for number, member in enumerate(zipped.archive.infolist()):
         if member.is_dir() or stat.S_ISLNK(member.external_attr >> 16):
             continue
         position = _MEMBER + number
@@ -245,7 +243,7 @@ def _entries(
             and member.file_size <= _MAX_LABEL_BYTES
         ):
             position = labels_file.tell()
-            labels_file.write((_read(path, archive, member) or b"") + b"\0")
+            labels_file.write((zipped.read(member) or b"") + b"\0")
         of_positions[position] = member
         entries.append((member.filename, (position, member.file_size, 0.0)))
     labels_file.flush()

@@ -9,22 +9,18 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores.sources import Asked, open_source
-from raypipe.stores.sources.tfrecord import _example, _masked
+from raypipe.stores.sources.tfrecord import _checksum, _example
 
 DATA = Path(__file__).parents[1] / "data"
 
 
 def framed(data: bytes) -> bytes:
     length = struct.pack("<Q", len(data))
-    checks = (
-        struct.pack("<I", _masked(google_crc32c.value(part))) for part in (length, data)
-    )
-    return length + next(checks) + data + next(checks)
+    return length + _checksum(length) + data + _checksum(data)
 
 
 def example(**features: Any) -> bytes:
@@ -185,7 +181,7 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
 
 def test_a_length_beyond_the_file_takes_no_memory(tmp_path: Path) -> None:
     length = struct.pack("<Q", 400 << 20)
-    header = length + struct.pack("<I", _masked(google_crc32c.value(length)))
+    header = length + _checksum(length)
     (tmp_path / "a.tfrecord").write_bytes(
         framed(example(image=b"x")) + header + b"x" * 100
     )

@@ -1,0 +1,1 @@
+"""Launch of a run from its configuration: checks, folder, Ray Train, signals, result."""

@@ -1,0 +1,105 @@
+"""Checks of a run's settings against its stores and code, before the cluster starts trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from raypipe.config import AugmentConfig, RunConfig, TrainConfig
+from raypipe.device.mixing import check_mixable
+from raypipe.errors import ConfigError
+from raypipe.launch.model_names import check_model
+from raypipe.streaming.spec import StreamSpec
+from raypipe.train.learning import NO_VIEWS
+from raypipe.train.models import build_metric
+from raypipe.transform.columns import ColumnType
+from raypipe.transform.views import makes_views
+
+
+def check_code(config: TrainConfig, channels: int) -> None:
+    """Raise ConfigError if a setting names a model or a function that does not exist."""
+    for name in ("model", "loss", "optimizer", "lr_schedule"):
+        if ":" in (address := getattr(config, name)):
+            config.imported(name)
+        elif name == "model":
+            check_model(address, channels)
+    build_metric(config)
+
+
+def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
+    """Return the number of classes of a run's classifier, or of its model's outputs if targets are not classes.
+
+    Raises:
+        ConfigError: the number is unknown, or the run's loss or mixing does not fit its targets.
+    """
+    if run.transform.target_columns:
+        raise ConfigError(
+            f"`raypipe train` trains a classifier, which cannot use {run.transform.target_settings}: leave it "
+            "out, or write your own loop around raypipe.loader, see docs/targets.md"
+        )
+    for split, transform in spec.transforms.items():
+        if makes_views(transform):
+            raise ConfigError(f"transform.{split} {NO_VIEWS}")
+    if not spec.columns.has_target:
+        raise ConfigError(
+            "`raypipe train` needs targets, but store.target_column is '': name a column, or write your own loop "
+            "around raypipe.loader, see docs/transforms.md"
+        )
+    if target := spec.columns.target:
+        return _num_outputs(run, target)
+    store = spec.stores["train"]
+    classes = store.classes
+    if run.train.num_classes:
+        return run.train.num_classes
+    if classes is None:
+        raise ConfigError(
+            f"{store.address} does not name its classes: set train.num_classes"
+        )
+    return len(classes)
+
+
+def _num_outputs(run: RunConfig, target: ColumnType) -> int:
+    """Return the number of a model's outputs for targets that are not classes."""
+    check_mixable(run.augment, target.dtype, target.shape)
+    num = run.train.num_classes or {
+        0: 1,
+        1: target.shape[-1] if target.shape else 0,
+    }.get(len(target.shape), 0)
+    if not num:
+        raise ConfigError(
+            f"targets are {target}: set train.num_classes, the number of the model's outputs"
+        )
+    # Floats may be probabilities of the classes.
+    if run.train.loss == "cross_entropy" and not (
+        target.dtype.startswith("float") and target.shape == (num,)
+    ):
+        raise ConfigError(
+            f"targets are {target}, but train.loss=cross_entropy needs classes or their probabilities: set "
+            "train.loss to a module:function of outputs and targets"
+        )
+    return num
+
+
+def check_augment(
+    config: AugmentConfig,
+    targets: Collection[str] = (),
+    views: bool = False,
+    has_label: bool = True,
+) -> None:
+    """Raise ConfigError for a wrong setting, before the cluster starts trainers."""
+    if not isinstance(config.module, str):
+        raise ConfigError(
+            "augment.module of a run is kept in its folder, so it must be module:name: put the module into a "
+            "file, such as my_code.py, and name it my_code:augment; your own loop takes the object"
+        )
+    if config.ops or config.preset != "none" or config.module:
+        import torch
+
+        from raypipe.device.augment import DeviceAugment
+
+        DeviceAugment(
+            config,
+            torch.device("cpu"),
+            targets=targets,
+            views=views,
+            has_label=has_label,
+        )

@@ -1,0 +1,426 @@
+"""An open LMDB file: its header, values by key, and the list of all keys.
+
+The header, which is both meta pages, is read here. The extension (csrc/lmdb.c) reads all other pages, by `pread`,
+and checks every number in them before it is used: damage of any kind raises an exception, and threads and forked
+processes may share an open file.
+
+Without the extension, the lmdb library reads them. It maps its file and follows the numbers in it, so a page
+overwritten by something else, or a file cut short while it is open, can kill the process (SIGSEGV, SIGBUS).
+Therefore a file that is shorter than its header says is refused, and another process reads the first value and the
+list of keys before this one does. Damage that comes later may still end the process: an actor then, which counts
+as one of its deaths.
+
+Values have no checksum: changed bytes within a value are returned unnoticed. Files are those of liblmdb 0.9 (data
+version 1) from little-endian 64-bit machines, and of them the main database, with keys in byte order and one value
+per key.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import mmap
+import os
+import signal
+import struct
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import lmdb
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.storage.local_file import open_regular
+from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.record import METADATA_KEY
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+INTERFACE_VERSION = 1
+"""Version of the extension's interface that this program calls; the same as in csrc/lmdb.c."""
+
+_MAGIC = 0xBEEFC0DE
+_VERSION = 1
+_NO_PAGE = (1 << 64) - 1  # root of an empty tree
+_META = 8  # flag of a meta page
+# page number, unused, flags, bounds of the free space
+_PAGE_HEADER = struct.Struct("<QHHHH")
+# Magic, version, page size; the main tree's flags, depth, entries and root; last page, transaction number.
+_META_BODY = struct.Struct("<II16xI48xHH24xQQQQ")
+_META_BYTES = _PAGE_HEADER.size + _META_BODY.size
+_ENTRY_BYTES = 8 + 2  # in its page, without key and value
+_MIN_PAGE_BYTES = 512
+_MAX_PAGE_BYTES = 32_768  # liblmdb's limits
+_MAX_DEPTH = 32  # liblmdb's limit, far above any tree that fits on a disk
+
+_LEAVES_AT_ONCE = 1000  # pages: their entries take about 3 MB
+_ENTRIES_AT_ONCE = 50_000
+
+_DAMAGE = (ValueError, lmdb.Error)
+"""Errors of the readers that say what is damaged."""
+
+RecordsLayout = tuple[int, bytes]
+"""See `LMDBFile.records`."""
+
+
+@functools.cache
+def why_not_compiled() -> str:
+    """Return why LMDB is read by the lmdb library; empty = by the extension."""
+    try:
+        version = importlib.import_module("_raypipe_lmdb").INTERFACE_VERSION
+    except ImportError as error:
+        return f"the extension is not built ({error})"
+    if version != INTERFACE_VERSION:
+        return f"the extension is of another version of raypipe ({version}, not {INTERFACE_VERSION})"
+    return ""
+
+
+def extension() -> ModuleType | None:
+    """Return the extension; None if it is missing, see `why_not_compiled`."""
+    return None if why_not_compiled() else importlib.import_module("_raypipe_lmdb")
+
+
+class Entries(NamedTuple):
+    """Some of a file's entries, in the order of keys.
+
+    Attributes:
+        keys: the bytes of all keys, end to end.
+        key_sizes, value_sizes: bytes in each key and in each value, uint32 (n,).
+    """
+
+    keys: bytes
+    key_sizes: np.ndarray
+    value_sizes: np.ndarray
+
+
+class Tree(NamedTuple):
+    """The main database, as the newer meta page describes it.
+
+    Attributes:
+        page_bytes: bytes in a page.
+        root: number of its first page.
+        depth: levels of pages; 0 = it is empty.
+        last_page: number of the file's last page.
+    """
+
+    page_bytes: int
+    root: int
+    depth: int
+    last_page: int
+
+
+class _Reader(Protocol):
+    """Reads a tree; every method raises one of `_DAMAGE`, or OSError if the file cannot be read."""
+
+    def get(self, key: bytes) -> bytes | None: ...
+
+    def entries(self) -> Iterator[Entries]: ...
+
+    def records(
+        self, keys: np.ndarray, layout: RecordsLayout
+    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]: ...
+
+
+class LMDBFile:
+    """An LMDB file, open for reading; it closes with the object.
+
+    Every reading method raises StoreError for damaged pages, and OSError if the file cannot be read.
+
+    Args:
+        path: the file, or the address of `source`, for errors.
+        source: an object that the extension reads by ranges instead of a local file; its opener closes it.
+
+    Attributes:
+        path: as passed.
+        num_entries: number of keys that the main database declares, checked against the file's size.
+        num_bytes: size of the file when it was opened.
+        declared_bytes: size of all pages that the file counts. An intact file may be shorter, since unused pages
+            at its end may never have been written.
+    """
+
+    def __init__(self, path: Path | str, source: pa.NativeFile | None = None) -> None:
+        self.path = path
+        try:
+            file = None
+            if source is None:
+                file = open_regular(path)
+                weakref.finalize(self, os.close, file)
+                self.num_bytes = os.fstat(file).st_size
+                self._pread = partial(os.pread, file)
+            else:
+                self.num_bytes = source.size()
+                self._pread = source.read_at
+            tree, self.num_entries = self._read_header()
+            self.declared_bytes = (tree.last_page + 1) * tree.page_bytes
+            self._reader = self._open(tree, file)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be opened as LMDB: {error}") from error
+        except _DAMAGE as error:
+            raise StoreError(
+                f"{path} cannot be opened as LMDB: {error}; copy or convert it again"
+            ) from None
+
+    def get(self, key: bytes) -> memoryview | None:
+        """Return the value of a key, None if it does not exist."""
+        try:
+            value = self._reader.get(key)
+        except _DAMAGE as error:
+            raise self._damaged(f" at key {key!r}", error) from None
+        return None if value is None else memoryview(value)
+
+    def records(
+        self, keys: np.ndarray, layout: RecordsLayout
+    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
+        """Read many of raypipe's own records in one call of the extension, which skips damaged ones.
+
+        Args:
+            keys: int64 (n,).
+            layout: the number of fixed columns, and a byte for each variable one: 1 if it is requested, else 0.
+
+        Returns:
+            The fixed columns, 8 bytes each; for each requested variable column a list of n values, None for a
+            missing value; and bool (n,), whether each record was read. Callers use `get` for the others: all of
+            them, if there is no extension.
+        """
+        return self._reader.records(keys, layout)
+
+    def entries(self) -> Iterator[Entries]:
+        """Yield all entries in the order of keys, with the place of every value checked."""
+        num_entries = 0
+        try:
+            for found in self._reader.entries():
+                num_entries += len(found.key_sizes)
+                if num_entries > self.num_entries:
+                    break
+                yield found
+            if num_entries != self.num_entries:
+                raise ValueError(
+                    f"{num_entries} keys are there, and {self.num_entries} are declared"
+                )
+        except _DAMAGE as error:
+            raise self._damaged("", error) from None
+
+    def _damaged(self, where: str, error: Exception) -> StoreError:
+        return StoreError(
+            f"{self.path} is damaged{where}: {error}; copy or convert it again"
+        )
+
+    def _open(self, tree: Tree, file: int | None) -> _Reader:
+        compiled = extension()
+        if not tree.depth:
+            return _Empty()
+        if compiled is not None:
+            return _Compiled(compiled, tree, file, self._pread, self.num_bytes)
+        if file is None:
+            raise ValueError("only the extension reads a file by ranges")
+        # The last page need not be full: behind the file's end, zeros are mapped.
+        num_mapped = -(-self.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if num_mapped < self.declared_bytes:
+            raise StoreError(
+                f"{self.path} is truncated: {self.num_bytes} bytes, needs {self.declared_bytes}; copy or convert "
+                "it again"
+            )
+        return _Library(self.path, file)
+
+    def _read_header(self) -> tuple[Tree, int]:
+        """Return the tree of the newer of the two meta pages, and its number of entries."""
+        first = self._meta(0, 0)
+        page_bytes = first[-1]
+        # Both must be intact: falling back to the older page would silently show an earlier state.
+        second = self._meta(1, page_bytes)
+        if second[-1] != page_bytes:
+            raise ValueError(f"its pages have {page_bytes} or {second[-1]} bytes")
+        _, flags, depth, num_entries, root, last_page, _ = max(first, second)
+        if flags:
+            raise ValueError(
+                f"its database has the flags {flags:#x}: duplicate, reversed or integer keys"
+            )
+        is_empty = root == _NO_PAGE and not depth and not num_entries
+        if not is_empty and not 1 <= depth <= _MAX_DEPTH:
+            raise ValueError(f"its tree has depth {depth}")
+        if num_entries * _ENTRY_BYTES > self.num_bytes:
+            raise ValueError(
+                f"it declares {num_entries} entries in {self.num_bytes} bytes"
+            )
+        return Tree(page_bytes, root, depth, last_page), num_entries
+
+    def _meta(self, number: int, start: int) -> tuple[int, ...]:
+        """Return transaction number; the main tree's flags, depth, entries and root; last page; page size."""
+        page = self._pread(_META_BYTES, start)
+        if len(page) < _META_BYTES:
+            raise ValueError(f"it ends within meta page {number}")
+        page_number, _, flags, *_ = _PAGE_HEADER.unpack_from(page)
+        magic, version, page_bytes, *tree, last_page, transaction = (
+            _META_BODY.unpack_from(page, _PAGE_HEADER.size)
+        )
+        if magic != _MAGIC or page_number != number or flags != _META:
+            raise ValueError(
+                f"page {number} is not a meta page of 64-bit little-endian LMDB"
+            )
+        if version != _VERSION:
+            raise ValueError(
+                f"its data version is {version}; this raypipe reads version {_VERSION}"
+            )
+        if not _MIN_PAGE_BYTES <= page_bytes <= _MAX_PAGE_BYTES or page_bytes & (
+            page_bytes - 1
+        ):
+            raise ValueError(f"its pages have {page_bytes} bytes")
+        return transaction, *tree, last_page, page_bytes
+
+
+class _Empty:
+    """A tree without entries."""
+
+    def get(self, key: bytes) -> bytes | None:
+        return None
+
+    def entries(self) -> Iterator[Entries]:
+        yield from ()
+
+    def records(
+        self, keys: np.ndarray, layout: RecordsLayout
+    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
+        return _no_records(keys)
+
+
+class _Compiled:
+    """A tree that the extension reads."""
+
+    def __init__(
+        self,
+        compiled: ModuleType,
+        tree: Tree,
+        file: int | None,
+        pread: object,
+        num_bytes: int,
+    ) -> None:
+        self._compiled = compiled
+        source = (-1, pread) if file is None else (file, None)
+        self._tree = compiled.open(*source, num_bytes, *tree)
+
+    def get(self, key: bytes) -> bytes | None:
+        return self._compiled.get(self._tree, key)
+
+    def entries(self) -> Iterator[Entries]:
+        last: bytes | None = None
+        while True:
+            keys, *sizes = self._compiled.entries(self._tree, last, _LEAVES_AT_ONCE)
+            key_sizes, value_sizes = (np.frombuffer(each, np.uint32) for each in sizes)
+            if not len(key_sizes):
+                return
+            yield Entries(keys, key_sizes, value_sizes)
+            last = keys[len(keys) - int(key_sizes[-1]) :]
+
+    def records(
+        self, keys: np.ndarray, layout: RecordsLayout
+    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
+        fixed, columns, done = self._compiled.records(
+            self._tree, np.ascontiguousarray(keys, np.int64), *layout
+        )
+        return fixed, columns, np.frombuffer(done, bool)
+
+
+# Reads all entries of a file, or the value of a key, in another process.
+_TRIAL = """
+import sys
+folder, path, key = sys.argv[1:]
+sys.path.insert(0, folder)
+import lmdb
+with lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False) as env:
+    with env.begin(buffers=True) as transaction:
+        if key:
+            transaction.get(key.encode())
+        for _ in () if key else transaction.cursor():
+            pass
+"""
+
+
+class _Library:
+    """A tree that the lmdb library reads."""
+
+    def __init__(self, path: Path | str, file: int) -> None:
+        self._path = path
+        self._try(METADATA_KEY.decode())  # the first key of every file that is read
+        self._environment = _environment(path, file)
+
+    def _try(self, key: str) -> None:
+        """Let another process read a value, or all of them (key ""); raise ValueError if that kills it."""
+        folder = str(Path(lmdb.__file__).parents[1])
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _TRIAL, folder, str(self._path), key],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode < 0:
+            name = signal.Signals(-done.returncode).name
+            raise ValueError(f"the lmdb library dies of it ({name})")
+        if done.returncode:
+            raise ValueError(done.stderr.strip().rpartition("\n")[2])
+
+    def get(self, key: bytes) -> bytes | None:
+        with self._environment.begin(buffers=True) as transaction:
+            value = transaction.get(key)
+            if value is None:
+                return None
+            if len(value) > MAX_SAMPLE_BYTES:
+                raise ValueError(
+                    f"a value of {len(value)} bytes; the limit is {MAX_SAMPLE_BYTES}"
+                )
+            return bytes(value)
+
+    def entries(self) -> Iterator[Entries]:
+        self._try("")
+        keys: list[bytes] = []
+        value_sizes: list[int] = []
+        with self._environment.begin(buffers=True) as transaction:
+            for key, value in transaction.cursor():
+                keys.append(bytes(key))
+                value_sizes.append(len(value))
+                if len(keys) == _ENTRIES_AT_ONCE:
+                    yield _entries(keys, value_sizes)
+                    keys.clear()
+                    value_sizes.clear()
+        if keys:
+            yield _entries(keys, value_sizes)
+
+    def records(
+        self, keys: np.ndarray, layout: RecordsLayout
+    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
+        return _no_records(keys)
+
+
+def _no_records(
+    keys: np.ndarray,
+) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
+    return b"", [], np.zeros(len(keys), bool)
+
+
+def _entries(keys: list[bytes], value_sizes: list[int]) -> Entries:
+    key_sizes = np.fromiter(map(len, keys), np.uint32, len(keys))
+    return Entries(b"".join(keys), key_sizes, np.array(value_sizes, np.uint32))
+
+
+# By device and inode: the library refuses to open a file that is open in the process.
+_environments: weakref.WeakValueDictionary[tuple[int, int], lmdb.Environment] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _environment(path: Path | str, file: int) -> lmdb.Environment:
+    """Return the library's view of a file, which all who read it in this process share."""
+    status = os.fstat(file)
+    place = status.st_dev, status.st_ino
+    environment = _environments.get(place)
+    if environment is None:
+        environment = lmdb.open(
+            str(path), subdir=False, readonly=True, lock=False, readahead=False
+        )
+        _environments[place] = environment
+    return environment

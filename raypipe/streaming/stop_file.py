@@ -1,0 +1,50 @@
+"""Request to stop a run, in its folder: `raypipe stop` writes RUN/stop, and the run's loader sees it.
+
+The file is empty until the trainers have seen it, then it says so. It is there until the run has ended. A run is
+given as the address of its folder, or as the open folder.
+"""
+
+from __future__ import annotations
+
+import pyarrow.fs
+
+from raypipe.metrics.records import Folder
+from raypipe.storage.files import open_input, write_synced
+from raypipe.storage.filesystem import open_filesystem
+
+
+def _file(run: str | Folder) -> Folder:
+    filesystem, folder = open_filesystem(run) if isinstance(run, str) else run
+    return filesystem, f"{folder}/stop"
+
+
+def request_stop(run: str | Folder) -> None:
+    """Ask the trainers of a run to end with a checkpoint."""
+    write_synced(*_file(run), b"")
+
+
+def stop_requested(run: str | Folder) -> bool:
+    """Return whether the trainers of a run were asked to end."""
+    filesystem, path = _file(run)
+    return filesystem.get_file_info(path).type == pyarrow.fs.FileType.File
+
+
+def answer_stop(run: str | Folder) -> None:
+    """Confirm that the trainers have seen the request, and will only write the checkpoint."""
+    write_synced(*_file(run), b"seen")
+
+
+def stop_answered(run: str | Folder) -> bool:
+    """Return whether the trainers have seen the request."""
+    try:
+        with open_input(*_file(run)) as file:
+            return file.size() > 0
+    except FileNotFoundError:
+        return False
+
+
+def remove_stop(run: str | Folder) -> None:
+    """Withdraw the request to stop a run."""
+    if stop_requested(run):
+        filesystem, path = _file(run)
+        filesystem.delete_file(path)

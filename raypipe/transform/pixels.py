@@ -1,0 +1,138 @@
+"""Pixels of a stream's images, `transform.decode_as`: what its transforms get, and what they may return.
+
+RGB       they get uint8 (H, W, 3); they return the same, or floats of 1 or 3 channels, which become float32
+ARRAYS    they get and return integers or floats of up to 64 bits, of any number of channels
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raypipe.config import TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.transform.ending import is_tensor
+from raypipe.transform.fields import VIEW
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """The images that transforms get and return.
+
+    Attributes:
+        is_rgb: they get uint8 RGB, which programs take. Otherwise (H, W) is an image of one channel, too.
+        taken: returns an array (…, H, W, C) as it travels, or None if it is refused.
+        image, view: the accepted results, for messages.
+    """
+
+    is_rgb: bool
+    taken: Callable[[np.ndarray], np.ndarray | None]
+    image: str
+    view: str
+
+    def of_image(self, result: Any, by_torchvision: bool = False) -> np.ndarray:
+        """Check the image that a transform returned, and return it as it travels: (H, W, C).
+
+        Tensors, and images of torchvision, have their channels first; arrays have them last.
+        """
+        layout = "CHW" if by_torchvision or is_tensor(result) else "HWC"
+        array = None
+        if layout == "HWC" or is_tensor(result):
+            array = _channels_last(result)
+        came = f"a {type(result).__name__}"
+        if isinstance(array, np.ndarray):
+            came = f"{result.dtype} of shape {tuple(result.shape)}"
+            if array.ndim == 2 and not self.is_rgb:
+                array = array[..., None]
+            if array.ndim == 3 and array.size:
+                taken = self.taken(array)
+                if taken is not None:
+                    return taken
+        raise ConfigError(
+            f"the transform returned {came}; it must return {self.image.format(layout=layout)}"
+        )
+
+    def of_views(self, returned: Mapping[Any, Any]) -> dict[str, np.ndarray]:
+        """Check the views that a function returned, and return them by field: each (H, W, C) or (n, H, W, C)."""
+        views = {}
+        for name, given in returned.items():
+            value = _view(given)
+            taken = None
+            if isinstance(value, np.ndarray) and value.ndim in (3, 4) and value.size:
+                taken = self.taken(value)
+            if taken is None or not isinstance(name, str):
+                came = f"a {type(value).__name__}"
+                if isinstance(value, np.ndarray):
+                    came = f"{value.dtype} of shape {value.shape}"
+                raise ConfigError(
+                    f"the transform returned {came} for view {name!r}: it must be {self.view}, or a list of n of "
+                    "one size, by a name"
+                )
+            views[f"{VIEW}.{name}"] = taken
+        if not views:
+            raise ConfigError("the transform returned a mapping without views")
+        return views
+
+
+def _view(given: Any) -> Any:
+    """The array of a view, whose crops may be a list; anything else as it is."""
+    if not isinstance(given, list | tuple):
+        return _channels_last(given)
+    crops = [*map(_channels_last, given)]
+    shapes = {getattr(crop, "shape", None) for crop in crops}
+    if len(shapes) == 1 and None not in shapes:
+        return np.stack(crops)
+    return crops
+
+
+def _channels_last(value: Any) -> Any:
+    """A tensor (…, C, H, W) as an array (…, H, W, C); an array, or anything else, as it is."""
+    if not is_tensor(value):
+        return value
+    if value.dtype == sys.modules["torch"].bfloat16:  # numpy has no such type
+        value = value.float()
+    array = value.detach().cpu().numpy()
+    return np.moveaxis(array, -3, -1) if array.ndim > 2 else array
+
+
+def is_rgb(image: Any) -> bool:
+    """True for arrays uint8 (…, H, W, 3)."""
+    is_bytes = isinstance(image, np.ndarray) and image.dtype == np.uint8
+    return is_bytes and image.ndim > 2 and image.shape[-1] == 3
+
+
+def _rgb_or_floats(array: np.ndarray) -> np.ndarray | None:
+    if is_rgb(array):
+        return array
+    if array.dtype.kind == "f" and array.shape[-1] in (1, 3):
+        return array.astype(np.float32)
+    return None
+
+
+def _numbers(array: np.ndarray) -> np.ndarray | None:
+    dtype = array.dtype
+    is_taken = dtype.kind in "uif" and dtype.itemsize <= 8 and dtype.isnative
+    return array if is_taken else None
+
+
+RGB = Pixels(
+    is_rgb=True,
+    taken=_rgb_or_floats,
+    image="uint8 {layout} with 3 channels, or floats {layout} with 1 or 3",
+    view="uint8 (H, W, 3), (n, H, W, 3)",
+)
+ARRAYS = Pixels(
+    is_rgb=False,
+    taken=_numbers,
+    image="integers or floats of up to 64 bits, {layout}",
+    view="(H, W, C), (n, H, W, C)",
+)
+
+
+def pixels_of(config: TransformConfig) -> Pixels:
+    """The pixels of a stream's images."""
+    return ARRAYS if config.decode_as == "array" else RGB

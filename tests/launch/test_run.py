@@ -1,0 +1,523 @@
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import without_ray
+import yaml
+from small_runs import parse_run, small_run
+
+from raypipe import logs
+from raypipe.commands.cli import _finish
+from raypipe.config import (
+    AugmentConfig,
+    PlanConfig,
+    PoolConfig,
+    RunConfig,
+    StoreConfig,
+    TrainConfig,
+    TransformConfig,
+)
+from raypipe.errors import ConfigError, CursorError
+from raypipe.launch.checks import num_classes_of
+from raypipe.launch.interrupts import Stopped
+from raypipe.launch.run import _as_run_error, _withdraw_stop, launch
+from raypipe.launch.run_folder import as_plain, store_config
+from raypipe.launch.summary import changes, summarize
+from raypipe.metrics.records import read_records
+from raypipe.plan.places import Cursor
+from raypipe.rayext.allocation import Allocation
+from raypipe.stores import open_store
+from raypipe.stores.bad_list import write_bad_list
+from raypipe.stores.memory import MemoryStore
+from raypipe.streaming.checkpoints import write_checkpoint
+from raypipe.streaming.opening import open_stream, spec_of
+from raypipe.streaming.spec import StreamSpec
+
+RUN = RunConfig(
+    store=StoreConfig(train="train.lmdb", val="val.lmdb"),
+    plan=PlanConfig(epochs=1, micro_batch_size=2),
+    augment=AugmentConfig(mean=(0.1, 0.2, 0.3)),
+    name="mine",
+    resume="runs/other",
+)
+
+
+def store(classes: tuple[str, ...] | None, size: int = 4) -> MemoryStore:
+    return MemoryStore([b""] * size, [0] * size, classes=classes)
+
+
+def spec(train: MemoryStore, val: MemoryStore | None = None) -> StreamSpec:
+    return open_stream(train, val, plan=RUN.plan)
+
+
+# Credentials
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "store.train={}",
+        "store.val={}",
+        "store.exclude={}",
+        "store.exclude={{val: {}}}",
+        "storage_path={}",
+        "resume={}",
+        "plan={}",
+    ],
+)
+def test_credentials_in_an_address_are_neither_shown_nor_kept(
+    setting: str,
+    stores: dict[str, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"store: {{train: {stores['train']}, val: {stores['val']}}}\nstorage_path: {tmp_path}/runs\n"
+    )
+    given = [
+        f"--config={config}",
+        "--" + setting.format("s3://AKIA:SE/CRET@bucket/a.yaml"),
+    ]
+    with pytest.raises(SystemExit):
+        _finish(lambda: launch(parse_run(given, None)))
+    shown = "".join(capfd.readouterr())
+    assert "CRET@" not in shown and (
+        setting == "plan={}" or "s3://…@bucket/a.yaml" in shown
+    )
+    assert (
+        setting == "plan={}"
+        or "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment" in shown
+    )
+    kept = [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and "CRET@" in path.read_text()
+    ]
+    assert not kept
+
+
+# The stored configuration
+
+
+def test_as_plain_is_safe_yaml_without_the_resume() -> None:
+    plain = as_plain(RUN)
+    assert yaml.safe_load(yaml.safe_dump(plain)) == plain
+    assert plain["augment"]["mean"] == [0.1, 0.2, 0.3]
+    assert plain.keys() == {field.name for field in dataclasses.fields(RunConfig)} - {
+        "resume",
+        "trust_run_code",
+    }
+
+
+def test_the_stored_configuration_is_the_one_that_a_resume_reads(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "runs" / "mine"
+    store_config(RUN, folder.as_uri())
+    assert parse_run([f"--resume={folder}"], None) == dataclasses.replace(
+        RUN, resume=str(folder)
+    )
+
+
+def test_the_summary_says_so_where_jpegs_are_decoded_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocation = Allocation(2, True, 1.0, 5)
+    monkeypatch.setattr("raypipe.launch.summary.missing_extension", lambda: "")
+    assert "slower" not in summarize(
+        RUN, spec(store(("a",))), allocation, "file:///runs/mine"
+    )
+    monkeypatch.setattr(
+        "raypipe.launch.summary.missing_extension", lambda: "JPEGs: install libjpeg-dev"
+    )
+    assert "\nslower     JPEGs: install libjpeg-dev" in summarize(
+        RUN, spec(store(("a",))), allocation, "file:///runs/mine"
+    )
+
+
+def test_the_summary_shows_the_settings_and_what_follows_from_them() -> None:
+    shown = summarize(
+        RUN,
+        spec(store(("a",)), store(("a",), 3)),
+        Allocation(2, True, 1.0, 5),
+        "file:///runs/mine",
+    )
+    for part in (
+        "settings   store.train=train.lmdb, store.val=val.lmdb, plan.epochs=1, plan.micro_batch_size=2",
+        "name=mine",
+        "file:///runs/mine",
+        "1 epochs of 2 steps of 1 x 2 = 2 samples",
+        "(4 train, 3 val)",
+    ):
+        assert part in shown
+    assert "trainers   2 x GPU\n" in shown
+    assert "transform  1 to 5 actors" in shown
+
+
+def test_a_run_without_actors_says_so_and_needs_no_object_store() -> None:
+    run = dataclasses.replace(
+        RUN, pool=PoolConfig(engine="inline", max_in_flight=10**9)
+    )
+    shown = summarize(
+        run, spec(store(("a",))), Allocation(2, False, 1.0, 0), "file:///runs/mine"
+    )
+    assert "transform  in the trainers themselves (pool.engine=inline)" in shown
+
+
+def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:
+    allocation = Allocation(1, True, 1.0, 5, idle_gpus=7)
+    shown = summarize(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
+    assert "trainers   1 x GPU\nidle GPUs  7 of 8" in shown
+    assert (
+        "set plan.global_batch_size to 16 or" in shown
+        and "train.num_workers=1 if this is intended" in shown
+    )
+
+
+def test_the_lists_of_bad_samples_are_settings_of_the_stores(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    for name in ("train", "val"):
+        write_bad_list(
+            tmp_path / f"{name}.json",
+            open_store(stores[name]),
+            [{"index": 3, "error": "damaged"}],
+        )
+    settings = StoreConfig(
+        train=str(stores["train"]),
+        val=str(stores["val"]),
+        exclude={name: str(tmp_path / f"{name}.json") for name in ("train", "val")},
+    )
+    run = dataclasses.replace(RUN, store=settings)
+    found = spec_of(run, (tmp_path / "run").as_uri())
+    assert (found.plan.num_train, found.plan.num_val) == (99, 21)
+    assert "(99 train, 21 val; 2 excluded)" in summarize(
+        run, found, Allocation(1, False, 1.0, 1), "file:///run"
+    )
+
+
+# The number of classes
+
+
+def test_the_number_of_classes_is_the_stores_unless_it_is_set() -> None:
+    named = spec(store(("a", "b", "c")))
+    assert num_classes_of(RUN, named) == 3
+    assert (
+        num_classes_of(
+            dataclasses.replace(RUN, train=TrainConfig(num_classes=9)), named
+        )
+        == 9
+    )
+
+
+def test_a_run_trains_classifiers_and_says_so_of_masks_and_boxes() -> None:
+    run = dataclasses.replace(RUN, transform=TransformConfig(boxes_column="objects"))
+    with pytest.raises(ConfigError, match=r"trains a classifier.*docs/targets\.md"):
+        num_classes_of(run, spec(store(("a", "b", "c"))))
+
+
+def test_a_store_without_class_names_asks_for_the_setting() -> None:
+    with pytest.raises(
+        ConfigError, match=r"does not name its classes: set train\.num_classes"
+    ):
+        num_classes_of(RUN, spec(store(None)))
+
+
+def test_the_classes_of_both_stores_are_counted_once() -> None:
+    assert num_classes_of(RUN, spec(store(("a", "b")), store(("a", "b"), 3))) == 2
+    assert num_classes_of(RUN, spec(store(("a", "b")), store(None))) == 2
+
+
+# What is refused, and what is left
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_resume_that_is_refused_changes_nothing(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    run = dataclasses.replace(
+        RUN,
+        store=StoreConfig(str(stores["train"]), str(stores["val"])),
+        storage_path=str(tmp_path),
+        resume="",
+    )
+    uri = (tmp_path / "mine").as_uri()
+    store_config(run, uri)
+    plan = spec_of(run, uri).plan
+    before = ""
+    for step in (1, 2):
+        before = write_checkpoint(
+            uri, Cursor(0, step, plan.fingerprint), b"state", {}, before
+        )
+    newest = sorted((tmp_path / "mine").glob("checkpoint_*"))[-1]
+    (newest / "state.pt").write_bytes(b"")
+    (tmp_path / "mine" / "metrics.jsonl").write_text('{"kind": "train", "step": 3}\n')
+    (tmp_path / "mine" / "stop").touch()
+    found = tree(tmp_path)
+    resumed = dataclasses.replace(run, resume=str(tmp_path / "mine"))
+    with pytest.raises(CursorError, match="made under plan"):
+        launch(dataclasses.replace(resumed, plan=dataclasses.replace(run.plan, seed=7)))
+    assert tree(tmp_path) == found
+    for path in (tmp_path / "mine").glob("checkpoint_*"):
+        (path / "state.pt").write_bytes(b"")
+    found = tree(tmp_path)
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read"):
+        launch(resumed)
+    assert tree(tmp_path) == found
+
+
+def test_a_request_that_cannot_be_removed_hides_neither_result_nor_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _withdraw_stop("nowhere://bucket")
+    assert (
+        "cannot remove the request to stop: ConfigError: unsupported scheme"
+        in caplog.text
+    )
+
+
+def test_other_codes_errors_are_a_message_with_the_traceback_in_a_file(
+    tmp_path: Path,
+) -> None:
+    try:
+        raise ValueError("in the user's code")
+    except ValueError as error:
+        told = _as_run_error(error, tmp_path.as_uri())
+    assert (
+        str(told) == f"ValueError: in the user's code (traceback: {tmp_path}/error.txt)"
+    )
+    assert "Traceback (most recent call last)" in (tmp_path / "error.txt").read_text()
+    ours = ConfigError("plan.epochs")
+    assert _as_run_error(ours, tmp_path.as_uri()) is ours
+    assert (tmp_path / "error.txt").read_text() == "plan.epochs\n"
+
+
+def test_a_resume_with_other_settings_names_them_with_both_values(
+    tmp_path: Path,
+) -> None:
+    uri = tmp_path.as_uri()
+    store_config(RUN, uri)
+    assert changes(RUN, uri) == ""
+    plan, train = (
+        dataclasses.replace(RUN.plan, seed=7),
+        dataclasses.replace(RUN.train, lr=0.5),
+    )
+    changed = changes(dataclasses.replace(RUN, plan=plan, train=train), uri)
+    assert changed == "plan.seed=7 (was 0), train.lr=0.5 (was 0.0)"
+    (tmp_path / "config.yaml").write_text("{")
+    assert changes(RUN, uri) == ""
+
+
+# Steps of a transform
+
+STEPS = [
+    {"RandomResizedCrop": {"size": [8, 8], "scale": [1e-05, 1.0]}},
+    {"HorizontalFlip": None},
+]
+
+
+def test_steps_come_back_from_the_stored_configuration_as_they_were(
+    tmp_path: Path,
+) -> None:
+    run = dataclasses.replace(
+        RUN, transform=TransformConfig(train=STEPS, val=STEPS[:1])
+    )
+    store_config(run, (tmp_path / "mine").as_uri())
+    again = parse_run([f"--resume={tmp_path / 'mine'}"], None)
+    assert again.transform == run.transform
+    again = parse_run(
+        [f"--resume={tmp_path / 'mine'}", "--transform.train=heavy"], None
+    )
+    assert (again.transform.train, again.transform.val) == ("heavy", STEPS[:1])
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (
+            [{"OneOf": {"transforms": [{"HorizontalFlipp": None}]}}],
+            "step 1, OneOf step 1: .* did you mean Horizontal",
+        ),
+        ("lihgt", "no transform preset 'lihgt'; did you mean light"),
+    ],
+)
+def test_a_transform_that_cannot_be_is_told_before_ray_starts(
+    stores: dict[str, Path], tmp_path: Path, transform: Any, message: str
+) -> None:
+    for split in ("train", "val"):
+        run = dataclasses.replace(
+            RunConfig(storage_path=str(tmp_path)),
+            store=StoreConfig(str(stores["train"]), str(stores["val"])),
+            transform=TransformConfig(**{split: transform}),
+        )
+        with pytest.raises(ConfigError, match=message):
+            launch(run)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_an_augmentation_that_cannot_be_is_told_before_ray_starts(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    run = dataclasses.replace(
+        RunConfig(storage_path=str(tmp_path)),
+        store=StoreConfig(str(stores["train"])),
+        augment=AugmentConfig(ops=[{"op": "RandomErasinggg"}]),
+    )
+    with pytest.raises(ConfigError, match="'RandomErasinggg' is not a 2D operation"):
+        launch(run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stalled_checkpoint_is_told_at_the_end_and_not_as_the_model(
+    stores: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stalls(*args: Any, **options: Any) -> str:
+        time.sleep(0.5)
+        return write_checkpoint(*args, **options)
+
+    monkeypatch.setattr("raypipe.streaming.run_checkpoints.write_checkpoint", stalls)
+    monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
+    without_ray.train(
+        small_run(tmp_path, stores["train"], stores["val"], 2, 4, checkpoint_interval=1)
+    )
+    said = capsys.readouterr().out
+    assert (
+        "Checkpoints hold up the run for" in said
+        and "% checkpoint" in said
+        and "The model limits" not in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("split", "steps"),
+    [("train", [1, 16, 32]), ("val", [16, 16, 32])],  # and at the ends of the epochs
+)
+def test_a_notice_is_a_fault_and_leads_to_a_checkpoint_at_the_next_step(
+    stores: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    split: str,
+    steps: list[int],
+) -> None:
+    written: list[int] = []
+
+    def write(run_uri: str, at: Cursor, *args: Any, **options: Any) -> str:
+        written.append(at.epoch * 16 + at.step)
+        return write_checkpoint(run_uri, at, *args, **options)
+
+    notice = SimpleNamespace(
+        preempted_node_ids=["abcdefghij"], preempted_ranks=[0], deadline_ms=None
+    )
+    noticed = lambda: notice if logs._place.get("split") == split else None  # noqa: E731
+    monkeypatch.setattr("raypipe.rayext.trainer_notice.noticed", noticed)
+    monkeypatch.setattr("raypipe.streaming.run_checkpoints.write_checkpoint", write)
+    run = small_run(
+        tmp_path, stores["train"], stores["val"], 2, 1, checkpoint_interval=0
+    )
+    result = without_ray.train(run)
+    assert written == steps
+    records = read_records(Path(result["run_dir"]).as_uri())
+    faults = [
+        (each["step"], each["text"]) for each in records if each["kind"] == "fault"
+    ]
+    assert faults == [
+        (
+            steps[0],
+            "the node of trainers 0 is about to go (abcdefgh): making a checkpoint",
+        )
+    ]
+
+
+def test_an_ended_run_says_so_and_has_its_result_without_ray(
+    stores: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = dataclasses.replace(
+        small_run(tmp_path, stores["train"], stores["val"], 1, 4), name="mine"
+    )
+    expected = without_ray.train(run)
+    monkeypatch.setattr(
+        "raypipe.launch.run.connect", lambda **_: pytest.fail("it starts Ray")
+    )
+    for resume in ("auto", str(tmp_path / "mine")):
+        found = launch(dataclasses.replace(run, resume=resume))
+        assert {
+            name: found[name]
+            for name in ("steps", "val_accuracy", "run_dir", "stopped")
+        } == {
+            **{name: expected[name] for name in ("steps", "val_accuracy", "run_dir")},
+            "stopped": False,
+        }
+        assert (
+            "this run has already ended, with checkpoint_0001_0000000_"
+            in capsys.readouterr().out
+        )
+    last = max((tmp_path / "mine").glob("checkpoint_*")) / "state.pt"
+    last.write_bytes(last.read_bytes()[:-1] + b"x")  # no trainer would read it
+    with pytest.raises(
+        ConfigError, match=r"no checkpoint of .* can be read \(.*state\.pt has changed"
+    ):
+        launch(dataclasses.replace(run, resume="auto"))
+
+
+def test_a_new_run_says_its_starting_checkpoint_or_why_there_is_none(
+    stores: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raypipe.launch.run.connect", interrupted)
+    (tmp_path / "old").mkdir()
+    run = small_run(
+        tmp_path, stores["train"], stores["val"], 1, 4, start_from=str(tmp_path / "old")
+    )
+    run = dataclasses.replace(run, name="new")
+    with pytest.raises(ConfigError, match="start_from: no raypipe checkpoint"):
+        launch(run)
+    spec, old = spec_of(run, (tmp_path / "new").as_uri()), (tmp_path / "old").as_uri()
+    name = write_checkpoint(old, spec.plan.cursor_at(4), b"x", {})  # its last
+    with pytest.raises(KeyboardInterrupt):
+        launch(run)
+    assert f"starting from {old}/{name}" in capsys.readouterr().out
+    with pytest.raises(CursorError, match="made under plan"):
+        launch(dataclasses.replace(run, plan=dataclasses.replace(run.plan, seed=7)))
+
+
+def test_ctrl_c_before_the_trainers_names_a_checkpoint_only_if_any(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raypipe.launch.run.connect", interrupted)
+    run = small_run(tmp_path, stores["train"], stores["val"], 1, 4)
+    run = dataclasses.replace(run, name="mine", resume="auto")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        launch(run)
+    assert not isinstance(caught.value, Stopped)
+    (tmp_path / "mine").mkdir()
+    spec = spec_of(dataclasses.replace(run, resume=""), (tmp_path / "mine").as_uri())
+    write_checkpoint((tmp_path / "mine").as_uri(), spec.plan.cursor_at(1), b"x", {})
+    with pytest.raises(Stopped):
+        launch(run)

@@ -1,0 +1,208 @@
+"""Many records in one call of the extension (csrc/lmdb.c) are those of one call each, of damaged files too.
+
+support/fuzz_lmdb.py, .ci/sanitize: the same of files that are damaged in other ways, by a build under sanitizers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from lmdb_extension import needs_extension
+
+from raypipe.errors import StoreError
+from raypipe.stores import lmdb_file
+from raypipe.stores.lmdb import LMDBStore
+from raypipe.stores.writers import LMDBWriter
+
+pytestmark = needs_extension
+
+TYPES = {
+    "image": "binary",
+    "label": "int64",
+    "weight": "float64",
+    "note": "string",
+    "box": "float32[4]",
+}
+NUM = 700
+
+
+def write(path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    with LMDBWriter(path, TYPES) as writer:
+        for index in range(NUM):
+            long = 30_000 if index % 50 == 7 else 300
+            writer.append(
+                {
+                    "image": None
+                    if index % 13 == 5
+                    else rng.bytes(int(rng.integers(0, long))),
+                    "label": index - 20,
+                    "weight": index / 7,
+                    "note": None if index % 11 == 3 else f"note {index}",
+                    "box": rng.random(4, np.float32),
+                }
+            )
+    return path
+
+
+def outcome(path: Path, indices: np.ndarray, columns: tuple[str, ...]) -> Any:
+    """What a store gives, by each column's type and values; or its error."""
+    try:
+        read = LMDBStore(path).read(indices, columns)
+    except (StoreError, IndexError) as error:
+        return str(error)
+    return {
+        name: [str(values.dtype), values.shape, values.tobytes()]
+        if isinstance(values, np.ndarray)
+        else [
+            value.tobytes() if isinstance(value, np.ndarray) else value
+            for value in values
+        ]
+        for name, values in read.items()
+    }
+
+
+def both(
+    path: Path,
+    indices: np.ndarray,
+    columns: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Any:
+    at_once = outcome(path, indices, columns)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            lmdb_file.LMDBFile,
+            "records",
+            lambda self, keys, layout: (b"", [], np.zeros(len(keys), bool)),
+        )
+        assert outcome(path, indices, columns) == at_once
+    return at_once
+
+
+def test_all_columns_are_those_that_the_lmdb_library_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.lmdb")
+    rng = np.random.default_rng(1)
+    for columns in (
+        ("image", "label"),
+        ("label",),
+        ("note", "image"),
+        ("box",),
+        tuple(TYPES),
+    ):
+        indices = rng.integers(0, NUM, 300)
+        found = both(path, indices, columns, monkeypatch)
+        with monkeypatch.context() as patched:
+            patched.setattr(lmdb_file, "extension", lambda: None)
+            assert outcome(path, indices, columns) == found
+    assert (
+        both(path, np.empty(0, np.int64), ("image", "label"), monkeypatch)["image"]
+        == []
+    )
+    read = LMDBStore(path).read(np.arange(NUM))
+    assert (
+        read["label"].tolist() == list(range(-20, NUM - 20))
+        and read["image"][5] is None
+    )
+
+
+def test_the_compiled_reader_is_the_one_that_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LMDBStore(write(tmp_path / "a.lmdb"))
+    expected = store.read(np.arange(NUM))["image"]
+    monkeypatch.setattr(
+        "raypipe.stores.lmdb_file.LMDBFile.get",
+        lambda self, key: pytest.fail("it was asked"),
+    )
+    assert store.read(np.arange(NUM))["image"] == expected
+
+
+def test_damaged_records_are_those_of_one_call_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = write(tmp_path / "sound.lmdb").read_bytes()
+    rng = np.random.default_rng(2)
+    indices, num_other = np.arange(NUM), 0
+    expected = outcome(tmp_path / "sound.lmdb", indices, tuple(TYPES))
+    for number in range(100):
+        content = bytearray(sound)
+        # half of them in any page, half behind the meta pages
+        start = 8192 * (number % 2)
+        for place in rng.integers(start, len(content), rng.integers(1, 40)).tolist():
+            content[place] = int(rng.integers(0, 256))
+        if number % 10 == 9:
+            content = content[: int(rng.integers(8192, len(content)))]
+        path = tmp_path / f"{number}.lmdb"
+        path.write_bytes(bytes(content))
+        num_other += both(path, indices, tuple(TYPES), monkeypatch) != expected
+    assert num_other > 60
+
+
+def test_a_file_that_is_cut_short_while_it_is_open_costs_samples_alone(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "a.lmdb")
+    store = LMDBStore(path)
+    assert None not in store.read(np.arange(4))["image"]
+    with path.open("r+b") as file:
+        file.truncate(8192)
+    assert store.read(np.arange(4))["image"] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "num"), [("string", 63), ("string", 64), ("string", 70), ("int64", 1030)]
+)
+def test_a_store_may_have_any_number_of_columns(
+    kind: str, num: int, tmp_path: Path
+) -> None:
+    types = {
+        "image": "binary",
+        "label": "int64",
+        **{f"c{number}": kind for number in range(num)},
+    }
+    rows = [
+        [
+            f"{row} {number}" if kind == "string" else row * num + number
+            for number in range(num)
+        ]
+        for row in range(3)
+    ]
+    with LMDBWriter(tmp_path / "a.lmdb", types) as writer:
+        for row, values in enumerate(rows):
+            others = {f"c{number}": value for number, value in enumerate(values)}
+            writer.append({"image": bytes([row]), "label": row, **others})
+    store = LMDBStore(tmp_path / "a.lmdb")
+    names = ("c0", f"c{num - 1}", "label", "image")
+    read = store.read(np.arange(3), names)
+    assert list(read["c0"]) == [values[0] for values in rows]
+    assert list(read[f"c{num - 1}"]) == [values[-1] for values in rows]
+    assert [bytes(image) for image in read["image"]] == [b"\0", b"\1", b"\2"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            "raypipe.stores.lmdb_file.LMDBFile.get",
+            lambda self, key: pytest.fail("it was asked"),
+        )
+        assert list(store.read(np.arange(3), names)["label"]) == [0, 1, 2]
+
+
+def test_the_memory_of_a_large_record_is_given_back(tmp_path: Path) -> None:
+    with LMDBWriter(
+        tmp_path / "a.lmdb", {"image": "binary", "label": "int64"}
+    ) as writer:
+        for row in range(3):
+            writer.append({"image": bytes(64 << 20 if row == 1 else 9), "label": row})
+    store = LMDBStore(tmp_path / "a.lmdb")
+    store.read(np.array([0]), ("image",))
+    before = resident_mib()
+    assert len(store.read(np.array([1]), ("image",))["image"][0]) == 64 << 20
+    assert resident_mib() < before + 32
+
+
+def resident_mib() -> int:
+    return psutil.Process().memory_info().rss >> 20

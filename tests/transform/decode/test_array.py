@@ -1,0 +1,497 @@
+"""Arrays as they are stored: every value, dtype and channel comes back, and nothing of a bomb's size is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import struct
+import sys
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import cv2
+import imagecodecs
+import numpy as np
+import pytest
+import tifffile
+from pictures import picture
+from PIL import Image
+
+from raypipe.errors import ConfigError, SampleError
+from raypipe.transform.decode.array import as_rgb, decode_any, decode_array, header_size
+from raypipe.transform.decode.rgb import decode
+
+RNG = np.random.default_rng(0)
+DTYPES = ["uint8", "uint16", "int16", "uint32", "float16", "float32", "float64"]
+
+
+def some(dtype: str, *shape: int) -> np.ndarray:
+    return (RNG.random(shape) * 250).astype(dtype)
+
+
+def npy(array: np.ndarray, allow_pickle: bool = False) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=allow_pickle)
+    return file.getvalue()
+
+
+PACKED: dict[int, Callable[[bytes], bytes]] = {
+    1: bytes,
+    5: imagecodecs.lzw_encode,
+    8: zlib.compress,
+    32773: imagecodecs.packbits_encode,
+    32946: zlib.compress,
+    50000: imagecodecs.zstd_encode,
+}
+REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+
+
+def tiff(
+    array: np.ndarray,
+    *,
+    order: str = "<",
+    is_big: bool = False,
+    block: tuple[int, int] = (4, 0),
+    tiled: bool = False,
+    compression: int = 1,
+    separate: bool = False,
+    predictor: int = 1,
+    fill_order: int = 1,
+    tags: dict[int, int] | None = None,
+) -> bytes:
+    """A TIFF (H, W, C), written by its specification: strips of 4 rows, or tiles. bool becomes one bit a value."""
+    height, width, channels = array.shape
+    rows, columns = block[0], block[1] or width
+    stored = []
+    for part in np.split(array, channels, axis=2) if separate else [array]:
+        for top in range(0, height, rows):
+            for left in range(0, width, columns):
+                values = part[top : top + rows, left : left + columns]
+                if tiled:
+                    ends = [
+                        (0, full - side)
+                        for full, side in zip(
+                            (rows, columns), values.shape, strict=False
+                        )
+                    ]
+                    values = np.pad(values, (*ends, (0, 0)))
+                if predictor == 2:
+                    values = values.view(f"u{array.itemsize}")
+                    values = np.diff(
+                        values, axis=1, prepend=np.zeros_like(values[:, :1])
+                    )
+                data = np.ascontiguousarray(
+                    values, values.dtype.newbyteorder(order)
+                ).tobytes()
+                if array.dtype == bool:
+                    data = np.packbits(
+                        values.reshape(len(values), -1), axis=1
+                    ).tobytes()
+                if predictor == 3:
+                    h, w, c = values.shape
+                    planes = np.ascontiguousarray(
+                        values, array.dtype.newbyteorder(">")
+                    ).view(np.uint8)
+                    planes = (
+                        planes.reshape(h, w * c, -1)
+                        .transpose(0, 2, 1)
+                        .reshape(h, -1, c)
+                    )
+                    data = np.diff(
+                        planes, axis=1, prepend=np.zeros_like(planes[:, :1])
+                    ).tobytes()
+                data = PACKED[compression](data)
+                stored.append(data.translate(REVERSED) if fill_order == 2 else data)
+    kind = {"b": 1, "u": 1, "i": 2, "f": 3}[array.dtype.kind]
+    places, at = [], 16 if is_big else 8
+    for data in stored:
+        places.append(at)
+        at += len(data)
+    counts = list(map(len, stored))
+    entries: dict[int, list[int]] = {
+        256: [width],
+        257: [height],
+        258: [1 if array.dtype == bool else array.itemsize * 8] * channels,
+        259: [compression],
+        262: [1],
+        266: [fill_order],
+        277: [channels],
+        284: [2 if separate else 1],
+        317: [predictor],
+        339: [kind] * channels,
+    }
+    entries |= {322: [columns], 323: [rows], 324: places, 325: counts} if tiled else {}
+    entries |= {} if tiled else {273: places, 278: [rows], 279: counts}
+    entries |= {tag: [value] for tag, value in (tags or {}).items()}
+    word, length, type_, size = ("Q", "Q", 16, 8) if is_big else ("I", "H", 4, 4)
+    more, directory = b"", b""
+    start = at + struct.calcsize(length) + (4 + 2 * size) * len(entries) + size
+    for tag, values in sorted(entries.items()):
+        packed = struct.pack(f"{order}{len(values)}{word}", *values)
+        place = packed
+        if len(packed) > size:
+            place = struct.pack(f"{order}{word}", start + len(more))
+            more += packed
+        directory += struct.pack(f"{order}HH{word}", tag, type_, len(values)) + place
+    head = {"<": b"II", ">": b"MM"}[order] + struct.pack(
+        f"{order}H", 43 if is_big else 42
+    )
+    return (
+        head
+        + (struct.pack(f"{order}HH", 8, 0) if is_big else b"")
+        + struct.pack(f"{order}{word}", at)
+        + b"".join(stored)
+        + struct.pack(f"{order}{length}", len(entries))
+        + directory
+        + bytes(size)
+        + more
+    )
+
+
+def check(data: bytes, array: np.ndarray) -> None:
+    found = decode_array(data)
+    np.testing.assert_array_equal(found, array)
+    assert found.dtype == array.dtype.newbyteorder("=") and found.dtype.isnative
+    assert found.flags.c_contiguous and found.flags.writeable and found.flags.aligned
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_npy_comes_back_in_its_dtype_with_an_axis_for_its_channels(
+    dtype: str,
+) -> None:
+    for channels in (1, 3, 4, 12):
+        array = some(dtype, 5, 7, channels)
+        check(npy(array), array)
+        check(npy(np.asfortranarray(array)), array)
+        check(npy(array.astype(array.dtype.newbyteorder(">"))), array)
+    flat = some(dtype, 5, 7)
+    check(npy(flat), flat[..., None])
+    assert header_size(npy(flat)) == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (npy(some("uint16", 5, 7))[:-1], "truncated .npy"),
+        (npy(some("uint16", 5, 7)) + b"1", "damaged .npy"),
+        (npy(some("uint16", 5, 7))[:20], "damaged .npy|truncated .npy"),
+        (
+            npy(np.array([[{}]], object), allow_pickle=True),
+            "objects, which need a pickle",
+        ),
+        (npy(np.zeros((2, 2), complex)), "complex128"),
+        (npy(np.zeros((2, 2), "U3")), "U3"),
+        (npy(np.zeros(3)), r"shape \(3,\)"),
+        (npy(np.zeros((2, 0, 3))), r"shape \(2, 0, 3\)"),
+        (npy(np.zeros((2, 2), [("a", "u1")])), "a"),
+    ],
+)
+def test_an_npy_that_is_no_array_of_numbers_is_a_bad_sample(
+    data: bytes, reason: str
+) -> None:
+    with pytest.raises(SampleError, match=reason):
+        decode_array(data)
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("compression", PACKED)
+@pytest.mark.parametrize("channels", [1, 4, 7])
+@pytest.mark.parametrize(
+    "dtype",
+    ["uint8", "uint16", "int16", "uint32", "uint64", "float16", "float32", "float64"],
+)
+def test_a_tiff_comes_back_value_by_value(
+    dtype: str, channels: int, compression: int, order: str
+) -> None:
+    array = some(dtype, 10, 9, channels)
+    predictors = [1]
+    if compression not in (1, 32773):
+        predictors += [2, 3] if np.dtype(dtype).kind == "f" else [2]
+    for predictor, is_big, fill_order in itertools.product(
+        predictors, (False, True), (1, 2)
+    ):
+        options: Any = {
+            "order": order,
+            "compression": compression,
+            "predictor": predictor,
+        }
+        options |= {"is_big": is_big, "fill_order": fill_order}
+        check(tiff(array, **options), array)  # the last strip has two rows
+        check(tiff(array, block=(10, 0), **options), array)
+        check(tiff(array, block=(16, 16), tiled=True, **options), array)
+        check(tiff(array, block=(4, 3), tiled=True, separate=True, **options), array)
+        check(tiff(array, separate=True, **options), array)
+
+
+MIXES = {
+    "white is zero": (1, {"photometric": "miniswhite"}),
+    "gray and alpha": (
+        2,
+        {"photometric": "minisblack", "extrasamples": ["unassalpha"]},
+    ),
+    "rgb": (3, {"photometric": "rgb"}),
+    "rgb and associated alpha": (
+        4,
+        {"photometric": "rgb", "extrasamples": ["assocalpha"]},
+    ),
+    "rgb and alpha": (4, {"photometric": "rgb", "extrasamples": ["unassalpha"]}),
+    "rgb and more": (
+        5,
+        {"photometric": "rgb", "extrasamples": ["unassalpha", "unspecified"]},
+    ),
+    "cmyk": (4, {"photometric": "separated"}),
+    "cmyk and alpha": (5, {"photometric": "separated", "extrasamples": ["unassalpha"]}),
+    "lab": (3, {"photometric": "cielab"}),
+}
+
+
+@pytest.mark.parametrize("compression", [None, "lzw", "zlib", "packbits", "zstd"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_no_mix_of_photometry_and_compression_changes_a_value(
+    mix: str, compression: str | None
+) -> None:
+    channels, options = MIXES[mix]
+    for dtype, byteorder, tile, predictor in itertools.product(
+        ("uint8", "uint16", "float32"), "<>", (None, (16, 16)), (False, True)
+    ):
+        array = some(dtype, 21, 17, channels)
+        for planar in ("contig", "separate")[: 1 if channels == 1 else 2]:
+            file = io.BytesIO()
+            tifffile.imwrite(
+                file,
+                np.moveaxis(array, 2, 0) if planar == "separate" else array,
+                planarconfig=planar if channels > 1 else None,
+                predictor=predictor and compression not in (None, "packbits"),
+                compression=compression,
+                byteorder=byteorder,
+                tile=tile,
+                rowsperstrip=None if tile else 5,
+                **options,
+            )
+            check(file.getvalue(), array)
+
+
+def test_a_tiff_is_turned_upright_as_it_is_for_rgb() -> None:
+    array = some("uint16", 4, 6, 4)
+    check(data := tiff(array, tags={274: 6}), np.rot90(array, -1))
+    assert header_size(data) == (6, 4) and header_size(tiff(array)) == (4, 6)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+def test_a_tiff_that_cv2_has_compressed_comes_back_with_red_first(
+    dtype: str, channels: int
+) -> None:
+    array = some(dtype, 21, 17, channels)
+    swapped = array[..., [2, 1, 0, 3][:channels]] if channels > 1 else array
+    _, lzw = cv2.imencode(".tiff", swapped, [cv2.IMWRITE_TIFF_COMPRESSION, 5])
+    check(lzw.tobytes(), array)
+
+
+def test_jpeg_palettes_and_bits_in_a_tiff_are_the_rgb_that_pillow_makes() -> None:
+    image = Image.fromarray(decode(picture(3)))
+    for made, options in [
+        (image, {"compression": "jpeg"}),
+        (image.convert("L"), {"compression": "jpeg"}),
+        (image.convert("YCbCr"), {"compression": "tiff_lzw"}),
+        (image.quantize(40), {"compression": "tiff_lzw"}),
+        (image.quantize(40), {}),
+        (image.convert("1"), {"compression": "group4"}),
+    ]:
+        file = io.BytesIO()
+        made.save(file, "TIFF", **options)
+        with Image.open(io.BytesIO(file.getvalue())) as opened:
+            rgb = np.asarray(opened.convert("RGB"))
+        np.testing.assert_array_equal(decode(file.getvalue()), rgb)
+        check(file.getvalue(), rgb)
+
+
+@pytest.mark.parametrize("compression", PACKED)
+def test_as_rgb_a_tiff_is_the_same_by_every_compression(compression: int) -> None:
+    for dtype, channels, photometric in [
+        ("bool", 1, 0),
+        ("bool", 1, 1),
+        ("uint8", 1, 0),
+        ("uint8", 1, 1),
+        ("uint8", 3, 2),
+        ("uint16", 1, 1),
+        ("uint16", 3, 2),
+        ("uint8", 4, 5),
+    ]:
+        array = (
+            some(dtype, 10, 16, channels)
+            if dtype != "bool"
+            else some("uint8", 10, 16, 1) > 99
+        )
+        for order in "<>":
+            options: Any = {"order": order, "tags": {262: photometric}}
+            plain = decode(tiff(array, **options))
+            packed = tiff(array, compression=compression, **options)
+            np.testing.assert_array_equal(decode(packed), plain)
+            np.testing.assert_array_equal(decode_any(packed), plain)
+            if dtype == "bool":
+                check(packed, plain)
+                assert (plain == 255 * (array ^ (photometric == 0))).all()
+            if photometric < 2 and dtype != "uint16":
+                reversed_ = tiff(
+                    array, compression=compression, fill_order=2, **options
+                )
+                with contextlib.suppress(SampleError):
+                    # Pillow has none of 8 bits whose white is 0
+                    np.testing.assert_array_equal(decode(reversed_), plain)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_a_png_comes_back_with_red_first(dtype: str, channels: int) -> None:
+    array = (RNG.random((21, 17, channels)) * np.iinfo(dtype).max).astype(dtype)
+    _, png = cv2.imencode(
+        ".png", array[..., [2, 1, 0, 3][:channels]] if channels > 1 else array
+    )
+    check(png.tobytes(), array)
+    data = png.tobytes()
+    for end in (20, len(data) // 2, len(data) - 1):
+        with pytest.raises(SampleError, match="PNG"):
+            decode_array(data[:end])
+    broken = bytearray(data)
+    broken[60] ^= 255
+    with pytest.raises(SampleError, match="checksum"):
+        decode_array(bytes(broken))
+
+
+def test_what_has_no_more_than_8_bits_is_rgb() -> None:
+    np.testing.assert_array_equal(decode_array(picture(3)), decode(picture(3)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        b"",
+        b"GIF",
+        b"\x93NUMPY",
+        b"II*\0",
+        b"MM\0*" + bytes(99),
+        b"\x89PNG\r\n\x1a\n",
+    ],
+)
+def test_what_is_no_image_is_a_bad_sample(data: bytes | None) -> None:
+    with pytest.raises(SampleError):
+        decode_array(data)
+
+
+def test_any_cut_or_changed_header_is_a_bad_sample_or_an_array() -> None:
+    # Without the last tag's values, 16 bytes that say uint16, tifffile has the same pixels.
+    for data, most in (
+        (tiff(some("uint16", 6, 5, 4), compression=8), -16),
+        (npy(some("float32", 3, 4, 2)), 0),
+    ):
+        for end in range(len(data) + most):
+            with pytest.raises(SampleError):
+                decode_array(data[:end])
+        for at in range(len(data)):
+            for value in (0, 255, data[at] ^ 1):
+                changed = data[:at] + bytes([value]) + data[at + 1 :]
+                try:
+                    decode_array(changed)
+                except SampleError as error:
+                    assert str(error)
+
+
+@pytest.mark.parametrize("name", ["tifffile", "imagecodecs"])
+def test_without_the_extra_an_error_says_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    data = tiff(some("uint16", 6, 5, 4))
+    for read in (decode_array, decode_any):
+        with pytest.raises(
+            ConfigError, match=r"pip install '.*\[arrays\]', on every node"
+        ):
+            read(data)
+    with Image.open(io.BytesIO(tiff(some("uint8", 6, 5, 3), tags={262: 2}))) as opened:
+        # needs it not
+        np.testing.assert_array_equal(
+            decode(tiff(np.asarray(opened), tags={262: 2})), opened
+        )
+
+
+def declared() -> dict[str, bytes]:
+    small = some("uint16", 4, 4, 4)
+    npy_header = {
+        "descr": "<f8",
+        "fortran_order": False,
+        "shape": (1 << 19, 1 << 19, 64),
+    }
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, npy_header)
+    ihdr = b"IHDR" + struct.pack(">IIBBBBB", 30000, 30000, 16, 6, 0, 0, 0)
+    png = struct.pack(">I", 13) + ihdr + struct.pack(">I", zlib.crc32(ihdr))
+    return {
+        "npy": file.getvalue(),
+        "tiff sides": tiff(small, compression=8, tags={256: 1 << 14, 257: 1 << 14}),
+        "tiff channels": tiff(small, compression=8, tags={277: 1 << 30}),
+        "tiff tile": tiff(
+            small,
+            compression=8,
+            block=(16, 16),
+            tiled=True,
+            tags={322: 1 << 15, 323: 1 << 15},
+        ),
+        "tiff rows": tiff(small, compression=8, tags={257: 1 << 26}),
+        "png": b"\x89PNG\r\n\x1a\n" + png,
+    }
+
+
+@pytest.mark.parametrize("name", declared())
+def test_a_bomb_is_refused_before_memory_is_taken_for_it(name: str) -> None:
+    data = declared()[name]
+    tracemalloc.start()
+    with pytest.raises(SampleError, match=r"limit|truncated"):
+        decode_array(data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_block_that_inflates_beyond_its_size_is_refused_there() -> None:
+    array = some("uint8", 4, 4, 1)
+    check(tiff(array, compression=8), array)  # what reads it is loaded
+    PACKED[0] = lambda data: zlib.compress(data + bytes(50 << 20), 9)
+    try:
+        bomb = tiff(array, compression=0, tags={259: 8})
+    finally:
+        del PACKED[0]
+    tracemalloc.start()
+    with pytest.raises(SampleError, match="damaged TIFF"):
+        decode_array(bomb)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_three_channels_are_shown_from_the_least_value_to_the_largest() -> None:
+    shown = as_rgb(np.array([[[100, 180, 300, 9]]], np.uint16))
+    assert shown.dtype == np.uint8 and shown.tolist() == [[[0, 102, 255]]]
+    assert as_rgb(np.full((2, 3, 2), 7.5, np.float32)).shape == (2, 3, 3)
+    endless = np.array(
+        [[[np.nan, np.inf, -np.inf], [1, 2, 3]], [[1e308, -1e308, 0], [1, 2, 3]]]
+    )
+    assert not as_rgb(endless).any() and as_rgb(endless[:1]).max() == 255
+    np.testing.assert_array_equal(as_rgb(decode(picture(3))), decode(picture(3)))
+
+
+def test_to_be_looked_at_an_array_needs_no_setting() -> None:
+    array = some("float32", 3, 4, 5)
+    np.testing.assert_array_equal(decode_any(npy(array)), array)
+    np.testing.assert_array_equal(decode_any(tiff(array)), array)
+    np.testing.assert_array_equal(decode_any(picture(3)), decode(picture(3)))
+    with pytest.raises(SampleError, match=r"truncated \.npy"):
+        decode_any(npy(array)[:-1])
+    with pytest.raises(
+        SampleError, match=r"an array of numpy's: set transform\.decode_as='array'"
+    ):
+        decode(npy(array))

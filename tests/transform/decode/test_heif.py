@@ -1,0 +1,192 @@
+"""AVIF and HEIC: decoded as Pillow and pillow-heif decode them, within the limits, and one error without them."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pillow_heif
+import pytest
+from PIL import AvifImagePlugin, Image
+
+from raypipe.errors import ConfigError, SampleError
+from raypipe.stores import open_store
+from raypipe.transform.decode import limits
+from raypipe.transform.decode.image_header import image_kind
+from raypipe.transform.decode.rgb import decode, image_size
+
+
+def picture(height: int = 40, width: int = 60) -> np.ndarray:
+    y, x = np.mgrid[:height, :width]
+    return np.stack([x * 4 % 256, y * 6 % 256, (x + y) % 256], 2).astype(np.uint8)
+
+
+def encoded(kind: str, image: np.ndarray | None = None, orientation: int = 1) -> bytes:
+    made, out, exif = (
+        Image.fromarray(picture() if image is None else image),
+        io.BytesIO(),
+        Image.Exif(),
+    )
+    exif[0x0112] = orientation
+    if kind == "AVIF":
+        made.save(out, "AVIF", exif=exif)
+    else:
+        made.info["exif"] = exif.tobytes()
+        pillow_heif.from_pillow(made).save(out)
+    return out.getvalue()
+
+
+KINDS = pytest.mark.parametrize("kind", ["AVIF", "HEIC"])
+
+
+@KINDS
+def test_pixels_are_those_of_the_library_and_close_to_what_was_encoded(
+    kind: str,
+) -> None:
+    for image in (
+        picture(),
+        np.dstack([picture(), picture()[:, :, 0]]),
+        picture()[:, :, 0],
+    ):
+        data = encoded(kind, image)
+        assert image_kind(data) == kind and image_size(data) == (40, 60)
+        opened = (
+            AvifImagePlugin.AvifImageFile
+            if kind == "AVIF"
+            else pillow_heif.HeifImageFile
+        )(io.BytesIO(data))
+        found = decode(data)
+        assert np.array_equal(found, np.asarray(opened.convert("RGB")))
+        if image.shape[2:] == (3,):
+            assert np.abs(found.astype(int) - image).mean() < 12
+
+
+@KINDS
+def test_orientation(kind: str) -> None:
+    """That of EXIF; of HEIC it is ignored, since its container has the word."""
+    data = encoded(kind, orientation=6)
+    stored, upright = decode(data), decode(data, exif=True)
+    assert image_size(data) == stored.shape[:2] == (40, 60)
+    assert image_size(data, exif=True) == upright.shape[:2]
+    assert np.array_equal(upright, np.rot90(stored, -1) if kind == "AVIF" else stored)
+
+
+def turned(heic: bytes, quarters: int) -> bytes:
+    """A HEIC of `encoded`, to which the container says: show it turned anticlockwise by so many right angles."""
+    made = bytearray(heic)
+
+    def insert(after: bytes, distance: int, box: bytes, *around: bytes) -> None:
+        made[(at := made.index(after) + distance) : at] = box
+        for name in around:
+            size = slice(made.index(name) - 4, made.index(name))
+            made[size] = (int.from_bytes(made[size], "big") + len(box)).to_bytes(
+                4, "big"
+            )
+
+    properties = made[(count := made.index(b"ipma") + 14)]  # of the one item
+    insert(
+        b"ipma",
+        15 + properties,
+        bytes([0x80 | properties + 1]),
+        b"ipma",
+        b"iprp",
+        b"meta",
+    )
+    made[count] += 1
+    insert(
+        b"ipma", -4, b"\0\0\0\x09irot" + bytes([quarters]), b"ipco", b"iprp", b"meta"
+    )
+    start = made.index(b"iloc") + 16  # where the item's bytes are
+    made[start : start + 4] = (
+        int.from_bytes(made[start : start + 4], "big") + 10
+    ).to_bytes(4, "big")
+    return bytes(made)
+
+
+def test_heic_comes_as_its_container_turns_it() -> None:
+    out = io.BytesIO()
+    pillow_heif.from_pillow(Image.fromarray(picture())).save(out, exif=None)
+    data = out.getvalue()
+    stored = decode(data)
+    for quarters in range(4):
+        shown = np.rot90(stored, quarters)
+        for exif in (False, True):
+            assert np.array_equal(decode(turned(data, quarters), exif=exif), shown), (
+                quarters,
+                exif,
+            )
+            assert image_size(turned(data, quarters), exif=exif) == shown.shape[:2]
+
+
+@KINDS
+def test_whatever_is_damaged_is_a_bad_sample(kind: str) -> None:
+    data, rng = encoded(kind), np.random.default_rng(0)
+    for length in (12, 40, len(data) // 2, len(data) - 20):
+        with pytest.raises(SampleError):
+            decode(data[:length])
+    for _ in range(150):
+        damaged = bytearray(data)
+        damaged[rng.integers(12, len(data))] ^= 1 << int(rng.integers(8))
+        try:
+            decode(bytes(damaged))
+            image_size(bytes(damaged))
+        except SampleError:
+            pass
+
+
+@KINDS
+def test_what_declares_too_much_is_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encoded(kind)
+    monkeypatch.setattr(limits, "MAX_DECODE_BYTES", 60 * 40 * 20)
+    assert decode(data).shape == (40, 60, 3)
+    monkeypatch.setattr(limits, "MAX_DECODE_BYTES", 60 * 40 * 20 - 1)
+    for function in (decode, image_size):
+        with pytest.raises(
+            SampleError, match="declares 60x40 pixels in a form that takes"
+        ):
+            function(data)
+
+
+def test_without_what_decodes_it_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heic, avif = encoded("HEIC"), encoded("AVIF")
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    monkeypatch.setattr(AvifImagePlugin, "SUPPORTED", False)
+    for function in (decode, image_size):
+        with pytest.raises(
+            ConfigError,
+            match=r"HEIC images need .*pip install 'raypipe-data\[heic\]', on every",
+        ):
+            function(heic)
+        with pytest.raises(ConfigError, match="AVIF images need a Pillow with libavif"):
+            function(avif)
+
+
+def test_other_iso_files_are_no_images_and_jpegs_import_none_of_it() -> None:
+    assert image_kind(b"\0\0\0\x18ftypmp42\0\0\0\0isommp42") is None
+    code = (
+        "import sys, raypipe.transform.decode.rgb; "
+        "print({'pillow_heif', 'PIL.AvifImagePlugin'} & set(sys.modules))"
+    )
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+        == "set()"
+    )
+
+
+def test_files_of_these_names_in_a_folder_are_samples(tmp_path: Path) -> None:
+    for name, kind in (
+        ("a/1.avif", "AVIF"),
+        ("a/2.HEIC", "HEIC"),
+        ("b/3.heif", "HEIC"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(encoded(kind))
+    images = open_store(tmp_path).read(np.arange(3))["image"]
+    assert [image_kind(image) for image in images] == ["AVIF", "HEIC", "HEIC"]

@@ -1,0 +1,539 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import resource
+import struct
+import subprocess
+import sys
+import tracemalloc
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import bombs
+import cv2
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from raypipe.errors import SampleError
+from raypipe.transform.decode import limits
+from raypipe.transform.decode.limits import (
+    MAX_DECODE_BYTES,
+    MAX_PIXELS,
+    MAX_SCANNED_PIXELS,
+)
+from raypipe.transform.decode.rgb import decode, encode_jpeg, resize_short_side
+
+RNG = np.random.default_rng(0)
+
+
+def picture(height: int = 37, width: int = 53) -> np.ndarray:
+    """Smooth colors, so that JPEG has something to work with."""
+    return cv2.resize(RNG.integers(0, 256, (5, 7, 3), dtype=np.uint8), (width, height))
+
+
+def encoded(image: Image.Image | np.ndarray, kind: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(
+        out, kind, **options
+    )
+    return out.getvalue()
+
+
+def by_pillow(data: bytes) -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    return (
+        struct.pack(">I", len(body))
+        + kind
+        + body
+        + struct.pack(">I", zlib.crc32(kind + body))
+    )
+
+
+def png_bomb(width: int, height: int, extra: bytes = b"") -> bytes:
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    rows = png_chunk(b"IDAT", zlib.compress(bytes(1000)))
+    return b"\x89PNG\r\n\x1a\n" + header + extra + rows + png_chunk(b"IEND", b"")
+
+
+LOSSLESS = {
+    "png rgb": (lambda: picture(), "PNG", {}),
+    "png gray": (lambda: picture()[:, :, 0], "PNG", {}),
+    "png with metadata": (lambda: picture(), "PNG", {"dpi": (72, 72)}),
+    "png rgba": (lambda: np.dstack([picture(), picture()[:, :, 0]]), "PNG", {}),
+    "png gray and alpha": (
+        lambda: np.ascontiguousarray(picture()[:, :, :2]),
+        "PNG",
+        {},
+    ),
+    "png palette": (lambda: Image.fromarray(picture()).quantize(40), "PNG", {}),
+    "png palette with transparency": (
+        lambda: Image.fromarray(picture()).quantize(40),
+        "PNG",
+        {"transparency": bytes(range(40))},
+    ),
+    "png 1 bit": (lambda: Image.fromarray(picture()).convert("1"), "PNG", {}),
+    "webp lossy": (lambda: picture(), "WEBP", {}),
+    "webp lossless": (lambda: picture(), "WEBP", {"lossless": True}),
+    "webp rgba": (lambda: np.dstack([picture(), picture()[:, :, 0]]), "WEBP", {}),
+    "bmp": (lambda: picture(), "BMP", {}),
+    "bmp gray": (lambda: picture()[:, :, 0], "BMP", {}),
+    "gif": (lambda: picture(), "GIF", {}),
+    "gif animated": (
+        lambda: picture(),
+        "GIF",
+        {"save_all": True, "append_images": [Image.new("RGB", (9, 9))]},
+    ),
+    "tiff": (lambda: picture(), "TIFF", {}),
+    "tiff deflate": (lambda: picture(), "TIFF", {"compression": "tiff_deflate"}),
+    "tiff cmyk": (lambda: Image.fromarray(picture()).convert("CMYK"), "TIFF", {}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_every_format_but_jpeg_equals_pillow(name: str) -> None:
+    make, kind, options = LOSSLESS[name]
+    data = encoded(
+        make() if isinstance(make(), Image.Image) else Image.fromarray(make()),
+        kind,
+        **options,
+    )
+    image = decode(data)
+    assert (
+        image.dtype == np.uint8 and image.flags.c_contiguous and image.flags.writeable
+    )
+    warnings.simplefilter("ignore")  # Pillow's, of a palette with transparency
+    np.testing.assert_array_equal(image, by_pillow(data))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize(
+    "options", [{}, {"subsampling": 0}, {"progressive": True}, {"quality": 30}]
+)
+def test_jpeg_equals_pillow_within_rounding(mode: str, options: dict[str, Any]) -> None:
+    data = encoded(Image.fromarray(picture(101, 67)).convert(mode), "JPEG", **options)
+    image = decode(data)
+    assert (
+        image.dtype == np.uint8 and image.flags.c_contiguous and image.flags.writeable
+    )
+    assert image.shape == (101, 67, 3)
+    assert np.abs(image.astype(int) - by_pillow(data)).max() <= 2
+
+
+@pytest.mark.parametrize(
+    "transform", [0, 2, None]
+)  # CMYK, YCCK, and no Adobe marker at all
+def test_jpeg_of_four_inks_equals_pillow_within_rounding(transform: int | None) -> None:
+    data = encoded(Image.fromarray(picture()).convert("CMYK"), "JPEG")
+    at = data.index(b"\xff\xee\0\x0eAdobe")
+    marker = b"" if transform is None else data[at : at + 15] + bytes([transform])
+    data = data[:at] + marker + data[at + 16 :]
+    assert np.abs(decode(data).astype(int) - by_pillow(data)).max() <= 2
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_16_bit_grayscale_keeps_its_high_byte(kind: str) -> None:
+    deep = RNG.integers(0, 65536, (9, 11)).astype(np.uint16)
+    image = decode(encoded(Image.fromarray(deep), kind))
+    np.testing.assert_array_equal(
+        image, np.repeat((deep >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
+    )
+
+
+def test_16_bit_rgb_keeps_its_high_byte() -> None:
+    deep = RNG.integers(0, 65536, (9, 11, 3)).astype(np.uint16)
+    data = cv2.imencode(".png", deep[:, :, ::-1])[1].tobytes()
+    np.testing.assert_array_equal(decode(data), (deep >> 8).astype(np.uint8))
+
+
+def test_float_pixels_are_refused_because_their_range_is_unknown() -> None:
+    with pytest.raises(SampleError, match="32-bit pixels"):
+        decode(encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF"))
+
+
+@pytest.mark.parametrize("wrap", [bytearray, memoryview])
+def test_any_bytes_like_value_will_do(wrap: Any) -> None:
+    for kind in ("JPEG", "PNG", "GIF"):
+        data = encoded(picture(), kind)
+        np.testing.assert_array_equal(decode(wrap(data)), decode(data))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(
+    "orientation", range(10)
+)  # 0 and 9 are not defined, and ignored
+def test_exif_orientation_is_ignored_unless_asked_for(
+    kind: str, orientation: int
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(picture(), kind, exif=exif.tobytes())
+    upright = np.array(
+        ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    )
+    assert decode(data).shape == (37, 53, 3)
+    assert np.abs(decode(data).astype(int) - by_pillow(data)).max() <= 2
+    assert decode(data, exif=True).shape == upright.shape
+    assert np.abs(decode(data, exif=True).astype(int) - upright).max() <= 2
+    assert decode(data, exif=True).flags.c_contiguous
+
+
+def test_damaged_exif_does_not_spoil_the_pixels() -> None:
+    data = encoded(picture(), "JPEG", exif=b"Exif\0\0garbage" * 3)
+    np.testing.assert_array_equal(decode(data, exif=True), decode(data))
+
+
+@pytest.mark.parametrize("shape", [(400, 500), (500, 400), (301, 999)])
+@pytest.mark.parametrize("min_side", [20, 37, 75, 100, 150, 200, 250, 400, 1000])
+def test_reduced_decoding_stays_at_or_above_min_side(
+    shape: tuple[int, int], min_side: int
+) -> None:
+    data = encode_jpeg(picture(*shape), 90)
+    full, reduced = decode(data), decode(data, min_side=min_side)
+    short = min(reduced.shape[:2])
+    if min(shape) >= 2 * min_side:
+        assert min_side <= short <= min(shape) // 2 + 1
+        height, width = reduced.shape[:2]
+        shrunk = cv2.resize(full, (width, height), interpolation=cv2.INTER_AREA)
+        assert np.abs(shrunk.astype(int) - reduced).mean() < 3
+    else:
+        np.testing.assert_array_equal(full, reduced)
+
+
+def test_size_limit_holds_before_any_pixel_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jpeg = bytearray(encoded(picture(), "JPEG"))
+    at = jpeg.index(b"\xff\xc0") + 5
+    jpeg[at : at + 4] = struct.pack(">HH", 60000, 60000)
+    gif = bytearray(encoded(picture(), "GIF"))
+    gif[6:10] = struct.pack("<HH", 60000, 60000)
+    bmp = bytearray(encoded(picture(), "BMP"))
+    bmp[18:26] = struct.pack("<ii", 60000, 60000)
+    tiff = encoded(picture(), "TIFF")
+    # the directory comes first
+    assert tiff[:2] == b"II" and int.from_bytes(tiff[4:8], "little") == 8
+    tiff_bomb = bytearray(tiff)
+    for entry in range(10, 10 + 12 * int.from_bytes(tiff[8:10], "little"), 12):
+        if int.from_bytes(tiff[entry : entry + 2], "little") in (256, 257):
+            tiff_bomb[entry + 2 : entry + 12] = struct.pack("<HII", 4, 1, 60000)
+    plain, with_metadata = (
+        png_bomb(60000, 60000),
+        png_bomb(60000, 60000, png_chunk(b"tEXt", b"a\0b")),
+    )
+    for data in (plain, with_metadata, jpeg, gif, bmp, tiff_bomb):
+        tracemalloc.start()
+        with pytest.raises(
+            SampleError, match=f"declares 60000x60000 pixels, limit is {MAX_PIXELS}"
+        ):
+            decode(bytes(data))
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+        tracemalloc.stop()
+    canvas = b"VP8X\x0a\0\0\0\x02\0\0\0" + 2 * (60000 - 1).to_bytes(3, "little")
+    animation = b"RIFF" + (len(canvas) + 4).to_bytes(4, "little") + b"WEBP" + canvas
+    with pytest.raises(
+        SampleError, match=f"declares 60000x60000 pixels, limit is {MAX_PIXELS}"
+    ):
+        decode(animation)
+    image = picture()
+    for options in ({}, {"lossless": True}, {"exif": b"Exif\0\0"}):
+        webp = encoded(image, "WEBP", **options)
+        monkeypatch.setattr(limits, "MAX_PIXELS", 1960)
+        with pytest.raises(SampleError, match="declares 53x37 pixels, limit is 1960"):
+            decode(webp)
+        monkeypatch.setattr(limits, "MAX_PIXELS", 1961)
+        assert decode(webp).shape == (37, 53, 3)
+
+
+OVER_A_LIMIT = {
+    "canvas of an animation": (
+        lambda: bombs.animated_webp(16383, 10900),
+        "declares 16383x10900 .* 3235 MiB",
+    ),
+    "tile larger than its image": (
+        lambda: bombs.tiled_tiff(1, 20000),
+        "declares 1x1 .* MiB",
+    ),
+    "scans": (lambda: bombs.jpeg_of_scans(13000, 13000, 100), "more than 16 scans"),
+    "rows of one pixel": (
+        lambda: bmp(1, 170_000_000),
+        "1x170000000 pixels, limit of a side is 1048576",
+    ),
+    "rows of an animation": (
+        lambda: bombs.animated_webp(1, 1 << 24),
+        "1x16777216 pixels, limit of a side",
+    ),
+    "coefficients of three components": (
+        lambda: progressive(13000, 12000),
+        "declares 13000x12000 .* MiB",
+    ),
+}
+LOOK = """
+import json, resource, sys
+from pathlib import Path
+from raypipe.transform.decode.rgb import decode, image_size
+from raypipe.errors import SampleError
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+data, before, found = Path(sys.argv[1]).read_bytes(), peak(), []
+for look in (image_size, decode):
+    try:
+        look(data)
+        found.append("")
+    except SampleError as error:
+        found.append(str(error))
+print(json.dumps({"found": found, "mib": (peak() - before) / 1024}))
+"""
+
+
+def bmp(width: int, height: int) -> bytes:
+    """Runs of no pixels, for which no data need be there."""
+    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, 2, 0, 0, 1, 0)
+    return (
+        b"BM" + struct.pack("<IHHI", 60, 0, 0, 58) + header + bytes(4) + bytes([0, 1])
+    )
+
+
+def progressive(width: int, height: int) -> bytes:
+    """A JPEG that says it is in several scans, and has the first."""
+    data = bytearray(encoded(picture(), "JPEG", progressive=True, subsampling=0))
+    at = data.index(b"\xff\xc2") + 5
+    data[at : at + 4] = struct.pack(">HH", height, width)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", OVER_A_LIMIT)
+def test_limits_hold_for_all_that_a_decoder_would_allocate_or_go_through(
+    name: str, tmp_path: Path
+) -> None:
+    make, reason = OVER_A_LIMIT[name]
+    (tmp_path / "image").write_bytes(make())
+    command = [sys.executable, "-c", LOOK, str(tmp_path / "image")]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # noqa: E731
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        timeout=100,
+        check=True,
+    )
+    looked = json.loads(done.stdout)
+    assert all(re.search(reason, found) for found in looked["found"])
+    assert looked["mib"] < 100
+
+
+def test_many_scans_and_tiles_around_small_images_are_read() -> None:
+    assert decode(bombs.jpeg_of_scans(640, 480, 882)).shape == (480, 640, 3)
+    assert decode(bombs.tiled_tiff(1, 256)).tolist() == [[[0, 0, 0]]]
+    assert decode(bombs.animated_webp(50, 40)).shape == (40, 50, 3)
+
+
+def test_what_stands_between_scans_hides_none() -> None:
+    side, most = 6000, MAX_SCANNED_PIXELS // 6000**2
+    scans = bombs.jpeg_of_scans(side, side, most + 1)
+    at = scans.index(b"\xff\xda")
+    for hidden in (b"\xff\xff\xff", b"\xff\x01", b"\xff\xfe\0\x06\xff\xd9\xff\xc0"):
+        with pytest.raises(SampleError, match=f"more than {most} scans"):
+            decode(scans[:at] + hidden + scans[at:])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "mode", "pixel_bytes", "options"),
+    [
+        ("JPEG", "RGB", 6, {"subsampling": 0}),
+        ("JPEG", "RGB", 9, {"subsampling": 0, "progressive": True}),
+        ("JPEG", "CMYK", 15, {"subsampling": 0, "progressive": True}),
+        ("PNG", "RGB", 6, {}),
+        ("PNG", "RGBA", 8, {}),
+        ("PNG", "P", 6, {}),
+        ("WEBP", "RGB", 19, {"lossless": True}),
+        ("TIFF", "RGB", 8, {"compression": "tiff_deflate"}),
+        ("TIFF", "RGB", 12, {"compression": "jpeg"}),
+        ("GIF", "P", 6, {}),
+    ],
+)
+def test_the_largest_image_of_each_kind_takes_a_gibibyte(
+    kind: str, mode: str, pixel_bytes: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    width = 10_000
+    image = Image.new(mode, (width, MAX_DECODE_BYTES // pixel_bytes // width))
+    image.save(tmp_path / "image", kind, **options)
+    command = [sys.executable, "-c", LOOK, str(tmp_path / "image")]
+    looked = json.loads(
+        subprocess.run(
+            command, capture_output=True, text=True, timeout=300, check=True
+        ).stdout
+    )
+    assert looked["found"] == ["", ""]
+    assert looked["mib"] < (MAX_DECODE_BYTES >> 20) + 64  # rows, tables and libraries
+
+
+def test_a_rare_subsampling_is_decoded_by_pillow() -> None:
+    for data in (bombs.rare_jpeg(), bombs.rare_jpeg()[:-2] + b"\xff\xd9\0"):
+        np.testing.assert_array_equal(decode(data), by_pillow(data))
+        assert np.abs(decode(data).astype(int) - [255, 165, 0]).max() <= 2
+        assert decode(data, exif=True, min_side=8).shape == (32, 16, 3)
+    with pytest.raises(SampleError, match="truncated JPEG"):
+        decode(bombs.rare_jpeg()[:-20])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
+def test_pillows_own_warning_of_large_images_stays_silent(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encoded(Image.fromarray(picture()).convert("1"), kind)
+    # the picture has 1961; from 2001 it is an error
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    assert decode(data).shape == (37, 53, 3)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_truncated_at_any_length_is_an_error_and_never_gray_rows(kind: str) -> None:
+    data = encoded(picture(), kind)
+    for length in sorted(set(np.linspace(1, len(data) - 24, 60).astype(int))):
+        with pytest.raises(SampleError):
+            decode(data[:length])
+    for length in range(len(data) - 24, len(data)):
+        # the last bytes may hold checksums, end marks, no pixels
+        with contextlib.suppress(SampleError):
+            np.testing.assert_array_equal(decode(data[:length]), decode(data))
+
+
+def test_truncated_jpeg_says_so() -> None:
+    data = encoded(picture(), "JPEG")
+    with pytest.raises(
+        SampleError, match=r"^truncated JPEG: Premature end of JPEG file \(\d+ bytes\)$"
+    ):
+        decode(data[:-20])
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_damaged_bytes_give_a_sample_error_or_an_image(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PIXELS", 1_000_000)
+    rng, good = np.random.default_rng(1), encoded(picture(20, 24), kind)
+    for _ in range(300):
+        data = bytearray(good)
+        for at in rng.integers(0, len(data), rng.integers(1, 6)):
+            data[at] = rng.integers(256)
+        try:
+            image = decode(bytes(data), exif=bool(rng.integers(2)))
+        except SampleError as error:
+            assert len(str(error)) > 10
+        else:
+            assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3
+
+
+def test_damaged_png_writes_nothing_to_stderr(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PIXELS", 1_000_000)
+    good = encoded(picture(), "PNG")
+    for at in range(8, len(good), 7):
+        with contextlib.suppress(SampleError):
+            decode(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :])
+    assert capfd.readouterr().err == ""
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch trapped",)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "LA"])
+def test_a_png_with_a_wrong_checksum_of_pixels_is_always_bad(mode: str) -> None:
+    first, second = (
+        encoded(Image.new("RGBA", (6, 5), color).convert(mode), "png")
+        for color in ("red", "blue")
+    )
+    parts = [
+        re.split(b"(?=....(?:IHDR|PLTE|tRNS|IDAT|IEND))", data, flags=re.DOTALL)
+        for data in (first, second)
+    ]
+    # The second image's pixels, with the first one's checksum of them.
+    mixed = [
+        other[:-4] + one[-4:] if one[4:8] in (b"IDAT", b"PLTE") else one
+        for one, other in zip(*parts, strict=True)
+    ]
+    assert decode(first)[0, 0].tolist() != decode(second)[0, 0].tolist()
+    with pytest.raises(
+        SampleError, match=r"damaged PNG: .*the checksum of .* is wrong"
+    ):
+        decode(b"".join(mixed))
+
+
+def test_pickles_are_named_and_never_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SampleError) as caught:
+        decode(pickle.dumps(Trap(), protocol=4))
+    reason = "not an image: starts with 80 04 95 (a Python pickle; raypipe never unpickles stored values)"
+    assert str(caught.value) == reason
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (None, "no value"),
+        (b"", r"empty value \(0 bytes\)"),
+        (memoryview(b""), r"empty value \(0 bytes\)"),
+        (b"hello", r"not an image: starts with 68 65 6c$"),
+        (b"<!DOCTYPE html>", "not an image: starts with 3c 21 44 .*failed download"),
+        ("a/path.jpg", "the value is a str, not bytes"),
+        (b"\xff\xd8\xff", "JPEG"),
+        (b"BM", "BMP"),
+        (b"GIF89a", "GIF"),
+        (b"\x89PNG\r\n\x1a\n", "PNG"),
+        (b"RIFF\0\0\0\0WEBP", "WebP"),
+        (b"II*\0", "TIFF"),
+    ],
+)
+def test_reasons_name_what_is_wrong(data: Any, reason: str) -> None:
+    with pytest.raises(SampleError, match=reason):
+        decode(data)
+
+
+def test_encode_jpeg_comes_back_close() -> None:
+    image = picture(200, 300)
+    assert np.abs(decode(encode_jpeg(image, 95)).astype(int) - image).mean() < 3
+    assert len(encode_jpeg(image, 50)) < len(encode_jpeg(image, 95))
+    assert encode_jpeg(image[:, ::-1], 90)  # views are copied, not refused
+
+
+@pytest.mark.parametrize("shape", [(100, 200), (201, 100), (50, 50), (40, 3)])
+def test_resize_short_side_shrinks_and_never_enlarges(shape: tuple[int, int]) -> None:
+    image = picture(*shape)
+    small = resize_short_side(image, 50)
+    if min(shape) <= 50:
+        assert small is image
+    else:
+        assert min(small.shape[:2]) == 50
+        assert abs(max(small.shape[:2]) - 50 * max(shape) / min(shape)) <= 0.5
+
+
+def test_importing_decode_brings_no_torch_ray_pillow_or_albumentations() -> None:
+    code = (
+        "import sys, raypipe.transform.decode.rgb; "
+        "print({'torch', 'ray', 'PIL', 'albumentations'} & set(sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "set()"

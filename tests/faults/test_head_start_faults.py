@@ -23,7 +23,7 @@ from raypipe.streaming.spec import StreamSpec
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 class Deadly:

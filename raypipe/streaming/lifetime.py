@@ -36,6 +36,7 @@ class HostStream(NamedTuple):
             stream's supervisor and the most transform actors of the pool; None = there are no such processes.
         needs_ray: whether Ray makes it.
         describe: names what holds up the first batch; empty = the supervisor knows, or this process makes it.
+        has_begun: whether the pool has its CPUs, as far as it needs them for a first batch.
         start_images: images that the source, or each of its actors, makes in the time that its start takes. A
             skip of fewer reads on; a longer one starts the source again, behind them.
     """
@@ -49,6 +50,7 @@ class HostStream(NamedTuple):
     starts: Callable[[Callable[[Any, int], None]], None] | None = None
     needs_ray: bool = False
     describe: Callable[[], str] = lambda: ""
+    has_begun: Callable[[], bool] = lambda: True
     start_images: int = 0
     moves: Callable[[Move], bool] | None = None
 

@@ -75,6 +75,7 @@ class PoolStart:
         self._is_left = threading.Event()
         self._is_ready = threading.Event()
         self._is_cleaned = False
+        self._has_taken_over = False
         self._cleaning = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -82,6 +83,11 @@ class PoolStart:
     def has_head_start(self) -> bool:
         """True if the rank makes the first micro-batches itself."""
         return self._head is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the pool has actors, and its place no longer changes; always, if the pool makes everything."""
+        return self._head is None or self._has_taken_over
 
     @property
     def is_left(self) -> bool:
@@ -156,7 +162,10 @@ class PoolStart:
         if self._head:
             self._head.stop()
         thread = self._thread
-        if thread and thread is not threading.current_thread():
+        if thread is threading.current_thread():
+            # the loader was collected here: the start ends what it has started
+            return
+        if thread:
             deadline = time.monotonic() + _LEAVE_S
             while thread.is_alive() and time.monotonic() < deadline:
                 if self.supervisor is not None:
@@ -239,6 +248,7 @@ class PoolStart:
                 if answered:
                     num, is_final = ray.get(answered[-1])
                     head.hear(num, is_final)
+                    self._has_taken_over = is_final
             self._compare(head)
 
     def _ask(self, head: HeadStart) -> Any:

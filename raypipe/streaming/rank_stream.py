@@ -47,6 +47,7 @@ class RankStream:
     Attributes:
         lifetime: its owner, which ends it.
         supervisor: handle of its Supervisor, if it has one.
+        has_begun: returns whether its pool has begun, see `HostStream`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class RankStream:
         self._batches: Iterator[Batch] | None = None
         self.lifetime = Lifetime(lambda: metrics.tell("closed"))
         self.supervisor: Any = None
+        self.has_begun: Callable[[], bool] = lambda: False
 
     @property
     def is_running(self) -> bool:
@@ -93,6 +95,7 @@ class RankStream:
         self._start_images = host.start_images
         self._moves = host.moves
         self._describe = host.describe
+        self.has_begun = host.has_begun
         self.supervisor = None
         self._metrics.actors = host.actors
         self._metrics.readers = host.readers

@@ -139,6 +139,7 @@ class RayStreams:
             starts=pool.run,
             needs_ray=True,
             describe=pool.describe,
+            has_begun=lambda: pool.has_begun,
         )
         if head is None:
             pool.on_end.append(self._marks.forget)

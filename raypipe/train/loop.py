@@ -184,8 +184,8 @@ class Trainer:
             checkpoint = (
                 bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0
             )
-            if self._start is not None:
-                # after the first step, every rank has its micro-batches
+            if self._start is not None and self.loader.pool_has_begun:
+                # every rank has its micro-batches, and the pool its CPUs
                 ray.kill(self._start)
                 self._start = None
             # The first step is logged too, which shows a slow run or a bad loss at once.

@@ -24,7 +24,7 @@ from raypipe.commands.cli import run_job
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.device.augment import PRESETS
 from raypipe.errors import ConfigError, RunError
-from raypipe.launch.checks import check_code, num_classes_of
+from raypipe.launch.run_checks import check_code, num_classes_of
 from raypipe.launch.run_folder import (
     CONFIG_FILE,
     CONFIG_HEAD,

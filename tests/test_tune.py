@@ -18,7 +18,7 @@ from small_runs import parse_run
 from raypipe.commands.settings import parse_command
 from raypipe.config import AugmentConfig, RunConfig, StoreConfig
 from raypipe.errors import ConfigError
-from raypipe.launch.checks import check_augment
+from raypipe.launch.run_checks import check_augment
 from raypipe.metrics.records import read_records
 
 JOB: dict[str, Any] = runpy.run_path(

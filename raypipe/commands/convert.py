@@ -38,8 +38,8 @@ from raypipe.storage.filesystem import (
 from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Columns, Store
-from raypipe.stores.column_types import column_types
 from raypipe.stores.destination import new_path, new_remote
+from raypipe.stores.plain_columns import column_types
 from raypipe.stores.record import ColumnValues
 from raypipe.stores.scan import SIZE_COLUMNS, scan
 from raypipe.stores.sources import Asked, Source, open_source

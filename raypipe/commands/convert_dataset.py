@@ -31,8 +31,8 @@ from raypipe.rayext.failures import cause_of
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.filesystem import is_remote, open_filesystem, split_address
 from raypipe.storage.local_file import make_cache_folder
-from raypipe.stores.column_types import plain
 from raypipe.stores.destination import finished, new_path, objects_at, put_shard
+from raypipe.stores.plain_columns import plain
 from raypipe.stores.record import RecordLayout
 from raypipe.stores.scan import SIZE_COLUMNS
 from raypipe.stores.writers import open_writer

@@ -14,7 +14,7 @@ from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.kernel import is_seekable
 from raypipe.stores import open_store
 from raypipe.stores.base import Store
-from raypipe.stores.column_types import plain
+from raypipe.stores.plain_columns import plain
 from raypipe.stores.record import Fingerprint, RecordLayout
 from raypipe.stores.writers import open_writer
 from raypipe.transform.decode.array import header_size

@@ -23,8 +23,8 @@ from raypipe.errors import (
     RunError,
     without_credentials,
 )
-from raypipe.launch.checks import check_augment, check_code, num_classes_of
 from raypipe.launch.interrupts import Interrupts, Stopped
+from raypipe.launch.run_checks import check_augment, check_code, num_classes_of
 from raypipe.launch.run_folder import (
     ERROR_FILE,
     FIGURES_FILE,

@@ -53,7 +53,7 @@ _LOCAL_ENV = {
 
 ANSWER_S = 60.0
 """Time that the start of a head may take."""
-_OWN_MACHINE_S = 2.0  # in which a head of this machine accepts a connection
+_OWN_MACHINE_S = 2.0  # a head of this machine accepts a connection sooner
 
 
 def connect(

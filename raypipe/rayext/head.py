@@ -13,7 +13,7 @@ from raypipe.rayext.ray_private import find_private
 from raypipe.rayext.startup import Wait
 
 _CONNECT_S = 3.0  # timeout of a connection to a port
-_WRONG_TOKEN = "InvalidAuthToken"  # in Ray's messages, which have no type of their own
+_WRONG_TOKEN = "InvalidAuthToken"  # Ray's error has no type for it, only this word
 _LOST_S = 5.0  # a living head answers at once
 
 

@@ -474,7 +474,7 @@ class Loader(Unlike, instead=_INSTEAD):
         """Write a checkpoint into the loader's `run_dir`, in the background: states and the run's place.
 
         All ranks call it, after a whole optimizer step or after a validation. The states are copied now, and a
-        thread of rank 0 writes them while the loop goes on; until it has, a resume begins with the checkpoint
+        thread of rank 0 writes them while the loop continues; until it has, a resume begins with the checkpoint
         before. It returns only then if the run ends or stops here. Older checkpoints are removed.
 
         Args:

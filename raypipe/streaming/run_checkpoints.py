@@ -43,7 +43,7 @@ class RunCheckpoints:
     def __init__(self, run_uri: str, lease: str = "") -> None:
         self.run_uri = run_uri
         self._lease = lease
-        self._name = ""  # of the checkpoint that was read or written last
+        self._name = ""  # the checkpoint that was read or written last
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -78,7 +78,9 @@ class RunCheckpoints:
         if rank == 0:
             try:
                 newest = self._newest(plan, start_from)
-            except RaypipeError as failure:  # of all ranks, which wait for it
+            except (
+                RaypipeError
+            ) as failure:  # the other ranks wait for it, and raise it too
                 error = failure
         state = newest.state if newest else b""
         if newest:

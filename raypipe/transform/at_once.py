@@ -236,7 +236,7 @@ def _finish(
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue
-        # else nothing is written
+        # a row of another form stays unwritten
         done[row] = image.dtype == out.dtype and image.shape[:2] == out.shape[1:3]
         if done[row]:
             result.put(row, image)

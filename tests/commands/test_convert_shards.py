@@ -15,8 +15,8 @@ from raypipe.commands.convert import _with_later, convert
 from raypipe.commands.copies import shard_fingerprint, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
-from raypipe.stores.column_types import column_types, plain
 from raypipe.stores.memory import MemoryStore
+from raypipe.stores.plain_columns import column_types, plain
 from raypipe.stores.record import Fingerprint, RecordLayout
 
 TYPES = {

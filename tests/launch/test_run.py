@@ -23,9 +23,9 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError, CursorError
-from raypipe.launch.checks import num_classes_of
 from raypipe.launch.interrupts import Stopped
 from raypipe.launch.run import _as_run_error, _withdraw_stop, launch
+from raypipe.launch.run_checks import num_classes_of
 from raypipe.launch.run_folder import as_plain, store_config
 from raypipe.launch.summary import changes, summarize
 from raypipe.metrics.records import read_records

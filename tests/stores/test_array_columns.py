@@ -17,10 +17,10 @@ from raypipe.commands.copies import write_shard
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.base import is_class
-from raypipe.stores.column_types import column_types
 from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.memory import MemoryStore
+from raypipe.stores.plain_columns import column_types
 
 from pictures import picture  # isort: skip
 

@@ -21,7 +21,7 @@ from raypipe.config import (
 from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError
-from raypipe.launch.checks import num_classes_of
+from raypipe.launch.run_checks import num_classes_of
 from raypipe.plan.order import Domain
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader

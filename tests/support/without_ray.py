@@ -64,7 +64,7 @@ def only_rank() -> Iterator[None]:
 
 def train(run: RunConfig, device: str = "cpu") -> dict[str, Any]:
     """The figures of a whole run, whose folder is left as Ray Train's workers would leave it."""
-    from raypipe.launch.checks import num_classes_of
+    from raypipe.launch.run_checks import num_classes_of
     from raypipe.launch.run_folder import located, store_config
     from raypipe.streaming.opening import spec_of
     from raypipe.train.loop import Trainer

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 
 from raypipe.config import AugmentConfig, RunConfig, StoreConfig
 from raypipe.errors import BadSamplesError, ConfigError
-from raypipe.launch.checks import num_classes_of
+from raypipe.launch.run_checks import num_classes_of
 from raypipe.metrics.records import read_records
 from raypipe.stores import open_writer
 from raypipe.streaming.opening import spec_of

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError
-from raypipe.launch.checks import check_code
+from raypipe.launch.run_checks import check_code
 from raypipe.train.models import build_metric
 from raypipe.train.validation import Validation
 

@@ -104,6 +104,7 @@ class HeadStart:
         """
         with self._changed:
             self._is_stopped = True
+            self._made.clear()
             self._changed.notify_all()
         thread = self._thread
         if waits and thread.is_alive() and thread is not threading.current_thread():

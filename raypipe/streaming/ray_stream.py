@@ -37,7 +37,7 @@ from raypipe.streaming.pool_start import PoolIterators, PoolStart, check_pickles
 from raypipe.streaming.room import ask_for_room, make_room
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
-from raypipe.streaming.takeover import HeadStartLostError, joined
+from raypipe.streaming.takeover import GapError, HeadStartLostError, joined
 from raypipe.transform.fields import MicroBatch
 
 _logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class RayStreams:
 
         try:
             yield from joined(own(), pool.batches(), places)
-        except LookupError as error:
+        except GapError as error:
             if pool.is_left:
                 return
             # The next start leaves all to the pool, which can replace a bad sample's process.

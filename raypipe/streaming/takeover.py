@@ -43,6 +43,10 @@ class Takeover:
         return self.num
 
 
+class GapError(Exception):
+    """The pool does not begin at the next place."""
+
+
 class HeadStartLostError(Exception):
     """The rank could not make a micro-batch behind which the pool has already begun.
 
@@ -68,7 +72,7 @@ def joined(
         places: places of the rank's share, in order.
 
     Raises:
-        LookupError: the pool begins later.
+        GapError: the pool begins later.
     """
     for batch in head:
         assert batch.position == next(places)
@@ -82,7 +86,7 @@ def joined(
             first = batch
             break
     if first is None or first.position != upcoming:
-        raise LookupError(f"the pool does not begin at {upcoming}")
+        raise GapError(f"the pool does not begin at {upcoming}")
     yield first
     del first, batch
     yield from pool

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raypipe.plan.places import MicroBatchId
-from raypipe.streaming.takeover import Takeover, joined
+from raypipe.streaming.takeover import GapError, Takeover, joined
 from raypipe.transform.fields import MicroBatch
 
 
@@ -68,7 +68,7 @@ def test_a_gap_before_the_pool_is_an_error_and_no_batch(num_made: int) -> None:
     batches = joined(made(places[:num_made]), made(places[5:]), iter(places))
     assert [next(batches).position for _ in range(num_made)] == places[:num_made]
     with pytest.raises(
-        LookupError, match=f"does not begin at train-e0000-s00000{num_made}"
+        GapError, match=f"does not begin at train-e0000-s00000{num_made}"
     ):
         next(batches)
 

@@ -21,6 +21,7 @@ from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.retries import patience_s
 from raypipe.streaming.blocks import most_bytes
+from raypipe.streaming.pool_start import check_pickles
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
@@ -163,6 +164,7 @@ def splits(
     if not spec.plan.num_micro_batches(cursor):
         nothing: Any = Ended()
         return [nothing] * world_size
+    check_pickles(spec)
     rows = block_dataset(
         spec,
         cursor,

@@ -98,9 +98,11 @@ class RayStreams:
     def _allows_head_start(self) -> bool:
         """Return whether a rank can make what the pool makes."""
         spec = self._spec
-        return spec.pool.head_start != 0 and not any(
+        is_remote_store = any(
             is_remote(store.address) for store in spec.stores.values()
         )
+        # Readers and actors may be the only ones to reach such stores.
+        return spec.pool.head_start != 0 and not (is_remote_store or spec.readers())
 
     def open(self, start: Cursor, only: Segment | None = None) -> HostStream:
         """Start the stream, on all ranks.
@@ -187,7 +189,8 @@ class RayStreams:
             self._may_head_start and self._spec.plan.num_micro_batches(start) > 0
         )
         if self._rank == 0:
-            check_pickles(spec)
+            if has_head_start:  # else the call that starts the pool does
+                check_pickles(spec)
             if not self._has_started and self._marks.found():
                 _logger.warning(
                     "a process has ended while it made its first micro-batches itself, so the pool makes them now "

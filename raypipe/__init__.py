@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raypipe.commands.convert import convert as convert
     from raypipe.commands.inspection import describe as describe
-    from raypipe.commands.inspection import verify as verify
     from raypipe.commands.preview import preview as preview
+    from raypipe.commands.verify import verify as verify
     from raypipe.config import AugmentConfig as AugmentConfig
     from raypipe.config import PlanConfig as PlanConfig
     from raypipe.config import PoolConfig as PoolConfig
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "commands.convert": ["convert"],
-    "commands.inspection": ["describe", "verify"],
+    "commands.inspection": ["describe"],
     "commands.preview": ["preview"],
+    "commands.verify": ["verify"],
     "config": ["AugmentConfig", "PlanConfig", "PoolConfig", "TransformConfig"],
     "errors": ["RaypipeError"],
     "plan.custom": ["Population", "Sampler"],

@@ -78,13 +78,13 @@ class ColumnOptions(Section, prefix="store.columns.NAME."):
         )
 
 
-Columns = list[str] | dict[str, dict[str, Any] | None]
+ColumnsSetting = list[str] | dict[str, dict[str, Any] | None]
 """Names of columns; or their `ColumnOptions` by name, as plain values."""
 
 
 def column_options(columns: Any) -> dict[str, ColumnOptions]:
     """Return the options of each column; raise ConfigError if one is wrong."""
-    columns = check("store.columns", columns, Columns)
+    columns = check("store.columns", columns, ColumnsSetting)
     if isinstance(columns, dict):
         by_name = columns
     else:
@@ -136,7 +136,7 @@ class StoreConfig(Section, prefix="store."):
     trust_pickles: bool = False
     exclude: str | dict[str, str] = ""
     filter: str | dict[str, str] = ""
-    columns: Columns = field(default_factory=list)
+    columns: ColumnsSetting = field(default_factory=list)
     in_memory: bool = False
 
     def __post_init__(self) -> None:
@@ -645,6 +645,10 @@ class AugmentConfig(Section, prefix="augment."):
         return _strength_at(self.strength, progress)
 
 
+Imported = Literal["model", "loss", "metrics", "optimizer", "lr_schedule"]
+"""Settings that may name an object of the user's, `module:name`."""
+
+
 @dataclass(frozen=True)
 class TrainConfig(Section, prefix="train."):
     """The model and its training.
@@ -745,12 +749,13 @@ class TrainConfig(Section, prefix="train."):
             'a number of steps, or a time such as "10min"',
         )
 
-    def imported(self, setting: str) -> Any:
+    def imported(self, setting: Imported) -> Any:
         """Import what a setting names as `module:name`: `imported("loss")`.
 
         Raises:
-            ConfigError: it does not exist.
+            ConfigError: it does not exist, or the setting is not one of those.
         """
+        check("TrainConfig.imported: setting", setting, Imported)
         return import_name(getattr(self, setting), f"train.{setting}")
 
     @property

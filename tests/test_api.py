@@ -253,8 +253,7 @@ def test_the_kernel_has_one_door_and_imports_nothing_of_raypipe() -> None:
         for name in imports(module):
             if is_inside and name.startswith("raypipe"):
                 assert name.startswith("raypipe.kernel."), f"{module} imports {name}"
-            # The extension still holds the reader of LMDB.
-            if not is_inside and module != "stores.lmdb_pages":
+            if not is_inside:
                 assert not name.startswith("raypipe.kernel."), f"{module}: {name}"
     for name in raypipe.kernel.__all__:
         assert hasattr(raypipe.kernel, name)

@@ -14,15 +14,16 @@ would count up to one clump too much.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,6 +41,9 @@ from raypipe.packages import versions
 from raypipe.printing import print_table
 from raypipe.stores import Store
 from raypipe.transform.transform_steps import brief
+
+if TYPE_CHECKING:
+    from raypipe.transform.fields import MicroBatch
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
@@ -322,9 +326,6 @@ def stream_once(
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
-    from raypipe.transform.encoded_map import DATA, MAP
-    from raypipe.transform.fields import Ragged, is_image
-    from raypipe.transform.planes import chromas
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
@@ -336,25 +337,9 @@ def stream_once(
     )
     started = time.perf_counter()
     connect()
-    blocks = list[tuple[float, int]]()
-    num_bytes = 0
     (iterator,) = splits(spec, spec.plan.start(), max_actors=pool.max_actors)
-    for block in (stream := host_blocks(iterator)):
-        arrived = time.perf_counter()
-        batches = list(block)
-        num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
-        blocks.append((arrived, num_images))
-        arrays = batches[0].arrays()
-        images = [array for name, array in arrays.items() if is_image(name)]
-        images += chromas(arrays).values()
-        num_bytes = sum(array.nbytes for array in images)
-        encoded = batches[0].fields.get(DATA)
-        if isinstance(encoded, Ragged):  # transform.decode='device'
-            num_bytes = encoded.values.nbytes + arrays[MAP].nbytes
-        if arrived - blocks[0][0] > seconds and len(blocks) >= _MIN_BLOCKS:
-            break
-        del block, batches
-    stream.close()
+    with contextlib.closing(host_blocks(iterator)) as stream:
+        blocks, num_bytes = _received(stream, seconds)
     images_per_s = steady(blocks)
     first_batch_s = blocks[0][0] - started
     by_torch = timed_by_torch(
@@ -367,6 +352,42 @@ def stream_once(
         "micro_batch_bytes": num_bytes,
     }
     return figures | by_torch
+
+
+def _received(
+    stream: Iterator[Iterable[MicroBatch]], seconds: float
+) -> tuple[list[tuple[float, int]], int]:
+    """Receive blocks for `seconds`, and _MIN_BLOCKS at least.
+
+    Returns:
+        arrival and number of images of each block; and the bytes of the images of a micro-batch, as they travel.
+    """
+    blocks: list[tuple[float, int]] = []
+    num_bytes = 0
+    for block in stream:
+        arrived = time.perf_counter()
+        batches = list(block)
+        num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
+        blocks.append((arrived, num_images))
+        num_bytes = _image_bytes(batches[0])
+        if arrived - blocks[0][0] > seconds and len(blocks) >= _MIN_BLOCKS:
+            break
+        del block, batches
+    return blocks, num_bytes
+
+
+def _image_bytes(batch: MicroBatch) -> int:
+    """Return the bytes of a micro-batch's images, or of its encoded ones if the device decodes."""
+    from raypipe.transform.encoded_map import DATA, MAP
+    from raypipe.transform.fields import Ragged, images_in
+    from raypipe.transform.planes import chromas
+
+    arrays = batch.arrays()
+    encoded = batch.fields.get(DATA)
+    if isinstance(encoded, Ragged):
+        return encoded.values.nbytes + arrays[MAP].nbytes
+    images = [*images_in(arrays).values(), *chromas(arrays).values()]
+    return sum(array.nbytes for array in images)
 
 
 def timed_by_torch(

@@ -19,7 +19,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import raypipe
-from raypipe.commands import bench, data, digests, doctor, index, status, training
+from raypipe.commands import (
+    bench,
+    convert,
+    digests,
+    doctor,
+    index,
+    inspection,
+    preview,
+    status,
+    training,
+    verify,
+)
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.errors import NoRoomError, RaypipeError, without_credentials
@@ -42,11 +53,11 @@ def print_result(result: dict[str, Any]) -> None:
 GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
     "Run": {"train": training.train, "status": status.status, "stop": status.stop},
     "Data": {
-        "inspect": data.inspect_store,
-        "verify": data.verify_store,
-        "convert": data.convert_store,
+        "inspect": inspection.inspect_store,
+        "verify": verify.verify_store,
+        "convert": convert.convert_store,
         "index": index.index,
-        "preview": data.draw_preview,
+        "preview": preview.draw_preview,
     },
     "Check": {
         "digest": digests.digest,
@@ -60,7 +71,7 @@ COMMANDS = {
 # The text of results that are more than a table.
 _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "status": status.print_status,
-    "verify": data.print_verified,
+    "verify": verify.print_verified,
     "digest": digests.print_digests,
     "bench": bench.print_bench,
     "doctor": doctor.print_checks,

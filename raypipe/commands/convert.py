@@ -1,4 +1,4 @@
-"""Copy a store, another format, an iterable or a `ray.data.Dataset` into a new LMDB or Parquet store, verified.
+"""The command `convert`: copies a store, another format, an iterable or a `ray.data.Dataset` into a new store.
 
     a store → ranges → one task per shard writes, reads back and compares
     → one rename, or, at a URI, one manifest: the new store exists whole or not at all
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,13 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from raypipe import kernel
-from raypipe.commands.convert_dataset import make_copy
-from raypipe.commands.copies import write_shard
-from raypipe.commands.ordered_samples import CHUNK, kept_samples
-from raypipe.commands.tasks import count_cpus, run_tasks
+from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, StoreError
-from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import (
     check_lasting,
     is_remote,
@@ -38,18 +33,71 @@ from raypipe.storage.filesystem import (
 from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Columns, Store
-from raypipe.stores.destination import new_path, new_remote
 from raypipe.stores.plain_columns import column_types
 from raypipe.stores.record import ColumnValues
-from raypipe.stores.scan import SIZE_COLUMNS, scan
+from raypipe.stores.scan import scan
 from raypipe.stores.sources import Asked, Source, open_source
-from raypipe.stores.writers import WRITTEN_SUFFIXES
 
 if TYPE_CHECKING:
     import ray.data
 
+    from raypipe.commands.copies import CopySettings
+
 # A shard is small enough to be copied and cached as one object, and large enough to be few.
 _SHARD_BYTES = 1 << 30
+
+
+def convert_store(
+    run: RunConfig,
+    src: str,
+    dst: str,
+    *,
+    short_side: int = 0,
+    quality: int = 90,
+    shards: int = 0,
+    on_bad_sample: Literal["raise", "skip"] = "raise",
+    sizes: bool = True,
+    seekable: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Copy any store or format into an LMDB or Parquet store, and verify it.
+
+    Other formats are TFRecord, HDF5, MXNet .rec, zip, .npz, .pt, MDS, LitData, and Arrow (save_to_disk).
+
+    Examples:
+        raypipe convert imagenet.tar imagenet.lmdb --short-side 256 --quality 92
+        raypipe convert 'imagenet/train-*-of-01024' train.lmdb
+        raypipe convert train.h5 train.lmdb --store.image-column frames --store.target-column y
+        raypipe convert 'train-*.parquet' s3://bucket/train.lmdb --on-bad-sample skip
+
+    Args:
+        run: Here the options of store.* that say how to read, and, for sizes, transform.apply_exif matter.
+        src: a store or another format; several files as 'train-*.parquet'; or MODULE:NAME, your own function that
+            yields samples, such as {'image': bytes, 'label': 3}.
+        dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
+        short_side: decode, and store JPEGs with this shorter side, in pixels; 0 = the bytes as they are.
+        quality: JPEG quality for --short-side, 1 to 100.
+        shards: files of the new store; 0 = 1 GiB each.
+        on_bad_sample: stop with an error, or skip samples that have no bytes or cannot be decoded.
+        sizes: add columns width and height, in pixels; -1 = not in the image's header.
+        seekable: store JPEGs so that crops decode faster, with the same pixels.
+        overwrite: replace a store at DST.
+    """
+    return convert(
+        src,
+        dst,
+        image_column=run.store.image_column,
+        target_column=run.store.target_column,
+        trust_pickles=run.store.trust_pickles,
+        short_side=short_side,
+        quality=quality,
+        shards=shards,
+        on_bad_sample=on_bad_sample,
+        sizes=sizes,
+        exif=run.transform.apply_exif,
+        seekable=seekable,
+        overwrite=overwrite,
+    )
 
 
 def convert(
@@ -106,64 +154,58 @@ def convert(
         ConfigError: an argument is wrong, or `seekable` is wanted without the compiled extension.
         ResourceError: this node has no CPU to spare, or a task died.
     """
+    from raypipe.commands.convert_dataset import make_copy
+    from raypipe.commands.copies import CopySettings
+    from raypipe.rayext.cluster import connect
+
     dst = str(dst)
     _check_arguments(dst, short_side, quality, shards, seekable)
     opened = _opened(src, image_column, target_column, trust_pickles)
+    settings = CopySettings(
+        sizes=sizes,
+        short_side=short_side,
+        quality=quality,
+        exif=exif,
+        seekable=seekable,
+        on_bad_sample=on_bad_sample,
+    )
     if _is_dataset(opened):
         connect()
-        return make_copy(
-            opened,
-            dst,
-            shards,
-            overwrite,
-            sizes,
-            classes=None if classes is None else tuple(classes),
-            short_side=short_side,
-            quality=quality,
-            exif=exif,
-            seekable=seekable,
-            on_bad_sample=on_bad_sample,
-        )
+        names = None if classes is None else tuple(classes)
+        return make_copy(opened, dst, shards, overwrite, names, settings)
     with contextlib.ExitStack() as stack:
-        if isinstance(opened, Store):
-            store = opened
-        else:
-            if isinstance(opened, Source):
-                source = opened
-            else:
-                source = Source(iter(opened))
-            store = open_store(
-                stack.enter_context(kept_samples(source, classes, short_side))
-            )
+        store = stack.enter_context(_as_store(opened, classes, short_side))
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
-        columns, sized = _columns_of(store, short_side, sizes)
+        settings = settings.of_columns(_column_types(store, short_side))
         connect()
-        # A local destination is on this node, and files to upload are written here first: no other node writes.
-        num_shards = min(
-            len(store), shards or _num_shards(store, count_cpus("the copy", here=True))
-        )
-        partial = stack.enter_context(
-            new_remote(dst, overwrite)
-            if is_remote(dst)
-            else new_path(Path(open_filesystem(dst)[1]), overwrite)
-        )
-        options = (
-            columns,
-            short_side,
-            quality,
-            on_bad_sample,
-            sized,
-            exif,
-            seekable,
-        )
-        return _copy(store, _shard_files(partial, dst, num_shards), options)
+        num_shards = _num_shards(store, shards)
+        partial = stack.enter_context(_destination(dst, overwrite))
+        return _copy(store, _shard_files(partial, dst, num_shards), settings)
+
+
+@contextlib.contextmanager
+def _as_store(
+    opened: Any, classes: Sequence[str] | None, short_side: int
+) -> Iterator[Store]:
+    """Context manager: what `_opened` returns, as a store; samples are kept in the cache folder meanwhile."""
+    from raypipe.commands.ordered_samples import kept_samples
+
+    if isinstance(opened, Store):
+        yield opened
+        return
+    source = opened if isinstance(opened, Source) else Source(iter(opened))
+    with kept_samples(source, classes, short_side) as path:
+        yield open_store(path)
 
 
 def _check_arguments(
     dst: str, short_side: int, quality: int, shards: int, seekable: bool
 ) -> None:
     """Raise an error for arguments of `convert` that are wrong for any source."""
+    from raypipe import kernel
+    from raypipe.stores.writers import WRITTEN_SUFFIXES
+
     if shards < 0 or short_side < 0 or not 1 <= quality <= 100:
         raise ConfigError(
             "shards and short_side must be at least 0 and quality in [1, 100], "
@@ -186,16 +228,21 @@ def _check_arguments(
     check_lasting(dst, "the destination")
 
 
-def _columns_of(
-    store: Store, short_side: int, sizes: bool
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the types of the new store's columns, and which of them are measured from the images."""
+def _column_types(store: Store, short_side: int) -> dict[str, str]:
+    """Return the columns of a store with the types of the writers."""
+    from raypipe.commands.ordered_samples import CHUNK
+
     first = store.read(np.arange(min(len(store), CHUNK)), tuple(store.schema.names))
-    columns = column_types(_with_later(store, first), store.address, short_side)
-    sized = tuple(
-        name for name in SIZE_COLUMNS if sizes and (short_side or name not in columns)
-    )
-    return columns | dict.fromkeys(sized, "int64"), sized
+    return column_types(_with_later(store, first), store.address, short_side)
+
+
+def _destination(dst: str, overwrite: bool) -> contextlib.AbstractContextManager[Path]:
+    """Context manager: the path to write to; at its end this becomes the new store, whole or not at all."""
+    from raypipe.stores.destination import new_path, new_remote
+
+    if is_remote(dst):
+        return new_remote(dst, overwrite)
+    return new_path(Path(open_filesystem(dst)[1]), overwrite)
 
 
 def _shard_files(partial: Path, dst: str, num_shards: int) -> list[Path]:
@@ -207,16 +254,15 @@ def _shard_files(partial: Path, dst: str, num_shards: int) -> list[Path]:
     return [partial / f"{number:05d}{suffix}" for number in range(num_shards)]
 
 
-def _copy(store: Store, files: list[Path], options: tuple[Any, ...]) -> dict[str, int]:
-    """Copy a store into files, a task for each; return what `convert` does.
+def _copy(store: Store, files: list[Path], settings: CopySettings) -> dict[str, int]:
+    """Copy a store into files, a task for each; return what `convert` does."""
+    from raypipe.commands.copies import write_shard
+    from raypipe.commands.tasks import run_tasks
 
-    Args:
-        options: further arguments of `write_shard`.
-    """
     bounds = np.linspace(0, len(store), len(files) + 1).astype(int).tolist()
     ranges = itertools.pairwise(bounds)
     calls = [
-        (store, file, start, stop, *options)
+        (store, file, start, stop, settings)
         for file, (start, stop) in zip(files, ranges, strict=True)
     ]
     counts = np.zeros(3, np.int64)
@@ -253,7 +299,9 @@ def _with_later(store: Store, first: Columns) -> dict[str, Any]:
             field.type
         )
         if has_no_value or (may_lack_one and field.nullable and NoneType not in kinds):
-            later = (value for part in scan(store, (name,), "") for value in part[name])
+            later = (
+                value for chunk in scan(store, (name,), "") for value in chunk[name]
+            )
             decisive = (value for value in later if (value is None) != has_no_value)
             columns[name] = [*first[name], *itertools.islice(decisive, 1)]
     return columns
@@ -286,8 +334,17 @@ def _is_dataset(src: object) -> bool:
     )
 
 
-def _num_shards(store: Store, num_cpus: int) -> int:
+def _num_shards(store: Store, shards: int) -> int:
+    """Return the number of shards: as many as are asked for, or of 1 GiB each, and enough to use all CPUs."""
+    from raypipe.commands.tasks import count_cpus
+
+    if shards:
+        return min(len(store), shards)
+    # A local destination is on this node, and files to upload are written here first: no other node writes.
+    num_cpus = count_cpus("the copy", here=True)
     sample = np.linspace(0, len(store) - 1, min(64, len(store))).astype(int)
     images = store.read(sample, ("image",))["image"]
     total = sum(len(image or b"") for image in images) / len(sample) * len(store)
-    return max(1, int(np.ceil(total / _SHARD_BYTES)), min(num_cpus, len(store) // 1000))
+    by_size = int(np.ceil(total / _SHARD_BYTES))
+    by_cpus = min(num_cpus, len(store) // 1000)
+    return min(len(store), max(1, by_size, by_cpus))

@@ -15,7 +15,7 @@ import json
 import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress
 
-from raypipe.commands.copies import NO_SIZE, make_image, shard_fingerprint
+from raypipe.commands.copies import (
+    NO_SIZE,
+    CopySettings,
+    make_image,
+    shard_fingerprint,
+)
 from raypipe.commands.ordered_samples import CHUNK, columns_of, with_encoded_image
 from raypipe.commands.tasks import count_cpus
 from raypipe.errors import RaypipeError, SampleError, StoreError
@@ -34,7 +39,6 @@ from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores.destination import finished, new_path, objects_at, put_shard
 from raypipe.stores.plain_columns import plain
 from raypipe.stores.record import RecordLayout
-from raypipe.stores.scan import SIZE_COLUMNS
 from raypipe.stores.writers import open_writer
 
 if TYPE_CHECKING:
@@ -47,26 +51,19 @@ _SHARD_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Copy:
-    """Settings of a copy, which its tasks are sent.
+    """A copy, as its tasks are sent it.
 
     Attributes:
         dst: a URI, or the local folder of the new shards.
         suffix: suffix of the shards.
-        columns: all columns with their types.
-        sized: which of SIZE_COLUMNS are made from the images.
-        classes, short_side, quality, exif, seekable, on_bad_sample: see `raypipe.convert`.
+        classes: see `raypipe.convert`.
+        settings: how samples are copied.
     """
 
     dst: str
     suffix: str
-    columns: dict[str, str]
-    sized: tuple[str, ...]
     classes: tuple[str, ...] | None
-    short_side: int
-    quality: int
-    exif: bool
-    seekable: bool
-    on_bad_sample: str
+    settings: CopySettings
 
 
 def make_copy(
@@ -74,27 +71,17 @@ def make_copy(
     dst: str,
     shards: int,
     overwrite: bool,
-    sizes: bool,
-    **options: Any,
+    classes: tuple[str, ...] | None,
+    settings: CopySettings,
 ) -> dict[str, int]:
-    """Copy a Dataset of Ray Data to a store, see `raypipe.convert`.
-
-    Args:
-        options: the other fields of `Copy`.
-    """
+    """Copy a Dataset of Ray Data to a store, see `raypipe.convert`; `settings` are still without columns."""
     first = _first_rows(dataset)
     if not first:
         raise StoreError("the Dataset has no samples")
-    columns = columns_of(
-        map(with_encoded_image, first), "the Dataset", options["short_side"]
-    )
-    sized = tuple(
-        name
-        for name in SIZE_COLUMNS
-        if sizes and (options["short_side"] or name not in columns)
-    )
+    samples = map(with_encoded_image, first)
+    columns = columns_of(samples, "the Dataset", settings.short_side)
     suffix = Path(split_address(dst)[1]).suffix
-    copy = Copy(dst, suffix, columns | dict.fromkeys(sized, "int64"), sized, **options)
+    copy = Copy(dst, suffix, classes, settings.of_columns(columns))
     if is_remote(dst):
         with finished(dst, objects_at(dst, overwrite)) as uploaded:
             counts = _Counts()
@@ -109,16 +96,12 @@ def make_copy(
         partial.mkdir()
         counts = _Counts()
         names = []
-        for report in _parts(dataset, _at(copy, partial), shards, first):
+        for report in _parts(dataset, replace(copy, dst=str(partial)), shards, first):
             if counts.add(report):
                 names.append(report["shard"][0])
         counts.check()
         _arrange(partial, names, suffix)
     return counts.result(copy)
-
-
-def _at(copy: Copy, folder: Path) -> Copy:
-    return Copy(**{**vars(copy), "dst": str(folder)})
 
 
 def _arrange(partial: Path, names: Sequence[str], suffix: str) -> None:
@@ -248,120 +231,128 @@ def _parts(
 
 def _make(row: dict[str, Any], copy: Copy) -> dict[str, Any]:
     """Return a row's record, the size of its image, whether it is measured, and its error."""
-    written: dict[str, Any] = {
+    result: dict[str, Any] = {
         "record": b"",
         "bytes": 0,
         "has_size": False,
         "error": "",
         "is_bad": False,
     }
+    columns = copy.settings.columns
     try:
         sample = with_encoded_image(row)
         try:
-            size = make_image(
-                sample, copy.short_side, copy.quality, copy.exif, copy.seekable
-            )
+            size = make_image(sample, copy.settings)
         except SampleError as error:
-            return {**written, "error": str(error), "is_bad": True}
-        sample |= {name: size[name] for name in copy.sized}
-        record = RecordLayout(copy.columns).pack(plain(sample, copy.columns))
+            return {**result, "error": str(error), "is_bad": True}
         return {
-            **written,
-            "record": record,
+            **result,
+            "record": RecordLayout(columns).pack(plain(sample, columns)),
             "bytes": len(sample["image"]),
             "has_size": size != NO_SIZE,
         }
     except StoreError as error:
-        return {**written, "error": str(error)}
+        return {**result, "error": str(error)}
+
+
+_NOTHING: dict[str, Any] = {
+    "samples": 0,
+    "without_size": 0,
+    "bytes": 0,
+    "skipped": [],
+    "shard": [],
+    "error": "",
+    "at": -1,
+    "is_bad": False,
+}
+"""What a task reports of a batch: how many samples it has, how many of those written have no known size, and their
+bytes; positions and reasons of those skipped; the shard, none if all are; an error, its position (-1 = none), and
+whether a bad sample caused it."""
 
 
 class _BadRowError(Exception):
-    """A row that ends the copy; `part` says so."""
-
-    def __init__(self, report: dict[str, Any]) -> None:
-        super().__init__(report["error"])
-        self.part = report
+    """A row that ends the copy: its position, the error, and whether the sample is bad."""
 
 
 def _write(batch: pa.Table, copy: Copy) -> dict[str, list[str]]:
     """Write a batch of records as a shard, and return what was done, as JSON."""
     try:
-        return {"part": [json.dumps(_written(batch, copy))]}
-    except _BadRowError as found:
-        return {"part": [json.dumps(found.part)]}
+        report = _written(batch, copy)
+    except _BadRowError as error:
+        position, reason, is_bad = error.args
+        report = {**_NOTHING, "error": reason, "at": position, "is_bad": is_bad}
     except RaypipeError as error:  # if it were raised, Ray would print its traceback
-        return {
-            "part": [
-                json.dumps(
-                    {"samples": 0, "error": str(error), "at": -1, "is_bad": False}
-                )
-            ]
-        }
+        report = {**_NOTHING, "error": str(error)}
+    return {"part": [json.dumps(report)]}
 
 
 def _written(batch: pa.Table, copy: Copy) -> dict[str, Any]:
-    report: dict[str, Any] = {
-        "samples": len(batch),
-        "without_size": 0,
-        "bytes": 0,
-        "skipped": [],
-        "shard": [],
-    }
-    report |= {"error": "", "at": -1, "is_bad": False}
-    layout = RecordLayout(copy.columns)
-    names = tuple(copy.columns)
-    with contextlib.ExitStack() as stack:
-        folder = Path(copy.dst)
-        if is_remote(copy.dst):
-            folder = Path(
-                stack.enter_context(
-                    tempfile.TemporaryDirectory(
-                        dir=make_cache_folder(), prefix="convert-"
-                    )
-                )
-            )
+    """Write a batch of records as a shard, read it back, and return what was done."""
+    with _folder_of(copy) as folder:
         file = folder / f"{secrets.token_hex(16)}{copy.suffix}"
-        with open_writer(file, copy.columns, copy.classes) as writer:
-            columns = [
-                batch[name].to_pylist()
-                for name in ("error", "is_bad", "has_size", "bytes")
-            ]
-            for position, (error, is_bad, has_size, num_bytes) in enumerate(
-                zip(*columns, strict=True)
-            ):
-                if error and is_bad and copy.on_bad_sample == "skip":
-                    report["skipped"].append((position, error))
-                    continue
-                if error:
-                    if is_bad:
-                        advice = ". Exclude such samples with --on-bad-sample skip"
-                    else:
-                        advice = ""
-                    raise _BadRowError(
-                        {
-                            **report,
-                            "samples": 0,
-                            "error": f"{error}{advice}",
-                            "at": position,
-                            "is_bad": is_bad,
-                        }
-                    )
-                record = batch["record"][position].as_buffer()
-                writer.append(
-                    {**dict.fromkeys(names), **layout.unpack(memoryview(record), names)}
-                )
-                report["without_size"] += not has_size
-                report["bytes"] += num_bytes
+        report, fingerprint = _write_records(batch, copy, file)
         if len(report["skipped"]) == len(batch):
             file.unlink()
             return report
-        if shard_fingerprint(file, copy.columns) != writer.fingerprint:
+        if shard_fingerprint(file, copy.settings.columns) != fingerprint:
             raise StoreError(
                 f"{file} does not read back as it was written: check the disk, and try again"
             )
-        if is_remote(copy.dst):
-            shard = put_shard(file, copy.dst, 0)
-            report["shard"] = [shard.address, shard.num_bytes, shard.digest]
-        else:
-            report["shard"] = [file.name]
-    return report
+        if not is_remote(copy.dst):
+            return {**report, "shard": [file.name]}
+        shard = put_shard(file, copy.dst, 0)
+        return {**report, "shard": [shard.address, shard.num_bytes, shard.digest]}
+
+
+@contextlib.contextmanager
+def _folder_of(copy: Copy) -> Iterator[Path]:
+    """Context manager: the folder that shards are written to, a temporary one before an upload."""
+    if not is_remote(copy.dst):
+        yield Path(copy.dst)
+        return
+    cache = make_cache_folder()
+    with tempfile.TemporaryDirectory(dir=cache, prefix="convert-") as folder:
+        yield Path(folder)
+
+
+def _write_records(
+    batch: pa.Table, copy: Copy, file: Path
+) -> tuple[dict[str, Any], str]:
+    """Write the records of a batch, and return what was done, and the fingerprint of what was written.
+
+    Raises:
+        _BadRowError: a row has an error, and is not skipped.
+    """
+    columns = copy.settings.columns
+    layout = RecordLayout(columns)
+    names = tuple(columns)
+    skipped: list[tuple[int, str]] = []
+    num_without_size = 0
+    num_image_bytes = 0
+    facts = [
+        batch[name].to_pylist() for name in ("error", "is_bad", "has_size", "bytes")
+    ]
+    with open_writer(file, columns, copy.classes) as writer:
+        for position, (error, is_bad, has_size, num_bytes) in enumerate(
+            zip(*facts, strict=True)
+        ):
+            if is_bad and copy.settings.on_bad_sample == "skip":
+                skipped.append((position, error))
+                continue
+            if is_bad:
+                error += ". Exclude such samples with --on-bad-sample skip"
+            if error:
+                raise _BadRowError(position, error, is_bad)
+            record = batch["record"][position].as_buffer()
+            sample = layout.unpack(memoryview(record), names)
+            writer.append({**dict.fromkeys(names), **sample})
+            num_without_size += not has_size
+            num_image_bytes += num_bytes
+    report = {
+        **_NOTHING,
+        "samples": len(batch),
+        "without_size": num_without_size,
+        "bytes": num_image_bytes,
+        "skipped": skipped,
+    }
+    return report, writer.fingerprint

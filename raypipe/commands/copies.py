@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from raypipe.stores import open_store
 from raypipe.stores.base import Store
 from raypipe.stores.plain_columns import plain
 from raypipe.stores.record import Fingerprint, RecordLayout
+from raypipe.stores.scan import SIZE_COLUMNS
 from raypipe.stores.writers import open_writer
 from raypipe.transform.decode.array import header_size
 from raypipe.transform.decode.image_header import image_kind
@@ -28,31 +30,47 @@ ChunkReport = tuple[int, int, int, list[tuple[int, str]]]
 indices skipped, each with its reason."""
 
 
+@dataclass(frozen=True)
+class CopySettings:
+    """Settings of a copy of samples.
+
+    Attributes:
+        sizes, short_side, quality, exif, seekable, on_bad_sample: see `raypipe.convert`.
+        columns: all columns of the copy, with their types.
+        sized: which of SIZE_COLUMNS are made from the images, and not read.
+    """
+
+    sizes: bool = True
+    short_side: int = 0
+    quality: int = 90
+    exif: bool = False
+    seekable: bool = False
+    on_bad_sample: str = "raise"
+    columns: dict[str, str] = field(default_factory=dict)
+    sized: tuple[str, ...] = ()
+
+    def of_columns(self, columns: dict[str, str]) -> CopySettings:
+        """Return the settings for a source of these columns, to which those of sizes are added."""
+        sized = tuple(
+            name
+            for name in SIZE_COLUMNS
+            if self.sizes and (self.short_side or name not in columns)
+        )
+        written = columns | dict.fromkeys(sized, "int64")
+        return replace(self, columns=written, sized=sized)
+
+
 def write_shard(
-    store: Store,
-    file: Path,
-    start: int,
-    stop: int,
-    columns: dict[str, str],
-    short_side: int,
-    quality: int,
-    on_bad_sample: str,
-    sized: Sequence[str] = (),
-    exif: bool = False,
-    seekable: bool = False,
+    store: Store, file: Path, start: int, stop: int, settings: CopySettings
 ) -> Iterator[ChunkReport]:
     """A task: writes samples start … stop - 1, yields what it did with each chunk, and reads all of it back.
-
-    Args:
-        sized: which of SIZE_COLUMNS are made from the images, and not read.
-        exif: see `convert`.
-        seekable: see `convert`.
 
     Raises:
         SampleError: a sample is bad, and on_bad_sample is "raise".
         StoreError: the shard differs from its samples when it is read back.
     """
-    read = {name: kind for name, kind in columns.items() if name not in sized}
+    columns = settings.columns
+    read = {name: kind for name, kind in columns.items() if name not in settings.sized}
     with open_writer(file, columns, store.classes) as writer:
         for first, samples in _chunks(store, read, start, stop):
             num_without_size = 0
@@ -60,16 +78,15 @@ def write_shard(
             skipped = []
             for index, sample in enumerate(samples, first):
                 try:
-                    size = make_image(sample, short_side, quality, exif, seekable)
+                    size = make_image(sample, settings)
                 except SampleError as error:
-                    if on_bad_sample == "raise":
+                    if settings.on_bad_sample == "raise":
                         raise SampleError(
                             f"{store.address}: sample {index}: {error}. Exclude such samples with "
                             "--on-bad-sample skip"
                         ) from None
                     skipped.append((index, f"sample {index}: {error}"))
                     continue
-                sample |= {name: size[name] for name in sized}
                 num_without_size += size == NO_SIZE
                 writer.append(sample)
                 num_bytes += len(sample["image"])
@@ -80,14 +97,19 @@ def write_shard(
         )
 
 
-def make_image(
-    sample: dict[str, Any], short_side: int, quality: int, exif: bool, seekable: bool
-) -> dict[str, int]:
-    """Replace a sample's image by its copy, and return the copy's size, see `header_sides`; raises SampleError."""
-    sample["image"] = _checked(sample["image"], short_side, quality)
-    if seekable:
-        sample["image"] = _made_seekable(sample["image"])
-    return header_sides(sample["image"], exif)
+def make_image(sample: dict[str, Any], settings: CopySettings) -> dict[str, int]:
+    """Replace a sample's image by its copy, with its size, and return that size, see `header_sides`.
+
+    Raises:
+        SampleError: the sample is bad.
+    """
+    image = _checked(sample["image"], settings.short_side, settings.quality)
+    if settings.seekable:
+        image = _made_seekable(image)
+    size = header_sides(image, settings.exif)
+    sample["image"] = image
+    sample |= {name: size[name] for name in settings.sized}
+    return size
 
 
 def shard_fingerprint(file: Path, columns: dict[str, str]) -> str:

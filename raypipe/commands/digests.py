@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypipe.config import RunConfig
 from raypipe.cpus import num_cpus
 from raypipe.errors import ConfigError
 from raypipe.printing import print_table
+
+if TYPE_CHECKING:
+    from raypipe.plan.places import Cursor
+    from raypipe.streaming.digest import MicroBatchDigest
+    from raypipe.streaming.spec import StreamSpec
 
 # Actors of a digest that may share the CPUs of a smaller machine.
 _SHARING = 4
@@ -38,15 +43,8 @@ def digest(
         compare: compare with such a file; exit code 1 if they differ.
     """
     from raypipe.storage.files import check_place
-    from raypipe.streaming.digest import (
-        DigestFile,
-        combine,
-        digested,
-        iterate_digests,
-        plain_settings,
-    )
+    from raypipe.streaming.digest import DigestFile, combine, plain_settings
     from raypipe.streaming.digest import compare as compared_with
-    from raypipe.streaming.inline import inline_batches
     from raypipe.streaming.opening import spec_of
 
     spec = spec_of(run)
@@ -63,26 +61,12 @@ def digest(
         check_place(output)
     spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
     cursor = spec.plan.cursor_at(from_step)
+    max_actors = 0
     if spec.pool.engine == "inline":
-        max_actors = 0
-        digests = list(digested(inline_batches(spec, cursor)))
+        digests = _digests_inline(spec, cursor)
     else:
-        from raypipe.rayext.allocation import preflight
-        from raypipe.rayext.cluster import connect
-        from raypipe.streaming.pipeline import splits
-
-        # A few actors may share a CPU, so pools can be compared on any machine; a large pool is made smaller.
-        pool = dataclasses.replace(
-            spec.pool, min_actors=min(spec.pool.min_actors, _SHARING)
-        )
-        few = max(pool.least_actors, min(pool.max_actors, _SHARING))
-        connect(num_cpus=max(num_cpus(), few))
-        max_actors, spec = (
-            preflight(pool).max_actors,
-            dataclasses.replace(spec, pool=pool),
-        )
-        iterators = splits(spec, cursor, max_actors=max_actors, world_size=workers)
-        digests = list(iterate_digests(spec.plan, cursor, iterators))
+        spec, max_actors = _fitted_pool(spec)
+        digests = _digests_on_ray(spec, cursor, max_actors, workers)
     settings = plain_settings(
         spec, workers=workers, actors=max_actors, from_step=from_step, to_step=to_step
     )
@@ -103,23 +87,50 @@ def digest(
     return result
 
 
+def _digests_inline(spec: StreamSpec, cursor: Cursor) -> list[MicroBatchDigest]:
+    """Return the digests of a stream that this process makes."""
+    from raypipe.streaming.digest import digested
+    from raypipe.streaming.inline import inline_batches
+
+    return list(digested(inline_batches(spec, cursor)))
+
+
+def _fitted_pool(spec: StreamSpec) -> tuple[StreamSpec, int]:
+    """Connect to Ray, and return the stream with a pool that fits there, and its most actors.
+
+    A few actors may share a CPU, so pools can be compared on any machine; a large pool is made smaller.
+    """
+    from raypipe.rayext.allocation import preflight
+    from raypipe.rayext.cluster import connect
+
+    min_actors = min(spec.pool.min_actors, _SHARING)
+    pool = dataclasses.replace(spec.pool, min_actors=min_actors)
+    few = max(pool.least_actors, min(pool.max_actors, _SHARING))
+    connect(num_cpus=max(num_cpus(), few))
+    return dataclasses.replace(spec, pool=pool), preflight(pool).max_actors
+
+
+def _digests_on_ray(
+    spec: StreamSpec, cursor: Cursor, max_actors: int, workers: int
+) -> list[MicroBatchDigest]:
+    """Return the digests of a stream that actors make, and that consumers share."""
+    from raypipe.streaming.digest import iterate_digests
+    from raypipe.streaming.pipeline import splits
+
+    iterators = splits(spec, cursor, max_actors=max_actors, world_size=workers)
+    return list(iterate_digests(spec.plan, cursor, iterators))
+
+
 def print_digests(result: dict[str, Any]) -> None:
     """Print digests, or a comparison: both values of each setting that differs, and the verdict."""
-    differ = {
-        "settings": {
-            name: tuple(pair) for name, pair in result.get("settings", {}).items()
-        }
-    }
-    rows = {
-        name: value
-        for name, value in (result | differ).items()
-        if value != {} and name != "store"
-    }
+    settings = result.get("settings", {}).items()
+    rows = result | {"settings": {name: tuple(pair) for name, pair in settings}}
+    rows = {key: value for key, value in rows.items() if value != {} and key != "store"}
     print_table(result.get("store", "comparison"), rows)
-    if "equal" in result:
-        verdict = "{different} of {compared} micro-batches differ"
-        print(
-            (
-                "equal over {compared} micro-batches" if result["equal"] else verdict
-            ).format_map(result)
-        )
+    if "equal" not in result:
+        return
+    num = f"{result['compared']} micro-batches"
+    if result["equal"]:
+        print(f"equal over {num}")
+    else:
+        print(f"{result['different']} of {num} differ")

@@ -102,6 +102,19 @@ def _decoding() -> tuple[bool, str]:
     )
 
 
+def _lmdb() -> tuple[bool, str]:
+    """Install gcc (apt-get install gcc), then raypipe again."""
+    from raypipe.stores.lmdb_file import why_not_compiled
+
+    why = why_not_compiled()
+    return (
+        not why,
+        f"LMDB is read slower, and trusts its files: {why}"
+        if why
+        else "LMDB by the extension",
+    )
+
+
 def _torch() -> tuple[bool, str]:
     """Install a torch that is built for this driver (see nvidia-smi), or a newer driver."""
     import torch
@@ -168,6 +181,7 @@ def _ray() -> tuple[bool, str]:
 CHECKS = {
     "packages": _packages,
     "decoding": _decoding,
+    "LMDB": _lmdb,
     "torch": _torch,
     "limits": _limits,
     "Ray": _ray,

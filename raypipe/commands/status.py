@@ -33,7 +33,7 @@ def stop(folder: str) -> dict[str, Any]:
     from raypipe.streaming.stop_file import request_stop
 
     run_uri = as_uri(folder.rstrip("/"))
-    if not exists(join_address(run_uri, STATUS)):  # the runs of own loops have one too
+    if not exists(join_address(run_uri, STATUS)):
         check_run_folder(run_uri, resume=True)
     request_stop(run_uri)
     return {"run_dir": folder, "stop_requested": True}

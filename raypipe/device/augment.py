@@ -49,7 +49,7 @@ from raypipe.device.ring import hand_over, new_event, new_stream, numbered
 from raypipe.errors import ConfigError
 from raypipe.mistakes import did_you_mean
 from raypipe.plan.order import Domain
-from raypipe.transform.fields import IMAGE, LABEL, VIEW
+from raypipe.transform.fields import IMAGE, LABEL, VIEW, images_in
 from raypipe.transform.views import view_key
 
 DeviceOperation = Callable[[torch.Tensor, float], torch.Tensor]
@@ -299,13 +299,12 @@ class DeviceAugment:
             return self._batch(batch.with_fields({IMAGE: pixels}), strength).image
 
     def _batch(self, batch: Batch, strength: float) -> Batch:
-        named = {f"{VIEW}.{name}": view for name, view in batch.views.items()}
         if batch.position.split != "train":
-            images = named or {IMAGE: batch.image}
+            images = images_in(batch.fields).items()
             return batch.with_fields(
-                {name: self.normalize(image) for name, image in images.items()}
+                {name: self.normalize(image) for name, image in images}
             )
-        if named:
+        if batch.views:
             self._check_views()
             views = self._views(batch.views, batch.seed, strength)
             return batch.with_fields(

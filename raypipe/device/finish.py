@@ -19,7 +19,7 @@ from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.transform.ending import Ending, normalization
-from raypipe.transform.fields import is_image
+from raypipe.transform.fields import images_in
 
 
 class Finish:
@@ -71,11 +71,10 @@ class Finish:
         """Finish the images of a batch of a split that has an ending."""
         split = batch.position.split
         ending = self._endings[split]
-        images = {name: x for name, x in batch.fields.items() if is_image(name)}
         with pinned(self._device):
             finished = {
                 name: self._finished(image, ending, split)
-                for name, image in images.items()
+                for name, image in images_in(batch.fields).items()
             }
         return batch.with_fields(finished)
 

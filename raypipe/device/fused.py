@@ -247,7 +247,7 @@ def _maps(params: FusedParams, height: int, width: int) -> np.ndarray:
         [undo, -(undo * np.array([params.x, params.y])).sum(1, keepdims=True)], 1
     )
     undo[0] *= np.where(params.flip, -1, 1)
-    # for `_sampled`
+    # `_sampled` counts half the image's sides as 1
     maps = np.moveaxis(undo, 2, 0) * (2 / np.array([width, height]))[:, None]
     return maps.reshape(len(maps), 6)
 

@@ -33,10 +33,10 @@ from raypipe.transform.fields import (
     VIEW,
     MicroBatch,
     Ragged,
+    images_in,
     in_group,
-    is_image,
 )
-from raypipe.transform.planes import chromas, unpack
+from raypipe.transform.planes import chromas, from_planes
 from raypipe.transform.samples import check_labels
 
 _INSTEAD = (
@@ -264,7 +264,8 @@ def _batch(
     """The batch of a micro-batch whose arrays, in the order of `_arrays`, are on the device."""
     weight, *field_tensors = device_arrays
     named = dict(zip(host.arrays(), field_tensors, strict=True))
-    tensors = unpack(named, merge_planes)
+    tensors = from_planes(named, merge_planes)
+    images = images_in(tensors)
     fields: dict[str, Any] = {}
     for name, values in host.fields.items():
         if isinstance(values, Ragged):
@@ -274,9 +275,9 @@ def _batch(
                 if values.kind == "ragged"
                 else unpacked
             )
-        elif is_image(name):
+        elif name in images:
             # NHWC in memory is channels_last as it stands
-            fields[name] = tensors[name].movedim(-1, -3)
+            fields[name] = images[name].movedim(-1, -3)
         elif name in tensors:
             fields[name] = tensors[name]
     same = {

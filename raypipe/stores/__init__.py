@@ -27,6 +27,7 @@ from raypipe.stores.base import (
 
 if TYPE_CHECKING:
     from raypipe.stores.memory import MemoryStore as MemoryStore
+    from raypipe.stores.simple import SimpleStore as SimpleStore
     from raypipe.stores.writers import LMDBWriter as LMDBWriter
     from raypipe.stores.writers import ParquetWriter as ParquetWriter
 
@@ -34,6 +35,7 @@ _HOME = {
     "LMDBWriter": "writers",
     "MemoryStore": "memory",
     "ParquetWriter": "writers",
+    "SimpleStore": "simple",
     "digits_stores": "destination",
     "open_writer": "writers",
 }
@@ -57,6 +59,7 @@ __all__ = [
     "LMDBWriter",
     "MemoryStore",
     "ParquetWriter",
+    "SimpleStore",
     "Store",
     "StoreError",
     "check_columns",
@@ -109,14 +112,14 @@ def open_store(address: str | Path, **options: Any) -> Store:
     kind = _kind_of(text)
     module, name = _STORES[kind]
     make = getattr(import_module(f"raypipe.stores.{module}"), name)
-    known = list(signature(make).parameters)
-    if "trust_pickles" not in known:  # no other kind has pickles
+    allowed = list(signature(make).parameters)
+    if "trust_pickles" not in allowed:  # no other kind has pickles
         options.pop("trust_pickles", None)
-    if "target_column" not in known and options.get("target_column") == "":
+    if "target_column" not in allowed and options.get("target_column") == "":
         # nothing to be left out
         del options["target_column"]
     for option, value in options.items():
-        if option not in known:
+        if option not in allowed:
             instead = _INSTEAD.get(option, "")
             raise ConfigError(
                 f"{option}={value!r}: {address} is {kind}, which has no option {option!r}{instead}"

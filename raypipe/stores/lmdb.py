@@ -95,19 +95,19 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
                 shards = list(map(_open_local, files))
             if is_remote(self.address):
                 self._listing = shards
-        own = [shard for shard in shards if isinstance(shard, _Shard)]
+        opened = [shard for shard in shards if isinstance(shard, _Shard)]
         target_column, trust_pickles = self._options
-        if not own:
+        if not opened:
             return open_foreign(shards, Options(target_column, trust_pickles))
-        if len(own) < len(shards):
-            other = next(
+        if len(opened) < len(shards):
+            foreign = next(
                 shard.address for shard in shards if isinstance(shard, RemoteFile)
             )
             raise StoreError(
-                f"{other} is LMDB from another program, and {own[0].path} is raypipe's: a store has one kind, so "
-                "put them into two folders"
+                f"{foreign} is LMDB from another program, and {opened[0].path} is raypipe's: a store has one "
+                "kind, so put them into two folders"
             )
-        return _Shards(own, target_column or "label")
+        return _Shards(opened, target_column or "label")
 
     def close(self) -> None:
         super().close()
@@ -158,10 +158,10 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
         match["split"] for name in folders if (match := CLASS_OF_LSUN.fullmatch(name))
     }
     if len(splits) > 1:
-        one = max(splits)
+        split = max(splits)
         raise StoreError(
             f"{address} has LMDBs of several splits: {', '.join(sorted(splits))}. A store is one split: choose "
-            f"it, such as {address.rstrip('/')}/*_{one}_lmdb, in quotes"
+            f"it, such as {address.rstrip('/')}/*_{split}_lmdb, in quotes"
         )
     if not folders:
         raise StoreError(
@@ -217,11 +217,11 @@ class _Shards:
             shards[0].path, first.types, {"label": target_column}
         )
         self._stored = dict(
-            sorted(self._stored.items(), key=lambda item: _ORDER.get(item[0], 2))
+            sorted(self._stored.items(), key=lambda names: _ORDER.get(names[0], 2))
         )
         # Only damaged records lack a number.
         self.schema = pa.schema(
-            [_field(name, first.types[own]) for name, own in self._stored.items()]
+            [_field(name, first.types[column]) for name, column in self._stored.items()]
         )
         label = first.types.get(target_column, "int64")
         if label in ("string", "binary"):
@@ -278,13 +278,13 @@ class _Shards:
         images = None
         arrays = {}
         for name in columns:
-            own = self._stored[name]
+            stored = self._stored[name]
             if name == "image":
-                images = values[own]
-            elif isinstance(values[own], np.ndarray):
-                arrays[name] = to_arrow(values[own], is_missing)
+                images = values[stored]
+            elif isinstance(values[stored], np.ndarray):
+                arrays[name] = to_arrow(values[stored], is_missing)
             else:
-                arrays[name] = arrow_column(kinds[own], values[own])
+                arrays[name] = arrow_column(kinds[stored], values[stored])
         return Columns(images, pa.table(arrays))
 
     @staticmethod

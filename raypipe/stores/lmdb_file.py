@@ -43,7 +43,7 @@ from raypipe.stores.record import METADATA_KEY
 if TYPE_CHECKING:
     import pyarrow as pa
 
-INTERFACE_VERSION = 1
+_INTERFACE_VERSION = 1
 """Version of the extension's interface that this program calls; the same as in csrc/lmdb.c."""
 
 _MAGIC = 0xBEEFC0DE
@@ -77,8 +77,8 @@ def why_not_compiled() -> str:
         version = importlib.import_module("_raypipe_lmdb").INTERFACE_VERSION
     except ImportError as error:
         return f"the extension is not built ({error})"
-    if version != INTERFACE_VERSION:
-        return f"the extension is of another version of raypipe ({version}, not {INTERFACE_VERSION})"
+    if version != _INTERFACE_VERSION:
+        return f"the extension is of another version of raypipe ({version}, not {_INTERFACE_VERSION})"
     return ""
 
 
@@ -100,7 +100,7 @@ class Entries(NamedTuple):
     value_sizes: np.ndarray
 
 
-class Tree(NamedTuple):
+class _Tree(NamedTuple):
     """The main database, as the newer meta page describes it.
 
     Attributes:
@@ -195,11 +195,11 @@ class LMDBFile:
         """Yield all entries in the order of keys, with the place of every value checked."""
         num_entries = 0
         try:
-            for found in self._reader.entries():
-                num_entries += len(found.key_sizes)
+            for entries in self._reader.entries():
+                num_entries += len(entries.key_sizes)
                 if num_entries > self.num_entries:
                     break
-                yield found
+                yield entries
             if num_entries != self.num_entries:
                 raise ValueError(
                     f"{num_entries} keys are there, and {self.num_entries} are declared"
@@ -212,7 +212,7 @@ class LMDBFile:
             f"{self.path} is damaged{where}: {error}; copy or convert it again"
         )
 
-    def _open(self, tree: Tree, file: int | None) -> _Reader:
+    def _open(self, tree: _Tree, file: int | None) -> _Reader:
         compiled = extension()
         if not tree.depth:
             return _Empty()
@@ -229,7 +229,7 @@ class LMDBFile:
             )
         return _Library(self.path, file)
 
-    def _read_header(self) -> tuple[Tree, int]:
+    def _read_header(self) -> tuple[_Tree, int]:
         """Return the tree of the newer of the two meta pages, and its number of entries."""
         first = self._meta(0, 0)
         page_bytes = first[-1]
@@ -249,7 +249,7 @@ class LMDBFile:
             raise ValueError(
                 f"it declares {num_entries} entries in {self.num_bytes} bytes"
             )
-        return Tree(page_bytes, root, depth, last_page), num_entries
+        return _Tree(page_bytes, root, depth, last_page), num_entries
 
     def _meta(self, number: int, start: int) -> tuple[int, ...]:
         """Return transaction number; the main tree's flags, depth, entries and root; last page; page size."""
@@ -296,7 +296,7 @@ class _Compiled:
     def __init__(
         self,
         compiled: ModuleType,
-        tree: Tree,
+        tree: _Tree,
         file: int | None,
         pread: object,
         num_bytes: int,
@@ -312,7 +312,7 @@ class _Compiled:
         last: bytes | None = None
         while True:
             keys, *sizes = self._compiled.entries(self._tree, last, _LEAVES_AT_ONCE)
-            key_sizes, value_sizes = (np.frombuffer(each, np.uint32) for each in sizes)
+            key_sizes, value_sizes = (np.frombuffer(size, np.uint32) for size in sizes)
             if not len(key_sizes):
                 return
             yield Entries(keys, key_sizes, value_sizes)
@@ -416,11 +416,11 @@ _environments: weakref.WeakValueDictionary[tuple[int, int], lmdb.Environment] = 
 def _environment(path: Path | str, file: int) -> lmdb.Environment:
     """Return the library's view of a file, which all who read it in this process share."""
     status = os.fstat(file)
-    place = status.st_dev, status.st_ino
-    environment = _environments.get(place)
+    inode = status.st_dev, status.st_ino
+    environment = _environments.get(inode)
     if environment is None:
         environment = lmdb.open(
             str(path), subdir=False, readonly=True, lock=False, readahead=False
         )
-        _environments[place] = environment
+        _environments[inode] = environment
     return environment

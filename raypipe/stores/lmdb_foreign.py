@@ -112,7 +112,7 @@ def _list_beside(where: str) -> str:
     else:
         beside = path.with_name(f"{path.name}.txt")
     return next(
-        (str(each) for each in (path / _LIST_INSIDE, beside) if each.is_file()), ""
+        (str(file) for file in (path / _LIST_INSIDE, beside) if file.is_file()), ""
     )
 
 
@@ -125,11 +125,11 @@ class ForeignShards:
         self._shards = shards
         first = shards[0].listing
         for shard in shards[1:]:
-            found = shard.listing
-            if (found.layout, found.label_type) != (first.layout, first.label_type):
+            listing = shard.listing
+            if (listing.layout, listing.label_type) != (first.layout, first.label_type):
                 raise StoreError(
-                    f"{shard.path} and {shards[0].path} differ: {found.layout} with labels of type "
-                    f"{found.label_type or 'none'}, and {first.layout} with {first.label_type or 'none'}; all "
+                    f"{shard.path} and {shards[0].path} differ: {listing.layout} with labels of type "
+                    f"{listing.label_type or 'none'}, and {first.layout} with {first.label_type or 'none'}; all "
                     "LMDBs of one store must have the same"
                 )
         self._offsets = np.cumsum([0, *(len(shard.listing.keys) for shard in shards)])
@@ -196,20 +196,20 @@ class ForeignShards:
                     content = file.get(key)
                     if content is None:
                         continue  # keys around it are damaged: a bad sample
-                found: dict[str, Any] = {"image": content, "key": as_text(key)}
+                sample: dict[str, Any] = {"image": content, "key": as_text(key)}
                 if value is not None and content is not None:
-                    found["image"], label = value.read(content)
-                    found["label"] = label
-                    found["text"] = label if isinstance(label, str) else None
+                    sample["image"], label = value.read(content)
+                    sample["label"] = label
+                    sample["text"] = label if isinstance(label, str) else None
                 if self._is_scene_text and "text" in stored:
                     text = file.get(b"label-" + key.removeprefix(b"image-"))
-                    found["text"] = None if text is None else as_text(bytes(text))
+                    sample["text"] = None if text is None else as_text(bytes(text))
             except OSError as error:
                 raise StoreError(f"{shard.path} cannot be read: {error}") from error
             except (StoreError, ValueError):
                 continue  # this sample's place in the file, or its value, is damaged: a bad sample
             for name in stored:
-                values[name][position] = found.get(name)
+                values[name][position] = sample.get(name)
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._offsets, index)
@@ -235,20 +235,20 @@ def _labels_of(
             for listing in listings
         ]
         return classes, [
-            None if listing.labels is None else own[listing.labels]
-            for own, listing in zip(ranks, listings, strict=True)
+            None if listing.labels is None else ranks_here[listing.labels]
+            for ranks_here, listing in zip(ranks, listings, strict=True)
         ]
     if len(shards) > 1 and not any(listing.label_type for listing in listings):
         names = [
             CLASS_OF_LSUN.fullmatch(PurePosixPath(shard.path).name) for shard in shards
         ]
-        found = [name["name"] for name in names if name is not None]
+        classes_of_lsun = [name["name"] for name in names if name is not None]
         if (
-            len(found) == len(set(found)) == len(shards)
+            len(classes_of_lsun) == len(set(classes_of_lsun)) == len(shards)
             and listings[0].layout == "image"
         ):
             sizes = [len(listing.keys) for listing in listings]
-            return tuple(found), [
+            return tuple(classes_of_lsun), [
                 np.full(size, number) for number, size in enumerate(sizes)
             ]
     return None, [listing.labels for listing in listings]

@@ -61,10 +61,10 @@ class KeyTable:
         whole = self.content.tobytes()
         return [whole[start:stop] for start, stop in pairwise(self.starts.tolist())]
 
-    def spread(self, most: int) -> list[int]:
+    def spread(self, num: int) -> list[int]:
         """Return some rows, from everywhere."""
         if len(self):
-            return np.unique(np.linspace(0, len(self) - 1, most).astype(int)).tolist()
+            return np.unique(np.linspace(0, len(self) - 1, num).astype(int)).tolist()
         return []
 
     def reordered(self, order: np.ndarray) -> KeyTable:
@@ -76,18 +76,19 @@ class KeyTable:
             rows = slice(first, first + _ROWS_AT_ONCE)
             # Byte b of the result comes from byte b + shift of its key's row.
             shifts = self.starts[order[rows]] - starts[:-1][rows]
-            part = slice(starts[first], starts[min(rows.stop, len(order))])
-            places = np.repeat(shifts, sizes[rows]) + np.arange(part.start, part.stop)
-            content[part] = self.content[places]
+            start = starts[first]
+            stop = starts[min(rows.stop, len(order))]
+            sources = np.repeat(shifts, sizes[rows]) + np.arange(start, stop)
+            content[start:stop] = self.content[sources]
         return KeyTable(content, starts)
 
     def hash(self, value_sizes: np.ndarray) -> bytes:
         """Return a hash of all keys and of the lengths of all values."""
         digest = hashlib.blake2b(digest_size=16)
         sizes = self.key_bytes.astype(np.int32)
-        for part in (self.content, sizes, value_sizes.astype(np.uint32)):
-            digest.update(len(part).to_bytes(8, "little"))
-            digest.update(part.tobytes())
+        for array in (self.content, sizes, value_sizes.astype(np.uint32)):
+            digest.update(len(array).to_bytes(8, "little"))
+            digest.update(array.tobytes())
         return digest.digest()
 
     def numbers(self) -> np.ndarray | None:
@@ -104,10 +105,10 @@ class KeyTable:
         if any(key[-1:] == b"\0" for key in keys):  # numpy ignores zeros at the end
             by_key = {key: row for row, key in enumerate(self.all_keys())}
             return np.array([by_key.get(key, -1) for key in keys], np.int64)
-        known = self._padded()
-        wanted = np.array(keys)
-        rows = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-        return np.where(known[rows] == wanted, rows, -1)
+        own_keys = self._padded()
+        sought = np.array(keys)
+        rows = np.minimum(np.searchsorted(own_keys, sought), len(own_keys) - 1)
+        return np.where(own_keys[rows] == sought, rows, -1)
 
     def _padded(self) -> np.ndarray:
         """Return the keys as an array of bytes, which compares as LMDB does."""
@@ -118,12 +119,12 @@ class KeyTable:
         return padded.view(f"S{longest}")[:, 0]
 
 
-def table_of(parts: Sequence[Entries]) -> tuple[KeyTable, np.ndarray]:
+def table_of(batches: Sequence[Entries]) -> tuple[KeyTable, np.ndarray]:
     """Return the keys of entries, and the lengths of their values, uint32 (n,)."""
-    content = np.frombuffer(b"".join(part.keys for part in parts), np.uint8)
+    content = np.frombuffer(b"".join(batch.keys for batch in batches), np.uint8)
     none = np.empty(0, np.uint32)
-    key_sizes = np.concatenate([none, *(part.key_sizes for part in parts)])
-    value_sizes = np.concatenate([none, *(part.value_sizes for part in parts)])
+    key_sizes = np.concatenate([none, *(batch.key_sizes for batch in batches)])
+    value_sizes = np.concatenate([none, *(batch.value_sizes for batch in batches)])
     starts = np.concatenate([[0], np.cumsum(key_sizes, dtype=np.int64)])
     return KeyTable(content, starts), value_sizes
 
@@ -177,17 +178,17 @@ def labels_of_list(where: str, address: str, table: KeyTable) -> Labels:
         raise StoreError(str(error)) from error
     pairs = [_pair(line) for line in text.splitlines() if line.strip()]
     rows = table.rows([key for key, _ in pairs])
-    places = np.full(len(table), -1, np.int64)
-    found = np.flatnonzero(rows >= 0)
-    places[rows[found]] = found
-    if (places < 0).any():
-        missing = table.key(int(np.flatnonzero(places < 0)[0]))
+    lines = np.full(len(table), -1, np.int64)
+    is_sample = rows >= 0
+    lines[rows[is_sample]] = np.flatnonzero(is_sample)
+    if (lines < 0).any():
+        missing = table.key(int(np.flatnonzero(lines < 0)[0]))
         raise StoreError(
             f"{address} has {len(pairs):,} lines, and none for the key {missing[:64]!r} of {where}: each key "
             "needs a line `KEY LABEL`. Set store.target_column to another list, to 'folder' for the folders in "
             "the keys, or to '' for images without labels"
         )
-    labels = [pairs[place][1] for place in places.tolist()]
+    labels = [pairs[line][1] for line in lines.tolist()]
     try:
         return Labels(np.array([int(label) for label in labels], np.int64))
     except (ValueError, OverflowError):
@@ -199,7 +200,7 @@ def labels_of_list(where: str, address: str, table: KeyTable) -> Labels:
 
 
 def _pair(line: str) -> tuple[bytes, str]:
-    separator = next((each for each in "\t," if each in line), None)
+    separator = next((mark for mark in "\t," if mark in line), None)
     key, _, label = (
         line.rpartition(separator) if separator else line.strip().rpartition(" ")
     )

@@ -211,9 +211,7 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
         logger.info(
             "listing the %s keys of %s, once per node", f"{file.num_entries:,}", where
         )
-    is_text = file.get(_FIRST_PICTURE) is not None and (
-        file.get(_FIRST_TEXT) is not None or file.get(b"num-samples") is not None
-    )
+    is_text = _is_scene_text(file)
     table, value_sizes = _walk(
         file, _scene_text_bounds(file) if is_text else _sample_bounds()
     )
@@ -222,11 +220,10 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
             f"{where} has no samples: {file.num_entries} keys, and none of them is a sample's"
         )
     digest = hashlib.blake2b(table.hash(value_sizes), digest_size=16)
-    found = list(_some(file, table, _NUM_TRIED))
-    layout = "scene-text" if is_text else _layout_of(where, found)
+    samples = list(_some(file, table, _NUM_TRIED))
+    layout = "scene-text" if is_text else _layout_of(where, samples)
     value: ValueLayout | None = None
     labels = Labels()
-    label_type = ""
     if layout == "pickle" and not options.trust_pickles:
         raise StoreError(f"{where} {_UNTRUSTED}")
     if layout in ("image", "scene-text"):
@@ -234,16 +231,8 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
         labels = _labels_of_keys(where, layout, table, options)
         label_type = "int64" if labels.numbers is not None else ""
     else:
-        value, label_type = _value_layout(where, layout, found, options.target_column)
-        listed = file.get(b"__keys__")
-        if listed is None:
-            keys = None
-        else:
-            keys = keys_in(listed, layout == "pickle")
-        if keys is None:
-            order = _numeric_order(table)
-        else:
-            order = _listed_order(where, table, keys)
+        value, label_type = _value_layout(where, layout, samples, options.target_column)
+        order = _order_of_values(file, where, layout, table)
     digest.update(repr((layout, value, label_type, labels.classes)).encode())
     numbers = labels.numbers
     if numbers is not None:
@@ -257,6 +246,23 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
     return Listing(
         layout, table, numbers, value, label_type, labels.classes, digest.hexdigest()
     )
+
+
+def _is_scene_text(file: LMDBFile) -> bool:
+    return file.get(_FIRST_PICTURE) is not None and (
+        file.get(_FIRST_TEXT) is not None or file.get(b"num-samples") is not None
+    )
+
+
+def _order_of_values(
+    file: LMDBFile, where: str, layout: str, table: KeyTable
+) -> np.ndarray | None:
+    """Return the row of each sample whose value has image and label; None if they are in the order of the file."""
+    listed = file.get(b"__keys__")
+    keys = None if listed is None else keys_in(listed, layout == "pickle")
+    if keys is None:
+        return _numeric_order(table)
+    return _listed_order(where, table, keys)
 
 
 def _sample_bounds() -> list[bytes]:
@@ -281,17 +287,17 @@ def _walk(file: LMDBFile, bounds: Sequence[bytes]) -> tuple[KeyTable, np.ndarray
             fourth, and so on.
     """
     samples: list[Entries] = []
-    for found in file.entries():
+    for entries in file.entries():
         report_progress()
-        table, _ = table_of([found])
+        table, _ = table_of([entries])
         places = [_place_of(table, bound) for bound in bounds]
         places += [len(table)] * (len(bounds) % 2)
         for first, stop in zip(places[::2], places[1::2], strict=True):
             if first < stop:
-                keys = found.keys[table.starts[first] : table.starts[stop]]
+                keys = entries.keys[table.starts[first] : table.starts[stop]]
                 rows = slice(first, stop)
                 samples.append(
-                    Entries(keys, found.key_sizes[rows], found.value_sizes[rows])
+                    Entries(keys, entries.key_sizes[rows], entries.value_sizes[rows])
                 )
     return table_of(samples)
 
@@ -302,10 +308,10 @@ def _place_of(table: KeyTable, bound: bytes) -> int:
 
 
 def _some(
-    file: LMDBFile, table: KeyTable, most: int
+    file: LMDBFile, table: KeyTable, num: int
 ) -> Iterator[tuple[bytes, memoryview]]:
     """Yield entries from everywhere in the file, except damaged ones."""
-    for row in table.spread(most):
+    for row in table.spread(num):
         key = table.key(row)
         with contextlib.suppress(StoreError):
             value = file.get(key)
@@ -313,14 +319,14 @@ def _some(
                 yield key, value
 
 
-def _layout_of(where: str, found: Sequence[tuple[bytes, memoryview]]) -> str:
+def _layout_of(where: str, samples: Sequence[tuple[bytes, memoryview]]) -> str:
     """Return the layout that at least three quarters of some values have, since a few may be damaged."""
-    kinds = Counter(value_kind(value) for _, value in found)
+    kinds = Counter(value_kind(value) for _, value in samples)
     kind, num = kinds.most_common(1)[0] if kinds else ("", 0)
-    if kind and 4 * num >= 3 * len(found):
+    if kind and 4 * num >= 3 * len(samples):
         return kind
     shown = (
-        "; ".join(f"{key[:40]!r}: {bytes(value[:16])!r}" for key, value in found[:2])
+        "; ".join(f"{key[:40]!r}: {bytes(value[:16])!r}" for key, value in samples[:2])
         or "unreadable"
     )
     raise StoreError(
@@ -331,13 +337,13 @@ def _layout_of(where: str, found: Sequence[tuple[bytes, memoryview]]) -> str:
 
 
 def _value_layout(
-    where: str, kind: str, found: Sequence[tuple[bytes, memoryview]], target: str
+    where: str, kind: str, samples: Sequence[tuple[bytes, memoryview]], target: str
 ) -> tuple[ValueLayout, str]:
     """Return where image and label are in the values, and the labels' type."""
     reason: object = "no value can be read"
     layout: ValueLayout | None = None
     labels = []
-    for key, value in found:
+    for key, value in samples:
         try:
             layout = layout or find_layout(kind, value, target or "label")
             labels.append(layout.read(value)[1])

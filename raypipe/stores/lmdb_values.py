@@ -163,47 +163,58 @@ def _plain(array: pa.Array, arrays: Sequence[np.ndarray], tag: str = "") -> list
     """Return the Python values of an Arrow array of pyarrow.serialize, in which a union's fields are types."""
     kind = array.type
     if pa.types.is_union(kind):
-        _, types, offsets = array.buffers()[:3]
-        names = [kind.field(number).name for number in range(kind.num_fields)]
-        parts = [
-            _plain(array.field(number), arrays, name)
-            for number, name in enumerate(names)
-        ]
-        # Before version 0.12 fields have no tags, and the codes that the schema declares are others.
-        if any(names):
-            codes = kind.type_codes
-        else:
-            codes = range(kind.num_fields)
-        by_code = dict(zip(codes, parts, strict=True))
-        ids = np.frombuffer(types, np.int8)[array.offset :][: len(array)].tolist()
-        places = np.frombuffer(offsets, np.int32)[array.offset :][: len(array)].tolist()
-        return [by_code[code][place] for code, place in zip(ids, places, strict=True)]
+        return _plain_union(array, arrays)
     if pa.types.is_list(kind):
-        items = _plain(array.values, arrays)
-        bounds = array.offsets.to_pylist()
-        if pa.types.is_struct(kind.value_type):
-            return [
-                {row["keys"]: row["vals"] for row in items[start:stop] if "keys" in row}
-                for start, stop in pairwise(bounds)
-            ]
-        return [items[start:stop] for start, stop in pairwise(bounds)]
+        return _plain_lists(array, arrays)
     if pa.types.is_struct(kind):
-        columns = {kind.field(number).name: number for number in range(kind.num_fields)}
-        fields = {
-            name: _plain(array.field(number), arrays)
-            for name, number in columns.items()
-        }
-        if len(fields) == 1 and "keys" not in fields:
-            # before version 0.12: a list or a tuple in a struct
-            return next(iter(fields.values()))
-        return [
-            dict(zip(fields, row, strict=True))
-            for row in zip(*fields.values(), strict=True)
-        ]
+        return _plain_structs(array, arrays)
     values = array.to_pylist()
     if tag in _NDARRAY_TAGS and arrays:
-        return [arrays[place] for place in values]
+        return [arrays[number] for number in values]
     return values
+
+
+def _plain_union(array: pa.Array, arrays: Sequence[np.ndarray]) -> list[Any]:
+    """Return the values of a union, whose fields are the types that values have."""
+    kind = array.type
+    _, types, offsets = array.buffers()[:3]
+    names = [kind.field(number).name for number in range(kind.num_fields)]
+    fields = [
+        _plain(array.field(number), arrays, name) for number, name in enumerate(names)
+    ]
+    # Before version 0.12 fields have no tags, and the codes that the schema declares are others.
+    codes = kind.type_codes if any(names) else range(kind.num_fields)
+    by_code = dict(zip(codes, fields, strict=True))
+    ids = np.frombuffer(types, np.int8)[array.offset :][: len(array)].tolist()
+    rows = np.frombuffer(offsets, np.int32)[array.offset :][: len(array)].tolist()
+    return [by_code[code][row] for code, row in zip(ids, rows, strict=True)]
+
+
+def _plain_lists(array: pa.Array, arrays: Sequence[np.ndarray]) -> list[Any]:
+    """Return lists, or dicts where their items are structs of a key or a value each."""
+    items = _plain(array.values, arrays)
+    bounds = array.offsets.to_pylist()
+    lists = [items[start:stop] for start, stop in pairwise(bounds)]
+    if not pa.types.is_struct(array.type.value_type):
+        return lists
+    return [
+        {row["keys"]: row["vals"] for row in rows if "keys" in row} for rows in lists
+    ]
+
+
+def _plain_structs(array: pa.Array, arrays: Sequence[np.ndarray]) -> list[Any]:
+    """Return structs as dicts; those of version 0.11 and before, around a list or a tuple, as what is in them."""
+    kind = array.type
+    columns = {kind.field(number).name: number for number in range(kind.num_fields)}
+    fields = {
+        name: _plain(array.field(number), arrays) for name, number in columns.items()
+    }
+    if len(fields) == 1 and "keys" not in fields:
+        return next(iter(fields.values()))
+    return [
+        dict(zip(fields, row, strict=True))
+        for row in zip(*fields.values(), strict=True)
+    ]
 
 
 def _from_datum(value: memoryview) -> Any:

@@ -21,7 +21,7 @@ from raypipe.section import check
 from raypipe.streaming.row import batches_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.worker import TransformWorker
-from raypipe.transform.fields import COLUMN, LABEL, VIEW, MicroBatch, Ragged, is_image
+from raypipe.transform.fields import COLUMN, LABEL, VIEW, MicroBatch, Ragged, images_in
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -162,23 +162,24 @@ class SampleWorker:
 
 def samples_of(batch: MicroBatch, channels_first: bool = False) -> dict[str, Any]:
     """Return the columns of a micro-batch's samples: arrays (B, …), or lists of B values."""
-    batch, position = batch.in_rgb(), batch.position
+    batch = batch.in_rgb()
+    fields = dict(batch.fields)
+    if channels_first:
+        for name, image in images_in(batch.arrays()).items():
+            fields[name] = np.ascontiguousarray(np.moveaxis(image, -1, -3))
     columns: dict[str, Any] = {}
-    for name, values in batch.fields.items():
+    for name, values in fields.items():
         group, _, column_name = name.partition(".")
-        columns[column_name if group in (COLUMN, VIEW) else name] = _column(
-            name, values, channels_first
-        )
+        columns[column_name if group in (COLUMN, VIEW) else name] = _column(values)
     columns |= {"index": batch.index, "weight": batch.weight}
     for name in ("epoch", "step", "micro"):
-        columns[name] = np.full(len(batch.index), getattr(position, name), np.int64)
+        number = getattr(batch.position, name)
+        columns[name] = np.full(len(batch.index), number, np.int64)
     return columns
 
 
-def _column(name: str, values: np.ndarray | Ragged, channels_first: bool) -> Any:
+def _column(values: np.ndarray | Ragged) -> Any:
     if isinstance(values, np.ndarray):
-        if channels_first and is_image(name):
-            return np.ascontiguousarray(np.moveaxis(values, -1, -3))
         return values
     if values.kind == "json":
         # rows of one column may have values of any kind: they stay text

@@ -100,11 +100,12 @@ def _columns(batch: MicroBatch) -> Iterator[tuple[str, list[np.ndarray]]]:
         (name, batch.fields[name]) for name in (DATA, MAP) if name in batch.fields
     ]
     for name, column in [*encoded, *sorted(in_group(batch.fields, COLUMN).items())]:
-        kind = "array"
-        arrays = [column]
         if isinstance(column, Ragged):
-            kind = column.kind
+            kind: str = column.kind
             arrays = [column.values, column.offsets]
+        else:
+            kind = "array"
+            arrays = [column]
         yield f"{name}\0{kind}\0{arrays[0].dtype}\0{arrays[0].shape}", arrays
 
 

@@ -113,15 +113,7 @@ def loader(
         folder = open_filesystem(checkpoints.run_uri)
     elif in_train:
         folder = _folder_of_train()
-    latest = latest_of_train()
-    found = None
-    if latest:
-        start_address = ""
-    if checkpoints and cursor is None:
-        found = checkpoints.find(spec.plan, start_address, rank, world_size)
-    elif start_address:
-        found = find_start(start_address, spec.plan.check)
-    start = _later(latest, found)
+    start = _start_of(spec, cursor, start_address, checkpoints, rank, world_size)
     if cursor is None:
         cursor = _place_of(start) if start else spec.plan.start()
     open_at: Callable[..., HostStream]
@@ -148,6 +140,26 @@ def loader(
         start=start,
         checkpoints=checkpoints,
     )
+
+
+def _start_of(
+    spec: StreamSpec,
+    cursor: Cursor | None,
+    start_from: str,
+    checkpoints: RunCheckpoints | None,
+    rank: int,
+    world_size: int,
+) -> Folder | Checkpoint | None:
+    """The run's latest checkpoint, of Ray Train or in its folder, else that of `start_from`; None = none."""
+    of_train = latest_of_train()
+    if of_train:
+        start_from = ""
+    found = None
+    if checkpoints and cursor is None:
+        found = checkpoints.find(spec.plan, start_from, rank, world_size)
+    elif start_from:
+        found = find_start(start_from, spec.plan.check)
+    return _later(of_train, found)
 
 
 def _later(

@@ -8,13 +8,12 @@ try_samples       a few samples in the driver, before anything is started
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +27,10 @@ from raypipe.plan.samplers import Draws
 from raypipe.storage.retries import outages_s, report_progress
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSample, BadSampleBudget, record_bad
-from raypipe.streaming.remake import (
-    NUM_REMADE,
-    Probe,
-    check_probe,
-    check_remade,
-    copied,
-    digest_of,
-)
+from raypipe.streaming.remake import NUM_REMADE
+from raypipe.streaming.sample_makers import SampleMakers
 from raypipe.transform.fields import LABEL, MicroBatch, Rows, bytes_per_row
-from raypipe.transform.keys import Key
-from raypipe.transform.presets import build_transform, is_preset
+from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import (
@@ -47,8 +39,7 @@ from raypipe.transform.samples import (
     check_labels,
     read_samples,
 )
-from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
-from raypipe.transform.transform_steps import brief
+from raypipe.transform.sizes import has_sizes
 
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
@@ -67,6 +58,39 @@ _NUM_TRIED = 8
 _AT_ONCE_BYTES = 8 << 20
 
 
+@dataclass(frozen=True)
+class _Assignment:
+    """Micro-batches of one image size to make, and the memory that they go to.
+
+    Attributes:
+        sample_maker: makes their samples.
+        block: their places.
+        draws: their samples, (k·B,).
+        out: their rows, k·B.
+        excluded: index → reason of samples that must not be touched.
+    """
+
+    sample_maker: SampleMaker
+    block: Sequence[MicroBatchId]
+    draws: Draws
+    out: Rows
+    excluded: Mapping[int, str]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a micro-batch, B."""
+        return len(self.draws.indices) // len(self.block)
+
+    def position(self, row: int) -> MicroBatchId:
+        """The micro-batch of a row."""
+        return self.block[row // self.num_samples]
+
+    def check_allowed(self, index: int) -> None:
+        """Raise SampleError for a sample that must not be touched."""
+        if index in self.excluded:
+            raise SampleError(self.excluded[index])
+
+
 class MicroBatchMaker:
     """Reads, decodes and transforms the micro-batches of a stream. No result depends on its state.
 
@@ -75,11 +99,12 @@ class MicroBatchMaker:
         read: reads samples; None = from the stream's stores.
 
     Attributes:
-        probes: samples by the user's code, one of each split, for other processes to compare.
+        sample_makers: those of the stream, with the check of the user's code.
     """
 
     def __init__(self, spec: StreamSpec, read: ReadSamples | None = None) -> None:
         self.plan = spec.plan
+        self.sample_makers = SampleMakers(spec)
         self._spec = spec
         self._stores = spec.stores
         self._read_samples = read or self.read_store
@@ -87,58 +112,14 @@ class MicroBatchMaker:
         self._outage_s = 0.0  # those of them in which object storage did not answer
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
         self._is_tolerant = spec.transform.max_bad_fraction > 0
-        self._sample_makers: dict[tuple[Split, Size], SampleMaker] = {}
-        # Copies of splits whose code is the user's, until their first samples were made twice, see `remake`.
-        self._unchecked: dict[Split, Callable[[], SampleMaker]] = {}
-        self._checked: set[Split] = set()
-        self.probes: list[Probe] = []
         for split in spec.stores:
             position = MicroBatchId(split, 0, 0, 0)
-            self._sample_maker(position, self.plan.draw(position))
-
-    def _size(self, position: MicroBatchId, draws: Draws) -> Size:
-        """The size of a micro-batch's images."""
-        buckets = self.plan.config.sides_in(position.split)
-        bucket = buckets[draws.buckets[0]] if buckets else None
-        return size_in(self._spec.transform, position.split, position.epoch, bucket)
-
-    def _sample_maker(self, position: MicroBatchId, draws: Draws) -> SampleMaker:
-        """Return the maker of a micro-batch's samples; make it if its image size is new."""
-        split = position.split
-        size = self._size(position, draws)
-        if (split, size) in self._sample_makers:
-            return self._sample_makers[split, size]
-        spec = self._spec
-        code = spec.transforms[split]
-        columns = spec.columns
-        sides = None
-        if has_sizes(spec.transform, split, self.plan.config.sides_in(split)):
-            sides = sides_of(size)
-        new = functools.partial(
-            SampleMaker,
-            config=spec.transform,
-            size=size,
-            sides=sides,
-            threads=spec.pool.kernel_threads,
-        )
-        sample_maker = new(code, columns=columns)
-        self._sample_makers[split, size] = sample_maker
-        is_checked = split in self._unchecked or split in self._checked
-        if sample_maker.has_user_code and not is_checked:
-            if isinstance(code, str) and ":" in code:  # it may name an object
-                code = build_transform(code, size)
-            # Before its first use, of which it may keep something.
-            code = copied(code)
-            columns = replace(columns, function=copied(columns.function))
-            self._unchecked[split] = lambda: new(copied(code), columns=columns)
-        return sample_maker
+            self.sample_makers.get(position, self.plan.draw(position))
 
     @property
     def draws_globally(self) -> bool:
         """True if a transform draws from generators of the process."""
-        return any(
-            sample_maker.draws_globally for sample_maker in self._sample_makers.values()
-        )
+        return self.sample_makers.draws_globally
 
     def batch(self, position: MicroBatchId) -> MicroBatch:
         """Make one micro-batch in a process shared with the user, and record its bad samples."""
@@ -164,12 +145,10 @@ class MicroBatchMaker:
         """
         draws = self.plan.draw_block([position])
         draws = Draws(*(column[:, :num_rows] for column in draws))
-        sample_maker = self._sample_maker(position, draws.at(0))
-        out = Rows(sample_maker.fields, draws.indices.size)
+        sample_maker = self.sample_makers.get(position, draws.at(0))
+        assignment = _assigned(sample_maker, [position], draws, excluded)
         reads = [given] if given is not None else None
-        (batch,), bad = self._fill(
-            sample_maker, [position], draws, out, reads, excluded
-        )
+        (batch,), bad = self._fill(assignment, reads)
         return batch, bad
 
     def block(
@@ -195,151 +174,103 @@ class MicroBatchMaker:
             one size.
         """
         draws = self.plan.draw_block(block)
-        num = len(block)
-        num_samples = draws.indices.shape[1]
+        num, num_samples = draws.indices.shape
         makers = [
-            self._sample_maker(position, draws.at(number))
+            self.sample_makers.get(position, draws.at(number))
             for number, position in enumerate(block)
         ]
         if len(set(makers)) == 1:
-            parts = [slice(0, num)]
+            spans = [slice(0, num)]
         else:
-            parts = [slice(number, number + 1) for number in range(num)]
+            spans = [slice(number, number + 1) for number in range(num)]
         batches = list[MicroBatch]()
         bad = list[BadSample]()
-        for span in parts:
-            sample_maker = makers[span.start]
-            out = Rows(sample_maker.fields, len(block[span]) * num_samples)
-            read = reads[span] if reads else None
-            finished, bad_of_part = self._fill(
-                sample_maker,
-                block[span],
-                draws.at(span),
-                out,
-                read,
-                excluded,
-                one_by_one,
+        for span in spans:
+            assignment = _assigned(
+                makers[span.start], block[span], draws.at(span), excluded
             )
+            reads_of_span = reads[span] if reads else None
+            finished, bad_of_span = self._fill(assignment, reads_of_span, one_by_one)
             batches += finished
-            bad += bad_of_part
+            bad += bad_of_span
         if reads:
             batches = [
                 replace(batch, read_s=read_s / num, outage_s=outage_s / num)
                 for batch in batches
             ]
         arrays = dict[str, np.ndarray]()
-        if len(parts) == 1:
+        if len(spans) == 1:
             arrays = {
                 name: array.reshape(num, num_samples, *array.shape[1:])
-                for name, array in out.arrays.items()
+                for name, array in assignment.out.arrays.items()
             }
         return batches, bad, arrays
 
     def _fill(
         self,
-        sample_maker: SampleMaker,
-        block: Sequence[MicroBatchId],
-        draws: Draws,
-        out: Rows,
+        assignment: _Assignment,
         reads: Sequence[Samples] | None = None,
-        excluded: Mapping[int, str] = NONE_EXCLUDED,
         one_by_one: bool = False,
     ) -> tuple[list[MicroBatch], list[BadSample]]:
-        """Make the micro-batches of one image size, as many rows at once as memory allows.
+        """Make the micro-batches of an assignment, as many rows at once as memory allows.
 
         Args:
-            draws: of their samples, (k, B).
+            reads, one_by_one: see `block`.
         """
-        num, num_samples = draws.indices.shape
-        flat = Draws(*(column.ravel() for column in draws))
-        seconds = np.zeros((3, num))  # rows: reading, outages, in all
+        num_samples = assignment.num_samples
+        seconds = np.zeros((3, len(assignment.block)))
         bad = list[BadSample]()
         first = 0
-        while first < num * num_samples:
+        while first < len(assignment.draws.indices):
             report_progress()  # a time limit is one for each
-            started = time.perf_counter()
-            before = self._read_s, self._outage_s
+            before = self._seconds()
             number = first // num_samples
+            count = 1
+            given = None
             if one_by_one:
                 rows = slice(first, first + 1)
-                given = None
             else:
-                count = self._num_at_once(block[number:], out, num_samples)
+                count = self._num_at_once(assignment, number)
                 rows = slice(first, first + count * num_samples)
-                given = None
                 if reads:
                     given = Samples.joined(reads[number : number + count])
-            bad += self._make_rows(
-                sample_maker,
-                block,
-                flat,
-                rows,
-                out,
-                given,
-                excluded,
-                is_checked=not one_by_one,
-            )
-            if block[number] == _FIRST and not one_by_one:
-                self._compare_with_val(block[number], flat)
-            micro_batches = slice(number, -(-rows.stop // num_samples))
-            count = micro_batches.stop - number
-            spent = (
-                self._read_s - before[0],
-                self._outage_s - before[1],
-                time.perf_counter() - started,
-            )
-            seconds[:, micro_batches] += np.array(spent)[:, None] / count
+            bad += self._make_rows(assignment, rows, given, is_checked=not one_by_one)
+            if assignment.block[number] == _FIRST and not one_by_one:
+                self._compare_with_val(assignment.sample_maker)
+            spent = self._seconds() - before
+            seconds[:, number : number + count] += spent[:, None] / count
             first = rows.stop
-        num_bad = Counter(sample.position for sample in bad)
-        batches = []
-        for number, position in enumerate(block):
-            rows = slice(number * num_samples, (number + 1) * num_samples)
-            read_s, outage_s, work_s = seconds[:, number].tolist()
-            batches.append(
-                MicroBatch(
-                    position,
-                    out.index[rows],
-                    out.weight[rows],
-                    out.finish(rows),
-                    num_bad=num_bad[position],
-                    read_s=read_s,
-                    work_s=work_s,
-                    outage_s=outage_s,
-                )
-            )
-        return batches, bad
+        return _finished(assignment, bad, seconds), bad
+
+    def _seconds(self) -> np.ndarray:
+        """Seconds so far: of reading, of outages of object storage, and of the clock; their differences count."""
+        return np.array([self._read_s, self._outage_s, time.perf_counter()])
 
     def _make_rows(
         self,
-        sample_maker: SampleMaker,
-        block: Sequence[MicroBatchId],
-        draws: Draws,
+        assignment: _Assignment,
         rows: slice,
-        out: Rows,
         given: Samples | None,
-        excluded: Mapping[int, str],
         is_checked: bool,
     ) -> list[BadSample]:
         """Make rows of micro-batches: the whole road of a sample.
 
         Args:
-            block: micro-batches of one image size, and strength in these rows.
-            draws: of their samples, (k·B,).
-            rows: the rows of `out` to make.
+            rows: the rows to make, whose micro-batches have one strength.
             given: the samples of these rows, if a reader has read them.
-            excluded: index → reason of samples that must not be touched.
             is_checked: make the first samples of a user's code twice, to find state in it.
         """
-        num_samples = len(draws.indices) // len(block)
-        position = block[rows.start // num_samples]
-        sample_maker.weaken(self._strength(position))
+        sample_maker = assignment.sample_maker
+        out = assignment.out
+        position = assignment.position(rows.start)
+        sample_maker.weaken(self.sample_makers.strength(position))
         self._log_place(position)
 
-        indices = draws.indices[rows]
-        keys = self.plan.sample_keys(position.split, draws.at(rows))
+        indices = assignment.draws.indices[rows]
+        keys = self.plan.sample_keys(position.split, assignment.draws.at(rows))
         is_wanted = indices != PADDING
-        if excluded:
-            is_wanted &= ~np.isin(indices, list(excluded))
+        if assignment.excluded:
+            is_wanted &= ~np.isin(indices, list(assignment.excluded))
         samples = given
         if samples is None:
             samples = self._read(position, np.where(is_wanted, indices, PADDING))
@@ -348,73 +279,74 @@ class MicroBatchMaker:
 
         bad = list[BadSample]()
         for number in np.flatnonzero(~is_made).tolist():
-            index = int(indices[number])
             row = rows.start + number
-            position = block[row // num_samples]
+            index = int(indices[number])
             if index == PADDING:
                 out.leave_out(row)
                 continue
             try:
-                if index in excluded:
-                    raise SampleError(excluded[index])
-                fields = self._slow(
-                    sample_maker, position, samples[number], index, keys[number]
-                )
+                assignment.check_allowed(index)
+                sample = samples[number]
+                fields = self._slow(assignment, row, sample, index, keys[number])
                 out.put(row, index, fields)
             except SampleError as error:
-                draw = draws.at(slice(row, row + 1))
-                bad.append(
-                    self._stand_in(
-                        sample_maker, position, draw, error, excluded, out, row
-                    )
-                )
+                bad.append(self._stand_in(assignment, row, error))
 
         if not out.arrays:
-            out.learn(self._first_sample(sample_maker, position.split, excluded))
-        if is_checked and position.split in self._unchecked:
-            is_bad = np.isin(indices, [sample.index for sample in bad])
-            good = (out.weight[rows] > 0) & ~is_bad
-            numbers = np.flatnonzero(good)[:NUM_REMADE].tolist()
-            if numbers:
-                originals = [out.sample(rows.start + number) for number in numbers]
-                remade = [samples[number] for number in numbers]
-                self._remake(sample_maker, position, originals, remade, keys[numbers])
+            out.learn(self._first_sample(assignment))
+        if is_checked and self.sample_makers.is_unchecked(position.split):
+            self._check_user_code(assignment, rows, samples, keys, bad)
         return bad
+
+    def _check_user_code(
+        self,
+        assignment: _Assignment,
+        rows: slice,
+        samples: Samples,
+        keys: np.ndarray,
+        bad: Sequence[BadSample],
+    ) -> None:
+        """Make the first good samples of some rows again, to find state in the user's code."""
+        out = assignment.out
+        bad_indices = [sample.index for sample in bad]
+        is_good = out.weight[rows] > 0
+        is_good &= ~np.isin(assignment.draws.indices[rows], bad_indices)
+        numbers = np.flatnonzero(is_good)[:NUM_REMADE].tolist()
+        if numbers:
+            self.sample_makers.check(
+                assignment.sample_maker,
+                assignment.position(rows.start),
+                [out.sample(rows.start + number) for number in numbers],
+                [samples[number] for number in numbers],
+                keys[numbers],
+            )
 
     def _slow(
         self,
-        sample_maker: SampleMaker,
-        position: MicroBatchId,
+        assignment: _Assignment,
+        row: int,
         sample: EncodedSample,
         index: int,
         key: np.ndarray,
     ) -> dict[str, Any]:
-        """Make the fields of one sample; an error of the settings names it."""
+        """Make the fields of a row's sample; an error of the settings names it."""
         try:
-            return sample_maker.slow(sample, key.tolist())
+            return assignment.sample_maker.slow(sample, key.tolist())
         except ConfigError as error:
-            title = self._sample_title(position.split, index)
+            title = self._sample_title(assignment.position(row).split, index)
             raise ConfigError(f"{title}: {error}") from error
 
     def _stand_in(
-        self,
-        sample_maker: SampleMaker,
-        position: MicroBatchId,
-        draw: Draws,
-        error: SampleError,
-        excluded: Mapping[int, str],
-        out: Rows,
-        row: int,
+        self, assignment: _Assignment, row: int, error: SampleError
     ) -> BadSample:
-        """Replace a bad sample by the plan's first good substitute; during validation it gets weight 0.
-
-        Args:
-            draw: its draw, (1,).
+        """Replace the bad sample of a row by the plan's first good substitute. During validation it gets weight 0.
 
         Raises:
             SampleError: no bad sample is tolerated, or no substitute is good.
         """
+        position = assignment.position(row)
         split = position.split
+        draw = assignment.draws.at(slice(row, row + 1))
         index = int(draw.indices[0])
         title = self._sample_title(split, index)
         if not self._is_tolerant:
@@ -431,39 +363,37 @@ class MicroBatchMaker:
             error.fault,
         )
         if split == "val":
-            out.leave_out(row, index)
+            assignment.out.leave_out(row, index)
             return bad
         for number in range(NUM_SUBSTITUTES):
             substitute = self.plan.substitute(position, index, number)
             (key,) = self.plan.substitute_keys(split, draw, substitute)
             try:
-                if substitute in excluded:
-                    raise SampleError(excluded[substitute])
+                assignment.check_allowed(substitute)
                 sample = self._read(position, np.array([substitute]))[0]
-                fields = self._slow(sample_maker, position, sample, substitute, key)
+                fields = self._slow(assignment, row, sample, substitute, key)
             except SampleError as further:
                 last = further
                 continue
-            out.put(row, substitute, fields)
+            assignment.out.put(row, substitute, fields)
             return replace(bad, substitute=substitute)
         raise type(last)(
             f"{title}: {error}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one "
             f"{self._sample_title(split, substitute)}: {last}; {last.advice}"
         ) from error
 
-    def _first_sample(
-        self, sample_maker: SampleMaker, split: Split, excluded: Mapping[int, str]
-    ) -> dict[str, Any]:
+    def _first_sample(self, assignment: _Assignment) -> dict[str, Any]:
         """The fields of a sample that shows their shapes, where a micro-batch has none."""
+        split = assignment.block[0].split
         kept = self.plan.kept[split]
         position = MicroBatchId(split, 0, 0, 0)
         reason = ""
         for index in kept.indices(np.arange(min(16, kept.size))).tolist():
-            if index in excluded:
+            if index in assignment.excluded:
                 continue
             try:
                 sample = self._read(position, np.array([index]))[0]
-                return sample_maker.slow(sample, (0, 0))
+                return assignment.sample_maker.slow(sample, (0, 0))
             except SampleError as error:
                 reason = f" ({error}; {error.advice})"
         raise ConfigError(
@@ -484,86 +414,26 @@ class MicroBatchMaker:
         """Read samples of the stream's stores, see `ReadSamples`."""
         return read_samples(self._stores[position.split], indices, self._spec.wanted)
 
-    def _strength(self, position: MicroBatchId) -> float:
-        """The strength of a micro-batch's transform; a validation's is whole."""
-        if position.split == "val":
-            return 1.0
-        return self._spec.transform.strength_at(
-            self.plan.progress(self.plan.global_step(position))
-        )
-
-    def _num_at_once(
-        self, block: Sequence[MicroBatchId], out: Rows, num_samples: int
-    ) -> int:
-        """Count the first micro-batches to make in one call: of one strength, and within the bytes above."""
-        num_bytes = bytes_per_row(out.fields)
-        if num_bytes is None:
+    def _num_at_once(self, assignment: _Assignment, number: int) -> int:
+        """Count the micro-batches, from one of them on, to make in one call: of one strength, and within the bytes
+        above."""
+        bytes_of_row = bytes_per_row(assignment.out.fields)
+        if bytes_of_row is None:
             return 1
-        count = max(1, _AT_ONCE_BYTES // max(1, num_bytes * num_samples))
-        block = block[:count]
+        num_bytes = bytes_of_row * assignment.num_samples
+        count = max(1, _AT_ONCE_BYTES // max(1, num_bytes))
+        block = assignment.block[number : number + count]
         if not isinstance(self._spec.transform.strength, tuple):
             return len(block)
-        strengths = [self._strength(position) for position in block]
+        strengths = [self.sample_makers.strength(position) for position in block]
         _, alike = next(itertools.groupby(strengths))
         return len(list(alike))
-
-    def _remake(
-        self,
-        sample_maker: SampleMaker,
-        position: MicroBatchId,
-        originals: list[dict[str, Any]],
-        samples: list[EncodedSample],
-        keys: np.ndarray,
-    ) -> None:
-        """Make some samples again; raises ConfigError as `check_remade`."""
-        split = position.split
-        pool = self._spec.pool
-        strength = self._strength(position)
-        new_sample_maker = self._unchecked.pop(split)
-        self._checked.add(split)
-        has_threads = pool.engine == "inline" and not self.draws_globally
-
-        def new_maker() -> Callable[[int], dict[str, Any]]:
-            again = new_sample_maker()
-            again.weaken(strength)
-            return lambda number: _fields_of(
-                again, samples[number], keys[number].tolist()
-            )
-
-        num_threads = pool.max_actors if has_threads else 1
-        check_remade(originals, new_maker, self._title(split), num_threads)
-        image = bytes(samples[0].image or b"")
-        kept = samples[0]._replace(image=image, columns=dict(samples[0].columns))
-        size = next(
-            size
-            for (_, size), maker in self._sample_makers.items()
-            if maker is sample_maker
-        )
-        k0, k1 = keys[0].tolist()
-        self.probes.append(
-            Probe((split, size), kept, (k0, k1), digest_of(originals[0]), strength)
-        )
-
-    def check_probe(self, probe: Probe) -> str:
-        """Compare a sample of another process with this one's; see `remake.check_probe`."""
-        sample_maker = self._sample_makers.get(probe.of)
-        if sample_maker is None:
-            return ""
-        try:
-            sample_maker.weaken(probe.strength)
-            fields = _fields_of(sample_maker, probe.sample, probe.key)
-        except SampleError:  # the stream's own errors say what such a sample is
-            return ""
-        return check_probe(probe, digest_of(fields), self._title(probe.of[0]))
-
-    def _title(self, split: Split) -> str:
-        return f"transform.{split} is {brief(self._spec.transforms[split])}, which"
 
     def _sample_title(self, split: Split, index: int) -> str:
         store = self._stores[split]
         return title_of(store.address, index, name_of(store, index))
 
-    def _compare_with_val(self, first: MicroBatchId, draws: Draws) -> None:
+    def _compare_with_val(self, train: SampleMaker) -> None:
         """Compare the size of training images with that of the validation's, before the first step.
 
         Models are trained at one size and validated at another on purpose (FixRes): that is accepted if each size
@@ -579,8 +449,8 @@ class MicroBatchMaker:
         # Also where no sizes are compared: a validation that cannot be made is found before the first epoch.
         position = MicroBatchId("val", 0, 0, 0)
         self.make(position, num_rows=_NUM_TRIED)
-        shape = self._sample_maker(first, draws).image_shape
-        val = self._sample_maker(position, self.plan.draw(position)).image_shape
+        shape = train.image_shape
+        val = self.sample_makers.get(position, self.plan.draw(position)).image_shape
         has_size = shape and not has_sizes(
             config, "train", self.plan.config.bucket_sides
         )
@@ -616,13 +486,46 @@ class MicroBatchMaker:
         )
 
 
-def _fields_of(
-    sample_maker: SampleMaker, sample: EncodedSample, key: Key
-) -> dict[str, Any]:
-    """The fields of a sample as a micro-batch has them."""
-    rows = Rows(sample_maker.fields, 1)
-    rows.put(0, 0, sample_maker.slow(sample, key))
-    return rows.sample(0)
+def _assigned(
+    sample_maker: SampleMaker,
+    block: Sequence[MicroBatchId],
+    draws: Draws,
+    excluded: Mapping[int, str],
+) -> _Assignment:
+    """The assignment of micro-batches of one size, whose draws are (k, B), with memory for them."""
+    flat = Draws(*(column.ravel() for column in draws))
+    out = Rows(sample_maker.fields, draws.indices.size)
+    return _Assignment(sample_maker, block, flat, out, excluded)
+
+
+def _finished(
+    assignment: _Assignment, bad: Sequence[BadSample], seconds: np.ndarray
+) -> list[MicroBatch]:
+    """The micro-batches of an assignment whose rows are made.
+
+    Args:
+        seconds: float (3, k), see `MicroBatchMaker._seconds`.
+    """
+    num_bad = Counter(sample.position for sample in bad)
+    num_samples = assignment.num_samples
+    out = assignment.out
+    batches = []
+    for number, position in enumerate(assignment.block):
+        rows = slice(number * num_samples, (number + 1) * num_samples)
+        read_s, outage_s, work_s = seconds[:, number].tolist()
+        batches.append(
+            MicroBatch(
+                position,
+                out.index[rows],
+                out.weight[rows],
+                out.finish(rows),
+                num_bad=num_bad[position],
+                read_s=read_s,
+                work_s=work_s,
+                outage_s=outage_s,
+            )
+        )
+    return batches
 
 
 @process_kept()

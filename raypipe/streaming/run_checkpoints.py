@@ -43,7 +43,8 @@ class RunCheckpoints:
     def __init__(self, run_uri: str, lease: str = "") -> None:
         self.run_uri = run_uri
         self._lease = lease
-        self._name = ""  # the checkpoint that was read or written last
+        # The name of the checkpoint that was read or written last.
+        self._name = ""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -78,9 +79,7 @@ class RunCheckpoints:
         if rank == 0:
             try:
                 newest = self._newest(plan, start_from)
-            except (
-                RaypipeError
-            ) as failure:  # the other ranks wait for it, and raise it too
+            except RaypipeError as failure:
                 error = failure
         state = newest.state if newest else b""
         if newest:

@@ -127,15 +127,17 @@ class TransformWorker:
 
     def _compare_probes(self) -> None:
         """Compare a sample of the user's code with the first actor's; raises ConfigError where they differ."""
-        while self._maker.probes:
+        while self._maker.sample_makers.probes:
             try:
                 first = ray.get(
-                    self._supervisor.first_probe.remote(self._maker.probes.pop()),
+                    self._supervisor.first_probe.remote(
+                        self._maker.sample_makers.probes.pop()
+                    ),
                     timeout=_PROBE_S,
                 )
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 continue  # it is the Supervisor that has failed, which others notice
-            if warning := self._maker.check_probe(first):
+            if warning := self._maker.sample_makers.check_probe(first):
                 self._supervisor.packages_differ.remote(warning)
 
     def _count(self, batches: list[MicroBatch], bad: list[BadSample]) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from raypipe import StreamSpec, loader
 from raypipe.config import RunConfig
+from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError
 from raypipe.streaming.epochs import Batches
 from raypipe.streaming.loader import Loader
@@ -83,6 +84,10 @@ class Trainer:
             self.learner.load(saved.state)
             self.metrics |= saved.metrics
         self._shown_at = -_LINE_EVERY_S
+        self._has_logged = False
+        self._lr = 0.0
+        # Since the last record, on the device, so that the host does not wait.
+        self._losses: list[torch.Tensor] = []
 
     def _open_loader(self, spec: StreamSpec, max_actors: int, lease: str) -> Loader:
         """Start the stream where the run begins; the loop records its training itself."""
@@ -151,57 +156,55 @@ class Trainer:
         return values
 
     def _train(self, batches: Batches) -> None:
-        config = self.run.train
-        plan = self.plan
-        assert batches.segment
-        total = plan.config.epochs * plan.steps_per_epoch
-        warmup = round(config.warmup_epochs * plan.steps_per_epoch)
-        losses: list[
-            torch.Tensor
-        ] = []  # kept on the device, so that the host does not wait
         samples: _Samples = []
         begins_step = True
-        first = not self.loader.times().images
-        lr = 0.0
         for batch in batches:
             if begins_step:
-                lr = self._schedule(
-                    plan.global_step(batch.position), total, warmup, self.run.peak_lr
-                )
                 samples = []
-                self.learner.begin_step(lr)
+                self._lr = self._rate_at(batch)
+                self.learner.begin_step(self._lr)
             begins_step = batch.ends_step
             samples.append((batch.position, batch.index.tolist()))
-            losses.append(self.learner.backward(batch, last=batch.ends_step))
-            if not batch.ends_step:
-                continue
-            done = self.loader.global_step
-            step = batch.position.step + 1
-            self.learner.end_step(done)
-            if config.log_samples:
-                self._log_samples(samples)
-            end = step == batches.segment.num_steps
-            checkpoint = (
-                bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0
-            )
-            if self._start is not None and self.loader.pool_has_begun:
-                # every rank has its micro-batches, and the pool its CPUs
-                ray.kill(self._start)
-                self._start = None
-            # The first step is logged too, which shows a slow run or a bad loss at once.
-            if logs := done % config.log_interval == 0 or end or checkpoint or first:
-                self._log_train(lr, losses, shows=end)
-                losses = []
-                first = False
-            is_due = self._should_save(at_once=logs)
-            is_last = self.loader.stopping or self.loader.notice.is_last
-            if (checkpoint or is_due) and (not end or is_last):
-                if not logs:  # the sums in a checkpoint must match the records
-                    self._log_train(lr, losses)
-                    losses = []
-                self._save()
-            if self.loader.stopping:
-                return
+            self._losses.append(self.learner.backward(batch, last=batch.ends_step))
+            if batch.ends_step:
+                self._end_step(samples, ends_epoch=batch.ends_split)
+                if self.loader.stopping:
+                    return
+
+    def _rate_at(self, batch: Batch) -> float:
+        """Return the learning rate of the step of a batch."""
+        steps_per_epoch = self.plan.steps_per_epoch
+        return self._schedule(
+            self.plan.global_step(batch.position),
+            self.plan.config.epochs * steps_per_epoch,
+            round(self.run.train.warmup_epochs * steps_per_epoch),
+            self.run.peak_lr,
+        )
+
+    def _end_step(self, samples: _Samples, ends_epoch: bool) -> None:
+        """Update the weights, and make the records and the checkpoint that are due."""
+        config = self.run.train
+        done = self.loader.global_step
+        self.learner.end_step(done)
+        if config.log_samples:
+            self._log_samples(samples)
+        if self._start is not None and self.loader.pool_has_begun:
+            # every rank has its micro-batches, and the pool its CPUs
+            ray.kill(self._start)
+            self._start = None
+        saves = bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0
+        # The first step is logged too, which shows a slow run or a bad loss at once.
+        is_first = not self._has_logged
+        logs = done % config.log_interval == 0 or ends_epoch or saves or is_first
+        if logs:
+            self._log_train(shows=ends_epoch)
+        saves |= self._should_save(at_once=logs)
+        is_last = self.loader.stopping or self.loader.notice.is_last
+        # At an epoch's end one is made after the validation.
+        if saves and (not ends_epoch or is_last):
+            if not logs:  # the sums in a checkpoint must match the records
+                self._log_train()
+            self._save()
 
     def _log_samples(self, samples: _Samples) -> None:
         ranks = self._of_all_ranks(samples)
@@ -211,20 +214,21 @@ class Trainer:
             )
             log.write_samples(rows, self.loader.global_step)
 
-    def _log_train(
-        self, lr: float, losses: list[torch.Tensor], shows: bool = False
-    ) -> None:
+    def _log_train(self, shows: bool = False) -> None:
         """Record the training since the last call; print it if `shows`, or if the last line is ten seconds old."""
+        self._has_logged = True
         loss_sum = torch.zeros(1, device=self.device)
-        for term in losses:
+        for term in self._losses:
             loss_sum += term
-        loss = self._summed(loss_sum).item() / (len(losses) * self.world_size)
+        num_losses = len(self._losses) * self.world_size
+        loss = self._summed(loss_sum).item() / num_losses
+        self._losses = []
         # This comes after the sums, since the host has waited for them.
         now = time.perf_counter()
         shows = shows or now - self._shown_at >= _LINE_EVERY_S
         self._shown_at = now if shows else self._shown_at
         for name, amount in self._metrics.interval(
-            self.loader.cursor, shows, loss=loss, lr=lr
+            self.loader.cursor, shows, loss=loss, lr=self._lr
         ).items():
             self.metrics[name] += amount
 
@@ -258,12 +262,16 @@ class Trainer:
                 if self.loader.stopping:
                     # the checkpoint is before the validation, which a resume repeats
                     return
-        values, count = validation.result()
+        self._record_validation(batches.segment.epoch, *validation.result())
+
+    def _record_validation(
+        self, epoch: int, values: dict[str, float], count: int
+    ) -> None:
+        """Record the values of a validation of so many samples."""
         if not count:
             raise BadSamplesError(
                 f"no sample of the validation can be read: `raypipe verify {self.run.store.val}` lists why"
             )
-        epoch = batches.segment.epoch
         if not self.learner.has_classes:
             del values["accuracy"]
         scores = [

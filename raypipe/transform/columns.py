@@ -200,13 +200,7 @@ class ColumnMaker:
         if column.kind == "json":
             return {name: _as_json(name, value)}
         if column.kind in ("text", "bytes"):
-            if not isinstance(value, str if column.kind == "text" else bytes):
-                raise SampleError(_varies(name, f"a {type(value).__name__}", column))
-            return {
-                name: value.encode("utf-8", "surrogatepass")
-                if isinstance(value, str)
-                else value
-            }
+            return {name: _as_bytes(name, value, column)}
         if column.is_npy and isinstance(value, bytes) and not is_npy(value):
             raise SampleError(
                 f"column {name!r} does not begin as a .npy, as in the first samples: fix it"
@@ -230,6 +224,15 @@ class ColumnMaker:
                 )
             typed[length_name(name)] = np.int64(len(array))
         return typed
+
+
+def _as_bytes(name: str, value: Any, column: ColumnType) -> bytes:
+    """The bytes of a text, or of bytes; raises SampleError for a value of another type."""
+    if not isinstance(value, str if column.kind == "text" else bytes):
+        raise SampleError(_varies(name, f"a {type(value).__name__}", column))
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    return value
 
 
 def length_name(name: str) -> str:

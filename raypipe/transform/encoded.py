@@ -89,56 +89,21 @@ class EncodedImages:
             params: see `Program.draw`.
             sizes: (height, width) of the images, int (B, 2).
         """
-        num = len(params)
-        num_columns = self.field.shape[0] if self.field.shape else 0
-        axes = np.zeros((2, num, (num_columns - AXES) // 2), np.int64)
-        # The rest of each axis: its pixel i is pixel start + step * i of the image, or of the last resize.
-        start = np.zeros((2, num), np.int64)
-        step = np.ones((2, num), np.int64)
-        length = sizes.T.astype(np.int64)
-        axes[:, :, SIDE] = length
-        turned = np.zeros(num, np.int64)
-        fits = np.ones(num, bool)
-        num_resizes = 0
-        for (made_by, op), column in zip(
-            self._steps, self.program.ops[:, 1].tolist(), strict=True
-        ):
+        assert self.field.shape
+        axes = _MovedAxes(sizes, self.field.shape[0])
+        columns = self.program.ops[:, 1].tolist()
+        for (made_by, op), column in zip(self._steps, columns, strict=True):
             numbers = params[:, column + 1 :]
             if op == Op.CROP:
-                fits &= (length >= numbers[:, 2:4].T).all(axis=0)
-                start, length = start + step * numbers[:, :2].T, numbers[:, 2:4].T
+                axes.crop(numbers)
             elif op == Op.PAD:
-                before = numbers[:, [0, 2]].T
-                behind = numbers[:, [1, 3]].T
-                start, length = start - step * before, length + before + behind
+                axes.pad(numbers)
             elif op == Op.TURN:
-                code = numbers[:, 0] * params[:, column]
-                swapped = (code & 4) > 0
-                for array in (axes, start, step, length):
-                    array[:, swapped] = array[::-1][:, swapped]
-                turned ^= swapped
-                flipped = np.stack([code & 2, code & 1]) > 0
-                start, step = (
-                    np.where(flipped, start + step * (length - 1), start),
-                    np.where(flipped, -step, step),
-                )
+                axes.turn(numbers[:, 0] * params[:, column])
             else:
-                resized = numbers[:, :2].T
-                start, step = _resize(
-                    axes,
-                    num_resizes,
-                    start,
-                    step,
-                    length,
-                    getattr(made_by, "interpolation", LINEAR),
-                    resized,
-                )
-                length, num_resizes = resized.copy(), num_resizes + 1
-        if not num_resizes:  # one that leaves the pixels as they are
-            start, step = _resize(axes, 0, start, step, length, LINEAR, length)
-        axes[:, :, -3:] = np.stack([start, step, length], axis=-1)
-        head = np.column_stack([turned, np.tile(self._fill, (num, 1))])
-        return np.hstack([head, axes[0], axes[1]]).astype(np.int32), fits
+                interpolation = getattr(made_by, "interpolation", LINEAR)
+                axes.resize(numbers[:, :2].T, interpolation)
+        return axes.maps(self._fill), axes.fits
 
     def fields_of(
         self, image: Any, key: Key, exif: bool
@@ -168,27 +133,86 @@ def check_whole(image: Any, exif: bool) -> None:
         decode(stored_bytes(image), exif=exif)
 
 
-def _resize(
-    axes: np.ndarray,
-    number: int,
-    start: np.ndarray,
-    step: np.ndarray,
-    length: np.ndarray,
-    interpolation: int,
-    resized: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Note a resize of what is left of each axis; returns `start` and `step` behind it."""
-    column = RESIZES + NUM_RESIZE * number
-    if number:
-        axes[:, :, column - 3 : column] = np.stack([start, step, length], axis=-1)
-        start, step = np.zeros_like(start), np.ones_like(step)
-    else:  # a span of the image is read forwards, and turned around behind the resize
-        axes[:, :, START] = np.where(step < 0, start - (length - 1), start)
-        axes[:, :, LENGTH] = length
-        start = np.where(step < 0, resized - 1, 0)
-    axes[:, :, column + FILTER] = interpolation
-    axes[:, :, column + RESIZED] = resized
-    return start, step
+class _MovedAxes:
+    """Rows (0) and columns (1) of B images, as the steps of a program move them.
+
+    Pixel i of an axis is pixel start + step * i of the image, or of the last resize; `length` pixels are left.
+
+    Args:
+        sizes: (height, width) of the images, int (B, 2).
+        num_columns: columns of a map.
+
+    Attributes:
+        fits: bool (B,), images that are large enough for their crops.
+    """
+
+    def __init__(self, sizes: np.ndarray, num_columns: int) -> None:
+        num = len(sizes)
+        self._axes = np.zeros((2, num, (num_columns - AXES) // 2), np.int64)
+        self._start = np.zeros((2, num), np.int64)
+        self._step = np.ones((2, num), np.int64)
+        self._length = sizes.T.astype(np.int64)
+        self._axes[:, :, SIDE] = self._length
+        self._turned = np.zeros(num, np.int64)
+        self._num_resizes = 0
+        self.fits = np.ones(num, bool)
+
+    def crop(self, boxes: np.ndarray) -> None:
+        """Keep a box: (top, left, height, width)."""
+        sides = boxes[:, 2:4].T
+        self.fits &= (self._length >= sides).all(axis=0)
+        self._start = self._start + self._step * boxes[:, :2].T
+        self._length = sides.copy()
+
+    def pad(self, borders: np.ndarray) -> None:
+        """Add borders: (top, bottom, left, right)."""
+        before = borders[:, [0, 2]].T
+        behind = borders[:, [1, 3]].T
+        self._start = self._start - self._step * before
+        self._length = self._length + before + behind
+
+    def turn(self, codes: np.ndarray) -> None:
+        """Transpose images (4), then reverse their rows (2) and columns (1)."""
+        swapped = (codes & 4) > 0
+        for array in (self._axes, self._start, self._step, self._length):
+            array[:, swapped] = array[::-1][:, swapped]
+        self._turned ^= swapped
+        flipped = np.stack([codes & 2, codes & 1]) > 0
+        last = self._start + self._step * (self._length - 1)
+        self._start = np.where(flipped, last, self._start)
+        self._step = np.where(flipped, -self._step, self._step)
+
+    def resize(self, sides: np.ndarray, interpolation: int) -> None:
+        """Resize the pixels that are left to sides, int (2, B)."""
+        column = RESIZES + NUM_RESIZE * self._num_resizes
+        if self._num_resizes:
+            self._note_span(slice(column - 3, column))
+            self._start = np.zeros_like(self._start)
+            self._step = np.ones_like(self._step)
+        else:  # a span of the image is read forwards, and turned around behind the resize
+            is_reversed = self._step < 0
+            first = np.where(is_reversed, self._start - (self._length - 1), self._start)
+            self._axes[:, :, START] = first
+            self._axes[:, :, LENGTH] = self._length
+            self._start = np.where(is_reversed, sides - 1, 0)
+        self._axes[:, :, column + FILTER] = interpolation
+        self._axes[:, :, column + RESIZED] = sides
+        self._length = sides.copy()
+        self._num_resizes += 1
+
+    def maps(self, fill: tuple[int, ...]) -> np.ndarray:
+        """The maps, int32 (B, n), with a color beyond the edges."""
+        if not self._num_resizes:  # one that leaves the pixels as they are
+            self.resize(self._length, LINEAR)
+        self._note_span(slice(-3, None))
+        colors = np.tile(fill, (len(self._turned), 1))
+        head = np.column_stack([self._turned, colors])
+        return np.hstack([head, self._axes[0], self._axes[1]]).astype(np.int32)
+
+    def _note_span(self, columns: slice) -> None:
+        """Write the pixels of the last resize that are left."""
+        span = np.stack([self._start, self._step, self._length], axis=-1)
+        self._axes[:, :, columns] = span
 
 
 def _qualified(

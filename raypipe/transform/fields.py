@@ -19,26 +19,22 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.block_memory import reused_arrays
-from raypipe.transform.planes import black, unpack
+from raypipe.transform.planes import black, from_planes
 
 FieldKind = Literal["array", "ragged", "text", "bytes", "json"]
+_Value = TypeVar("_Value")
 
 IMAGE = "image"
 LABEL = "label"
 VIEW = "view"
 COLUMN = "column"
 """Groups of fields, whose names are GROUP.NAME."""
-
-
-def is_image(name: str) -> bool:
-    """True if a field of this name is an image: the sample's, or a view of it."""
-    return name == IMAGE or name.startswith(f"{VIEW}.")
 
 
 @dataclass(frozen=True)
@@ -112,13 +108,22 @@ class Ragged(NamedTuple):
         return list(map(json.loads, texts))
 
 
-def in_group(fields: Mapping[str, Any], group: str) -> dict[str, Any]:
+def in_group(fields: Mapping[str, _Value], group: str) -> dict[str, _Value]:
     """The entries of a group, by the names that they have in it."""
     parts = {name: name.partition(".") for name in fields}
     return {
         name_in_group: fields[name]
         for name, (first, _, name_in_group) in parts.items()
         if first == group and name_in_group
+    }
+
+
+def images_in(fields: Mapping[str, _Value]) -> dict[str, _Value]:
+    """The fields that are images, by name: the only view, `image`, or all views."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if name == IMAGE or name.startswith(f"{VIEW}.")
     }
 
 
@@ -156,7 +161,7 @@ class MicroBatch:
 
     def in_rgb(self) -> MicroBatch:
         """Return the micro-batch with its images as RGB, whichever form they travel in."""
-        return replace(self, fields=unpack(self.fields))
+        return replace(self, fields=from_planes(self.fields))
 
     def __getitem__(self, name: str) -> np.ndarray:
         """An array among the fields."""
@@ -255,7 +260,7 @@ class Rows:
 
 def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
     """Note what a sample shows of its fields: shapes, dtypes, and the views that a function makes."""
-    if any(is_image(name) and name not in fields for name in sample):
+    if images_in(sample).keys() - fields.keys():
         # views, where an image was expected
         fields.pop(IMAGE, None)
     for name, value in sample.items():

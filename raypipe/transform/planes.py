@@ -4,9 +4,9 @@
     image           uint8 (…, H, W, 3)          luma, uint8 (…, H, W, 1)
     chroma.image                                Cb and Cr, uint8 (…, H/2, W/2, 2)
 
-Views have it, too: view.NAME and chroma.view.NAME. No other module knows this form: they hand images to `pack`,
-fields that have traveled to `unpack`, and ask `outputs` for the memory that the kernel fills. The arithmetic is
-in `raypipe.kernel.yuv420`.
+Views have it, too: view.NAME and chroma.view.NAME. No other module knows this form: they hand images to `packer`'s
+function, fields that have traveled to `from_planes`, and ask `outputs` for the memory that the kernel fills. The
+arithmetic is in `raypipe.kernel.yuv420`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from raypipe.errors import ConfigError
 from raypipe.kernel import planes, rgb
 
-Images = dict[str, np.ndarray]
+_Images = dict[str, np.ndarray]
 """By the name of their field: `image`, or each view."""
 _Array = TypeVar("_Array")
 
@@ -27,16 +27,16 @@ _CHROMA = "chroma."
 _NO_COLOR = 128
 
 
-def packer(wire: str) -> Callable[[Images], Images]:
-    """Return the function that gives images their form of `transform.wire`: `pack`, or one that leaves them."""
+def packer(wire: str) -> Callable[[_Images], _Images]:
+    """Return the function that gives images their form of `transform.wire`: planes, or as they are."""
     if wire == "yuv420":
-        return pack
+        return to_planes
     return lambda images: images
 
 
-def pack(images: Images) -> Images:
+def to_planes(images: _Images) -> _Images:
     """Return the fields of a sample's images as planes; raise ConfigError unless all are uint8."""
-    fields = Images()
+    fields = _Images()
     for name, image in images.items():
         if image.dtype != np.uint8:
             raise ConfigError(
@@ -47,7 +47,7 @@ def pack(images: Images) -> Images:
     return fields
 
 
-def unpack(
+def from_planes(
     fields: Mapping[str, _Array],
     to_rgb: Callable[[_Array, _Array], _Array] = rgb,  # type: ignore[assignment]
 ) -> dict[str, _Array]:

@@ -136,13 +136,7 @@ def _step(step: Any, where: str) -> Any:
             )
     given = dict(arguments)
     if is_composition:  # it hardly checks its arguments
-        p = arguments.get("p", 1)
-        n = arguments.get("n", 1)
-        if not (
-            isinstance(p, int | float) and 0 <= p <= 1 and isinstance(n, int) and n >= 1
-        ):
-            expected = "p must be in [0, 1], and n a whole number of at least 1"
-            raise ConfigError(f"{where}: {expected}, got p={_cut(p)} and n={_cut(n)}")
+        _check_chances(arguments, where)
         given["transforms"] = _built(arguments.get("transforms"), where)
     elif kind.__init__.__code__.co_flags & inspect.CO_VARKEYWORDS:
         # Around it is a check of Albumentations', which warns and takes the defaults where it fails, but for this.
@@ -153,6 +147,22 @@ def _step(step: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: {_reason(error, arguments)}; choose from {', '.join(parameters)}"
         ) from error
+    _check_takes_image(transform, name, where)
+    return transform
+
+
+def _check_chances(arguments: dict[str, Any], where: str) -> None:
+    """Raise ConfigError for a composition's chance, or number of steps, that is out of range."""
+    p = arguments.get("p", 1)
+    n = arguments.get("n", 1)
+    is_chance = isinstance(p, int | float) and 0 <= p <= 1
+    if not (is_chance and isinstance(n, int) and n >= 1):
+        expected = "p must be in [0, 1], and n a whole number of at least 1"
+        raise ConfigError(f"{where}: {expected}, got p={_cut(p)} and n={_cut(n)}")
+
+
+def _check_takes_image(transform: Any, name: str, where: str) -> None:
+    """Raise ConfigError for a step that needs more than the image, or something else."""
     needed = {*getattr(transform, "targets_as_params", ()), *_NEED.get(name, ())} - {
         "image"
     }
@@ -163,7 +173,6 @@ def _step(step: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: it needs {missing}, but a step gets only the image: leave it out"
         )
-    return transform
 
 
 def _class_of(name: str, where: str) -> Any:

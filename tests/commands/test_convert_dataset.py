@@ -17,18 +17,11 @@ from pictures import picture
 
 from raypipe.commands import convert_dataset
 from raypipe.commands.convert_dataset import Copy, make_copy
+from raypipe.commands.copies import CopySettings
 from raypipe.errors import SampleError, StoreError
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.addresses import names_in
-
-OPTIONS: dict[str, Any] = {
-    "classes": None,
-    "short_side": 0,
-    "quality": 90,
-    "exif": False,
-    "seekable": False,
-}
 
 
 def rows(num: int) -> list[dict[str, Any]]:
@@ -58,9 +51,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def copied(
     samples: list[dict[str, Any]], dst: object, shards: int, policy: str = "raise"
 ) -> dict[str, int]:
-    return make_copy(
-        samples, str(dst), shards, True, True, on_bad_sample=policy, **OPTIONS
-    )  # type: ignore[arg-type]
+    settings = CopySettings(on_bad_sample=policy)
+    return make_copy(samples, str(dst), shards, True, None, settings)  # type: ignore[arg-type]
 
 
 def test_in_a_bucket_new_shards_replace_the_old_ones_and_what_was_left(

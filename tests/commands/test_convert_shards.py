@@ -12,7 +12,7 @@ from pictures import picture
 
 from raypipe.commands import copies
 from raypipe.commands.convert import _with_later, convert
-from raypipe.commands.copies import shard_fingerprint, write_shard
+from raypipe.commands.copies import CopySettings, shard_fingerprint, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.memory import MemoryStore
@@ -187,7 +187,7 @@ def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
     )
     types = column_types(store.read(np.arange(3), tuple(store.schema.names)), "x")
     assert types["boxes"] == "string"
-    assert list(write_shard(store, file, 0, 3, types, 0, 90, "raise")) == [
+    assert list(write_shard(store, file, 0, 3, CopySettings(columns=types))) == [
         (3, 0, 3 * len(picture(0)), [])
     ]
     copied = open_store(file).read(np.arange(3), ("boxes",))["boxes"]
@@ -237,10 +237,7 @@ def test_one_byte_that_changes_on_the_disk_is_found(
         tmp_path / f"a{suffix}",
         0,
         100,
-        {"image": "binary"},
-        0,
-        90,
-        "raise",
+        CopySettings(columns={"image": "binary"}),
     )
     with pytest.raises(
         StoreError, match=f"a{suffix} does not read back as it was written"
@@ -250,9 +247,8 @@ def test_one_byte_that_changes_on_the_disk_is_found(
 
 def test_a_copy_that_is_no_longer_wanted_leaves_no_file(tmp_path: Path) -> None:
     file, store = tmp_path / "copy.lmdb", MemoryStore([picture(0)] * 200, [0] * 200)
-    copy = write_shard(
-        store, file, 0, 200, {"image": "binary", "label": "int64"}, 0, 90, "raise"
-    )
+    settings = CopySettings(columns={"image": "binary", "label": "int64"})
+    copy = write_shard(store, file, 0, 200, settings)
     assert next(copy)[0] == 64
     copy.close()
     assert not file.exists()

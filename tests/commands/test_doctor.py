@@ -14,15 +14,17 @@ from raypipe import kernel
 from raypipe.commands import doctor
 from raypipe.commands.cli import main
 from raypipe.kernel import extension
+from raypipe.stores import lmdb_file
 from raypipe.transform.decode import jpeg
 
 
 def test_a_machine_that_runs_the_tests_is_fit() -> None:
     found = doctor.doctor(ray=False)
     assert found["ok"], found
-    assert [check["name"] for check in found["checks"]][:3] == [
+    assert [check["name"] for check in found["checks"]][:4] == [
         "packages",
         "decoding",
+        "LMDB",
         "torch",
     ]
     assert all(
@@ -58,12 +60,15 @@ def test_without_the_extension_it_warns_and_says_how_to_build_it(
 ) -> None:
     for module in (jpeg, kernel, extension):
         monkeypatch.setattr(module, "why_no_kernel", lambda: "not built")
+    monkeypatch.setattr(lmdb_file, "why_not_compiled", lambda: "not built")
     check = doctor.examined("decoding")
     assert (check["status"], check["found"]) == (
         "warn",
         "JPEGs are decoded slower: not built",
     )
     assert "libjpeg-dev" in check["fix"]
+    check = doctor.examined("LMDB")
+    assert check["status"] == "warn" and check["found"].endswith("files: not built")
 
 
 @pytest.mark.parametrize(("size", "status"), [(1 << 30, "warn"), (30 << 30, "ok")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -13,7 +14,12 @@ import pytest
 from PIL import Image
 
 from raypipe.commands import cli
-from raypipe.commands.copies import NO_SIZE, header_sides, write_shard
+from raypipe.commands.copies import (
+    NO_SIZE,
+    CopySettings,
+    header_sides,
+    write_shard,
+)
 from raypipe.errors import SampleError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.memory import MemoryStore
@@ -69,15 +75,13 @@ def test_a_conversion_refuses_what_no_decoder_reads(
 ) -> None:
     types = {"image": "binary", "label": "int64"} | dict.fromkeys(sized, "int64")
     source = MemoryStore([PNG, image], [0, 1])
+    settings = CopySettings(columns=types, sized=sized)
     with pytest.raises(
         SampleError, match=r"sample 1: .*Exclude such samples with --on-bad-sample skip"
     ):
-        list(
-            write_shard(source, tmp_path / "a.lmdb", 0, 2, types, 0, 90, "raise", sized)
-        )
-    (part,) = write_shard(
-        source, tmp_path / "b.lmdb", 0, 2, types, 0, 90, "skip", sized
-    )
+        list(write_shard(source, tmp_path / "a.lmdb", 0, 2, settings))
+    skipping = replace(settings, on_bad_sample="skip")
+    (part,) = write_shard(source, tmp_path / "b.lmdb", 0, 2, skipping)
     assert part[0] == 2 and [index for index, _ in part[3]] == [1]
     assert open_store(tmp_path / "b.lmdb").read(np.arange(1), ("image",))["image"] == [
         PNG
@@ -91,9 +95,8 @@ def test_a_conversion_writes_the_sizes_of_all_images(
 ) -> None:
     types = {"image": "binary", "label": "int64", "width": "int64", "height": "int64"}
     source, file = MemoryStore(IMAGES, range(4)), tmp_path / f"a{suffix}"
-    (part,) = write_shard(
-        source, file, 0, 4, types, 0, 90, "raise", ("width", "height"), exif
-    )
+    settings = CopySettings(columns=types, sized=("width", "height"), exif=exif)
+    (part,) = write_shard(source, file, 0, 4, settings)
     assert part == (4, 0, sum(map(len, IMAGES)), [])
     found = open_store(file).read(np.arange(4), ("image", "width", "height"))
     assert found["image"] == IMAGES and found["width"].dtype == np.int64
@@ -105,19 +108,8 @@ def test_shrunk_images_have_their_new_sizes(tmp_path: Path) -> None:
     source = MemoryStore(
         [picture(0, 40, 60)], None, columns={"width": [60], "height": [40]}
     )
-    list(
-        write_shard(
-            source,
-            tmp_path / "a.lmdb",
-            0,
-            1,
-            types,
-            20,
-            90,
-            "raise",
-            ("width", "height"),
-        )
-    )
+    settings = CopySettings(columns=types, sized=("width", "height"), short_side=20)
+    list(write_shard(source, tmp_path / "a.lmdb", 0, 1, settings))
     found = open_store(tmp_path / "a.lmdb").read(
         np.arange(1), ("image", "width", "height")
     )

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from raypipe.commands import cli
-from raypipe.commands.data import print_verified
-from raypipe.commands.inspection import _reasons, describe, task_bounds, verify
+from raypipe.commands.inspection import describe
+from raypipe.commands.verify import _reasons, print_verified, task_bounds, verify
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store

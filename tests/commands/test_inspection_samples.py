@@ -12,13 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raypipe.commands.inspection import (
-    CheckedSample,
-    check_range,
-    check_samples,
-    spread,
-    types_of,
-)
+from raypipe.commands.checked_samples import CheckedSample, check_samples, spread
+from raypipe.commands.inspection import types_of
+from raypipe.commands.verify import check_range
 from raypipe.config import RunConfig, StoreConfig
 from raypipe.errors import StoreError
 from raypipe.stores import open_store

@@ -19,7 +19,8 @@ from process_state import undisturbed
 
 from raypipe.commands.cli import main
 from raypipe.commands.picture import Tile, draw_grid
-from raypipe.commands.preview import Preview, find_draws, preview
+from raypipe.commands.preview import preview
+from raypipe.commands.preview_tiles import Preview, find_draws
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from raypipe.commands.preview import find_draws
+from raypipe.commands.preview_tiles import find_draws
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import PADDING, MicroBatchId

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raypipe.commands.copies import write_shard
+from raypipe.commands.copies import CopySettings, write_shard
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.base import is_class
@@ -198,7 +198,7 @@ def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -
     columns = column_types(store.read(np.arange(4), tuple(store.schema.names)), "a")
     assert columns["embedding"] == "float32[3]" and columns["grid"] == "uint8[2,3]"
     assert (columns["label"], columns["ragged"]) == ("float64", "string")
-    list(write_shard(store, tmp_path / name, 0, 4, columns, 0, 90, "raise"))
+    list(write_shard(store, tmp_path / name, 0, 4, CopySettings(columns=columns)))
     copy = open_store(tmp_path / name)
     found, expected = (
         each.read(ORDER, tuple(store.schema.names)) for each in (copy, store)

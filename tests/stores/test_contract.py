@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import re
 import shutil
@@ -11,6 +12,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +21,7 @@ import pytest
 from foreign_lmdbs import DUMPS, write_datums, write_folders, write_lsun, write_values
 
 from raypipe.errors import StoreError
-from raypipe.stores import Store, open_store, open_writer
+from raypipe.stores import SimpleStore, Store, open_store, open_writer
 from raypipe.stores.base import name_of
 from raypipe.stores.memory import MemoryStore
 
@@ -27,6 +29,26 @@ CLASSES = ("ant", "bee", "cat")
 LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
 # No store looks into an image; sizes around LMDB's page size matter more than pixels do.
 IMAGES = [b"\x89PNG\r\n\x1a\n" + bytes([i]) * (700 * i) for i in range(len(LABELS))]
+
+
+class JsonStore(SimpleStore):
+    """A store of one's own: images as hexadecimal digits, and labels."""
+
+    schema = pa.schema({"image": pa.binary(), "label": pa.int64()})
+    classes = CLASSES
+
+    def open(self) -> dict[str, Any]:
+        return json.loads(Path(self.address).read_text())
+
+    def count(self) -> int:
+        return len(self.opened["labels"])
+
+    def sample(self, index: int) -> dict[str, Any]:
+        image = bytes.fromhex(self.opened["images"][index])
+        return {"image": image, "label": self.opened["labels"][index]}
+
+    def facts(self) -> dict[str, Any]:
+        return self.opened
 
 
 def _write(
@@ -137,6 +159,12 @@ def make_memory_groups(folder: Path, images: list[bytes]) -> Store:
     return MemoryStore(images, LABELS, CLASSES, group_size=4)
 
 
+def make_simple(folder: Path, images: list[bytes]) -> Store:
+    content = {"images": [image.hex() for image in images], "labels": LABELS}
+    (folder / "data.json").write_text(json.dumps(content))
+    return JsonStore(folder / "data.json")
+
+
 MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "lmdb": make_lmdb,
     "lmdb_shards": make_lmdb_shards,
@@ -151,6 +179,7 @@ MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "folder": make_folder,
     "webdataset": make_webdataset,
     "webdataset_shards": make_webdataset_shards,
+    "simple": make_simple,
     "memory": make_memory,
     "memory_groups": make_memory_groups,
 }

@@ -16,8 +16,9 @@ import without_ray
 from micro_batches import with_fields
 
 import raypipe
+from raypipe.commands.checked_samples import check_samples
 from raypipe.commands.copies import header_sides
-from raypipe.commands.inspection import check_samples, describe
+from raypipe.commands.inspection import describe
 from raypipe.commands.preview import preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment

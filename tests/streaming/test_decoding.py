@@ -15,7 +15,7 @@ import without_ray
 from pictures import CLASSES, samples
 
 import raypipe
-from raypipe.commands.preview import Preview
+from raypipe.commands.preview_tiles import Preview
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, CursorError, SampleError
 from raypipe.stores.destination import write_atomically

@@ -12,7 +12,7 @@ import without_ray
 from micro_batches import with_fields
 
 from raypipe.commands import cli
-from raypipe.commands.inspection import verify
+from raypipe.commands.verify import verify
 from raypipe.config import PlanConfig, RunConfig, StoreConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.launch.run_folder import store_config

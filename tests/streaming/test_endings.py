@@ -17,7 +17,7 @@ from albumentations.pytorch import ToTensorV2
 from torchvision.transforms import v2
 
 import raypipe
-from raypipe.commands.preview import Preview
+from raypipe.commands.preview_tiles import Preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError

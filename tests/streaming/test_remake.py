@@ -278,10 +278,10 @@ IN_A_PROCESS = """
     spec = open_stream(store, plan=plan, train_transform=code, pool=PoolConfig(engine="inline"))
     maker = MicroBatchMaker(spec)
     maker.batch(MicroBatchId("train", 0, int(sys.argv[2]), 0))
-    (probe,) = maker.probes
+    (probe,) = maker.sample_makers.probes
     path = Path(sys.argv[3])
     if path.exists():
-        print("compared", maker.check_probe(pickle.loads(path.read_bytes())))
+        print("compared", maker.sample_makers.check_probe(pickle.loads(path.read_bytes())))
     path.write_bytes(pickle.dumps(probe))
 """
 

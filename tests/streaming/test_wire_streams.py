@@ -18,7 +18,7 @@ import without_ray
 from bucketed import spec_of as in_buckets
 from signalled import own_processes
 
-from raypipe.commands.preview import Preview
+from raypipe.commands.preview_tiles import Preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.kernel import yuv420

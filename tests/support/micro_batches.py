@@ -153,12 +153,12 @@ class MicroBatchTransform:
         )
         self.maker = MicroBatchMaker(spec)
         # A test's transform may keep state, which the first micro-batch of a stream would find.
-        self.maker._unchecked.clear()
+        self.maker.sample_makers._unchecked.clear()
 
     @property
     def sample_maker(self) -> SampleMaker:
         """What makes its samples."""
-        return next(iter(self.maker._sample_makers.values()))
+        return next(iter(self.maker.sample_makers._makers.values()))
 
     def run(
         self,

@@ -148,7 +148,15 @@ def test_a_crop_larger_than_the_image_is_a_bad_sample() -> None:
         )
 
 
-def test_boxes_and_masks_follow_as_on_the_cpu_road() -> None:
+TURNED_CROP = [
+    {"RandomCrop": {"height": 60, "width": 200}},
+    {"Transpose": {"p": 0.5}},
+    {"Resize": {"height": 96, "width": 96}},
+]
+
+
+@pytest.mark.parametrize("transform", ["light", TURNED_CROP], ids=["light", "turned"])
+def test_boxes_and_masks_follow_as_on_the_cpu_road(transform: Any) -> None:
     columns = {
         "m": saved(5, "PNG", "L"),
         "b": np.array([[20, 30, 200, 220, 1]], np.float32),
@@ -163,7 +171,7 @@ def test_boxes_and_masks_follow_as_on_the_cpu_road() -> None:
             boxes_format="xyxy",
         )
         samples = [EncodedSample(saved(row), row, columns) for row in range(3)]
-        made.append(run(transform_of("light", config), samples, keys_of(3))[0])
+        made.append(run(transform_of(transform, config), samples, keys_of(3))[0])
     assert np.array_equal(made[0]["mask"], made[1]["mask"]) and np.array_equal(
         made[0]["boxes"], made[1]["boxes"]
     )

@@ -12,7 +12,14 @@ import simplejpeg
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.kernel import yuv420
-from raypipe.transform.planes import black, chromas, outputs, pack, packer, unpack
+from raypipe.transform.planes import (
+    black,
+    chromas,
+    from_planes,
+    outputs,
+    packer,
+    to_planes,
+)
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
 
@@ -21,28 +28,28 @@ IMAGES = {"view.a": NOISE, "view.b": NOISE[0, 0]}
 
 
 def test_fields_that_were_packed_and_unpacked_are_rgb_and_others_stay() -> None:
-    fields = {**pack(IMAGES), "label": np.arange(2)}
+    fields = {**to_planes(IMAGES), "label": np.arange(2)}
     assert {name: array.shape for name, array in chromas(fields).items()} == {
         "view.a": (2, 3, 4, 5, 2),
         "view.b": (4, 5, 2),
     }
-    unpacked = unpack(fields)
+    unpacked = from_planes(fields)
     assert unpacked.keys() == {"view.a", "view.b", "label"}
     for name, image in IMAGES.items():
         assert np.array_equal(unpacked[name], yuv420.rgb(*yuv420.numpy_planes(image)))
-    assert unpack(IMAGES) == IMAGES and not chromas(IMAGES)
-    assert unpack(fields, lambda luma, chroma: luma)["view.a"] is fields["view.a"]
+    assert from_planes(IMAGES) == IMAGES and not chromas(IMAGES)
+    assert from_planes(fields, lambda luma, chroma: luma)["view.a"] is fields["view.a"]
 
 
 def test_the_kernel_fills_luma_and_chroma_or_rgb() -> None:
-    fields = pack(IMAGES)
+    fields = to_planes(IMAGES)
     luma, chroma = outputs(fields, "view.b")
     assert luma is fields["view.b"] and chroma is chromas(fields)["view.b"]
     assert outputs(IMAGES, "view.b") == (IMAGES["view.b"], None)
 
 
 def test_black_in_planes_is_what_padding_holds() -> None:
-    fields = pack({"image": np.zeros((4, 4, 3), np.uint8)})
+    fields = to_planes({"image": np.zeros((4, 4, 3), np.uint8)})
     assert all((array == black(name)).all() for name, array in fields.items())
 
 

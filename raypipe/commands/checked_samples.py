@@ -1,0 +1,147 @@
+"""Reads and decodes samples of a store in full, to find the bad ones.
+
+If a read of many samples fails, smaller parts are read, down to single samples, so only the damaged samples count
+as bad. In a store that is read in groups, damage to the images of a group counts for the whole group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import RaypipeError, SampleError
+from raypipe.stores.base import Store
+from raypipe.stores.numbers import NPY
+from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
+from raypipe.transform.decode.array import decode_any
+from raypipe.transform.decode.image_header import image_kind
+from raypipe.transform.samples import WRONG_LABEL
+from raypipe.transform.targets import decode_targets
+
+# Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
+_READ = 16
+# Places of a store that is read in groups: one sample costs as much as its whole group.
+_NUM_PLACES = 8
+
+
+@dataclass(frozen=True)
+class CheckedSample:
+    """The result of reading and decoding one sample.
+
+    Attributes:
+        kind: the image's format, as `image_kind` names it, "npy", or "unknown".
+        num_bytes: size of the encoded image; 0 = no image.
+        height, width: pixels of the image; 0 where it cannot be decoded.
+        error: why a run cannot use it; "" = it can.
+    """
+
+    index: int
+    kind: str
+    num_bytes: int
+    height: int
+    width: int
+    error: str
+
+
+def spread(store: Store, num_most: int) -> np.ndarray:
+    """Indices, int64 (n,), of up to `most` samples, evenly spread; at few places where there are groups."""
+    groups = store.groups
+    if groups is None or not len(store):
+        return np.unique(
+            np.linspace(0, len(store) - 1, min(len(store), num_most)).astype(np.int64)
+        )
+    places = np.linspace(0, len(store) - 1, _NUM_PLACES).astype(np.int64)
+    near = places[:, None] + np.arange(num_most // _NUM_PLACES)
+    ends = groups[np.searchsorted(groups, places, side="right")]
+    return np.unique(near[near < ends[:, None]])
+
+
+def check_samples(
+    store: Store,
+    indices: np.ndarray,
+    targets: Mapping[str, str] | None = None,
+    of_run: SampleColumns | None = None,
+    boxes_format: str = "",
+) -> Iterator[CheckedSample]:
+    """Read and decode samples of int64 indices (n,) in full, as a run does, targets and columns included."""
+    targets = targets or {}
+    of_run = of_run or NO_COLUMNS
+    maker = ColumnMaker(of_run) if of_run else None
+    columns = {
+        "image": "image",
+        **({"label": "label"} if "label" in store.schema.names else {}),
+        **targets,
+    }
+    columns |= {f"column {name}": name for name in of_run.stored}
+    for few in np.split(indices, range(_READ, len(indices), _READ)):
+        read = {name: read_each(store, few, column) for name, column in columns.items()}
+        for position, index in enumerate(few.tolist()):
+            sample = {name: values[position] for name, (values, _) in read.items()}
+            reason = next(
+                filter(None, (errors.get(position) for _, errors in read.values())), ""
+            )
+            if "label" in columns and sample["label"] is None:
+                reason = reason or WRONG_LABEL
+            height = width = 0
+            if not reason:
+                try:
+                    if maker:
+                        maker.one(
+                            {name: sample[f"column {name}"] for name in of_run.stored},
+                            (index, 0),
+                        )
+                    height, width, _ = decode_any(sample["image"]).shape
+                    decode_targets(
+                        sample,
+                        {name: name for name in targets},
+                        (height, width),
+                        boxes_format,
+                    )
+                except SampleError as error:
+                    reason = str(error)
+            image = bytes(sample["image"] or b"")
+            yield CheckedSample(
+                index, _format(image), len(image), height, width, reason
+            )
+
+
+def read_each(
+    store: Store, indices: np.ndarray, column: str
+) -> tuple[list[Any], dict[int, str]]:
+    """Values of one column, None where they cannot be read, and the reasons, by position; all held at a time."""
+    try:
+        return list(store.read(indices, (column,))[column]), {}
+    except MemoryError:  # the machine's state, not the samples' fault
+        raise
+    except Exception as error:  # whatever a damaged file makes a reader raise
+        if isinstance(error, RaypipeError):
+            reason = str(error)
+        else:
+            reason = f"{type(error).__name__}: {error}"
+    if len(indices) == 1:
+        return [None], {0: reason}
+    groups = (
+        ()
+        if store.groups is None
+        else np.unique(np.searchsorted(store.groups, indices, side="right"))
+    )
+    if column == "image" and len(groups) == 1:
+        # The images of a group are read together, so one stands for all; each try reads the group again.
+        _, errors = read_each(store, indices[:1], column)
+        if errors:
+            return [None] * len(indices), dict.fromkeys(range(len(indices)), errors[0])
+    half = len(indices) // 2
+    first, first_errors = read_each(store, indices[:half], column)
+    second, second_errors = read_each(store, indices[half:], column)
+    return first + second, first_errors | {
+        half + position: reason for position, reason in second_errors.items()
+    }
+
+
+def _format(image: bytes) -> str:
+    if image.startswith(NPY):
+        return "npy"
+    return image_kind(image) or "unknown"

@@ -1,0 +1,287 @@
+"""Tiles of a preview: samples as they are stored, and as several epochs feed them.
+
+    decoded | epoch 0: transformed  augmented | epoch 1: …      one row per sample
+    decoded | epoch 0: each crop of each view | epoch 1: …      the same for views, augmented
+
+The plan, the transform worker and the augmentation are called as a run calls them, on the whole micro-batch that
+has the sample in that epoch, so an augmented tile shows exactly the input of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from raypipe.commands.picture import Tile
+from raypipe.config import AugmentConfig
+from raypipe.device.augment import DeviceAugment
+from raypipe.device.mixing import Mix, check_mixable
+from raypipe.device.prefetcher import on_device
+from raypipe.errors import SampleError
+from raypipe.plan.places import MicroBatchId
+from raypipe.plan.schedule import Plan
+from raypipe.streaming.decoding import Decoding
+from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.decode.array import as_rgb
+from raypipe.transform.decode.decoder import decoder_of
+from raypipe.transform.decode.rgb import stored_bytes
+from raypipe.transform.ending import normalization
+from raypipe.transform.fields import (
+    COLUMN,
+    IMAGE,
+    LABEL,
+    VIEW,
+    MicroBatch,
+    Ragged,
+    in_group,
+)
+from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
+from raypipe.transform.targets import decode_targets
+from raypipe.transform.views import makes_views
+
+_CPU = torch.device("cpu")
+_MAX_DRAWS = 1 << 22  # drawn from an epoch to find a sample, in about a second
+
+
+class Preview:
+    """Makes tiles for samples of a stream's training store."""
+
+    def __init__(self, spec: StreamSpec, augment: AugmentConfig) -> None:
+        self._ending = spec.endings.get("train")
+        augment = normalization(self._ending, augment) or augment
+        self.plan = spec.plan
+        self.store = spec.stores["train"]
+        self.augment = augment
+        self._columns = spec.columns
+        self._wanted = spec.wanted
+        self._targets = spec.transform.target_columns
+        if target := spec.columns.target:
+            check_mixable(augment, target.dtype, target.shape)
+        # Any number of bad samples is shown.
+        self._config = replace(spec.transform, max_bad_fraction=1)
+        spec = replace(spec, transform=self._config)
+        self._maker = MicroBatchMaker(spec)
+        self._decoding = (
+            Decoding(spec, _CPU) if spec.transform.decode == "device" else None
+        )
+        views = makes_views(spec.transforms["train"])
+        has_target = spec.columns.has_target
+        self._device = DeviceAugment(
+            augment, _CPU, targets=self._targets, views=views, has_label=has_target
+        )
+
+    def tiles(
+        self, indices: list[int], epochs: list[int]
+    ) -> tuple[list[list[Tile]], list[str]]:
+        """A row of tiles per sample, and the names of the columns of one epoch."""
+        rows = [[self._decoded(index)] for index in indices]
+        names = [""]
+        for epoch in epochs:
+            draws = find_draws(self.plan, epoch, indices)
+            # Each micro-batch once, and one at a time.
+            for micro_batch in dict.fromkeys(
+                micro_batch for micro_batch, _ in draws if micro_batch is not None
+            ):
+                batch = self._maker.batch(micro_batch)
+                if self._decoding:
+                    batch = self._decoding.to_pixels(batch)
+                images, mixed, moved = self.stages(batch)
+                names = [*images]
+                for row, (drawn_in, position) in zip(rows, draws, strict=True):
+                    if drawn_in == micro_batch:
+                        row += self._of_row(batch, images, mixed, moved, position)
+            for row, (drawn_in, _) in zip(rows, draws, strict=True):
+                if drawn_in is None:
+                    num_draws = min(
+                        _MAX_DRAWS,
+                        self.plan.steps_per_epoch * self.plan.global_batch_size,
+                    )
+                    reason = "not drawn in this epoch"
+                    if num_draws == _MAX_DRAWS:
+                        reason = (
+                            f"not among the first {num_draws:,} draws of this epoch"
+                        )
+                    row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
+        return rows, names
+
+    @torch.no_grad()
+    def stages(
+        self, batch: MicroBatch
+    ) -> tuple[dict[str, np.ndarray], Mix | None, dict[str, np.ndarray]]:
+        """Images (B, H, W, C) of a micro-batch by stage or crop, the other half of its targets if mixed, and masks
+        and the like as they are behind the last stage."""
+        micro_batch, batch = batch.position, batch.in_rgb()
+        strength = self.augment.strength_at(
+            self.plan.progress(self.plan.global_step(micro_batch))
+        )
+        if batch.arrays(VIEW):
+            return self._augmented_views(batch, strength), None, {}
+        (on_cpu,) = on_device([batch], _CPU, self.plan.micro_batch_seed)
+        fed = self._device.of_batch(on_cpu, strength)
+        moved = {name: fed.fields[name].numpy() for name in self._targets}
+        transformed = batch[IMAGE]
+        if self._is_normalized:
+            transformed = self._shown(on_cpu.image)
+        return (
+            {"transformed": transformed, "augmented": self._shown(fed.image)},
+            fed.mix,
+            moved,
+        )
+
+    def _augmented_views(
+        self, batch: MicroBatch, strength: float
+    ) -> dict[str, np.ndarray]:
+        """Return the augmented images (B, H, W, C) by view: `NAME`, or `NAME 0`, `NAME 1`, … of several crops."""
+        channels_first = {
+            name: torch.from_numpy(view).movedim(-1, -3)
+            for name, view in batch.arrays(VIEW).items()
+        }
+        seed = self.plan.micro_batch_seed(batch.position)
+        augmented = self._device.of_views(channels_first, seed=seed, strength=strength)
+        images: dict[str, np.ndarray] = {}
+        crops: dict[str, np.ndarray] = {}
+        for name, view in augmented.items():
+            if view.ndim == 4:
+                images[name] = self._shown(view)
+                continue
+            for number, crop in enumerate(view.unbind(1)):
+                crops[f"{name} {number}"] = self._shown(crop)
+        return images | crops
+
+    @property
+    def _is_normalized(self) -> bool:
+        """True if the CPU normalizes."""
+        return self._ending is not None and not self._ending.on_device
+
+    def _shown(self, image: torch.Tensor) -> np.ndarray:
+        """Normalized floats (B, C, H, W) → uint8 (B, H, W, C)."""
+        by = (
+            self._ending
+            if self._ending is not None and self._is_normalized
+            else self._device.config
+        )
+        mean, std = (
+            torch.tensor(value).view(1, -1, 1, 1) for value in (by.mean, by.std)
+        )
+        return (
+            ((image * std + mean).clamp(0, 1) * 255)
+            .round()
+            .byte()
+            .permute(0, 2, 3, 1)
+            .numpy()
+        )
+
+    def _decoded(self, index: int) -> Tile:
+        sample = read_samples(self.store, np.array([index]), self._wanted)[0]
+        assert isinstance(sample, EncodedSample)
+        if LABEL in self._columns.types:
+            name = ""
+        else:
+            name = self._class(sample.label)
+        try:
+            image = as_rgb(decoder_of(self._config)(stored_bytes(sample.image)))
+            height, width = image.shape[:2]
+            form = self._config.boxes_format
+            targets: Any = decode_targets(
+                sample.columns, self._targets, (height, width), form
+            )
+        except SampleError as error:
+            return Tile(None, (name, f"sample {index}"), str(error))
+        return Tile(
+            image, (name, f"sample {index}, {width} x {height}"), targets=targets
+        )
+
+    def _of_row(
+        self,
+        batch: MicroBatch,
+        images: dict[str, np.ndarray],
+        mixed: Mix | None,
+        moved: dict[str, np.ndarray],
+        row: int,
+    ) -> list[Tile]:
+        """The tiles of a sample in an epoch; the last one has the targets that a module has moved with it."""
+        # Copies: a view would keep its whole micro-batch in memory.
+        targets: dict[str, Any] = {
+            name: batch[name][row].copy() for name in self._targets
+        }
+        tiles = [
+            Tile(as_rgb(image[row]).copy(), targets=targets)
+            for image in images.values()
+        ]
+        tiles[0] = replace(tiles[0], lines=self._place(batch, row))
+        if IMAGE in batch.fields:
+            label: tuple[str, ...] = ("not mixed", self._class(batch[LABEL][row]))
+            if mixed is not None:
+                kind = "CutMix" if mixed.is_cutmix else "MixUp"
+                mixed_class = self._class(mixed.target[row].numpy())
+                lam = float(
+                    mixed.lam[row] if isinstance(mixed.lam, torch.Tensor) else mixed.lam
+                )
+                label = (
+                    f"{kind}: {lam:.2f} {label[1]}",
+                    f"+ {1 - lam:.2f} {mixed_class}",
+                )
+            last = {name: values[row].copy() for name, values in moved.items()}
+            tiles[-1] = replace(tiles[-1], lines=label, targets=last)
+        return tiles
+
+    def _place(self, batch: MicroBatch, row: int) -> list[str]:
+        """Lines that give a row's place and its columns."""
+        micro_batch = batch.position
+        lines = [f"step {micro_batch.step}, micro {micro_batch.micro}, row {row}"]
+        if batch.index[row] != self.plan.indices(micro_batch)[row]:
+            lines.append(f"bad: sample {batch.index[row]} stands in")
+        columns = in_group(batch.fields, COLUMN)
+        values = {
+            name: rows.unpacked() if isinstance(rows, Ragged) else rows
+            for name, rows in columns.items()
+        }
+        texts = [f"{name} {_short(of_rows[row])}" for name, of_rows in values.items()]
+        return [*lines, ", ".join(texts)] if texts else lines
+
+    def _class(self, label: Any) -> str:
+        """Name a class, by its number if the picture's font may lack its name; or give another target."""
+        if self._columns.target:
+            return f"target {_short(label)}"
+        if not self._columns.has_target:
+            return ""
+        names = self.store.classes or ()
+        if label == NO_LABEL:
+            return "no label"
+        if 0 <= label < len(names) and names[label].isascii():
+            return names[label]
+        return f"class {label}"
+
+
+def _short(value: Any) -> str:
+    """Format a column's value for a caption."""
+    if isinstance(value, str | dict):
+        return str(value)
+    return np.array2string(np.asarray(value), precision=3, threshold=6)
+
+
+def find_draws(
+    plan: Plan, epoch: int, indices: Sequence[int]
+) -> list[tuple[MicroBatchId | None, int]]:
+    """Find the first micro-batch of a training epoch that draws each sample, and the row there; None = none does.
+
+    The search covers the first 4 million draws.
+    """
+    num_draws = min(plan.steps_per_epoch * plan.global_batch_size, _MAX_DRAWS)
+    drawn = plan.draw_epoch(epoch, np.arange(num_draws)).indices
+    draws = list[tuple[MicroBatchId | None, int]]()
+    for index in indices:
+        positions = np.flatnonzero(drawn == index)
+        number, row = divmod(
+            int(positions[0]) if len(positions) else 0, plan.config.micro_batch_size
+        )
+        micro_batch = MicroBatchId(
+            "train", epoch, *divmod(number, plan.config.per_step)
+        )
+        draws.append((micro_batch if len(positions) else None, row))
+    return draws

@@ -1,0 +1,167 @@
+"""The sample makers of a stream, one for each split and size of its images, and the check of user code in them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raypipe.errors import SampleError
+from raypipe.plan.places import MicroBatchId, Split
+from raypipe.plan.samplers import Draws
+from raypipe.streaming.remake import (
+    Probe,
+    check_probe,
+    check_remade,
+    copied,
+    digest_of,
+)
+from raypipe.transform.fields import Rows
+from raypipe.transform.keys import Key
+from raypipe.transform.presets import build_transform
+from raypipe.transform.sample_maker import SampleMaker
+from raypipe.transform.samples import EncodedSample
+from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
+from raypipe.transform.transform_steps import brief
+
+if TYPE_CHECKING:
+    from raypipe.streaming.spec import StreamSpec
+
+
+class SampleMakers:
+    """Makes the sample makers of a stream as their sizes come up, and keeps them.
+
+    Attributes:
+        probes: samples by the user's code, one of each split, for other processes to compare.
+    """
+
+    def __init__(self, spec: StreamSpec) -> None:
+        self._spec = spec
+        self._makers: dict[tuple[Split, Size], SampleMaker] = {}
+        # Copies of splits whose code is the user's, until their first samples were made twice, see `remake`.
+        self._unchecked: dict[Split, Callable[[], SampleMaker]] = {}
+        self._checked: set[Split] = set()
+        self.probes: list[Probe] = []
+
+    def get(self, position: MicroBatchId, draws: Draws) -> SampleMaker:
+        """Return the maker of a micro-batch's samples; make it if its image size is new."""
+        split = position.split
+        size = self._size(position, draws)
+        if (split, size) in self._makers:
+            return self._makers[split, size]
+        spec = self._spec
+        sides = None
+        if has_sizes(spec.transform, split, spec.plan.config.sides_in(split)):
+            sides = sides_of(size)
+        new = functools.partial(
+            SampleMaker,
+            config=spec.transform,
+            size=size,
+            sides=sides,
+            threads=spec.pool.kernel_threads,
+        )
+        code = spec.transforms[split]
+        sample_maker = new(code, columns=spec.columns)
+        self._makers[split, size] = sample_maker
+        is_checked = split in self._unchecked or split in self._checked
+        if sample_maker.has_user_code and not is_checked:
+            if isinstance(code, str) and ":" in code:  # it may name an object
+                code = build_transform(code, size)
+            # Before its first use, of which it may keep something.
+            code = copied(code)
+            columns = replace(spec.columns, function=copied(spec.columns.function))
+            self._unchecked[split] = lambda: new(copied(code), columns=columns)
+        return sample_maker
+
+    def _size(self, position: MicroBatchId, draws: Draws) -> Size:
+        """The size of a micro-batch's images."""
+        buckets = self._spec.plan.config.sides_in(position.split)
+        bucket = buckets[draws.buckets[0]] if buckets else None
+        return size_in(self._spec.transform, position.split, position.epoch, bucket)
+
+    @property
+    def draws_globally(self) -> bool:
+        """True if a transform draws from generators of the process."""
+        return any(
+            sample_maker.draws_globally for sample_maker in self._makers.values()
+        )
+
+    def strength(self, position: MicroBatchId) -> float:
+        """The strength of a micro-batch's transform; a validation's is whole."""
+        if position.split == "val":
+            return 1.0
+        plan = self._spec.plan
+        return self._spec.transform.strength_at(
+            plan.progress(plan.global_step(position))
+        )
+
+    def is_unchecked(self, split: Split) -> bool:
+        """True until the first samples of a split whose code is the user's were made twice."""
+        return split in self._unchecked
+
+    def check(
+        self,
+        sample_maker: SampleMaker,
+        position: MicroBatchId,
+        originals: list[dict[str, Any]],
+        samples: list[EncodedSample],
+        keys: np.ndarray,
+    ) -> None:
+        """Make the first samples of a split again; raises ConfigError as `check_remade`.
+
+        Args:
+            originals: the fields that `sample_maker` has made of `samples`.
+        """
+        split = position.split
+        pool = self._spec.pool
+        strength = self.strength(position)
+        new_sample_maker = self._unchecked.pop(split)
+        self._checked.add(split)
+        has_threads = pool.engine == "inline" and not self.draws_globally
+
+        def new_maker() -> Callable[[int], dict[str, Any]]:
+            again = new_sample_maker()
+            again.weaken(strength)
+            return lambda number: _fields_of(
+                again, samples[number], keys[number].tolist()
+            )
+
+        num_threads = pool.max_actors if has_threads else 1
+        check_remade(originals, new_maker, self.title(split), num_threads)
+        image = bytes(samples[0].image or b"")
+        kept = samples[0]._replace(image=image, columns=dict(samples[0].columns))
+        size = next(
+            size for (_, size), maker in self._makers.items() if maker is sample_maker
+        )
+        k0, k1 = keys[0].tolist()
+        self.probes.append(
+            Probe((split, size), kept, (k0, k1), digest_of(originals[0]), strength)
+        )
+
+    def check_probe(self, probe: Probe) -> str:
+        """Compare a sample of another process with this one's; see `remake.check_probe`."""
+        sample_maker = self._makers.get(probe.of)
+        if sample_maker is None:
+            return ""
+        try:
+            sample_maker.weaken(probe.strength)
+            fields = _fields_of(sample_maker, probe.sample, probe.key)
+        except SampleError:  # the stream's own errors say what such a sample is
+            return ""
+        return check_probe(probe, digest_of(fields), self.title(probe.of[0]))
+
+    def title(self, split: Split) -> str:
+        """The transform of a split, as errors name it."""
+        return f"transform.{split} is {brief(self._spec.transforms[split])}, which"
+
+
+def _fields_of(
+    sample_maker: SampleMaker, sample: EncodedSample, key: Key
+) -> dict[str, Any]:
+    """The fields of a sample as a micro-batch has them."""
+    rows = Rows(sample_maker.fields, 1)
+    rows.put(0, 0, sample_maker.slow(sample, key))
+    return rows.sample(0)

@@ -297,9 +297,11 @@ def use(config: Any) -> None:
 def edges(kind: Any) -> list[Any]:
     """The choices that a kind names, and the numbers at its limits and beyond."""
     if isinstance(kind, Limits):
-        found = {edge + by for edge in (kind.least, kind.most) for by in (-1, 0, 1)} | {
-            kind.least,
-            kind.most,
+        found = {
+            edge + by for edge in (kind.minimum, kind.maximum) for by in (-1, 0, 1)
+        } | {
+            kind.minimum,
+            kind.maximum,
         }
         return [*found, *(float(each) for each in found if abs(each) < 1e308)]
     if isinstance(kind, type) and issubclass(kind, Section):

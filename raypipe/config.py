@@ -642,6 +642,10 @@ class AugmentConfig(Section, prefix="augment."):
         return _strength_at(self.strength, progress)
 
 
+Imported = Literal["model", "loss", "metrics", "optimizer", "lr_schedule"]
+"""Settings that may name an object of the user's, `module:name`."""
+
+
 @dataclass(frozen=True)
 class TrainConfig(Section, prefix="train."):
     """The model and its training.
@@ -742,12 +746,13 @@ class TrainConfig(Section, prefix="train."):
             'a number of steps, or a time such as "10min"',
         )
 
-    def imported(self, setting: str) -> Any:
+    def imported(self, setting: Imported) -> Any:
         """Import what a setting names as `module:name`: `imported("loss")`.
 
         Raises:
-            ConfigError: it does not exist.
+            ConfigError: it does not exist, or the setting is not one of those.
         """
+        check("TrainConfig.imported: setting", setting, Imported)
         return import_name(getattr(self, setting), f"train.{setting}")
 
     @property

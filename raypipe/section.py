@@ -50,48 +50,50 @@ class Limits(NamedTuple):
     """Range of a setting's numbers, which never includes NaN.
 
     Attributes:
-        least, most: the bounds.
+        minimum, maximum: the bounds.
         above, below: whether the range excludes these bounds.
     """
 
-    least: float = 0
-    most: float = _MAX_FLOAT
+    minimum: float = 0
+    maximum: float = _MAX_FLOAT
     above: bool = False
     below: bool = False
 
     def hold(self, value: float) -> bool:
         """Return whether a number is within the limits."""
         if self.above:
-            least = self.least < value
+            is_large_enough = self.minimum < value
         else:
-            least = self.least <= value
-        return least and (value < self.most if self.below else value <= self.most)
+            is_large_enough = self.minimum <= value
+        if self.below:
+            return is_large_enough and value < self.maximum
+        return is_large_enough and value <= self.maximum
 
     def words(self, kind: type, value: object) -> str:
         """Describe the limits, for the message about a value."""
         number = value if type(value) in (int, float) else math.nan
-        low = self.least > -_SHOWN or number < self.least  # type: ignore[operator]
-        high = self.most < _SHOWN or math.inf > number > self.most  # type: ignore[operator]
+        low = self.minimum > -_SHOWN or number < self.minimum  # type: ignore[operator]
+        high = self.maximum < _SHOWN or math.inf > number > self.maximum  # type: ignore[operator]
         if low and high and not (self.above or self.below):
-            within = f" from {self.least} to {self.most}"
+            within = f" from {self.minimum} to {self.maximum}"
         else:
             ends = [
-                f"above {self.least}" if self.above else f"of at least {self.least}"
+                f"above {self.minimum}" if self.above else f"of at least {self.minimum}"
             ] * low
             ends += [
-                f"below {self.most}" if self.below else f"at most {self.most}"
+                f"below {self.maximum}" if self.below else f"at most {self.maximum}"
             ] * high
             within = f" {' and '.join(ends)}" if ends else ""
         if kind is int:
             noun = "a whole number"
-        elif self.most < _SHOWN:
+        elif self.maximum < _SHOWN:
             noun = "a number"
         else:
             noun = "a finite number"
         return noun + within
 
 
-_DEFAULT = {int: Limits(most=MAX_INT), float: Limits()}
+_DEFAULT = {int: Limits(maximum=MAX_INT), float: Limits()}
 ANY_NUMBER = Limits(-math.inf, math.inf)
 
 

@@ -231,7 +231,7 @@ def _parts(
 
 def _make(row: dict[str, Any], copy: Copy) -> dict[str, Any]:
     """Return a row's record, the size of its image, whether it is measured, and its error."""
-    made: dict[str, Any] = {
+    result: dict[str, Any] = {
         "record": b"",
         "bytes": 0,
         "has_size": False,
@@ -244,15 +244,15 @@ def _make(row: dict[str, Any], copy: Copy) -> dict[str, Any]:
         try:
             size = make_image(sample, copy.settings)
         except SampleError as error:
-            return {**made, "error": str(error), "is_bad": True}
+            return {**result, "error": str(error), "is_bad": True}
         return {
-            **made,
+            **result,
             "record": RecordLayout(columns).pack(plain(sample, columns)),
             "bytes": len(sample["image"]),
             "has_size": size != NO_SIZE,
         }
     except StoreError as error:
-        return {**made, "error": str(error)}
+        return {**result, "error": str(error)}
 
 
 _NOTHING: dict[str, Any] = {

@@ -27,7 +27,7 @@ def inspect_store(run: RunConfig, target: str = "") -> dict[str, Any]:
         raypipe inspect 's3://bucket/train-*.parquet' --store.image-column img
     """
     from raypipe.streaming.opening import open_train
-    from raypipe.transform.targets import check_target_columns
+    from raypipe.transform.checks import check_target_columns
 
     store = open_train(run)
     targets = run.transform.target_columns

@@ -46,7 +46,7 @@ def verify_store(
             NAME.bad.json in this folder, if any sample is bad.
     """
     from raypipe.streaming.opening import open_train, run_columns
-    from raypipe.transform.targets import check_target_columns
+    from raypipe.transform.checks import check_target_columns
 
     store = open_train(run)
     targets = run.transform.target_columns

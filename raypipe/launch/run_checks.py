@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from raypipe.config import AugmentConfig, RunConfig, TrainConfig
+from raypipe.config import AugmentConfig, Imported, RunConfig, TrainConfig
 from raypipe.device.mixing import check_mixable
 from raypipe.errors import ConfigError
 from raypipe.launch.model_names import check_model
@@ -17,7 +17,8 @@ from raypipe.transform.views import makes_views
 
 def check_code(config: TrainConfig, channels: int) -> None:
     """Raise ConfigError if a setting names a model or a function that does not exist."""
-    for name in ("model", "loss", "optimizer", "lr_schedule"):
+    names: tuple[Imported, ...] = ("model", "loss", "optimizer", "lr_schedule")
+    for name in names:
         if ":" in (address := getattr(config, name)):
             config.imported(name)
         elif name == "model":

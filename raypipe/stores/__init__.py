@@ -112,14 +112,14 @@ def open_store(address: str | Path, **options: Any) -> Store:
     kind = _kind_of(text)
     module, name = _STORES[kind]
     make = getattr(import_module(f"raypipe.stores.{module}"), name)
-    known = list(signature(make).parameters)
-    if "trust_pickles" not in known:  # no other kind has pickles
+    allowed = list(signature(make).parameters)
+    if "trust_pickles" not in allowed:  # no other kind has pickles
         options.pop("trust_pickles", None)
-    if "target_column" not in known and options.get("target_column") == "":
+    if "target_column" not in allowed and options.get("target_column") == "":
         # nothing to be left out
         del options["target_column"]
     for option, value in options.items():
-        if option not in known:
+        if option not in allowed:
             instead = _INSTEAD.get(option, "")
             raise ConfigError(
                 f"{option}={value!r}: {address} is {kind}, which has no option {option!r}{instead}"

@@ -73,14 +73,14 @@ def expand(address: str) -> list[str]:
 
 
 def list_files(
-    address: str, is_one: Callable[[str], bool], what: str
+    address: str, is_one: Callable[[str], bool], kind: str
 ) -> list[RemoteFile]:
     """Return the files of a local address, or the objects of a remote one, from a listing or a manifest.
 
     Args:
         address: an absolute path or a URI.
         is_one: whether a name in a folder is a file of the store; hidden files are skipped before.
-        what: the kind of files, for the error.
+        kind: the kind of files, for the error.
 
     Raises:
         StoreError: there are no files, or a folder's files belong to several splits or are incomplete.
@@ -106,7 +106,7 @@ def list_files(
         files = [name for name in names if is_one(name)]
         check_one_split(address, files)
     if not files:
-        raise StoreError(f"{address} has no {what} files")
+        raise StoreError(f"{address} has no {kind} files")
     return [RemoteFile(join_address(folder, name)) for name in sorted(files)]
 
 
@@ -123,13 +123,13 @@ def names_at(address: str) -> set[str] | None:
                 return None
             visible = [child for child in path.iterdir() if child.name[0] not in "._"]
             return {child.name for child in visible if not child.is_dir()}
-        filesystem, place = open_filesystem(address)
-        kind = filesystem.get_file_info(place).type
+        filesystem, remote_path = open_filesystem(address)
+        kind = filesystem.get_file_info(remote_path).type
         if kind == pyarrow.fs.FileType.NotFound:
             raise StoreError(f"{address} or its bucket does not exist")
         if kind == pyarrow.fs.FileType.File:
             return None
-        return names_in(filesystem, place)
+        return names_in(filesystem, remote_path)
 
 
 def is_left_out(name: str) -> bool:

@@ -19,7 +19,7 @@ from raypipe.stores.arrow_values import array_of, is_bytes, is_list, is_number
 from raypipe.stores.base import by_part, stored_names
 from raypipe.stores.numbers import MAX_LABEL
 
-Images = Sequence[bytes | memoryview | None]
+EncodedImages = Sequence[bytes | memoryview | None]
 
 
 class TableColumns:
@@ -54,8 +54,8 @@ class TableColumns:
                 or class_names(schema, target_column) != self.classes
             ):
                 lines = [
-                    set(each.remove_metadata().to_string().split("\n"))
-                    for each in (schema, first)
+                    set(compared.remove_metadata().to_string().split("\n"))
+                    for compared in (schema, first)
                 ]
                 differing = (
                     ", ".join(sorted(lines[0] ^ lines[1]))
@@ -147,7 +147,7 @@ def _columns_of(
     stored = stored_names(
         path, schema.names, {"image": image_column, "label": target_column or "label"}
     )
-    columns = {name: schema.field(place) for name, place in stored.items()}
+    columns = {name: schema.field(column) for name, column in stored.items()}
     image = columns["image"].type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
         image = image.field("bytes").type

@@ -312,19 +312,19 @@ def check_indices(
     Raises:
         IndexError: an index is outside [0, num_samples). Negative ones do not count from the end.
     """
-    wanted = np.asarray(indices)
-    if wanted.size == 0:
+    rows = np.asarray(indices)
+    if rows.size == 0:
         return np.empty(0, np.int64)
-    if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+    if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise IndexError(
-            f"indices must be integers of shape (n,), not {wanted.dtype} of {wanted.shape}"
+            f"indices must be integers of shape (n,), not {rows.dtype} of {rows.shape}"
         )
-    outside = wanted[(wanted < 0) | (wanted >= num_samples)]
+    outside = rows[(rows < 0) | (rows >= num_samples)]
     if outside.size:
         raise IndexError(
             f"index {outside[0]} is outside [0, {num_samples}) of {address}"
         )
-    return wanted.astype(np.int64, copy=False)
+    return rows.astype(np.int64, copy=False)
 
 
 def missing(
@@ -332,7 +332,7 @@ def missing(
     name: str,
     present: Collection[str],
     setting: str = "",
-    what: str = "column",
+    word: str = "column",
 ) -> str:
     """Return the message about a missing column, with the setting that names it and the columns that exist.
 
@@ -340,10 +340,10 @@ def missing(
         where: the store, its file or its record.
         present: names of columns, or name → kind.
         setting: may be empty.
-        what: the format's word for a column.
+        word: the format's word for a column.
     """
     named = f" for {setting}" if setting else ""
-    return f"{where} has no {what} {name!r}{named}{choices(name, present, f'its {what}s are'):.1500}"
+    return f"{where} has no {word} {name!r}{named}{choices(name, present, f'its {word}s are'):.1500}"
 
 
 def stored_names(
@@ -360,15 +360,15 @@ def stored_names(
         StoreError: a column of another name than `label` is missing.
     """
     stored = {}
-    for name, place in renamed.items():
-        if place in present:
-            stored[name] = place
-        elif name == "image" or place != "label":
-            raise StoreError(missing(where, place, present, RENAMED[name]))
-    others = (
+    for name, column in renamed.items():
+        if column in present:
+            stored[name] = column
+        elif name == "image" or column != "label":
+            raise StoreError(missing(where, column, present, RENAMED[name]))
+    unnamed = (
         name for name in present if name not in renamed and name not in renamed.values()
     )
-    return stored | {name: name for name in others}
+    return stored | {name: name for name in unnamed}
 
 
 def hash_of_facts(facts: object) -> str:
@@ -377,9 +377,9 @@ def hash_of_facts(facts: object) -> str:
 
 
 def check_columns(
-    wanted: Iterable[str], present: Collection[str], address: str
+    requested: Iterable[str], present: Collection[str], address: str
 ) -> None:
-    """Raise StoreError if the store lacks a wanted column."""
-    for name in wanted:
+    """Raise StoreError if the store lacks a requested column."""
+    for name in requested:
         if name not in present:
             raise StoreError(missing(address, name, present, RENAMED.get(name, "")))

@@ -70,7 +70,7 @@ class Entry(NamedTuple):
     value: Any = None
 
 
-class Tree(Protocol):
+class FileTree(Protocol):
     """A tree of files; paths are relative to its root, "" is the root."""
 
     def entries(self, folder: str) -> Iterable[Entry]:
@@ -131,7 +131,7 @@ class _Files:
         return sorted(samples, key=lambda sample: sample[0])
 
 
-def find_classes(trees: Sequence[Tree], where: str) -> Layout:
+def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
     """Find the classes of trees, which share them, and their samples; there may be none.
 
     Args:
@@ -177,7 +177,7 @@ def find_classes(trees: Sequence[Tree], where: str) -> Layout:
 
 
 def _files_by_class(
-    trees: Sequence[Tree], root: str, names: Iterable[str], where: str
+    trees: Sequence[FileTree], root: str, names: Iterable[str], where: str
 ) -> dict[str, list[_Files]]:
     """Return the files of each tree by the folders that are in the root, in the order of their names."""
     return {
@@ -221,7 +221,7 @@ def words_of(left_out: LeftOut) -> str:
 
 
 def _top(
-    trees: Sequence[Tree], root: str
+    trees: Sequence[FileTree], root: str
 ) -> tuple[list[TreeSample], set[str], LeftOut]:
     """Return the images in a folder itself, the names of its folders, and what else is in it."""
     flat = list[TreeSample]()
@@ -241,7 +241,7 @@ def _top(
     return flat, names, beside
 
 
-def _files(tree: Tree, top: str, where: str) -> _Files:
+def _files(tree: FileTree, top: str, where: str) -> _Files:
     """Return the files of a folder and of all folders below it, unordered."""
     files = _Files()
     visited = set[Hashable]()
@@ -294,7 +294,7 @@ def _count_unknown(
 
 
 def _folders_around(
-    trees: Sequence[Tree], by_class: dict[str, list[_Files]]
+    trees: Sequence[FileTree], by_class: dict[str, list[_Files]]
 ) -> Iterator[str]:
     """Yield the paths of the folders, each in the one before, that all samples are below, none of them directly.
 
@@ -320,7 +320,7 @@ def _holds(of_trees: list[_Files]) -> bool:
     return any(files.samples for files in of_trees)
 
 
-def _is_empty(trees: Sequence[Tree], folder: str) -> bool:
+def _is_empty(trees: Sequence[FileTree], folder: str) -> bool:
     """Return whether a folder has no visible entry in any tree."""
     return all(
         is_left_out(entry.name) for tree in trees for entry in tree.entries(folder)

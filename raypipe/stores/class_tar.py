@@ -15,9 +15,9 @@ from raypipe.errors import StoreError
 from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, hash_of_facts
 from raypipe.stores.class_folders import (
+    FileTree,
     Layout,
     LeftOut,
-    Tree,
     find_classes,
     refuse_files_of_images,
     refuse_splits,
@@ -36,7 +36,7 @@ its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each
 
 
 def find_files(
-    name: str, members: Sequence[tuple[str, Member]], tree: Tree
+    name: str, members: Sequence[tuple[str, Member]], tree: FileTree
 ) -> dict[str, Any] | None:
     """Find the samples of a tar of class folders; None if no folder has images or arrays.
 

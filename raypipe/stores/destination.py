@@ -265,5 +265,5 @@ def _write_digits(train: Path, val: Path) -> None:
         {"image": cv2.imencode(".png", image)[1].tobytes(), "label": label}
         for image, label in zip(pixels, labels, strict=True)
     ]
-    for path, part in ((train, samples[:-_HELD_OUT]), (val, samples[-_HELD_OUT:])):
-        write_atomically(str(path), part, classes=tuple("0123456789"), overwrite=True)
+    for path, split in ((train, samples[:-_HELD_OUT]), (val, samples[-_HELD_OUT:])):
+        write_atomically(str(path), split, classes=tuple("0123456789"), overwrite=True)

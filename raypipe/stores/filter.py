@@ -152,12 +152,12 @@ def _compiled(node: ast.expr) -> Compiled:
 
 
 def _applied(function: Callable[..., Any], *nodes: ast.expr) -> Compiled:
-    parts = list(map(_compiled, nodes))
-    return lambda columns: function(*[part(columns) for part in parts])
+    arguments = list(map(_compiled, nodes))
+    return lambda columns: function(*[argument(columns) for argument in arguments])
 
 
-def _joined(join: Callable[[Any, Any], Any], parts: list[Compiled]) -> Compiled:
-    return lambda columns: reduce(join, (part(columns) for part in parts))
+def _joined(join: Callable[[Any, Any], Any], terms: list[Compiled]) -> Compiled:
+    return lambda columns: reduce(join, (term(columns) for term in terms))
 
 
 def _constant(node: ast.expr) -> bool | int | float | str | None:

@@ -38,8 +38,8 @@ from raypipe.stores.class_folders import (
     FILE,
     FOLDER,
     Entry,
+    FileTree,
     Layout,
-    Tree,
     find_classes,
     refuse_files_of_images,
     tell_left_out,
@@ -85,7 +85,7 @@ class FolderStore(FileStore["_Images"]):
         return _Images(self.address, *_unpacked(self._listing))
 
     def _samples(
-        self, tree: Tree
+        self, tree: FileTree
     ) -> tuple[tuple[str, ...] | None, list[int], list[_File]]:
         """Return class names, the number of samples of each, and the samples in order."""
         (target_column,) = self._options
@@ -116,16 +116,16 @@ def _nothing(address: str, layout: Layout) -> str:
             "store.target_column to '' to read them without labels"
         )
     if layout.left_out:
-        found = f"; it has {words_of(layout.left_out)}"
+        content = f"; it has {words_of(layout.left_out)}"
     else:
-        found = ""
+        content = ""
     if layout.has_tars:
         tars = f". A store in its tars is {address}/*.tar, in quotes"
     else:
         tars = ""
     return (
         f"{address} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
-        f"arrays ({ARRAY_SUFFIX}): the layout is root/class/image.jpg{found}{tars}"
+        f"arrays ({ARRAY_SUFFIX}): the layout is root/class/image.jpg{content}{tars}"
     )
 
 
@@ -218,7 +218,7 @@ class _Images:
 
 
 class _Disk:
-    """The tree of a local folder; see `raypipe.stores.class_folders.Tree`."""
+    """The tree of a local folder; see `raypipe.stores.class_folders.FileTree`."""
 
     def __init__(self, root: str) -> None:
         self._root = root

@@ -55,19 +55,19 @@ class JoinedStore:
     @property
     def schema(self) -> pa.Schema:
         """The columns that all stores have, with a type for the numbers of all."""
-        first, *others = [store.schema for store in self.parts.values()]
+        first, *following = [store.schema for store in self.parts.values()]
         fields = []
         for name in first.names:
-            if all(name in schema.names for schema in others):
-                kinds = [schema.field(name).type for schema in (first, *others)]
+            if all(name in schema.names for schema in following):
+                kinds = [schema.field(name).type for schema in (first, *following)]
                 fields.append(pa.field(name, _common_type(kinds)))
         return pa.schema(fields)
 
     @property
     def classes(self) -> tuple[str, ...] | None:
         """Class names; None if stores differ in them or have none."""
-        first, *others = self.parts.values()
-        if all(store.classes == first.classes for store in others):
+        first, *following = self.parts.values()
+        if all(store.classes == first.classes for store in following):
             return first.classes
         return None
 
@@ -112,13 +112,13 @@ class JoinedStore:
         tables = [no_rows(list(fields))]
         positions_of = [np.empty(0, np.int64)]
         for number, positions in parts:
-            part = stores[number].read(rows[positions] - self.offsets[number], columns)
-            if part.images is not None:
+            read = stores[number].read(rows[positions] - self.offsets[number], columns)
+            if read.images is not None:
                 for position, image in zip(
-                    positions.tolist(), part.images, strict=True
+                    positions.tolist(), read.images, strict=True
                 ):
                     images[position] = image
-            tables.append(_cast(part.table, fields))
+            tables.append(_cast(read.table, fields))
             positions_of.append(positions)
         table = in_order(tables, positions_of)
         return Columns(images if "image" in columns else None, table)

@@ -29,7 +29,7 @@ class Special(NamedTuple):
 
 
 class MemoryTree:
-    """See `raypipe.stores.class_folders.Tree`.
+    """See `raypipe.stores.class_folders.FileTree`.
 
     Args:
         missing: the value of a link that leads nowhere, or out of the tree.
@@ -84,17 +84,17 @@ class MemoryTree:
         around = [self._root]
         num_links = 0
         while pending:
-            part = pending.pop()
-            if part in ("", "."):
+            name = pending.pop()
+            if name in ("", "."):
                 continue
-            if part == "..":
+            if name == "..":
                 if len(around) == 1:
                     return None
                 around.pop()
                 continue
             folder = around[-1]
             if isinstance(folder, dict):
-                node = folder.get(part)
+                node = folder.get(name)
             else:
                 node = None
             if isinstance(node, Link):

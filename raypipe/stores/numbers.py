@@ -110,10 +110,10 @@ def npy_header(data: bytes) -> NpyHeader:
         ) from None
     if dtype.hasobject or dtype.kind not in "biuf" or not 0 < dtype.itemsize <= 8:
         if dtype.hasobject:
-            what = "objects, which need a pickle"
+            kind = "objects, which need a pickle"
         else:
-            what = f"{dtype!s:.200}"
-        raise SampleError(f"a .npy of {what}: store integers or floats of 8 to 64 bits")
+            kind = f"{dtype!s:.200}"
+        raise SampleError(f"a .npy of {kind}: store integers or floats of 8 to 64 bits")
     value_bytes = len(data) - file.tell()
     num_bytes = math.prod(shape) * dtype.itemsize
     if value_bytes != num_bytes or not all(0 <= side <= sys.maxsize for side in shape):

@@ -289,14 +289,17 @@ class _Groups(TableColumns):
 
 
 def _joined(
-    parts: list[np.ndarray | pa.ChunkedArray], order: np.ndarray
+    columns: list[np.ndarray | pa.ChunkedArray], order: np.ndarray
 ) -> pa.ChunkedArray:
     """Return the rows of several groups as one column, in an order, int64 (n,)."""
-    if all(isinstance(part, np.ndarray) for part in parts):
-        return pa.chunked_array([pa.array(np.concatenate(parts)[order])])
+    if all(isinstance(column, np.ndarray) for column in columns):
+        return pa.chunked_array([pa.array(np.concatenate(columns)[order])])
     chunks = list[pa.Array]()
-    for part in parts:
-        chunks += [pa.array(part)] if isinstance(part, np.ndarray) else part.chunks
+    for column in columns:
+        if isinstance(column, np.ndarray):
+            chunks.append(pa.array(column))
+        else:
+            chunks += column.chunks
     return take(pa.chunked_array(chunks), order)
 
 

@@ -28,12 +28,12 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
     """
     for name in columns:
         if name == "image" or name not in store.schema.names:
-            others = [other for other in store.schema.names if other != "image"]
+            allowed = [column for column in store.schema.names if column != "image"]
             if name in SIZE_COLUMNS:
                 add = "; `raypipe convert` adds it"
             else:
                 add = ""
-            raise ConfigError(f"{missing(store.address, name, others, setting)}{add}")
+            raise ConfigError(f"{missing(store.address, name, allowed, setting)}{add}")
     for first in range(0, len(store), _CHUNK):
         yield store.read(np.arange(first, min(len(store), first + _CHUNK)), columns)
 

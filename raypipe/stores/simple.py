@@ -1,4 +1,4 @@
-"""`SimpleStore`, the base of a store of your own that reads samples one by one."""
+"""`SimpleStore`, the base of your own store, which reads samples one by one."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SimpleStore(ABC):
 
     @property
     def opened(self) -> Any:
-        """What `open` returned, once per process, when it is first used."""
+        """The result of `open`, which is called once per process, when it is first used."""
         if self._pid != os.getpid():
             self.close()
             with self._explained():

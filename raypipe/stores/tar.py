@@ -93,8 +93,8 @@ class TarStore(FileStore[TarSamples]):
             run_folder: address of a folder for the index; empty = none.
         """
         image_column, target_column, groups = self._options
-        wanted = {"window": True, "global": False}.get(shuffle, groups)
-        store = TarStore(self.address, image_column, target_column, wanted)
+        in_groups = {"window": True, "global": False}.get(shuffle, groups)
+        store = TarStore(self.address, image_column, target_column, in_groups)
         store._run_folder = run_folder
         return store
 
@@ -251,8 +251,8 @@ def _find(listed: RemoteFile) -> Archive:
     address = listed.address
     is_compressed = address.lower().endswith(COMPRESSED)
     if is_remote(address):
-        found = listed.checked(look_up(address))
-        return Archive(address, Unpacked(found) if is_compressed else found)
+        remote = listed.checked(look_up(address))
+        return Archive(address, Unpacked(remote) if is_compressed else remote)
     try:
         file = OpenFile(Path(address))
     except OSError as error:

@@ -168,8 +168,8 @@ def _layout_of(
     if scan is not None and "files" not in scan:
         placeless = (
             node
-            for (_, node), (_, place) in zip(members, entries, strict=True)
-            if place is None
+            for (_, node), (_, location) in zip(members, entries, strict=True)
+            if location is None
         )
         scan["left_out"] += LeftOut(
             node.kind if isinstance(node, Special) else "links to no member"
@@ -177,7 +177,9 @@ def _layout_of(
             if node
         )
     if scan is None:
-        suffixes = sorted({suffix_of(path) for path, place in entries if place} - {""})
+        suffixes = sorted(
+            {suffix_of(path) for path, location in entries if location} - {""}
+        )
         if suffixes:
             has = f"; its members are {', '.join(suffixes):.200}"
         else:

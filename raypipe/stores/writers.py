@@ -102,11 +102,11 @@ class FileWriter(ABC):
                 self._path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def _explained(self, action: str) -> Iterator[None]:
         try:
             yield
         except (lmdb.Error, pa.ArrowException, OSError) as error:
-            raise StoreError(f"{self._path} cannot be {what}: {error}") from error
+            raise StoreError(f"{self._path} cannot be {action}: {error}") from error
 
     def _is_full(self) -> bool:
         return self._num_bytes >= self.batch_bytes

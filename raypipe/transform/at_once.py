@@ -10,7 +10,7 @@ the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.kernel import DONE, Job, Op
 from raypipe.plan.places import Sides
-from raypipe.transform.decode.decoder import decoder_of
 from raypipe.transform.decode.jpeg import scaled_boxes
 from raypipe.transform.decode.jpeg_header import jpeg_orientation
 from raypipe.transform.decode.rgb import stored_bytes
@@ -53,16 +52,21 @@ class KernelImages:
 
     Args:
         views: the images of each sample; all begin with a program.
-        config: how images are decoded.
+        config: how JPEGs are decoded by the kernel.
+        decode: decodes other images.
         threads: that the kernel uses.
     """
 
     def __init__(
-        self, views: Sequence[ViewImage], config: TransformConfig, threads: int
+        self,
+        views: Sequence[ViewImage],
+        config: TransformConfig,
+        decode: Callable[[bytes], np.ndarray],
+        threads: int,
     ) -> None:
         self._views = views
         self._config = config
-        self._decode = decoder_of(config)
+        self._decode = decode
         self._threads = threads
         self._target: Sides | None = None
         if config.crop_decode == "scaled":

@@ -8,7 +8,7 @@ from typing import Any
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, missing
 from raypipe.transform.albumentations import find_program, why_no_program
 from raypipe.transform.encoded import EncodedImages
 from raypipe.transform.presets import (
@@ -19,7 +19,6 @@ from raypipe.transform.presets import (
 )
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import has_sizes
-from raypipe.transform.targets import check_target_columns
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import makes_views
 
@@ -53,6 +52,30 @@ def check_transforms(
             EncodedImages(
                 None if makes_views(transform) else SampleTransform(built),
                 f"transform.{split}",
+            )
+
+
+def check_target_columns(store: Store, targets: Mapping[str, str]) -> None:
+    """Raise ConfigError unless a store has the columns of targets, see `TransformConfig.target_columns`."""
+    for name, column in targets.items():
+        if column not in store.schema.names:
+            parent, _, field = column.rpartition(".")
+            if parent in store.schema.names:
+                raise ConfigError(
+                    f"transform.{name}_column is {column!r}: name the column that has the labels next to "
+                    f"{field!r} too, {parent!r}"
+                )
+            raise ConfigError(
+                missing(
+                    store.address,
+                    column,
+                    store.schema.names,
+                    f"transform.{name}_column",
+                )
+            )
+        if column == "image":
+            raise ConfigError(
+                f"transform.{name}_column must be another column than the image, got 'image'"
             )
 
 

@@ -11,7 +11,6 @@ A pipeline without them makes uint8, a quarter of the bytes, and may be a progra
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -364,9 +363,3 @@ def _for_channels(numbers: np.ndarray) -> tuple[float, ...]:
 
 def _text(numbers: Sequence[float]) -> str:
     return "(" + ", ".join(f"{number:.6g}" for number in numbers) + ")"
-
-
-def is_tensor(value: Any) -> bool:
-    """True for a tensor; a process without torch has none."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)

@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.transform.ending import is_tensor
 from raypipe.transform.fields import VIEW
 
 
@@ -39,9 +37,9 @@ class Pixels:
 
         Tensors, and images of torchvision, have their channels first; arrays have them last.
         """
-        layout = "CHW" if by_torchvision or is_tensor(result) else "HWC"
+        layout = "CHW" if by_torchvision or _is_tensor(result) else "HWC"
         array = None
-        if layout == "HWC" or is_tensor(result):
+        if layout == "HWC" or _is_tensor(result):
             array = _channels_last(result)
         came = f"a {type(result).__name__}"
         if isinstance(array, np.ndarray):
@@ -91,12 +89,18 @@ def _view(given: Any) -> Any:
 
 def _channels_last(value: Any) -> Any:
     """A tensor (…, C, H, W) as an array (…, H, W, C); an array, or anything else, as it is."""
-    if not is_tensor(value):
+    if not _is_tensor(value):
         return value
     if value.dtype == sys.modules["torch"].bfloat16:  # numpy has no such type
         value = value.float()
     array = value.detach().cpu().numpy()
     return np.moveaxis(array, -3, -1) if array.ndim > 2 else array
+
+
+def _is_tensor(value: Any) -> bool:
+    """True for a tensor; a process without torch has none."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_rgb(image: Any) -> bool:
@@ -133,6 +137,6 @@ ARRAYS = Pixels(
 )
 
 
-def pixels_of(config: TransformConfig) -> Pixels:
-    """The pixels of a stream's images."""
-    return ARRAYS if config.decode_as == "array" else RGB
+def pixels_of(decode_as: str) -> Pixels:
+    """The pixels of a stream's images, by `transform.decode_as`."""
+    return ARRAYS if decode_as == "array" else RGB

@@ -25,7 +25,7 @@ from raypipe.kernel import follow
 from raypipe.plan.places import Sides
 from raypipe.transform.at_once import KernelImages, sizes_by_header
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode.decoder import opener_of
+from raypipe.transform.decode.decoder import decoder_of, opener_of
 from raypipe.transform.decode.jpeg import Undecoded
 from raypipe.transform.decode.rgb import stored_bytes, stored_orientation
 from raypipe.transform.encoded import EncodedImages, check_whole
@@ -90,7 +90,7 @@ class SampleMaker:
         self._sides = sides
         self._targets = config.target_columns
         self._pack = packer(config.wire)
-        pixels = pixels_of(config)
+        pixels = pixels_of(config.decode_as)
         built = build_transform(
             transform, size or config.final_size, by_library=not pixels.is_rgb
         )
@@ -106,11 +106,7 @@ class SampleMaker:
         self.has_user_code = columns.function is not None or any(
             transform.has_user_code for transform in self._transforms
         )
-        crop_target = None
-        # All views are made of the whole image.
-        if config.crop_decode != "off" and not self._has_views:
-            crop_target = self._transforms[0].crop_target
-        self._open = opener_of(config, crop_target)
+        self._open = opener_of(config, self._crop_target)
         self._images: dict[str, Field] = {}
         self._kernel: KernelImages | None = None
         self._encoded: EncodedImages | None = None
@@ -121,13 +117,21 @@ class SampleMaker:
         elif pixels.is_rgb:
             self._use_kernel(threads)
 
+    @property
+    def _crop_target(self) -> Sides | None:
+        """The (height, width) that crops of undecoded JPEGs get; None: images are decoded whole, as for views."""
+        if self._has_views or self._config.crop_decode == "off":
+            return None
+        return self._transforms[0].crop_target
+
     def _use_kernel(self, threads: int) -> None:
         """Have the kernel make the images, if all of them begin with a program."""
         has_rest = any(transform.has_rest for transform in self._transforms)
         is_known = all(transform.program for transform in self._transforms)
         if not is_known or (self._targets and has_rest):
             return
-        self._kernel = KernelImages(self._views, self._config, threads)
+        decode = decoder_of(self._config)
+        self._kernel = KernelImages(self._views, self._config, decode, threads)
         if not has_rest:  # sizes are known before the first sample
             blanks = [_blank(transform) for transform in self._transforms]
             self._learn(join_crops(self._views, blanks))

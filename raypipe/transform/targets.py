@@ -29,7 +29,6 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.stores.base import Store, missing
 from raypipe.stores.numbers import exactly
 from raypipe.transform.decode.image_header import damage_in, image_kind, png_of_pixels
 from raypipe.transform.fields import Field
@@ -42,30 +41,6 @@ OUTSIDE = -2
 """The label of a keypoint outside of the image is this minus its own."""
 # float32 holds all whole numbers up to it, and -2 minus each of them
 _MAX_LABEL = 1 << 24
-
-
-def check_target_columns(store: Store, targets: Mapping[str, str]) -> None:
-    """Raise ConfigError unless a store has the columns of targets, see `TransformConfig.target_columns`."""
-    for name, column in targets.items():
-        if column not in store.schema.names:
-            parent, _, field = column.rpartition(".")
-            if parent in store.schema.names:
-                raise ConfigError(
-                    f"transform.{name}_column is {column!r}: name the column that has the labels next to "
-                    f"{field!r} too, {parent!r}"
-                )
-            raise ConfigError(
-                missing(
-                    store.address,
-                    column,
-                    store.schema.names,
-                    f"transform.{name}_column",
-                )
-            )
-        if column == "image":
-            raise ConfigError(
-                f"transform.{name}_column must be another column than the image, got 'image'"
-            )
 
 
 def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:

@@ -279,7 +279,8 @@ def use(config: Any) -> None:
     assert dataclasses.replace(config) == config or "nan" in repr(config)
     hash(repr(config))
     for name, member in inspect.getmembers(type(config)):
-        if name.startswith("_"):
+        # What settings name need not exist.
+        if name.startswith("_") or name == "imported":
             continue
         if isinstance(member, property):
             getattr(config, name)
@@ -296,9 +297,9 @@ def use(config: Any) -> None:
 def edges(kind: Any) -> list[Any]:
     """The choices that a kind names, and the numbers at its limits and beyond."""
     if isinstance(kind, Limits):
-        found = {edge + by for edge in (kind.least, kind.most) for by in (-1, 0, 1)} | {
-            kind.least,
-            kind.most,
+        found = {edge + by for edge in (kind.minimum, kind.maximum) for by in (-1, 0, 1)} | {
+            kind.minimum,
+            kind.maximum,
         }
         return [*found, *(float(each) for each in found if abs(each) < 1e308)]
     if isinstance(kind, type) and issubclass(kind, Section):

@@ -10,7 +10,8 @@ import pytest
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.memory import MemoryStore
-from raypipe.transform.targets import check_target_columns, decode_boxes
+from raypipe.transform.checks import check_target_columns
+from raypipe.transform.targets import decode_boxes
 
 CORNERS = [[1, 2, 5, 8, 3], [0, 0, 4, 4, 0]]
 SIZES = [[1, 2, 4, 6], [0, 0, 4, 4]]

@@ -52,36 +52,27 @@ class DecodeTransform:
         return self._pipeline(image=simplejpeg.decode_jpeg(data))["image"]
 
 
-def _stream(work: Work, store: str = "train.lmdb", **transform: Any) -> Any:
-    """The stream of one rank, and the iterator of its blocks."""
+def _spec(work: Work, store: str = "train.lmdb", **transform: Any) -> Any:
+    """The stream of one rank."""
     from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-    from raypipe.rayext.cluster import connect
     from raypipe.streaming.opening import open_stream
-    from raypipe.streaming.pipeline import splits
 
-    connect()
-    spec = open_stream(
+    return open_stream(
         work.folder / store,
         # One epoch more than is consumed: what is measured is not helped by actors that have no more to do.
         plan=PlanConfig(epochs=work.epochs + 1, micro_batch_size=work.batch),
         transform=TransformConfig(train=work.transform, size=work.size, **transform),
         pool=PoolConfig(min_actors=work.workers, max_actors=work.workers),
     )
-    (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
-    return spec, iterator
 
 
 def raypipe_exact(work: Work, **options: Any) -> Start:
-    from raypipe.streaming.lifetime import HostStream
-    from raypipe.streaming.loader import Loader
-    from raypipe.streaming.row import host_batches
+    from raypipe.streaming import ray_stream  # noqa: F401  imported, as the other loaders are
+    from raypipe.streaming.handover import loader
 
     def start() -> Epochs:
-        spec, iterator = _stream(work, **options)
-        loader = Loader(
-            spec, lambda _: HostStream(host_batches(iterator)), cursor=spec.plan.start()
-        )
-        for epoch in loader.epochs():
+        stream = loader(_spec(work, **options), max_actors=work.workers)
+        for epoch in stream.epochs():
             yield ((batch.image, batch.target) for batch in epoch.train)
 
     return start
@@ -101,10 +92,14 @@ def raypipe_seekable(work: Work) -> Start:
 
 def raypipe_yuv420(work: Work) -> Start:
     """Planes as they reach the host: a GPU would make RGB of them, as it normalises what the others hand out."""
+    from raypipe.rayext.cluster import connect
+    from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_batches
 
     def start() -> Epochs:
-        _, iterator = _stream(work, wire="yuv420")
+        connect()
+        spec = _spec(work, wire="yuv420")
+        (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
         with contextlib.closing(host_batches(iterator)) as stream:
             for _, batches in itertools.groupby(
                 stream, lambda batch: batch.position.epoch

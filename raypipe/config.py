@@ -505,6 +505,8 @@ class PoolConfig(Section, prefix="pool."):
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
         reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto":
             "separate" for stores in groups, else "actors".
+        head_start: micro-batches that each rank makes itself, in a thread, while Ray and the pool start: -1 =
+            until the pool is ready; 0 = none. It changes when the first batch comes, and no batch.
         stall_timeout_s: the run ends after this many seconds in which a trainer waited and no micro-batch was
             finished, or in which its start waited for the cluster to answer, for room that other jobs hold, or for
             another run's start.
@@ -520,6 +522,7 @@ class PoolConfig(Section, prefix="pool."):
     micro_batches_per_block: int = 0
     max_in_flight: int = 0
     reader: Literal["auto", "actors", "separate"] = "auto"
+    head_start: Annotated[int, Limits(-1, MAX_INT)] = -1
     stall_timeout_s: Seconds = 900.0
 
     @property

@@ -12,7 +12,9 @@ import stat
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import ray
@@ -49,8 +51,8 @@ _LOCAL_ENV = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the watcher is an actor that looks for preempted cloud nodes
 }
 
-# Time that the start of a head may take.
-_ANSWER_S = 60.0
+ANSWER_S = 60.0
+"""Time that the start of a head may take."""
 _OWN_MACHINE_S = 2.0  # a head of this machine accepts a connection sooner
 
 
@@ -99,12 +101,12 @@ def connect(
         "job_config": job,
     }
     if address:
-        wait_for_head(address, wait or Wait(_ANSWER_S))
+        wait_for_head(address, wait or Wait(ANSWER_S))
         closed = {
             name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ
         }
         try:
-            with _whole_start():
+            with _auto_start_waits(), _whole_start():
                 ray.init(
                     address=address,
                     runtime_env={"env_vars": _WORKER_ENV | closed},
@@ -126,7 +128,13 @@ def connect(
     environment = _LOCAL_ENV | (
         {"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {}
     )
-    with _inherited(environment), small_head(), _spared_signals(), _whole_start():
+    with (
+        _inherited(environment),
+        small_head(),
+        _spared_signals(),
+        _auto_start_waits(),
+        _whole_start(),
+    ):
         inherited = dict(os.environ)
         try:
             ray.init(
@@ -143,6 +151,77 @@ def connect(
                 f"or not ASCII: {error}"
             ) from error
     remember_own_node(inherited)
+
+
+_connecting = SimpleQueue[tuple[Wait, Future[None]]]()
+
+
+def connect_by_thread(wait: Wait) -> None:
+    """Call `connect` in a thread that lives as long as this process.
+
+    Linux ends Ray's processes with the thread that has started them.
+
+    Args:
+        wait: see `connect`.
+    """
+    if ray.is_initialized():
+        connect()
+        return
+    _start_connecting()
+    connected = Future[None]()
+    _connecting.put((wait, connected))
+    connected.result()
+
+
+@functools.cache  # once per process
+def _start_connecting() -> None:
+    threading.Thread(target=_connect_forever, name="raypipe-ray", daemon=True).start()
+
+
+def _connect_forever() -> None:
+    while True:
+        wait, connected = _connecting.get()
+        try:
+            connect(wait=wait)
+        except BaseException as error:
+            connected.set_exception(error)
+        else:
+            connected.set_result(None)
+        del wait, connected
+
+
+def keep_sigterm() -> None:
+    """End this process in an orderly way at SIGTERM, as Ray does where the main thread starts it.
+
+    Call it before another thread calls `connect`.
+    """
+    if ray.is_initialized():
+        return
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+
+
+@contextlib.contextmanager
+def _auto_start_waits() -> Iterator[None]:
+    """Context manager: the first call to Ray of another thread waits, and does not start Ray a second time.
+
+    Ray warns that a thread cannot handle SIGTERM; `keep_sigterm` does.
+    """
+    lock = find_private(
+        "ray._private.auto_init_hook.auto_init_lock",
+        "call Ray only after the first batch of a loader",
+    )
+    log = logging.getLogger("ray._private.worker")
+
+    def without_sigterm(record: logging.LogRecord) -> bool:
+        return "SIGTERM handler" not in record.getMessage()
+
+    log.addFilter(without_sigterm)
+    try:
+        with lock or contextlib.nullcontext():
+            yield
+    finally:
+        log.removeFilter(without_sigterm)
 
 
 def _running_cluster() -> str:

@@ -69,12 +69,22 @@ def forget(actor: Any) -> None:
     withdraw(actor._actor_id.hex())
 
 
-def publish(key: str, value: Any) -> None:
-    """Publish a value for other processes of the cluster."""
-    with contextlib.suppress(Exception):  # the value helps, and nothing depends on it
+def publish(key: str, value: Any) -> bool:
+    """Publish a value for other processes of the cluster; return whether the head has it."""
+    with contextlib.suppress(Exception):
         internal_kv._internal_kv_put(
             key.encode(), pickle.dumps(value), overwrite=True, namespace=_NAMESPACE
         )
+        return True
+    return False
+
+
+def published_keys(prefix: str) -> list[str]:
+    """Return the keys of published values that begin with a prefix; none if the head does not answer."""
+    with contextlib.suppress(Exception):
+        keys = internal_kv._internal_kv_list(prefix.encode(), namespace=_NAMESPACE)
+        return [key.decode() for key in keys]
+    return []
 
 
 def published(key: str) -> Any:

@@ -59,6 +59,18 @@ def is_ray_worker() -> bool:
     return bool(worker.mode == ray.WORKER_MODE)
 
 
+def started_at(pid: int) -> str:
+    """Return a local process's start time, on Linux; empty for a dead process."""
+    state, started = _stat(pid)
+    if state:
+        return "" if state == "Z" else started
+    try:  # another system
+        os.kill(pid, 0)
+    except OSError:
+        return ""
+    return "unknown"
+
+
 def _stat(pid: int) -> tuple[str, str]:
     """Return a process's state and start time from Linux; both empty for a dead process or another system."""
     try:

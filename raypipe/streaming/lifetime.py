@@ -24,8 +24,7 @@ class HostStream(NamedTuple):
 
     Attributes:
         batches: the micro-batches.
-        supervisor: handle of the stream's supervisor, if it has one.
-        actors: most transform actors of the pool, if this rank knows it.
+        actors: most transform actors of the pool, if this rank knows it yet.
         readers: number of readers at one time; 0 = the actors read the store.
         stop: function that makes a thread that waits for a batch leave it.
         draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
@@ -33,17 +32,25 @@ class HostStream(NamedTuple):
         end: function that ends all processes, once the batches are closed.
         moves: called with each move of this rank where others share the source; returns whether it leaves the
             source, as all then do. None = no other rank shares it.
-        start_images: images that the source makes in the time that its start takes. A skip of fewer reads on; a
-            longer one starts the source again, behind them.
+        starts: starts the processes behind it, maybe in a thread, and calls a function with the handle of the
+            stream's supervisor and the most transform actors of the pool; None = there are no such processes.
+        needs_ray: whether Ray makes it.
+        describe: names what holds up the first batch; empty = the supervisor knows, or this process makes it.
+        has_begun: whether the pool has its CPUs, as far as it needs them for a first batch.
+        start_images: images that the source, or each of its actors, makes in the time that its start takes. A
+            skip of fewer reads on; a longer one starts the source again, behind them.
     """
 
     batches: Iterator[MicroBatch]
-    supervisor: Any = None
     draws_globally: bool = False
     actors: int = 0
     readers: int = 0
     stop: Callable[[], None] = lambda: None
     end: Callable[[], object] = lambda: None
+    starts: Callable[[Callable[[Any, int], None]], None] | None = None
+    needs_ray: bool = False
+    describe: Callable[[], str] = lambda: ""
+    has_begun: Callable[[], bool] = lambda: True
     start_images: int = 0
     moves: Callable[[Move], bool] | None = None
 
@@ -68,12 +75,12 @@ class Lifetime:
         self._one_by_one = threading.RLock()
         _all.add(self)
 
-    def begin(self, supervisor: Any, ends: ExitStack) -> None:
+    def begin(self, ends: ExitStack, needs_ray: bool) -> None:
         """The stream is open.
 
         Args:
-            supervisor: handle of its Supervisor, if it holds CPUs of the cluster.
             ends: callbacks that end it.
+            needs_ray: whether Ray makes it.
         """
         self.why = None
         self._ends.push(ends)
@@ -81,19 +88,23 @@ class Lifetime:
         # these hooks the last that was registered runs first, and Ray's was before.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
-        if supervisor is not None:
-            from raypipe.rayext.patches import before_shutdown  # this imports ray.data
+        if needs_ray:
+            from raypipe.rayext.patches import before_shutdown
 
-            before_shutdown(_close_those_with_actors)
-            _with_actors[self] = supervisor
+            before_shutdown(_close_those_of_ray)
+            _of_ray[self] = None
+
+    def has_actors(self, supervisor: Any) -> None:
+        """The stream holds CPUs of the cluster from now on; the argument is its Supervisor's handle."""
+        _of_ray[self] = supervisor
 
     def end(self, why: str) -> None:
         """End the stream, if it has not ended; its record continues."""
         with self._one_by_one:
             if self.why is None or (self.why in GOES_ON and why not in GOES_ON):
                 self.why = why
-            _with_actors.pop(self, None)
             self._ends.close()
+            _of_ray.pop(self, None)
 
     def close(self, why: str = "the program ends") -> None:
         """End the stream and its record."""
@@ -108,8 +119,8 @@ class Lifetime:
 
 
 _all = weakref.WeakSet[Lifetime]()
-# The open ones, in the order in which they were opened, and their supervisors.
-_with_actors: dict[Lifetime, Any] = {}
+# The open ones that Ray makes, in the order in which they were opened, and their supervisors; None = it starts.
+_of_ray: dict[Lifetime, Any] = {}
 
 
 def _close_all() -> None:
@@ -117,19 +128,20 @@ def _close_all() -> None:
         running.close()
 
 
-def _close_those_with_actors() -> None:
-    for running in list(_with_actors):
+def _close_those_of_ray() -> None:
+    for running in list(_of_ray):
         running.close("Ray was shut down")
 
 
 def supervisors() -> list[Any]:
     """Handles of the supervisors of this process's streams with actors."""
-    return list(_with_actors.values())
+    return [supervisor for supervisor in _of_ray.values() if supervisor is not None]
 
 
 def end_oldest() -> bool:
     """End the stream with actors that this process opened first; returns whether there was any."""
-    oldest = next(iter(_with_actors), None)
-    if oldest:
-        oldest.end(GAVE_WAY)
-    return oldest is not None
+    for running, supervisor in list(_of_ray.items()):
+        if supervisor is not None:
+            running.end(GAVE_WAY)
+            return True
+    return False

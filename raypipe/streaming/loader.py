@@ -646,6 +646,11 @@ class Loader(Unlike, instead=_INSTEAD):
         return self.metrics.first_batch_s
 
     @property
+    def pool_has_begun(self) -> bool:
+        """True once the pool makes batches; before that, this rank makes them itself, see `pool.head_start`."""
+        return self._stream.has_begun()
+
+    @property
     def columns(self) -> SampleColumns:
         """Columns of batches besides images, and the target if it is not a class."""
         return self._spec.columns

@@ -9,15 +9,12 @@ splits(spec, cursor)          the same as one iterator per rank
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray.data
 
 from raypipe.config import PoolConfig
-from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.execution import Settings, context_of
@@ -26,6 +23,7 @@ from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.retries import patience_s
 from raypipe.streaming.blocks import most_bytes
+from raypipe.streaming.pool_start import check_pickles
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
@@ -67,27 +65,6 @@ def _object_store_bytes() -> float:
     return ray.cluster_resources().get("object_store_memory", 0.0)
 
 
-def check_pickles(spec: StreamSpec) -> None:
-    """Raise ConfigError for a part of the user's that does not pickle; Ray would print a page."""
-    parts = {
-        f"{split}_transform": transform for split, transform in spec.transforms.items()
-    }
-    stores = {f"the {split} store": store for split, store in spec.stores.items()}
-    with Path(os.devnull).open("wb") as nowhere:
-        for name, component in {
-            **parts,
-            **stores,
-            "make_columns": spec.columns.function,
-        }.items():
-            try:
-                ray.cloudpickle.dump(component, nowhere)
-            except Exception as error:
-                raise ConfigError(
-                    f"{name} cannot be sent to the actors ({error}): let it make what does not pickle, such as an "
-                    "open file or a lock, at its first use"
-                ) from error
-
-
 def block_dataset(
     spec: StreamSpec,
     cursor: Cursor,
@@ -95,6 +72,7 @@ def block_dataset(
     max_actors: int,
     world_size: int = 1,
     supervisor: Any = None,
+    head_start: bool = False,
 ) -> Dataset:
     """The stream from a cursor on: a Dataset of one row for each block.
 
@@ -105,6 +83,7 @@ def block_dataset(
         max_actors: transform actors that the pool may grow to.
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
+        head_start: whether ranks make the first micro-batches, see `raypipe.streaming.head_start`.
     """
     supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     spec.plan.check_workers(world_size)
@@ -145,6 +124,7 @@ def block_dataset(
         largest=largest,
         max_bytes=max_bytes,
         run=spec.run,
+        head_start=head_start,
     )
     with ray.data.DataContext.current(context_of(settings, actors)):
         rows = ray.data.read_datasource(
@@ -180,6 +160,7 @@ def splits(
     world_size: int = 1,
     supervisor: Any = None,
     apart: bool = False,
+    head_start: bool = False,
 ) -> list[DataIterator]:
     """The stream from a cursor on, as one iterator per rank; see `block_dataset`.
 
@@ -203,6 +184,7 @@ def splits(
         max_actors=max_actors,
         world_size=world_size,
         supervisor=supervisor,
+        head_start=head_start,
     )
     if world_size == 1 and not apart:
         return [rows.iterator()]

@@ -20,6 +20,7 @@ from raypipe.plan.schedule import Plan, Segment
 from raypipe.rayext.watchdog import SupervisorWatchdog
 from raypipe.streaming.lifetime import (
     EXHAUSTED,
+    GAVE_WAY,
     GOES_ON,
     MOVED,
     HostStream,
@@ -28,6 +29,7 @@ from raypipe.streaming.lifetime import (
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.streaming.moves import END, Move, stream_place
 from raypipe.streaming.remaining import Remaining
+from raypipe.streaming.takeover import HeadStartLostError
 
 _LEAVE_S = 5.0  # time for another thread to leave its wait for a batch
 
@@ -45,6 +47,7 @@ class RankStream:
     Attributes:
         lifetime: its owner, which ends it.
         supervisor: handle of its Supervisor, if it has one.
+        has_begun: returns whether its pool has begun, see `HostStream`.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class RankStream:
         self._batches: Iterator[Batch] | None = None
         self.lifetime = Lifetime(lambda: metrics.tell("closed"))
         self.supervisor: Any = None
+        self.has_begun: Callable[[], bool] = lambda: False
 
     @property
     def is_running(self) -> bool:
@@ -90,24 +94,41 @@ class RankStream:
         )
         self._start_images = host.start_images
         self._moves = host.moves
-        self.supervisor = host.supervisor
+        self._describe = host.describe
+        self.has_begun = host.has_begun
+        self.supervisor = None
         self._metrics.actors = host.actors
         self._metrics.readers = host.readers
         batches = self._on_device(host)
         self._batches = batches
+        watchdogs = list[SupervisorWatchdog]()
         ends = ExitStack()
         ends.callback(host.end)
-        if host.supervisor is not None:
-            waited_s = self._metrics.run_log.waited_s
-            watchdog = SupervisorWatchdog(host.supervisor, self._rank, waited_s)
-            watchdog.start()
-            # before its Supervisor ends, and after the last wait for a batch
-            ends.callback(watchdog.stop)
+        # before its Supervisor ends, and after the last wait for a batch
+        ends.callback(_stop_all, watchdogs)
         ends.callback(self._metrics.tell, "ended")
         for iterator in (host.batches, batches):
             ends.callback(_close, self.lifetime, host.stop, iterator)
-        self.lifetime.begin(host.supervisor, ends)
-        self._metrics.tell("opened", host.supervisor)
+        self.lifetime.begin(ends, host.needs_ray)
+        if host.starts is None:
+            self._metrics.tell("opened", None)
+            return
+
+        start_images = host.start_images
+
+        def connected(supervisor: Any, actors: int) -> None:
+            self.supervisor = supervisor
+            self._start_images = start_images * actors
+            self._metrics.actors = actors
+            waited_s = self._metrics.run_log.waited_s
+            watchdog = SupervisorWatchdog(supervisor, self._rank, waited_s)
+            watchdog.start()
+            watchdogs.append(watchdog)
+            self.lifetime.has_actors(supervisor)
+            self._metrics.tell("opened", supervisor)
+
+        with self.failing():
+            host.starts(connected)
 
     def check(self) -> None:
         """Raise an error if the stream was not opened, or has ended for good."""
@@ -143,8 +164,7 @@ class RankStream:
         self.check()
         self.lifetime.reader = threading.get_ident()
         with self._metrics.waiting(position, self._awaited):
-            self._reach(position, continues)
-            batch = self._next()
+            batch = self._batch(position, continues)
         if batch is None:
             self.check()
         if batch is None or batch.position != position:
@@ -171,6 +191,20 @@ class RankStream:
                 self._discard()
         self.lifetime.end(EXHAUSTED)
 
+    def _batch(self, position: MicroBatchId, continues: bool) -> Batch | None:
+        """The batch of a place; None = the stream has ended."""
+        while True:
+            self._reach(position, continues)
+            try:
+                batch = self._next()
+            except HeadStartLostError as lost:
+                if self._moves:  # the others go on
+                    raise lost.error from None
+                self.lifetime.end(MOVED)
+                continue
+            if batch is not None or self.lifetime.why != GAVE_WAY:
+                return batch
+
     def _next(self) -> Batch | None:
         assert self._batches is not None
         return next(self._batches, None)
@@ -179,6 +213,8 @@ class RankStream:
         """Name what holds up a batch."""
         if self.lifetime.why is not None:
             return "the stream starts again for it"
+        if described := self._describe():
+            return described
         return self._metrics.run_log.awaited(self.supervisor)
 
     def _reach(self, position: MicroBatchId, continues: bool) -> None:
@@ -234,6 +270,11 @@ class RankStream:
                 f"rank {self._rank}: the stream ended early: please report this as a bug"
             )
         self._remaining.take()
+
+
+def _stop_all(watchdogs: list[SupervisorWatchdog]) -> None:
+    for watchdog in watchdogs:
+        watchdog.stop()
 
 
 def _close(lifetime: Lifetime, stop: Callable[[], None], batches: Any) -> None:

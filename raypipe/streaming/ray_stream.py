@@ -5,48 +5,62 @@ At every (re)start of the worker group, and where the ranks go to another place,
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.plan.places import Cursor
+from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.allocation import check_own, cluster_resources, preflight
-from raypipe.rayext.cluster import connect
+from raypipe.rayext.cluster import keep_sigterm
 from raypipe.rayext.controller import own_controller, process_of
-from raypipe.rayext.iteration import begun, stop_execution
 from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
+from raypipe.storage.filesystem import is_remote
+from raypipe.streaming.head_marks import Marks
+from raypipe.streaming.head_start import (
+    HeadStart,
+    micro_batches_of_rank,
+    threads_of_rank,
+)
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.moves import Move
-from raypipe.streaming.pipeline import splits
+from raypipe.streaming.pool_start import PoolIterators, PoolStart, check_pickles
 from raypipe.streaming.room import ask_for_room, make_room
-from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import end_actors, start_supervisor
+from raypipe.streaming.supervisor import start_supervisor
+from raypipe.streaming.takeover import GapError, HeadStartLostError, joined
+from raypipe.transform.fields import MicroBatch
 
-if TYPE_CHECKING:
-    from ray.data import DataIterator
+_logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.1
 # Images that an actor makes while a stream starts: 5 s pass until its first batch, at 1 ms for a photo.
 _START_IMAGES = 5_000
 # A rank that would skip a long part waits so long for the others to say that they do, too.
 _AGREE_S = 60.0
 
 
-class _Shared(NamedTuple):
-    """Rank 0's message: plan and place of the stream that it has started, and the parts that all ranks use."""
+class _Opening(NamedTuple):
+    """Rank 0's message: plan and place of the stream that it starts, and the parts that are there at once.
+
+    Attributes:
+        supervisor: handle of the stream's Supervisor; None = this process is not connected to Ray yet.
+        has_head_start: whether the ranks make the first micro-batches themselves.
+    """
 
     fingerprint: str
     start_name: str
-    iterators: list[DataIterator]
     supervisor: Any
-    max_actors: int
+    has_head_start: bool
 
 
 class RayStreams:
@@ -77,6 +91,18 @@ class RayStreams:
         self._max_actors = max_actors
         self._apart = apart
         self._has_started = False
+        run = _run_name() if in_train else None
+        self._marks = Marks(spec.plan.fingerprint, rank, run)
+        self._may_head_start = self._allows_head_start()
+
+    def _allows_head_start(self) -> bool:
+        """Return whether a rank can make what the pool makes."""
+        spec = self._spec
+        is_remote_store = any(
+            is_remote(store.address) for store in spec.stores.values()
+        )
+        # Readers and actors may be the only ones to reach such stores.
+        return spec.pool.head_start != 0 and not (is_remote_store or spec.readers())
 
     def open(self, start: Cursor, only: Segment | None = None) -> HostStream:
         """Start the stream, on all ranks.
@@ -86,35 +112,69 @@ class RayStreams:
             only: the one segment that it brings; None = all from there on.
         """
         rank = self._rank
-        give_back = None
-        if rank == 0:
-            give_back = ask_for_room(self._spec.pool)
-        shared = self._share(start, only)
-        self._max_actors = shared.max_actors
+        world_size = self._world_size
+        spec = self._spec
+        if only:
+            spec = replace(spec, plan=spec.plan.only(only))
+        opening = self._agree(spec, start, only)
         self._has_started = True
-        supervisor = shared.supervisor
-
-        def end() -> None:
-            end_actors(supervisor, shared.iterators, rank)
-            if give_back:
-                give_back()
-
+        supervisor = opening.supervisor
         moves = None
-        if self._world_size > 1:
-            moves = functools.partial(_leaves, supervisor, rank, self._world_size)
-        return HostStream(
-            host_batches(begun(shared.iterators[rank])),
-            supervisor,
-            actors=shared.max_actors,
+        if world_size > 1:
+            moves = functools.partial(_leaves, supervisor, rank, world_size)
+        head = None
+        # A sample that ends its process would end each one if it left no mark.
+        if opening.has_head_start and (self._marks.set() or world_size > 1):
+            free = None if rank == 0 else 1
+            threads = threads_of_rank(self._in_train)
+            head = HeadStart(spec, start, rank, world_size, free, threads)
+        make = functools.partial(self._iterators, spec, start)
+        pool = PoolStart(make, rank, supervisor, head)
+        host = HostStream(
+            pool.batches(),
+            stop=pool.leave,
+            end=pool.end,
+            actors=self._max_actors or 0,
             readers=int("train" in self._spec.readers()),
-            stop=functools.partial(stop_execution, supervisor),
-            end=end,
-            start_images=_START_IMAGES * shared.max_actors,
+            start_images=_START_IMAGES,
             moves=moves,
+            starts=pool.run,
+            needs_ray=True,
+            describe=pool.describe,
+            has_begun=lambda: pool.has_begun,
+        )
+        if head is None:
+            pool.on_end.append(self._marks.forget)
+            return host
+        pool.on_end.append(self._marks.remove)
+        keep_sigterm()
+        head.start()
+        places = micro_batches_of_rank(spec, start, rank, world_size)
+        return host._replace(
+            batches=self._joined(head, pool, places), starts=pool.run_in_thread
         )
 
-    def _share(self, start: Cursor, only: Segment | None) -> _Shared:
-        """Start the stream on rank 0, and return it on all ranks.
+    def _joined(
+        self, head: HeadStart, pool: PoolStart, places: Iterator[MicroBatchId]
+    ) -> Iterator[MicroBatch]:
+        """The rank's own micro-batches, and then the pool's."""
+
+        def own() -> Iterator[MicroBatch]:
+            yield from head.batches()
+            if head.error is None:
+                self._marks.remove()
+
+        try:
+            yield from joined(own(), pool.batches(), places)
+        except GapError as error:
+            if pool.is_left:
+                return
+            # The next start leaves all to the pool, which can replace a bad sample's process.
+            self._may_head_start = False
+            raise HeadStartLostError(head.error or error) from head.error
+
+    def _agree(self, spec: StreamSpec, start: Cursor, only: Segment | None) -> _Opening:
+        """Agree on the stream that all ranks start.
 
         Raises:
             ConfigError, RaypipeError: the ranks want different streams, or not at the same time.
@@ -124,58 +184,93 @@ class RayStreams:
             start_name = (
                 f"step {only.first_step} of the validation of epoch {only.epoch}"
             )
-        shared = None
-        if self._rank == 0:
-            shared = self._start(start, only, start_name)
-        if self._in_train and self._world_size > 1:
-            shared = self._broadcast(shared, start_name)
-        assert shared is not None
         fingerprint = self._spec.plan.fingerprint
-        if shared.fingerprint != fingerprint:
+        has_head_start = (
+            self._may_head_start and self._spec.plan.num_micro_batches(start) > 0
+        )
+        if self._rank == 0:
+            if has_head_start:  # else the call that starts the pool does
+                check_pickles(spec)
+            if not self._has_started and self._marks.found():
+                _logger.warning(
+                    "a process has ended while it made its first micro-batches itself, so the pool makes them now "
+                    "(pool.head_start)"
+                )
+                self._may_head_start = has_head_start = False
+        opening = _Opening(fingerprint, start_name, None, has_head_start)
+        if self._world_size == 1 or not self._in_train:
+            return opening
+        if self._rank == 0:
+            supervisor = start_supervisor(spec.run, spec.log_format)
+            opening = opening._replace(supervisor=supervisor)
+        opening = self._broadcast(opening, start_name)
+        if opening.fingerprint != fingerprint:
             raise ConfigError(
-                f"rank {self._rank} has plan {fingerprint}, and rank 0 has {shared.fingerprint}: give all ranks "
+                f"rank {self._rank} has plan {fingerprint}, and rank 0 has {opening.fingerprint}: give all ranks "
                 "the same stores and settings, whole; raypipe hands each rank its share"
             )
-        if shared.start_name != start_name:
+        if opening.start_name != start_name:
             raise RaypipeError(
-                f"rank {self._rank} starts the stream at {start_name}, and rank 0 at {shared.start_name}: "
+                f"rank {self._rank} starts the stream at {start_name}, and rank 0 at {opening.start_name}: "
                 "all ranks iterate the same passes of the same epochs"
             )
+        return opening
+
+    def _iterators(
+        self, spec: StreamSpec, start: Cursor, pool: PoolStart
+    ) -> PoolIterators:
+        """Start the pool on rank 0, and return the ranks' iterators on all ranks."""
+        if self._rank == 0:
+            shared = self._start(spec, start, pool)
+            if self._world_size > 1:
+                message = ray.cloudpickle.dumps(tuple(shared))
+                pool.supervisor.share.remote(message)
+        else:
+            while not (message := ray.get(pool.supervisor.shared.remote())):
+                pool.check()
+                time.sleep(_LOOK_S)
+            shared = PoolIterators(*ray.cloudpickle.loads(message))
+        # Once it is known, it stays: a stream that starts again gets the CPUs that it had.
+        self._max_actors = shared.max_actors
         if self._in_train and is_ray_worker():
-            self._join(shared.supervisor)
+            self._join(pool.supervisor)
         return shared
 
-    def _start(self, start: Cursor, only: Segment | None, start_name: str) -> _Shared:
+    def _start(self, spec: StreamSpec, start: Cursor, pool: PoolStart) -> PoolIterators:
         """Start the stream's actors, on rank 0."""
-        spec = self._spec
-        if only:
-            spec = replace(spec, plan=spec.plan.only(only))
-        pool = spec.pool
-        connect()  # a loader outside of Ray Train may be the first here to need Ray
+        from raypipe.streaming.pipeline import splits  # this imports ray.data
+
+        settings = spec.pool
+        # a loader outside of Ray Train may be the first here to need Ray
+        pool.connect()
+        pool.check()
+        pool.on_end.append(ask_for_room(settings))
         max_actors = self._max_actors
         # a driver may also call its train function
         if self._in_train and max_actors is None and is_ray_worker():
             resources = ray.get_runtime_context().get_assigned_resources()
             cpus = resources.get("CPU", 0.0)
-            check_own(cluster_resources().cpus, self._world_size, cpus, pool)
+            check_own(cluster_resources().cpus, self._world_size, cpus, settings)
         if self._world_size == 1:
-            make_room(pool.least_actors * pool.cpus_per_actor)
+            make_room(settings.least_actors * settings.cpus_per_actor)
         if max_actors is None:
-            max_actors = preflight(pool).max_actors
-        supervisor = start_supervisor(spec.run, spec.log_format)
+            max_actors = preflight(settings).max_actors
+        pool.check()
+        if pool.supervisor is None:
+            pool.supervisor = start_supervisor(spec.run, spec.log_format)
+        pool.reserve()
         iterators = splits(
             spec,
             start,
             max_actors=max_actors,
             world_size=self._world_size,
-            supervisor=supervisor,
+            supervisor=pool.supervisor,
             apart=self._apart,
+            head_start=pool.has_head_start,
         )
-        return _Shared(
-            spec.plan.fingerprint, start_name, iterators, supervisor, max_actors
-        )
+        return PoolIterators(iterators, max_actors)
 
-    def _broadcast(self, shared: _Shared | None, start_name: str) -> _Shared:
+    def _broadcast(self, opening: _Opening, start_name: str) -> _Opening:
         """Return rank 0's message on all ranks, which call this.
 
         The first start may take any time; another one waits for ranks that do not ask for the same no longer than
@@ -183,12 +278,12 @@ class RayStreams:
         """
         from ray.train.collective import broadcast_from_rank_zero
 
-        quiet_broadcasts()  # it warns of more than 1,000 bytes; these are about 6,000, once
+        quiet_broadcasts()  # it warns of more than 1,000 bytes
         if not self._has_started:
-            return broadcast_from_rank_zero(shared)
+            return broadcast_from_rank_zero(opening)
         timeout_s = self._spec.pool.stall_timeout_s
         waiting = ThreadPoolExecutor(1, "raypipe-handover").submit(
-            broadcast_from_rank_zero, shared
+            broadcast_from_rank_zero, opening
         )
         try:
             return waiting.result(timeout_s)
@@ -207,6 +302,13 @@ class RayStreams:
         process = process_of(controller) if controller else None
         if process:
             supervisor.process_joined.remote("controller", process)
+
+
+def _run_name() -> str:
+    """The name of Ray Train's run; empty where it has none, in a train function that its driver itself calls."""
+    with contextlib.suppress(Exception):
+        return ray.train.get_context().get_experiment_name()
+    return ""
 
 
 def _leaves(supervisor: Any, rank: int, world_size: int, move: Move) -> bool:

@@ -35,6 +35,8 @@ from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.transform.samples import Samples, Wanted, read_samples
 
+_LOOK_S = 0.05
+
 
 class MicroBatchSource(Datasource):
     """A plan's schedule from a cursor on, as lazy ReadTasks in the order of the stream.
@@ -47,6 +49,7 @@ class MicroBatchSource(Datasource):
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
         wanted: what readers read of samples.
         run: name of the run, for metrics.
+        head_start: whether the ranks make the first micro-batches themselves. The supervisor knows how many.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class MicroBatchSource(Datasource):
         largest: int = 0,
         max_bytes: int = MAX_BYTES,
         run: str = "",
+        head_start: bool = False,
     ) -> None:
         super().__init__()
         # Each task has the plan. What only names places needs no lists of samples.
@@ -75,6 +79,7 @@ class MicroBatchSource(Datasource):
         self._largest = largest
         self._max_bytes = max_bytes
         self._run = run
+        self._head_start = head_start
         self._tasks = tasks(plan.num_micro_batches(cursor), ranks)
 
     @property
@@ -107,6 +112,11 @@ class MicroBatchSource(Datasource):
         ]
 
     def _rows(self, first: int, count: int) -> Iterator[pa.Table]:
+        is_first_task = first == 0
+        if self._head_start:
+            num_made = min(count, max(0, self._num_made() - first))
+            first += num_made
+            count -= num_made
         places = itertools.islice(self._plan.micro_batches(self._cursor, first), count)
         position = next(places, None)
         if position is None:
@@ -120,7 +130,7 @@ class MicroBatchSource(Datasource):
             begun = self._supervisor.reader_started.remote(
                 task, share, this_process("reader")
             )
-            if not self._block and first:
+            if not self._block and not is_first_task:
                 room = min(most(count, self._ranks), self._largest or count)
                 sizes = ray.get(
                     self._supervisor.sizes.remote(task, room, self._max_bytes)
@@ -141,6 +151,14 @@ class MicroBatchSource(Datasource):
             ).packed()
         if task:
             self._supervisor.reader_finished.remote(task)
+
+    def _num_made(self) -> int:
+        """Wait for the first actor; then return how many micro-batches the ranks make, see `head_start`."""
+        while True:
+            num = ray.get(self._supervisor.pool_begins.remote())
+            if num is not None:
+                return num * self._ranks
+            time.sleep(_LOOK_S)
 
     def _read(self, position: MicroBatchId, task: str) -> Samples:
         """Read the samples of a micro-batch; a task that is given announces what it reads."""

@@ -47,6 +47,7 @@ from raypipe.rayext.processes import Process, on_this_node, this_process
 from raypipe.rayext.watchdog import StreamWatchdog
 from raypipe.streaming.blocks import fitting
 from raypipe.streaming.moves import Answer, Move, Moves
+from raypipe.streaming.takeover import Takeover
 
 if TYPE_CHECKING:
     from raypipe.streaming.remake import Probe
@@ -72,6 +73,8 @@ _REMEMBERED = (
     "_left",
     "_moves",
     "_given",
+    "_takeover",
+    "_shared",
 )
 _EVENTS_REMEMBERED = 200
 _LOOK = "look for `out of memory` or a crash in the logs of Ray's workers (`ray logs`)"
@@ -166,6 +169,8 @@ class Supervisor:
         self._left: set[int] = set()  # ranks
         self._moves: Moves | None = None
         self._given = 0.0  # CPUs left to other streams
+        self._takeover = Takeover()
+        self._shared = b""
         self._stands: dict[
             str, str
         ] = {}  # execution that has brought blocks → what it is at
@@ -386,6 +391,44 @@ class Supervisor:
         self._reading.pop(task, None)
         self._watch.remove(task)
         self._remember()
+
+    def head_extends(self, num: int) -> tuple[int, bool]:
+        """Rank 0 makes so many micro-batches itself; returns what holds, as `head_ends`."""
+        self._takeover.extend(num)
+        self._remember()
+        return self._takeover.num, self._takeover.is_final
+
+    def head_ends(self, num: int) -> tuple[int, bool]:
+        """A rank makes no more than so many itself.
+
+        Returns:
+            Micro-batches of each rank behind which the pool takes over, and whether that is final.
+        """
+        self._takeover.end(num)
+        self._remember()
+        return self._takeover.num, self._takeover.is_final
+
+    def takeover(self) -> tuple[int, bool]:
+        """Return where the pool takes over, as `head_ends`."""
+        return self._takeover.num, self._takeover.is_final
+
+    def pool_begins(self) -> int | None:
+        """Return how many micro-batches of each rank come before the pool's; None = no actor has started yet."""
+        if not self._homes:
+            return None
+        if not self._takeover.is_final:
+            self._takeover.fix()
+            self._remember()
+        return self._takeover.num
+
+    def share(self, message: bytes) -> None:
+        """Keep rank 0's message for the other ranks."""
+        self._shared = message
+        self._remember()
+
+    def shared(self) -> bytes:
+        """Return rank 0's message; empty = there is none yet."""
+        return self._shared
 
     def rank_moves(self, rank: int, world_size: int, move: Move) -> None:
         """A rank says where it goes, see `Moves`."""

@@ -188,8 +188,8 @@ class Trainer:
         self.learner.end_step(done)
         if config.log_samples:
             self._log_samples(samples)
-        if self._start is not None:
-            # after the first step, every rank has its micro-batches
+        if self._start is not None and self.loader.pool_has_begun:
+            # every rank has its micro-batches, and the pool its CPUs
             ray.kill(self._start)
             self._start = None
         saves = bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0

@@ -297,7 +297,9 @@ def use(config: Any) -> None:
 def edges(kind: Any) -> list[Any]:
     """The choices that a kind names, and the numbers at its limits and beyond."""
     if isinstance(kind, Limits):
-        found = {edge + by for edge in (kind.minimum, kind.maximum) for by in (-1, 0, 1)} | {
+        found = {
+            edge + by for edge in (kind.minimum, kind.maximum) for by in (-1, 0, 1)
+        } | {
             kind.minimum,
             kind.maximum,
         }

@@ -117,7 +117,8 @@ def spec_of(
         train_transform=transform,
         transform=TransformConfig(**config),
         # Three micro-batches to a block: two further blocks are at the actor that dies.
-        pool=PoolConfig(micro_batches_per_block=3),
+        # Actors make all: what kills a process must not kill this one
+        pool=PoolConfig(micro_batches_per_block=3, head_start=0),
     )
 
 
@@ -172,6 +173,7 @@ def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
         plan=PlanConfig(epochs=1, micro_batch_size=8),
         train_transform=crop,
         transform=TransformConfig(time_limit_s=1.0),
+        pool=PoolConfig(head_start=0),
     )
     stream = loader(spec, max_actors=1)
     kinds: list[str] = []

@@ -39,7 +39,7 @@ from raypipe.streaming.lifetime import GAVE_WAY, HostStream, end_oldest, supervi
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.ray_stream import RayStreams, _Shared
+from raypipe.streaming.ray_stream import RayStreams, _Opening
 from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
@@ -578,11 +578,13 @@ class Remote:
 
 
 def opened(inline: StreamSpec, supervisor: Any) -> tuple[Loader, Epoch]:
-    one = Loader(
-        inline,
-        lambda start: HostStream(inline_batches(inline, start), supervisor),
-        cursor=inline.plan.start(),
-    )
+    def open_at(start: Cursor) -> HostStream:
+        host = HostStream(inline_batches(inline, start))
+        if supervisor is None:
+            return host
+        return host._replace(starts=lambda tell: tell(supervisor, 1), needs_ray=True)
+
+    one = Loader(inline, open_at, cursor=inline.plan.start())
     return one, next(one.epochs())
 
 
@@ -775,16 +777,16 @@ def test_ranks_of_other_plans_or_places_are_refused(
     ) -> Any:
         def broadcast(_: Any) -> Any:
             time.sleep(5 if place == "nowhere" else 0)
-            return _Shared(plan, place, [], None, 1)
+            return _Opening(plan, place, None, has_head_start=True)
 
         monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
         quick = dataclasses.replace(inline, pool=PoolConfig(stall_timeout_s=0.2))
         streams = RayStreams(quick, 1, 2, True, None, apart=False)
         streams._has_started = again
-        return streams._share(inline.plan.start(), None)
+        return streams._agree(inline, inline.plan.start(), None)
 
-    assert hand_over(inline.plan.fingerprint).max_actors == 1
-    assert hand_over(inline.plan.fingerprint, again=True).max_actors == 1
+    assert hand_over(inline.plan.fingerprint).has_head_start
+    assert hand_over(inline.plan.fingerprint, again=True).has_head_start
     with pytest.raises(
         ConfigError,
         match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same",
@@ -802,15 +804,22 @@ def test_ranks_of_other_plans_or_places_are_refused(
         hand_over(inline.plan.fingerprint, "nowhere", again=True)
 
 
-def test_a_loader_outside_of_ray_train_connects_to_ray(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_loader_outside_of_ray_train_connects_to_ray_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def no_ray() -> None:
+    def no_ray(wait: Any) -> None:
         raise ConnectionRefusedError
 
-    monkeypatch.setattr("raypipe.streaming.ray_stream.connect", no_ray)
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    monkeypatch.setattr("raypipe.streaming.pool_start.connect", no_ray)
+    monkeypatch.setattr("raypipe.streaming.pool_start.connect_by_thread", no_ray)
     spec = open_stream(
         MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(epochs=1, micro_batch_size=4)
     )
+    # the loader does not wait for it: the first batch does
+    epoch = next(loader(spec).epochs())
     with pytest.raises(ConnectionRefusedError):
-        next(loader(spec).epochs())
+        next(epoch.train)
+    at_once = dataclasses.replace(spec, pool=PoolConfig(head_start=0))
+    with pytest.raises(ConnectionRefusedError):
+        loader(at_once)

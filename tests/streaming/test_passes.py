@@ -396,6 +396,7 @@ def test_two_loaders_of_one_process_share_the_cluster(
             stores["train"],
             plan=PlanConfig(epochs=30, micro_batch_size=6, global_batch_size=24),
             transform=TransformConfig(train="small", val="resize", size=size),
+            pool=PoolConfig(head_start=0),
         )
 
     first, probe = loader(opened(8)), None

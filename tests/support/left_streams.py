@@ -75,7 +75,11 @@ def cell(spec: StreamSpec, kept: dict[str, Any]) -> None:
 
 def held(spec: StreamSpec, kept: dict[str, Any]) -> None:
     """It is in use: an epoch of it is held, and all CPUs are its pool's."""
-    epoch = next(raypipe.loader(replace(spec, pool=PoolConfig(min_actors=2))).epochs())
+    epoch = next(
+        raypipe.loader(
+            replace(spec, pool=PoolConfig(min_actors=2, head_start=0))
+        ).epochs()
+    )
     kept[next(epoch.train).position.split + str(len(kept))] = epoch
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 import raypipe
-from raypipe.config import PlanConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.opening import open_stream
 
@@ -32,7 +32,9 @@ if __name__ == "__main__":
         PlanConfig(epochs=1000, micro_batch_size=10),
         TransformConfig(train="small", size=8),
     )
-    spec = open_stream(sys.argv[1], plan=plan, transform=transform)
+    # each wait is one for the pool
+    pool = PoolConfig(head_start=0)
+    spec = open_stream(sys.argv[1], plan=plan, transform=transform, pool=pool)
     connect(num_cpus=1, object_store_bytes=150 << 20)
     loader = raypipe.loader(spec)
     train = next(loader.epochs()).train

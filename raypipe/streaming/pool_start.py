@@ -1,0 +1,288 @@
+"""Start of a stream's pool by Ray, in the calling thread or in another one; it can be left at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ray
+
+from raypipe.errors import ConfigError
+from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
+from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
+from raypipe.rayext.startup import Wait
+from raypipe.streaming.head_start import HeadStart
+from raypipe.streaming.row import host_batches
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.supervisor import end_actors
+from raypipe.transform.fields import MicroBatch
+
+if TYPE_CHECKING:
+    from ray.data import DataIterator
+
+_LOOK_S = 0.1
+_LEAVE_S = 60.0  # longest wait for a call to Ray that cannot be interrupted
+# One stream of a process starts at a time: each counts the CPUs that are free.
+_starting = threading.Lock()
+
+
+class PoolIterators(NamedTuple):
+    """Iterators of all ranks, and the most actors of the pool that makes them."""
+
+    iterators: list[DataIterator]
+    max_actors: int
+
+
+class _LeftError(Exception):
+    """The start was left."""
+
+
+class PoolStart:
+    """Start of a pool.
+
+    Args:
+        make_iterators: starts the pool, or on other ranks gets its iterators; calls `check` now and then.
+        rank: number of this rank.
+        supervisor: handle of the stream's Supervisor; None = `make_iterators` sets it.
+        head: the rank's own first micro-batches; None = it makes none.
+
+    Attributes:
+        supervisor: see above.
+        on_end: functions to call at the end of the stream.
+    """
+
+    def __init__(
+        self,
+        make_iterators: Callable[[PoolStart], PoolIterators],
+        rank: int,
+        supervisor: Any = None,
+        head: HeadStart | None = None,
+    ) -> None:
+        self._make_iterators = make_iterators
+        self._rank = rank
+        self.supervisor = supervisor
+        self.on_end: list[Callable[[], None]] = []
+        self._head = head
+        self._iterators: list[DataIterator] = []
+        self._batches: Iterator[MicroBatch] = iter(())
+        self._first: list[MicroBatch] = []
+        self._error: BaseException | None = None
+        self._is_left = threading.Event()
+        self._is_ready = threading.Event()
+        self._is_cleaned = False
+        self._has_taken_over = False
+        self._cleaning = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_head_start(self) -> bool:
+        """True if the rank makes the first micro-batches itself."""
+        return self._head is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the pool has actors, and its place no longer changes; always, if the pool makes everything."""
+        return self._head is None or self._has_taken_over
+
+    @property
+    def is_left(self) -> bool:
+        """True once the stream ends."""
+        return self._is_left.is_set()
+
+    def check(self) -> None:
+        """End the start here if it was left."""
+        if self._is_left.is_set():
+            raise _LeftError
+
+    def connect(self) -> None:
+        """Connect this process to Ray, see `raypipe.rayext.cluster.connect`."""
+        wait = Wait(ANSWER_S, self.check)
+        if self._thread:
+            connect_by_thread(wait)
+        else:
+            connect(wait=wait)
+        self.check()
+
+    def reserve(self) -> None:
+        """Tell the Supervisor, before the pool can begin, what this rank makes."""
+        if self._head:
+            self.supervisor.head_extends.remote(self._head.reserve())
+
+    def run(self, connected: Callable[[Any, int], None]) -> None:
+        """Start the pool, and return once it has begun.
+
+        Args:
+            connected: is called with the Supervisor's handle and the most actors of the pool.
+        """
+        self._start(connected)
+        self._is_ready.set()
+
+    def run_in_thread(self, connected: Callable[[Any, int], None]) -> None:
+        """Start the pool in a thread. An error of it comes with the first batch; see `run`."""
+        self._thread = threading.Thread(
+            target=self._run, args=(connected,), name="raypipe-pool-start", daemon=True
+        )
+        self._thread.start()
+
+    def batches(self) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of the pool, once it has started."""
+        while not self._is_ready.wait(_LOOK_S):
+            if self._is_left.is_set():
+                return
+        if self._error is not None:
+            raise self._error
+        if self._is_left.is_set():
+            return
+        while self._first:
+            yield self._first.pop()
+        yield from self._batches
+
+    def describe(self) -> str:
+        """Name what holds up the first batch; empty = the Supervisor knows."""
+        if self._is_ready.is_set() or self.supervisor is not None:
+            return ""
+        return "Ray starts, or the cluster is asked for room"
+
+    def leave(self) -> None:
+        """Let threads that wait here leave."""
+        self._is_left.set()
+        if self._head:
+            self._head.stop(waits=False)
+        if self.supervisor is not None:
+            stop_execution(self.supervisor)
+
+    def end(self) -> None:
+        """End what was started; a start that cannot be left yet ends it itself."""
+        self._is_left.set()
+        if self._head:
+            self._head.stop()
+        thread = self._thread
+        if thread is threading.current_thread():
+            # the loader was collected here: the start ends what it has started
+            return
+        if thread:
+            deadline = time.monotonic() + _LEAVE_S
+            while thread.is_alive() and time.monotonic() < deadline:
+                if self.supervisor is not None:
+                    stop_execution(self.supervisor)
+                thread.join(_LOOK_S)
+            if thread.is_alive():
+                return
+        self._clean()
+
+    def _clean(self) -> None:
+        with self._cleaning:
+            if self._is_cleaned:
+                return
+            self._is_cleaned = True
+        with contextlib.suppress(ValueError):  # a thread is in it, which leaves
+            getattr(self._batches, "close", lambda: None)()
+        if self.supervisor is not None:
+            end_actors(self.supervisor, self._iterators, self._rank)
+        for call in self.on_end:
+            call()
+        # an execution is to be collected once it has ended
+        self._iterators = []
+        self._batches = iter(())
+        self._first = []
+
+    def _run(self, connected: Callable[[Any, int], None]) -> None:
+        try:
+            while not _starting.acquire(timeout=_LOOK_S):
+                self.check()
+            try:
+                self._start(connected)
+                if coordinator_of(self._iterators[self._rank]) is None:
+                    # such an execution begins at its first row
+                    self._first = [
+                        batch
+                        for batch in [next(self._batches, None)]
+                        if batch is not None
+                    ]
+            finally:
+                _starting.release()
+        except _LeftError:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            if self._head and self._error is not None:
+                # nobody takes over
+                self._head.hear(self._head.num_claimed, is_final=True)
+            self._is_ready.set()
+            if self._is_left.is_set():
+                self._clean()
+
+    def _start(self, connected: Callable[[Any, int], None]) -> None:
+        iterators, max_actors = self._make_iterators(self)
+        self._iterators = iterators
+        self.check()
+        connected(self.supervisor, max_actors)
+        self._batches = host_batches(begun(iterators[self._rank]))
+        if self._head:
+            threading.Thread(
+                target=self._follow,
+                args=(self._head,),
+                name="raypipe-takeover",
+                daemon=True,
+            ).start()
+
+    def _follow(self, head: HeadStart) -> None:
+        """Agree with the Supervisor on where the pool takes over, until that is final.
+
+        The Supervisor may start late: rank 0 continues, and tells it without waiting for an answer.
+        """
+        asked = list[Any]()
+        is_final = False
+        with contextlib.suppress(ray.exceptions.RayError):
+            while not (is_final and head.is_done):
+                if self._is_left.wait(_LOOK_S):
+                    return
+                asked.append(self._ask(head))
+                answered, asked = ray.wait(asked, num_returns=len(asked), timeout=0)
+                if answered:
+                    num, is_final = ray.get(answered[-1])
+                    head.hear(num, is_final)
+                    self._has_taken_over = is_final
+            self._compare(head)
+
+    def _ask(self, head: HeadStart) -> Any:
+        """Tell the Supervisor about this rank, and ask where the pool takes over."""
+        if head.is_short:
+            return self.supervisor.head_ends.remote(head.num_claimed)
+        if self._rank == 0:
+            return self.supervisor.head_extends.remote(head.reserve())
+        return self.supervisor.takeover.remote()
+
+    def _compare(self, head: HeadStart) -> None:
+        """Compare samples of the user's code with those of the first process that has made any."""
+        for probe in head.probes():
+            first = ray.get(self.supervisor.first_probe.remote(probe))
+            if warning := head.check_probe(first):
+                self.supervisor.packages_differ.remote(warning)
+
+
+def check_pickles(spec: StreamSpec) -> None:
+    """Raise ConfigError for a part of the user's that does not pickle; Ray would print a page."""
+    parts = {
+        f"{split}_transform": transform for split, transform in spec.transforms.items()
+    }
+    stores = {f"the {split} store": store for split, store in spec.stores.items()}
+    with Path(os.devnull).open("wb") as nowhere:
+        for name, component in {
+            **parts,
+            **stores,
+            "make_columns": spec.columns.function,
+        }.items():
+            try:
+                ray.cloudpickle.dump(component, nowhere)
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} cannot be sent to the actors ({error}): let it make what does not pickle, such as an "
+                    "open file or a lock, at its first use"
+                ) from error

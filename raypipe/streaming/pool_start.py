@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
-from raypipe.errors import ConfigError
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
 from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
 from raypipe.rayext.startup import Wait
 from raypipe.streaming.head_start import HeadStart
 from raypipe.streaming.row import host_batches
-from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import end_actors
 from raypipe.transform.fields import MicroBatch
 
@@ -265,24 +261,3 @@ class PoolStart:
             first = ray.get(self.supervisor.first_probe.remote(probe))
             if warning := head.check_probe(first):
                 self.supervisor.packages_differ.remote(warning)
-
-
-def check_pickles(spec: StreamSpec) -> None:
-    """Raise ConfigError for a part of the user's that does not pickle; Ray would print a page."""
-    parts = {
-        f"{split}_transform": transform for split, transform in spec.transforms.items()
-    }
-    stores = {f"the {split} store": store for split, store in spec.stores.items()}
-    with Path(os.devnull).open("wb") as nowhere:
-        for name, component in {
-            **parts,
-            **stores,
-            "make_columns": spec.columns.function,
-        }.items():
-            try:
-                ray.cloudpickle.dump(component, nowhere)
-            except Exception as error:
-                raise ConfigError(
-                    f"{name} cannot be sent to the actors ({error}): let it make what does not pickle, such as an "
-                    "open file or a lock, at its first use"
-                ) from error

@@ -73,7 +73,7 @@ def dataset(
     from raypipe.rayext.cluster import connect
     from raypipe.rayext.execution import single_rows
     from raypipe.rayext.placement import placement
-    from raypipe.streaming.pool_start import check_pickles
+    from raypipe.streaming.pickles import check_pickles
     from raypipe.streaming.source import MicroBatchSource
     from raypipe.streaming.supervisor import start_supervisor
 

@@ -135,6 +135,7 @@ def connect(
         _auto_start_waits(),
         _whole_start(),
     ):
+        inherited = dict(os.environ)
         try:
             ray.init(
                 address="local",
@@ -149,7 +150,7 @@ def connect(
                 "Ray did not start on this machine: its CPUs or memory may be in use, or TMPDIR may be too long "
                 f"or not ASCII: {error}"
             ) from error
-    remember_own_node()
+    remember_own_node(inherited)
 
 
 _connecting = SimpleQueue[tuple[Wait, Future[None]]]()

@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 LOCAL_CLUSTER = "RAYPIPE_LOCAL_CLUSTER"
 """Variable in the environment of all processes of a cluster that `connect` started."""
 
-# Id of the node that this process started last.
+# Id of the node that this process started last, and the environment of that node's processes.
 _own_node = ""
+_own_environment: dict[str, str] = {}
 
 _OF_RAY_UP = "~/ray_bootstrap_config.yaml"
 _MAX_BYTES = 1 << 20
@@ -29,15 +30,21 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 _ANSWER_S = 5.0  # longest wait for a node's statistics
 
 
-def remember_own_node() -> None:
-    """Remember that this process has started the node to which it is connected."""
-    global _own_node
+def remember_own_node(environment: dict[str, str]) -> None:
+    """Remember that this process has started the node to which it is connected, with this environment."""
+    global _own_node, _own_environment
     _own_node = ray.get_runtime_context().get_node_id()
+    _own_environment = environment
 
 
 def started_here() -> bool:
     """Return whether this process started the connected cluster, which ends with the process."""
     return ray.is_initialized() and ray.get_runtime_context().get_node_id() == _own_node
+
+
+def own_environment() -> dict[str, str] | None:
+    """Return the environment of the processes of the cluster, if this process started it."""
+    return _own_environment if started_here() else None
 
 
 def is_local() -> bool:

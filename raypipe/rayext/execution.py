@@ -63,6 +63,7 @@ class Settings:
         reads: whether the reader's rows contain encoded samples, and not only their places.
         supervisor: handle of the stream's Supervisor.
         ranks: number of ranks that the rows are split over.
+        actors: number of actors that the pool has from its first block on.
     """
 
     pool: PoolConfig
@@ -73,6 +74,7 @@ class Settings:
     ranks: int = 1
     run: str = ""
     log_format: LogFormat = "text"
+    actors: int = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A process that receives the settings runs the execution or works for it.
@@ -214,7 +216,11 @@ class StreamAutoscaler:
             NodeAffinitySchedulingStrategy(node, soft=True)
         )
         self._keeper = PoolKeeper(
-            self._flow.pool, settings.pool, settings.supervisor, time.monotonic()
+            self._flow.pool,
+            settings.pool,
+            settings.supervisor,
+            time.monotonic(),
+            settings.actors,
         )
         self._metrics = StreamMetrics(settings.run)
         self._ranks = settings.ranks

@@ -145,10 +145,14 @@ class PoolKeeper:
         rules: the pool's bounds and pace.
         supervisor: handle of the Supervisor, which gets the reports.
         now: seconds of a monotonic clock.
+        actors: number of actors that the pool has from its first block on; 0 = as many as it has then.
     """
 
-    def __init__(self, op: Any, rules: PoolConfig, supervisor: Any, now: float) -> None:
+    def __init__(
+        self, op: Any, rules: PoolConfig, supervisor: Any, now: float, actors: int = 0
+    ) -> None:
         self._op = op
+        self._actors = actors
         self._rules = rules
         self._supervisor = supervisor
         (self._pool,) = op.get_autoscaling_actor_pools()
@@ -176,6 +180,8 @@ class PoolKeeper:
             self._most = None
         elif more > 0:
             size = self._pool.current_size()
+            if not self._sizer:
+                size = max(size, self._actors)
             now = size if self._most is None else min(self._most, size)
             self._most = max(
                 self._rules.min_actors, now - math.ceil(more / self._cpus - 1e-9)
@@ -229,6 +235,7 @@ class PoolKeeper:
             return
         if self._sizer is None:
             self._sizer = PoolSizer(self._rules, now)
+            self._start_others()
         running = pool.num_running_actors() - len(self._leaving)
         pending = pool.num_pending_actors()
         decision = self._sizer.observe(
@@ -261,6 +268,12 @@ class PoolKeeper:
                 self._grow(decision.size - size, decision.reason)
         if self._target is not None and self._target < size:
             self._shrink(size - self._target)
+
+    def _start_others(self) -> None:
+        """Start the actors that waited for the first block."""
+        size = self._actors if self._most is None else min(self._actors, self._most)
+        if (missing := size - self._pool.current_size()) > 0:
+            self._grow(missing, "the first block is finished")
 
     def _grow(self, num: int, reason: str) -> None:
         self._op._ray_remote_args.update(placement())  # nodes may have changed

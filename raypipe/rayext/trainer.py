@@ -34,7 +34,7 @@ from raypipe.rayext.controller import DriverWatch, wait_for_trainers
 from raypipe.rayext.failures import explanation, is_final, is_lost
 from raypipe.rayext.head import is_head_lost
 from raypipe.rayext.train_runs import is_cleaner, join_run
-from raypipe.rayext.tweaks import are_on
+from raypipe.rayext.tweaks import are_on, inherit_environment, without_environment
 
 logger = logging.getLogger(__name__)
 
@@ -207,12 +207,17 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
         return decision
 
 
-class _Logs(ControllerCallback):
-    """Callback that sets the log format in Ray Train's controller."""
+class _Setup(ControllerCallback):
+    """Callback that sets up Ray Train's controller: the log format, and the environment of its trainers."""
 
     def __init__(self, log_format: LogFormat, run: str) -> None:
         self._log_format = log_format
         self._run = run
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The controller receives it before it does anything.
+        self.__dict__.update(state)
+        inherit_environment()
 
     def after_controller_start(self, train_run_context: Any) -> None:
         configure_logs(self._log_format, run=self._run)
@@ -302,13 +307,14 @@ class RunTrainer(TorchTrainer):
         options["failure_policy"] = OnlyDeathsPolicy(
             self.run_config.failure_config, self._run, self._run_uri
         )
-        return super()._initialize_and_run_controller(**options)
+        with without_environment():
+            return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:
-        logs = _Logs(self._log_format, self._run)
+        setup = _Setup(self._log_format, self._run)
         callbacks = super()._create_default_callbacks()
         if not are_on():
-            return [*callbacks, logs]
+            return [*callbacks, setup]
         # This one would start an actor, to distribute Ray Train's datasets, which a run does not have.
         callbacks = [
             callback
@@ -317,7 +323,7 @@ class RunTrainer(TorchTrainer):
         ]
         if is_local():
             callbacks = [callback for callback in callbacks if not is_cleaner(callback)]
-        return [*callbacks, logs]
+        return [*callbacks, setup]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         self._controller = controller

@@ -7,22 +7,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
+import os
 import re
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import ray
+
 from raypipe.environment import variable
 from raypipe.progress import RELAY
-from raypipe.rayext.cluster_state import is_local
+from raypipe.rayext import later
+from raypipe.rayext.cluster_state import is_local, own_environment
 from raypipe.rayext.data_context import is_ours, stream_settings
+from raypipe.rayext.processes import is_ray_worker
 from raypipe.rayext.ray_private import Function, find_private, replace, replaced
 
 _SLOW_START = "the start of a local cluster takes some seconds more"
 _NODE = "ray._private.node.Node"
+# Options of the raylet.
+_AGENT = re.compile("^--(dashboard|runtime_env)_agent_command=")
+# Modules that ray.dashboard.optional_deps imports.
+_AGENT_NEEDS = (
+    "aiohttp",
+    "aiohttp_cors",
+    "grpc",
+    "opencensus",
+    "opentelemetry",
+    "prometheus_client",
+    "pydantic",
+)
 
 _STATISTICS = "ray.data._internal.stats._StatsManager"
 _POOL = "ray.data._internal.execution.operators.actor_pool_map_operator"
@@ -30,6 +50,8 @@ _MORE_ACTORS = "Ray Data starts actors for statistics that nobody reads"
 
 _EXECUTOR = "ray.data._internal.execution.streaming_executor"
 _SLOW = "tiny images stream a quarter slower"
+
+_SLOW_TRAIN = "the start of a run takes a second more"
 
 _LINES = "Ray's own lines appear between those of a run"
 
@@ -64,7 +86,7 @@ def small_head() -> Iterator[None]:
 
     Ray starts the dashboard's server even without a dashboard, and ray.init waits 2 s for it; the monitor would
     add nodes. The agent's port only matters to a dashboard, so it may be any: Ray would wait up to 3 s for a fixed
-    port, which every other Ray on this machine uses too.
+    port, which every other Ray on this machine uses too. The raylet's agents start later, see `later`.
     """
     if not are_on():
         yield
@@ -78,6 +100,12 @@ def small_head() -> Iterator[None]:
             changes.enter_context(change)
         change = replaced(f"{_NODE}.start_raylet", _with_any_port, loss=_SLOW_START)
         changes.enter_context(change)
+        for name, wrap in (
+            ("services.start_ray_process", _with_later_agents),
+            ("utils.get_dashboard_dependency_error", _without_import),
+        ):
+            change = replaced(f"ray._private.{name}", wrap, loss=_SLOW_START)
+            changes.enter_context(change)
         yield
 
 
@@ -99,6 +127,33 @@ def _with_any_port(start_raylet: Function) -> Function:
         return start_raylet(self, *args, **options)
 
     return start
+
+
+def _with_later_agents(start_process: Function) -> Function:
+    """Wrap the function that starts one of Ray's processes: the raylet's agents start later."""
+    waiter = subprocess.list2cmdline([sys.executable, "-I", "-S", later.__file__])
+
+    @functools.wraps(start_process)
+    def start(command: list[str], *args: Any, **options: Any) -> Any:
+        changed = [
+            _AGENT.sub(lambda option: f"{option[0]}{waiter} ", argument)
+            for argument in command
+        ]
+        return start_process(changed, *args, **options)
+
+    return start
+
+
+def _without_import(find_error: Function) -> Function:
+    """Wrap the function that imports what the dashboard's agent needs, to see whether it can start: look it up."""
+
+    def error() -> ImportError | None:
+        for name in _AGENT_NEEDS:
+            if importlib.util.find_spec(name) is None:
+                return ImportError(f"no module {name}")
+        return None
+
+    return error
 
 
 # Ray Data's executions
@@ -188,6 +243,60 @@ def _hide_errors(record: logging.LogRecord) -> bool:
     """
     record.hide = record.levelno >= logging.ERROR and is_ours()
     return True
+
+
+# Ray Train
+
+_TRAIN = "ray.train.v2"
+_WARNS = "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"
+
+
+class _Inherited(dict[str, str]):
+    """Variables to set for the processes of a run: none, since they inherit all."""
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+def without_environment() -> contextlib.AbstractContextManager[None]:
+    """Context manager: start the controller of a run without a runtime environment, if it inherits all variables.
+
+    For it Ray would start an agent and a new process, and leave those idle that it has started in advance.
+    """
+    inherited = own_environment()
+    if not are_on() or inherited is None:
+        return contextlib.nullcontext()
+
+    def wrap(function: Function) -> Function:
+        def variables() -> dict[str, str]:
+            needed: dict[str, str] = function()
+            if any(inherited.get(name) != value for name, value in needed.items()):
+                return needed
+            return _Inherited()
+
+        return variables
+
+    path = f"{_TRAIN}.api.data_parallel_trainer.get_env_vars_to_propagate"
+    return replaced(path, wrap, loss=_SLOW_TRAIN)
+
+
+def inherit_environment() -> None:
+    """Start trainers without a runtime environment, if the calling controller has none.
+
+    Does nothing in other processes than Ray's workers.
+    """
+    if (
+        not (are_on() and is_ray_worker() and is_local())
+        or ray.get_runtime_context().runtime_env
+    ):
+        return
+    os.environ.setdefault(_WARNS, "0")  # as Ray Train sets it
+    path = f"{_TRAIN}._internal.execution.worker_group.worker_group"
+    replace(
+        f"{path}.get_env_vars_to_propagate",
+        lambda _: _Inherited,
+        loss=_SLOW_TRAIN,
+    )
 
 
 # Ray Train's lines

@@ -1,9 +1,10 @@
 """Watch over a stream's processes: a stopped process is killed, so that it is replaced like one that died.
 
 To Ray, a stopped process (SIGSTOP, a debugger) looks busy, so Ray waits. The time limit of a transform cannot
-help, since its watchdog is stopped with the process. So while no rank takes a block, a task on each node reads the
-states of the stream's processes there, and kills those that it finds stopped twice. A process that is only slow,
-or holds the interpreter, is running, and is not killed. While the stream moves, no process is checked.
+help, since its watchdog is stopped with the process. So while no rank takes a block, the states of the stream's
+processes are read, on the Supervisor's node by itself and on others by a task, and those that are found stopped
+twice are killed. A process that is only slow, or holds the interpreter, is running, and is not killed. While the
+stream moves, no process is checked.
 
 A stream's Supervisor runs this watch. Each rank watches the Supervisor in turn: it asks for a sign of life, and
 kills one that is stopped. Ray restarts it at once, and it remembers its processes, see `kv_store`.
@@ -126,10 +127,14 @@ class StreamWatchdog:
 
     def _look(self) -> None:
         watched = {process.node for process in list(self._processes.values())}
+        here = ray.get_runtime_context().get_node_id()
         for node in watched - self._looks.keys():
             processes = [
                 (process.pid, process.started) for process in self._on(node).values()
             ]
+            if node == here:  # a task would start a process
+                self._ended(node, kill_stopped(processes))
+                continue
             on_node = NodeAffinitySchedulingStrategy(node, soft=False)
             task = ray.remote(kill_stopped).options(
                 num_cpus=0, max_retries=0, scheduling_strategy=on_node
@@ -141,22 +146,26 @@ class StreamWatchdog:
             if not ray.wait([look], timeout=0)[0]:
                 continue
             del self._looks[node]
-            processes = self._on(node)
             try:
                 ended: list[int] = ray.get(look)
             except ray.exceptions.RayError:  # the node is gone, with its processes
-                for key in processes:
+                for key in self._on(node):
                     self._processes.pop(key, None)
                 continue
-            for key, process in processes.items():
-                if process.pid in ended:
-                    self._processes.pop(key, None)
-                    work = self._work_of(key)
-                    self._note(
-                        "killed a stopped process (SIGSTOP) that blocked the stream: "
-                        f"{process.role} ({process}{work and f', {work}'})",
-                        "stopped",
-                    )
+            self._ended(node, ended)
+
+    def _ended(self, node: str, pids: list[int]) -> None:
+        """Record that processes of a node were stopped, and were killed."""
+        for key, process in self._on(node).items():
+            if process.pid not in pids:
+                continue
+            self._processes.pop(key, None)
+            work = self._work_of(key)
+            self._note(
+                "killed a stopped process (SIGSTOP) that blocked the stream: "
+                f"{process.role} ({process}{work and f', {work}'})",
+                "stopped",
+            )
 
 
 class SupervisorWatchdog:

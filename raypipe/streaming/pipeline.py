@@ -8,6 +8,7 @@ splits(spec, cursor)          the same as one iterator per rank
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import ray.data
 
 from raypipe.config import PoolConfig
 from raypipe.plan.places import Cursor
+from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement
@@ -40,13 +42,23 @@ _READER_CPUS = 0
 
 
 def _pool_of(pool: PoolConfig, max_actors: int) -> tuple[PoolConfig, int]:
-    """The pool with its largest number of actors, and how many it begins with.
+    """The pool with its largest number of actors, and how many there is room for now.
 
-    It begins with as many as there is room for now. More nodes come when ranks wait.
+    More nodes come when ranks wait.
     """
     pool = replace(pool, max_actors=max(max_actors, pool.min_actors))
     room = int(ray.available_resources().get("CPU", 0.0) / pool.cpus_per_actor + 1e-9)
     return pool, min(max(room, pool.min_actors), pool.max_actors)
+
+
+def _first_actors(pool: PoolConfig, actors: int) -> int:
+    """Return how many actors start at once; the others follow with the first block.
+
+    On one machine, the imports of each take the CPUs from all else that starts.
+    """
+    if not is_local():
+        return actors
+    return max(pool.min_actors, math.ceil(actors / 2))
 
 
 def _object_store_bytes() -> float:
@@ -92,6 +104,7 @@ def block_dataset(
         world_size,
         spec.run,
         spec.log_format,
+        actors,
     )
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / settings.limit(actors)
@@ -131,7 +144,7 @@ def block_dataset(
             compute=ray.data.ActorPoolStrategy(
                 min_size=pool.min_actors,
                 max_size=pool.max_actors,
-                initial_size=actors,
+                initial_size=_first_actors(pool, actors),
                 # Ray Data looks for finished tasks ten times a second: what an actor can do in a tenth
                 # of a second must be queued at it.
                 max_tasks_in_flight_per_actor=max(2, settings.limit(actors) // actors),

@@ -448,6 +448,22 @@ def test_no_pool_grows_while_its_dead_actors_wait_for_cpus(restarts: bool) -> No
     assert bool(keeper.grown) == bool(keeper.scaled) == (not restarts)
 
 
+def test_actors_that_wait_for_the_first_block_start_with_it() -> None:
+    keeper = Keeper(Pool(a=(False, 1)))
+    vars(keeper.pool).update(
+        num_running_actors=lambda: 1,
+        num_active_actors=lambda: 1,
+        num_pending_actors=lambda: 0,
+    )
+    keeper._actors = 4
+    keeper._size(0.0, finished=0, ranks_waiting=1.0)
+    assert keeper.grown == []
+    keeper.give_way(1.0)  # of the four
+    for now in (1.0, 2.0):
+        keeper._size(now, finished=1, ranks_waiting=1.0)
+    assert keeper.grown == [2]
+
+
 def test_no_pool_shrinks_while_no_rank_takes_a_block() -> None:
     sizer, still = PoolSizer(RULES, 0), [float(now) for now in range(1, 1000)]
     looks = [

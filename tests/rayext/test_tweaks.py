@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
 from ray._private import node
+from ray.train.v2.api import data_parallel_trainer
 
 from raypipe.progress import print_progress, relay_progress
 from raypipe.rayext import tweaks
@@ -47,3 +49,23 @@ def test_one_variable_leaves_ray_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
         assert node.Node.start_api_server is start
     assert tweaks.sift([*NOISE, "a user's print"]) == [*NOISE, "a user's print"]
     assert not tweaks.begin_progress() and replaced == []
+
+
+def test_a_run_inherits_the_environment_unless_the_driver_changed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def propagated() -> dict[str, str]:
+        variables = data_parallel_trainer.get_env_vars_to_propagate()
+        variables.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
+        return dict(variables)
+
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
+    monkeypatch.setattr(tweaks, "own_environment", lambda: dict(os.environ))
+    with tweaks.without_environment():
+        assert propagated() == {}
+    monkeypatch.setattr(tweaks, "own_environment", dict)
+    with tweaks.without_environment():
+        assert propagated()["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] == "1"
+    monkeypatch.setattr(tweaks, "own_environment", lambda: None)  # a cluster of others
+    with tweaks.without_environment():
+        assert "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC" in propagated()

@@ -1,0 +1,160 @@
+"""The CPU time that passes until a stream's first micro-batch, by process.
+
+    python benchmarks/first_batch.py STORE [--transform light --size 224 --repeats 5 --env RAYPIPE_TWEAKS=0]
+
+Each run is a new process, which imports raypipe, opens the store, makes a loader, and takes one micro-batch. At
+that moment it reads the CPU times of its descendants from Linux, and again after `--after` seconds: what a start
+puts off is not saved. Prints a table of medians; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+# Of a process's title or command line: how the table names it; the first that it contains.
+_NAMES = {
+    "/raylet/raylet ": "raylet",
+    "gcs_server": "gcs",
+    "DashboardAgent": "agent of the dashboard",
+    "dashboard/agent.py": "agent of the dashboard",
+    "RuntimeEnvAgent": "agent of runtime environments",
+    "runtime_env/agent/main.py": "agent of runtime environments",
+    "log_monitor": "log monitor",
+    "_private/monitor.py": "monitor",
+    "Supervisor": "Supervisor",
+    "TransformWorker": "transform actor",
+    "ray::IDLE": "idle worker",
+    "default_worker.py": "idle worker",
+    "ray::": "reader",
+}
+_DRIVER = "driver"
+_ENDED = "ended processes"
+
+
+def _stat(pid: str) -> tuple[int, float, float]:
+    """Return a process's parent, its CPU seconds, and those of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    own = int(fields[11]) + int(fields[12])
+    ended = int(fields[13]) + int(fields[14])
+    return int(fields[1]), own / _TICKS, ended / _TICKS
+
+
+def _name(pid: str) -> str:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    for part, name in _NAMES.items():
+        if part in command:
+            return name
+    return command[:40].strip() or "?"
+
+
+def cpu_seconds(root: int) -> dict[str, float]:
+    """Return the CPU seconds of a process and its descendants, by their names, numbered where several have one."""
+    stats: dict[int, tuple[int, float, float]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                stats[int(entry.name)] = _stat(entry.name)
+            except OSError:  # it has ended
+                continue
+    family = {root}
+    while True:
+        more = {pid for pid, (parent, *_) in stats.items() if parent in family} - family
+        if not more:
+            break
+        family |= more
+    seconds: dict[str, float] = defaultdict(float)
+    counts = Counter[str]()
+    for pid in sorted(family, key=lambda pid: -stats[pid][1]):
+        _, own, ended = stats[pid]
+        seconds[_ENDED] += ended
+        try:
+            name = _DRIVER if pid == root else _name(str(pid))
+        except OSError:
+            continue
+        counts[name] += 1
+        if counts[name] > 1:
+            name = f"{name} {counts[name]}"
+        seconds[name] += own
+    return dict(seconds)
+
+
+def _run(options: argparse.Namespace) -> None:
+    """Take one micro-batch, and print what it cost."""
+    import raypipe
+
+    imported = time.perf_counter()
+    spec = raypipe.open_stream(
+        options.store,
+        plan=raypipe.PlanConfig(epochs=100, micro_batch_size=options.batch),
+        transform=raypipe.TransformConfig(train=options.transform, size=options.size),
+        pool=raypipe.PoolConfig(**json.loads(options.pool)),
+    )
+    with raypipe.loader(spec) as loader:
+        batches = iter(next(loader.epochs()).train)
+        next(batches)
+        wall_s = time.perf_counter() - imported
+        first = cpu_seconds(os.getpid())
+        time.sleep(options.after)
+        later = cpu_seconds(os.getpid())
+    print(json.dumps({"wall_s": wall_s, "first": first, "later": later}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("store")
+    parser.add_argument("--transform", default="light")
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--pool", default="{}", help="settings of the pool, as JSON")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--after", type=float, default=0.0, help="seconds")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        _run(options)
+        return
+    environment = os.environ | dict(pair.split("=", 1) for pair in options.env)
+    runs = []
+    for _ in range(options.repeats):
+        run = subprocess.run(
+            [sys.executable, *sys.argv, "--one"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode:
+            sys.exit(run.stderr)
+        runs.append(json.loads(run.stdout.splitlines()[-1]))
+    medians = {}
+    for name in dict.fromkeys(name for run in runs for name in run["later"]):
+        medians[name] = [
+            statistics.median(run[moment].get(name, 0.0) for run in runs)
+            for moment in ("first", "later")
+        ]
+    medians["all"] = [
+        statistics.median(sum(run[moment].values()) for run in runs)
+        for moment in ("first", "later")
+    ]
+    wall_s = statistics.median(run["wall_s"] for run in runs)
+    print("| process | CPU s until the first micro-batch | later |")
+    print("| --- | ---: | ---: |")
+    for name, (first, later) in medians.items():
+        if first or later:
+            print(f"| {name} | {first:.2f} | {later:.2f} |")
+    print(f"first micro-batch {wall_s:.2f} s after the imports, {options.repeats} runs")
+    print(json.dumps({"wall_s": wall_s, "cpu_s": medians}))
+
+
+if __name__ == "__main__":
+    main()

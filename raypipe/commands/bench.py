@@ -410,8 +410,7 @@ def timed_by_torch(
     """
     from torch.utils.benchmark import Timer
 
-    from raypipe.streaming.handover import loader
-    from raypipe.streaming.opening import open_stream
+    import raypipe
 
     calls = max(_MIN_BLOCKS, num_images // micro_batch)
     warm_up = calls // 3 + 1  # actors start, and blocks grow
@@ -419,10 +418,10 @@ def timed_by_torch(
     epochs = math.ceil((warm_up + own_warm_up + calls) / (len(store) // micro_batch))
     label = "label" if "label" in store.schema.names else ""
     plan = PlanConfig(epochs=epochs, micro_batch_size=micro_batch)
-    spec = open_stream(
+    spec = raypipe.open_stream(
         store, plan=plan, transform=transform, pool=pool, target_column=label
     )
-    stream = loader(spec, max_actors=pool.max_actors or None, device="cpu")
+    stream = raypipe.loader(spec, max_actors=pool.max_actors or None, device="cpu")
     batches = (batch for epoch in stream.epochs() for batch in epoch.train)
     for _ in range(warm_up):
         next(batches)

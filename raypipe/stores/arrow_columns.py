@@ -19,8 +19,6 @@ from raypipe.stores.arrow_values import array_of, is_bytes, is_list, is_number
 from raypipe.stores.base import by_part, stored_names
 from raypipe.stores.numbers import MAX_LABEL
 
-EncodedImages = Sequence[bytes | memoryview | None]
-
 
 class TableColumns:
     """The columns of a store whose files have one Arrow schema.

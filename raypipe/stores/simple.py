@@ -1,4 +1,4 @@
-"""`SimpleStore`, the base of your own store, which reads samples one by one."""
+"""`SimpleStore`, the base class of a user's store, which reads samples one by one."""
 
 from __future__ import annotations
 

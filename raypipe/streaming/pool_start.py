@@ -15,6 +15,7 @@ from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
 from raypipe.rayext.startup import Wait
 from raypipe.streaming.head_start import HeadStart
 from raypipe.streaming.row import host_batches
+from raypipe.streaming.sample_makers import SampleMakers
 from raypipe.streaming.supervisor import end_actors
 from raypipe.transform.fields import MicroBatch
 
@@ -136,7 +137,12 @@ class PoolStart:
             return
         while self._first:
             yield self._first.pop()
-        yield from self._batches
+        for batch in self._batches:
+            if self._error is not None:
+                raise self._error
+            yield batch
+            # its block's memory is to be free before the next one arrives
+            del batch
 
     def describe(self) -> str:
         """Name what holds up the first batch; empty = the Supervisor knows."""
@@ -245,7 +251,8 @@ class PoolStart:
                     num, is_final = ray.get(answered[-1])
                     head.hear(num, is_final)
                     self._has_taken_over = is_final
-            self._compare(head)
+            if head.sample_makers:
+                self._compare(head.sample_makers)
 
     def _ask(self, head: HeadStart) -> Any:
         """Tell the Supervisor about this rank, and ask where the pool takes over."""
@@ -255,9 +262,15 @@ class PoolStart:
             return self.supervisor.head_extends.remote(head.reserve())
         return self.supervisor.takeover.remote()
 
-    def _compare(self, head: HeadStart) -> None:
-        """Compare samples of the user's code with those of the first process that has made any."""
-        for probe in head.probes():
-            first = ray.get(self.supervisor.first_probe.remote(probe))
-            if warning := head.check_probe(first):
-                self.supervisor.packages_differ.remote(warning)
+    def _compare(self, sample_makers: SampleMakers) -> None:
+        """Compare samples of the user's code with those of the first process that has made any.
+
+        The stream ends with an error if they differ.
+        """
+        try:
+            for probe in sample_makers.probes:
+                first = ray.get(self.supervisor.first_probe.remote(probe))
+                if warning := sample_makers.check_probe(first):
+                    self.supervisor.packages_differ.remote(warning)
+        except ConfigError as error:
+            self._error = error

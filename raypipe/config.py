@@ -510,6 +510,11 @@ class PoolConfig(Section, prefix="pool."):
         stall_timeout_s: the run ends after this many seconds in which a trainer waited and no micro-batch was
             finished, or in which its start waited for the cluster to answer, for room that other jobs hold, or for
             another run's start.
+        remember: where finished micro-batches that are needed again are kept, such as those of a validation, or
+            that other runs need too: "memory", the object store, or "disk", the node's cache folder, also for
+            later runs (docs/clusters.md).
+        remember_bytes: bytes that they may take on each node; 0 = nothing is kept; "auto" = a tenth of the object
+            store, or of the disk's free space.
     """
 
     engine: Literal["ray", "inline"] = "ray"
@@ -524,6 +529,8 @@ class PoolConfig(Section, prefix="pool."):
     reader: Literal["auto", "actors", "separate"] = "auto"
     head_start: Annotated[int, Limits(-1, MAX_INT)] = -1
     stall_timeout_s: Seconds = 900.0
+    remember: Literal["memory", "disk"] = "memory"
+    remember_bytes: Annotated[int, Limits(0, 1 << 50)] | Literal["auto"] = "auto"
 
     @property
     def kernel_threads(self) -> int:

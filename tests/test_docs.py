@@ -211,6 +211,17 @@ def test_the_code_of_docs_quickstart_trains_a_model_of_ones_own() -> None:
 
 
 @pytest.mark.pages
+@pytest.mark.cluster
+def test_the_sweep_of_docs_concepts_gives_each_trial_all_images(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    results = program("concepts.md", monkeypatch, tmp_path)["results"]
+    assert not results.errors
+    images = [result.metrics["images"] for result in results]
+    assert len(images) == 2 and images[0] == images[1] > 1000
+
+
+@pytest.mark.pages
 def test_the_program_of_llms_txt_trains_and_its_check_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,6 +114,8 @@ def _speed(run: dict[str, Any]) -> str:
         "images_per_s": "{:,.0f} images/s",
         "wait_fraction": "waiting for data {:.0%}",
         "gpu_utilization": "GPU {:.0%}",
+        "remembered": "{:.0%} remembered",
+        "val_remembered": "{:.0%} in validation",
     }
     return ", ".join(
         text.format(run[name]) for name, text in parts.items() if name in run

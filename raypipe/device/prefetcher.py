@@ -65,6 +65,7 @@ class Batch(Unlike, instead=_INSTEAD):
         read_s: seconds that an actor spent reading it.
         work_s: seconds that an actor spent on it in all.
         outage_s: seconds of read_s that object storage did not answer.
+        num_remembered: 1 if it was made before, and not again; else 0.
         mix: the other half of the targets, if MixUp or CutMix was applied.
         pixels: float32 (B, C, H, W) in [0, 1], as they came from the CPU, with `augment.differentiable`: `image`
             was made of them, so a loss has a gradient with respect to them. Else None.
@@ -87,6 +88,7 @@ class Batch(Unlike, instead=_INSTEAD):
     read_s: float = 0.0
     work_s: float = 0.0
     outage_s: float = 0.0
+    num_remembered: int = 0
     mix: Mix | None = None
     pixels: torch.Tensor | None = None
     augment: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -282,7 +284,15 @@ def _batch(
             fields[name] = tensors[name]
     same = {
         name: getattr(host, name)
-        for name in ("position", "index", "num_bad", "read_s", "work_s", "outage_s")
+        for name in (
+            "position",
+            "index",
+            "num_bad",
+            "read_s",
+            "work_s",
+            "outage_s",
+            "num_remembered",
+        )
     }
     return Batch(
         seed=seed_of(host.position),

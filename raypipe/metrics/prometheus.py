@@ -181,6 +181,11 @@ _ALL = (
         "Micro-batches that actors have made, repeats included.",
     ),
     Metric(
+        "raypipe_actor_remembered_total",
+        _SPLIT,
+        "Micro-batches that actors did not have to make again.",
+    ),
+    Metric(
         "raypipe_actor_read_seconds_total",
         _SPLIT,
         "Reading the store, in actors or in readers.",

@@ -63,6 +63,7 @@ class StageTimes:
         drained: on CUDA, those before which the device had finished all its work when they were asked for.
         checkpoint_s: the device had nothing to do because of a checkpoint.
         outage_s: part of the actors' reading, waiting for object storage that did not answer.
+        remembered: images among them that were made before, and not again.
     """
 
     images: int = 0
@@ -77,6 +78,7 @@ class StageTimes:
     checkpoint_s: float = 0.0
     outage_s: float = 0.0
     decode_s: float = 0.0
+    remembered: int = 0
 
     def __add__(self, times: StageTimes) -> StageTimes:
         return replace(
@@ -110,6 +112,11 @@ class StageTimes:
     def wait_fraction(self) -> float:
         """Share of the training time that was spent waiting for the stream."""
         return self.wait_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def remembered_fraction(self) -> float:
+        """Share of the images that were made before, by this stream or by another one."""
+        return self.remembered / self.images if self.images else 0.0
 
     @property
     def checkpoint_fraction(self) -> float:

@@ -188,6 +188,11 @@ class FileStore(ABC, Generic[C]):
         """Open the contents of the address; raise StoreError if there are none."""
 
     @property
+    def options(self) -> tuple[Any, ...]:
+        """The arguments besides the address with which it was opened."""
+        return self._options
+
+    @property
     def _contents(self) -> C:
         if self._has_lock and self._pid != os.getpid():
             self.close()

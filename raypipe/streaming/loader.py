@@ -359,8 +359,10 @@ class Loader(Unlike, instead=_INSTEAD):
             batch = replace(batch, source=self.plan.source_of(batch.index))
         strength = self.metrics.strength(self.plan.global_step(position))
         batch = self._device_stage(batch, strength)
+        num_images = int((batch.index >= 0).sum())
         amounts = {
-            "images": int((batch.index >= 0).sum()),
+            "images": num_images,
+            "remembered": num_images * batch.num_remembered,
             "read_s": batch.read_s,
             "work_s": batch.work_s,
             "outage_s": batch.outage_s,

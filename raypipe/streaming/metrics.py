@@ -255,6 +255,7 @@ class LoaderMetrics:
             last_step = TrainStep(self._plan.global_step(cursor) - 1)
             values["strength"] = self.strength(last_step)
         values["num_bad"] = self.num_bad
+        values |= _remembered(times, self.times("val"))
         line = self._line(cursor, values) if shows else ""
         self.tell("recorded", "train", line, values)
         return {"images": images, "train_s": seconds, "wait_s": times.wait_s}
@@ -289,9 +290,11 @@ class LoaderMetrics:
             is_run=self.is_run,
             gpu_utilization=used,
         )
-        text = " ".join(diagnose(times, situation))
+        remembered = _remembered(times, self.times("val"))
+        text = " ".join([*diagnose(times, situation), *_in_words(remembered)])
         is_last = epoch + 1 == self._plan.config.epochs
         values = {**asdict(times), **_utilized(used), "text": text}
+        values |= {f"{name}_share": share for name, share in remembered.items()}
         self.tell("recorded", "diagnosis", text if is_last else "", values)
 
     def tell_notice(self, text: str) -> None:
@@ -300,6 +303,24 @@ class LoaderMetrics:
 
 
 _BESIDE_WAIT = [stage for stage in STAGES if stage != "wait"]
+
+
+def _remembered(train: StageTimes, val: StageTimes) -> dict[str, float]:
+    """The shares of images that were made before, as values to record; none where there were none."""
+    shares = {
+        "remembered": train.remembered_fraction,
+        "val_remembered": val.remembered_fraction,
+    }
+    return {name: share for name, share in shares.items() if share}
+
+
+def _in_words(remembered: Mapping[str, float]) -> list[str]:
+    """A sentence about images that were made before; none where there were none."""
+    names = {"remembered": "training", "val_remembered": "validation"}
+    shares = [f"{share:.0%} in {names[name]}" for name, share in remembered.items()]
+    if not shares:
+        return []
+    return [f"Images that were made once, and remembered: {', '.join(shares)}."]
 
 
 def _utilized(share: float | None) -> dict[str, float]:

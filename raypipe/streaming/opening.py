@@ -27,6 +27,7 @@ from raypipe.section import check
 from raypipe.storage.filesystem import join_address, split_address
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Store
+from raypipe.stores.facts import facts_of
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
 from raypipe.streaming.planning import PerSource, make_plan, select
@@ -139,6 +140,7 @@ def open_stream(
         log_format=log_format,
         columns=sample_columns,
         endings=endings,
+        store_facts={split: facts_of(store) for split, store in stores.items()},
     )
 
 

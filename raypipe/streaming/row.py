@@ -5,8 +5,8 @@ from the source   split int8, epoch int64; step, micro int64, lists of k: their 
                   lists of k·B; columns, of all samples, a stream of Arrow's, null if there are none; read_s
                   float64, seconds that the reader spent on the block
 from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), weight float32 (1, k, B); num_bad
-                  int64 (1, k); read_s, work_s float64 (1, k): seconds spent on each micro-batch, reading, by the
-                  actor or a reader, and in all by the actor; and each field by its name, see
+                  and num_remembered int64 (1, k); read_s, work_s float64 (1, k): seconds spent on each
+                  micro-batch, reading, by the actor or a reader, and in all by the actor; and each field, see
                   `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives for it:
 
                       array    (1, k, B, …)
@@ -151,7 +151,7 @@ def block_row(
     }
 
 
-_NUMBERS_OF = ("num_bad", "read_s", "work_s", "outage_s")
+_NUMBERS_OF = ("num_bad", "read_s", "work_s", "outage_s", "num_remembered")
 
 
 def _joined(

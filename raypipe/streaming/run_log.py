@@ -45,7 +45,15 @@ _STATUS_S = 5.0
 _STATUS_REMOTE_S = 30.0
 _STOP_REMOTE_S = 3.0  # between two looks for a request to stop, for the same reason
 # There, of the last record of the training.
-_SHOWN = ("epoch", "images_per_s", "wait_fraction", "gpu_utilization", "loss")
+_SHOWN = (
+    "epoch",
+    "images_per_s",
+    "wait_fraction",
+    "gpu_utilization",
+    "loss",
+    "remembered",
+    "val_remembered",
+)
 
 
 class _Wait(NamedTuple):

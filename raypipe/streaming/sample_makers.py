@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,19 @@ class SampleMakers:
         return self._spec.transform.strength_at(
             plan.progress(plan.global_step(position))
         )
+
+    def recipes(
+        self, block: Sequence[MicroBatchId]
+    ) -> list[tuple[SampleMaker, Size, float, Draws]]:
+        """Return the sample maker, size, strength and draws (B,) of each micro-batch of a block."""
+        draws = self._spec.plan.draw_block(block)
+        recipes = []
+        for number, position in enumerate(block):
+            own_draws = draws.at(number)
+            sample_maker = self.get(position, own_draws)
+            size = self._size(position, own_draws)
+            recipes.append((sample_maker, size, self.strength(position), own_draws))
+        return recipes
 
     def is_unchecked(self, split: Split) -> bool:
         """True until the first samples of a split whose code is the user's were made twice."""

@@ -49,6 +49,7 @@ class StreamSpec(
         columns: columns of batches besides images, and the target if it is not a class.
         versions: those of the driver's packages that pixels depend on.
         endings: dtype and normalization with which pipelines ended, see `raypipe.transform.ending`.
+        store_facts: facts about the store of each split, see `raypipe.stores.facts`.
     """
 
     plan: Plan
@@ -62,6 +63,7 @@ class StreamSpec(
     columns: SampleColumns = field(default=NO_COLUMNS, repr=False)
     versions: dict[str, str | None] = field(default_factory=versions, repr=False)
     endings: dict[Split, Ending] = field(default_factory=dict, repr=False)
+    store_facts: dict[Split, Any] = field(default_factory=dict, repr=False)
 
     @property
     def wanted(self) -> Wanted:

@@ -45,8 +45,10 @@ from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.kv_store import Memory, forget
 from raypipe.rayext.processes import Process, on_this_node, this_process
 from raypipe.rayext.watchdog import StreamWatchdog
+from raypipe.streaming.alike import withdraw_stream
 from raypipe.streaming.blocks import fitting
 from raypipe.streaming.moves import Answer, Move, Moves
+from raypipe.streaming.remembered import leave_memory
 from raypipe.streaming.takeover import Takeover
 
 if TYPE_CHECKING:
@@ -520,6 +522,11 @@ def start_supervisor(
     return actor.remote(MAX_ATTEMPTS, run, log_format, watches)
 
 
+def stream_name(supervisor: Any) -> str:
+    """Return a name of the supervisor's stream that no other stream has."""
+    return supervisor._actor_id.hex()
+
+
 def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:
     """End the actors of a stream once all of its ranks have left it; each calls this when it does.
 
@@ -540,3 +547,5 @@ def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:
         for actor in {*filter(None, map(coordinator_of, iterators)), supervisor}:
             ray.kill(actor)
         forget(supervisor)
+        withdraw_stream(stream_name(supervisor))
+        leave_memory(stream_name(supervisor))

@@ -28,9 +28,10 @@ from raypipe.storage import retries
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.recall import Recall, recall_of
 from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import NO_ORDERS, Orders
+from raypipe.streaming.supervisor import NO_ORDERS, Orders, stream_name
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.samples import Samples
 from raypipe.transform.user_code import failed
@@ -68,6 +69,12 @@ class TransformWorker:
                 f"{ray.util.get_node_ip_address()} has {differing}: its pixels may differ"
             )
         self._supervisor = supervisor
+        self._recall = recall_of(
+            spec,
+            self._maker.block,
+            self._maker.sample_makers.recipes,
+            stream_name(supervisor),
+        )
         self._num_blocks = 0
         self._orders = NO_ORDERS
         # Samples of a careful block that a reader has read, by index.
@@ -82,14 +89,17 @@ class TransformWorker:
                 self._given = self._by_index(block, reads)
                 reads = None
             try:
-                batches, bad, arrays = self._maker.block(
-                    block,
-                    reads,
-                    read_s,
-                    outage_s,
-                    excluded=dict.fromkeys(orders.bad, _DEADLY),
-                    one_by_one=orders.careful,
-                )
+                if recall := self._recall_for(block, orders):
+                    batches, bad, arrays = recall.block(block, reads, read_s, outage_s)
+                else:
+                    batches, bad, arrays = self._maker.block(
+                        block,
+                        reads,
+                        read_s,
+                        outage_s,
+                        excluded=dict.fromkeys(orders.bad, _DEADLY),
+                        one_by_one=orders.careful,
+                    )
             except SystemExit as error:
                 # Ray would take it for a death, and run it again
                 raise failed("the transform", error) from error
@@ -107,6 +117,13 @@ class TransformWorker:
             self._supervisor.block_measured.remote(block[0].split, work_s, num_bytes)
         self._num_blocks += 1
         return row
+
+    def _recall_for(self, block: Block, orders: Orders) -> Recall | None:
+        """Return the recall if the block may have been made before, and no sample is to be touched with care."""
+        recall = self._recall
+        if recall is None or orders.careful or orders.bad or not recall.wants(block):
+            return None
+        return recall
 
     def _read(self, position: MicroBatchId, indices: np.ndarray) -> Samples:
         """Read samples for the maker. In a careful block they come one by one, and each is announced first: to
@@ -142,8 +159,10 @@ class TransformWorker:
 
     def _count(self, batches: list[MicroBatch], bad: list[BadSample]) -> None:
         split = batches[0].position.split
+        num_remembered = sum(batch.num_remembered for batch in batches)
         amounts = {
-            "actor_micro_batches_total": len(batches),
+            "actor_micro_batches_total": len(batches) - num_remembered,
+            "actor_remembered_total": num_remembered,
             "actor_read_seconds_total": sum(batch.read_s for batch in batches),
             "actor_work_seconds_total": sum(batch.work_s for batch in batches),
             "bad_samples_total": len(bad),

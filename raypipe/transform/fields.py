@@ -139,6 +139,7 @@ class MicroBatch:
         num_bad: samples that were replaced or left out.
         read_s, work_s: seconds that were spent on reading it, and on it in all.
         outage_s: part of read_s, waiting for object storage that did not answer.
+        num_remembered: 1 if it was made before, maybe by another stream; else 0.
     """
 
     position: MicroBatchId
@@ -149,6 +150,7 @@ class MicroBatch:
     read_s: float = 0.0
     work_s: float = 0.0
     outage_s: float = 0.0
+    num_remembered: int = 0
 
     def arrays(self, group: str = "") -> dict[str, np.ndarray]:
         """The arrays among the fields, or those of a group by the names that they have in it."""

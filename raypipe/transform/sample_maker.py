@@ -153,6 +153,11 @@ class SampleMaker:
             out.put(row, row, self.slow(samples[row], keys[row].tolist()))
         return out
 
+    @property
+    def transforms(self) -> list[tuple[str, SampleTransform]]:
+        """The transform of each image, with its field."""
+        return [(view.field, view.transform) for view in self._views]
+
     def weaken(self, strength: float) -> None:
         """Scale the chances and magnitudes of its programs by a strength in [0, 1], from now on."""
         for transform in self._transforms:

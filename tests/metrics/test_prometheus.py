@@ -271,6 +271,7 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         "raypipe_trainer_gpu_utilization",
         "raypipe_trainer_checkpoint_seconds_total",
         "raypipe_trainer_drained_total",  # of a CPU that cannot be told
+        "raypipe_actor_remembered_total",  # nothing comes back
         *(
             name for name in METRICS if name.startswith("raypipe_storage_")
         ),  # its stores are on a disk

@@ -6,7 +6,7 @@ Which test holds which page to its word, besides the checks of all pages in test
 | --- | --- | --- |
 | README.md | test_own_loop.py | test_jobs.py (train, jobs/train.py), test_docs.py (digest) |
 | quickstart.md | test_docs.py (model, loss, optimizer) | test_documented_commands.py |
-| concepts.md | - | test_documented_commands.py |
+| concepts.md | test_docs.py (a sweep) | test_documented_commands.py |
 | training-loop.md | test_docs.py, test_own_loop.py (attacks, FSDP2, hooks, W&B, MLflow, Hydra) | - |
 | integrations.md | test_docs.py, test_own_loop.py (Ray Train) | - |
 | moving.md | test_docs.py, test_moving.py (the two scripts) | test_documented_commands.py |

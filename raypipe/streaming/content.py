@@ -1,0 +1,236 @@
+"""The content of a micro-batch as a key: all that determines its arrays, whichever stream makes it.
+
+    store        fingerprint, schema and options
+    transform    each step with its arguments, columns, and the settings of decode and targets
+    versions     of the packages that pixels depend on, and of raypipe's own code; but for steps that are exact on
+                 any processor, also its model
+    micro-batch  the samples and their strength; their keys, unless no step is random; whether bad samples are
+                 tolerated
+
+Code of the user's has no key beyond its stream: two functions may differ in a detail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pickle
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+import raypipe
+from raypipe.packages import versions
+from raypipe.plan.places import MicroBatchId, Split
+from raypipe.plan.samplers import Draws
+from raypipe.streaming.remake import processor
+from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.sizes import Size
+
+_KEY_BYTES = 16
+# Settings that the key has in another form, or that decide nothing in a micro-batch.
+_ELSEWHERE = ("train", "val", "size", "strength", "max_bad_fraction", "time_limit_s")
+# Folders of raypipe's code that decides pixels.
+_CODE = (
+    "kernel",
+    "transform",
+    "stores",
+    "streaming/maker.py",
+    "streaming/sample_makers.py",
+)
+
+
+class Code(Protocol):
+    """The code that makes samples: a `SampleMaker`."""
+
+    has_user_code: bool
+
+    @property
+    def transforms(self) -> Sequence[tuple[str, SampleTransform]]:
+        """The transform of each image, with its field."""
+        ...
+
+    def weaken(self, strength: float) -> None:
+        """Scale its random steps, see `transform.strength`."""
+        ...
+
+
+Recipe = tuple[Code, Size, float, Draws]
+"""Code, size, strength and draws of a micro-batch, from `SampleMakers.recipes`."""
+Recipes = Callable[[Sequence[MicroBatchId]], Sequence[Recipe]]
+
+
+class Content(NamedTuple):
+    """Common part of the keys of one split and one image size.
+
+    Attributes:
+        digest: hash over store, transform, settings and versions.
+        is_fixed: no step is random, so keys of samples decide nothing.
+        is_public: other streams can have the same content, since no code of the user's is part of it.
+    """
+
+    digest: bytes
+    is_fixed: bool
+    is_public: bool
+
+    def key(self, strength: float, indices: np.ndarray, keys: np.ndarray) -> bytes:
+        """Return the key of a micro-batch.
+
+        Args:
+            strength: see `transform.strength`.
+            indices: int64 (B,), its samples.
+            keys: uint64 (B, 2), of their transforms.
+        """
+        digest = hashlib.blake2b(self.digest, digest_size=_KEY_BYTES)
+        digest.update(f"{strength!r} {len(indices)} ".encode())
+        digest.update(np.ascontiguousarray(indices).data)
+        if not self.is_fixed:
+            digest.update(np.ascontiguousarray(keys).data)
+        return digest.digest()
+
+
+class Contents:
+    """Contents of a stream, as one of its processes makes them.
+
+    Args:
+        spec: the stream.
+        recipes: describes the micro-batches of a block.
+        stream: name that no other stream has; content with code of the user's belongs only to it.
+    """
+
+    def __init__(
+        self,
+        spec: StreamSpec,
+        recipes: Recipes,
+        stream: str,
+    ) -> None:
+        self._spec = spec
+        self._recipes = recipes
+        self._stream = stream
+        self._contents: dict[tuple[Split, Code], Content] = {}
+
+    def of_split(self, split: Split) -> Content:
+        """Return the content of a split's first micro-batches."""
+        ((code, size, _, _),) = self._recipes([MicroBatchId(split, 0, 0, 0)])
+        return self._of(split, code, size)
+
+    def keys(self, block: Sequence[MicroBatchId]) -> list[bytes]:
+        """Return the key of each micro-batch of a block."""
+        split = block[0].split
+        keys = []
+        for code, size, strength, draws in self._recipes(block):
+            content = self._of(split, code, size)
+            of_samples = self._spec.plan.sample_keys(split, draws)
+            keys.append(content.key(strength, draws.indices, of_samples))
+        return keys
+
+    def _of(self, split: Split, code: Code, size: Size) -> Content:
+        pair = (split, code)
+        if pair not in self._contents:
+            self._contents[pair] = _content_of(
+                self._spec, split, code, size, self._stream
+            )
+        return self._contents[pair]
+
+
+def _content_of(
+    spec: StreamSpec, split: Split, code: Code, size: Size, stream: str
+) -> Content:
+    code.weaken(1.0)  # the key of a micro-batch has its strength
+    transforms = code.transforms
+    steps = [(field, _described(transform)) for field, transform in transforms]
+    store = spec.store_facts.get(split)
+    is_public = (
+        store is not None
+        and not code.has_user_code
+        and all(description is not None for _, description in steps)
+    )
+    every = [transform for _, transform in transforms]
+    is_exact = all(not transform.has_rest for transform in every)
+    settings = dataclasses.asdict(spec.transform)
+    columns = dataclasses.replace(spec.columns, function=None)
+    facts = [
+        split,
+        store,
+        steps,
+        size,
+        {name: settings[name] for name in settings if name not in _ELSEWHERE},
+        repr(columns),
+        spec.transform.max_bad_fraction > 0,
+        _environment(),
+        "" if is_exact and is_public else processor(),
+        "" if is_public else stream,
+    ]
+    digest = hashlib.blake2b(
+        json.dumps(facts, default=_plain).encode(), digest_size=_KEY_BYTES
+    )
+    has_function = spec.columns.function is not None
+    is_fixed = not has_function and all(map(_is_fixed, every))
+    return Content(digest.digest(), is_fixed, is_public)
+
+
+def _described(transform: SampleTransform) -> str | None:
+    """Describe a transform with all of its arguments; None = it has parts that nobody but their author knows."""
+    if transform.has_user_code:
+        return None
+    parts: list[Any] = [transform.kind]
+    try:
+        if transform.program:
+            parts.append(
+                [
+                    [type(step).__name__, dataclasses.asdict(step)]
+                    for step in transform.program.steps
+                ]
+            )
+        if transform.has_rest and transform.kind == "albumentations":
+            parts.append(sys.modules["albumentations"].to_dict(transform.transform))
+        elif transform.has_rest:
+            # None, or modules of torchvision and torch, which pickle as their arguments
+            content = pickle.dumps(transform.transform, protocol=4)
+            parts.append(hashlib.blake2b(content).hexdigest())
+        return json.dumps(parts, default=_plain)
+    except Exception:  # a library raises any type for parts that it cannot describe
+        return None
+
+
+def _is_fixed(transform: SampleTransform) -> bool:
+    """Return whether no step draws a random number."""
+    if transform.kind == "none":
+        return transform.transform is None
+    if transform.program is None or transform.has_rest:
+        return False
+    return all(
+        step.p >= 1 and step.num_uniforms == 0 for step in transform.program.steps
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a library's as JSON has it, with each of its numbers."""
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.tolist()]
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no description")
+
+
+@functools.cache
+def _environment() -> dict[str, Any]:
+    """The code and the packages of this process that pixels depend on."""
+    root = Path(raypipe.__file__).parent
+    digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+    for name in _CODE:
+        folder = root / name
+        for path in [folder] if folder.is_file() else sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return {
+        "code": digest.hexdigest(),
+        "machine": platform.machine(),
+        "versions": versions(),
+    }

@@ -1,0 +1,155 @@
+"""Blocks of remembered and new micro-batches, with a memory of the test in the place of the cluster's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from raypipe.config import PlanConfig, TransformConfig
+from raypipe.plan.places import MicroBatchId
+from raypipe.stores.memory import MemoryStore
+from raypipe.streaming.content import Contents
+from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.opening import open_stream
+from raypipe.streaming.recall import Recall
+from raypipe.streaming.row import batches_of, block_row
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.stored import Stored
+
+from pictures import CLASSES, picture  # isort: skip
+
+
+class Shelf:
+    """A memory: what is kept, what others make, and what comes of it."""
+
+    def __init__(self) -> None:
+        self.kept = dict[bytes, Stored]()
+        self.made_by_others = dict[bytes, Stored | None]()
+        self.dropped = set[bytes]()
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
+        of_others = dict.fromkeys(self.made_by_others)
+        found = {**of_others, **self.kept}
+        return {key: found[key] for key in keys if key in found}
+
+    def wait(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
+        made = {key: self.made_by_others[key] for key in keys}
+        return {key: stored for key, stored in made.items() if stored}
+
+    def keep(
+        self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
+    ) -> None:
+        self.kept |= finished
+        self.dropped |= set(dropped)
+
+
+def spec_of(bad: tuple[int, ...] = (), **transform: Any) -> StreamSpec:
+    images = [picture(number) for number in range(22)]
+    for number in bad:
+        images[number] = b"damaged"
+    store = MemoryStore(images, [number % 5 for number in range(22)], CLASSES)
+    settings = {"train": "light", "val": "center", "size": 16, **transform}
+    plan = PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=4, seed=3)
+    return open_stream(store, store, plan=plan, transform=TransformConfig(**settings))
+
+
+def recall(spec: StreamSpec, shelf: Shelf) -> Recall:
+    maker = MicroBatchMaker(spec)
+    contents = Contents(spec, maker.sample_makers.recipes, "s")
+    return Recall(maker.block, contents, shelf, frozenset({"val"}))
+
+
+def block_of(split: Any, epoch: int, num: int = 6) -> list[MicroBatchId]:
+    return [MicroBatchId(split, epoch, step, 0) for step in range(num)]
+
+
+def by_row(recalled: Recall, block: list[MicroBatchId]) -> tuple[list[bytes], int, Any]:
+    """Digests of a block as a rank gets it, how many were remembered, and its bad samples."""
+    batches, bad, arrays = recalled.block(block)
+    found = list(batches_of(block_row(batches, arrays)))
+    num = sum(batch.num_remembered for batch in found)
+    return [batch_digest(batch) for batch in found], num, bad
+
+
+def expected(spec: StreamSpec, block: list[MicroBatchId]) -> tuple[list[bytes], Any]:
+    batches, bad, _ = MicroBatchMaker(spec).block(block)
+    return [batch_digest(batch) for batch in batches], bad
+
+
+def test_a_block_of_remembered_and_new_ones_is_that_of_the_maker() -> None:
+    spec = spec_of()
+    shelf = Shelf()
+    recalled = recall(spec, shelf)
+    for part in ([1], [4, 2], list(range(6)), list(range(6))):
+        block = [block_of("val", 1)[number] for number in part]
+        before = len(shelf.kept)
+        digests, num, _ = by_row(recalled, block)
+        assert digests == expected(spec, block)[0]
+        assert num == len(part) - (len(shelf.kept) - before)
+    assert len(shelf.kept) == 6
+
+
+def test_a_bad_sample_of_a_validation_is_reported_at_each_place() -> None:
+    spec = spec_of(bad=(5, 6), max_bad_fraction=0.5)
+    recalled = recall(spec, Shelf())
+    for epoch in (0, 1):
+        block = block_of("val", epoch)
+        digests, num, bad = by_row(recalled, block)
+        assert (digests, bad) == expected(spec, block)
+        assert num == 6 * epoch
+        assert {sample.position.epoch for sample in bad} == {epoch} and len(bad) == 2
+
+
+def test_a_training_micro_batch_with_a_substitute_is_made_again() -> None:
+    spec = spec_of(bad=(5,), max_bad_fraction=0.5)
+    shelf = Shelf()
+    recalled = recall(spec, shelf)
+    block = block_of("train", 0, 5)
+    digests, bad = expected(spec, block)
+    assert len(bad) == 1
+    assert by_row(recalled, block) == (digests, 0, bad)
+    assert by_row(recalled, block) == (digests, 4, bad)
+    assert len(shelf.dropped) == 1 and len(shelf.kept) == 4
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_another_makes_is_waited_for_or_made_in_the_end(comes: bool) -> None:
+    spec = spec_of()
+    shelf = Shelf()
+    recalled = recall(spec, shelf)
+    block = block_of("train", 1, 5)
+    digests = by_row(recalled, block)[0]
+    keys = list(shelf.kept)
+    for key in (keys[0], keys[3]):
+        stored = shelf.kept.pop(key)
+        shelf.made_by_others[key] = stored if comes else None
+    del shelf.kept[keys[1]]
+    again, num, _ = by_row(recalled, block)
+    assert again == digests == expected(spec, block)[0]
+    assert num == (4 if comes else 2)
+
+
+def test_samples_that_a_reader_has_read_stay_with_their_micro_batches() -> None:
+    spec = spec_of()
+    recalled = recall(spec, Shelf())
+    block = block_of("val", 0)
+    maker = MicroBatchMaker(spec)
+
+    def reads(of_block: list[MicroBatchId]) -> Any:
+        return [maker.read_store(at, maker.plan.indices(at)) for at in of_block]
+
+    recalled.block([block[2]], reads([block[2]]), 1.0)
+    batches, _, _ = recalled.block(block, reads(block), 6.0)
+    assert [batch_digest(batch) for batch in batches] == expected(spec, block)[0]
+    assert [round(batch.read_s, 9) for batch in batches] == [1.0] * 6
+
+
+def test_a_stream_that_shares_nothing_is_asked_for_no_key() -> None:
+    recalled = recall(spec_of(), Shelf())
+    assert recalled.wants(block_of("val", 0))
+    assert not recalled.wants(block_of("train", 0))
+    recalled.is_shared = True
+    assert recalled.wants(block_of("train", 0))

@@ -73,8 +73,8 @@ def dataset(
     from raypipe.rayext.cluster import connect
     from raypipe.rayext.execution import single_rows
     from raypipe.rayext.placement import placement
-    from raypipe.streaming.pool_start import check_pickles
     from raypipe.streaming.source import MicroBatchSource
+    from raypipe.streaming.spec import check_pickles
     from raypipe.streaming.supervisor import start_supervisor
 
     check_pickles(spec)

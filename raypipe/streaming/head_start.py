@@ -25,7 +25,8 @@ from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.remake import Probe, copied
+from raypipe.streaming.remake import copied
+from raypipe.streaming.sample_makers import SampleMakers
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.process_state import process_kept
@@ -157,15 +158,10 @@ class HeadStart:
             yield batch
             del batch
 
-    def probes(self) -> list[Probe]:
-        """Samples of the user's code that this rank has made, once it makes no more."""
-        assert self._is_done
-        return self._maker.sample_makers.probes if self._maker else []
-
-    def check_probe(self, probe: Probe) -> str:
-        """Compare a sample of another process, once the rank makes no more; see `SampleMakers.check_probe`."""
-        assert self._maker
-        return self._maker.sample_makers.check_probe(probe)
+    @property
+    def sample_makers(self) -> SampleMakers | None:
+        """The makers of its samples; None = it has not made any. Only for use once it makes no more."""
+        return self._maker.sample_makers if self._maker else None
 
     def _check_time(self) -> None:
         """Give up a micro-batch that takes longer than its limit: its thread may never end."""

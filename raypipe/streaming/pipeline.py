@@ -23,9 +23,8 @@ from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.retries import patience_s
 from raypipe.streaming.blocks import most_bytes
-from raypipe.streaming.pool_start import check_pickles
 from raypipe.streaming.source import MicroBatchSource
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.spec import StreamSpec, check_pickles
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.sizes import pixel_range

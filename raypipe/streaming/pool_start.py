@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
-from raypipe.errors import ConfigError
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
 from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
 from raypipe.rayext.startup import Wait
 from raypipe.streaming.head_start import HeadStart
 from raypipe.streaming.row import host_batches
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.sample_makers import SampleMakers
 from raypipe.streaming.supervisor import end_actors
 from raypipe.transform.fields import MicroBatch
 
@@ -140,7 +137,12 @@ class PoolStart:
             return
         while self._first:
             yield self._first.pop()
-        yield from self._batches
+        for batch in self._batches:
+            if self._error is not None:
+                raise self._error
+            yield batch
+            # its block's memory is to be free before the next one arrives
+            del batch
 
     def describe(self) -> str:
         """Name what holds up the first batch; empty = the Supervisor knows."""
@@ -249,7 +251,8 @@ class PoolStart:
                     num, is_final = ray.get(answered[-1])
                     head.hear(num, is_final)
                     self._has_taken_over = is_final
-            self._compare(head)
+            if head.sample_makers:
+                self._compare(head.sample_makers)
 
     def _ask(self, head: HeadStart) -> Any:
         """Tell the Supervisor about this rank, and ask where the pool takes over."""
@@ -259,30 +262,15 @@ class PoolStart:
             return self.supervisor.head_extends.remote(head.reserve())
         return self.supervisor.takeover.remote()
 
-    def _compare(self, head: HeadStart) -> None:
-        """Compare samples of the user's code with those of the first process that has made any."""
-        for probe in head.probes():
-            first = ray.get(self.supervisor.first_probe.remote(probe))
-            if warning := head.check_probe(first):
-                self.supervisor.packages_differ.remote(warning)
+    def _compare(self, sample_makers: SampleMakers) -> None:
+        """Compare samples of the user's code with those of the first process that has made any.
 
-
-def check_pickles(spec: StreamSpec) -> None:
-    """Raise ConfigError for a part of the user's that does not pickle; Ray would print a page."""
-    parts = {
-        f"{split}_transform": transform for split, transform in spec.transforms.items()
-    }
-    stores = {f"the {split} store": store for split, store in spec.stores.items()}
-    with Path(os.devnull).open("wb") as nowhere:
-        for name, component in {
-            **parts,
-            **stores,
-            "make_columns": spec.columns.function,
-        }.items():
-            try:
-                ray.cloudpickle.dump(component, nowhere)
-            except Exception as error:
-                raise ConfigError(
-                    f"{name} cannot be sent to the actors ({error}): let it make what does not pickle, such as an "
-                    "open file or a lock, at its first use"
-                ) from error
+        The stream ends with an error if they differ.
+        """
+        try:
+            for probe in sample_makers.probes:
+                first = ray.get(self.supervisor.first_probe.remote(probe))
+                if warning := sample_makers.check_probe(first):
+                    self.supervisor.packages_differ.remote(warning)
+        except ConfigError as error:
+            self._error = error

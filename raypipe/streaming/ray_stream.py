@@ -33,9 +33,9 @@ from raypipe.streaming.head_start import (
 )
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.moves import Move
-from raypipe.streaming.pool_start import PoolIterators, PoolStart, check_pickles
+from raypipe.streaming.pool_start import PoolIterators, PoolStart
 from raypipe.streaming.room import ask_for_room, make_room
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.spec import StreamSpec, check_pickles
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.streaming.takeover import GapError, HeadStartLostError, joined
 from raypipe.transform.fields import MicroBatch

@@ -29,6 +29,7 @@ from raypipe.transform.fields import COLUMN
 from raypipe.transform.samples import EncodedSample
 
 NUM_REMADE = 4
+_NUM_REPEATS = 3
 _NUM_ROUNDS = 8  # each thread makes all samples so many times
 _LONGEST_S = 0.2  # after one round, for slow transforms
 _SWITCH_S = 1e-5  # as often as Python can change the thread that runs
@@ -182,8 +183,9 @@ def _is_equal(first: Any, second: Any) -> bool:
 
 
 def _cause(make: Callable[[int], MadeSample]) -> str:
-    """Describe the cause, by a copy that makes one sample twice."""
-    if _differing(make(0), make(0)):
+    """Describe the cause, by a copy that makes one sample again and again: draws may be equal by chance."""
+    first = make(0)
+    if any(_differing(first, make(0)) for _ in range(_NUM_REPEATS)):
         return (
             "the same sample made twice in a row differs, so it keeps state "
             "from call to call, or draws elsewhere"

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from raypipe.config import PoolConfig, TransformConfig
+from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 from raypipe.mistakes import Unlike
 from raypipe.packages import versions
@@ -82,3 +84,26 @@ class StreamSpec(
         if self.pool.reader == "separate":
             return dict(self.stores)
         return {}
+
+
+def check_pickles(spec: StreamSpec) -> None:
+    """Raise ConfigError for a part of the user's that does not pickle; Ray would print a page."""
+    from ray import cloudpickle
+
+    parts = {
+        f"{split}_transform": transform for split, transform in spec.transforms.items()
+    }
+    stores = {f"the {split} store": store for split, store in spec.stores.items()}
+    with Path(os.devnull).open("wb") as nowhere:
+        for name, component in {
+            **parts,
+            **stores,
+            "make_columns": spec.columns.function,
+        }.items():
+            try:
+                cloudpickle.dump(component, nowhere)
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} cannot be sent to the actors ({error}): let it make what does not pickle, such as an "
+                    "open file or a lock, at its first use"
+                ) from error

@@ -2,7 +2,7 @@
 
     none            nothing: images as they are stored
     light … small   programs of steps, see _STEPS; with targets, and of arrays, the same steps by Albumentations
-    tv-light …      pipelines of torchvision.transforms.v2, with the arguments of its own training scripts, see
+    tv-light …      pipelines of torchvision.transforms.v2, with the arguments of its training scripts, see
                     _TORCHVISION; they import torch and torchvision into each process
     steps           a list of Albumentations transforms
     module:name     a function of the size that makes a transform, or a transform

@@ -64,7 +64,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> str:
     told: dict[str, Any] = {}
     monkeypatch.setattr(ray, "init", lambda **arguments: told.update(arguments))
     monkeypatch.setattr(cluster, "wait_for_head", lambda *_: None)
-    monkeypatch.setattr(cluster, "remember_own_node", lambda: None)
+    monkeypatch.setattr(cluster, "remember_own_node", lambda environment: None)
     cluster.connect()
     return str(told["address"])
 

@@ -99,11 +99,3 @@ def withdraw(key: str) -> None:
     """Remove a published value."""
     with contextlib.suppress(Exception):
         internal_kv._internal_kv_del(key.encode(), namespace=_NAMESPACE)
-
-
-def published_keys(prefix: str) -> list[str]:
-    """Return the keys of published values that begin with a prefix."""
-    with contextlib.suppress(Exception):
-        keys = internal_kv._internal_kv_list(prefix.encode(), namespace=_NAMESPACE)
-        return [bytes(key).decode() for key in keys]
-    return []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
+from raypipe.errors import ConfigError
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
 from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
 from raypipe.rayext.startup import Wait

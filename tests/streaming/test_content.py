@@ -83,7 +83,7 @@ def test_a_validation_has_the_same_keys_in_every_epoch() -> None:
         {"target_column": None},
         {"val_transform": lambda image: image[:9, :9], "stream": "another"},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_another_content_has_other_keys(changes: dict[str, Any]) -> None:
     theirs = keys(contents(**changes))

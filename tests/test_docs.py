@@ -295,6 +295,9 @@ def test_the_loops_of_docs_integrations_learn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = program("integrations.md", monkeypatch, tmp_path)
+    import torch
+
+    torch.manual_seed(0)  # the models of the page
     assert names["result"].metrics["accuracy"] > 0.5
     # The others in this process, without a cluster, as the page's end has it.
     names["spec"] = replace(names["spec"], pool=raypipe.PoolConfig(engine="inline"))

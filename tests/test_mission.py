@@ -647,11 +647,11 @@ def test_ddp(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.fixture
 def watched_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A user's model, by its address, which notes what reaches it."""
-    (tmp_path / "watched.py").write_text(WATCHED_MODEL)
+    (tmp_path / "watched_model.py").write_text(WATCHED_MODEL)
     monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("watched")
+    module = importlib.import_module("watched_model")
     yield module
-    del sys.modules["watched"]
+    del sys.modules["watched_model"]
 
 
 WATCHED_MODEL = """
@@ -680,7 +680,7 @@ class Net(torch.nn.Module):
 def watched_run(store: Path, tmp_path: Path, **train: Any) -> RunConfig:
     run = small_run(tmp_path, store, store, 1, 2, **train)
     return dataclasses.replace(
-        run, train=dataclasses.replace(run.train, model="watched:Net")
+        run, train=dataclasses.replace(run.train, model="watched_model:Net")
     )
 
 

@@ -65,13 +65,18 @@ class Scrape:
         return sum(values) if values else None
 
 
-def eventually(holds: Callable[[Scrape], bool], seconds: float = 30) -> Scrape:
-    """The first scrape of which something holds, or the last one."""
+def eventually(holds: Callable[[Scrape], bool], seconds: float = 60) -> Scrape:
+    """The first scrape of which something holds, or the last one. A new cluster exports nothing yet."""
     deadline = time.monotonic() + seconds
     while True:
-        scrape = Scrape()
-        if holds(scrape) or time.monotonic() > deadline:
-            return scrape
+        is_late = time.monotonic() > deadline
+        try:
+            scrape = Scrape()
+            if is_late or holds(scrape):
+                return scrape
+        except OSError:
+            if is_late:
+                raise
         time.sleep(0.5)
 
 
@@ -91,7 +96,9 @@ def spec(ray_cluster: None) -> StreamSpec:
         store(20, {5}),
         plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16),
         transform=TransformConfig(train="small", val="resize", size=12),
-        pool=PoolConfig(max_in_flight=6),
+        pool=PoolConfig(
+            max_in_flight=6, head_start=0
+        ),  # what the pool does is exported
         run=RUN,
         log_format="json",
     )
@@ -101,6 +108,7 @@ def spec(ray_cluster: None) -> StreamSpec:
 def stopped(spec: StreamSpec) -> Iterator[tuple[Loader, Any, Scrape]]:
     """A stream whose consumer stands still after its first micro-batch, and what is exported then."""
     take_counts()  # of what earlier tests of this process did in storage
+    eventually(lambda _: True)  # a local cluster's first seconds are not exported
     stream = loader(spec, max_actors=1, augment=AugmentConfig())
     stream.metrics.record("train", loss=0.5, lr=0.01)
     batches = without_ray.every_batch(stream)
@@ -129,7 +137,8 @@ def ended(stopped: tuple[Loader, Any, Scrape], spec: StreamSpec) -> Scrape:
     return eventually(
         lambda s: (
             s.value("raypipe_stream_blocks_total")
-            == s.value("raypipe_actor_micro_batches_total")
+            == (s.value("raypipe_actor_micro_batches_total") or 0)
+            + (s.value("raypipe_actor_remembered_total") or 0)
             == total
             and s.value("raypipe_trainer_images_total") == 2 * (64 + 20)
             and s.value("raypipe_stream_faults_total") == 2
@@ -228,8 +237,10 @@ def test_counters_tell_what_has_happened(ended: Scrape, spec: StreamSpec) -> Non
     assert value("raypipe_trainer_drained_total") is None
     assert value("raypipe_trainer_steps_total") == 2 * spec.plan.steps_per_epoch == 8
     assert value("raypipe_actor_micro_batches_total", split="train") == 2 * 8
-    # the last is padding
-    assert value("raypipe_actor_micro_batches_total", split="val") == 2 * 4
+    # the last is padding; what is remembered from the first validation is not made again
+    made = value("raypipe_actor_micro_batches_total", split="val")
+    remembered = value("raypipe_actor_remembered_total", split="val") or 0
+    assert made is not None and made + remembered == 2 * 4
     assert value("raypipe_stream_blocks_total") == 2 * (8 + 4)
     assert value("raypipe_bad_samples_total", split="train") == 2 * 2
     assert value("raypipe_substituted_samples_total", split="train") == 2 * 2
@@ -263,7 +274,8 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         for name in METRICS
         if ended.value(name) is None and stopped[2].value(name) is None
     }
-    assert missing == {
+    # The memory of a validation may start later than its second one.
+    assert missing - {"raypipe_actor_remembered_total"} == {
         "raypipe_validation_loss",
         "raypipe_validation_accuracy",
         "raypipe_trainer_transfer_seconds_total",
@@ -271,7 +283,6 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         "raypipe_trainer_gpu_utilization",
         "raypipe_trainer_checkpoint_seconds_total",
         "raypipe_trainer_drained_total",  # of a CPU that cannot be told
-        "raypipe_actor_remembered_total",  # nothing comes back
         *(
             name for name in METRICS if name.startswith("raypipe_storage_")
         ),  # its stores are on a disk

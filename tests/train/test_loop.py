@@ -175,7 +175,10 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
         )
         # Few micro-batches are made ahead, so that an actor that dies has work left.
         pool = PoolConfig(
-            max_actors=min(2, workers), micro_batches_per_block=1, max_in_flight=8
+            max_actors=min(2, workers),
+            micro_batches_per_block=1,
+            max_in_flight=8,
+            head_start=0,
         )
         killer = threading.Thread(
             target=kill_a_worker_at, args=(folder, kill_at, killed), daemon=True
@@ -348,7 +351,9 @@ def test_a_run_without_room_records_it_and_ctrl_c_ends_it(
     ]
     try:
         with pytest.raises(KeyboardInterrupt):
-            launch(dataclasses.replace(run, name="waits"))
+            # trainers that made the first micro-batches themselves would be done without the pool
+            pool = dataclasses.replace(run.pool, head_start=0)
+            launch(dataclasses.replace(run, name="waits", pool=pool))
     finally:
         for helper in helpers:
             helper.join()

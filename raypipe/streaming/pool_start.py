@@ -45,7 +45,7 @@ class PoolStart:
 
     Args:
         make_iterators: starts the pool, or on other ranks gets its iterators; calls `check` now and then.
-        rank: number of this rank.
+        rank, world_size: number of this rank, and W.
         supervisor: handle of the stream's Supervisor; None = `make_iterators` sets it.
         head: the rank's own first micro-batches; None = it makes none.
 
@@ -58,11 +58,13 @@ class PoolStart:
         self,
         make_iterators: Callable[[PoolStart], PoolIterators],
         rank: int,
+        world_size: int = 1,
         supervisor: Any = None,
         head: HeadStart | None = None,
     ) -> None:
         self._make_iterators = make_iterators
         self._rank = rank
+        self._world_size = world_size
         self.supervisor = supervisor
         self.on_end: list[Callable[[], None]] = []
         self._head = head
@@ -186,7 +188,7 @@ class PoolStart:
         with contextlib.suppress(ValueError):  # a thread is in it, which leaves
             getattr(self._batches, "close", lambda: None)()
         if self.supervisor is not None:
-            end_actors(self.supervisor, self._iterators, self._rank)
+            end_actors(self.supervisor, self._iterators, self._rank, self._world_size)
         for call in self.on_end:
             call()
         # an execution is to be collected once it has ended

@@ -132,7 +132,7 @@ class RayStreams:
             threads = threads_of_rank(self._in_train)
             head = HeadStart(spec, start, rank, world_size, free, threads)
         make = functools.partial(self._iterators, spec, start)
-        pool = PoolStart(make, rank, supervisor, head)
+        pool = PoolStart(make, rank, world_size, supervisor, head)
         host = HostStream(
             pool.batches(),
             stop=pool.leave,

@@ -527,23 +527,28 @@ def stream_name(supervisor: Any) -> str:
     return supervisor._actor_id.hex()
 
 
-def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:
+def end_actors(
+    supervisor: Any, iterators: Sequence[Any], rank: int, world_size: int
+) -> None:
     """End the actors of a stream once all of its ranks have left it; each calls this when it does.
 
     They are killed, since any other handle, such as one in an object of Ray Data, would keep them alive.
 
     Args:
         supervisor: the handle of the stream's Supervisor.
-        iterators: iterator of each rank, see `pipeline.splits`.
-        rank: rank of this process.
+        iterators: iterator of each rank, see `pipeline.splits`; none if this rank left before it had them.
+        rank, world_size: number of this rank, and W.
     """
     if not ray.is_initialized():  # a call would restart it, and its actors are gone
         return
     with contextlib.suppress(ray.exceptions.RayError):
-        if len(iterators) > 1 and ray.get(
-            supervisor.rank_done.remote(rank), timeout=_PATIENCE_S
-        ) < len(iterators):
-            return
+        if world_size > 1:
+            num_done = ray.get(supervisor.rank_done.remote(rank), timeout=_PATIENCE_S)
+            if num_done < world_size:
+                return
+            message = ray.get(supervisor.shared.remote(), timeout=_PATIENCE_S)
+            if message and not iterators:
+                iterators, _ = ray.cloudpickle.loads(message)
         for actor in {*filter(None, map(coordinator_of, iterators)), supervisor}:
             ray.kill(actor)
         forget(supervisor)

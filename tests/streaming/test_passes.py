@@ -456,7 +456,7 @@ def test_two_ranks_skip_together_and_a_validation_by_one_is_told(
         stores["val"],
         plan=PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24),
         transform=TransformConfig(train="small", val="resize", size=8),
-        pool=PoolConfig(stall_timeout_s=60.0),
+        pool=PoolConfig(stall_timeout_s=60.0, head_start=100),
     )
     trainer = TorchTrainer(
         train_on_two,

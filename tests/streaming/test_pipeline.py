@@ -224,7 +224,7 @@ def test_a_pool_works_before_its_ranks_ask_and_ends_with_them(
             found = [one.digest for one in iterate_digests(spec.plan, start, ranks)]
             assert found == without_ray.digests(spec)
         for rank in range(len(ranks)):
-            end_actors(supervisor, iterators, rank)
+            end_actors(supervisor, iterators, rank, len(iterators))
     assert wait_for_end(before) == {}
 
 

@@ -66,7 +66,7 @@ class Stream:
                 self.remembered.append(batch.position.split)
 
     def end(self) -> None:
-        end_actors(self.supervisor, self.iterators, 0)
+        end_actors(self.supervisor, self.iterators, 0, 1)
 
 
 def names() -> list[str]:

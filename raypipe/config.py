@@ -506,8 +506,7 @@ class PoolConfig(Section, prefix="pool."):
         reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto":
             "separate" for stores in groups, else "actors".
         head_start: micro-batches that each rank makes itself, in a thread, while Ray and the pool start: -1 =
-            until the pool is ready, if there is one rank, and none for several; 0 = none. It changes when the
-            first batch comes, and no batch.
+            until the pool is ready; 0 = none. It changes when the first batch comes, and no batch.
         stall_timeout_s: the run ends after this many seconds in which a trainer waited and no micro-batch was
             finished, or in which its start waited for the cluster to answer, for room that other jobs hold, or for
             another run's start.

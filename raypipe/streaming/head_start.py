@@ -121,6 +121,11 @@ class HeadStart:
         """True once it has ended before the place that it was to reach."""
         return self._is_done and self.num_claimed < self._limit
 
+    @property
+    def num_places(self) -> int:
+        """Micro-batches that the rank could make at most."""
+        return self._most
+
     def reserve(self) -> int:
         """Return how many micro-batches this rank, rank 0, is to make if an actor starts now."""
         with self._changed:

@@ -128,6 +128,9 @@ class PoolStart:
             target=self._run, args=(connected,), name="raypipe-pool-start", daemon=True
         )
         self._thread.start()
+        # Several ranks have a Supervisor from the beginning, and may not need the pool before they leave.
+        if self._world_size > 1:
+            self._start_following()
 
     def batches(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of the pool, once it has started."""
@@ -166,6 +169,7 @@ class PoolStart:
         self._is_left.set()
         if self._head:
             self._head.stop()
+            self._leave_rest(self._head)
         thread = self._thread
         if thread is threading.current_thread():
             # the loader was collected here: the start ends what it has started
@@ -179,6 +183,11 @@ class PoolStart:
             if thread.is_alive():
                 return
         self._clean()
+
+    def _leave_rest(self, head: HeadStart) -> None:
+        """Let other ranks make what they still need: a pool that rank 0 leaves may never start."""
+        if self._rank == 0 and self._world_size > 1 and ray.is_initialized():
+            self.supervisor.head_extends.remote(head.num_places)
 
     def _clean(self) -> None:
         with self._cleaning:
@@ -229,6 +238,10 @@ class PoolStart:
         self.check()
         connected(self.supervisor, max_actors)
         self._batches = host_batches(begun(iterators[self._rank]))
+        if self._world_size == 1:
+            self._start_following()
+
+    def _start_following(self) -> None:
         if self._head:
             threading.Thread(
                 target=self._follow,

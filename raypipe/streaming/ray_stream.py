@@ -98,9 +98,6 @@ class RayStreams:
     def _allows_head_start(self) -> bool:
         """Return whether a rank can make what the pool makes."""
         spec = self._spec
-        # Ranks that leave a stream together while its pool starts may wait for each other.
-        if spec.pool.head_start < 0 and self._world_size > 1:
-            return False
         is_remote_store = any(
             is_remote(store.address) for store in spec.stores.values()
         )

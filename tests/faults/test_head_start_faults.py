@@ -43,7 +43,7 @@ def stream(stores: dict[str, Path], transform: Any) -> StreamSpec:
         stores["train"],
         plan=PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=24),
         transform=TransformConfig(crop_decode="off"),
-        pool=PoolConfig(max_actors=1, head_start=100),
+        pool=PoolConfig(max_actors=1),
         train_transform=transform,
     )
 

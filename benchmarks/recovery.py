@@ -2,8 +2,8 @@
 
     python benchmarks/recovery.py [--kill trainer,driver --trainers 2 --repeats 3 --env RAYPIPE_TWEAKS=0]
 
-Each run is `jobs/train.py` on the digits that raypipe ships, in a cluster of its own. After thirty steps a process
-gets SIGKILL: one of the trainers, which Ray Train restarts; or the driver, and `--resume auto` starts a new one.
+Each run is `jobs/train.py` on the digits that raypipe ships, in a cluster of its own. Ten seconds after its first
+step, when the pool has taken over from the trainers' head starts, a process gets SIGKILL: one of the trainers, which Ray Train restarts; or the driver, and `--resume auto` starts a new one.
 Both continue from the newest checkpoint. Prints a table of medians; the last line is JSON.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 from first_batch import process_times
 
 _JOB = Path(__file__).parents[1] / "jobs" / "train.py"
-_NUM_STEPS = 30  # before the kill: longer than the head start of a quiet machine
+_TRAINS_S = 10.0  # on a quiet machine longer than the trainers' head starts
 _LOOK_S = 0.02
 _START = '{"kind": "start"'
 _STEP = '{"kind": "train"'
@@ -86,6 +86,7 @@ class Run:
                 "starting 2 trainers",
                 "starting the stream and the model",
                 "waiting for the first micro-batch",
+                "the pool makes them now",  # the kill came too early
             ):
                 if text in line:
                     self.moments[text] = time.monotonic() - self._begun
@@ -142,7 +143,8 @@ def _measure(kill: str, trainers: int, environment: dict[str, str]) -> dict[str,
     environment = environment | {"RAY_TMPDIR": ray_folder}
     run = Run(folder, trainers, environment)
     try:
-        run.await_steps(_NUM_STEPS)
+        run.await_steps(1)
+        time.sleep(_TRAINS_S)
         while not list(folder.glob("run/checkpoint_*/checkpoint.json")):
             time.sleep(_LOOK_S)
         num_starts = run.num_starts()

@@ -29,7 +29,9 @@ from raypipe.streaming.spec import StreamSpec
 for module in (__name__, without_ray.__name__):
     cloudpickle.register_pickle_by_value(sys.modules[module])
 
-pytestmark = [pytest.mark.system, pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.cluster, pytest.mark.timeout(600)]
+
+_LIMIT_S = 400.0  # a busy machine starts processes slowly
 
 
 class Deadly:
@@ -54,7 +56,7 @@ class Patient:
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         if threading.current_thread().name == "raypipe-head-start":
             self.num_images += 1
-            deadline = time.monotonic() + 100
+            deadline = time.monotonic() + _LIMIT_S
             while self.num_images == 10 and not Path(self.path).exists():
                 assert time.monotonic() < deadline, "nobody was killed"
                 time.sleep(0.05)
@@ -135,8 +137,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def fit(
     spec: StreamSpec,
     folder: Path,
-    kills: bool = False,
     workers: int = 2,
+    kills: bool = False,
     function: Any = train_fn,
 ) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -163,7 +165,7 @@ def kill_one(named: str, killed: Path) -> threading.Thread:
     """Start a thread that kills the first process of this name, and says so."""
 
     def run() -> None:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + _LIMIT_S
         while time.monotonic() < deadline:
             for pid in own_processes(named):
                 os.kill(pid, signal.SIGKILL)
@@ -224,16 +226,15 @@ def test_trainers_resume_from_a_place_that_their_head_start_made(
         assert [row for _, row in rows] == ours
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 def test_a_trainer_killed_in_its_head_start_restarts_with_the_same_stream(
-    stores: dict[str, Path], tmp_path: Path, cluster: None, workers: int
+    stores: dict[str, Path], tmp_path: Path, cluster: None
 ) -> None:
     spec = stream(stores, Deadly(-1))
-    fit(spec, tmp_path, kills=True, workers=workers)
-    assert len(list(tmp_path.glob(f"begun{workers - 1}-*"))) == 2
+    fit(spec, tmp_path, kills=True)
+    assert len(list(tmp_path.glob("begun1-*"))) == 2
     expected = expected_lines(spec)
-    for rank in range(workers):
-        assert got_by(tmp_path, rank)[0] == expected[rank::workers]
+    for rank in range(2):
+        assert got_by(tmp_path, rank)[0] == expected[rank::2]
 
 
 def test_a_stream_stops_and_resumes_within_its_head_start(

@@ -3,9 +3,9 @@
     python benchmarks/recovery.py [--kill trainer,driver --trainers 2 --repeats 3 --env RAYPIPE_TWEAKS=0]
 
 Each run is `jobs/train.py` on the digits that raypipe ships, in a cluster of its own. Ten seconds after its first
-step, when the pool has taken over from the trainers' head starts, a process gets SIGKILL: one of the trainers, which
-Ray Train restarts; or the driver, and `--resume auto` starts a new one. Both continue from the newest checkpoint.
-Prints a table of medians; the last line is JSON.
+step, when the pool has taken over from the trainers' head starts, a process gets SIGKILL: one of the trainers,
+which Ray Train restarts; or the driver, and `--resume auto` starts a new one. Both continue from the newest
+checkpoint. Prints a table of medians; the last line is JSON.
 """
 
 from __future__ import annotations

@@ -98,9 +98,7 @@ def test_all_rows_of_a_run_go_to_a_file(run: str, tmp_path: Path) -> None:
     assert rows[-1]["step"] == 12
 
 
-def test_a_comparison_is_printed(
-    run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_is_printed(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = replay_steps(run, compare=run)
     assert result["equal"] is True
     print_replay(result)

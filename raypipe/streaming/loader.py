@@ -326,7 +326,7 @@ class Loader(Unlike, instead=_INSTEAD):
         position = MicroBatchId(
             segment.split,
             segment.epoch,
-            segment.first_step + steps,
+            segment.step_of(steps),
             self.rank + turn * self.world_size,
         )
         ends_step = turn + 1 == self.accumulation_steps

@@ -46,6 +46,7 @@ PACKAGES = [
     "device",
     "rayext",
     "streaming",
+    "history",
     "integrations",
     "train",
     "launch",

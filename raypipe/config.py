@@ -182,7 +182,7 @@ class PlanConfig(Section, prefix="plan."):
             weights, mixture and epoch_samples (docs/sampling.md); empty = none.
         skip: training steps to leave out, such as ["48200..48260", 51007], both ends included, as metrics.jsonl
             counts them. No batch comes for them; all other steps keep their numbers, samples, seeds and learning
-            rates. A resumed run may add steps that lie ahead of its checkpoint; those behind it must stay.
+            rates. A resumed run may add steps after its checkpoint; those before it must stay.
     """
 
     epochs: AtLeast1 = 10

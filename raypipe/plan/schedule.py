@@ -8,8 +8,8 @@ A run is one schedule of segments, each made of steps of M micro-batches of B sa
     val e      step 0 | …           ceil(Nval / (M·B)) steps; the last is padded with index -1 (or each bucket's)
     step       micro-batch 0 … M-1  micro-batch m goes to rank m mod W
 
-Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere in O(1). So is the
-inverse, `Plan.places_of`: where the run draws a sample.
+Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere in O(1). The
+inverse, `Plan.places_of`, finds the places at which the run draws a sample.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Plan:
         return self._fingerprint_before(self.config.epochs * self.steps_per_epoch)
 
     def _fingerprint_before(self, step: int) -> str:
-        """The fingerprint of the stream before a step, so that a resumed run may skip steps that lie ahead."""
+        """The fingerprint of the stream before a step, so that a resumed run may skip later ones."""
         skipped = self.skipped.within(0, step)
         if not skipped.count:
             return self.order_fingerprint
@@ -308,8 +308,8 @@ class Plan:
             raise CursorError(
                 f"the checkpoint was made after step {done} under plan {cursor.fingerprint}, and this run, which "
                 f"skips the steps {self.skipped.within(0, done)} before that, has plan {expected}: plan.skip may "
-                "change only for steps that lie ahead of the checkpoint, and other settings of the order not at "
-                "all. Restore them, resume from an earlier checkpoint, or start a new run"
+                "change only for steps after the checkpoint, and other settings of the order not at all. Restore "
+                "them, resume from an earlier checkpoint, or start a new run"
             )
         if cursor.fingerprint != expected:
             raise CursorError(

@@ -34,7 +34,7 @@ class Skipped:
         return Skipped(tuple((start, stop) for start, stop in cut if start < stop))
 
     def moved(self, by: int) -> Skipped:
-        """The same steps, counted from another one."""
+        """Return these steps, with a number added to each."""
         return Skipped(tuple((first + by, end + by) for first, end in self.ranges))
 
     @property

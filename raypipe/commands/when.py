@@ -19,6 +19,7 @@ def when(
     sample: str = "",
     *,
     bad: bool = False,
+    flagged: bool = False,
     split: Literal["train", "val"] = "train",
     trust_run_code: bool = False,
 ) -> dict[str, Any]:
@@ -32,12 +33,14 @@ def when(
         raypipe when runs/20261121-104600-3fa2 48211
         raypipe when runs/20261121-104600-3fa2 cat/0001.jpg --json
         raypipe when runs/20261121-104600-3fa2 --bad
+        raypipe when runs/20261121-104600-3fa2 --flagged
 
     Args:
         folder: the run's folder: the `run_dir` that it printed, a path or a URI.
         sample: the sample's index, or the store's name for it, or the end of the name, such as cat/0001.jpg; in a
             mixture the index counts through all stores.
         bad: find all samples that the run could not use instead, which its quarantine/ records.
+        flagged: list the micro-batches that the loop has flagged instead, by `loader.flag`.
         split: the store that has the sample, train or val.
         trust_run_code: open the folder although another user owns it, and pickles in it; both run code.
 
@@ -45,19 +48,28 @@ def when(
         `run_dir`, `step` (the steps that are done), `to_step` (the last one), and `samples`: `index`, `name`,
         `split`, `error` (why it is bad), `num_drawn`, `num_to_come`, and its `draws`. A draw has `epoch`, `step`,
         `rank`, `micro`, `row`, `has_come`, `was_bad`, and `replaced_by` or `instead_of` where one was replaced.
+        With `flagged`, `flags` instead: `epoch`, `step`, `rank`, `micro`, `reason`, `samples`.
 
     Raises:
         ConfigError: there is no such run or sample.
     """
     from raypipe.history.recorded import open_run
     from raypipe.history.when import History
+    from raypipe.metrics.flags import read_flags
+    from raypipe.storage.filesystem import as_uri
 
-    if bool(sample) == bad:
-        raise ConfigError("raypipe when needs a sample, or --bad for all bad ones")
+    if [bool(sample), bad, flagged].count(True) != 1:
+        raise ConfigError(
+            "raypipe when needs one of: a sample, --bad for all bad ones, --flagged for what the loop has flagged"
+        )
     run = open_run(folder, trust_run_code=trust_run_code)
     history = History(run)
+    samples: list[SampleHistory] = []
+    flags: list[dict[str, Any]] = []
     if bad:
         samples = history.bad()
+    elif flagged:
+        flags = read_flags(as_uri(run.address))
     else:
         samples = [history.of(index_or_name(sample), split)]
     return {
@@ -65,6 +77,7 @@ def when(
         "step": history.num_done,
         "to_step": run.num_steps,
         "differences": run.differences,
+        "flags": flags if flagged else None,
         "samples": [_plain(each) for each in samples],
     }
 
@@ -91,6 +104,9 @@ def print_when(result: dict[str, Any]) -> None:
     print(f"{result['run_dir']}: step {result['step']:,} of {result['to_step']:,}")
     for sentence in result["differences"]:
         print(f"note: {sentence}")
+    if result["flags"] is not None:
+        _print_flags(result["flags"])
+        return
     samples = result["samples"]
     if len(samples) == 1:
         _print_draws(samples[0])
@@ -112,6 +128,14 @@ def print_when(result: dict[str, Any]) -> None:
         for sample in samples
     ]
     print_rows(header, rows)
+
+
+def _print_flags(flags: list[dict[str, Any]]) -> None:
+    if not flags:
+        print("nothing was flagged")
+        return
+    names = ["epoch", "step", "rank", "micro", "reason"]
+    print_rows(names, [[str(flag[name]) for name in names] for flag in flags])
 
 
 def _some_steps(draws: list[dict[str, Any]]) -> str:

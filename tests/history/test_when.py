@@ -206,9 +206,9 @@ def test_what_is_not_there_is_named(run_dir: Path) -> None:
         when(str(run_dir), "40")
     with pytest.raises(ConfigError, match=r"no sample of .* has the name 'x.png'"):
         when(str(run_dir), "x.png")
-    with pytest.raises(ConfigError, match="needs a sample, or --bad"):
+    with pytest.raises(ConfigError, match="needs one of: a sample, --bad"):
         when(str(run_dir))
-    with pytest.raises(ConfigError, match="needs a sample, or --bad"):
+    with pytest.raises(ConfigError, match="needs one of: a sample, --bad"):
         when(str(run_dir), "1", bad=True)
     assert index_or_name("12") == 12 and index_or_name("012") == "012"
 
@@ -242,3 +242,55 @@ def test_the_command_prints_rows_and_json(
     print_when(when(str(run_dir), bad=True))
     out = capsys.readouterr().out
     assert "004.png" in out and "not an image" in out
+
+
+# Flags
+
+
+def test_flagged_batches_are_listed_with_their_samples(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of(folder, {"epochs": 1}, "b")
+    flagged = []
+    with raypipe.loader(spec, run_dir=tmp_path) as loader:
+        epoch = next(loader.epochs())
+        for batch in epoch.train:
+            if batch.position.step in (1, 3):
+                loader.flag(batch, f"loss {batch.position.micro}")
+                flagged.append(batch.index.tolist())
+        (batch, *_) = epoch.val
+        loader.flag(batch, "odd")
+        loader.flag(batch, "odd")
+        loader.flag(batch, "very odd")
+    flags = when(str(tmp_path), flagged=True)["flags"]
+    assert [(flag["step"], flag["micro"], flag["reason"]) for flag in flags] == [
+        (2, 0, "loss 0"),
+        (2, 1, "loss 1"),
+        (4, 0, "loss 0"),
+        (4, 1, "loss 1"),
+        (5, 0, "odd"),
+        (5, 0, "very odd"),
+    ]
+    for flag, indices in zip(flags, flagged, strict=False):
+        assert [sample["index"] for sample in flag["samples"]] == indices
+        assert all(sample["name"].endswith(".png") for sample in flag["samples"])
+        places = open_run(tmp_path).micro_batches(flag["step"], micro=flag["micro"])
+        assert flag["place"] == str(places[0])
+    main(["when", str(tmp_path), "--flagged", "--json"])
+    print_when(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert "very odd" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_flag_needs_a_folder_and_survives_one_that_fails(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = spec_of(folder, {"epochs": 1}, "b")
+    with raypipe.loader(spec) as loader:
+        batch = next(iter(next(loader.epochs()).train))
+        with pytest.raises(ConfigError, match=r"run_dir=…"):
+            loader.flag(batch, "odd")
+    with raypipe.loader(spec, run_dir=tmp_path) as loader:
+        batch = next(iter(next(loader.epochs()).train))
+        (tmp_path / "flags").write_text("in the way")
+        loader.flag(batch, "odd")
+    assert "cannot be written" in caplog.text

@@ -27,6 +27,7 @@ from raypipe.commands import (
     index,
     inspection,
     preview,
+    replays,
     status,
     training,
     verify,
@@ -65,6 +66,7 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
         "index": index.index,
         "preview": preview.draw_preview,
     },
+    "Look back": {"replay": replays.replay_steps},
     "Check": {
         "digest": digests.digest,
         "bench": bench.bench,
@@ -77,6 +79,7 @@ COMMANDS = {
 # The text of results that are more than a table.
 _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "status": status.print_status,
+    "replay": replays.print_replay,
     "verify": verify.print_verified,
     "digest": digests.print_digests,
     "bench": bench.print_bench,

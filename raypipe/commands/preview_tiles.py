@@ -100,6 +100,20 @@ class Preview:
                     row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
         return rows, names
 
+    def of_micro_batch(
+        self, batch: MicroBatch, num_rows: int
+    ) -> tuple[list[list[Tile]], list[str]]:
+        """The tiles of the first rows of a micro-batch, as the CPU made it and as the model sees it; and their
+        names."""
+        if self._decoding:
+            batch = self._decoding.to_pixels(batch)
+        images, mixed, moved = self.stages(batch)
+        tiles = [
+            self._of_row(batch, images, mixed, moved, row)
+            for row in range(min(num_rows, len(batch.index)))
+        ]
+        return tiles, [*images]
+
     @torch.no_grad()
     def stages(
         self, batch: MicroBatch

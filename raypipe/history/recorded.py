@@ -15,18 +15,24 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
+
+import pyarrow.fs
 
 from raypipe.errors import ConfigError
 from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.metrics.records import RECORDS, read_records
+from raypipe.mistakes import choices
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.schedule import Plan
-from raypipe.storage.filesystem import as_uri, exists
+from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.storage.lease import check_owner
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
+_GIVEN = {*signature(open_stream).parameters, "augment"} - {"pool", "quarantine"}
 _NAME = re.compile(r"(train|val)-e(\d{4,})-s(\d{6,})-m(\d{3,})")
 
 
@@ -64,13 +70,17 @@ def open_run(
     Raises:
         ConfigError: there is no run, or it has not begun to train.
     """
+    unknown = given.keys() - _GIVEN
+    if unknown:
+        name = min(unknown)
+        raise ConfigError(f"unknown argument {name!r}{choices(name, sorted(_GIVEN))}")
     run_uri = as_uri(str(run).rstrip("/"))
     check_owner(run_uri, trust_run_code)
     records = [
         record for record in read_records(run_uri) if record.get("kind") == "start"
     ]
     if not records:
-        if exists(run_uri):
+        if _is_folder(run_uri):
             found = f"has no start in its {RECORDS}, so it has not begun to train"
         else:
             found = "does not exist"
@@ -235,6 +245,24 @@ class RecordedRun:
                 f"{step:,}"
             )
 
+    def check_place(self, place: MicroBatchId) -> MicroBatchId:
+        """Return a place; raise ConfigError unless the run has it."""
+        plan = self.plan
+        steps = plan.steps_per_epoch if place.split == "train" else plan.val_steps
+        is_there = (
+            place.epoch < plan.config.epochs
+            and place.step < steps
+            and place.micro < plan.config.per_step
+            and (place.split == "train" or plan.has_val(place.epoch))
+        )
+        if not is_there:
+            raise ConfigError(
+                f"{self.address} has no micro-batch {place}: it has {plan.config.epochs} epochs of "
+                f"{plan.steps_per_epoch} steps of {plan.config.per_step} micro-batches, and validations of "
+                f"{plan.val_steps} steps"
+            )
+        return place
+
     def rank_of(self, place: MicroBatchId) -> int:
         """Return the rank that got a micro-batch."""
         start = self.start_of(self.step_of(place), place.split == "val")
@@ -246,6 +274,12 @@ class RecordedRun:
         They are the plan's. Samples that the run could not use are those of its quarantine/.
         """
         return self.stream_of(place).draws(place)
+
+
+def _is_folder(address: str) -> bool:
+    """Return whether there is a folder at an address."""
+    filesystem, path = open_filesystem(address)
+    return filesystem.get_file_info(path).type == pyarrow.fs.FileType.Directory
 
 
 def place_of(name: str) -> MicroBatchId:

@@ -14,7 +14,6 @@ from raypipe.metrics.records import STATUS, read_records
 from raypipe.plan.places import MicroBatchId, SamplePlace, Split
 from raypipe.storage.files import read_json, read_whole
 from raypipe.storage.filesystem import (
-    as_uri,
     exists,
     join_address,
     open_filesystem,
@@ -104,8 +103,7 @@ class History:
         }
         self._bad = defaultdict[tuple[Split, int], list[dict[str, Any]]](list)
         self._stood_in = defaultdict[tuple[Split, int], list[dict[str, Any]]](list)
-        own = list(_quarantined(join_address(as_uri(run.address), "quarantine")))
-        for record in own or _quarantined(run.stream.quarantine):
+        for record in _quarantined(run.stream.quarantine):
             self._bad[record["split"], record["index"]].append(record)
             if record["substitute"] is not None:
                 self._stood_in[record["split"], record["substitute"]].append(record)

@@ -1,6 +1,6 @@
 """Micro-batches that a loop has flagged, in the run's folder: RUN/flags/PLACE.jsonl, one object for each reason.
 
-Each micro-batch has a file of its own, since every rank writes, and object storage cannot append.
+Each micro-batch has its file, since every rank writes, and object storage cannot append.
 """
 
 from __future__ import annotations

@@ -679,11 +679,12 @@ class Loader(Unlike, instead=_INSTEAD):
         store = self._spec.stores[place.split]
         indices = batch.index[batch.index != PADDING].tolist()
         samples = [{"index": index, "name": name_of(store, index)} for index in indices]
+        # metrics.jsonl counts steps from 1
+        step = self.plan.global_step(place) + (place.split == "train")
         flag = {
             "place": str(place),
             "epoch": place.epoch,
-            # as metrics.jsonl counts
-            "step": self.plan.global_step(place) + (place.split == "train"),
+            "step": step,
             "rank": self.rank,
             "micro": place.micro,
             "reason": check("loader.flag: reason", reason, str),

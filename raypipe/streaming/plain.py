@@ -121,7 +121,7 @@ class SharedEpochs:
 
     @property
     def num_steps(self) -> int:
-        """Training steps of the epoch that a loop takes, or will take next, without those that are skipped."""
+        """Training steps, without skipped ones, of the epoch under way; after its last batch, of the next."""
         plan = self.loader.plan
         current = self._epoch
         if current is None or current.train.turn != self.loader._turn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,19 @@ def test_a_sample_is_found_by_the_end_of_its_name(run_dir: Path) -> None:
     assert name.endswith("class0/000.png")
     for text in (name, "class0/000.png", "000.png"):
         assert when(str(run_dir), text)["samples"][0] == by_index
+
+
+def test_a_run_that_has_moved_keeps_its_bad_samples(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "copy")
+    (tmp_path / "copy").rename(tmp_path / "moved")
+    bad = when(str(tmp_path / "moved"), bad=True)["samples"]
+    assert bad == when(str(run_dir), bad=True)["samples"]
+    replayed = raypipe.replay(tmp_path / "moved")
+    assert [asdict(replayed.when(sample["index"]).draws[0]) for sample in bad] == [
+        sample["draws"][0] for sample in bad
+    ]
 
 
 def test_bad_samples_are_found_with_their_substitutes(run_dir: Path) -> None:

@@ -31,6 +31,7 @@ from raypipe.commands import (
     status,
     training,
     verify,
+    when,
 )
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
@@ -52,7 +53,12 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
-    "Run": {"train": training.train, "status": status.status, "stop": status.stop},
+    "Run": {
+        "train": training.train,
+        "status": status.status,
+        "stop": status.stop,
+        "when": when.when,
+    },
     "Data": {
         "inspect": inspection.inspect_store,
         "verify": verify.verify_store,
@@ -77,6 +83,7 @@ _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "verify": verify.print_verified,
     "digest": digests.print_digests,
     "bench": bench.print_bench,
+    "when": when.print_when,
     "doctor": doctor.print_checks,
 }
 

@@ -19,7 +19,7 @@ from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.storage.files import read_whole
-from raypipe.storage.filesystem import exists, join_address
+from raypipe.storage.filesystem import is_folder, join_address
 from raypipe.streaming.opened import code_digest, parts_of, user_code
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.recorded_values import restored
@@ -90,7 +90,7 @@ class RecordedStream:
                 arguments[name] = value
         # A run keeps the index of its tars next to the quarantine.
         quarantine = join_address(self._run_uri, "quarantine")
-        if not exists(join_address(self._run_uri, "index")):
+        if not is_folder(join_address(self._run_uri, "index")):
             quarantine = ""
         spec = open_stream(**arguments, pool=_INLINE, quarantine=quarantine)
         return replace(spec, quarantine="")
@@ -206,7 +206,7 @@ class RecordedStream:
     def quarantine(self) -> str:
         """The folder with the run's record of bad samples; empty = it had none."""
         own = join_address(self._run_uri, "quarantine")
-        if exists(own):
+        if is_folder(own):
             return own
         return str(self.record.get("quarantine", ""))
 

@@ -11,6 +11,7 @@ the run's device was a GPU, which rounds some operations differently, the images
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace as changed
@@ -25,7 +26,8 @@ from raypipe.history.recorded import RecordedRun, open_run
 from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.history.sample_table import SampleTable
 from raypipe.history.step_maker import StepMaker
-from raypipe.plan.places import MicroBatchId
+from raypipe.history.when import History, SampleHistory
+from raypipe.plan.places import MicroBatchId, Split
 from raypipe.transform.fields import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -147,6 +149,14 @@ class Replay:
             {"step": step, "micro": place.micro, "rank": rank, **row}
             for row in described
         ]
+
+    def when(self, sample: int | str, split: Split = "train") -> SampleHistory:
+        """Find the steps that drew a sample, and those that will; see `raypipe.history.when.History.of`."""
+        return self._history.of(sample, split)
+
+    @functools.cached_property
+    def _history(self) -> History:
+        return History(self.run)
 
     def _could_differ(self, stream: RecordedStream) -> bool:
         """Return whether the run may have had substitutes that nothing has recorded."""

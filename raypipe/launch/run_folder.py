@@ -11,6 +11,7 @@ RUN/figures.json       at the run's end: sums over the training, the newest vali
 RUN/error.txt          the error that ended the run, with the traceback unless it is raypipe's own; removed when
                        the run starts again
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
+RUN/flags/             what the loop has flagged, see `raypipe.metrics.flags`
 RUN/checkpoint_*/      see `raypipe.streaming.checkpoints`
 RUN/lease/             the lease of the folder, see `raypipe.storage.lease`
 RUN/ray/               files of Ray Train

@@ -22,7 +22,7 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError, OutageError, RaypipeError
 from raypipe.plan.places import MicroBatchId
-from raypipe.storage.files import open_input, read_whole, write_synced
+from raypipe.storage.files import open_input, read_whole, write_synced, write_text
 from raypipe.storage.filesystem import errors_as, join_address, open_filesystem
 from raypipe.storage.retries import without_retries
 from raypipe.storage.retrying_filesystem import upload
@@ -78,6 +78,15 @@ def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:
     if start.get("validates") and record.get("kind") in ("val", "diagnosis"):
         return record["step"] < start["step"]
     return record["step"] <= start["step"]
+
+
+def write_file(folder: Folder, name: str, text: str) -> None:
+    """Write a file of a run's folder, or replace an old one; atomically on disks."""
+    filesystem, path = folder
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        write_text(f"{path}/{name}", text)
+    else:
+        write_synced(filesystem, f"{path}/{name}", text.encode())
 
 
 def append_fault(run_uri: str, text: str, reason: str) -> None:

@@ -10,12 +10,14 @@ import functools
 import logging
 import math
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
+import pyarrow as pa
 import torch
 
 from raypipe.config import AugmentConfig
@@ -23,15 +25,25 @@ from raypipe.device.augment import DeviceAugment, settings_of_device
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import configure_logs, log_place
+from raypipe.metrics.flags import write_flag
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageClock, StageTimes
 from raypipe.mistakes import Unlike
-from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
+from raypipe.plan.places import (
+    CURSOR_FILE,
+    PADDING,
+    Cursor,
+    MicroBatchId,
+    Split,
+    TrainStep,
+)
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.agreement import Agreement, in_train_function
 from raypipe.rayext.trainer_notice import Notice
+from raypipe.section import check
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join_address
+from raypipe.stores.base import name_of
 from raypipe.streaming.checkpoints import Checkpoint, read_whole_checkpoint
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.device_stage import DeviceStage
@@ -133,6 +145,7 @@ class Loader(Unlike, instead=_INSTEAD):
         self.model_name = ""
         self._start = start
         self._lacks_weights = start is not None
+        self._folder = folder
         self._checkpoints = checkpoints
         self._device_stage = DeviceStage(
             augment, self.device, dtype, spec.endings, spec.columns, tells=rank == 0
@@ -333,7 +346,7 @@ class Loader(Unlike, instead=_INSTEAD):
         position = MicroBatchId(
             segment.split,
             segment.epoch,
-            segment.first_step + steps,
+            segment.step_of(steps),
             self.rank + turn * self.world_size,
         )
         ends_step = turn + 1 == self.accumulation_steps
@@ -648,6 +661,40 @@ class Loader(Unlike, instead=_INSTEAD):
         with self.metrics.saving(lambda: f"{folder} is written"):
             write_text(join_address(str(folder), CURSOR_FILE), self.place.to_json())
         self.metrics.tell("checkpointed")
+
+    def flag(self, batch: Batch, reason: str) -> None:
+        """Record in the run's folder that a batch needs a look: its place, its samples' names, and your reason.
+
+        Any rank may call it, at any time after the batch was handed out. `raypipe when RUN --flagged` lists all
+        flags, and `raypipe replay` shows the batch. Storage that fails is a warning.
+
+        Raises:
+            ConfigError: the loader has no `run_dir`.
+        """
+        if self._folder is None:
+            raise ConfigError(
+                "loader.flag writes into the run's folder: name one, raypipe.loader(spec, run_dir=…)"
+            )
+        place = batch.position
+        store = self._spec.stores[place.split]
+        indices = batch.index[batch.index != PADDING].tolist()
+        samples = [{"index": index, "name": name_of(store, index)} for index in indices]
+        # metrics.jsonl counts steps from 1
+        step = self.plan.global_step(place) + (place.split == "train")
+        flag = {
+            "place": str(place),
+            "epoch": place.epoch,
+            "step": step,
+            "rank": self.rank,
+            "micro": place.micro,
+            "reason": check("loader.flag: reason", reason, str),
+            "time": time.time(),
+            "samples": samples,
+        }
+        try:
+            write_flag(self._folder, place, flag)
+        except (pa.ArrowException, OSError, RaypipeError) as error:
+            _logger.warning("the flag of %s cannot be written: %s", place, error)
 
     @property
     def first_batch_s(self) -> float:

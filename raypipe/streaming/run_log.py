@@ -26,9 +26,8 @@ import ray
 
 from raypipe.errors import RaypipeError
 from raypipe.metrics.observer import Observer
-from raypipe.metrics.records import STATUS, Folder, RecordWriter
+from raypipe.metrics.records import STATUS, Folder, RecordWriter, write_file
 from raypipe.progress import print_progress
-from raypipe.storage.files import write_synced, write_text
 from raypipe.storage.retries import without_retries
 from raypipe.streaming.stop_file import answer_stop, remove_stop, stop_requested
 
@@ -287,17 +286,11 @@ class RunLog(Observer):
             "whom": wait.cause() if wait and wait.name else "",
             "since": wait.since if wait else now,
         }
-        filesystem, folder = self._folder
-        path = f"{folder}/{STATUS}"
-        text = json.dumps(status)
         with (
             contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
             without_retries(),
         ):
-            if self._is_local:
-                write_text(path, text)
-            else:
-                write_synced(filesystem, path, text.encode())
+            write_file(self._folder, STATUS, json.dumps(status))
 
     def awaited(self, supervisor: Any) -> str:
         """Name what holds up a batch, as the stream's Supervisor knows it, if there is one."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.checkpoints import Checkpoint, cursor_of, find_start
+from raypipe.streaming.digest_log import DigestLog
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
@@ -53,6 +55,7 @@ def loader(
     run_dir: str | Path = "",
     start_from: str | Path = "",
     lease: str = "",
+    log_digest: bool = False,
 ) -> Loader:
     """Return this rank's loader. Call it once per rank, first in the train function, so the pool starts while
     you build the model.
@@ -81,11 +84,13 @@ def loader(
         start_from: folder or URI of a run or a checkpoint. While the run has no checkpoint, the stream
             continues from there, and `Loader.restore` loads it.
         lease: what `raypipe.lease(run_dir)` gave: no checkpoint is written once another process has the folder.
+        log_digest: record a hash of each batch that is handed out, and a root for each epoch, in `digests/` of the
+            run's folder, which all ranks share: `raypipe audit` compares them with batches that it makes again.
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
-        ConfigError: W does not divide M, an argument has the wrong type, `start_from` has no checkpoint, or
-            torchrun's process group was not started.
+        ConfigError: W does not divide M, an argument has the wrong type, `start_from` has no checkpoint,
+            torchrun's process group was not started, or log_digest has no folder to write to.
         ResourceError: there are no CPUs for the pool.
     """
     join_train_run()  # first: also for errors of the lines below
@@ -97,6 +102,7 @@ def loader(
     run_address: str = check("raypipe.loader: run_dir", run_dir, str)
     start_address: str = check("raypipe.loader: start_from", start_from, str)
     check("raypipe.loader: lease", lease, str)
+    check("raypipe.loader: log_digest", log_digest, bool)
     at_least_0 = Annotated[int, Limits(0, MAX_INT)]
     check("raypipe.loader: prefetch_factor", prefetch_factor, AtLeast1)
     check("raypipe.loader: keep_batches", keep_batches, at_least_0)
@@ -139,7 +145,33 @@ def loader(
         folder=folder,
         start=start,
         checkpoints=checkpoints,
+        digest_log=_digest_log(spec, folder, rank, world_size, device)
+        if log_digest
+        else None,
     )
+
+
+def _digest_log(
+    spec: StreamSpec,
+    folder: Folder | None,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> DigestLog:
+    """This rank's record of hashes, with the facts that a hash depends on."""
+    if folder is None:
+        raise ConfigError(
+            "log_digest writes into the run's folder: name one, raypipe.loader(spec, run_dir=…, log_digest=True)"
+        )
+    facts = {
+        "workers": world_size,
+        "stores": {split: store.fingerprint for split, store in spec.stores.items()},
+        "versions": spec.versions,
+        "machine": platform.machine(),
+        "device": device.type,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+    return DigestLog(folder, spec.plan, rank, facts)
 
 
 def _start_of(

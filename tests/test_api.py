@@ -46,6 +46,7 @@ PACKAGES = [
     "device",
     "rayext",
     "streaming",
+    "replay",
     "integrations",
     "train",
     "launch",

@@ -144,6 +144,7 @@ class RecordWriter:
         validates: whether it resumes with the validation of that step; an earlier record of it no longer
             counts.
         settings: the stream's settings, for a run without a config.yaml.
+        stream: what opens the stream again, see `raypipe.streaming.opened`.
 
     Raises:
         ConfigError: an earlier start's record in object storage cannot be read.
@@ -156,6 +157,7 @@ class RecordWriter:
         workers: int = 1,
         validates: bool = False,
         settings: dict[str, Any] | None = None,
+        stream: dict[str, Any] | None = None,
     ) -> None:
         self._filesystem, self._remote = (
             open_filesystem(run) if isinstance(run, str) else run
@@ -185,9 +187,11 @@ class RecordWriter:
             "validates": validates,
         }
         start |= {"settings": settings} if settings else {}
+        of_samples = dict(start)
+        start |= {"stream": stream} if stream else {}
         self._append(RECORDS, [start])
         if (self._folder / SAMPLES).exists():
-            self._append(SAMPLES, [start])
+            self._append(SAMPLES, [of_samples])
 
     def write_samples(
         self, rows: list[tuple[MicroBatchId, list[int]]], step: int

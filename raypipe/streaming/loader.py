@@ -42,6 +42,7 @@ from raypipe.streaming.hashes import finished_hash, hashed
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
+from raypipe.streaming.opened import stream_record
 from raypipe.streaming.rank_stream import RankStream
 from raypipe.streaming.run_checkpoints import RunCheckpoints
 from raypipe.streaming.saved_model import SavedModel, input_of, saved_model
@@ -132,6 +133,7 @@ class Loader(Unlike, instead=_INSTEAD):
         self.keep_batches = keep_batches
         self._spec = spec
         self._user_augment = augment
+        self._dtype = dtype
         self.model_name = ""
         self._start = start
         self._lacks_weights = start is not None
@@ -319,8 +321,13 @@ class Loader(Unlike, instead=_INSTEAD):
                 return of_stream | settings_of_device(self._user_augment)
             return of_stream
 
+        def stream() -> dict[str, Any]:
+            return stream_record(
+                self._spec, self._user_augment, self._dtype, self.device
+            )
+
         validates = is_at_end and self.plan.has_val(cursor.epoch)
-        self.metrics.run_log.begin(validates, settings, self._stream.supervisor)
+        self.metrics.run_log.begin(validates, settings, self._stream.supervisor, stream)
 
     def _deliver(self, batches: Batches, number: int) -> Batch:
         """The batch of a number of an epoch's training or of a validation."""

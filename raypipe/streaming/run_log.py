@@ -121,12 +121,16 @@ class RunLog(Observer):
         self._num_events = 0
 
     def begin(
-        self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any
+        self,
+        validates: bool,
+        settings: Callable[[], dict[str, Any]],
+        supervisor: Any,
+        stream: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Start or restart the record at `step`; the stream's events are recorded from its beginning.
 
         Args:
-            validates, settings: see `RecordWriter`.
+            validates, settings, stream: see `RecordWriter`.
             supervisor: handle of the stream's Supervisor, if it has one.
         """
         self.closed()
@@ -134,7 +138,12 @@ class RunLog(Observer):
             of_run = settings()
             self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
             self.log = RecordWriter(
-                self._folder, self.step, self._world_size, validates, of_run
+                self._folder,
+                self.step,
+                self._world_size,
+                validates,
+                of_run,
+                stream(),
             )
         self.opened(supervisor)
 

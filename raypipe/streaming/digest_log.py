@@ -2,7 +2,7 @@
 
     RUN/digests/epoch-0003-rank-0001.jsonl      one file for each epoch and rank, which only grows:
 
-    {"kind": "start", "plan": …, "stores": …, "versions": …, …}     a rank begins, maybe again
+    {"kind": "start", "plan": …, "rank": …, "workers": …, …}        a rank begins, maybe again
     {"micro_batch": "train-e0003-s000000-m001", "hash": …, "finished": …}
     {"kind": "left"}                                                the loop has left the epoch before its end
     {"kind": "root", "micro_batches": n, "root": …, "finished_root": …}
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import platform
 import re
 import threading
 import time
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import pyarrow as pa
 import pyarrow.fs
+import torch
 
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, RaypipeError
@@ -42,6 +44,7 @@ from raypipe.storage.files import open_input, write_synced
 from raypipe.storage.filesystem import errors_as
 from raypipe.storage.retries import without_retries
 from raypipe.streaming import merkle
+from raypipe.streaming.spec import StreamSpec
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +151,11 @@ def num_of_epoch(plan: Plan, epoch: int) -> int:
     return sum(map(len, steps)) * plan.config.per_step
 
 
+def cpu_kind() -> str:
+    """The kind of this machine's CPU: on others torch may round in other ways."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
 class DigestLog(Observer):
     """One rank's part of the record. It never ends a run: what cannot be written is a warning, once.
 
@@ -174,6 +182,26 @@ class DigestLog(Observer):
         self._flushed_at = 0.0
         self._one_by_one = threading.RLock()
         self._has_warned = False
+
+    @staticmethod
+    def of(
+        spec: StreamSpec,
+        folder: Folder | None,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+    ) -> DigestLog:
+        """Return a rank's record, with the facts that finished micro-batches depend on.
+
+        Raises:
+            ConfigError: there is no folder.
+        """
+        if folder is None:
+            raise ConfigError(
+                "log_digest writes into the run's folder: name one, raypipe.loader(spec, run_dir=…)"
+            )
+        facts = {"workers": world_size, "device": device.type, "cpu": cpu_kind()}
+        return DigestLog(folder, spec.plan, rank, facts)
 
     def add(self, batch: Batch) -> None:
         """Record a batch that is handed out."""
@@ -378,7 +406,7 @@ def _put(
 
 
 def _hashes_of(line: dict[str, Any]) -> tuple[MicroBatchId, Hashes] | None:
-    place = place_of(line.get("micro_batch"))
+    place = _place_of(line.get("micro_batch"))
     stream = line.get("hash")
     finished = line.get("finished", "")
     if place is None or not _is_hex(stream, _HASH):
@@ -397,7 +425,7 @@ def _root_of(line: dict[str, Any]) -> EpochRoot | None:
     return EpochRoot(num, root, finished if _is_hex(finished, _ROOT) else "")
 
 
-def place_of(name: Any) -> MicroBatchId | None:
+def _place_of(name: Any) -> MicroBatchId | None:
     """The place of a micro-batch by its name; None = it is no name of one."""
     match = _PLACE.fullmatch(name) if isinstance(name, str) else None
     if match is None:

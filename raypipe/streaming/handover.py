@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +118,9 @@ def loader(
         folder = open_filesystem(checkpoints.run_uri)
     elif in_train:
         folder = _folder_of_train()
+    digest_log = None
+    if log_digest:
+        digest_log = DigestLog.of(spec, folder, rank, world_size, device)
     start = _start_of(spec, cursor, start_address, checkpoints, rank, world_size)
     if cursor is None:
         cursor = _place_of(start) if start else spec.plan.start()
@@ -145,33 +147,8 @@ def loader(
         folder=folder,
         start=start,
         checkpoints=checkpoints,
-        digest_log=_digest_log(spec, folder, rank, world_size, device)
-        if log_digest
-        else None,
+        digest_log=digest_log,
     )
-
-
-def _digest_log(
-    spec: StreamSpec,
-    folder: Folder | None,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-) -> DigestLog:
-    """This rank's record of hashes, with the facts that a hash depends on."""
-    if folder is None:
-        raise ConfigError(
-            "log_digest writes into the run's folder: name one, raypipe.loader(spec, run_dir=…, log_digest=True)"
-        )
-    facts = {
-        "workers": world_size,
-        "stores": {split: store.fingerprint for split, store in spec.stores.items()},
-        "versions": spec.versions,
-        "machine": platform.machine(),
-        "device": device.type,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-    }
-    return DigestLog(folder, spec.plan, rank, facts)
 
 
 def _start_of(

@@ -46,7 +46,7 @@ PACKAGES = [
     "device",
     "rayext",
     "streaming",
-    "replay",
+    "history",
     "integrations",
     "train",
     "launch",

@@ -88,7 +88,7 @@ def restored(entry: Entry, name: str, trusts: bool, section: Any = None) -> Any:
 
     Args:
         entry: from `recorded`.
-        name: what the value is, for errors.
+        name: name of the argument, for errors.
         trusts: whether pickles may be opened.
         section: the class of an entry that is a section of the settings.
 

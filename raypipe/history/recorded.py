@@ -1,4 +1,4 @@
-"""A run by its folder alone: its settings, its stream as it was opened, and which samples each step had.
+"""A recorded run, by its folder: its settings, its stream as it was opened, and which samples each step had.
 
     open_run("runs/first")            → RecordedRun, which starts no Ray and writes nothing
     run.plan, run.spec                the order; and the stream, with its stores and transforms
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import ConfigError
+from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.metrics.records import RECORDS, read_records
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.schedule import Plan
-from raypipe.replay.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.storage.filesystem import as_uri, exists
 from raypipe.storage.lease import check_owner
 from raypipe.streaming.spec import StreamSpec
@@ -172,7 +172,7 @@ class RecordedRun:
         return self.start_of(self.step_of(place), place.split == "val").stream
 
     def step_of(self, place: MicroBatchId) -> int:
-        """Return the step of a micro-batch; of a validation, the step behind which it is."""
+        """Return the step of a micro-batch; for a validation, the step before it."""
         done = self.plan.global_step(place)
         return int(done) + (place.split == "train")
 
@@ -212,7 +212,7 @@ class RecordedRun:
             )
         if micro is not None and not 0 <= micro < per_step:
             raise ConfigError(
-                f"a step has {per_step} micro-batch{'es' if per_step > 1 else ''}, from 0 on, but not number {micro}"
+                f"a step has {per_step} micro-batch{'es' if per_step > 1 else ''}, from 0 on, not {micro}"
             )
         if rank is not None and micro is not None and micro % world_size != rank:
             raise ConfigError(

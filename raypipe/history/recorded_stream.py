@@ -1,4 +1,4 @@
-"""The stream of a run as its folder has recorded it, opened again, and what has changed since."""
+"""The stream of a run as its folder has recorded it, opened again, and the changes since."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RecordedStream:
         for name, value in self._given.items():
             if name != "augment":
                 arguments[name] = value
-        # A run keeps the index of its tars, which is looked for beside the quarantine.
+        # A run keeps the index of its tars next to the quarantine.
         quarantine = join_address(self._run_uri, "quarantine")
         if not exists(join_address(self._run_uri, "index")):
             quarantine = ""

@@ -150,6 +150,7 @@ def test_the_public_names_are_pinned() -> None:
         "preview",
         "read_checkpoint",
         "read_lmdb",
+        "replay",
         "resident",
         "verify",
     ]

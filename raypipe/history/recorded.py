@@ -15,18 +15,22 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.metrics.records import RECORDS, read_records
+from raypipe.mistakes import choices
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.storage.filesystem import as_uri, exists
 from raypipe.storage.lease import check_owner
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
+_GIVEN = {*signature(open_stream).parameters, "augment"} - {"pool", "quarantine"}
 _NAME = re.compile(r"(train|val)-e(\d{4,})-s(\d{6,})-m(\d{3,})")
 
 
@@ -64,6 +68,10 @@ def open_run(
     Raises:
         ConfigError: there is no run, or it has not begun to train.
     """
+    unknown = given.keys() - _GIVEN
+    if unknown:
+        name = min(unknown)
+        raise ConfigError(f"unknown argument {name!r}{choices(name, sorted(_GIVEN))}")
     run_uri = as_uri(str(run).rstrip("/"))
     check_owner(run_uri, trust_run_code)
     records = [

@@ -134,6 +134,16 @@ class RecordedStream:
         return self._plan_of_sizes()
 
     @functools.cached_property
+    def is_open(self) -> bool:
+        """True if the stores, transforms and augmentation can be opened, with as many samples as in the run."""
+        try:
+            spec = self.spec
+            _ = self.augment
+        except RaypipeError:
+            return False
+        return self._sizes_of(spec) == self._recorded_sizes()
+
+    @functools.cached_property
     def lacks(self) -> str:
         """The reason why pixels cannot be made, or would be others; empty = they can be made."""
         try:

@@ -20,6 +20,7 @@ from typing import Any
 
 import raypipe
 from raypipe.commands import (
+    audit,
     bench,
     convert,
     digests,
@@ -61,6 +62,7 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
     },
     "Check": {
         "digest": digests.digest,
+        "audit": audit.audit,
         "bench": bench.bench,
         "doctor": doctor.doctor,
     },
@@ -73,6 +75,7 @@ _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "status": status.print_status,
     "verify": verify.print_verified,
     "digest": digests.print_digests,
+    "audit": audit.print_audit,
     "bench": bench.print_bench,
     "doctor": doctor.print_checks,
 }

@@ -13,7 +13,7 @@ the files of all ranks; the one that ends last finds all micro-batches, and writ
 another.
 
 Steps that a run does over again are recorded again, the same. A line that a crash cut off does not count: its step
-lies behind the last checkpoint, before which all lines are written.
+comes after the last checkpoint, before which all lines are written.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class EpochRoot(NamedTuple):
 
 @dataclass
 class EpochRecord:
-    """All ranks' record of an epoch.
+    """Record of an epoch, of all ranks.
 
     Attributes:
         hashes: the hashes by place, the newest of each.
@@ -137,7 +137,7 @@ def _order(place: MicroBatchId) -> tuple[bool, int, int]:
     return place.split == "val", place.step, place.micro
 
 
-def places_of_epoch(plan: Plan, epoch: int) -> dict[Split, range]:
+def steps_of_epoch(plan: Plan, epoch: int) -> dict[Split, range]:
     """The steps of an epoch's training, and of its validation if it has one."""
     steps: dict[Split, range] = {"train": range(plan.steps_per_epoch)}
     if plan.has_val(epoch):
@@ -147,7 +147,7 @@ def places_of_epoch(plan: Plan, epoch: int) -> dict[Split, range]:
 
 def num_of_epoch(plan: Plan, epoch: int) -> int:
     """The number of an epoch's micro-batches, of training and validation, on all ranks."""
-    steps = places_of_epoch(plan, epoch).values()
+    steps = steps_of_epoch(plan, epoch).values()
     return sum(map(len, steps)) * plan.config.per_step
 
 
@@ -157,13 +157,13 @@ def cpu_kind() -> str:
 
 
 class DigestLog(Observer):
-    """One rank's part of the record. It never ends a run: what cannot be written is a warning, once.
+    """Writes one rank's part of the record. It never ends a run: a failure to write is one warning.
 
     Args:
         folder: the run's folder, which all ranks share.
         plan: the run's plan.
         rank: number of this rank.
-        facts: what the lines of a start say, besides the plan, the rank and the time.
+        facts: more facts for the lines of a start, besides the plan, the rank and the time.
     """
 
     def __init__(
@@ -178,7 +178,8 @@ class DigestLog(Observer):
         self._epoch = -1
         self._ended = set[Split]()  # splits whose last micro-batch was handed out
         self._lines = list[str]()
-        self._content = b""  # of the epoch's file, in object storage
+        # In object storage a file is written as a whole.
+        self._content = b""
         self._flushed_at = 0.0
         self._one_by_one = threading.RLock()
         self._has_warned = False
@@ -224,14 +225,14 @@ class DigestLog(Observer):
         return _FLUSH_S if self._is_local else _FLUSH_REMOTE_S
 
     def leave(self, splits: set[Split]) -> None:
-        """The loop goes on to the next epoch; note it if it has left this one before the end of its splits."""
+        """The loop begins the next epoch; note it if it has left this one before the end of its splits."""
         with self._one_by_one:
             if self._epoch >= 0 and not splits <= self._ended:
                 self._lines.append('{"kind": "left"}\n')
                 self.flush()
 
     def saving(self, cause: Any) -> None:
-        """What the checkpoint is behind must last as long as the checkpoint."""
+        """Write all lines, since a resume from the checkpoint does not make them again."""
         self.flush(synced=True)
 
     def closed(self) -> None:
@@ -357,7 +358,7 @@ def _read_lines(
     record: EpochRecord,
     times: dict[MicroBatchId, float],
 ) -> None:
-    """Add the lines of a file to a record; what is not a line of one is left out.
+    """Add the lines of a file to a record; other lines are left out.
 
     Args:
         times: when the start of each place's hashes was.
@@ -396,7 +397,7 @@ def _put(
     hashes: Hashes,
     started: float,
 ) -> None:
-    """Add the hashes of a place; of several that differ the newest count."""
+    """Add the hashes of a place; if several differ, the newest count."""
     before = record.hashes.get(place)
     if before is not None and before.stream != hashes.stream:
         record.disagreeing[place] = before
@@ -426,7 +427,7 @@ def _root_of(line: dict[str, Any]) -> EpochRoot | None:
 
 
 def _place_of(name: Any) -> MicroBatchId | None:
-    """The place of a micro-batch by its name; None = it is no name of one."""
+    """The place of a micro-batch by its name; None = it does not name one."""
     match = _PLACE.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         return None

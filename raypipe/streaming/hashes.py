@@ -1,7 +1,7 @@
 """Fast hashes of micro-batches, for the record of a run: XXH3 of 128 bits, which is as fast as memory is read.
 
     stream_hash      all that reached the rank's host memory: pixels or encoded images, targets, columns, indices
-    finished_hash    what the device stage made of it, on a CPU: every 16th or so row of its images, and the rest
+    finished_hash    the tensors that the device stage made, on a CPU, but only sixteen or so rows of each image
 
 Both find damage, mistakes and other versions of libraries. They are not cryptographic: whoever wants to can make
 two micro-batches with one hash. `raypipe.streaming.digest`, which is, takes thirty times as long.
@@ -21,7 +21,8 @@ from raypipe.transform.fields import MicroBatch, Ragged, images_in
 if TYPE_CHECKING:
     from raypipe.device.prefetcher import Batch
 
-_NUM_ROWS = 16  # of an image's, in `finished_hash`: all of them would take a few percent of the CPU time of light
+# `finished_hash` takes so many of an image: all of them would cost a few percent of the CPU time of light.
+_NUM_ROWS = 16
 
 
 def stream_hash(batch: MicroBatch) -> bytes:

@@ -29,8 +29,8 @@ def audit(
 ) -> dict[str, Any]:
     """Check a run's hashes, and make random micro-batches again to compare them.
 
-    A run records them with train.log_digest, your own loop with raypipe.loader(…, log_digest=True). The exit code is
-    1 if anything is wrong.
+    A run records them with train.log_digest, your own loop with raypipe.loader(…, log_digest=True). The exit
+    code is 1 if anything is wrong.
 
     Examples:
         raypipe audit runs/20261121-104600-3fa2

@@ -21,6 +21,7 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.history.recorded import RecordedRun
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.history.step_maker import StepMaker
+from raypipe.metrics.records import read_records
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.stores.base import name_of
@@ -146,27 +147,48 @@ class AuditedRecord:
 
     def check_tree(self) -> None:
         """Check that no line is missing, that hashes agree, and that the roots are those of the hashes."""
-        first, last = min(self._files), max(self._files)
-        for epoch in range(first, last + 1):
+        begin_epoch, begin_step = self._begin()
+        reached = self._reached()
+        steps_per_epoch = self.run.plan.steps_per_epoch
+        last = max([*self._files, (reached - 1) // steps_per_epoch])
+        if not any(self.epoch_record(epoch).hashes for epoch in self._files):
+            text = f"no line in {DIGESTS}/ is of the run's plan {self._fingerprint}: other settings made them"
+            self.find("store", text)
+            return
+        for epoch in range(begin_epoch, last + 1):
             record = self.epoch_record(epoch)
-            self._check_lines(epoch, record, epoch == first, epoch == last)
+            begin = begin_step if epoch == begin_epoch else 0
+            end = None
+            if not record.roots and (epoch == last or record.was_left):
+                end = 0 if record.was_left else reached - epoch * steps_per_epoch
+            self._check_lines(epoch, record, begin, end)
             self._check_roots(epoch, record)
-        if not self.num_recorded:
-            self.find(
-                "store",
-                f"no line in {DIGESTS}/ is of the run's plan {self._fingerprint}: other settings made them",
-            )
+
+    def _begin(self) -> tuple[int, int]:
+        """The epoch and the step in it at which the run has begun."""
+        start = min(
+            self.run.starts, key=lambda start: (start.step, not start.validates)
+        )
+        epoch, step = divmod(start.step, self.run.plan.steps_per_epoch)
+        if start.validates:
+            return epoch - 1, self.run.plan.steps_per_epoch
+        return epoch, step
+
+    def _reached(self) -> int:
+        """The steps that the run has done, by rank 0's record of its training."""
+        records = read_records(as_uri(self.run.address))
+        steps = (record["step"] for record in records if record.get("kind") == "train")
+        return max(map(int, steps), default=0)
 
     def _check_lines(
-        self, epoch: int, record: EpochRecord, is_first: bool, is_last: bool
+        self, epoch: int, record: EpochRecord, begin: int, end: int | None
     ) -> None:
-        """Find places that are missing, or recorded with two hashes."""
-        ends_early = (is_last or record.was_left) and not record.roots
-        missing = list(self._missing(epoch, record, is_first, ends_early))
+        """Find places that are missing, or recorded with two hashes; see `_missing`."""
+        missing = list(self._missing(epoch, record, begin, end))
         if missing:
             text = (
-                f"epoch {epoch}: {_counted(missing)} missing in the record, whose lines were removed or could not "
-                "be written"
+                f"epoch {epoch}: {_counted(missing)} missing in the record: lines were removed, could not be "
+                "written, or the run did not record them"
             )
             self.find("missing", text, epoch, missing)
         if record.disagreeing:
@@ -178,29 +200,29 @@ class AuditedRecord:
             self.find("twice", text, epoch, places)
 
     def _missing(
-        self, epoch: int, record: EpochRecord, is_first: bool, ends_early: bool
+        self, epoch: int, record: EpochRecord, begin: int, end: int | None
     ) -> Iterator[MicroBatchId]:
         """The places of an epoch that have no line.
 
         Args:
-            is_first: whether recording may have begun in the middle of it.
-            ends_early: whether it may have ended anywhere.
+            begin: the training step in the epoch at which the run has begun.
+            end: the training steps that were done at least, if the epoch may have ended early; None = all.
         """
         recorded = defaultdict[tuple[str, int], set[int]](set)
         for place in record.hashes:
             recorded[place.split, place.micro].add(place.step)
         plan = self.run.plan
         for split, steps in steps_of_epoch(plan, epoch).items():
-            begin = steps.start
-            if is_first and split == "train":
-                found = [
-                    place.step for place in record.hashes if place.split == "train"
-                ]
-                begin = min(found, default=steps.stop)
+            first = begin if split == "train" else 0
             for micro in range(plan.config.per_step):
                 of_micro = recorded[split, micro]
-                end = max(of_micro, default=-1) if ends_early else steps.stop
-                for step in range(begin, end):
+                stop = steps.stop
+                if end is not None:
+                    # Each rank hands out its own in order. Rank 0 has the first of each step.
+                    is_known = split == "train" and micro == 0
+                    stop = max([step + 1 for step in of_micro], default=0)
+                    stop = max(stop, min(end, steps.stop) if is_known else 0)
+                for step in range(first, stop):
                     if step not in of_micro:
                         yield MicroBatchId(split, epoch, step, micro)
 
@@ -272,9 +294,11 @@ class AuditedRecord:
             on_compared()
         if different:
             self._explain(different, equal, records)
-        for epoch, summary in self.epochs.items():
+        for epoch, record in records.items():
+            summary = self.epochs[epoch]
             num_equal = sum(place.epoch == epoch for place, _ in equal)
-            if summary.fits is False and num_equal == summary.micro_batches:
+            has_other_root = any(root.root != summary.root for root in record.roots)
+            if has_other_root and num_equal == summary.micro_batches:
                 text = f"epoch {epoch}: all its hashes are right, so its root was changed, or lines were removed"
                 self.find("root", text, epoch)
 

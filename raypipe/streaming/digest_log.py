@@ -224,12 +224,19 @@ class DigestLog(Observer):
     def _flush_s(self) -> float:
         return _FLUSH_S if self._is_local else _FLUSH_REMOTE_S
 
-    def leave(self, splits: set[Split]) -> None:
+    def leave(self, epoch: int, splits: set[Split]) -> None:
         """The loop begins the next epoch; note it if it has left this one before the end of its splits."""
         with self._one_by_one:
-            if self._epoch >= 0 and not splits <= self._ended:
+            if epoch != self._epoch:
+                self._turn_to(epoch)
+            if not splits <= self._ended:
                 self._lines.append('{"kind": "left"}\n')
                 self.flush()
+
+    def recorded(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
+        """Write all lines before rank 0 records the same steps in metrics.jsonl, so that these never end later."""
+        if self._is_local:
+            self.flush()
 
     def saving(self, cause: Any) -> None:
         """Write all lines, since a resume from the checkpoint does not make them again."""

@@ -152,7 +152,7 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         self._digest_log = digest_log
         if digest_log:
-            self.metrics.observers.append(digest_log)
+            self.metrics.observers.insert(0, digest_log)
         self._stream = RankStream(
             spec.plan,
             rank,
@@ -286,7 +286,7 @@ class Loader(Unlike, instead=_INSTEAD):
         if progress.segments:
             self.metrics.settle(self.cursor)
             if self._digest_log:
-                self._digest_log.leave(set(progress.segments))
+                self._digest_log.leave(progress.epoch, set(progress.segments))
             progress.leave_epoch()
             self.metrics.move(self.cursor)
             self.metrics.end_epoch(progress.epoch)

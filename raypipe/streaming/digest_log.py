@@ -106,7 +106,7 @@ class EpochRecord:
     num_foreign: int = 0
 
     def leaves(self) -> list[tuple[MicroBatchId, bytes]]:
-        """The places in the plan's order, with the content of each one's leaf."""
+        """Return the places in the plan's order, with the content of each one's leaf."""
         return [
             (place, leaf_of(place, self.hashes[place].stream))
             for place in sorted(self.hashes, key=_order)
@@ -177,6 +177,8 @@ class DigestLog(Observer):
         self._is_local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._epoch = -1
         self._ended = set[Split]()  # splits whose last micro-batch was handed out
+        # What this rank has added to the epoch since it began.
+        self._own = EpochRecord()
         self._lines = list[str]()
         # In object storage a file is written as a whole.
         self._content = b""
@@ -210,9 +212,11 @@ class DigestLog(Observer):
         with self._one_by_one:
             if position.epoch != self._epoch:
                 self._turn_to(position.epoch)
-            line = f'{{"micro_batch": "{position}", "hash": "{batch.stream_hash.hex()}"'
-            if batch.finished_hash:
-                line += f', "finished": "{batch.finished_hash.hex()}"'
+            hashes = Hashes(batch.stream_hash.hex(), batch.finished_hash.hex())
+            self._own.hashes[position] = hashes
+            line = f'{{"micro_batch": "{position}", "hash": "{hashes.stream}"'
+            if hashes.finished:
+                line += f', "finished": "{hashes.finished}"'
             self._lines.append(line + "}\n")
             if batch.ends_split:
                 self._ended.add(position.split)
@@ -279,6 +283,7 @@ class DigestLog(Observer):
         self._lines.clear()
         self._epoch = epoch
         self._ended.clear()
+        self._own = EpochRecord()
         self._content = b""
         if not self._is_local:
             with (
@@ -296,9 +301,12 @@ class DigestLog(Observer):
         """This rank has ended a part of the epoch: write the epoch's root if no micro-batch is missing."""
         self.flush(synced=True)
         with self._best_effort():
-            folder = (self._filesystem, self._folder)
-            record = read_epoch(folder, self._epoch, self._plan.fingerprint)
-            if len(record.hashes) != num_of_epoch(self._plan, self._epoch):
+            record = self._own
+            num = num_of_epoch(self._plan, self._epoch)
+            if len(record.hashes) < num:
+                folder = (self._filesystem, self._folder)
+                record = read_epoch(folder, self._epoch, self._plan.fingerprint)
+            if len(record.hashes) < num:
                 return
             root = record.computed_root()
             if root not in record.roots:
@@ -310,6 +318,7 @@ class DigestLog(Observer):
                 }
                 self._lines.append(json.dumps(line) + "\n")
                 self.flush(synced=True)
+                record.roots.append(root)
 
     @contextlib.contextmanager
     def _best_effort(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ two micro-batches with one hash. `raypipe.streaming.digest`, which is, takes thi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,14 +28,13 @@ _NUM_ROWS = 16
 
 def stream_hash(batch: MicroBatch) -> bytes:
     """16 bytes over the samples of a micro-batch and their fields, and not over its place."""
-    return _combined((name, np.ascontiguousarray(array)) for name, array in _of(batch))
+    return _combined(_of(batch))
 
 
 def _of(batch: MicroBatch) -> Iterator[tuple[str, np.ndarray]]:
     yield "index", batch.index
     yield "weight", batch.weight
-    for name in sorted(batch.fields):
-        values = batch.fields[name]
+    for name, values in sorted(batch.fields.items()):
         if isinstance(values, Ragged):
             yield f"{name} {values.kind}", values.values
             yield f"{name} offsets", values.offsets
@@ -82,11 +82,18 @@ def hashed(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         yield replace(batch, stream_hash=stream_hash(batch))
 
 
+@functools.lru_cache(maxsize=256)
+def _header(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    return f"{name} {dtype.str} {shape}\n".encode()
+
+
 def _combined(named: Iterator[tuple[str, np.ndarray]]) -> bytes:
     import xxhash  # only runs that record hashes need it
 
     parts = list[bytes]()
     for name, array in named:
-        parts.append(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        if not array.flags.c_contiguous:
+            array = np.ascontiguousarray(array)
+        parts.append(_header(name, array.dtype, array.shape))
         parts.append(xxhash.xxh3_128_digest(array.data))
     return xxhash.xxh3_128_digest(b"".join(parts))

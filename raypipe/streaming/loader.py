@@ -380,7 +380,8 @@ class Loader(Unlike, instead=_INSTEAD):
         strength = self.metrics.strength(self.plan.global_step(position))
         of_stream = batch
         batch = self._device_stage(of_stream, strength)
-        if self._digest_log and self.device.type == "cpu":
+        is_finished_here = batch is not of_stream and self.device.type == "cpu"
+        if self._digest_log and is_finished_here:
             batch = replace(batch, finished_hash=finished_hash(of_stream, batch))
         num_images = int((batch.index >= 0).sum())
         amounts = {

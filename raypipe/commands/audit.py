@@ -52,8 +52,6 @@ def audit(
     # they import torch
     from raypipe.history.recorded import open_run
 
-    if samples < 0:
-        raise ConfigError(f"--samples {samples}: expected 0 or more")
     if bool(proof) != bool(output):
         raise ConfigError("--proof STEP and --output FILE go together")
     begun = time.perf_counter()

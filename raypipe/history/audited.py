@@ -297,9 +297,14 @@ class AuditedRecord:
         for epoch, record in records.items():
             summary = self.epochs[epoch]
             num_equal = sum(place.epoch == epoch for place, _ in equal)
-            has_other_root = any(root.root != summary.root for root in record.roots)
-            if has_other_root and num_equal == summary.micro_batches:
-                text = f"epoch {epoch}: all its hashes are right, so its root was changed, or lines were removed"
+            is_changed = any(
+                root.num_micro_batches == num_equal and root.root != summary.root
+                for root in record.roots
+            )
+            if is_changed and num_equal == summary.micro_batches:
+                text = (
+                    f"epoch {epoch}: all its hashes are right, so its root was changed"
+                )
                 self.find("root", text, epoch)
 
     def _can_make(self, places: Sequence[MicroBatchId]) -> bool:

@@ -377,7 +377,8 @@ def addcmul(
             .to(dtype)
             .contiguous(memory_format=torch.channels_last)
         )
-    shape = torch.broadcast_shapes(offset.shape, image.shape, factor.shape)
+    # torch's own imports a computer algebra system for shapes of symbols
+    shape = np.broadcast_shapes(offset.shape, image.shape, factor.shape)
     out = torch.empty(
         shape, dtype=dtype, device=image.device, memory_format=torch.channels_last
     )

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -54,6 +54,7 @@ class HeadStart:
         rank, world_size: number of this rank, and W.
         num_free: micro-batches that the rank may make before it has heard of the pool.
         num_threads: threads with which it makes one.
+        on_last: called in the thread once it has made the last one.
 
     Attributes:
         num_claimed: micro-batches that the rank has made, or makes now.
@@ -68,6 +69,7 @@ class HeadStart:
         world_size: int,
         num_free: int | None = None,
         num_threads: int = 1,
+        on_last: Callable[[], None] = lambda: None,
     ) -> None:
         pool = replace(spec.pool, cpus_per_actor=float(num_threads))
         self._spec = replace(spec, pool=pool)
@@ -75,6 +77,7 @@ class HeadStart:
         self._most = spec.plan.num_micro_batches(start) // world_size
         if spec.pool.head_start >= 0:
             self._most = min(self._most, spec.pool.head_start)
+        self._on_last = on_last
         self._limit = self._most if num_free is None else min(self._most, num_free)
         self._is_final = False
         self._started_at = time.monotonic()
@@ -212,6 +215,8 @@ class HeadStart:
                 if not self._put(batch):
                     break
                 del batch
+            if self.error is None:
+                self._on_last()
         except SystemExit as error:
             self._give_up(failed("the transform", error))
         except BaseException as error:

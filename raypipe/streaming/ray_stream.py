@@ -127,7 +127,9 @@ class RayStreams:
         if opening.has_head_start and (self._marks.set() or world_size > 1):
             free = None if rank == 0 else 1
             threads = threads_of_rank(self._in_train)
-            head = HeadStart(spec, start, rank, world_size, free, threads)
+            # from then on nothing of it can end this process, though the loop has yet to take what it made
+            on_last = self._marks.remove
+            head = HeadStart(spec, start, rank, world_size, free, threads, on_last)
         make = functools.partial(self._iterators, spec, start)
         pool = PoolStart(make, rank, world_size, supervisor, head)
         host = HostStream(
@@ -158,14 +160,8 @@ class RayStreams:
         self, head: HeadStart, pool: PoolStart, places: Iterator[MicroBatchId]
     ) -> Iterator[MicroBatch]:
         """The rank's own micro-batches, and then the pool's."""
-
-        def own() -> Iterator[MicroBatch]:
-            yield from head.batches()
-            if head.error is None:
-                self._marks.remove()
-
         try:
-            yield from joined(own(), pool.batches(), places)
+            yield from joined(head.batches(), pool.batches(), places)
         except GapError as error:
             if pool.is_left:
                 return

@@ -108,8 +108,8 @@ def train_fn(config: dict[str, Any]) -> None:
 
 def resumed_fn(config: dict[str, Any]) -> None:
     """Make a checkpoint after the first step, and be killed after it, in the head start."""
-    one = loader(config["spec"])
     folder = Path(config["folder"])
+    one = loader(config["spec"], run_dir=folder / "run")
     attempt = len(list(folder.glob(f"begun{one.rank}-*")))
     (folder / f"begun{one.rank}-{attempt}").touch()
     done = folder / f"done{one.rank}.jsonl"
@@ -117,12 +117,9 @@ def resumed_fn(config: dict[str, Any]) -> None:
         with done.open("a") as file:
             file.write(json.dumps([attempt, line_of(batch)]) + "\n")
         if attempt == 0 and batch.ends_step:
-            saved = folder / "saved"
-            if one.rank == 0:
-                saved.mkdir(exist_ok=True)
-                one.save(saved)
-            checkpoint = ray.train.Checkpoint(str(saved)) if one.rank == 0 else None
-            ray.train.report({}, checkpoint=checkpoint)
+            one.checkpoint()
+            while not list((folder / "run").glob("*/checkpoint.json")):
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

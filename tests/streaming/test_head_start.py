@@ -72,6 +72,18 @@ def test_a_rank_makes_no_more_than_it_has_heard_of(stores: dict[str, Path]) -> N
     assert len(list(batches)) == 2 and head.num_claimed == 3
 
 
+def test_the_end_is_told_before_the_loop_has_taken_what_was_made(
+    stores: dict[str, Path],
+) -> None:
+    spec = stream(stores)
+    told = threading.Event()
+    head = HeadStart(spec, spec.plan.start(), 0, 1, num_free=3, on_last=told.set)
+    head.start()
+    head.hear(3, is_final=True)
+    assert told.wait(60)
+    assert len(list(head.batches())) == 3
+
+
 def test_rank_0_reserves_what_covers_the_start_of_the_pool(
     stores: dict[str, Path],
 ) -> None:

@@ -54,7 +54,7 @@ class HeadStart:
         rank, world_size: number of this rank, and W.
         num_free: micro-batches that the rank may make before it has heard of the pool.
         num_threads: threads with which it makes one.
-        on_last: called in the thread once it has made the last one.
+        on_last: called in the thread once it has made the last one, unless an error ends it.
 
     Attributes:
         num_claimed: micro-batches that the rank has made, or makes now.
@@ -215,8 +215,6 @@ class HeadStart:
                 if not self._put(batch):
                     break
                 del batch
-            if self.error is None:
-                self._on_last()
         except SystemExit as error:
             self._give_up(failed("the transform", error))
         except BaseException as error:
@@ -226,6 +224,8 @@ class HeadStart:
                 self._is_done = True
                 self._began_at = 0.0
                 self._changed.notify_all()
+            if self.error is None:
+                self._on_last()
 
     def _claim(self) -> bool:
         """Wait until the rank may make the next micro-batch; returns whether it is to make it."""

@@ -367,7 +367,7 @@ class Loader(Unlike, instead=_INSTEAD):
             "work_s": batch.work_s,
             "outage_s": batch.outage_s,
         }
-        self.metrics.tell("handed_out", position.split, amounts)
+        self.metrics.tell("handed_out", position, amounts)
         return batch
 
     def _is_at_end(self, batches: Batches) -> bool:

@@ -21,6 +21,7 @@ from raypipe.metrics.utilization import Utilization, UtilizationSum
 from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.cluster_state import spilled_bytes
+from raypipe.streaming.rank_trace import RankTrace
 from raypipe.streaming.run_log import RunLog
 
 _INTERVAL_S = 10.0
@@ -85,6 +86,12 @@ class LoaderMetrics:
         self._pass: tuple[int, Split] | None = None
         self._ended_split: bool | None = None
         self.begin_interval()
+
+    def trace(self, address: str, seconds: float, run: str, rank: int) -> None:
+        """Trace the stream from now on, see `RankTrace`."""
+        trace = RankTrace(address, seconds, rank, self._device, run)
+        self.observers.append(trace)
+        self.clock.on_stage = trace.on_stage
 
     def tell(self, event: str, *values: Any) -> None:
         """Tell all observers of an event, by the name of its method."""

@@ -702,6 +702,10 @@ class TrainConfig(Section, prefix="train."):
         log_interval: steps between records of progress in metrics.jsonl; the first step always has one.
         log_samples: write the sample indices of every micro-batch to RUN/samples.jsonl; the ranks then wait for
             each other at every step.
+        trace_s: seconds from the first batch on that are traced, with what comes before: RUN/trace.json then has
+            Chrome trace events of all processes of the stream, for https://ui.perfetto.dev; 0 = no trace.
+        headspace: train on a few micro-batches that stay on the device, to see what a faster input would gain; the
+            run's weights are of no use.
     """
 
     model: str = "resnet50"
@@ -730,6 +734,8 @@ class TrainConfig(Section, prefix="train."):
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20
     log_samples: bool = False
+    trace_s: Annotated[float, Limits(0, 1e9)] = 0.0
+    headspace: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

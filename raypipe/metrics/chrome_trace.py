@@ -26,6 +26,8 @@ LOST = "lost work"
 """Tracks that no thread has: steps of the optimizer, and blocks whose actor died."""
 _ROLES = ("reader", "transform actor", "coordinator", "trainer", "supervisor")
 _ARROW = "micro-batch"
+_STATIONS = {"row", "block", "died", "make", "split", "ring", "compute"}
+"""Slices that arrows go through; others lie inside of these."""
 
 
 class Chunk(NamedTuple):
@@ -75,7 +77,7 @@ def chrome_trace(chunks: Iterable[Chunk], about: Mapping[str, Any]) -> dict[str,
     for process, event in [*events, *_steps(events)]:
         track = tracks.of(process, event.thread)
         drawn.append(_drawn(event, track, start_ns))
-        if event.kind == "slice" and event.places and event.thread != STEPS:
+        if event.name in _STATIONS and event.places:
             slices.append(_Slice(event.begin_ns, event.end_ns, track, event.places))
     drawn += _arrows(slices, start_ns)
     # a slice comes before those inside of it, and arrows come after the slice that they begin in

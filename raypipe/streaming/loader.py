@@ -110,6 +110,8 @@ class Loader(Unlike, instead=_INSTEAD):
         folder: Folder | None = None,
         start: Checkpoint | Folder | None = None,
         checkpoints: RunCheckpoints | None = None,
+        trace: str = "",
+        trace_s: float = 60.0,
     ) -> None:
         """
         Args:
@@ -118,7 +120,7 @@ class Loader(Unlike, instead=_INSTEAD):
             folder: where rank 0 records the run; None = nowhere.
             start: the checkpoint that `restore` loads until there is a newer one.
             checkpoints: those that `checkpoint` makes; None = nowhere.
-            device, augment, dtype, prefetch_factor, keep_batches: see `raypipe.loader`.
+            device, augment, dtype, prefetch_factor, keep_batches, trace, trace_s: see `raypipe.loader`.
         """
         configure_logs(spec.log_format, run=spec.run, rank=rank)
         self.plan = spec.plan
@@ -144,6 +146,8 @@ class Loader(Unlike, instead=_INSTEAD):
             self._device_stage.config,
             folder,
         )
+        if trace:
+            self.metrics.trace(trace, trace_s, spec.run, rank)
         self._stream = RankStream(
             spec.plan,
             rank,

@@ -127,7 +127,6 @@ class MicroBatchSource(Datasource):
         position = next(places, None)
         if position is None:
             return
-        places = itertools.chain([position], places)
         task = ""
         careful = False
         sizes: dict[Split, int] = dict.fromkeys(("train", "val"), self._block or 1)
@@ -144,7 +143,9 @@ class MicroBatchSource(Datasource):
                 )
             careful = bool(self._readers) and ray.get(begun)
         with self._traced():
-            yield from self._blocks(cut(places, self._ranks, sizes), task, careful)
+            every_place = itertools.chain([position], places)
+            blocks = cut(every_place, self._ranks, sizes)
+            yield from self._blocks(blocks, task, careful)
         if task:
             self._supervisor.reader_finished.remote(task)
 

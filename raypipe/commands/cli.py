@@ -28,6 +28,7 @@ from raypipe.commands import (
     inspection,
     preview,
     status,
+    trace,
     training,
     verify,
 )
@@ -62,6 +63,7 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
     "Check": {
         "digest": digests.digest,
         "bench": bench.bench,
+        "trace": trace.trace,
         "doctor": doctor.doctor,
     },
 }

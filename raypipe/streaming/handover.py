@@ -177,6 +177,8 @@ def loader(
         trace=trace_address,
         trace_s=trace_s,
     )
+    if measuring:
+        stream.metrics.run_log.obey(open_filesystem(run_uri))
     if rank == 0 and (run_uri or headspace):
         stream.metrics.headspace = HeadspaceRecord(run_uri, world_size, headspace)
         if measuring:

@@ -54,7 +54,6 @@ from raypipe.streaming.stateful import (
     restore,
     states_of,
 )
-from raypipe.streaming.stop_file import stop_requested
 from raypipe.transform.columns import SampleColumns
 
 _logger = logging.getLogger(__name__)
@@ -158,8 +157,7 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         self._stream.lifetime.close_with(self)
         if folder:
-            run_log = self.metrics.run_log
-            run_log.stop_requested = functools.partial(stop_requested, folder)
+            self.metrics.run_log.obey(folder)
         self.notice = Notice(self.metrics.tell_notice)
         self.stopping = False
         self._agreement = Agreement(rank, world_size)

@@ -28,6 +28,9 @@ _ROLES = ("reader", "transform actor", "coordinator", "trainer", "supervisor")
 _ARROW = "micro-batch"
 _STATIONS = {"row", "block", "died", "make", "split", "ring", "compute"}
 """Slices that arrows go through; others lie inside of these."""
+_ARRIVAL = "split"
+"""A rank's wait for its next block, which may begin before that is made."""
+_ARRIVAL_NS = 10_000
 
 
 class Chunk(NamedTuple):
@@ -52,12 +55,13 @@ class _Track(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """A slice that micro-batches go through, in ns of the trace's clock."""
+    """A slice that micro-batches go through, in ns of the trace's clock; or at whose end they arrive."""
 
     begin_ns: int
     end_ns: int
     track: _Track
     places: tuple[str, ...]
+    is_arrival: bool
 
 
 def chrome_trace(chunks: Iterable[Chunk], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +82,10 @@ def chrome_trace(chunks: Iterable[Chunk], about: Mapping[str, Any]) -> dict[str,
         track = tracks.of(process, event.thread)
         drawn.append(_drawn(event, track, start_ns))
         if event.name in _STATIONS and event.places:
-            slices.append(_Slice(event.begin_ns, event.end_ns, track, event.places))
+            is_arrival = event.name == _ARRIVAL
+            slices.append(
+                _Slice(event.begin_ns, event.end_ns, track, event.places, is_arrival)
+            )
     drawn += _arrows(slices, start_ns)
     # a slice comes before those inside of it, and arrows come after the slice that they begin in
     drawn.sort(key=lambda event: (event["ts"], -event.get("dur", -1.0)))
@@ -232,10 +239,13 @@ def _arrows(slices: Iterable[_Slice], start_ns: int) -> list[dict[str, Any]]:
     """The arrows of each micro-batch, from slice to slice. One that was seen only once has none."""
     points: dict[str, list[tuple[int, _Track]]] = defaultdict(list)
     for found in slices:
+        begin_ns = found.begin_ns
+        if found.is_arrival:
+            begin_ns = max(begin_ns, found.end_ns - _ARRIVAL_NS)
         # side by side, since all of a block would lie on one another
-        pace_ns = (found.end_ns - found.begin_ns) / (len(found.places) + 1)
+        pace_ns = (found.end_ns - begin_ns) / (len(found.places) + 1)
         for number, place in enumerate(found.places):
-            at_ns = found.begin_ns + round(pace_ns * (number + 1))
+            at_ns = begin_ns + round(pace_ns * (number + 1))
             points[place].append((at_ns, found.track))
     arrows = list[dict[str, Any]]()
     for number, (place, way) in enumerate(points.items()):

@@ -213,7 +213,9 @@ class StageClock(Observer):
             self.add(split, "wait", self._asked, self._arrived)
             self.count(split, micro_batches=1, drained=drained)
         else:  # the start of the run is reported apart
-            now = time.perf_counter()
+            now = self._arrived
+            if not isinstance(now, float):
+                now = time.perf_counter()
             self.first_batch_s = now - self._created
             self.on_stage("first batch", self._created, now, None)
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 
@@ -125,12 +124,10 @@ class ResidentStream:
         weight = batch.weight
         index = batch.index
         if position.split == "val":
-            is_padding = self._spec.plan.indices(position) == PADDING
-            if is_padding.any():
-                # each sample is counted once
-                index = np.where(is_padding, PADDING, index)
-                padding = torch.from_numpy(is_padding).to(self._device)
-                weight = weight.masked_fill(padding, 0.0)
+            # each sample is counted once, and the batch may be one with padding
+            index = self._spec.plan.indices(position)
+            counts = torch.from_numpy(index != PADDING)
+            weight = counts.to(self._device, weight.dtype)
         return replace(
             batch,
             position=position,

@@ -104,6 +104,7 @@ def block_dataset(
         spec.run,
         spec.log_format,
         actors,
+        spec.traces,
     )
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / settings.limit(actors)
@@ -124,6 +125,7 @@ def block_dataset(
         max_bytes=max_bytes,
         run=spec.run,
         head_start=head_start,
+        traces=spec.traces,
     )
     with ray.data.DataContext.current(context_of(settings, actors)):
         rows = ray.data.read_datasource(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from raypipe.metrics.tracer import traced
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.rayext.iteration import rows
 from raypipe.stores.arrow_columns import image_taker
@@ -231,6 +232,19 @@ def host_batches(iterator: DataIterator) -> Generator[MicroBatch, None, None]:
 def host_blocks(iterator: DataIterator) -> Generator[Iterator[MicroBatch], None, None]:
     """Like `rows`, block by block: take all of a block's micro-batches before the next block."""
     with closing(rows(iterator)) as row_iterator:
-        for row in row_iterator:
+        while True:
+            with traced("split") as arrival:
+                row = next(row_iterator, None)
+                if arrival and row is not None:
+                    arrival.places = _places_of(row)
+            if row is None:
+                return
             yield batches_of(row)
             del row
+
+
+def _places_of(row: Mapping[str, Any]) -> Block:
+    """The places of a finished row."""
+    (step,) = row["step"].tolist()
+    (micro,) = row["micro"].tolist()
+    return _places(row["split"][0], row["epoch"][0], step, micro)

@@ -39,11 +39,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import ray
 
 from raypipe.logs import LogFormat, configure_logs
+from raypipe.metrics.chrome_trace import Chunk
 from raypipe.metrics.prometheus import Recorder
+from raypipe.metrics.tracer import clock, happened
 from raypipe.plan.places import Split
 from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.kv_store import Memory, forget
 from raypipe.rayext.processes import Process, on_this_node, this_process
+from raypipe.rayext.trace_sender import StreamTrace, TraceAnswer
 from raypipe.rayext.watchdog import StreamWatchdog
 from raypipe.streaming.alike import withdraw_stream
 from raypipe.streaming.blocks import fitting
@@ -77,6 +80,7 @@ _REMEMBERED = (
     "_given",
     "_takeover",
     "_shared",
+    "_is_traced",
 )
 _EVENTS_REMEMBERED = 200
 _LOOK = "look for `out of memory` or a crash in the logs of Ray's workers (`ray logs`)"
@@ -146,6 +150,7 @@ class Supervisor:
         self._doing: dict[
             str, tuple[str, ...]
         ] = {}  # actor → the micro-batches of its block
+        self._began_ns: dict[str, int] = {}  # actor → the begin of that block
         self._samples: dict[
             str, tuple[str, int]
         ] = {}  # actor → micro-batch and index, while it is careful
@@ -184,6 +189,8 @@ class Supervisor:
         ] = {}  # rank → since when it has waited for a batch
         self._probes: dict[tuple[str, Any], Probe] = {}
         self._watch = StreamWatchdog(self.note, self._work_of)
+        self._trace = StreamTrace()
+        self._is_traced = False
         self._process = this_process("supervisor") if watches else None
         self._memory = memory or (Memory() if watches else None)
         if self._memory and self._memory.lived_before:
@@ -196,6 +203,8 @@ class Supervisor:
             vars(self).update({name: state[name] for name in _REMEMBERED})
             self._first_event, self._events = state["events"]
             self._watch.restore(state["watched"])
+            if self._is_traced:
+                self._trace.begin()
         self.note(
             "the stream's supervisor died, and was restarted", "supervisor_restarted"
         )
@@ -280,6 +289,8 @@ class Supervisor:
             history = self._histories.setdefault(block, _History())
             history.deaths += 1
             history.all_deaths += 1
+            if died := self._watch.process_of(actor):
+                self._trace.add_lost(died, self._began_ns.get(actor, 0), block)
             if sample is not None:
                 position, index = sample
                 work = f"in {position}, at its sample {index}"
@@ -300,6 +311,7 @@ class Supervisor:
         """An actor begins a block of these micro-batches, in this process."""
         self._watches(actor, process)
         self._doing[actor] = block = tuple(micro_batches)
+        self._began_ns[actor] = clock()
         self._samples.pop(actor, None)
         history = self._histories.get(block)
         bad = tuple(sorted(self._bad[_split(block[0])]))
@@ -459,6 +471,7 @@ class Supervisor:
     def note(self, event: str, kind: str = "other") -> None:
         """Record a fault, or that it was recovered from, for the log and the metrics."""
         logger.warning("%s", event, extra={"values": {"fault": kind}})
+        happened("fault", event)
         self._metrics.add({"stream_faults_total": 1}, kind=kind)
         self._record("fault", event)
 
@@ -474,7 +487,25 @@ class Supervisor:
     def pool_scaled(self, event: str) -> None:
         """Record a decision on the pool's size."""
         logger.info("%s", event)
+        happened("size of the pool", event)
         self._record("scale", event)
+
+    def traced(self, chunk: Chunk) -> TraceAnswer:
+        """Take a process's events for the trace."""
+        self._trace.add(chunk)
+        if not self._is_traced:
+            self._is_traced = True
+            self._remember()
+        node = self._process.node if self._process else ""
+        return TraceAnswer(clock(), node, self._trace.goes_on)
+
+    def take_trace(self) -> list[Chunk]:
+        """Remove the trace's events so far, for rank 0, which writes them."""
+        return self._trace.take(self._process)
+
+    def end_trace(self) -> None:
+        """Tell all processes, as they send their next events, that no more are wanted."""
+        self._trace.end()
 
     def _record(self, kind: str, event: str) -> None:
         if len(self._events) < _MAX_EVENTS:

@@ -21,9 +21,11 @@ import ray
 from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
+from raypipe.metrics.tracer import traced
 from raypipe.packages import differences
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.rayext.processes import this_process
+from raypipe.rayext.trace_sender import send_trace
 from raypipe.storage import retries
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.blocks import Block
@@ -75,6 +77,8 @@ class TransformWorker:
             self._maker.sample_makers.recipes,
             stream_name(supervisor),
         )
+        if spec.traces:
+            send_trace(supervisor, this_process("transform actor"))
         self._num_blocks = 0
         self._orders = NO_ORDERS
         # Samples of a careful block that a reader has read, by index.
@@ -82,7 +86,12 @@ class TransformWorker:
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
         """The finished row of a block, from a row of the source."""
-        block, reads, read_s, outage_s = SourceRow.unpacked(table)
+        source_row = SourceRow.unpacked(table)
+        with traced("block", source_row.block):
+            return self._made(source_row)
+
+    def _made(self, source_row: SourceRow) -> dict[str, np.ndarray]:
+        block, reads, read_s, outage_s = source_row
         with self._guard.block(block) as orders:
             self._orders = orders
             if orders.careful and reads:

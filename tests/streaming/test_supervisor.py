@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import ray
 
+from raypipe.metrics.chrome_trace import Chunk
+from raypipe.metrics.tracer import Event, TracedProcess
 from raypipe.rayext.processes import Process
 from raypipe.streaming.moves import Move
 from raypipe.streaming.run_log import events_of
@@ -348,3 +350,25 @@ def test_the_supervisor_says_how_often_finished_blocks_lay_ready() -> None:
             "a", 0.0, standing="2 transform actors work on 2 blocks", ready=ready
         )
     assert supervisor.ready_share() == 0.5
+
+
+def test_a_traced_death_has_its_actor_its_block_and_its_fault() -> None:
+    supervisor = Supervisor(6)
+    actor = Process("transform actor", 7, "1", "10.0.0.2", "node")
+    sent = Event("slice", "block", "main", 1, 2, (AT,))
+    chunk = Chunk(TracedProcess("transform actor", 7, "node", "10.0.0.2"), 0, [sent])
+    try:
+        assert supervisor.traced(chunk).goes_on
+        supervisor.actor_started("a", "process 7")
+        supervisor.block_started("a", [AT], actor)
+        assert died(supervisor)
+        supervisor._process = actor._replace(role="supervisor", pid=8)
+        first, lost, own = supervisor.take_trace()
+        assert first == chunk
+        assert lost.process.pid == 7 and lost.events[0].places == (AT,)
+        assert lost.events[0].end_ns > lost.events[0].begin_ns > 0
+        (fault,) = own.events
+        assert fault.name == "fault" and AT in fault.values["text"]
+    finally:
+        supervisor.end_trace()
+    assert not supervisor.traced(chunk).goes_on

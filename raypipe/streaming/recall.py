@@ -94,12 +94,12 @@ class Recall:
         self._make = make
         self._contents = contents
         self._cache = cache
-        self._splits = splits
+        self.splits = splits
         self.is_shared = False
 
     def wants(self, block: Sequence[MicroBatchId]) -> bool:
         """Return whether a block's micro-batches may be remembered."""
-        return self.is_shared or block[0].split in self._splits
+        return self.is_shared or block[0].split in self.splits
 
     def block(
         self,
@@ -137,6 +137,8 @@ class Recall:
                 )
                 bad += bad_here
         in_order = [batches[position] for position in block]
+        if len(stored) == len(block):
+            return in_order, bad, {}
         return in_order, bad, _joined(in_order)
 
     def _make_some(
@@ -173,7 +175,7 @@ class Recall:
                 dropped.append(key)
             else:
                 finished[key] = Stored.of(batch, bad)
-        self._cache.keep(finished, dropped, split in self._splits)
+        self._cache.keep(finished, dropped, split in self.splits)
 
 
 def _joined(batches: Sequence[MicroBatch]) -> dict[str, np.ndarray]:

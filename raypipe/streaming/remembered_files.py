@@ -64,14 +64,13 @@ class RememberedFiles:
         self._num_bytes = num_bytes
         self._is_writable = True
 
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
-        """Return the micro-batches that are there."""
+    def find(
+        self, keys: Sequence[bytes], most: int, comes_back: bool
+    ) -> tuple[dict[bytes, Stored], list[bytes]]:
+        """Return the micro-batches that are there, and the keys of all others: nobody knows what others make."""
         read = {key: self._read(key) for key in keys}
-        return {key: stored for key, stored in read.items() if stored is not None}
-
-    def wait(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
-        """Return nothing: nobody knows what others make."""
-        return {}
+        stored = {key: value for key, value in read.items() if value is not None}
+        return stored, [key for key in keys if key not in stored]
 
     def keep(
         self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool

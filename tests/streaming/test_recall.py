@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypipe.config import PlanConfig, TransformConfig
@@ -14,7 +16,7 @@ from raypipe.streaming.content import Contents
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.recall import Recall
+from raypipe.streaming.recall import Recall, _BlockParts
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stored import Stored
@@ -23,21 +25,26 @@ from pictures import CLASSES, picture  # isort: skip
 
 
 class Shelf:
-    """A memory: what is kept, what others make, and what comes of it."""
+    """A memory: what is kept, what others make, and what comes of it at the second question."""
 
     def __init__(self) -> None:
         self.kept = dict[bytes, Stored]()
         self.made_by_others = dict[bytes, Stored | None]()
         self.dropped = set[bytes]()
+        self.num_questions = 0
+        self.turns: list[int] = []
 
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
-        of_others = dict.fromkeys(self.made_by_others)
-        found = {**of_others, **self.kept}
-        return {key: found[key] for key in keys if key in found}
-
-    def wait(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
-        made = {key: self.made_by_others[key] for key in keys}
-        return {key: stored for key, stored in made.items() if stored}
+    def find(
+        self, keys: Sequence[bytes], most: int, comes_back: bool
+    ) -> tuple[dict[bytes, Stored], list[bytes]]:
+        self.num_questions += 1
+        if self.num_questions > 1:
+            made = self.made_by_others.items()
+            self.kept |= {key: stored for key, stored in made if stored}
+        found = {key: self.kept[key] for key in keys if key in self.kept}
+        free = [key for key in keys if key not in (found | self.made_by_others)]
+        self.turns.append(len(free[:most]))
+        return found, free[:most]
 
     def keep(
         self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
@@ -116,7 +123,10 @@ def test_a_training_micro_batch_with_a_substitute_is_made_again() -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_what_another_makes_is_waited_for_or_made_in_the_end(comes: bool) -> None:
+def test_what_another_makes_is_waited_for_or_made_in_the_end(
+    comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypipe.streaming.recall._WAIT_S", 0.01)
     spec = spec_of()
     shelf = Shelf()
     recalled = recall(spec, shelf)
@@ -127,9 +137,45 @@ def test_what_another_makes_is_waited_for_or_made_in_the_end(comes: bool) -> Non
         stored = shelf.kept.pop(key)
         shelf.made_by_others[key] = stored if comes else None
     del shelf.kept[keys[1]]
+    shelf.num_questions = 0
     again, num, _ = by_row(recalled, block)
     assert again == digests == expected(spec, block)[0]
     assert num == (4 if comes else 2)
+
+
+def test_an_actor_that_shares_makes_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raypipe.streaming.recall._TURN_S", 0.0)
+    spec = spec_of()
+    shelf = Shelf()
+    recalled = recall(spec, shelf)
+    block = block_of("train", 0, 5)
+    recalled.is_shared = True
+    assert by_row(recalled, block)[:2] == (expected(spec, block)[0], 0)
+    assert shelf.turns == [1] * 5 and len(shelf.kept) == 5
+    recalled.is_shared = False
+    shelf.turns.clear()
+    by_row(recalled, block_of("train", 1, 5))
+    assert shelf.turns == [5]
+
+
+def test_parts_of_different_shapes_come_together() -> None:
+    spec = spec_of()
+    parts = _BlockParts(block_of("train", 0, 2), 0.0)
+    first, second = (
+        MicroBatchMaker(spec).make(at)[0] for at in block_of("train", 0, 2)
+    )
+    wide = np.zeros((4, 16, 20, 3), np.uint8)
+    name = next(name for name, array in second.arrays().items() if array.ndim == 4)
+    second = replace(second, fields={**second.fields, name: wide})
+    parts.add_made({1: second})
+    parts.add_made({0: first})
+    batches, arrays = parts.in_order()
+    assert name not in arrays
+    by_name = [batch.fields[name] for batch in batches]
+    assert np.array_equal(by_name[0], first.fields[name])
+    assert np.array_equal(by_name[1], wide)
 
 
 def test_samples_that_a_reader_has_read_stay_with_their_micro_batches() -> None:

@@ -5,8 +5,8 @@
 Each trial is a process of its own, a driver that joins one cluster on this machine, as four notebooks would. It
 trains a linear model on the pixels with its own learning rate, and hashes every batch. Seconds are those from the
 start of the first trial to the end of the last, the start of Ray not counted; CPU seconds are those of all
-processes, and of the transform actors among them, which are also given from their 100th micro-batch on, without their
-starts; memory is the peak of private pages. All trials of raypipe must have one hash. There is no head start, whose
+processes, and of the transform actors among them, whose starts are in it; memory is
+the peak of private pages. All trials of raypipe must have one hash. There is no head start, whose
 micro-batches are made by each trial's own process. The last line is JSON.
 """
 

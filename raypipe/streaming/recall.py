@@ -57,6 +57,7 @@ _WAIT_TURNS = 4
 _ASK_S = 0.5  # a question is answered after so long, even if nothing has changed
 # A time limit of a micro-batch that is shorter leaves no time to look for it.
 _LEAST_LIMIT_S = 15.0
+_LOOK_S = 1.0  # between two looks for streams alike
 _LOOK_EVERY = 6  # check-ins: the object store of the node is looked at
 # Objects that its keeper has not taken yet.
 _MOST_PUTS = 4
@@ -462,15 +463,20 @@ def _on_disk(
 def _keep_up(
     recall: Recall, cluster: ClusterMemory, alike: Alike | None, comes_back: bool
 ) -> None:
+    checked_in_at = -CHECK_IN_S
     while True:
         try:
             is_shared = alike is not None and alike.look()
-            if is_shared or comes_back:
+            is_due = time.monotonic() - checked_in_at >= CHECK_IN_S
+            if (is_shared and not recall.is_shared) or (
+                is_due and (is_shared or comes_back)
+            ):
                 cluster.check_in()
+                checked_in_at = time.monotonic()
             recall.is_shared = is_shared
         except Exception:
             logger.debug("the memory cannot be looked at", exc_info=True)
-        time.sleep(CHECK_IN_S)
+        time.sleep(_LOOK_S)
 
 
 def _coming_back(spec: StreamSpec, contents: Contents, least: int) -> frozenset[Split]:

@@ -40,8 +40,10 @@ _CLAIM_S = 30.0
 _KEPT_FOR = 6  # looks for a memory that is missing
 # A node whose actors have been gone for so long gets its memory back, and can be taken away.
 _NODE_LEFT_S = 60.0
-# A micro-batch that a stream alike has not taken keeps its room for so long, since that stream may be behind.
-_UNREAD_S = 120.0
+# A part of the room is for streams that are behind: there, micro-batches that one of those alike has not yet taken
+# stay for so long. The rest is for those that are at about the same place.
+_HELD_SHARE = 0.5
+_HELD_S = 120.0
 _DEATHS_S = 0.2  # between two looks at the processes of a node
 _DEATHS_WAIT_S = 10.0
 
@@ -103,13 +105,16 @@ class _Group:
     user: User
     comes_back: bool
     used_at: float
+    is_held: bool
     taken: set[str] = field(default_factory=set)  # names of streams
 
 
-# Order of forgetting: what all streams alike have taken, what one has not yet taken, what comes back for sure.
+# Order of forgetting: what all streams alike have taken, the others, what is held for a stream that is behind, and
+# what comes back for sure.
 _SPENT = 0
-_UNREAD = 1
-_COMES_BACK = 2
+_RECENT = 1
+_HELD = 2
+_COMES_BACK = 3
 
 
 class Ledger:
@@ -208,7 +213,7 @@ class Ledger:
         )
         limit = self._rooms.get(user.node, 0) - claimed - num_bytes
         if limit >= 0:
-            self._shrink(user.node, limit, _COMES_BACK if comes_back else _SPENT)
+            self._shrink(user.node, limit, _COMES_BACK if comes_back else _RECENT)
         return self._used.get(user.node, 0) <= limit
 
     def put(
@@ -227,7 +232,13 @@ class Ledger:
             return
         self._num_groups += 1
         number = self._num_groups
-        group = _Group(ref, keys, num_bytes, user, comes_back, self._clock())
+        held = sum(
+            group.num_bytes
+            for group in self._groups.values()
+            if group.is_held and group.user.node == user.node
+        )
+        is_held = held + num_bytes <= _HELD_SHARE * self._rooms.get(user.node, 0)
+        group = _Group(ref, keys, num_bytes, user, comes_back, self._clock(), is_held)
         group.taken.add(user.stream)
         self._groups[number] = group
         self._used[user.node] = self._used.get(user.node, 0) + num_bytes
@@ -310,7 +321,7 @@ class Ledger:
         """Forget what was used least recently on a node, until so few bytes are left.
 
         Args:
-            most_valued: _SPENT, _UNREAD or _COMES_BACK; what is worth more stays.
+            most_valued: _SPENT to _COMES_BACK; what is worth more stays.
         """
         if self._used.get(node, 0) <= num_bytes:
             return
@@ -332,9 +343,10 @@ class Ledger:
         if group.comes_back:
             return _COMES_BACK
         training = group.user.training
-        is_spent = not training or alike.get(training, set()) <= group.taken
-        is_old = self._clock() - group.used_at >= _UNREAD_S
-        return _SPENT if is_spent or is_old else _UNREAD
+        if not training or alike.get(training, set()) <= group.taken:
+            return _SPENT
+        is_old = self._clock() - group.used_at >= _HELD_S
+        return _HELD if group.is_held and not is_old else _RECENT
 
     def _forget(self, number: int) -> None:
         group = self._groups.pop(number)

@@ -5,8 +5,9 @@
 Each trial is a process of its own, a driver that joins one cluster on this machine, as four notebooks would. It
 trains a linear model on the pixels with its own learning rate, and hashes every batch. Seconds are those from the
 start of the first trial to the end of the last, the start of Ray not counted; CPU seconds are those of all
-processes, and of the transform actors among them; memory is the peak of private pages. All trials of raypipe must
-have one hash. The last line is JSON.
+processes, and of the transform actors among them, whose starts are in it; memory is
+the peak of private pages. All trials of raypipe must have one hash. There is no head start, whose
+micro-batches are made by each trial's own process. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ def by_raypipe(store: str, epochs: int, remember_bytes: Any) -> Any:
         plan=raypipe.PlanConfig(epochs=epochs, micro_batch_size=_BATCH, seed=1),
         transform=raypipe.TransformConfig(train="light", size=_SIDE),
         pool=raypipe.PoolConfig(
-            max_actors=1, cpus_per_actor=0.5, remember_bytes=remember_bytes
+            max_actors=1,
+            cpus_per_actor=0.5,
+            remember_bytes=remember_bytes,
+            head_start=0,
         ),
     )
     loader = raypipe.loader(spec)

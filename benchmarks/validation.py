@@ -1,12 +1,12 @@
 """CPU of validations that are made once: without the memory, in memory, on disk, and on disk by a later run.
 
-    uv run benchmarks/validation.py imagenet-500.tar [--copies 4] [--epochs 6] [--ways memory disk]
+    uv run benchmarks/validation.py imagenet-500.tar [--copies 8] [--epochs 8] [--ways memory disk]
 
 Each way is a stream of its own whose validation, `center` at 224, has the images of the store several times over;
 its training is one small micro-batch an epoch. CPU milliseconds per image are those of all processes, by role,
 between the first batches of two validations. An epoch is partly made while the one before it is read, so the
-second one shares the first one's cost: a later epoch is the mean of those from the third on. The hash of all batches
-must be equal. The last line is JSON.
+second one shares the first one's cost: a later epoch is the mean of those from the third on. The hash of all
+batches must be equal. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -28,7 +29,7 @@ from typing import Any
 
 import psutil
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "off": {"remember_bytes": 0},
     "memory": {"remember_bytes": 1 << 30},
     "disk": {"remember": "disk", "remember_bytes": 4 << 30},
@@ -61,8 +62,11 @@ def make_stores(source: str, copies: int, folder: Path) -> tuple[str, str]:
         for _ in range(copies):
             for index in range(len(store)):
                 read = store.read(np.array([index]))
+                assert read.images is not None
+                image = read.images[0]
+                assert image is not None
                 yield {
-                    "image": bytes(read.images[0]),
+                    "image": bytes(image),
                     "label": read.table["label"][0].as_py(),
                 }
 
@@ -111,25 +115,23 @@ def run(way: str, train: str, val: str, epochs: int) -> dict[str, Any]:
         ),
     )
     loader = raypipe.loader(spec)
-    marks = []
+    marks: list[tuple[float, Counter[str]]] = []
     hashes = []
     for epoch in loader.epochs():
         for _ in epoch.train:
             pass
         seen = hashlib.blake2b(digest_size=8)
         images = 0
-        mark = None
         for batch in epoch.val:
-            if mark is None:
-                mark = time.perf_counter(), cpu_s()
+            if not images:
+                marks.append((time.perf_counter(), cpu_s()))
             images += len(batch.index)
             seen.update(batch.image[:, :, ::56, ::56].contiguous().numpy().data)
-        marks.append(mark)
         hashes.append(seen.hexdigest())
     share = loader.times("val").remembered_fraction
     loader.close()
     rows = []
-    for (start_s, before), (end_s, after) in zip(marks, marks[1:], strict=False):
+    for (start_s, before), (end_s, after) in itertools.pairwise(marks):
         spent = {role: after[role] - before[role] for role in after}
         row = {role: round(1e3 * s / images, 4) for role, s in spent.items()}
         row["all"] = round(1e3 * sum(spent.values()) / images, 4)
@@ -157,7 +159,7 @@ def main() -> None:
     """Measure each way in a process of its own, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store")
-    parser.add_argument("--copies", type=int, default=4)
+    parser.add_argument("--copies", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--way", choices=list(WAYS), help="measure it in this process")
@@ -185,7 +187,9 @@ def main() -> None:
     print("| --- |" + " ---: |" * (len(roles) + 1))
     for result in results:
         values = [f"{result['later'].get(role, 0.0):.4f}" for role in roles]
-        print(f"| {result['way']} | {' | '.join(values)} | {result['remembered']:.0%} |")
+        print(
+            f"| {result['way']} | {' | '.join(values)} | {result['remembered']:.0%} |"
+        )
     print(json.dumps(results))
 
 

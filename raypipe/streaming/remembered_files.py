@@ -3,7 +3,7 @@
     CACHE/remembered/KEY     one micro-batch; modified when it was last used
     CACHE/remembered/.room   its text = bytes of all; lock of the process that makes room
 
-    magic | checksum and length of the header | header, JSON, with a checksum of each array | arrays, each at 64 bytes
+    magic | checksum and length of the header | header, JSON, with each array's checksum | arrays, each at 64 bytes
 
 The folder belongs to its user, and no file of it is executed or unpickled. A file that is damaged is removed, and
 the micro-batch made again. Files are evicted for new ones, least recently used first.
@@ -65,14 +65,13 @@ class RememberedFiles:
         self._num_bytes = num_bytes
         self._is_writable = True
 
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
-        """Return the micro-batches that are there."""
+    def find(
+        self, keys: Sequence[bytes], most: int, comes_back: bool
+    ) -> tuple[dict[bytes, Stored], list[bytes]]:
+        """Return the micro-batches that are there, and the keys of all others: nobody knows what others make."""
         read = {key: self._read(key) for key in keys}
-        return {key: stored for key, stored in read.items() if stored is not None}
-
-    def wait(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
-        """Return nothing: nobody knows what others make."""
-        return {}
+        stored = {key: value for key, value in read.items() if value is not None}
+        return stored, [key for key in keys if key not in stored]
 
     def keep(
         self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
@@ -197,7 +196,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 def _checksum(content: np.ndarray) -> int:
-    """Return the CRC of the sums of an array's pages: as sure for what disks do, and ten times as fast as of all bytes.
+    """Return the CRC of the sums of an array's pages, which costs a tenth of the CRC of all bytes.
 
     Args:
         content: uint8 (n,).

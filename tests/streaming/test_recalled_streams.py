@@ -97,7 +97,7 @@ def kill(title: str) -> None:
 
 
 def test_a_validation_is_made_once_and_nothing_is_left(stores: dict[str, Path]) -> None:
-    ray.get([memory().used.remote(), keeper().node.remote()])
+    ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
     stream = Stream(spec_of(stores, epochs=6))
     stream.take(1)
     time.sleep(CONNECTS_S)
@@ -146,7 +146,7 @@ def test_equal_streams_share_and_are_equal_whoever_dies(
     stores: dict[str, Path], dies: str
 ) -> None:
     # Their steps differ, as those of trials of a batch size do.
-    ray.get([memory().used.remote(), keeper().node.remote()])
+    ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
     streams = [Stream(spec_of(stores, 12, step)) for step in (8, 16)]
     for stream in streams:
         stream.take(1)

@@ -54,7 +54,7 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("announce_sample", ("a", AT, 7)),
     ("actor_started", ("a", "process 7")),
     ("block_measured", ("train", 0.01, 1000)),
-    ("sizes", ("task", 9, 10_000)),
+    ("sizes", ("task", 9, 10_000, 10_000)),
     ("reader_started", ("task", "share 1", process_of(8))),
     ("announce_read", ("task", "row group 3")),
     ("reader_started", ("task", "share 1", process_of(9))),
@@ -97,7 +97,7 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
     if CALLS[when - 1][0] not in in_work:
         probes = [
             ("block_started", ("c", [AT])),
-            ("sizes", ("task", 9, 10_000)),
+            ("sizes", ("task", 9, 10_000, 10_000)),
             ("reader_started", ("task", "share 1")),
         ]
         probes += [("rank_moves", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True)))]

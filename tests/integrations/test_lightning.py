@@ -107,11 +107,7 @@ def spec_of(stores: dict[str, Path]) -> Callable[[int], StreamSpec]:
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    num_threads = torch.get_num_threads()
-    # layers as small as these wait for other threads most of the time
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(num_threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.NOTSET)
 
 

@@ -125,7 +125,7 @@ def test_a_validation_on_disk_serves_the_next_run(
 
 @pytest.mark.system
 def test_equal_streams_share_and_leave_nothing(stores: dict[str, Path]) -> None:
-    """Their steps differ, as those of trials of a batch size do. Kills are in tests/faults/trials.py."""
+    """Their steps differ, as those of trials of a batch size do. Kills are in tests/faults/killed_trials.py."""
     ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
     streams = [Stream(spec_of(stores, 12, step)) for step in (8, 16)]
     for stream in streams:

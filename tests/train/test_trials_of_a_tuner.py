@@ -94,7 +94,7 @@ def test_trials_of_a_tuner_share_without_a_setting(
         "folder": str(tmp_path),
         "rate": tune.grid_search([1, 3]),
         "global_batch": tune.sample_from(
-            lambda spec: 16 if spec.config.rate == 3 else 8
+            lambda spec: {1: 8, 3: 16}[spec["config"]["rate"]]
         ),
     }
     trainable = tune.with_resources(trial, {"CPU": 0.1})
@@ -104,6 +104,6 @@ def test_trials_of_a_tuner_share_without_a_setting(
         run_config=tune.RunConfig(storage_path=str(tmp_path), name="search"),
     ).fit()
     assert not results.errors
-    found = [result.metrics for result in results]
+    found = [results[number].metrics for number in range(2)]
     assert found[0]["sums"] == found[1]["sums"]
     assert sum(of_trial["share"] for of_trial in found) > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "trials.py"
+PROGRAM = Path(__file__).parent / "killed_trials.py"
 
 
 @pytest.mark.system

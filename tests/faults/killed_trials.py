@@ -1,4 +1,4 @@
-"""Equal streams on a cluster of three nodes, of which what can die is killed: python tests/faults/trials.py STORE
+"""Equal streams on a cluster of three nodes, of which what can die is killed: python tests/faults/killed_trials.py STORE
 
 Two streams share their micro-batches, and a third in a driver of its own. Killed with SIGKILL are, in turn: that
 driver, a transform actor, the memory, a keeper, and a node. Another stream starts late. Each must have the digests
@@ -8,6 +8,7 @@ of a run alone. The last line is JSON: what was remembered soon after each kill,
 from __future__ import annotations
 
 import json
+import logging
 import random
 import signal
 import subprocess
@@ -71,13 +72,6 @@ class Stream:
         end_actors(self.supervisor, self.iterators, 0, 1)
 
 
-class First(random.Random):
-    """Chooses the first."""
-
-    def randrange(self, *args: int) -> int:
-        return 0
-
-
 def share(streams: list[Stream]) -> int:
     """Read all streams until they share; return how many micro-batches were remembered."""
     before = sum(stream.num_remembered for stream in streams)
@@ -89,6 +83,16 @@ def share(streams: list[Stream]) -> int:
         if remembered >= 8:
             return remembered
     raise SystemExit("the streams do not share")
+
+
+def lose_another_node(nodes: local_nodes.Nodes, choose: random.Random) -> None:
+    """Kill a node that this driver is not connected to."""
+    own = ray.get_runtime_context().get_node_id()
+    spared = [node for node in nodes.nodes if node.node_id == own]
+    nodes.nodes = [node for node in nodes.nodes if node.node_id != own]
+    nodes.lose(choose)
+    nodes.nodes += spared
+    nodes.mend()
 
 
 def main(store: str) -> None:
@@ -103,10 +107,7 @@ def main(store: str) -> None:
         remembered["a trial"] = share(streams)
         for name in KILLS:
             if name == "node":
-                own = ray.get_runtime_context().get_node_id()
-                nodes.nodes.sort(key=lambda node: node.node_id == own)
-                nodes.lose(First())
-                nodes.mend()
+                lose_another_node(nodes, choose)
             else:
                 local_nodes.kill(name, choose)
             if name == "ClusterLedger":
@@ -123,7 +124,7 @@ def main(store: str) -> None:
 
 def trial(store: str, address: str) -> None:
     """Read a stream until this driver is killed."""
-    ray.init(address=address, logging_level="ERROR")
+    ray.init(address=address, logging_level=logging.ERROR)
     stream = Stream(store)
     while True:
         stream.take(1)

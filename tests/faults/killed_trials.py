@@ -1,4 +1,4 @@
-"""Equal streams on a cluster of three nodes, of which what can die is killed: python tests/faults/killed_trials.py STORE
+"""Equal streams on a cluster of nodes, while each part is killed: python tests/faults/killed_trials.py STORE
 
 Two streams share their micro-batches, and a third in a driver of its own. Killed with SIGKILL are, in turn: that
 driver, a transform actor, the memory, a keeper, and a node. Another stream starts late. Each must have the digests

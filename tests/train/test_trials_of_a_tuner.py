@@ -93,9 +93,7 @@ def test_trials_of_a_tuner_share_without_a_setting(
         "store": str(stores["train"]),
         "folder": str(tmp_path),
         "rate": tune.grid_search([1, 3]),
-        "global_batch": tune.sample_from(
-            lambda spec: {1: 8, 3: 16}[spec["config"]["rate"]]
-        ),
+        "global_batch": tune.sample_from(lambda config: {1: 8, 3: 16}[config["rate"]]),
     }
     trainable = tune.with_resources(trial, {"CPU": 0.1})
     results = tune.Tuner(
@@ -104,6 +102,6 @@ def test_trials_of_a_tuner_share_without_a_setting(
         run_config=tune.RunConfig(storage_path=str(tmp_path), name="search"),
     ).fit()
     assert not results.errors
-    found = [results[number].metrics for number in range(2)]
+    found = [results[number].metrics or {} for number in range(2)]
     assert found[0]["sums"] == found[1]["sums"]
     assert sum(of_trial["share"] for of_trial in found) > 0

@@ -171,6 +171,7 @@ def left() -> Iterator[str]:
 
 
 @pytest.mark.cluster
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("head_start", "actors", "step"), [(1, 1, 0), (5, 3, 4), (10_000, 1, 0), (-1, 1, 0)]
 )

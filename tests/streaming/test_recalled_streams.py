@@ -24,7 +24,11 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import end_actors, start_supervisor
 from raypipe.transform.fields import MicroBatch
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.system,
+    pytest.mark.usefixtures("ray_cluster"),
+]
 
 CONNECTS_S = 3.0
 ALIKE_S = 8.0
@@ -123,7 +127,6 @@ def test_a_validation_on_disk_serves_the_next_run(
     ] * 3
 
 
-@pytest.mark.system
 def test_equal_streams_share_and_leave_nothing(stores: dict[str, Path]) -> None:
     """Their steps differ, as those of trials of a batch size do. Kills are in tests/faults/killed_trials.py."""
     ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])

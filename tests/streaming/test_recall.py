@@ -173,8 +173,8 @@ def test_parts_of_different_shapes_come_together() -> None:
     parts.add_made({0: first})
     batches, arrays = parts.in_order()
     assert name not in arrays
-    by_name = [batch.fields[name] for batch in batches]
-    assert np.array_equal(by_name[0], first.fields[name])
+    by_name = [batch.arrays()[name] for batch in batches]
+    assert np.array_equal(by_name[0], first.arrays()[name])
     assert np.array_equal(by_name[1], wide)
 
 

@@ -312,12 +312,10 @@ class PlanConfig(Section, prefix="plan."):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether an epoch has each sample of one store exactly once."""
+        """Return whether an epoch has each sample of one store equally often."""
         plain = not (self.weights or self.mixture or self.buckets or self.sampler)
-        return (
-            plain
-            and self.aug_repeats == 1
-            and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
+        return plain and not (
+            isinstance(self.epoch_samples, int) and self.epoch_samples
         )
 
     @property

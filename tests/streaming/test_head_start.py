@@ -155,6 +155,26 @@ def test_a_rank_makes_no_more_than_it_has_heard_of(stores: dict[str, Path]) -> N
     assert len(list(batches)) == 2 and head.num_claimed == 3
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority")
+def test_a_rank_leaves_the_cpus_to_rays_processes_after_its_first_micro_batch(
+    stores: dict[str, Path],
+) -> None:
+    def niceness(thread: threading.Thread) -> int:
+        return os.getpriority(os.PRIO_PROCESS, thread.native_id)
+
+    spec = stream(stores)
+    own = niceness(threading.main_thread())
+    head = HeadStart(spec, spec.plan.start(), 1, 2, num_free=1)
+    head.start()
+    batches = head.batches()
+    next(batches)
+    head.hear(2, is_final=False)
+    next(batches)
+    assert niceness(head._thread) == max(own, 10)
+    assert niceness(threading.main_thread()) == own
+    head.stop()
+
+
 def test_rank_0_reserves_what_covers_the_start_of_the_pool(
     stores: dict[str, Path],
 ) -> None:

@@ -50,9 +50,9 @@ _MAX_AHEAD = 64
 _MAX_AHEAD_OF_ONE_CPU = 2
 _MAX_THREADS = 4
 _LOOK_S = 0.5
-# Of the thread, after its first micro-batch. Ray's workers, whose imports delay the pool, have 15: at 0 the pool
-# began 1 to 2 s later on two cores; at 15 a busy machine would let the thread rest while it holds the interpreter.
-_NICENESS = 10
+# Of the thread, after its first micro-batch: beside one at 0, whose imports it delays, the pool begins 1 to 2 s
+# later on two cores. At more than that, a busy machine would let it rest while it holds the interpreter.
+_NICENESS = 5
 _STOP_S = 10.0  # time for the micro-batch in work
 
 

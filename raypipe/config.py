@@ -34,6 +34,7 @@ Float32 = Annotated[float, Limits(-1e30, 1e30)]  # within float32
 # A number and its unit.
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
 # The sides of a bucket, in pixels.
+_STEPS = re.compile(r"(\d{1,15})(?:\.\.(\d{1,15}))?")
 _SIDES = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}")
 _DTYPES = [
     "bool",
@@ -179,6 +180,9 @@ class PlanConfig(Section, prefix="plan."):
         sampler: your own sampler, `module:Class`, or with arguments `{name: module:Class, argument: value, …}`; in
             Python also the class instead of its name. It chooses the samples and their order, instead of shuffle,
             weights, mixture and epoch_samples (docs/sampling.md); empty = none.
+        skip: training steps to leave out, such as ["48200..48260", 51007], both ends included, as metrics.jsonl
+            counts them. No batch comes for them; all other steps keep their numbers, samples, seeds and learning
+            rates. A resumed run may add steps after its checkpoint; those before it must stay.
     """
 
     epochs: AtLeast1 = 10
@@ -199,12 +203,14 @@ class PlanConfig(Section, prefix="plan."):
     buckets: list[str] = field(default_factory=list)
     val_buckets: bool = False
     sampler: str | dict[str, Any] | type = ""
+    skip: list[int | str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_draws()
         self._check_buckets()
         self._check_sampler()
+        self._check_skip()
         whole, remainder = divmod(self.global_batch_size, self.micro_batch_size)
         if remainder:
             nearest = " or ".join(
@@ -256,6 +262,17 @@ class PlanConfig(Section, prefix="plan."):
                 "left out with plan.sampler, which chooses the samples itself",
             )
 
+    def _check_skip(self) -> None:
+        for steps in self.skip:
+            match = _STEPS.fullmatch(str(steps))
+            ok = match and 1 <= int(match[1]) <= int(match[2] or match[1])
+            self._require(
+                bool(ok),
+                "skip",
+                self.skip,
+                'steps from 1 on, or ranges of them, such as ["48200..48260", 51007]',
+            )
+
     def _check_buckets(self) -> None:
         ok = all(map(_SIDES.fullmatch, self.buckets)) and len(
             set(self.bucket_sides)
@@ -274,6 +291,12 @@ class PlanConfig(Section, prefix="plan."):
         self._require(
             has_buckets, "val_buckets", self.val_buckets, "false without plan.buckets"
         )
+
+    @property
+    def skipped_ranges(self) -> list[tuple[int, int]]:
+        """The first step and the end of each range of `skip`, counted from 0."""
+        texts = (str(steps).split("..") for steps in self.skip)
+        return [(int(ends[0]) - 1, int(ends[-1])) for ends in texts]
 
     @property
     def bucket_sides(self) -> list[tuple[int, int]]:
@@ -702,6 +725,8 @@ class TrainConfig(Section, prefix="train."):
         log_interval: steps between records of progress in metrics.jsonl; the first step always has one.
         log_samples: write the sample indices of every micro-batch to RUN/samples.jsonl; the ranks then wait for
             each other at every step.
+        log_digest: write a hash of every micro-batch, as the model gets it, to RUN/digests/, and a root of all
+            hashes at each epoch's end, for `raypipe audit`.
     """
 
     model: str = "resnet50"
@@ -730,6 +755,7 @@ class TrainConfig(Section, prefix="train."):
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20
     log_samples: bool = False
+    log_digest: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -131,7 +131,7 @@ def block_dataset(
         )
         return rows.map_batches(
             TransformWorker,
-            fn_constructor_args=(spec, supervisor),
+            fn_constructor_args=(replace(spec, opened={}), supervisor),
             batch_size=None,
             batch_format="pyarrow",
             zero_copy_batch=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerated import forget_accelerate
 from torch.nn.functional import cross_entropy
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
@@ -42,17 +42,6 @@ def spec_of(stores: dict[str, Path]) -> Callable[[int, bool], StreamSpec]:
         )
 
     return spec
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Accelerate keeps one state for all of a process."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class Loop:
@@ -88,8 +77,7 @@ class Loop:
             others.get("after_epoch", False),
             others.get("validates", False),
         )
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
         torch.manual_seed(0)
         self.layer = torch.nn.Linear(3 * 12 * 12, 5)
         self.synced, self.num_val = list[tuple[int, int, int]](), 0

@@ -32,15 +32,6 @@ import ranks
 WORLD_SIZE = 2
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Layers as small as these wait for other threads most of the time."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Any]:
     """They are forked from one that has imported all that they need, which takes it many seconds."""

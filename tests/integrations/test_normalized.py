@@ -5,7 +5,7 @@ The end is done on the loader's device; actors send uint8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerated import forget_accelerate
 from albumentations.pytorch import ToTensorV2
 from torchvision.transforms import v2
 
@@ -150,8 +150,7 @@ def by_lightning(loader: Loader, folder: Path) -> Images:
 
 
 def by_accelerate(loader: Loader, folder: Path) -> Images:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerate()
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=loader.accumulation_steps
     )
@@ -187,16 +186,6 @@ def by_transformers(loader: Loader, folder: Path) -> Images:
     net = Net()
     StreamTrainer(net, arguments, loader=loader).train()
     return net.images
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.mark.parametrize("name", ["albumentations", "torchvision"])

@@ -115,24 +115,38 @@ def listed(file: LMDBFile) -> list[tuple[bytes, int]]:
     return found
 
 
-@needs_extension
-@settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-        HealthCheck.function_scoped_fixture,
-    ],
+# The library reads each opened file in a program of its own, so it has few cases.
+@pytest.mark.parametrize(
+    ("reader", "num_cases"),
+    [pytest.param("extension", 40, marks=needs_extension), ("library", 4)],
+    indirect=["reader"],
 )
-@given(history=histories())
 def test_reads_what_liblmdb_wrote_and_reads(
-    history: list[list[tuple[bytes, int | None]]],
+    reader: str,
+    num_cases: int,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lmdb_file, "_LEAVES_AT_ONCE", 3)
-    folder = tmp_path_factory.mktemp("lmdb")
+
+    @settings(
+        max_examples=num_cases,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(history=histories())
+    def each_transaction_and_a_copy(
+        history: list[list[tuple[bytes, int | None]]],
+    ) -> None:
+        write_and_check(history, tmp_path_factory.mktemp("lmdb"))
+
+    each_transaction_and_a_copy()
+
+
+def write_and_check(
+    history: list[list[tuple[bytes, int | None]]], folder: Path
+) -> None:
+    """Write the transactions one by one; the extension reads all after each of them."""
     entries: dict[bytes, bytes] = {}
     absent = {b"\0", b"\xff" * 511, b"0000x"} | {
         key for changes in history for key, _ in changes
@@ -151,13 +165,11 @@ def test_reads_what_liblmdb_wrote_and_reads(
                         txn.put(key, entries[key])
             with env.begin() as txn:
                 assert dict(txn.cursor()) == entries
-            check(folder / "a", entries, absent)
+            if lmdb_file.extension():
+                check(folder / "a", entries, absent)
         env.copy(str(folder / "copy"), compact=True)
+    check(folder / "a", entries, absent)
     check(folder / "copy", entries, absent)
-    with monkeypatch.context() as without:
-        without.setattr(lmdb_file, "extension", lambda: None)
-        for name in ("a", "copy"):
-            check(folder / name, entries, absent)
 
 
 @needs_extension

@@ -274,6 +274,7 @@ def left() -> Iterator[str]:
 
 
 @pytest.mark.cluster
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("train", "head_start", "actors", "step"),
     [

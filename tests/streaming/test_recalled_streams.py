@@ -26,7 +26,11 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import end_actors, start_supervisor
 from raypipe.transform.fields import MicroBatch
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.system,
+    pytest.mark.usefixtures("ray_cluster"),
+]
 
 CONNECTS_S = 3.0
 ALIKE_S = 8.0
@@ -135,7 +139,6 @@ def test_a_validation_on_disk_serves_the_next_run(
     ] * 3
 
 
-@pytest.mark.system
 @pytest.mark.parametrize(
     "dies", ["nobody", "ClusterLedger", "Keeper", "MapWorker", "a trial"]
 )

@@ -96,6 +96,8 @@ class HeadStart:
         self._num_at_hand = 0
         self._is_at_limit = False  # of what is at hand
         self._max_ahead = _MAX_AHEAD if num_cpus() > 1 else _MAX_AHEAD_OF_ONE_CPU
+        self._micro_batches_of_step = spec.plan.config.per_step // world_size
+        self._is_asked = False  # for any of them
         self.num_claimed = 0
         self.error: BaseException | None = None
         self._made = deque[MicroBatch]()
@@ -168,6 +170,9 @@ class HeadStart:
 
     def batches(self) -> Iterator[MicroBatch]:
         """Yield what the rank makes, until it makes no more."""
+        with self._changed:
+            self._is_asked = True
+            self._changed.notify_all()
         while True:
             with self._changed:
                 while not (self._made or self._is_done or self._is_stopped):
@@ -280,8 +285,12 @@ class HeadStart:
     def _is_far_ahead(self) -> bool:
         if not self._made:
             return False
+        max_ahead = self._max_ahead
+        if not self._is_asked:
+            # the loop builds its model, and needs the interpreter for that
+            max_ahead = min(max_ahead, self._micro_batches_of_step)
         num_bytes = self._num_bytes + _size(self._made[-1])
-        return len(self._made) >= self._max_ahead or num_bytes > _MAX_AHEAD_BYTES
+        return len(self._made) >= max_ahead or num_bytes > _MAX_AHEAD_BYTES
 
     def _put(self, batch: MicroBatch) -> bool:
         """Add a finished micro-batch; returns whether the rank is to go on."""

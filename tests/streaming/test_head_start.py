@@ -160,11 +160,11 @@ def test_the_end_is_told_before_the_loop_has_taken_what_was_made(
 ) -> None:
     spec = stream(stores)
     told = threading.Event()
-    head = HeadStart(spec, spec.plan.start(), 0, 1, num_free=3, on_last=told.set)
+    head = HeadStart(spec, spec.plan.start(), 0, 1, num_free=2, on_last=told.set)
     head.start()
-    head.hear(3, is_final=True)
+    head.hear(2, is_final=True)
     assert told.wait(60)
-    assert len(list(head.batches())) == 3
+    assert len(list(head.batches())) == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority")

@@ -725,6 +725,8 @@ class TrainConfig(Section, prefix="train."):
         log_interval: steps between records of progress in metrics.jsonl; the first step always has one.
         log_samples: write the sample indices of every micro-batch to RUN/samples.jsonl; the ranks then wait for
             each other at every step.
+        log_digest: write a hash of every micro-batch, as the model gets it, to RUN/digests/, and a root of all
+            hashes at each epoch's end, for `raypipe audit`.
     """
 
     model: str = "resnet50"
@@ -753,6 +755,7 @@ class TrainConfig(Section, prefix="train."):
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20
     log_samples: bool = False
+    log_digest: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

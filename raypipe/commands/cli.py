@@ -20,6 +20,7 @@ from typing import Any
 
 import raypipe
 from raypipe.commands import (
+    audit,
     bench,
     convert,
     digests,
@@ -69,6 +70,7 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
     "Look back": {"replay": replays.replay_steps},
     "Check": {
         "digest": digests.digest,
+        "audit": audit.audit,
         "bench": bench.bench,
         "doctor": doctor.doctor,
     },
@@ -82,6 +84,7 @@ _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "replay": replays.print_replay,
     "verify": verify.print_verified,
     "digest": digests.print_digests,
+    "audit": audit.print_audit,
     "bench": bench.print_bench,
     "when": when.print_when,
     "doctor": doctor.print_checks,

@@ -42,7 +42,9 @@ def replay_steps(
     anyway: bool = False,
     trust_run_code: bool = False,
 ) -> dict[str, Any]:
-    """Show which samples a step of a run had, and its images as the model saw them.
+    """Show the samples of a step of a run, and its images.
+
+    The images are shown as the CPU made them, and as the model saw them after the augmentation on the device.
 
     Examples:
         raypipe replay runs/first --step 48211
@@ -212,16 +214,13 @@ def _groups(
 
 
 def _captioned(row: dict[str, Any], group: list[Tile]) -> list[Tile]:
-    """The tiles of a sample, with its place, what was drawn for it, and its partner, below them."""
+    """The tiles of a sample, above its place, its drawn numbers and its partner."""
     label = row["class"] if row["class"] is not None else row["label"]
     shown = "" if label is None else f": {label}"
-    first = (
-        f"step {row['step']}, sample {row['index']}{shown}",
-        ", ".join(row["drawn"]),
-    )
+    first = (f"step {row['step']}, sample {row['index']}{shown}", *row["drawn"])
     last = group[-1].lines
     if row["mixed"]:
-        last = (*last, row["mixed"].partition(" of ")[2] or row["mixed"])
+        last = (*last, row["mixed"].rpartition(" of ")[2])
     tiles = [changed(group[0], lines=first), *group[1:]]
     if len(tiles) > 1:
         tiles[-1] = changed(tiles[-1], lines=last)
@@ -267,7 +266,7 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     """The texts of a row's columns."""
     label = "" if row["label"] is None else str(row["label"])
-    if row["class"] is not None:
+    if row["class"] not in (None, label):
         label = f"{label} {row['class']}"
     drawn = "; ".join(filter(None, [*row["drawn"], row["mixed"]]))
     if row["bad"]:

@@ -84,7 +84,7 @@ def first_other_draws(one: Plan, other: Plan) -> tuple[int | None, int]:
             if compared * per_step >= _MAX_DRAWS:
                 return None, compared
         if one.steps_per_epoch != other.steps_per_epoch:
-            # an epoch of one begins, where the other's goes on
+            # one begins an epoch here, and the other does not
             return steps + 1, steps + 1
     return None, compared
 
@@ -118,7 +118,7 @@ def _first_other_pixels(first: Replay, second: Replay, steps: list[int]) -> int 
 
 
 def same_batch(one: Batch, other: Batch) -> bool:
-    """Return whether two micro-batches have the same tensors, to the bit."""
+    """Return whether two micro-batches have the same tensors, bit for bit."""
     if one.fields.keys() != other.fields.keys():
         return False
     pairs = [(one.fields[name], other.fields[name]) for name in one.fields]

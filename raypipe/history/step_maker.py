@@ -62,14 +62,21 @@ class StepMaker:
 
     def batch(self, place: MicroBatchId) -> Batch:
         """Make a micro-batch as the model saw it."""
-        host = self.on_cpu(place)
+        return self.finish(self.arrive(self.on_cpu(place)))
+
+    def arrive(self, host: MicroBatch) -> Batch:
+        """Bring a micro-batch onto the device, before any work there."""
         plan = self.spec.plan
         (batch,) = on_device(
             [host], _CPU, plan.micro_batch_seed, decode=self._decoding, ring=False
         )
         if plan.sources:
             batch = replace(batch, source=plan.source_of(batch.index))
-        return self._device(batch, self.strength_at(place))
+        return batch
+
+    def finish(self, batch: Batch) -> Batch:
+        """Augment, mix and normalize a batch as the device stage did."""
+        return self._device(batch, self.strength_at(batch.position))
 
     def strength_at(self, place: MicroBatchId) -> float:
         """Return the strength of the augmentation on the device."""

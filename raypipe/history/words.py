@@ -1,4 +1,4 @@
-"""Drawn numbers in words: what a program did to an image."""
+"""The numbers that a program drew for an image, in words."""
 
 from __future__ import annotations
 

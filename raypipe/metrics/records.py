@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -111,7 +112,7 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
         line = json.dumps(fault).encode() + b"\n"
         filesystem, path = open_filesystem(join_address(run_uri, RECORDS))
         if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-            _append_whole(Path(path), line)
+            append_whole(Path(path), line)
         else:
             write_synced(
                 filesystem,
@@ -124,13 +125,20 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
         )
 
 
-def _append_whole(path: Path, lines: bytes) -> None:
-    """Append lines to a file. A line that a crash or a full disk has cut off stays a separate line."""
+def append_whole(path: Path, lines: bytes, synced: bool = False) -> None:
+    """Append lines to a file. A line that a crash or a full disk has cut off stays a separate line.
+
+    Args:
+        synced: wait until they are on the disk, not only in memory.
+    """
     with path.open("a+b") as file:
         if file.tell():
             file.seek(-1, 2)
             lines = lines if file.read(1) == b"\n" else b"\n" + lines
         file.write(lines)
+        if synced:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 class RecordWriter:
@@ -229,7 +237,7 @@ class RecordWriter:
     def _append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Append records to a file."""
         with self._one_by_one, self._best_effort(name):
-            _append_whole(
+            append_whole(
                 self._folder / name,
                 "".join(json.dumps(record) + "\n" for record in records).encode(),
             )

@@ -26,6 +26,7 @@ from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.checkpoints import Checkpoint, cursor_of, find_start
+from raypipe.streaming.digest_log import DigestLog
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
@@ -53,6 +54,7 @@ def loader(
     run_dir: str | Path = "",
     start_from: str | Path = "",
     lease: str = "",
+    log_digest: bool = False,
 ) -> Loader:
     """Return this rank's loader. Call it once per rank, first in the train function, so the pool starts while
     you build the model.
@@ -81,11 +83,13 @@ def loader(
         start_from: folder or URI of a run or a checkpoint. While the run has no checkpoint, the stream
             continues from there, and `Loader.restore` loads it.
         lease: what `raypipe.lease(run_dir)` gave: no checkpoint is written once another process has the folder.
+        log_digest: record a hash of each batch that is handed out, and a root for each epoch, in `digests/` of the
+            run's folder, which all ranks share: `raypipe audit` compares them with batches that it makes again.
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
-        ConfigError: W does not divide M, an argument has the wrong type, `start_from` has no checkpoint, or
-            torchrun's process group was not started.
+        ConfigError: W does not divide M, an argument has the wrong type, `start_from` has no checkpoint,
+            torchrun's process group was not started, or log_digest has no folder to write to.
         ResourceError: there are no CPUs for the pool.
     """
     join_train_run()  # first: also for errors of the lines below
@@ -97,6 +101,7 @@ def loader(
     run_address: str = check("raypipe.loader: run_dir", run_dir, str)
     start_address: str = check("raypipe.loader: start_from", start_from, str)
     check("raypipe.loader: lease", lease, str)
+    check("raypipe.loader: log_digest", log_digest, bool)
     at_least_0 = Annotated[int, Limits(0, MAX_INT)]
     check("raypipe.loader: prefetch_factor", prefetch_factor, AtLeast1)
     check("raypipe.loader: keep_batches", keep_batches, at_least_0)
@@ -113,6 +118,9 @@ def loader(
         folder = open_filesystem(checkpoints.run_uri)
     elif in_train:
         folder = _folder_of_train()
+    digest_log = None
+    if log_digest:
+        digest_log = DigestLog.of(spec, folder, rank, world_size, device)
     start = _start_of(spec, cursor, start_address, checkpoints, rank, world_size)
     if cursor is None:
         cursor = _place_of(start) if start else spec.plan.start()
@@ -139,6 +147,7 @@ def loader(
         folder=folder,
         start=start,
         checkpoints=checkpoints,
+        digest_log=digest_log,
     )
 
 

@@ -48,7 +48,9 @@ from raypipe.streaming.checkpoints import Checkpoint, read_whole_checkpoint
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.device_stage import DeviceStage
 from raypipe.streaming.digest import plain_settings
+from raypipe.streaming.digest_log import DigestLog
 from raypipe.streaming.epochs import Batches, Epoch
+from raypipe.streaming.hashes import finished_hash, hashed
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
@@ -123,6 +125,7 @@ class Loader(Unlike, instead=_INSTEAD):
         folder: Folder | None = None,
         start: Checkpoint | Folder | None = None,
         checkpoints: RunCheckpoints | None = None,
+        digest_log: DigestLog | None = None,
     ) -> None:
         """
         Args:
@@ -131,6 +134,7 @@ class Loader(Unlike, instead=_INSTEAD):
             folder: where rank 0 records the run; None = nowhere.
             start: the checkpoint that `restore` loads until there is a newer one.
             checkpoints: those that `checkpoint` makes; None = nowhere.
+            digest_log: this rank's record of hashes; None = none is written.
             device, augment, dtype, prefetch_factor, keep_batches: see `raypipe.loader`.
         """
         configure_logs(spec.log_format, run=spec.run, rank=rank)
@@ -159,6 +163,9 @@ class Loader(Unlike, instead=_INSTEAD):
             self._device_stage.config,
             folder,
         )
+        self._digest_log = digest_log
+        if digest_log:
+            self.metrics.observers.insert(0, digest_log)
         self._stream = RankStream(
             spec.plan,
             rank,
@@ -201,10 +208,11 @@ class Loader(Unlike, instead=_INSTEAD):
             decoding = Decoding(spec, self.device, on_decoded)
         device = self.device
         keep_batches = self.keep_batches
+        is_recorded = self._digest_log is not None
 
         def transfer(host: HostStream) -> Iterator[Batch]:
             return on_device(
-                host.batches,
+                hashed(host.batches) if is_recorded else host.batches,
                 device,
                 spec.plan.micro_batch_seed,
                 prefetch_factor,
@@ -290,6 +298,8 @@ class Loader(Unlike, instead=_INSTEAD):
         progress = self._progress
         if progress.segments:
             self.metrics.settle(self.cursor)
+            if self._digest_log:
+                self._digest_log.leave(progress.epoch, set(progress.segments))
             progress.leave_epoch()
             self.metrics.move(self.cursor)
             self.metrics.end_epoch(progress.epoch)
@@ -363,7 +373,10 @@ class Loader(Unlike, instead=_INSTEAD):
         self._ended_split = ends_split
         if is_train and ends_step:
             self.metrics.end_step(ends_split)
-        return replace(batch, ends_step=ends_step, ends_split=ends_split)
+        batch = replace(batch, ends_step=ends_step, ends_split=ends_split)
+        if self._digest_log:
+            self._digest_log.add(batch)
+        return batch
 
     def _finished(self, batch: Batch) -> Batch:
         """A batch that has arrived, augmented; its compute begins."""
@@ -378,7 +391,11 @@ class Loader(Unlike, instead=_INSTEAD):
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         strength = self.metrics.strength(self.plan.global_step(position))
-        batch = self._device_stage(batch, strength)
+        of_stream = batch
+        batch = self._device_stage(of_stream, strength)
+        is_finished_here = batch is not of_stream and self.device.type == "cpu"
+        if self._digest_log and is_finished_here:
+            batch = replace(batch, finished_hash=finished_hash(of_stream, batch))
         num_images = int((batch.index >= 0).sum())
         amounts = {
             "images": num_images,
@@ -449,6 +466,8 @@ class Loader(Unlike, instead=_INSTEAD):
         Inside of the loop over an epoch's batches that is between them. After it, also after a `break`, it is
         behind them: a resumed run begins with what the loop would have done next.
         """
+        if self._digest_log:
+            self._digest_log.flush()
         return asdict(self.place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

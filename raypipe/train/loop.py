@@ -101,6 +101,7 @@ class Trainer:
             run_dir=self.run_uri,
             start_from=run.train.start_from,
             lease=lease,
+            log_digest=run.train.log_digest,
         )
         stream.model_name = run.train.model
         stream.metrics.interval_s = math.inf

@@ -385,7 +385,7 @@ def test_a_store_with_other_contents_is_named_before_pixels_are_made(
     write_atomically(str(store), samples(50, first=7), CLASSES)
     replay = raypipe.replay(tmp_path / "run")
     assert "other contents than in the run" in replay.differences[0]
-    with pytest.raises(ConfigError, match="other contents.*anyway=True"):
+    with pytest.raises(ConfigError, match=r"other contents.*anyway=True"):
         replay[1]
     assert raypipe.replay(tmp_path / "run", anyway=True)[1, 0].image.shape == (
         4,
@@ -433,10 +433,10 @@ def test_wrong_steps_and_folders_are_errors_that_say_what_there_is(
     ):
         raypipe.replay(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="has no start in its metrics.jsonl"):
+    with pytest.raises(ConfigError, match=r"has no start in its metrics.jsonl"):
         raypipe.replay(tmp_path / "empty")
     with pytest.raises(
-        ConfigError, match="unknown argument 'trian'.*did you mean train"
+        ConfigError, match=r"unknown argument 'trian'.*did you mean train"
     ):
         raypipe.replay(tmp_path / "run", trian="x")
 

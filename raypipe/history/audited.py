@@ -99,7 +99,7 @@ class AuditedRecord:
 
     Attributes:
         run: the run.
-        findings: what was found, in the order of the checks.
+        findings: all findings, in the order of the checks.
         epochs: the epochs that `check_tree` has read.
         num_compared: micro-batches that were made again and compared.
         num_finished: those of them whose finished tensors were compared, too.
@@ -132,7 +132,7 @@ class AuditedRecord:
 
     @property
     def root(self) -> str:
-        """One root over those of all epochs, hexadecimal."""
+        """Root over those of all epochs, hexadecimal."""
         leaves = [
             f"epoch {number} {epoch.root}".encode()
             for number, epoch in self.epochs.items()
@@ -359,7 +359,7 @@ class AuditedRecord:
             self.uncompared = stream.differences[0]
         return not self.uncompared
 
-    # What a difference means
+    # The meaning of a difference
 
     def _explain(
         self,

@@ -180,6 +180,8 @@ class DigestLog(Observer):
         # What this rank has added to the epoch since it began.
         self._own = EpochRecord()
         self._lines = list[str]()
+        # Lines are made of them once a second, in a loop: one at a time it takes longer.
+        self._added = list[tuple[MicroBatchId, bytes, bytes]]()
         # In object storage a file is written as a whole.
         self._content = b""
         self._flushed_at = 0.0
@@ -212,12 +214,7 @@ class DigestLog(Observer):
         with self._one_by_one:
             if position.epoch != self._epoch:
                 self._turn_to(position.epoch)
-            hashes = Hashes(batch.stream_hash.hex(), batch.finished_hash.hex())
-            self._own.hashes[position] = hashes
-            line = f'{{"micro_batch": "{position}", "hash": "{hashes.stream}"'
-            if hashes.finished:
-                line += f', "finished": "{hashes.finished}"'
-            self._lines.append(line + "}\n")
+            self._added.append((position, batch.stream_hash, batch.finished_hash))
             if batch.ends_split:
                 self._ended.add(position.split)
                 self._end_part()
@@ -234,6 +231,7 @@ class DigestLog(Observer):
             if epoch != self._epoch:
                 self._turn_to(epoch)
             if not splits <= self._ended:
+                self._write_added()
                 self._lines.append('{"kind": "left"}\n')
                 self.flush()
 
@@ -256,6 +254,7 @@ class DigestLog(Observer):
             synced: also wait until a local disk has them.
         """
         with self._one_by_one:
+            self._write_added()
             if not self._lines:
                 return
             lines = "".join(self._lines).encode()
@@ -272,6 +271,17 @@ class DigestLog(Observer):
                     self._content += lines
                 self._lines.clear()
             self._flushed_at = time.monotonic()
+
+    def _write_added(self) -> None:
+        """Make lines of the micro-batches that were added."""
+        for place, stream, finished in self._added:
+            hashes = Hashes(stream.hex(), finished.hex())
+            self._own.hashes[place] = hashes
+            line = f'{{"micro_batch": "{place}", "hash": "{hashes.stream}"'
+            if finished:
+                line += f', "finished": "{hashes.finished}"'
+            self._lines.append(line + "}\n")
+        self._added.clear()
 
     @property
     def _path(self) -> str:

@@ -126,9 +126,12 @@ def _places(
         numbers = of_epoch
     for number in (numbers.start, numbers.stop - 1):
         run.check_step(number)
-    return [
+    places = [
         place for number in numbers for place in run.micro_batches(number, rank, micro)
     ]
+    if not places:
+        raise ConfigError(f"plan.skip leaves out step {numbers.start:,}")
+    return places
 
 
 def _bounds(step: str) -> tuple[int, int]:

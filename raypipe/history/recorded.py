@@ -203,7 +203,7 @@ class RecordedRun:
     def micro_batches(
         self, step: int, rank: int | None = None, micro: int | None = None
     ) -> list[MicroBatchId]:
-        """Return the places of a step's micro-batches, in the order of their numbers.
+        """Return the places of a step's micro-batches, in the order of their numbers; none of a skipped step.
 
         Args:
             step: from 1 on.
@@ -229,6 +229,8 @@ class RecordedRun:
                 f"micro-batch {micro} of step {step} went to rank {micro % world_size} of {world_size}, not to "
                 f"rank {rank}"
             )
+        if self.plan.skipped.has(step - 1):
+            return []
         epoch, step_in_epoch = divmod(step - 1, self.plan.steps_per_epoch)
         return [
             MicroBatchId("train", epoch, step_in_epoch, number)

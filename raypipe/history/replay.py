@@ -93,8 +93,10 @@ class Replay:
         """
         if isinstance(key, tuple):
             step, micro = key
-            (place,) = self.run.micro_batches(step, micro=micro)
-            return self.batch(place)
+            places = self.run.micro_batches(step, micro=micro)
+            if not places:
+                raise ConfigError(f"plan.skip leaves out step {step}")
+            return self.batch(places[0])
         return [self.batch(place) for place in self.run.micro_batches(key)]
 
     def batch(self, place: MicroBatchId) -> Batch:
@@ -104,10 +106,11 @@ class Replay:
         per_step = self.run.plan.config.per_step
         ends_step = place.micro >= per_step - start.workers
         if place.split == "val":
-            num_steps = self.run.plan.val_steps
+            last_step = self.run.plan.val_steps - 1
         else:
-            num_steps = self.run.plan.steps_per_epoch
-        ends_split = ends_step and place.step + 1 == num_steps
+            training = self.run.plan.training_of(place.epoch)
+            last_step = training.step_of(training.num_delivered - 1)
+        ends_split = ends_step and place.step == last_step
         return changed(batch, ends_step=ends_step, ends_split=ends_split)
 
     def on_cpu(self, place: MicroBatchId) -> MicroBatch:

@@ -19,6 +19,7 @@ import without_ray
 from small_runs import small_run
 
 import raypipe
+from raypipe.commands.audit import audit
 from raypipe.commands.cli import main
 from raypipe.commands.when import index_or_name, print_when, when
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
@@ -340,3 +341,29 @@ def test_a_flag_needs_a_folder_and_survives_one_that_fails(
         (tmp_path / "flags").write_text("in the way")
         loader.flag(batch, "odd")
     assert "cannot be written" in caplog.text
+
+
+# Skipped steps, in the other commands on a run
+
+
+def test_a_run_that_skips_steps_after_a_resume_is_replayed_and_audited(
+    folder: Path, tmp_path: Path
+) -> None:
+    for skip, end in (([], 4), (["7..8", 10], 1 << 20)):
+        spec = spec_of(folder, {"skip": skip}, "b")
+        with raypipe.loader(spec, run_dir=tmp_path, log_digest=True) as loader:
+            for batch in until(loader, end):
+                seen = batch
+                if batch.ends_step and loader.global_step == end:
+                    loader.checkpoint()
+    replay = raypipe.replay(tmp_path)
+    assert [len(batches) for batches in replay] == [2] * 6 + [0, 0, 2, 0] + [2] * 5
+    assert replay[9, 1].ends_split and replay.samples(7) == []
+    last = replay[15, 1]
+    assert last.ends_split and last.position.epoch == 2 and seen.position.split == "val"
+    with pytest.raises(ConfigError, match=r"plan\.skip leaves out step 8"):
+        replay[8, 0]
+    with pytest.raises(SystemExit):
+        main(["replay", str(tmp_path), "--step", "8"])
+    result = audit(str(tmp_path), samples=20)
+    assert result["ok"] and not result["findings"]

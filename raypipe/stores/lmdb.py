@@ -109,6 +109,10 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
             )
         return _Shards(opened, target_column or "label")
 
+    @property
+    def hashes_content(self) -> bool:
+        return isinstance(self._contents, _Shards)
+
     def close(self) -> None:
         super().close()
         if self._listing:
@@ -190,6 +194,12 @@ class _Shard:
         if isinstance(self.file, LMDBFile):
             return self.file
         return shared_cache().get(self.file, self._open_cached)
+
+    def is_at_hand(self) -> bool:
+        """Return whether the file is on this node's disk."""
+        if isinstance(self.file, LMDBFile):
+            return True
+        return shared_cache().find(self.file, self._open_cached) is not None
 
     def _open_cached(self, path: Path) -> LMDBFile:
         try:
@@ -286,6 +296,13 @@ class _Shards:
             else:
                 arrays[name] = arrow_column(kinds[stored], values[stored])
         return Columns(images, pa.table(arrays))
+
+    def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
+        """Return whether the files of samples are on this node's disk."""
+        return all(
+            self._shards[number].is_at_hand()
+            for number, _ in by_part(indices, self._offsets)
+        )
 
     @staticmethod
     def _row(

@@ -203,7 +203,7 @@ class RecordedRun:
     def micro_batches(
         self, step: int, rank: int | None = None, micro: int | None = None
     ) -> list[MicroBatchId]:
-        """Return the places of a step's micro-batches, in the order of their numbers; none of a skipped step.
+        """Return the places of a step's micro-batches, in the order of their numbers.
 
         Args:
             step: from 1 on.
@@ -211,11 +211,16 @@ class RecordedRun:
             micro: only the one of this number, from 0 on.
 
         Raises:
-            ConfigError: the run has no such step, rank or number.
+            ConfigError: the run has no such step, rank or number, or `plan.skip` left the step out.
         """
         self.check_step(step)
+        start = self.start_of(step)
+        if self.is_skipped(step):
+            raise ConfigError(
+                f"step {step:,} was left out by plan.skip, so the model saw nothing of it"
+            )
         per_step = self.plan.config.per_step
-        world_size = self.start_of(step).workers
+        world_size = start.workers
         if rank is not None and not 0 <= rank < world_size:
             raise ConfigError(
                 f"step {step} had {world_size} rank{'s' if world_size > 1 else ''}, from 0 on, and no rank {rank}"
@@ -229,8 +234,6 @@ class RecordedRun:
                 f"micro-batch {micro} of step {step} went to rank {micro % world_size} of {world_size}, not to "
                 f"rank {rank}"
             )
-        if self.plan.skipped.has(step - 1):
-            return []
         epoch, step_in_epoch = divmod(step - 1, self.plan.steps_per_epoch)
         return [
             MicroBatchId("train", epoch, step_in_epoch, number)
@@ -238,6 +241,10 @@ class RecordedRun:
             if (rank is None or number % world_size == rank)
             and (micro is None or number == micro)
         ]
+
+    def is_skipped(self, step: int) -> bool:
+        """Return whether `plan.skip` left out a step."""
+        return self.start_of(step).stream.plan.skipped.has(step - 1)
 
     def check_step(self, step: int) -> None:
         """Raise ConfigError unless the run has a step."""

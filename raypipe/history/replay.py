@@ -83,7 +83,8 @@ class Replay:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         for step in range(1, len(self) + 1):
-            yield self[step]
+            if not self.run.is_skipped(step):
+                yield self[step]
 
     def __getitem__(self, key: int | tuple[int, int]) -> Any:
         """Return the micro-batches of a step, [Batch, …]; or, of (step, number), one of them.
@@ -93,10 +94,8 @@ class Replay:
         """
         if isinstance(key, tuple):
             step, micro = key
-            places = self.run.micro_batches(step, micro=micro)
-            if not places:
-                raise ConfigError(f"plan.skip leaves out step {step}")
-            return self.batch(places[0])
+            (place,) = self.run.micro_batches(step, micro=micro)
+            return self.batch(place)
         return [self.batch(place) for place in self.run.micro_batches(key)]
 
     def batch(self, place: MicroBatchId) -> Batch:

@@ -212,6 +212,7 @@ class AuditedRecord:
         for place in record.hashes:
             recorded[place.split, place.micro].add(place.step)
         plan = self.run.plan
+        training = plan.training_of(epoch)
         for split, steps in steps_of_epoch(plan, epoch).items():
             first = begin if split == "train" else 0
             for micro in range(plan.config.per_step):
@@ -223,7 +224,8 @@ class AuditedRecord:
                     stop = max([step + 1 for step in of_micro], default=0)
                     stop = max(stop, min(end, steps.stop) if is_known else 0)
                 for step in range(first, stop):
-                    if step not in of_micro:
+                    is_skipped = split == "train" and training.skipped.has(step)
+                    if step not in of_micro and not is_skipped:
                         yield MicroBatchId(split, epoch, step, micro)
 
     def _check_roots(self, epoch: int, record: EpochRecord) -> None:

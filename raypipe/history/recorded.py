@@ -211,7 +211,7 @@ class RecordedRun:
             micro: only the one of this number, from 0 on.
 
         Raises:
-            ConfigError: the run has no such step, rank or number.
+            ConfigError: the run has no such step, rank or number, or `plan.skip` left the step out.
         """
         self.check_step(step)
         start = self.start_of(step)

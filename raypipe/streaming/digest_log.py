@@ -147,8 +147,10 @@ def steps_of_epoch(plan: Plan, epoch: int) -> dict[Split, range]:
 
 def num_of_epoch(plan: Plan, epoch: int) -> int:
     """The number of an epoch's micro-batches, of training and validation, on all ranks."""
-    steps = steps_of_epoch(plan, epoch).values()
-    return sum(map(len, steps)) * plan.config.per_step
+    num_steps = plan.training_of(epoch).num_delivered
+    if plan.has_val(epoch):
+        num_steps += plan.val_steps
+    return num_steps * plan.config.per_step
 
 
 def cpu_kind() -> str:
@@ -173,7 +175,7 @@ class DigestLog(Observer):
         self._folder = f"{run}/{DIGESTS}"
         self._plan = plan.without_draws()
         self._rank = rank
-        self._start = {"plan": plan.fingerprint, "rank": rank, **facts}
+        self._start = {"plan": plan.order_fingerprint, "rank": rank, **facts}
         self._is_local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._epoch = -1
         self._ended = set[Split]()  # splits whose last micro-batch was handed out
@@ -315,7 +317,7 @@ class DigestLog(Observer):
             num = num_of_epoch(self._plan, self._epoch)
             if len(record.hashes) < num:
                 folder = (self._filesystem, self._folder)
-                record = read_epoch(folder, self._epoch, self._plan.fingerprint)
+                record = read_epoch(folder, self._epoch, self._plan.order_fingerprint)
             if len(record.hashes) < num:
                 return
             root = record.computed_root()

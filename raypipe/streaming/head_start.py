@@ -28,6 +28,7 @@ from itertools import chain, islice
 from raypipe.cpus import num_cpus
 from raypipe.errors import RaypipeError
 from raypipe.metrics.prometheus import Recorder
+from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId
 from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import is_at_hand
@@ -238,7 +239,7 @@ class HeadStart:
             for position in islice(self._places, self._most):
                 if not self._claim():
                     break
-                with process_kept(generators=False):
+                with traced("make", [position]), process_kept(generators=False):
                     batch, bad = maker.make(position)
                 maker.settle([batch], bad)
                 _count(metrics, position, bad)

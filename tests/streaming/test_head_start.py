@@ -156,7 +156,7 @@ def test_a_rank_makes_no_more_than_it_has_heard_of(stores: dict[str, Path]) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority")
-def test_a_rank_leaves_the_cpus_to_rays_processes_after_its_first_micro_batch(
+def test_a_rank_leaves_the_cpus_to_ray_after_its_first_micro_batch(
     stores: dict[str, Path],
 ) -> None:
     def niceness(thread: threading.Thread) -> int:

@@ -99,7 +99,7 @@ class AuditedRecord:
 
     Attributes:
         run: the run.
-        findings: what was found, in the order of the checks.
+        findings: all findings, in the order of the checks.
         epochs: the epochs that `check_tree` has read.
         num_compared: micro-batches that were made again and compared.
         num_finished: those of them whose finished tensors were compared, too.
@@ -132,7 +132,7 @@ class AuditedRecord:
 
     @property
     def root(self) -> str:
-        """One root over those of all epochs, hexadecimal."""
+        """Root over those of all epochs, hexadecimal."""
         leaves = [
             f"epoch {number} {epoch.root}".encode()
             for number, epoch in self.epochs.items()
@@ -212,6 +212,7 @@ class AuditedRecord:
         for place in record.hashes:
             recorded[place.split, place.micro].add(place.step)
         plan = self.run.plan
+        training = plan.training_of(epoch)
         for split, steps in steps_of_epoch(plan, epoch).items():
             first = begin if split == "train" else 0
             for micro in range(plan.config.per_step):
@@ -223,7 +224,8 @@ class AuditedRecord:
                     stop = max([step + 1 for step in of_micro], default=0)
                     stop = max(stop, min(end, steps.stop) if is_known else 0)
                 for step in range(first, stop):
-                    if step not in of_micro:
+                    is_skipped = split == "train" and training.skipped.has(step)
+                    if step not in of_micro and not is_skipped:
                         yield MicroBatchId(split, epoch, step, micro)
 
     def _check_roots(self, epoch: int, record: EpochRecord) -> None:
@@ -359,7 +361,7 @@ class AuditedRecord:
             self.uncompared = stream.differences[0]
         return not self.uncompared
 
-    # What a difference means
+    # The meaning of a difference
 
     def _explain(
         self,

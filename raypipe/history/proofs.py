@@ -1,4 +1,4 @@
-"""Proofs that a micro-batch is in a run's record, which are checked with the root of its epoch alone."""
+"""Proofs that a micro-batch is in a run's record, which need only the root of its epoch to be checked."""
 
 from __future__ import annotations
 

@@ -164,9 +164,9 @@ class RecordedStream:
             sentences.append(f"The stream cannot be opened: {error}.")
         else:
             sentences += [f"{change}." for change in self._changed_stores(spec)]
-            if not sentences and spec.plan.fingerprint != self.record["plan"]:
+            if not sentences and spec.plan.order_fingerprint != self.record["plan"]:
                 sentences.append(
-                    f"The plan has the fingerprint {spec.plan.fingerprint}, and the run's had "
+                    f"The plan has the fingerprint {spec.plan.order_fingerprint}, and the run's had "
                     f"{self.record['plan']}: the order or the settings of pixels differ."
                 )
         return sentences + self._changed_code() + self._changed_versions()

@@ -11,12 +11,11 @@ the run's device was a GPU, which rounds some operations differently, the images
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace as changed
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,9 +25,11 @@ from raypipe.history.recorded import RecordedRun, open_run
 from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.history.sample_table import SampleTable
 from raypipe.history.step_maker import StepMaker
-from raypipe.history.when import History, SampleHistory
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.transform.fields import MicroBatch
+
+if TYPE_CHECKING:
+    from raypipe.history.when import History, SampleHistory
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Replay:
     def __init__(self, run: RecordedRun, anyway: bool = False) -> None:
         self.run = run
         self._anyway = anyway
+        self._history: History | None = None
         self._makers: dict[int, StepMaker] = {}
 
     @property
@@ -81,7 +83,8 @@ class Replay:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         for step in range(1, len(self) + 1):
-            yield self[step]
+            if not self.run.is_skipped(step):
+                yield self[step]
 
     def __getitem__(self, key: int | tuple[int, int]) -> Any:
         """Return the micro-batches of a step, [Batch, …]; or, of (step, number), one of them.
@@ -102,10 +105,11 @@ class Replay:
         per_step = self.run.plan.config.per_step
         ends_step = place.micro >= per_step - start.workers
         if place.split == "val":
-            num_steps = self.run.plan.val_steps
+            last_step = self.run.plan.val_steps - 1
         else:
-            num_steps = self.run.plan.steps_per_epoch
-        ends_split = ends_step and place.step + 1 == num_steps
+            training = self.run.plan.training_of(place.epoch)
+            last_step = training.step_of(training.num_delivered - 1)
+        ends_split = ends_step and place.step == last_step
         return changed(batch, ends_step=ends_step, ends_split=ends_split)
 
     def on_cpu(self, place: MicroBatchId) -> MicroBatch:
@@ -152,11 +156,11 @@ class Replay:
 
     def when(self, sample: int | str, split: Split = "train") -> SampleHistory:
         """Find the steps that drew a sample, and those that will; see `raypipe.history.when.History.of`."""
-        return self._history.of(sample, split)
+        if self._history is None:
+            from raypipe.history.when import History
 
-    @functools.cached_property
-    def _history(self) -> History:
-        return History(self.run)
+            self._history = History(self.run)
+        return self._history.of(sample, split)
 
     def _could_differ(self, stream: RecordedStream) -> bool:
         """Return whether the run may have had substitutes that nothing has recorded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Collection
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,12 +12,21 @@ from typing import Any
 
 import torch
 import transformers
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers.trainer_utils import get_last_checkpoint
 
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
+from raypipe.plan.schedule import Plan
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.plain import NOT_COUNTED, Format, counted_target, plain_loaders
+from raypipe.streaming.plain import (
+    NOT_COUNTED,
+    Format,
+    PlainLoader,
+    SharedEpochs,
+    check_format,
+    counted_target,
+)
 
 __all__ = ["StreamTrainer", "image_inputs"]
 
@@ -26,15 +36,58 @@ def image_inputs(batch: Batch) -> dict[str, Any]:
     return {"pixel_values": batch.image, "labels": counted_target(batch)}
 
 
-class _EpochOfRun(transformers.TrainerCallback):
-    """Callback that sets the epoch from the run's steps, since the Trainer miscounts a resumed epoch."""
+class _PlaceInRun(transformers.TrainerCallback):
+    """Callback that sets the step and the epoch as the plan counts them.
 
-    def __init__(self, steps_per_epoch: int) -> None:
-        self._steps = steps_per_epoch
+    The Trainer miscounts a resumed epoch, and does not count the steps of `plan.skip`; the learning rate continues
+    as if they had been done.
+    """
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        epoch, step = divmod(state.global_step - 1, self._steps)
-        state.epoch = epoch + (step + 1) / self._steps
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def on_step_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        lr_scheduler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._count_skipped(state, lr_scheduler, state.max_steps)
+
+    def on_step_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        lr_scheduler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        steps = self._plan.steps_per_epoch
+        epoch, step = divmod(state.global_step - 1, steps)
+        if not self._plan.training_of(epoch, step + 1).num_delivered:
+            step = steps - 1
+            self._count_skipped(state, lr_scheduler, (epoch + 1) * steps)
+        state.epoch = epoch + (step + 1) / steps
+
+    def _count_skipped(self, state: Any, lr_scheduler: Any, end: int) -> None:
+        """Count the skipped steps that come next, up to an end."""
+        while state.global_step < end and self._plan.skipped.has(state.global_step):
+            state.global_step += 1
+            if not isinstance(lr_scheduler, ReduceLROnPlateau):
+                with warnings.catch_warnings():
+                    # where the first steps are skipped, the optimizer has done none
+                    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
+                    lr_scheduler.step()
+
+
+class _TrainLoader(PlainLoader):
+    """The training as a Trainer needs it, which takes all epochs for as long as the first."""
+
+    def __len__(self) -> int:
+        """Return the number of this rank's micro-batches in an epoch of which no step is skipped."""
+        return self._loader.plan.steps_per_epoch * self._loader.accumulation_steps
 
 
 class StreamTrainer(transformers.Trainer):
@@ -70,6 +123,12 @@ class StreamTrainer(transformers.Trainer):
                 f"max_steps must be at most {num_steps}, or -1 for all of them, got {arguments.max_steps}: "
                 "the plan has no more (plan.epochs)"
             )
+        for epoch in range(config.epochs):
+            if not loader.plan.training_of(epoch).num_delivered:
+                raise ConfigError(
+                    f"plan.skip leaves out all steps of epoch {epoch}, and a Trainer ends at such an epoch: "
+                    "leave one of them"
+                )
         size = config.micro_batch_size
         of_plan = {
             "num_train_epochs": (config.epochs, "plan.epochs"),
@@ -99,13 +158,14 @@ class StreamTrainer(transformers.Trainer):
         # the Trainer would fetch the batches of finished steps again
         arguments.ignore_data_skip = True
         self._loader = loader
-        self._stream_train, self._stream_val = plain_loaders(loader, format)
+        check_format(loader, format)
+        shared = SharedEpochs(loader)
+        self._stream_train = _TrainLoader(shared, "train", format)
+        self._stream_val = PlainLoader(shared, "val", format)
         self._is_of_stream = True  # the data that it evaluates
         super().__init__(*args, **{"eval_dataset": self._stream_val} | kwargs)
         # It comes first, so that all other callbacks see the epoch that is logged.
-        self.callback_handler.callbacks.insert(
-            0, _EpochOfRun(loader.plan.steps_per_epoch)
-        )
+        self.callback_handler.callbacks.insert(0, _PlaceInRun(loader.plan))
 
     def get_train_dataloader(self) -> Any:
         return self._stream_train

@@ -116,8 +116,8 @@ def compose_one(config: PlanConfig, source: StoreArrays) -> Training:
         (sampler,) = samplers = _samplers(
             config, source, config.seed, per_epoch, per_pass
         )
-    content = _content(config, source, () if config.is_plain else samplers)
-    if not config.is_plain:
+    content = _content(config, source, () if _is_plain(config) else samplers)
+    if not _is_plain(config):
         content.append(per_epoch if num_draws else 0)
     return Training(_repeated(config, sampler), steps, (samplers,), content)
 
@@ -133,7 +133,7 @@ def _check_single_source(config: PlanConfig, source: StoreArrays) -> None:
             "there, as {NAME: ADDRESS, …}"
         )
     num_samples = source.selection.size
-    if num_samples < (config.samples_per_step if config.is_plain else 1):
+    if num_samples < (config.samples_per_step if _is_plain(config) else 1):
         num_left_out = source.selection.num_left_out
         beside = f" beside the {num_left_out} that are left out" if num_left_out else ""
         raise ConfigError(
@@ -332,6 +332,11 @@ def _content(
         signatures = [sampler.signature() for sampler in samplers]
         content += [config.buckets, signatures, config.aug_repeats, "step"]
     return content
+
+
+def _is_plain(config: PlanConfig) -> bool:
+    """Return whether an epoch has each sample of one store exactly once."""
+    return config.is_plain and config.aug_repeats == 1
 
 
 def _draws_per_step(config: PlanConfig) -> int:

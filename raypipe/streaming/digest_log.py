@@ -147,8 +147,10 @@ def steps_of_epoch(plan: Plan, epoch: int) -> dict[Split, range]:
 
 def num_of_epoch(plan: Plan, epoch: int) -> int:
     """The number of an epoch's micro-batches, of training and validation, on all ranks."""
-    steps = steps_of_epoch(plan, epoch).values()
-    return sum(map(len, steps)) * plan.config.per_step
+    num_steps = plan.training_of(epoch).num_delivered
+    if plan.has_val(epoch):
+        num_steps += plan.val_steps
+    return num_steps * plan.config.per_step
 
 
 def cpu_kind() -> str:
@@ -173,13 +175,15 @@ class DigestLog(Observer):
         self._folder = f"{run}/{DIGESTS}"
         self._plan = plan.without_draws()
         self._rank = rank
-        self._start = {"plan": plan.fingerprint, "rank": rank, **facts}
+        self._start = {"plan": plan.order_fingerprint, "rank": rank, **facts}
         self._is_local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._epoch = -1
         self._ended = set[Split]()  # splits whose last micro-batch was handed out
         # What this rank has added to the epoch since it began.
         self._own = EpochRecord()
         self._lines = list[str]()
+        # Lines are made of them once a second, in a loop: one at a time it takes longer.
+        self._added = list[tuple[MicroBatchId, bytes, bytes]]()
         # In object storage a file is written as a whole.
         self._content = b""
         self._flushed_at = 0.0
@@ -212,12 +216,7 @@ class DigestLog(Observer):
         with self._one_by_one:
             if position.epoch != self._epoch:
                 self._turn_to(position.epoch)
-            hashes = Hashes(batch.stream_hash.hex(), batch.finished_hash.hex())
-            self._own.hashes[position] = hashes
-            line = f'{{"micro_batch": "{position}", "hash": "{hashes.stream}"'
-            if hashes.finished:
-                line += f', "finished": "{hashes.finished}"'
-            self._lines.append(line + "}\n")
+            self._added.append((position, batch.stream_hash, batch.finished_hash))
             if batch.ends_split:
                 self._ended.add(position.split)
                 self._end_part()
@@ -234,6 +233,7 @@ class DigestLog(Observer):
             if epoch != self._epoch:
                 self._turn_to(epoch)
             if not splits <= self._ended:
+                self._write_added()
                 self._lines.append('{"kind": "left"}\n')
                 self.flush()
 
@@ -256,6 +256,7 @@ class DigestLog(Observer):
             synced: also wait until a local disk has them.
         """
         with self._one_by_one:
+            self._write_added()
             if not self._lines:
                 return
             lines = "".join(self._lines).encode()
@@ -272,6 +273,17 @@ class DigestLog(Observer):
                     self._content += lines
                 self._lines.clear()
             self._flushed_at = time.monotonic()
+
+    def _write_added(self) -> None:
+        """Make lines of the micro-batches that were added."""
+        for place, stream, finished in self._added:
+            hashes = Hashes(stream.hex(), finished.hex())
+            self._own.hashes[place] = hashes
+            line = f'{{"micro_batch": "{place}", "hash": "{hashes.stream}"'
+            if finished:
+                line += f', "finished": "{hashes.finished}"'
+            self._lines.append(line + "}\n")
+        self._added.clear()
 
     @property
     def _path(self) -> str:
@@ -305,7 +317,7 @@ class DigestLog(Observer):
             num = num_of_epoch(self._plan, self._epoch)
             if len(record.hashes) < num:
                 folder = (self._filesystem, self._folder)
-                record = read_epoch(folder, self._epoch, self._plan.fingerprint)
+                record = read_epoch(folder, self._epoch, self._plan.order_fingerprint)
             if len(record.hashes) < num:
                 return
             root = record.computed_root()

@@ -51,8 +51,8 @@ _MAX_AHEAD = 64
 _MAX_AHEAD_OF_ONE_CPU = 2
 _MAX_THREADS = 4
 _LOOK_S = 0.5
-# Of the thread, after its first micro-batch: beside one at 0, whose imports it delays, the pool begins 1 to 2 s
-# later on two cores. At more than that, a busy machine would let it rest while it holds the interpreter.
+# The thread's nice value after its first micro-batch. At 0 it delays the imports of Ray's processes, and the pool
+# begins 1 to 2 s later on two cores. Above 5, a busy machine would let it rest while it holds the interpreter.
 _NICENESS = 5
 _STOP_S = 10.0  # time for the micro-batch in work
 
@@ -98,10 +98,11 @@ class HeadStart:
         )
         self._upcoming = micro_batches_of_rank(spec, start, rank, world_size)
         self._num_at_hand = 0
-        self._is_at_limit = False  # of what is at hand
+        # the next micro-batch would have to be fetched
+        self._is_at_limit = False
         self._max_ahead = _MAX_AHEAD if num_cpus() > 1 else _MAX_AHEAD_OF_ONE_CPU
         self._micro_batches_of_step = spec.plan.config.per_step // world_size
-        self._is_asked = False  # for any of them
+        self._is_asked = False  # the loop has asked for a micro-batch
         self.num_claimed = 0
         self.error: BaseException | None = None
         self._made = deque[MicroBatch]()
@@ -276,7 +277,7 @@ class HeadStart:
             while not self._is_stopped:
                 if self.num_claimed < self._limit and not self._is_far_ahead():
                     upcoming = self.num_claimed + 1
-                    # what others count on may come from object storage
+                    # once the pool has begun, others count on them: they may be fetched
                     if self._is_final or self._count_at_hand(upcoming) == upcoming:
                         self._is_at_limit = False
                         self.num_claimed = upcoming
@@ -330,7 +331,7 @@ def micro_batches_of_rank(
 
 def _make_way() -> None:
     """Leave the CPUs to Ray's processes, which the rank waits for once it has its first micro-batch."""
-    if sys.platform == "linux":  # elsewhere, threads have no priority of their own
+    if sys.platform == "linux":  # elsewhere, all threads of a process have one priority
         thread = threading.get_native_id()
         niceness = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, max(niceness, _NICENESS))

@@ -90,7 +90,7 @@ def stream_record(
             ]
             for split, of_split in spec.stores.items()
         },
-        "plan": spec.plan.fingerprint,
+        "plan": spec.plan.order_fingerprint,
         "quarantine": _absolute(spec.quarantine),
         "dtype": str(dtype).removeprefix("torch.") if dtype else None,
         "device": device.type,

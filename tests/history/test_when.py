@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections import defaultdict
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import without_ray
+from small_runs import small_run
 
 import raypipe
+from raypipe.commands.audit import audit
 from raypipe.commands.cli import main
 from raypipe.commands.when import index_or_name, print_when, when
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.history.recorded import open_run
+from raypipe.history.recorded import open_run, place_of
 from raypipe.history.when import History, index_of
-from raypipe.metrics.records import RECORDS
+from raypipe.metrics.records import RECORDS, SAMPLES, read_records
+from raypipe.storage.filesystem import open_filesystem
+from raypipe.streaming.inline import open_inline
+from raypipe.streaming.loader import Loader
 
 from pictures import picture  # isort: skip
 
@@ -85,24 +93,20 @@ def spec_of(
     )
 
 
-def trained(spec: Any, run_dir: Path) -> Seen:
-    """What a loop saw that was killed in its second epoch, and continued from its checkpoint before that."""
+def trained(spec: Any, run_dir: Path, world_size: int) -> Seen:
+    """What the ranks saw of a run that was killed in its second epoch, and continued from its third step on."""
     seen: Seen = defaultdict(list)
     by_place: dict[Any, list[int]] = {}
-    for stop in (spec.plan.steps_per_epoch + 2, None):
-        num_steps = 0
-        with raypipe.loader(spec, run_dir=run_dir) as loader:
-            for epoch in loader.epochs():
-                for batch in [*epoch.train] if stop is None else epoch.train:
-                    by_place[batch.position] = batch.index.tolist()
-                    num_steps += batch.ends_step
-                    if batch.ends_step and num_steps == 2:
-                        loader.checkpoint()
-                    if num_steps == stop:
-                        break
-                if num_steps == stop:
-                    break
-                for batch in epoch.val:
+    killed_at = spec.plan.steps_per_epoch + 2
+    for begin, end in ((0, killed_at), (2, 1 << 20)):
+        for rank in range(world_size):
+            opened = functools.partial(open_inline, spec, rank, world_size)
+            cursor = spec.plan.cursor_at(begin)
+            records = open_filesystem(run_dir.as_uri())
+            with Loader(
+                spec, opened, rank, world_size, cursor=cursor, folder=records
+            ) as loader:
+                for batch in until(loader, end):
                     by_place[batch.position] = batch.index.tolist()
     for at, indices in by_place.items():
         step = spec.plan.global_step(at) + (at.split == "train")
@@ -111,14 +115,22 @@ def trained(spec: Any, run_dir: Path) -> Seen:
     return seen
 
 
+def until(loader: Any, step: int) -> Iterator[Any]:
+    for batch in without_ray.every_batch(loader):
+        yield batch
+        if loader.global_step >= step:
+            return
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_are_found_where_a_killed_runs_loop_saw_them(
-    kind: str, folder: Path, tmp_path: Path
+    kind: str, world_size: int, folder: Path, tmp_path: Path
 ) -> None:
     options = {"plan": {}} | KINDS[kind]
     quarantine = str(tmp_path / "run" / "quarantine")
     spec = spec_of(folder, **options, quarantine=quarantine)
-    seen = trained(spec, tmp_path / "run")
+    seen = trained(spec, tmp_path / "run", world_size)
     history = History(open_run(tmp_path / "run"))
     rng = np.random.default_rng(1)
     num_samples = len(spec.stores["train"])
@@ -132,11 +144,31 @@ def test_samples_are_found_where_a_killed_runs_loop_saw_them(
         ]
         assert sorted(draws) == sorted(seen["train", index])
         assert all(draw.has_come for draw in found.draws)
+        assert all(draw.rank == draw.micro % world_size for draw in found.draws)
         num_found += len(draws)
     assert num_found
     for index in range(40):
         steps = [draw.step for draw in history.of(index, "val").draws]
         assert steps == [step for _, step, *_ in sorted(seen["val", index])]
+
+
+def test_samples_are_found_where_a_trainings_record_has_them(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    run = small_run(tmp_path, stores["train"], stores["val"], 3, 4, log_samples=True)
+    run_dir = without_ray.train(replace(run, name="run"))["run_dir"]
+    recorded = defaultdict(list)
+    for record in read_records(run_dir, SAMPLES):
+        if "indices" in record:
+            at = place_of(record["micro_batch"])
+            for row, index in enumerate(record["indices"]):
+                recorded[index].append((record["step"], at.micro, row))
+    history = History(open_run(run_dir))
+    num_samples = len(history.run.spec.stores["train"])
+    assert recorded
+    for index in range(num_samples):
+        draws = history.of(index).draws
+        assert [(d.step, d.micro, d.row) for d in draws] == sorted(recorded[index])
 
 
 # The command
@@ -309,3 +341,29 @@ def test_a_flag_needs_a_folder_and_survives_one_that_fails(
         (tmp_path / "flags").write_text("in the way")
         loader.flag(batch, "odd")
     assert "cannot be written" in caplog.text
+
+
+# Skipped steps, in the other commands on a run
+
+
+def test_a_run_that_skips_steps_after_a_resume_is_replayed_and_audited(
+    folder: Path, tmp_path: Path
+) -> None:
+    for skip, end in (([], 4), (["7..8", 10], 1 << 20)):
+        spec = spec_of(folder, {"skip": skip}, "b")
+        with raypipe.loader(spec, run_dir=tmp_path, log_digest=True) as loader:
+            for batch in until(loader, end):
+                seen = batch
+                if batch.ends_step and loader.global_step == end:
+                    loader.checkpoint()
+    replay = raypipe.replay(tmp_path)
+    assert [len(batches) for batches in replay] == [2] * 12
+    assert replay[9, 1].ends_split and not replay[6, 1].ends_split
+    last = replay[15, 1]
+    assert last.ends_split and last.position.epoch == 2 and seen.position.split == "val"
+    with pytest.raises(ConfigError, match=r"step 8 was left out by plan\.skip"):
+        replay[8, 0]
+    with pytest.raises(SystemExit):
+        main(["replay", str(tmp_path), "--step", "8"])
+    result = audit(str(tmp_path), samples=20)
+    assert result["ok"] and not result["findings"]

@@ -23,7 +23,9 @@ from torch.nn.functional import cross_entropy
 
 from raypipe.config import PlanConfig, PoolConfig
 from raypipe.errors import ConfigError
+from raypipe.plan.skipped import Skipped
 from raypipe.streaming.handover import loader
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import counted_target
 
 sys.path.append(str(Path(__file__).parent))
@@ -217,6 +219,12 @@ def trainer_of(model: torch.nn.Module, store: Path, folder: Path, **more: Any) -
     from raypipe.integrations.transformers import StreamTrainer
 
     compute_metrics = more.pop("compute_metrics", None)
+    spec = ranks.spec_of(str(store))
+    if skip := more.pop("skip", []):
+        config = dataclasses.replace(spec.plan.config, skip=skip)
+        spec = open_stream(
+            store, store, plan=config, transform=spec.transform, pool=spec.pool
+        )
     every = {
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
@@ -227,7 +235,7 @@ def trainer_of(model: torch.nn.Module, store: Path, folder: Path, **more: Any) -
     return StreamTrainer(
         model,
         arguments,
-        loader=loader(ranks.spec_of(str(store))),
+        loader=loader(spec),
         format=lambda batch: {
             "pixel_values": batch.image.float() / 255,
             "labels": counted_target(batch),
@@ -278,6 +286,37 @@ def test_an_argument_of_a_trainer_keeps_its_meaning(
         if "eval_loss" in entry
     ]
     assert counted == [100] * num_evaluations
+
+
+@pytest.mark.parametrize("skip", [["1..2", 9], ["5..8"], [12], ["6..11"]])
+def test_a_trainer_goes_around_skipped_steps_also_after_a_resume(
+    skip: list[int | str], stores: dict[str, Path], tmp_path: Path
+) -> None:
+    saved = {"eval_strategy": "no", "save_strategy": "steps", "save_steps": 1}
+
+    def trained(folder: str, resume: Path | None = None) -> Any:
+        model = ranks.Net()
+        if resume is None:
+            torch.nn.init.zeros_(model.layer.weight)
+        trainer = trainer_of(
+            model, stores["train"], tmp_path / folder, skip=skip, **saved
+        )
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+        return trainer
+
+    whole = trained("whole")
+    plan = ranks.spec_of(str(stores["train"])).plan
+    num_left = 12 - Skipped.of(PlanConfig(skip=skip).skipped_ranges).count
+    assert whole.state.global_step == plan.config.epochs * plan.steps_per_epoch
+    made = {int(path.name[11:]) for path in (tmp_path / "whole").glob("checkpoint-*")}
+    # a step before the end of an epoch whose rest is skipped counts that, too
+    assert len(made) == num_left
+    # its schedule has come to its end
+    assert set(whole.lr_scheduler.get_last_lr()) == {0.0}
+    for step in sorted(made)[1:-1:2]:
+        again = trained(f"again{step}", tmp_path / "whole" / f"checkpoint-{step}")
+        for name, value in again.model.state_dict().items():
+            assert torch.equal(value, whole.model.state_dict()[name])
 
 
 num_counted = [0]

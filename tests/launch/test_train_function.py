@@ -26,7 +26,7 @@ def begin_start(writer: RecordWriter, tmp_path: Path) -> _StartRecord:
     return _StartRecord(SimpleNamespace(record=record), tmp_path.as_uri())
 
 
-def test_the_first_batch_ends_the_phases_which_are_recorded_once_for_a_start(
+def test_phases_end_at_the_first_batch_and_are_recorded_once(
     writer: RecordWriter, tmp_path: Path
 ) -> None:
     now = time.time()

@@ -168,7 +168,7 @@ def test_the_end_is_told_before_the_loop_has_taken_what_was_made(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority")
-def test_a_rank_leaves_the_cpus_to_rays_processes_after_its_first_micro_batch(
+def test_a_rank_leaves_the_cpus_to_ray_after_its_first_micro_batch(
     stores: dict[str, Path],
 ) -> None:
     def niceness(thread: threading.Thread) -> int:

@@ -312,12 +312,10 @@ class PlanConfig(Section, prefix="plan."):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether an epoch has each sample of one store exactly once."""
+        """Return whether an epoch has each sample of one store equally often."""
         plain = not (self.weights or self.mixture or self.buckets or self.sampler)
-        return (
-            plain
-            and self.aug_repeats == 1
-            and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
+        return plain and not (
+            isinstance(self.epoch_samples, int) and self.epoch_samples
         )
 
     @property
@@ -727,6 +725,10 @@ class TrainConfig(Section, prefix="train."):
             each other at every step.
         log_digest: write a hash of every micro-batch, as the model gets it, to RUN/digests/, and a root of all
             hashes at each epoch's end, for `raypipe audit`.
+        trace_s: seconds from the first batch on that are traced, with what comes before: RUN/trace.json then has
+            Chrome trace events of all processes of the stream, for https://ui.perfetto.dev; 0 = no trace.
+        headspace: train on a few micro-batches that stay on the device, to see what a faster input would gain; the
+            run's weights are of no use.
     """
 
     model: str = "resnet50"
@@ -756,6 +758,8 @@ class TrainConfig(Section, prefix="train."):
     log_interval: AtLeast1 = 20
     log_samples: bool = False
     log_digest: bool = False
+    trace_s: Annotated[float, Limits(0, 1e9)] = 0.0
+    headspace: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -63,6 +63,7 @@ def bench(
     images_per_s: float = 0.0,
     core_hour_price: float = 0.0,
     gb_price: float = 0.0,
+    headspace: bool = False,
 ) -> dict[str, Any]:
     """Measure the stream against the ceiling of this machine.
 
@@ -70,6 +71,7 @@ def bench(
 
     Examples:
         raypipe bench train.lmdb --transform.train heavy --repeats 3
+        raypipe bench runs/20261121-104600-3fa2 --headspace
         raypipe bench train.lmdb --images-per-s 20000 --core-hour-price 0.04 --gb-price 0.01
 
     Args:
@@ -80,7 +82,14 @@ def bench(
         images_per_s: a rate of all GPUs together, for which to compute CPUs and network; 0 = none.
         core_hour_price: dollars for a CPU core for an hour, to compute dollars per million images.
         gb_price: dollars for a gigabyte that CPU nodes send to trainers, for the same.
+        headspace: instead, train with these settings, from the stream and with data for nothing, and say what a
+            faster input would gain. The target may be a run's folder, whose settings hold, and which keeps the
+            result for its diagnosis.
     """
+    if headspace:
+        from raypipe.commands.bench_headspace import bench_headspace
+
+        return bench_headspace(run, target, seconds, repeats)
     from raypipe.streaming.opening import open_train
 
     opened = open_train(run)
@@ -118,6 +127,9 @@ def bench(
 
 def print_bench(figures: dict[str, Any]) -> None:
     """Print the result of `bench` in a table and in sentences."""
+    if "text" in figures:
+        print(figures["text"])
+        return
     rows = figures | {"transform": brief(figures["transform"])}
     print_table(
         rows.pop("store"),

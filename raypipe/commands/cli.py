@@ -30,6 +30,7 @@ from raypipe.commands import (
     preview,
     replays,
     status,
+    trace,
     training,
     verify,
     when,
@@ -72,6 +73,7 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
         "digest": digests.digest,
         "audit": audit.audit,
         "bench": bench.bench,
+        "trace": trace.trace,
         "doctor": doctor.doctor,
     },
 }

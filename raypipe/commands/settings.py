@@ -12,11 +12,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import yaml
 
 from raypipe.commands.parser import Parser, fail
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, RaypipeError
 from raypipe.importing import search_here
 from raypipe.section import build, check, fits, settings_of
 from raypipe.storage.files import read_text
@@ -154,12 +155,14 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
     target = given.get("target", "")
     resume = folder_to_resume(values["resume"], values["storage_path"], values["name"])
     base = ""
-    if resume:
-        check_owner(resume, values["trust_run_code"])
-        base = read_config(as_uri(resume))
+    is_of_run = _is_of_run(target)
+    folder = target if is_of_run else resume
+    if folder:
+        check_owner(folder, values["trust_run_code"])
+        base = read_config(as_uri(folder))
     elif not target and values["store.train"] == "":
         base = (files("raypipe") / "digits.yaml").read_text()
-    defaults = _flat(_loaded(base, resume), parser)
+    defaults = _flat(_loaded(base, folder), parser)
     if not resume and _normalizes(given.get("transform.train")):
         # the digits' own numbers would contradict it
         defaults = {
@@ -172,7 +175,7 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
         "trust_run_code": given.get("trust_run_code", False),
         "resume": resume or values["resume"],
     }
-    if target:
+    if target and not is_of_run:
         values["store.train"] = target
     train = values["store.train"]
     stores = train.values() if isinstance(train, dict) else (train,)
@@ -189,6 +192,18 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
     ):
         search_here()  # before Ray starts workers, which may look in another folder
     return values
+
+
+def _is_of_run(target: str) -> bool:
+    """Return whether a target is the folder of a run, whose settings hold, and not a store."""
+    from raypipe.launch.run_folder import has_config
+
+    if not target or not (is_remote(target) or Path(target).is_dir()):
+        return False
+    # opening it as a store raises the error
+    with contextlib.suppress(RaypipeError, OSError, pa.ArrowException):
+        return has_config(as_uri(target))
+    return False
 
 
 def _normalizes(transform: Any) -> bool:

@@ -36,6 +36,7 @@ import torch
 from raypipe.environment import variable
 from raypipe.errors import ConfigError
 from raypipe.metrics.timing import mark
+from raypipe.metrics.tracer import traced
 
 Item = TypeVar("Item")
 OnCopied = Callable[[Any, Any], None]
@@ -240,7 +241,10 @@ class Ring(Generic[Item]):
                         break
                     # At most depth - 1 others are filled and keep + 1 in use: of depth + keep + 1, one is free.
                     slot = free.popleft()
-                    slot.fill(arrays, self._on_copied)
+                    with traced("ring") as filling:
+                        slot.fill(arrays, self._on_copied)
+                        if filling and (place := getattr(host_item, "position", None)):
+                            filling.places = [place]
                     del arrays
                     host_item = self._staged(host_item)
                     filled.put((host_item, slot))

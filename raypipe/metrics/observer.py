@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raypipe.plan.places import Split
+    from raypipe.plan.places import MicroBatchId, Split
 
 
 class Observer:
@@ -37,7 +37,7 @@ class Observer:
     def failed(self) -> None:
         """The batch cannot be made, or the checkpoint cannot be saved: the wait is over."""
 
-    def handed_out(self, split: Split, amounts: Mapping[str, Any]) -> None:
+    def handed_out(self, position: MicroBatchId, amounts: Mapping[str, Any]) -> None:
         """The batch has been augmented, and the loop computes; `amounts` are images, and seconds of an actor."""
 
     def saving(self, cause: Callable[[], str]) -> None:

@@ -24,7 +24,7 @@ import torch
 from raypipe.metrics.observer import Observer
 
 if TYPE_CHECKING:
-    from raypipe.plan.places import Split
+    from raypipe.plan.places import MicroBatchId, Split
 
 
 def mark(device: torch.device) -> Any:
@@ -131,6 +131,16 @@ class StageTimes:
         return 0.0
 
 
+OnStage = Callable[[str, Any, Any, "MicroBatchId | None"], None]
+"""Is told of a stage of one micro-batch: its name, and its two marks."""
+
+
+def _not_traced(
+    stage: str, start: Any, end: Any, position: MicroBatchId | None
+) -> None:
+    pass
+
+
 class StageClock(Observer):
     """Sums over a run, by split. Marks on CUDA are read when the device has passed them, so the newest may be
     missing.
@@ -140,6 +150,7 @@ class StageClock(Observer):
 
     Attributes:
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
+        on_stage: called with each stage, its two marks, and its micro-batch, if it is one's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -151,10 +162,11 @@ class StageClock(Observer):
         }
         self._asked: Any = None  # the mark of the last request
         self._arrived: Any = None  # the mark of its batch
-        # the split of the batch that is computed, and the mark of its beginning
-        self._computing: tuple[Split, Any] | None = None
-        # The split whose compute a checkpoint interrupts.
-        self._suspended: Split | None = None
+        # the batch that is computed, and the mark of its beginning
+        self._computing: tuple[MicroBatchId, Any] | None = None
+        # The batch whose compute a checkpoint interrupts.
+        self._suspended: MicroBatchId | None = None
+        self.on_stage: OnStage = _not_traced
         self.begin()
 
     def begin(self) -> None:
@@ -162,9 +174,17 @@ class StageClock(Observer):
         self._created = time.perf_counter()
         self.first_batch_s = 0.0
 
-    def add(self, split: Split, stage: str, start: Any, end: Any) -> None:
+    def add(
+        self,
+        split: Split,
+        stage: str,
+        start: Any,
+        end: Any,
+        position: MicroBatchId | None = None,
+    ) -> None:
         """Count the time between two marks. May be called from any thread."""
         self._pending.append((split, stage, start, end))
+        self.on_stage(stage, start, end, position)
 
     def count(self, split: Split, **amounts: Any) -> None:
         """Add to sums, by their names."""
@@ -193,13 +213,17 @@ class StageClock(Observer):
             self.add(split, "wait", self._asked, self._arrived)
             self.count(split, micro_batches=1, drained=drained)
         else:  # the start of the run is reported apart
-            self.first_batch_s = time.perf_counter() - self._created
+            now = self._arrived
+            if not isinstance(now, float):
+                now = time.perf_counter()
+            self.first_batch_s = now - self._created
+            self.on_stage("first batch", self._created, now, None)
 
-    def handed_out(self, split: Split, amounts: Mapping[str, Any]) -> None:
-        self.count(split, **amounts)
+    def handed_out(self, position: MicroBatchId, amounts: Mapping[str, Any]) -> None:
+        self.count(position.split, **amounts)
         now = mark(self._device)
-        self.add(split, "augment", self._arrived, now)
-        self._computing = split, now
+        self.add(position.split, "augment", self._arrived, now)
+        self._computing = position, now
 
     def saving(self, cause: Callable[[], str]) -> None:
         self._suspended = self._computing[0] if self._computing else None
@@ -215,8 +239,8 @@ class StageClock(Observer):
         """The loop has launched the work of the last batch, and waits for something."""
         self._asked = mark(self._device)
         if self._computing:
-            split, since = self._computing
-            self.add(split, "compute", since, self._asked)
+            position, since = self._computing
+            self.add(position.split, "compute", since, self._asked, position)
             self._computing = None
 
 

@@ -29,11 +29,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypipe.config import PoolConfig
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
+from raypipe.metrics.tracer import count
 from raypipe.rayext.block_flow import BlockFlow, Deliveries
 from raypipe.rayext.data_context import CONTEXT_KEY, take_process
 from raypipe.rayext.patches import install
 from raypipe.rayext.pool import PoolKeeper
 from raypipe.rayext.processes import is_ray_worker, this_process
+from raypipe.rayext.trace_sender import send_trace
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class Settings:
         supervisor: handle of the stream's Supervisor.
         ranks: number of ranks that the rows are split over.
         actors: number of actors that the pool has from its first block on.
+        traces: whether the execution records events for a trace.
     """
 
     pool: PoolConfig
@@ -75,6 +78,7 @@ class Settings:
     run: str = ""
     log_format: LogFormat = "text"
     actors: int = 0
+    traces: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A process that receives the settings runs the execution or works for it.
@@ -228,6 +232,10 @@ class StreamAutoscaler:
         self._name = f"execution {uuid.uuid4().hex}"
         # A process that is not a Ray worker belongs to a user, who may stop it with Ctrl-Z.
         self._process = this_process("coordinator") if is_ray_worker() else None
+        self._trace = None
+        if settings.traces:
+            # a rank's process records already
+            self._trace = send_trace(settings.supervisor, this_process("coordinator"))
         self._taken = 0  # blocks that ranks have taken
         self._taken_at = time.monotonic() + _START_S
         self._answer: Any = None  # reference to the Supervisor's answer to a report
@@ -264,6 +272,18 @@ class StreamAutoscaler:
         actors = flow.pool.get_actor_info()
         num_in_flight = flow.pool.num_active_tasks() + waiting
         self._metrics.show(flow.finished, num_in_flight, waiting, actors)
+        count(
+            "blocks",
+            queued=flow.queued(),
+            working=flow.pool.num_active_tasks(),
+            finished=waiting,
+        )
+        count(
+            "actors",
+            running=actors.running,
+            pending=actors.pending,
+            restarting=actors.restarting,
+        )
         if flow.finished - waiting != self._taken:
             self._taken = flow.finished - waiting
             self._taken_at = now
@@ -292,6 +312,8 @@ class StreamAutoscaler:
     def on_executor_shutdown(self) -> None:
         """Record the final metrics, and report the end to the supervisor."""
         self._deliveries.drop()
+        if self._trace:
+            self._trace.stop()
         self._metrics.show(self._flow.finished)
         if ray.is_initialized():  # otherwise the call would start Ray again
             self._supervisor.process_left.remote(self._name)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import ray
 import torch
 
-from raypipe.config import AtLeast1, AugmentConfig
+from raypipe.config import AtLeast1, AugmentConfig, Seconds
 from raypipe.device.modules import PLAIN
+from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
@@ -24,9 +25,15 @@ from raypipe.plan.places import Cursor
 from raypipe.rayext.agreement import in_train_function
 from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
+from raypipe.storage.files import check_place
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.checkpoints import Checkpoint, cursor_of, find_start
 from raypipe.streaming.digest_log import DigestLog
+from raypipe.streaming.headspace import (
+    HeadspaceRecord,
+    MeasuringFolder,
+    ResidentStream,
+)
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
@@ -55,6 +62,9 @@ def loader(
     start_from: str | Path = "",
     lease: str = "",
     log_digest: bool = False,
+    trace: str | Path = "",
+    trace_s: float = 60.0,
+    headspace: bool = False,
 ) -> Loader:
     """Return this rank's loader. Call it once per rank, first in the train function, so the pool starts while
     you build the model.
@@ -85,6 +95,12 @@ def loader(
         lease: what `raypipe.lease(run_dir)` gave: no checkpoint is written once another process has the folder.
         log_digest: record a hash of each batch that is handed out, and a root for each epoch, in `digests/` of the
             run's folder, which all ranks share: `raypipe audit` compares them with batches that it makes again.
+        trace: file of Chrome trace events, which https://ui.perfetto.dev shows: a path or a URI. Rank 0 writes
+            there what the stream's processes do, from now to `trace_s` after the first batch. Empty = no trace.
+        trace_s: seconds.
+        headspace: train on a few micro-batches that stay on the device, at the places of the whole run: no loop
+            can be faster. The run begins at its start, its checkpoints are removed at the end, and its speed is
+            kept in `run_dir`, for the diagnosis at the end of a run from the stream.
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
@@ -105,6 +121,13 @@ def loader(
     at_least_0 = Annotated[int, Limits(0, MAX_INT)]
     check("raypipe.loader: prefetch_factor", prefetch_factor, AtLeast1)
     check("raypipe.loader: keep_batches", keep_batches, at_least_0)
+    trace_address: str = check("raypipe.loader: trace", trace, str)
+    check("raypipe.loader: trace_s", trace_s, Seconds)
+    check("raypipe.loader: headspace", headspace, bool)
+    if trace_address:
+        trace_address = as_uri(trace_address)
+        check_place(trace_address)
+        spec = replace(spec, traces=True)
     in_train = in_train_function()
     rank, world_size = _rank_and_world_size(in_train, spec.pool.engine)
     spec.plan.check_workers(world_size)
@@ -113,19 +136,31 @@ def loader(
     device = torch.device(device)
     checkpoints = None
     folder = None
-    if run_address:
-        checkpoints = RunCheckpoints(as_uri(run_address), lease)
-        folder = open_filesystem(checkpoints.run_uri)
-    elif in_train:
+    measuring = None
+    run_uri = as_uri(run_address) if run_address else ""
+    if headspace and run_uri:
+        measuring = MeasuringFolder(run_uri)
+        if rank == 0:
+            measuring.clear()
+        checkpoints = RunCheckpoints(measuring.uri)
+        folder = open_filesystem(measuring.uri)
+    elif run_uri:
+        checkpoints = RunCheckpoints(run_uri, lease)
+        folder = open_filesystem(run_uri)
+    elif in_train and not headspace:
         folder = _folder_of_train()
     digest_log = None
-    if log_digest:
+    if log_digest and not headspace:
         digest_log = DigestLog.of(spec, folder, rank, world_size, device)
-    start = _start_of(spec, cursor, start_address, checkpoints, rank, world_size)
+    start = None
+    if not headspace:
+        start = _start_of(spec, cursor, start_address, checkpoints, rank, world_size)
     if cursor is None:
         cursor = _place_of(start) if start else spec.plan.start()
     open_at: Callable[..., HostStream]
-    if spec.pool.engine == "inline":
+    if headspace:
+        open_at = ResidentStream(spec, rank, world_size, numbered(device)).open
+    elif spec.pool.engine == "inline":
         open_at = functools.partial(open_inline, spec, rank, world_size)
     else:
         from raypipe.streaming.ray_stream import RayStreams  # this imports ray.data
@@ -133,7 +168,7 @@ def loader(
         is_apart = device.type == "cuda"
         streams = RayStreams(spec, rank, world_size, in_train, max_actors, is_apart)
         open_at = streams.open
-    return Loader(
+    stream = Loader(
         spec,
         open_at,
         rank,
@@ -148,7 +183,16 @@ def loader(
         start=start,
         checkpoints=checkpoints,
         digest_log=digest_log,
+        trace=trace_address,
+        trace_s=trace_s,
     )
+    if measuring:
+        stream.metrics.run_log.obey(open_filesystem(run_uri))
+    if rank == 0 and (run_uri or headspace):
+        stream.metrics.headspace = HeadspaceRecord(run_uri, world_size, headspace)
+        if measuring:
+            stream.metrics.observers.append(measuring)
+    return stream
 
 
 def _start_of(

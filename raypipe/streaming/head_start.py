@@ -22,6 +22,7 @@ from itertools import islice
 from raypipe.cpus import num_cpus
 from raypipe.errors import RaypipeError
 from raypipe.metrics.prometheus import Recorder
+from raypipe.metrics.tracer import traced
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.maker import MicroBatchMaker
@@ -205,7 +206,7 @@ class HeadStart:
             for position in islice(self._places, self._most):
                 if not self._claim():
                     break
-                with process_kept(generators=False):
+                with traced("make", [position]), process_kept(generators=False):
                     batch, bad = maker.make(position)
                 maker.settle([batch], bad)
                 _count(metrics, position, bad)

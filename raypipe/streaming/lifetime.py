@@ -7,10 +7,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypipe.streaming.moves import Move
 from raypipe.transform.fields import MicroBatch
+
+if TYPE_CHECKING:
+    from raypipe.device.prefetcher import Batch
 
 EXHAUSTED = ""
 MOVED = "it goes on at another place"
@@ -39,6 +42,7 @@ class HostStream(NamedTuple):
         has_begun: whether the pool has its CPUs, as far as it needs them for a first batch.
         start_images: images that the source, or each of its actors, makes in the time that its start takes. A
             skip of fewer reads on; a longer one starts the source again, behind them.
+        resident: batches that are on the device already; None = `batches` are brought there.
     """
 
     batches: Iterator[MicroBatch]
@@ -53,6 +57,7 @@ class HostStream(NamedTuple):
     has_begun: Callable[[], bool] = lambda: True
     start_images: int = 0
     moves: Callable[[Move], bool] | None = None
+    resident: Iterator[Batch] | None = None
 
 
 class Lifetime:

@@ -69,7 +69,6 @@ from raypipe.streaming.stateful import (
     restore,
     states_of,
 )
-from raypipe.streaming.stop_file import stop_requested
 from raypipe.transform.columns import SampleColumns
 
 _logger = logging.getLogger(__name__)
@@ -126,6 +125,8 @@ class Loader(Unlike, instead=_INSTEAD):
         start: Checkpoint | Folder | None = None,
         checkpoints: RunCheckpoints | None = None,
         digest_log: DigestLog | None = None,
+        trace: str = "",
+        trace_s: float = 60.0,
     ) -> None:
         """
         Args:
@@ -135,7 +136,7 @@ class Loader(Unlike, instead=_INSTEAD):
             start: the checkpoint that `restore` loads until there is a newer one.
             checkpoints: those that `checkpoint` makes; None = nowhere.
             digest_log: this rank's record of hashes; None = none is written.
-            device, augment, dtype, prefetch_factor, keep_batches: see `raypipe.loader`.
+            device, augment, dtype, prefetch_factor, keep_batches, trace, trace_s: see `raypipe.loader`.
         """
         configure_logs(spec.log_format, run=spec.run, rank=rank)
         self.plan = spec.plan
@@ -166,6 +167,8 @@ class Loader(Unlike, instead=_INSTEAD):
         self._digest_log = digest_log
         if digest_log:
             self.metrics.observers.insert(0, digest_log)
+        if trace:
+            self.metrics.trace(trace, trace_s, spec.run, rank)
         self._stream = RankStream(
             spec.plan,
             rank,
@@ -176,8 +179,7 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         self._stream.lifetime.close_with(self)
         if folder:
-            run_log = self.metrics.run_log
-            run_log.stop_requested = functools.partial(stop_requested, folder)
+            self.metrics.run_log.obey(folder)
         self.notice = Notice(self.metrics.tell_notice)
         self.stopping = False
         self._agreement = Agreement(rank, world_size)
@@ -404,7 +406,7 @@ class Loader(Unlike, instead=_INSTEAD):
             "work_s": batch.work_s,
             "outage_s": batch.outage_s,
         }
-        self.metrics.tell("handed_out", position.split, amounts)
+        self.metrics.tell("handed_out", position, amounts)
         return batch
 
     def _is_at_end(self, batches: Batches) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
+from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
 from raypipe.storage.retries import outages_s, report_progress
@@ -123,7 +124,7 @@ class MicroBatchMaker:
 
     def batch(self, position: MicroBatchId) -> MicroBatch:
         """Make one micro-batch in a process shared with the user, and record its bad samples."""
-        with process_kept(self.draws_globally):
+        with traced("make", [position]), process_kept(self.draws_globally):
             # the first compares with the validation
             batch, bad = self.make(position)
         self.settle([batch], bad)
@@ -405,7 +406,8 @@ class MicroBatchMaker:
         """Read samples, and count the seconds."""
         started = time.perf_counter()
         outage_before_s = outages_s()
-        samples = self._read_samples(position, indices)
+        with traced("read", [position]):
+            samples = self._read_samples(position, indices)
         self._read_s += time.perf_counter() - started
         self._outage_s += outages_s() - outage_before_s
         return samples

@@ -21,6 +21,8 @@ from raypipe.metrics.utilization import Utilization, UtilizationSum
 from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.cluster_state import spilled_bytes
+from raypipe.streaming.headspace import HeadspaceRecord
+from raypipe.streaming.rank_trace import RankTrace
 from raypipe.streaming.run_log import RunLog
 
 _INTERVAL_S = 10.0
@@ -48,6 +50,7 @@ class LoaderMetrics:
         actors: transform actors that the pool has at most; 0 = trainers make the stream themselves.
         readers: number of readers at one time; 0 = the actors read the store.
         is_run: whether `raypipe train` trains, and no loop of the user's own.
+        headspace: what the loop does with data for nothing; None = this rank does not ask.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class LoaderMetrics:
         self.actors = 0
         self.readers = 0
         self.is_run = False
+        self.headspace: HeadspaceRecord | None = None
         self._plan = plan
         self._saved_at = time.perf_counter()
         self._device = device
@@ -85,6 +89,12 @@ class LoaderMetrics:
         self._pass: tuple[int, Split] | None = None
         self._ended_split: bool | None = None
         self.begin_interval()
+
+    def trace(self, address: str, seconds: float, run: str, rank: int) -> None:
+        """Trace the stream from now on, see `RankTrace`."""
+        trace = RankTrace(address, seconds, rank, self._device, run)
+        self.observers.append(trace)
+        self.clock.on_stage = trace.on_stage
 
     def tell(self, event: str, *values: Any) -> None:
         """Tell all observers of an event, by the name of its method."""
@@ -291,7 +301,11 @@ class LoaderMetrics:
             gpu_utilization=used,
         )
         remembered = _remembered(times, self.times("val"))
-        text = " ".join([*diagnose(times, situation), *_in_words(remembered)])
+        sentences = [*diagnose(times, situation), *_in_words(remembered)]
+        if self.headspace and times.step_s:
+            images_per_s = times.images * self._world_size / times.step_s
+            sentences.append(self.headspace.told(images_per_s))
+        text = " ".join(filter(None, sentences))
         is_last = epoch + 1 == self._plan.config.epochs
         values = {**asdict(times), **_utilized(used), "text": text}
         values |= {f"{name}_share": share for name, share in remembered.items()}

@@ -99,7 +99,7 @@ class RankStream:
         self.supervisor = None
         self._metrics.actors = host.actors
         self._metrics.readers = host.readers
-        batches = self._on_device(host)
+        batches = host.resident or self._on_device(host)
         self._batches = batches
         watchdogs = list[SupervisorWatchdog]()
         ends = ExitStack()

@@ -90,6 +90,7 @@ class Recall:
         contents: their keys.
         cache: where micro-batches are kept.
         splits: splits whose micro-batches come back for sure.
+        num_repeats: micro-batches of a step of the training that have one content, see `plan.aug_repeats`.
     """
 
     def __init__(
@@ -98,17 +99,23 @@ class Recall:
         contents: Contents,
         cache: BatchCache,
         splits: frozenset[Split],
+        num_repeats: int = 1,
     ) -> None:
         self._make = make
         self._contents = contents
         self._cache = cache
-        self._splits = splits
+        self.splits = splits
+        self.num_repeats = num_repeats
         self.is_shared = False
         self._seconds_each = _TURN_S  # for the micro-batches made last
 
     def wants(self, block: Sequence[MicroBatchId]) -> bool:
         """Return whether a block's micro-batches may be remembered."""
-        return self.is_shared or block[0].split in self._splits
+        is_repeated = self.num_repeats > 1 and block[0].split == "train"
+        return is_repeated or self._needs_memory(block)
+
+    def _needs_memory(self, block: Sequence[MicroBatchId]) -> bool:
+        return self.is_shared or block[0].split in self.splits
 
     def block(
         self,
@@ -119,15 +126,73 @@ class Recall:
     ) -> Made:
         """Make the micro-batches of a block, see `MicroBatchMaker.block`, as far as they are not remembered."""
         keys = self._contents.keys(block)
-        comes_back = block[0].split in self._splits
+        numbers = {key: number for number, key in reversed(list(enumerate(keys)))}
+        if len(numbers) == len(block):
+            return self._block(block, keys, reads, read_s, outage_s)
+        first = sorted(numbers.values())
+        share = len(first) / len(block)
+        unique_block = [block[number] for number in first]
+        unique_reads = [reads[number] for number in first] if reads else None
+        times = read_s * share, outage_s * share
+        if self._needs_memory(block) or len(keys) < len(first) * self.num_repeats:
+            unique_keys = [keys[number] for number in first]
+            made = self._block(unique_block, unique_keys, unique_reads, *times)
+        else:
+            made = self._make(unique_block, unique_reads, *times)
+        return self._with_repeats(block, keys, reads, made)
+
+    def _with_repeats(
+        self,
+        block: Sequence[MicroBatchId],
+        keys: Sequence[bytes],
+        reads: Sequence[Samples] | None,
+        made: Made,
+    ) -> Made:
+        """Repeat micro-batches of one key at their places in a block; each place has its own substitutes."""
+        batches, bad, _ = made
+        bad = list(bad)
+        by_place = {batch.position: batch for batch in batches}
+        by_key = {
+            key: by_place[position]
+            for key, position in zip(keys, block, strict=True)
+            if position in by_place
+        }
+        for number, (key, position) in enumerate(zip(keys, block, strict=True)):
+            if position in by_place:
+                continue
+            first = by_key[key]
+            if first.num_bad:
+                reads_here = [reads[number]] if reads else None
+                (by_place[position],), bad_here, _ = self._make([position], reads_here)
+            else:
+                by_place[position], bad_here = Stored.of(first, []).at(
+                    position, 0.0, 0.0
+                )
+            bad += bad_here
+        return [by_place[position] for position in block], bad, {}
+
+    def _block(
+        self,
+        block: Sequence[MicroBatchId],
+        keys: Sequence[bytes],
+        reads: Sequence[Samples] | None,
+        read_s: float,
+        outage_s: float,
+    ) -> Made:
+        """Make the micro-batches of a block, whose keys differ, as far as they are not remembered."""
+        comes_back = block[0].split in self.splits
         parts = _BlockParts(block, read_s / len(block) if reads else 0.0)
         missing = list(range(len(block)))
         bad = list[BadSample]()
-        asked_at = time.monotonic()
+        asked_at = started = time.monotonic()
         while missing:
             most = self._most_at_once() if self.is_shared else len(block)
             waited = [keys[number] for number in missing]
             stored, to_make = self._cache.find(waited, most, comes_back)
+            if len(stored) == len(block):
+                of_block = [stored[key] for key in keys]
+                work_s = time.monotonic() - started
+                return _as_stored(block, of_block, read_s if reads else 0.0, work_s)
             bad += parts.add_stored(
                 {
                     number: stored[keys[number]]
@@ -193,7 +258,24 @@ class Recall:
                 dropped.append(key)
             else:
                 finished[key] = Stored.of(batch, bad)
-        self._cache.keep(finished, dropped, split in self._splits)
+        self._cache.keep(finished, dropped, split in self.splits)
+
+
+def _as_stored(
+    block: Sequence[MicroBatchId],
+    all_stored: Sequence[Stored],
+    read_s: float,
+    work_s: float,
+) -> Made:
+    """Return the micro-batches of a block, all of them remembered, without a copy."""
+    batches = list[MicroBatch]()
+    bad = list[BadSample]()
+    for position, stored in zip(block, all_stored, strict=True):
+        num = len(block)
+        batch, bad_here = stored.at(position, read_s / num, work_s / num)
+        batches.append(batch)
+        bad += bad_here
+    return batches, bad, {}
 
 
 class _BlockParts:
@@ -430,11 +512,13 @@ def recall_of(
         content = f"{training.digest.hex()}-{order}"
         alike = Alike(content, stream)
     cluster = ClusterMemory(stream, num_bytes, content)
-    recall = Recall(make, contents, cluster, splits)
-    if splits or alike:
+    num_repeats = _num_repeats(spec, contents)
+    recall = Recall(make, contents, cluster, splits, num_repeats)
+    needs_memory = bool(splits) or num_repeats > 1
+    if needs_memory or alike:
         threading.Thread(
             target=_keep_up,
-            args=(recall, cluster, alike, bool(splits)),
+            args=(recall, cluster, alike, needs_memory),
             name="raypipe-memory",
             daemon=True,
         ).start()
@@ -450,18 +534,26 @@ def _on_disk(
         for split in _coming_back(spec, contents, least=1)
         if contents.of_split(split).is_public
     )
-    if not splits:
+    num_repeats = _num_repeats(spec, contents)
+    if not splits and num_repeats == 1:
         return None
     try:
         files = RememberedFiles(num_bytes)
     except OSError as error:
         logger.warning("nothing is remembered on disk: %s", error)
         return None
-    return Recall(make, contents, files, splits)
+    return Recall(make, contents, files, splits, num_repeats)
+
+
+def _num_repeats(spec: StreamSpec, contents: Contents) -> int:
+    """Return how many micro-batches of a training step have one content: repeats without a random step."""
+    num_repeats = spec.plan.config.aug_repeats
+    is_repeated = num_repeats > 1 and contents.of_split("train").is_fixed
+    return num_repeats if is_repeated else 1
 
 
 def _keep_up(
-    recall: Recall, cluster: ClusterMemory, alike: Alike | None, comes_back: bool
+    recall: Recall, cluster: ClusterMemory, alike: Alike | None, needs_memory: bool
 ) -> None:
     checked_in_at = -CHECK_IN_S
     while True:
@@ -469,7 +561,7 @@ def _keep_up(
             is_shared = alike is not None and alike.look()
             is_due = time.monotonic() - checked_in_at >= CHECK_IN_S
             if (is_shared and not recall.is_shared) or (
-                is_due and (is_shared or comes_back)
+                is_due and (is_shared or needs_memory)
             ):
                 cluster.check_in()
                 checked_in_at = time.monotonic()

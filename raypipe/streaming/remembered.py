@@ -40,6 +40,8 @@ _CLAIM_S = 30.0
 _KEPT_FOR = 6  # looks for a memory that is missing
 # A node whose actors have been gone for so long gets its memory back, and can be taken away.
 _NODE_LEFT_S = 60.0
+# A run that was killed gets its memory back if the same command starts within this time.
+_RESUMED_S = 60.0
 # A part of the room is for streams that are behind: there, micro-batches that one of those alike has not yet taken
 # stay for so long. The rest is for those that are at about the same place.
 _HELD_SHARE = 0.5
@@ -131,6 +133,7 @@ class Ledger:
         self._claims: dict[bytes, _Claim] = {}
         self._users: dict[str, tuple[User, float]] = {}  # name → last sign of life
         self._left: set[str] = set()  # streams
+        self._broken_off: dict[str, float] = {}  # stream → when its last user was gone
         self._rooms: dict[str, int] = {}  # node → its limit in bytes
         self._used: dict[str, int] = {}
         self._seen: dict[str, float] = {}  # node → last sign of life of a user there
@@ -152,6 +155,7 @@ class Ledger:
                 if old.actor == user.actor:
                     self._remove(old)
         self._users[user.name] = user, now
+        self._broken_off.pop(user.stream, None)
         self._seen[user.node] = now
         self._rooms[user.node] = room
         if is_full:
@@ -273,12 +277,13 @@ class Ledger:
                 self._remove(user)
 
     def leave(self, stream: str) -> bool:
-        """Remove the users of a stream that has ended; return whether others are there."""
+        """Remove the users of a stream that has ended; return whether others need the memory."""
         self._left.add(stream)
         for user, _ in list(self._users.values()):
             if user.stream == stream:
                 self._remove(user)
-        return bool(self._users)
+        self._broken_off.pop(stream, None)
+        return self.is_needed
 
     def expire(self) -> list[str]:
         """Remove users without a sign of life, and return the nodes that have none any more."""
@@ -296,9 +301,10 @@ class Ledger:
         return empty
 
     @property
-    def num_users(self) -> int:
-        """Processes that use it."""
-        return len(self._users)
+    def is_needed(self) -> bool:
+        """Whether streams use it, or one was broken off, and may be resumed."""
+        last = max(self._broken_off.values(), default=-_RESUMED_S)
+        return bool(self._users) or self._clock() - last < _RESUMED_S
 
     @property
     def nodes(self) -> list[str]:
@@ -312,6 +318,8 @@ class Ledger:
 
     def _remove(self, user: User) -> None:
         self._users.pop(user.name, None)
+        if not any(other.stream == user.stream for other, _ in self._users.values()):
+            self._broken_off[user.stream] = self._clock()
         held = [
             key for key, claim in self._claims.items() if claim.user.name == user.name
         ]
@@ -340,7 +348,7 @@ class Ledger:
             self._forget(number)
 
     def _value(self, group: _Group, alike: dict[str, set[str]]) -> int:
-        if group.comes_back:
+        if group.comes_back and group.taken - self._left:
             return _COMES_BACK
         training = group.user.training
         if not training or alike.get(training, set()) <= group.taken:
@@ -446,7 +454,7 @@ class ClusterLedger:
             await asyncio.sleep(CHECK_IN_S)
             for node in self._ledger.expire():
                 _kill(_keeper_name(node))
-            if not self._ledger.num_users:
+            if not self._ledger.is_needed:
                 self._end()
 
     def _end(self) -> None:

@@ -10,6 +10,8 @@ from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), 
                   `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives for it:
 
                       array    (1, k, B, …)
+                      apart    NAME:0 to NAME:k-1, each (1, B, …), such as images that come from k places: Ray
+                               copies them once into the object store, and they are not put together before
                       flat     (1, n), all end to end, of other shapes in other micro-batches, such as images of
                                buckets; NAME:shapes int64 (1, k, d) has them
                       KIND     (1, n), all end to end, of a `Ragged` of that kind; NAME:offsets int64 (1, k, B + 1)
@@ -26,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from raypipe.metrics.tracer import traced
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.rayext.iteration import rows
 from raypipe.stores.arrow_columns import image_taker
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
 
 _SPLITS: tuple[Split, ...] = ("train", "val")
 _FLAT = "flat"
+_APART = "apart"
+# Bytes of a micro-batch's array. A column costs Ray as much CPU time as to copy some 100 KB.
+_LEAST_APART = 1 << 20
 _NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
 _SHAPES = ":shapes"
 _OFFSETS = ":offsets"
@@ -166,6 +172,8 @@ def _joined(
             name: np.concatenate([value.values for value in parts]),
             name + _OFFSETS: offsets,
         }
+    if min(value.nbytes for value in parts) >= _LEAST_APART:
+        return _APART, {f"{name}:{number}": part for number, part in enumerate(parts)}
     if len({value.shape for value in parts}) == 1:
         return "array", {name: np.stack(parts)}
     flat = np.concatenate([value.reshape(-1) for value in parts])
@@ -197,6 +205,8 @@ def _parts(
     name: str, form: Any, columns: Mapping[str, np.ndarray]
 ) -> Sequence[np.ndarray | Ragged] | np.ndarray:
     """A field of each micro-batch."""
+    if form == _APART:
+        return [columns[f"{name}:{number}"] for number in range(len(columns["step"]))]
     values = columns[name]
     if form == "array":
         return values
@@ -231,6 +241,19 @@ def host_batches(iterator: DataIterator) -> Generator[MicroBatch, None, None]:
 def host_blocks(iterator: DataIterator) -> Generator[Iterator[MicroBatch], None, None]:
     """Like `rows`, block by block: take all of a block's micro-batches before the next block."""
     with closing(rows(iterator)) as row_iterator:
-        for row in row_iterator:
+        while True:
+            with traced("split") as arrival:
+                row = next(row_iterator, None)
+                if arrival and row is not None:
+                    arrival.places = _places_of(row)
+            if row is None:
+                return
             yield batches_of(row)
             del row
+
+
+def _places_of(row: Mapping[str, Any]) -> Block:
+    """The places of a finished row."""
+    (step,) = row["step"].tolist()
+    (micro,) = row["micro"].tolist()
+    return _places(row["split"][0], row["epoch"][0], step, micro)

@@ -11,6 +11,7 @@ the end of an epoch           a record of where the time went; of the last one a
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -98,6 +99,7 @@ class RunLog(Observer):
         self._world_size = world_size
         self._is_first = rank == 0
         self._folder = folder if rank == 0 else None
+        self._stop_folder: Folder | None = None
         self.log: RecordWriter | None = None
         self._is_local = folder is not None and isinstance(
             folder[0], pyarrow.fs.LocalFileSystem
@@ -118,6 +120,11 @@ class RunLog(Observer):
         self.keeps_stop = False
         self._supervisor = None
         self._num_events = 0
+
+    def obey(self, folder: Folder) -> None:
+        """Look for requests to stop in a run's folder."""
+        self.stop_requested = functools.partial(stop_requested, folder)
+        self._stop_folder = folder if self._is_first else None
 
     def begin(
         self,
@@ -248,11 +255,11 @@ class RunLog(Observer):
         self._change_request(answer_stop)
 
     def _change_request(self, change: Callable[[Folder], None]) -> None:
-        if self._folder and self.stops:
+        if self._stop_folder and self.stops:
             # if the disk is full, the checkpoint raises
             with contextlib.suppress(pa.ArrowException, OSError, RaypipeError):
-                if stop_requested(self._folder):
-                    change(self._folder)
+                if stop_requested(self._stop_folder):
+                    change(self._stop_folder)
 
     def _look(self, now: float) -> None:
         """Tell of a long wait, and write where the loop stands, if due."""

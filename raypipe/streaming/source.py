@@ -10,10 +10,11 @@ store themselves.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +27,14 @@ from ray.data.datasource import ReadTask
 
 from raypipe.errors import ResourceError
 from raypipe.metrics.prometheus import Recorder
+from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.processes import this_process
+from raypipe.rayext.trace_sender import sending_trace
 from raypipe.storage.retries import outages_s
 from raypipe.stores.base import Store, name_of
-from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
+from raypipe.streaming.blocks import MAX_BYTES, Block, cut, most, tasks
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.transform.samples import Samples, Wanted, read_samples
 
@@ -47,9 +50,11 @@ class MicroBatchSource(Datasource):
         ranks: number of ranks that get the rows in turn.
         block: micro-batches in a block; 0 = as many as the supervisor finds, within these limits:
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
+        max_bytes_remembered: bytes of a block of a split that is remembered.
         wanted: what readers read of samples.
         run: name of the run, for metrics.
         head_start: whether the ranks make the first micro-batches themselves. The supervisor knows how many.
+        traces: whether readers record events for a trace.
     """
 
     def __init__(
@@ -64,8 +69,10 @@ class MicroBatchSource(Datasource):
         block: int = 1,
         largest: int = 0,
         max_bytes: int = MAX_BYTES,
+        max_bytes_remembered: int = MAX_BYTES,
         run: str = "",
         head_start: bool = False,
+        traces: bool = False,
     ) -> None:
         super().__init__()
         # Each task has the plan. What only names places needs no lists of samples.
@@ -77,9 +84,10 @@ class MicroBatchSource(Datasource):
         self._ranks = ranks
         self._block = block
         self._largest = largest
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes, max_bytes_remembered
         self._run = run
         self._head_start = head_start
+        self._traces = traces
         self._tasks = tasks(plan.num_micro_batches(cursor), ranks)
 
     @property
@@ -133,24 +141,41 @@ class MicroBatchSource(Datasource):
             if not self._block and not is_first_task:
                 room = min(most(count, self._ranks), self._largest or count)
                 sizes = ray.get(
-                    self._supervisor.sizes.remote(task, room, self._max_bytes)
+                    self._supervisor.sizes.remote(task, room, *self._max_bytes)
                 )
             careful = bool(self._readers) and ray.get(begun)
-        metrics = Recorder(self._run)
-        for block in cut(itertools.chain([position], places), self._ranks, sizes):
-            reads = None
-            begun_s = time.perf_counter()
-            outage_s = outages_s()
-            if block[0].split in self._readers:
-                reads = [
-                    self._read(position, task if careful else "") for position in block
-                ]
-                metrics.add_storage("reader")
-            yield SourceRow(
-                block, reads, time.perf_counter() - begun_s, outages_s() - outage_s
-            ).packed()
+        with self._traced():
+            every_place = itertools.chain([position], places)
+            blocks = cut(every_place, self._ranks, sizes)
+            yield from self._blocks(blocks, task, careful)
         if task:
             self._supervisor.reader_finished.remote(task)
+
+    def _blocks(
+        self, blocks: Iterable[Block], task: str, careful: bool
+    ) -> Iterator[pa.Table]:
+        """Yield the rows of blocks."""
+        metrics = Recorder(self._run)
+        for block in blocks:
+            with traced("row", block):
+                reads = None
+                begun_s = time.perf_counter()
+                outage_s = outages_s()
+                if block[0].split in self._readers:
+                    reads = [
+                        self._read(position, task if careful else "")
+                        for position in block
+                    ]
+                    metrics.add_storage("reader")
+                read_s = time.perf_counter() - begun_s
+                row = SourceRow(block, reads, read_s, outages_s() - outage_s).packed()
+            yield row
+
+    def _traced(self) -> contextlib.AbstractContextManager[None]:
+        """Record this task's events, if the stream is traced."""
+        if self._traces and self._supervisor:
+            return sending_trace(self._supervisor, this_process("reader"))
+        return contextlib.nullcontext()
 
     def _num_made(self) -> int:
         """Wait for the first actor; then return how many micro-batches the ranks make, see `head_start`."""

@@ -39,14 +39,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import ray
 
 from raypipe.logs import LogFormat, configure_logs
+from raypipe.metrics.chrome_trace import Chunk
 from raypipe.metrics.prometheus import Recorder
+from raypipe.metrics.tracer import clock, happened
 from raypipe.plan.places import Split
 from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.kv_store import Memory, forget
 from raypipe.rayext.processes import Process, on_this_node, this_process
+from raypipe.rayext.trace_sender import StreamTrace, TraceAnswer
 from raypipe.rayext.watchdog import StreamWatchdog
 from raypipe.streaming.alike import withdraw_stream
-from raypipe.streaming.blocks import fitting
+from raypipe.streaming.blocks import REMEMBERED_FACTOR, fitting
 from raypipe.streaming.moves import Answer, Move, Moves
 from raypipe.streaming.remembered import leave_memory
 from raypipe.streaming.takeover import Takeover
@@ -72,11 +75,13 @@ _REMEMBERED = (
     "_reading",
     "_deaths_reading",
     "_sizes",
+    "_remembered_splits",
     "_left",
     "_moves",
     "_given",
     "_takeover",
     "_shared",
+    "_is_traced",
 )
 _EVENTS_REMEMBERED = 200
 _LOOK = "look for `out of memory` or a crash in the logs of Ray's workers (`ray logs`)"
@@ -146,6 +151,7 @@ class Supervisor:
         self._doing: dict[
             str, tuple[str, ...]
         ] = {}  # actor → the micro-batches of its block
+        self._began_ns: dict[str, int] = {}  # actor → the begin of that block
         self._samples: dict[
             str, tuple[str, int]
         ] = {}  # actor → micro-batch and index, while it is careful
@@ -168,6 +174,7 @@ class Supervisor:
         self._sizes: dict[
             str, dict[Split, int]
         ] = {}  # task of a reader → k of each split
+        self._remembered_splits: set[Split] = set()
         self._left: set[int] = set()  # ranks
         self._moves: Moves | None = None
         self._given = 0.0  # CPUs left to other streams
@@ -184,6 +191,8 @@ class Supervisor:
         ] = {}  # rank → since when it has waited for a batch
         self._probes: dict[tuple[str, Any], Probe] = {}
         self._watch = StreamWatchdog(self.note, self._work_of)
+        self._trace = StreamTrace()
+        self._is_traced = False
         self._process = this_process("supervisor") if watches else None
         self._memory = memory or (Memory() if watches else None)
         if self._memory and self._memory.lived_before:
@@ -196,6 +205,8 @@ class Supervisor:
             vars(self).update({name: state[name] for name in _REMEMBERED})
             self._first_event, self._events = state["events"]
             self._watch.restore(state["watched"])
+            if self._is_traced:
+                self._trace.begin()
         self.note(
             "the stream's supervisor died, and was restarted", "supervisor_restarted"
         )
@@ -280,6 +291,8 @@ class Supervisor:
             history = self._histories.setdefault(block, _History())
             history.deaths += 1
             history.all_deaths += 1
+            if died := self._watch.process_of(actor):
+                self._trace.add_lost(died, self._began_ns.get(actor, 0), block)
             if sample is not None:
                 position, index = sample
                 work = f"in {position}, at its sample {index}"
@@ -300,6 +313,7 @@ class Supervisor:
         """An actor begins a block of these micro-batches, in this process."""
         self._watches(actor, process)
         self._doing[actor] = block = tuple(micro_batches)
+        self._began_ns[actor] = clock()
         self._samples.pop(actor, None)
         history = self._histories.get(block)
         bad = tuple(sorted(self._bad[_split(block[0])]))
@@ -356,25 +370,38 @@ class Supervisor:
         self._seconds[split].append(seconds)
         self._num_bytes[split].append(num_bytes)
 
-    def sizes(self, task: str, max_size: int, max_bytes: int) -> dict[Split, int]:
+    def split_remembered(self, split: Split) -> None:
+        """Record that micro-batches of a split are remembered, so that later epochs need not make them."""
+        self._remembered_splits.add(split)
+        self._remember()
+
+    def sizes(
+        self, task: str, max_size: int, max_bytes: int, max_bytes_remembered: int
+    ) -> dict[Split, int]:
         """Return the micro-batches per block of a reader's task, by split.
 
         Args:
             max_size: limit from its share.
             max_bytes: most bytes of a block.
+            max_bytes_remembered: most bytes of a block of a split that is remembered.
         """
         if task not in self._sizes:
             splits: tuple[Split, ...] = ("train", "val")
-            fit = {
-                split: fitting(self._seconds[split], self._num_bytes[split], max_bytes)
-                for split in splits
-            }
             self._sizes[task] = {
-                split: min(max_size, size) for split, size in fit.items()
+                split: min(max_size, self._size(split, max_bytes, max_bytes_remembered))
+                for split in splits
             }
             self._remember()
             logger.debug("%s micro-batches in a block from now on", self._sizes[task])
         return self._sizes[task]
+
+    def _size(self, split: Split, max_bytes: int, max_bytes_remembered: int) -> int:
+        num_bytes = self._num_bytes[split]
+        size = fitting(self._seconds[split], num_bytes, max_bytes)
+        if num_bytes and split in self._remembered_splits:
+            most = max(size, max_bytes_remembered // max(1, *num_bytes))
+            size = min(size * REMEMBERED_FACTOR, most)
+        return size
 
     def announce_read(self, task: str, reading: str) -> str:
         """A reader is about to read something: a row group, for a micro-batch; returns why it must not, or ""."""
@@ -459,6 +486,7 @@ class Supervisor:
     def note(self, event: str, kind: str = "other") -> None:
         """Record a fault, or that it was recovered from, for the log and the metrics."""
         logger.warning("%s", event, extra={"values": {"fault": kind}})
+        happened("fault", event)
         self._metrics.add({"stream_faults_total": 1}, kind=kind)
         self._record("fault", event)
 
@@ -474,7 +502,25 @@ class Supervisor:
     def pool_scaled(self, event: str) -> None:
         """Record a decision on the pool's size."""
         logger.info("%s", event)
+        happened("size of the pool", event)
         self._record("scale", event)
+
+    def traced(self, chunk: Chunk) -> TraceAnswer:
+        """Take a process's events for the trace."""
+        self._trace.add(chunk)
+        if not self._is_traced:
+            self._is_traced = True
+            self._remember()
+        node = self._process.node if self._process else ""
+        return TraceAnswer(clock(), node, self._trace.goes_on)
+
+    def take_trace(self) -> list[Chunk]:
+        """Remove the trace's events so far, for rank 0, which writes them."""
+        return self._trace.take(self._process)
+
+    def end_trace(self) -> None:
+        """Tell all processes, as they send their next events, that no more are wanted."""
+        self._trace.end()
 
     def _record(self, kind: str, event: str) -> None:
         if len(self._events) < _MAX_EVENTS:

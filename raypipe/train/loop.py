@@ -20,6 +20,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError
 from raypipe.streaming.epochs import Batches
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.rank_trace import TRACE_FILE
 from raypipe.train.learning import Learner, amp_dtype
 from raypipe.train.models import build_metric, build_schedule
 from raypipe.train.validation import Validation
@@ -92,6 +93,10 @@ class Trainer:
     def _open_loader(self, spec: StreamSpec, max_actors: int, lease: str) -> Loader:
         """Start the stream where the run begins; the loop records its training itself."""
         run = self.run
+        trace: dict[str, Any] = {}
+        if run.train.trace_s:
+            file = f"{self.run_uri.rstrip('/')}/{TRACE_FILE}"
+            trace = {"trace": file, "trace_s": run.train.trace_s}
         stream = loader(
             spec,
             max_actors=max_actors or None,
@@ -102,6 +107,8 @@ class Trainer:
             start_from=run.train.start_from,
             lease=lease,
             log_digest=run.train.log_digest,
+            headspace=run.train.headspace,
+            **trace,
         )
         stream.model_name = run.train.model
         stream.metrics.interval_s = math.inf

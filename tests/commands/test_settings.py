@@ -218,3 +218,20 @@ def test_no_process_of_a_command_imports_what_lies_in_a_downloaded_folder(
     )
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
     assert done.returncode == 0, done.stderr
+
+
+def test_the_folder_of_a_run_stands_for_its_settings(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run", plan={"epochs": 7}, store={"train": "train.lmdb"}, name="run"
+    )
+    found = parse(str(run), "--plan.seed", "3")
+    assert found.store.train == "train.lmdb" and found.resume == ""
+    assert (found.plan.epochs, found.plan.seed) == (7, 3)
+    # a folder of images, or a data set with a configuration of another program, is a store
+    for name in ("images", "foreign"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "foreign":
+            (folder / "config.yaml").write_text("plan: {epochs: 9}\n")
+        assert parse(str(folder)).store.train == str(folder)
+        assert parse(str(folder)).plan.epochs != 9

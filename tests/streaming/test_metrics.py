@@ -14,7 +14,7 @@ from without_ray import every_batch
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.metrics.observer import Observer
-from raypipe.plan.places import Split
+from raypipe.plan.places import MicroBatchId, Split
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.loader import Loader
 
@@ -45,7 +45,7 @@ class Notes(Observer):
     def arrived(self, split: Split) -> None:
         self.events.append("arrived")
 
-    def handed_out(self, split: Split, amounts: Mapping[str, Any]) -> None:
+    def handed_out(self, position: MicroBatchId, amounts: Mapping[str, Any]) -> None:
         self.events.append(f"{amounts['images']} images")
 
     def saving(self, cause: Callable[[], str]) -> None:

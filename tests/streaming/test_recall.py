@@ -16,7 +16,7 @@ from raypipe.streaming.content import Contents
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.recall import Recall, _BlockParts
+from raypipe.streaming.recall import Recall, _BlockParts, _num_repeats
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stored import Stored
@@ -199,3 +199,54 @@ def test_a_stream_that_shares_nothing_is_asked_for_no_key() -> None:
     assert not recalled.wants(block_of("train", 0))
     recalled.is_shared = True
     assert recalled.wants(block_of("train", 0))
+
+
+def repeated(bad: tuple[int, ...] = (), train: str = "center") -> tuple[Any, Any]:
+    """Recall of a stream with two repeats of each sample in a step of four micro-batches, and its spec."""
+    spec = spec_of(bad, train=train, max_bad_fraction=0.5 if bad else 0)
+    config = replace(spec.plan.config, aug_repeats=2, global_batch_size=16)
+    store = spec.stores["train"]
+    spec = open_stream(store, store, plan=config, transform=spec.transform)
+    shelf = Shelf()
+    recalled = recall(spec, shelf)
+    recalled.num_repeats = _num_repeats(spec, recalled._contents)
+    return recalled, spec
+
+
+@pytest.mark.parametrize("micros", [[0, 1, 2, 3], [0, 2], [1], [1, 2, 3], [1, 3]])
+@pytest.mark.parametrize("bad", [(), (5, 6)])
+def test_repeats_that_nothing_tells_apart_are_made_once(
+    micros: list[int], bad: tuple[int, ...]
+) -> None:
+    recalled, spec = repeated(bad)
+    assert recalled.num_repeats == 2
+    steps = [
+        [MicroBatchId("train", 1, step, micro) for micro in micros] for step in (0, 1)
+    ]
+    seen = 0
+    for block in steps:
+        assert recalled.wants(block)
+        digests, num, samples = by_row(recalled, block)
+        found, expected_samples = expected(spec, block)
+        assert digests == found
+        assert sorted(samples, key=str) == sorted(expected_samples, key=str)
+        seen += num
+    if not bad:
+        pairs = len({micro // 2 for micro in micros})
+        assert seen == 2 * (len(micros) - pairs)
+        # what has no repeat in its block is kept for the block that has
+        is_whole = len(micros) == 2 * pairs
+        assert len(recalled._cache.kept) == (0 if is_whole else 2 * pairs)
+        other = [[replace_micro(at, at.micro ^ 1) for at in block] for block in steps]
+        more = sum(by_row(recalled, block)[1] for block in other)
+        assert more == (2 * (len(micros) - pairs) if is_whole else 2 * len(micros))
+
+
+def replace_micro(at: MicroBatchId, micro: int) -> MicroBatchId:
+    return MicroBatchId(at.split, at.epoch, at.step, micro)
+
+
+def test_repeats_of_a_random_transform_are_made_each() -> None:
+    recalled, _ = repeated(train="light")
+    assert recalled.num_repeats == 1
+    assert not recalled.wants([MicroBatchId("train", 0, 0, 0)])

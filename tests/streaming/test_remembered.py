@@ -226,19 +226,56 @@ def test_the_last_stream_to_leave_is_known_and_comes_not_back(
     )
     assert cluster.ledger.leave("s")
     cluster.ledger.check_in(first, ROOM)  # its actor has not ended yet
-    assert cluster.ledger.num_users == 1
     assert not cluster.ledger.leave("t")
-    assert cluster.ledger.num_users == 0
+    assert not cluster.ledger.is_needed
     assert second.stream == "t"
 
 
-def test_a_killed_stream_is_gone_when_it_is_silent(cluster: Cluster) -> None:
-    cluster.user("killed")
-    cluster.now += 19
-    assert cluster.ledger.expire() == [] and cluster.ledger.num_users == 1
-    cluster.now += 1
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_killed_stream_finds_all_when_it_is_resumed(
+    cluster: Cluster, is_silent: bool
+) -> None:
+    killed = cluster.user("killed", stream="s")
+    assert cluster.put(killed, A, comes_back=True)
+    if is_silent:
+        cluster.now += 19
+        assert cluster.ledger.expire() == []
+        cluster.now += 1
+        assert cluster.ledger.expire() == []
+    else:
+        cluster.ledger.die(["killed"])
+    cluster.now += 39  # as long as the objects of a node without users stay
+    assert cluster.ledger.is_needed
+    resumed = cluster.user("resumed", stream="t")
+    assert cluster.has(resumed, A)
+    cluster.now += 60
+    cluster.ledger.check_in(resumed, ROOM)
+    assert not cluster.ledger.leave("t")
+
+
+def test_a_killed_stream_is_gone_when_nobody_resumes_it(cluster: Cluster) -> None:
+    cluster.user("killed", stream="s")
+    cluster.now += 20
     cluster.ledger.expire()
-    assert cluster.ledger.num_users == 0
+    other = cluster.user("other", stream="t")
+    assert cluster.ledger.leave("t")  # it may be resumed yet
+    cluster.ledger.check_in(other, ROOM)  # its actor has not ended yet
+    cluster.now += 60
+    assert not cluster.ledger.is_needed
+
+
+def test_a_restarted_actor_is_of_the_same_stream(cluster: Cluster) -> None:
+    cluster.user("first", actor="a", stream="s")
+    cluster.user("second", actor="a", stream="s")
+    assert not cluster.ledger.leave("s")
+
+
+def test_a_validation_that_only_ended_streams_used_goes_first(cluster: Cluster) -> None:
+    ended, other = cluster.user("ended"), cluster.user("other")
+    assert cluster.put(ended, A, 90, comes_back=True)
+    assert not cluster.put(other, B, 20)
+    cluster.ledger.leave("stream of ended")
+    assert cluster.put(other, B, 20) and not cluster.has(other, A)
 
 
 def test_a_lost_object_is_forgotten_with_all_of_its_node(cluster: Cluster) -> None:

@@ -25,6 +25,7 @@ def stored(number: int = 0, bad: tuple[BadSample, ...] = ()) -> Stored:
         "label": np.array([1, 2]),
         "column.height": rng.random((2, 1), np.float32),
         "column.caption": ragged,
+        "column.pages": rng.integers(0, 256, (2, 8192), np.uint8),
     }
     return Stored(np.array([4, -1]), np.array([1, 0], np.float32), fields, list(bad))
 
@@ -64,7 +65,9 @@ def test_training_that_never_comes_back_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "another's", "text"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", "swapped", "cut", "empty", "another's", "text"]
+)
 def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -> None:
     files = RememberedFiles(folder=tmp_path)
     kept(files, KEYS[0], stored())
@@ -75,6 +78,8 @@ def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -
         content[:] = (tmp_path / KEYS[1].hex()).read_bytes()
     elif damage == "flipped":
         content[len(content) // 2] ^= 4
+    elif damage == "swapped":
+        content[-8192:-4096], content[-4096:] = content[-4096:], content[-8192:-4096]
     else:
         content = {
             "cut": content[:-70],

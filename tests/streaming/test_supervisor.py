@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import ray
 
+from raypipe.metrics.chrome_trace import Chunk
+from raypipe.metrics.tracer import Event, TracedProcess
 from raypipe.rayext.processes import Process
 from raypipe.streaming.moves import Move
 from raypipe.streaming.run_log import events_of
@@ -54,7 +56,7 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("announce_sample", ("a", AT, 7)),
     ("actor_started", ("a", "process 7")),
     ("block_measured", ("train", 0.01, 1000)),
-    ("sizes", ("task", 9, 10_000)),
+    ("sizes", ("task", 9, 10_000, 10_000)),
     ("reader_started", ("task", "share 1", process_of(8))),
     ("announce_read", ("task", "row group 3")),
     ("reader_started", ("task", "share 1", process_of(9))),
@@ -97,7 +99,7 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
     if CALLS[when - 1][0] not in in_work:
         probes = [
             ("block_started", ("c", [AT])),
-            ("sizes", ("task", 9, 10_000)),
+            ("sizes", ("task", 9, 10_000, 10_000)),
             ("reader_started", ("task", "share 1")),
         ]
         probes += [("rank_moves", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True)))]
@@ -262,15 +264,27 @@ def test_each_micro_batch_may_have_as_many_bad_samples_as_attempts() -> None:
 
 def test_a_task_hears_the_same_sizes_again_though_more_is_known_by_then() -> None:
     supervisor = Supervisor(max_attempts=1)
-    assert supervisor.sizes("early", 100, 10**9) == {"train": 1, "val": 1}
+    assert supervisor.sizes("early", 100, 10**9, 10**9) == {"train": 1, "val": 1}
     for seconds in (0.02, 0.05, 0.9):  # one was held up
         supervisor.block_measured("train", seconds, 1000)
     supervisor.block_measured("val", 0.01, 50_000)
-    assert supervisor.sizes("later", 100, 10**6) == {"train": 10, "val": 20}
-    assert supervisor.sizes("short", 8, 10**6) == {"train": 8, "val": 8}
+    assert supervisor.sizes("later", 100, 10**6, 10**9) == {"train": 10, "val": 20}
+    assert supervisor.sizes("short", 8, 10**6, 10**9) == {"train": 8, "val": 8}
     supervisor.block_measured("train", 0.001, 1000)
-    assert supervisor.sizes("early", 100, 10**9) == {"train": 1, "val": 1}
-    assert supervisor.sizes("later", 100, 10**6) == {"train": 10, "val": 20}
+    assert supervisor.sizes("early", 100, 10**9, 10**9) == {"train": 1, "val": 1}
+    assert supervisor.sizes("later", 100, 10**6, 10**9) == {"train": 10, "val": 20}
+
+
+def test_blocks_of_a_remembered_split_are_larger_as_far_as_there_is_room() -> None:
+    supervisor = Supervisor(max_attempts=1)
+    supervisor.split_remembered("val")
+    assert supervisor.sizes("early", 100, 10**6, 10**9) == {"train": 1, "val": 1}
+    for split in ("train", "val"):
+        supervisor.block_measured(split, 0.05, 50_000)
+    assert supervisor.sizes("later", 100, 10**6, 10**9) == {"train": 10, "val": 40}
+    assert supervisor.sizes("short", 24, 10**6, 10**9) == {"train": 10, "val": 24}
+    assert supervisor.sizes("full", 100, 10**6, 10**6) == {"train": 10, "val": 20}
+    assert supervisor.sizes("none", 100, 10**6, 1000) == {"train": 10, "val": 10}
 
 
 def test_a_delivered_block_costs_nothing_when_its_actor_dies() -> None:
@@ -348,3 +362,25 @@ def test_the_supervisor_says_how_often_finished_blocks_lay_ready() -> None:
             "a", 0.0, standing="2 transform actors work on 2 blocks", ready=ready
         )
     assert supervisor.ready_share() == 0.5
+
+
+def test_a_traced_death_has_its_actor_its_block_and_its_fault() -> None:
+    supervisor = Supervisor(6)
+    actor = Process("transform actor", 7, "1", "10.0.0.2", "node")
+    sent = Event("slice", "block", "main", 1, 2, (AT,))
+    chunk = Chunk(TracedProcess("transform actor", 7, "node", "10.0.0.2"), 0, [sent])
+    try:
+        assert supervisor.traced(chunk).goes_on
+        supervisor.actor_started("a", "process 7")
+        supervisor.block_started("a", [AT], actor)
+        assert died(supervisor)
+        supervisor._process = actor._replace(role="supervisor", pid=8)
+        first, lost, own = supervisor.take_trace()
+        assert first == chunk
+        assert lost.process.pid == 7 and lost.events[0].places == (AT,)
+        assert lost.events[0].end_ns > lost.events[0].begin_ns > 0
+        (fault,) = own.events
+        assert fault.name == "fault" and AT in fault.values["text"]
+    finally:
+        supervisor.end_trace()
+    assert not supervisor.traced(chunk).goes_on

@@ -1,0 +1,79 @@
+"""The command `trace`, and the folders that stand for settings; runs are in tests/faults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raypipe.commands.short_run import ShortRun, check_has_settings
+from raypipe.commands.trace import trace
+from raypipe.config import RunConfig, TrainConfig
+from raypipe.errors import ConfigError
+from raypipe.launch.run_folder import CONFIG_HEAD
+from raypipe.metrics.chrome_trace import Chunk, chrome_trace, to_json
+from raypipe.metrics.tracer import Event, TracedProcess
+
+
+def test_a_run_that_was_traced_has_its_trace_copied(tmp_path: Path) -> None:
+    process = TracedProcess("trainer 0", 1, "", "host")
+    event = Event("slice", "compute", "main", 0, 2_000_000_000, ("train-e0000",))
+    text = to_json(chrome_trace([Chunk(process, 0, [event])], {}))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(CONFIG_HEAD)
+    (run / "trace.json").write_text(text)
+    output = tmp_path / "copy.json"
+    found = trace(RunConfig(), str(run), output=str(output))
+    assert output.read_text() == text
+    assert found["processes"] == 1 and found["events"] == len(
+        json.loads(text)["traceEvents"]
+    )
+
+
+def test_an_own_loop_is_told_how_to_trace_itself(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"own loop.*raypipe\.loader\(spec, trace="):
+        trace(RunConfig(), str(run), output=str(tmp_path / "t.json"))
+    (run / "config.yaml").write_text(CONFIG_HEAD)
+    check_has_settings(str(run), "nothing")
+    check_has_settings("", "nothing")
+    check_has_settings(str(tmp_path / "train.lmdb"), "nothing")
+
+
+def test_a_place_that_cannot_be_written_is_an_error_before_the_run(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="existing, writable folder"):
+        trace(RunConfig(), output=str(tmp_path / "none" / "t.json"))
+
+
+def test_a_short_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    run = RunConfig(name="mine", storage_path=str(tmp_path), resume="")
+    first = ShortRun(run, "trace", 1.0)
+    second = ShortRun(run, "trace", 1.0)
+    assert first.uri != second.uri and "mine" not in first.uri
+    assert first.uri.startswith(f"file://{tmp_path}/trace-")
+
+
+def test_the_records_of_a_short_run_are_read_where_its_loop_writes_them(
+    tmp_path: Path,
+) -> None:
+    train = TrainConfig(headspace=True)
+    run = RunConfig(storage_path=str(tmp_path), train=train)
+    short = ShortRun(run, "headspace", 1.0)
+    folder = Path(short.uri.removeprefix("file://")) / "headspace"
+    folder.mkdir(parents=True)
+    lines = [
+        {"kind": "start", "step": 0, "workers": 2},
+        {"kind": "val", "step": 1},
+        {"kind": "train", "step": 1, "images_per_s": 10.0},
+    ]
+    (folder / "metrics.jsonl").write_text("")
+    assert short._trained() == []
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text)
+    assert [record["kind"] for record in short._trained()] == ["start", "train"]

@@ -194,7 +194,7 @@ class FileStore(ABC, Generic[C]):
 
     @property
     def hashes_content(self) -> bool:
-        """Whether the fingerprint is a hash of all samples, not only of their names and sizes."""
+        """Tell whether the fingerprint is a hash of all samples, not only of their names and sizes."""
         return False
 
     @property

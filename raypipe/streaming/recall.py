@@ -107,7 +107,7 @@ class Recall:
         self.splits = splits
         self.num_repeats = num_repeats
         self.is_shared = False
-        self._seconds_each = _TURN_S  # of the micro-batches made last
+        self._seconds_each = _TURN_S  # for the micro-batches made last
 
     def wants(self, block: Sequence[MicroBatchId]) -> bool:
         """Return whether a block's micro-batches may be remembered."""
@@ -362,7 +362,7 @@ class ClusterMemory:
         self._keeper: Any = None
         self._failed_at = -_WITHOUT_S
         self._puts: dict[Any, list[bytes]] = {}
-        self._bytes_each = 0  # of the micro-batches kept last
+        self._bytes_each = 0  # for the micro-batches kept last
         self._is_kept = False  # those that were to be made last
 
     def check_in(self) -> None:

@@ -302,7 +302,7 @@ class Ledger:
 
     @property
     def is_needed(self) -> bool:
-        """Whether streams use it, or one was broken off, and may be resumed."""
+        """True while streams use it, and while one that was broken off may be resumed."""
         last = max(self._broken_off.values(), default=-_RESUMED_S)
         return bool(self._users) or self._clock() - last < _RESUMED_S
 

@@ -80,6 +80,7 @@ class Trial(threading.Thread):
         self, keys: Sequence[bytes], most: int, comes_back: bool
     ) -> tuple[dict[bytes, Stored], list[bytes]]:
         with self.cluster.changed:
+            self.cluster.ledger.check_in(self.user, ROOM)  # a sign of life
             turn = self.cluster.ledger.ask(self.user, keys, most, 0, comes_back)
             if not (turn.found or turn.to_make):
                 self.cluster.changed.wait(1.0)

@@ -176,6 +176,31 @@ def test_docs_quickstart_uses_the_model_of_a_run(
     assert path.startswith("photos/val/") and name in CLASSES
 
 
+@runs(*(("look-inside.md", name) for name in ("replay", "when", "audit")))
+@pytest.mark.usefixtures("folder")
+def test_docs_look_inside_finds_the_planted_label(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By its three commands, as they stand there, and by what a script makes of their results."""
+    program, again = blocks("python", ROOT / "docs" / "look-inside.md")
+    with without_ray.one_thread():
+        exec(compile(program, "look-inside.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines()[-1] == "488"
+    replayed = of("look-inside.md", "replay")
+    first, second = (run(words, capsys)["samples"] for words in replayed)
+    in_both = {row["index"] for row in first} & {row["index"] for row in second}
+    assert in_both == {977}
+    assert Path("replay.png").stat().st_size > 10_000
+    (when,) = of("look-inside.md", "when")
+    (planted,) = run(when, capsys)["samples"]
+    assert [draw["step"] for draw in planted["draws"]] == [168, 249, 488]
+    exec(compile(again, "look-inside.md", "exec"), {})
+    assert "torch.Size([8, 3, 16, 16]) 977" in capsys.readouterr().out
+    for audit in of("look-inside.md", "audit"):
+        result = run(audit, capsys)
+        assert result.get("ok") is not False and not result.get("findings"), result
+
+
 @runs(("quickstart.md", "stop"), ("quickstart.md", "status"), ("failures.md", "status"))
 @pytest.mark.usefixtures("s3")
 def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(

@@ -22,7 +22,7 @@ _TILES_A_LINE = 12
 # Rows that are printed; a file takes any number.
 _MAX_ROWS = 4096
 _COLUMNS = ("step", "micro", "row", "index", "label", "weight", "seed", "drawn", "name")
-_SEED_LETTERS = 8  # of 32, in the table
+_SEED_LETTERS = 8  # the table shows these of 32
 
 
 def replay_steps(
@@ -126,8 +126,12 @@ def _places(
         numbers = of_epoch
     for number in (numbers.start, numbers.stop - 1):
         run.check_step(number)
+    if len(numbers) > 1:
+        shown = [number for number in numbers if not run.is_skipped(number)]
+    else:
+        shown = list(numbers)
     return [
-        place for number in numbers for place in run.micro_batches(number, rank, micro)
+        place for number in shown for place in run.micro_batches(number, rank, micro)
     ]
 
 

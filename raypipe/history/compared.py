@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -10,7 +10,6 @@ import torch
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
 from raypipe.history.recorded import RecordedRun
-from raypipe.history.replay import Replay
 from raypipe.metrics.records import read_records
 from raypipe.plan.schedule import Plan
 from raypipe.storage.filesystem import as_uri
@@ -25,7 +24,15 @@ _CHUNK = 256
 _MAX_MADE = 8
 
 
-def compare(first: Replay, second: Replay) -> dict[str, Any]:
+class Steps(Protocol):
+    """A run and its batches by step and number: a `Replay`."""
+
+    run: RecordedRun
+
+    def __getitem__(self, key: tuple[int, int], /) -> Any: ...
+
+
+def compare(first: Steps, second: Steps) -> dict[str, Any]:
     """Compare two runs.
 
     Returns:
@@ -109,7 +116,7 @@ def _steps_to_make(run: RecordedRun, steps: int, order: int | None) -> list[int]
     return list(begins)[:_MAX_MADE]
 
 
-def _first_other_pixels(first: Replay, second: Replay, steps: list[int]) -> int | None:
+def _first_other_pixels(first: Steps, second: Steps, steps: list[int]) -> int | None:
     for step in steps:
         for micro in range(first.run.plan.config.per_step):
             if not same_batch(first[step, micro], second[step, micro]):

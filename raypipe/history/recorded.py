@@ -214,8 +214,13 @@ class RecordedRun:
             ConfigError: the run has no such step, rank or number.
         """
         self.check_step(step)
+        start = self.start_of(step)
+        if self.is_skipped(step):
+            raise ConfigError(
+                f"step {step:,} was left out by plan.skip, so the model saw nothing of it"
+            )
         per_step = self.plan.config.per_step
-        world_size = self.start_of(step).workers
+        world_size = start.workers
         if rank is not None and not 0 <= rank < world_size:
             raise ConfigError(
                 f"step {step} had {world_size} rank{'s' if world_size > 1 else ''}, from 0 on, and no rank {rank}"
@@ -236,6 +241,10 @@ class RecordedRun:
             if (rank is None or number % world_size == rank)
             and (micro is None or number == micro)
         ]
+
+    def is_skipped(self, step: int) -> bool:
+        """Return whether `plan.skip` left out a step."""
+        return self.start_of(step).stream.plan.skipped.has(step - 1)
 
     def check_step(self, step: int) -> None:
         """Raise ConfigError unless the run has a step."""

@@ -81,7 +81,8 @@ class Replay:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         for step in range(1, len(self) + 1):
-            yield self[step]
+            if not self.run.is_skipped(step):
+                yield self[step]
 
     def __getitem__(self, key: int | tuple[int, int]) -> Any:
         """Return the micro-batches of a step, [Batch, …]; or, of (step, number), one of them.

@@ -97,7 +97,7 @@ class SampleTable:
         return words
 
     def _mixed(self, draws: MicroBatchDraws) -> list[str]:
-        """The partner of each row, and the share of its own target, where the settings mix."""
+        """The partner of each row, and the share of the row's target, where the settings mix."""
         nothing = [""] * len(draws.indices)
         augment = self._maker.augment if self._maker else None
         if (

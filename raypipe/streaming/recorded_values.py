@@ -34,7 +34,7 @@ from raypipe.section import Section
 from raypipe.stores.base import FileStore
 from raypipe.transform.transform_steps import albumentations
 
-# Of an array or a pickle: each start of a run has its own record.
+# Each start of a run has a record, so arrays and pickles in it are small.
 _MAX_BYTES = 256 << 10
 _SHOWN_CHARACTERS = 2000
 # A value may hold itself.

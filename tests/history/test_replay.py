@@ -484,3 +484,16 @@ def test_a_comparison_says_where_two_runs_part(
         ),
     )
     assert (resized["order"], resized["pixels"]) == (None, 7)
+
+
+def test_steps_that_a_run_has_left_out_are_not_shown(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    batches = recorded(
+        tmp_path / "run", stream(stores["train"], plan={"skip": ["2..5"]})
+    )
+    check_same(tmp_path / "run", batches)
+    replay = raypipe.replay(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"step 2 was left out by plan\.skip"):
+        replay[2]
+    assert len(list(replay)) == len(replay) - 4

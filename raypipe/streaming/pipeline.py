@@ -32,7 +32,7 @@ from raypipe.transform.sizes import pixel_range
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
 
-# What an attempt may take that is begun when the patience ends, see `storage.retries`.
+# Seconds of an attempt that is begun when the patience ends, see `storage.retries`.
 _LAST_ATTEMPT_S = 60.0
 
 # A reader does nothing but yield rows. It must not wait for a CPU that the pool holds: a pool that takes all

@@ -136,20 +136,20 @@ class Recall:
         times = read_s * share, outage_s * share
         if self._needs_memory(block) or len(keys) < len(first) * self.num_repeats:
             unique_keys = [keys[number] for number in first]
-            made = self._block(unique_block, unique_keys, unique_reads, *times)
+            unique = self._block(unique_block, unique_keys, unique_reads, *times)
         else:
-            made = self._make(unique_block, unique_reads, *times)
-        return self._with_repeats(block, keys, reads, made)
+            unique = self._make(unique_block, unique_reads, *times)
+        return self._with_repeats(block, keys, reads, unique)
 
     def _with_repeats(
         self,
         block: Sequence[MicroBatchId],
         keys: Sequence[bytes],
         reads: Sequence[Samples] | None,
-        made: Made,
+        unique: Made,
     ) -> Made:
         """Repeat micro-batches of one key at their places in a block; each place has its own substitutes."""
-        batches, bad, _ = made
+        batches, bad, _ = unique
         bad = list(bad)
         by_place = {batch.position: batch for batch in batches}
         by_key = {
@@ -161,7 +161,7 @@ class Recall:
             if position in by_place:
                 continue
             first = by_key[key]
-            if first.num_bad:
+            if first.num_bad or not first.weight.any():  # as in `_keep`
                 reads_here = [reads[number]] if reads else None
                 (by_place[position],), bad_here, _ = self._make([position], reads_here)
             else:

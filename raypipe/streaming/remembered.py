@@ -111,8 +111,8 @@ class _Group:
     taken: set[str] = field(default_factory=set)  # names of streams
 
 
-# Order of forgetting: what all streams alike have taken, the others, what is held for a stream that is behind, and
-# what comes back for sure.
+# Order of forgetting: objects that all streams alike have taken, the others, those held for a stream that is
+# behind, and those that come back for sure.
 _SPENT = 0
 _RECENT = 1
 _HELD = 2

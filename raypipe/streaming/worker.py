@@ -41,7 +41,7 @@ from raypipe.transform.user_code import failed
 # A restarted actor asks what is known of so many blocks before it trusts the world again. What killed it
 # was at most as far away as the queue of its tasks.
 _WARY_FOR = 64
-# What an actor's first block takes says little, and after some the rest are as long.
+# The time of an actor's first block says little, and after some the rest are as long.
 _MEASURED = range(1, 8)
 _STDERR = 2
 _DEADLY = "its process died twice while at it: it crashes, or takes longer than transform.time_limit_s"

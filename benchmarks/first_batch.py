@@ -32,6 +32,9 @@ _NAMES = {
     "_private/monitor.py": "monitor",
     "Supervisor": "Supervisor",
     "TransformWorker": "transform actor",
+    "TrainController": "controller",
+    "RayTrainWorker": "trainer",
+    "SplitCoordinator": "coordinator",
     "ray::IDLE": "idle worker",
     "default_worker.py": "idle worker",
     "ray::": "reader",
@@ -56,8 +59,11 @@ def _name(pid: str) -> str:
     return command[:40].strip() or "?"
 
 
-def cpu_seconds(root: int) -> dict[str, float]:
-    """Return the CPU seconds of a process and its descendants, by their names, numbered where several have one."""
+def process_times(root: int) -> dict[int, tuple[str, float]]:
+    """Return name and CPU seconds of a process and its descendants, by their ids.
+
+    What children that have ended took is that of their parent, under `_ENDED` and a negative id.
+    """
     stats: dict[int, tuple[int, float, float]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -71,17 +77,26 @@ def cpu_seconds(root: int) -> dict[str, float]:
         if not more:
             break
         family |= more
-    seconds: dict[str, float] = defaultdict(float)
-    counts = Counter[str]()
-    for pid in sorted(family, key=lambda pid: -stats[pid][1]):
+    times: dict[int, tuple[str, float]] = {}
+    for pid in family & stats.keys():
         _, own, ended = stats[pid]
-        seconds[_ENDED] += ended
+        times[-pid] = (_ENDED, ended)
         try:
             name = _DRIVER if pid == root else _name(str(pid))
         except OSError:
             continue
+        times[pid] = (name, own)
+    return times
+
+
+def cpu_seconds(root: int) -> dict[str, float]:
+    """Return the CPU seconds of a process and its descendants, by their names, numbered where several have one."""
+    seconds: dict[str, float] = defaultdict(float)
+    counts = Counter[str]()
+    times = process_times(root).values()
+    for name, own in sorted(times, key=lambda time_of: -time_of[1]):
         counts[name] += 1
-        if counts[name] > 1:
+        if counts[name] > 1 and name != _ENDED:
             name = f"{name} {counts[name]}"
         seconds[name] += own
     return dict(seconds)

@@ -78,6 +78,54 @@ def raypipe_exact(work: Work, **options: Any) -> Start:
     return start
 
 
+def raypipe_logged(work: Work) -> Start:
+    """With the record of hashes, whose own CPU time, microseconds per image, goes to the folder's hash_cost.json.
+
+    Of the hash that is the time once its pages are mapped, as a consumer that looks at the pixels has them.
+    """
+    import json
+    import shutil
+    import time
+
+    from raypipe.streaming import digest_log, hashes, ray_stream  # noqa: F401
+    from raypipe.streaming.handover import loader
+
+    spent = {"map pages": 0.0, "hash": 0.0, "record": 0.0}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            started = time.thread_time()
+            result = function(*arguments)
+            spent[name] += time.thread_time() - started
+            return result
+
+        return call
+
+    map_pages = timed("map pages", lambda batch: batch["image"].ravel()[::4096].max())
+    hash_of = timed("hash", hashes.stream_hash)
+
+    def mapped_and_hashed(batch: Any) -> bytes:
+        map_pages(batch)
+        return hash_of(batch)
+
+    hashes.stream_hash = mapped_and_hashed
+    digest_log.DigestLog.add = timed("record", digest_log.DigestLog.add)  # type: ignore[method-assign]
+    run = work.folder / "logged"
+    shutil.rmtree(run, ignore_errors=True)
+
+    def start() -> Epochs:
+        stream = loader(
+            _spec(work), max_actors=work.workers, run_dir=run, log_digest=True
+        )
+        for epoch in stream.epochs():
+            yield ((batch.image, batch.target) for batch in epoch.train)
+            num = (epoch.number + 1) * len(epoch.train) * work.batch
+            micros = {name: 1e6 * seconds / num for name, seconds in spent.items()}
+            (work.folder / "hash_cost.json").write_text(json.dumps(micros))
+
+    return start
+
+
 def raypipe_off(work: Work) -> Start:
     return raypipe_exact(work, crop_decode="off")
 
@@ -558,6 +606,7 @@ LOADERS: dict[str, Callable[[Work], Start]] = {
     "raypipe, crop_decode=off": raypipe_off,
     "raypipe, seekable": raypipe_seekable,
     "raypipe, yuv420": raypipe_yuv420,
+    "raypipe, log_digest": raypipe_logged,
     "torch DataLoader": torch_dataloader,
     "WebDataset": webdataset,
     "MosaicML Streaming": mosaic_streaming,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raypipe.config import PoolConfig as PoolConfig
     from raypipe.config import TransformConfig as TransformConfig
     from raypipe.errors import RaypipeError as RaypipeError
+    from raypipe.history.replay import replay as replay
     from raypipe.plan.custom import Population as Population
     from raypipe.plan.custom import Sampler as Sampler
     from raypipe.plan.schedule import Cursor as Cursor
@@ -44,6 +45,7 @@ _NAMES = {
     "commands.verify": ["verify"],
     "config": ["AugmentConfig", "PlanConfig", "PoolConfig", "TransformConfig"],
     "errors": ["RaypipeError"],
+    "history.replay": ["replay"],
     "plan.custom": ["Population", "Sampler"],
     "plan.schedule": ["Cursor", "Plan"],
     "rayext.cluster": ["connect"],

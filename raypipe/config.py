@@ -34,6 +34,7 @@ Float32 = Annotated[float, Limits(-1e30, 1e30)]  # within float32
 # A number and its unit.
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
 # The sides of a bucket, in pixels.
+_STEPS = re.compile(r"(\d{1,15})(?:\.\.(\d{1,15}))?")
 _SIDES = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}")
 _DTYPES = [
     "bool",
@@ -179,6 +180,9 @@ class PlanConfig(Section, prefix="plan."):
         sampler: your own sampler, `module:Class`, or with arguments `{name: module:Class, argument: value, …}`; in
             Python also the class instead of its name. It chooses the samples and their order, instead of shuffle,
             weights, mixture and epoch_samples (docs/sampling.md); empty = none.
+        skip: training steps to leave out, such as ["48200..48260", 51007], both ends included, as metrics.jsonl
+            counts them. No batch comes for them; all other steps keep their numbers, samples, seeds and learning
+            rates. A resumed run may add steps after its checkpoint; those before it must stay.
     """
 
     epochs: AtLeast1 = 10
@@ -199,12 +203,14 @@ class PlanConfig(Section, prefix="plan."):
     buckets: list[str] = field(default_factory=list)
     val_buckets: bool = False
     sampler: str | dict[str, Any] | type = ""
+    skip: list[int | str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_draws()
         self._check_buckets()
         self._check_sampler()
+        self._check_skip()
         whole, remainder = divmod(self.global_batch_size, self.micro_batch_size)
         if remainder:
             nearest = " or ".join(
@@ -256,6 +262,17 @@ class PlanConfig(Section, prefix="plan."):
                 "left out with plan.sampler, which chooses the samples itself",
             )
 
+    def _check_skip(self) -> None:
+        for steps in self.skip:
+            match = _STEPS.fullmatch(str(steps))
+            ok = match and 1 <= int(match[1]) <= int(match[2] or match[1])
+            self._require(
+                bool(ok),
+                "skip",
+                self.skip,
+                'steps from 1 on, or ranges of them, such as ["48200..48260", 51007]',
+            )
+
     def _check_buckets(self) -> None:
         ok = all(map(_SIDES.fullmatch, self.buckets)) and len(
             set(self.bucket_sides)
@@ -276,6 +293,12 @@ class PlanConfig(Section, prefix="plan."):
         )
 
     @property
+    def skipped_ranges(self) -> list[tuple[int, int]]:
+        """The first step and the end of each range of `skip`, counted from 0."""
+        texts = (str(steps).split("..") for steps in self.skip)
+        return [(int(ends[0]) - 1, int(ends[-1])) for ends in texts]
+
+    @property
     def bucket_sides(self) -> list[tuple[int, int]]:
         """Height and width of each bucket."""
         pairs = (bucket.split("x") for bucket in self.buckets)
@@ -289,12 +312,10 @@ class PlanConfig(Section, prefix="plan."):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether an epoch has each sample of one store exactly once."""
+        """Return whether an epoch has each sample of one store equally often."""
         plain = not (self.weights or self.mixture or self.buckets or self.sampler)
-        return (
-            plain
-            and self.aug_repeats == 1
-            and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
+        return plain and not (
+            isinstance(self.epoch_samples, int) and self.epoch_samples
         )
 
     @property
@@ -702,6 +723,8 @@ class TrainConfig(Section, prefix="train."):
         log_interval: steps between records of progress in metrics.jsonl; the first step always has one.
         log_samples: write the sample indices of every micro-batch to RUN/samples.jsonl; the ranks then wait for
             each other at every step.
+        log_digest: write a hash of every micro-batch, as the model gets it, to RUN/digests/, and a root of all
+            hashes at each epoch's end, for `raypipe audit`.
         trace_s: seconds from the first batch on that are traced, with what comes before: RUN/trace.json then has
             Chrome trace events of all processes of the stream, for https://ui.perfetto.dev; 0 = no trace.
         headspace: train on a few micro-batches that stay on the device, to see what a faster input would gain; the
@@ -734,6 +757,7 @@ class TrainConfig(Section, prefix="train."):
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20
     log_samples: bool = False
+    log_digest: bool = False
     trace_s: Annotated[float, Limits(0, 1e9)] = 0.0
     headspace: bool = False
 

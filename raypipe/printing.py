@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Characters that control a terminal or are invalid in a page: control characters except tab and newline, changes
@@ -78,3 +78,12 @@ def print_table(heading: str, rows: Mapping[str, Any]) -> None:
             "\n".join([heading, *(f"  {name:{width}}  {text}" for name, text in lines)])
         )
     )
+
+
+def print_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of texts in aligned columns below their names, on standard output."""
+    shown = [[printable(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(["", *cells]).rstrip())

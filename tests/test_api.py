@@ -46,6 +46,7 @@ PACKAGES = [
     "device",
     "rayext",
     "streaming",
+    "history",
     "integrations",
     "train",
     "launch",
@@ -149,6 +150,7 @@ def test_the_public_names_are_pinned() -> None:
         "preview",
         "read_checkpoint",
         "read_lmdb",
+        "replay",
         "resident",
         "verify",
     ]

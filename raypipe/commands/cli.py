@@ -20,6 +20,7 @@ from typing import Any
 
 import raypipe
 from raypipe.commands import (
+    audit,
     bench,
     convert,
     digests,
@@ -27,10 +28,12 @@ from raypipe.commands import (
     index,
     inspection,
     preview,
+    replays,
     status,
     trace,
     training,
     verify,
+    when,
 )
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
@@ -52,7 +55,12 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
-    "Run": {"train": training.train, "status": status.status, "stop": status.stop},
+    "Run": {
+        "train": training.train,
+        "status": status.status,
+        "stop": status.stop,
+        "when": when.when,
+    },
     "Data": {
         "inspect": inspection.inspect_store,
         "verify": verify.verify_store,
@@ -60,8 +68,10 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
         "index": index.index,
         "preview": preview.draw_preview,
     },
+    "Look back": {"replay": replays.replay_steps},
     "Check": {
         "digest": digests.digest,
+        "audit": audit.audit,
         "bench": bench.bench,
         "trace": trace.trace,
         "doctor": doctor.doctor,
@@ -73,9 +83,12 @@ COMMANDS = {
 # The text of results that are more than a table.
 _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "status": status.print_status,
+    "replay": replays.print_replay,
     "verify": verify.print_verified,
     "digest": digests.print_digests,
+    "audit": audit.print_audit,
     "bench": bench.print_bench,
+    "when": when.print_when,
     "doctor": doctor.print_checks,
 }
 

@@ -103,6 +103,26 @@ def draw_grid(
     return canvas.image
 
 
+def draw_sheet(
+    groups: list[list[Tile]], title: str, names: list[str], per_line: int
+) -> Any:
+    """Draw groups of equally many tiles side by side into a PIL.Image, under a title and the tiles' names."""
+    per_line = max(1, min(per_line, len(groups)))
+    num_columns = per_line * len(names)
+    heading = wrapped(title, _width(num_columns), 8)
+    above = _MARGIN + _LINE * len(heading) + 26
+    canvas = _Canvas(num_columns, above, -(-len(groups) // per_line))
+    canvas.write(0, _MARGIN, heading)
+    for column in range(num_columns):
+        name = names[column % len(names)]
+        canvas.write(column, above - 18, wrapped(name, _TILE, 1))
+    for number, group in enumerate(groups):
+        line, place = divmod(number, per_line)
+        for column, tile in enumerate(group):
+            canvas.put(place * len(names) + column, above + line * _ROW, tile)
+    return canvas.image
+
+
 def _left(column: int) -> int:
     """Return where a column begins, in pixels."""
     return _MARGIN + column * (_TILE + _GUTTER)

@@ -11,7 +11,6 @@ import numpy as np
 from raypipe.commands.picture import draw_grid
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import Plan
 from raypipe.transform.transform_steps import brief
 
@@ -140,7 +139,7 @@ def _title(spec: StreamSpec, augment: AugmentConfig) -> str:
 
 def _header(spec: StreamSpec, augment: AugmentConfig, plan: Plan, epoch: int) -> str:
     """Return the header of an epoch: its number, the seed, and the strengths at its begin."""
-    begin = plan.global_step(Cursor(epoch, 0, plan.fingerprint))
+    begin = plan.global_step(plan.cursor(epoch, 0))
     progress = plan.progress(begin)
     strength = augment.strength_at(progress)
     header = f"epoch {epoch}, seed {plan.config.seed}, strength {strength:.2f}"

@@ -45,7 +45,6 @@ from raypipe.transform.targets import decode_targets
 from raypipe.transform.views import makes_views
 
 _CPU = torch.device("cpu")
-_MAX_DRAWS = 1 << 22  # drawn from an epoch to find a sample, in about a second
 
 
 class Preview:
@@ -97,17 +96,23 @@ class Preview:
                         row += self._of_row(batch, images, mixed, moved, position)
             for row, (drawn_in, _) in zip(rows, draws, strict=True):
                 if drawn_in is None:
-                    num_draws = min(
-                        _MAX_DRAWS,
-                        self.plan.steps_per_epoch * self.plan.global_batch_size,
-                    )
                     reason = "not drawn in this epoch"
-                    if num_draws == _MAX_DRAWS:
-                        reason = (
-                            f"not among the first {num_draws:,} draws of this epoch"
-                        )
                     row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
         return rows, names
+
+    def of_micro_batch(
+        self, batch: MicroBatch, num_rows: int
+    ) -> tuple[list[list[Tile]], list[str]]:
+        """The tiles of the first rows of a micro-batch, as the CPU made it and as the model sees it; and their
+        names."""
+        if self._decoding:
+            batch = self._decoding.to_pixels(batch)
+        images, mixed, moved = self.stages(batch)
+        tiles = [
+            self._of_row(batch, images, mixed, moved, row)
+            for row in range(min(num_rows, len(batch.index)))
+        ]
+        return tiles, [*images]
 
     @torch.no_grad()
     def stages(
@@ -268,20 +273,8 @@ def _short(value: Any) -> str:
 def find_draws(
     plan: Plan, epoch: int, indices: Sequence[int]
 ) -> list[tuple[MicroBatchId | None, int]]:
-    """Find the first micro-batch of a training epoch that draws each sample, and the row there; None = none does.
-
-    The search covers the first 4 million draws.
-    """
-    num_draws = min(plan.steps_per_epoch * plan.global_batch_size, _MAX_DRAWS)
-    drawn = plan.draw_epoch(epoch, np.arange(num_draws)).indices
+    """Find the first micro-batch of an epoch that draws each sample, and the row there; None = none does."""
     draws = list[tuple[MicroBatchId | None, int]]()
     for index in indices:
-        positions = np.flatnonzero(drawn == index)
-        number, row = divmod(
-            int(positions[0]) if len(positions) else 0, plan.config.micro_batch_size
-        )
-        micro_batch = MicroBatchId(
-            "train", epoch, *divmod(number, plan.config.per_step)
-        )
-        draws.append((micro_batch if len(positions) else None, row))
+        draws.append(next(plan.places_of(index, epochs=[epoch]), (None, 0)))
     return draws

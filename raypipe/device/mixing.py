@@ -112,11 +112,8 @@ def mix(
         counts: bool (B,), on the host: the rows that may mix.
         plan: from `draw_mix`.
     """
-    partners = np.arange(len(counts))
-    rows = np.flatnonzero(counts)
-    # a row without weight, or the only one with weight, is its own partner
-    partners[rows] = np.roll(rows, -1)
-    partner = torch.from_numpy(partners).to(image.device, non_blocking=True)
+    partners = torch.from_numpy(partner_rows(counts))
+    partner = partners.to(image.device, non_blocking=True)
     lam, box = plan
     if box is None:
         # A row that is its own partner stays as it is, bit by bit: lerp of x with x adds λ·0. The rows that are
@@ -130,6 +127,15 @@ def mix(
         region = image[:, :, top:bottom, left:right]
         region.copy_(region.index_select(0, partner))
     return image, Mix(target.index_select(0, partner), lam, box is not None)
+
+
+def partner_rows(counts: np.ndarray) -> np.ndarray:
+    """Return the row that each row is mixed with, int64 (B,), of bool (B,), the rows that may mix."""
+    partners = np.arange(len(counts))
+    rows = np.flatnonzero(counts)
+    # a row without weight, or the only one with weight, is its own partner
+    partners[rows] = np.roll(rows, -1)
+    return partners
 
 
 def soft_targets(

@@ -74,6 +74,8 @@ class Batch(Unlike, instead=_INSTEAD):
         copied: event behind the transfer, for streams besides the current one; None = there was none.
         source: int64 (B,), on the host: each sample's store in a mixture, by the order of `plan.sources`; -1
             for padding; None without a mixture.
+        stream_hash: 16 bytes over it as it came from the CPU, with `log_digest`; else empty.
+        finished_hash: 16 bytes over what the device stage made of it, with `log_digest`, on a CPU; else empty.
     """
 
     position: MicroBatchId
@@ -94,6 +96,8 @@ class Batch(Unlike, instead=_INSTEAD):
     augment: Callable[[torch.Tensor], torch.Tensor] | None = None
     source: np.ndarray | None = None
     copied: Any = None
+    stream_hash: bytes = b""
+    finished_hash: bytes = b""
 
     @property
     def image(self) -> torch.Tensor:
@@ -292,6 +296,7 @@ def _batch(
             "work_s",
             "outage_s",
             "num_remembered",
+            "stream_hash",
         )
     }
     return Batch(

@@ -55,7 +55,11 @@ class StreamDataModule(pl.LightningDataModule):
     def settings(loader: Loader) -> dict[str, Any]:
         """Return the arguments of `pl.Trainer` that the plan sets: epochs, accumulation, validation interval."""
         config = loader.plan.config
-        return {
+        of_lengths = {}
+        if loader.plan.skipped.count:
+            # epochs have different lengths
+            of_lengths["reload_dataloaders_every_n_epochs"] = 1
+        return of_lengths | {
             "max_epochs": config.epochs,
             "accumulate_grad_batches": loader.accumulation_steps,
             "check_val_every_n_epoch": config.val_interval or 1,
@@ -114,6 +118,10 @@ class StreamDataModule(pl.LightningDataModule):
                 "has no more (plan.epochs)"
             )
         self._check_accumulation(trainer)
+        if loader.plan.skipped.count and trainer.reload_dataloaders_every_n_epochs != 1:
+            raise ConfigError(
+                "reload_dataloaders_every_n_epochs must be 1, since plan.skip gives epochs different lengths"
+            )
         if self._format == "batch" and trainer.precision in (
             "16-true",
             "bf16-true",

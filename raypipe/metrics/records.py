@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -22,7 +23,7 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError, OutageError, RaypipeError
 from raypipe.plan.places import MicroBatchId
-from raypipe.storage.files import open_input, read_whole, write_synced
+from raypipe.storage.files import open_input, read_whole, write_synced, write_text
 from raypipe.storage.filesystem import errors_as, join_address, open_filesystem
 from raypipe.storage.retries import without_retries
 from raypipe.storage.retrying_filesystem import upload
@@ -80,6 +81,15 @@ def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:
     return record["step"] <= start["step"]
 
 
+def write_file(folder: Folder, name: str, text: str) -> None:
+    """Write a file of a run's folder, or replace an old one; atomically on disks."""
+    filesystem, path = folder
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        write_text(f"{path}/{name}", text)
+    else:
+        write_synced(filesystem, f"{path}/{name}", text.encode())
+
+
 def append_fault(run_uri: str, text: str, reason: str) -> None:
     """Record a fault between two starts of a run's trainers, at the step of the last record.
 
@@ -102,7 +112,7 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
         line = json.dumps(fault).encode() + b"\n"
         filesystem, path = open_filesystem(join_address(run_uri, RECORDS))
         if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-            _append_whole(Path(path), line)
+            append_whole(Path(path), line)
         else:
             write_synced(
                 filesystem,
@@ -115,13 +125,20 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
         )
 
 
-def _append_whole(path: Path, lines: bytes) -> None:
-    """Append lines to a file. A line that a crash or a full disk has cut off stays a separate line."""
+def append_whole(path: Path, lines: bytes, synced: bool = False) -> None:
+    """Append lines to a file. A line that a crash or a full disk has cut off stays a separate line.
+
+    Args:
+        synced: wait until they are on the disk, not only in memory.
+    """
     with path.open("a+b") as file:
         if file.tell():
             file.seek(-1, 2)
             lines = lines if file.read(1) == b"\n" else b"\n" + lines
         file.write(lines)
+        if synced:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 class RecordWriter:
@@ -136,6 +153,7 @@ class RecordWriter:
         validates: whether it resumes with the validation of that step; an earlier record of it no longer
             counts.
         settings: the stream's settings, for a run without a config.yaml.
+        stream: what opens the stream again, see `raypipe.streaming.opened`.
 
     Raises:
         ConfigError: an earlier start's record in object storage cannot be read.
@@ -148,6 +166,7 @@ class RecordWriter:
         workers: int = 1,
         validates: bool = False,
         settings: dict[str, Any] | None = None,
+        stream: dict[str, Any] | None = None,
     ) -> None:
         self._filesystem, self._remote = (
             open_filesystem(run) if isinstance(run, str) else run
@@ -177,9 +196,11 @@ class RecordWriter:
             "validates": validates,
         }
         start |= {"settings": settings} if settings else {}
+        of_samples = dict(start)
+        start |= {"stream": stream} if stream else {}
         self._append(RECORDS, [start])
         if (self._folder / SAMPLES).exists():
-            self._append(SAMPLES, [start])
+            self._append(SAMPLES, [of_samples])
 
     def write_samples(
         self, rows: list[tuple[MicroBatchId, list[int]]], step: int
@@ -216,7 +237,7 @@ class RecordWriter:
     def _append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Append records to a file."""
         with self._one_by_one, self._best_effort(name):
-            _append_whole(
+            append_whole(
                 self._folder / name,
                 "".join(json.dumps(record) + "\n" for record in records).encode(),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NewType
+from typing import Any, Literal, NamedTuple, NewType
 
 from raypipe.errors import CursorError
 
@@ -31,6 +31,13 @@ class MicroBatchId:
 
     def __str__(self) -> str:
         return f"{self.split}-e{self.epoch:04d}-s{self.step:06d}-m{self.micro:03d}"
+
+
+class SamplePlace(NamedTuple):
+    """The place of a sample in a run: a row, from 0, of a micro-batch."""
+
+    micro_batch: MicroBatchId
+    row: int
 
 
 CURSOR_FILE = "cursor.json"

@@ -4,17 +4,19 @@ A run is one schedule of segments, each made of steps of M micro-batches of B sa
 
     schedule   train 0              | val 0 | train 1 | val 1 | …
     train e    step 0 | step 1 | …  S = N // (M·B) steps; fewer than M·B samples are left out
+               without the steps of plan.skip; all others keep their numbers and draws
     val e      step 0 | …           ceil(Nval / (M·B)) steps; the last is padded with index -1 (or each bucket's)
     step       micro-batch 0 … M-1  micro-batch m goes to rank m mod W
 
-Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere in O(1).
+Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere in O(1). The
+inverse, `Plan.places_of`, finds the places at which the run draws a sample.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -32,9 +34,18 @@ from raypipe.plan.compose import (
 )
 from raypipe.plan.custom import CustomSampler
 from raypipe.plan.order import Domain, derive_keys, mix64
-from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Sides, Split, TrainStep
+from raypipe.plan.places import (
+    PADDING,
+    Cursor,
+    MicroBatchId,
+    SamplePlace,
+    Sides,
+    Split,
+    TrainStep,
+)
 from raypipe.plan.samplers import Draws, RunSampler, Sequential
 from raypipe.plan.selection import JoinedSelection, Selection
+from raypipe.plan.skipped import NOTHING, Skipped
 
 _SPLIT_CODE = {"train": 0, "val": 1}
 
@@ -47,12 +58,30 @@ class Segment:
         split, epoch: which.
         first_step, num_steps: steps first_step … num_steps - 1 are delivered. The first is 0 except after a
             resume, and the last is that of the whole pass unless the plan is cut off.
+        skipped: steps between these that are left out.
     """
 
     split: Split
     epoch: int
     first_step: int
     num_steps: int
+    skipped: Skipped = NOTHING
+
+    @property
+    def num_delivered(self) -> int:
+        """Number of steps that are delivered."""
+        return self.num_steps - self.first_step - self.skipped.count
+
+    def step_of(self, number: int) -> int:
+        """Return the step that is delivered after so many others."""
+        return self.skipped.step_after(self.first_step, number)
+
+    def number_of(self, step: int) -> int | None:
+        """Return how many steps are delivered before one; None = this one is not."""
+        if not self.first_step <= step < self.num_steps or self.skipped.has(step):
+            return None
+        before = self.skipped.within(self.first_step, step)
+        return step - self.first_step - before.count
 
 
 @dataclass(frozen=True)
@@ -66,7 +95,7 @@ class Plan:
         steps_per_epoch: S, training steps in an epoch.
         num_val: samples of the validation store that are not excluded; 0 = no validation.
         num_val_rows: samples of a validation, and the padding of the micro-batches that they fill.
-        fingerprint: 16 hex digits over everything that determines the stream's order.
+        order_fingerprint: 16 hex digits over everything that determines the order, except skipped steps.
         kept: which samples of each store these are.
         sources: names of a mixture's stores.
         end_step: the training step, counted through all epochs, before which the schedule is cut off; None = not
@@ -80,7 +109,7 @@ class Plan:
     steps_per_epoch: int
     num_val: int
     num_val_rows: int
-    fingerprint: str
+    order_fingerprint: str
     kept: dict[Split, Selection | JoinedSelection] = field(repr=False, compare=False)
     sources: tuple[str, ...] = ()
     end_step: int | None = None
@@ -128,27 +157,34 @@ class Plan:
                     val.in_bucket(bucket)[1] for bucket in range(len(config.buckets))
                 ]
             validation = Sequential(buckets, config.micro_batch_size)
-        return Plan(
+        plan = Plan(
             config,
             training,
             validation,
             training.steps,
             val.selection.size if val and validation else 0,
             validation.size if validation else 0,
-            hashlib.blake2b(
-                json.dumps(training.content).encode(), digest_size=8
-            ).hexdigest(),
+            _digest(training.content),
             {"train": selection, "val": val.selection if val else Selection([], 0)},
             names,
         )
+        plan._check_skipped()
+        return plan
+
+    def _check_skipped(self) -> None:
+        """Raise ConfigError if `plan.skip` has steps that the run does not have, or all of them."""
+        num_steps = self.config.epochs * self.steps_per_epoch
+        beyond = [end for _, end in self.skipped.ranges if end > num_steps]
+        if beyond or self.skipped.count == num_steps:
+            problem = f"skips step {beyond[0]:,}" if beyond else "skips all of them"
+            raise ConfigError(
+                f"the run has the steps 1 to {num_steps:,}, counted through all epochs as in metrics.jsonl, and "
+                f"plan.skip {problem}"
+            )
 
     def bound_to(self, also: Any) -> Plan:
         """Return this plan with further JSON values in its fingerprint, which determine the stream."""
-        content = json.dumps([self.fingerprint, also])
-        return replace(
-            self,
-            fingerprint=hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
-        )
+        return replace(self, order_fingerprint=_digest([self.order_fingerprint, also]))
 
     def until(self, step: int) -> Plan:
         """Return this plan, cut off before a training step, counted through all epochs.
@@ -187,6 +223,23 @@ class Plan:
         """The share of the run's training, in [0, 1], after so many steps."""
         return done / (self.config.epochs * self.steps_per_epoch)
 
+    @cached_property
+    def skipped(self) -> Skipped:
+        """The training steps that are left out, counted through all epochs from 0."""
+        return Skipped.of(self.config.skipped_ranges)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over everything that determines the stream's order."""
+        return self._fingerprint_before(self.config.epochs * self.steps_per_epoch)
+
+    def _fingerprint_before(self, step: int) -> str:
+        """The fingerprint of the stream before a step, so that a resumed run may skip later ones."""
+        skipped = self.skipped.within(0, step)
+        if not skipped.count:
+            return self.order_fingerprint
+        return _digest([self.order_fingerprint, {"skip": skipped.ranges}])
+
     def global_step(self, micro_batch: MicroBatchId | Cursor) -> TrainStep:
         """Training steps, through all epochs, before a micro-batch or a cursor.
 
@@ -216,23 +269,54 @@ class Plan:
         return self.cursor_at(0)
 
     def cursor_at(self, global_step: int) -> Cursor:
-        """The cursor after so many training steps, with no pending validation."""
-        return Cursor(*divmod(global_step, self.steps_per_epoch), self.fingerprint)
+        """The cursor after so many training steps, skipped ones included, with no pending validation."""
+        return self.cursor(*divmod(global_step, self.steps_per_epoch))
+
+    def cursor(self, epoch: int, step: int) -> Cursor:
+        """The cursor after so many steps of an epoch, skipped ones included."""
+        done = epoch * self.steps_per_epoch + step
+        return Cursor(epoch, step, self._fingerprint_before(done))
 
     def normalized(self, cursor: Cursor) -> Cursor:
         """Name a place by the next epoch where no validation is next."""
-        if cursor.step == self.steps_per_epoch and not self.has_val(cursor.epoch):
-            return Cursor(cursor.epoch + 1, 0, cursor.fingerprint)
+        rest = self.training_of(cursor.epoch, cursor.step)
+        if not rest.num_delivered and cursor.epoch < self.config.epochs:
+            # the rest of the epoch is skipped, or there is none
+            if not self.has_val(cursor.epoch):
+                return self.cursor(cursor.epoch + 1, 0)
+            return self.cursor(cursor.epoch, self.steps_per_epoch)
         return cursor
+
+    def training_of(
+        self, epoch: int, first_step: int = 0, num_steps: int | None = None
+    ) -> Segment:
+        """Return an epoch's training, or the rest of it from a step on.
+
+        Args:
+            num_steps: steps of the epoch before which it is cut off; None = it is not.
+        """
+        begin = epoch * self.steps_per_epoch
+        end = self.steps_per_epoch if num_steps is None else num_steps
+        skipped = self.skipped.within(begin + first_step, begin + end).moved(-begin)
+        return Segment("train", epoch, first_step, end, skipped)
 
     def check(self, cursor: Cursor) -> None:
         """Raise CursorError unless the cursor is a place of this plan."""
-        if cursor.fingerprint != self.fingerprint:
+        done = self.global_step(cursor)
+        expected = self._fingerprint_before(done)
+        if cursor.fingerprint != expected and expected != self.order_fingerprint:
+            raise CursorError(
+                f"the checkpoint was made after step {done} under plan {cursor.fingerprint}, and this run, which "
+                f"skips the steps {self.skipped.within(0, done)} before that, has plan {expected}: plan.skip may "
+                "change only for steps after the checkpoint, and other settings of the order not at all. Restore "
+                "them, resume from an earlier checkpoint, or start a new run"
+            )
+        if cursor.fingerprint != expected:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
-                f"{self.fingerprint}: the training store, its excluded samples, seed, micro_batch_size, "
-                "global_batch_size, shuffle, sampler or another setting of the order differs. Restore it, or "
-                "start a new run"
+                f"{expected}: the training store, its excluded samples, seed, micro_batch_size, "
+                "global_batch_size, shuffle, sampler, skip or another setting of the order differs. Restore it, "
+                "or start a new run"
             )
         if not (
             0 <= cursor.epoch <= self.config.epochs
@@ -279,8 +363,9 @@ class Plan:
             )
             if num_steps <= 0:
                 return
-            if first < num_steps:
-                yield Segment("train", epoch, first, num_steps)
+            training = self.training_of(epoch, min(first, num_steps), num_steps)
+            if training.num_delivered:
+                yield training
             if self.has_val(epoch) and num_steps == self.steps_per_epoch:
                 yield Segment("val", epoch, 0, self.val_steps)
 
@@ -288,18 +373,17 @@ class Plan:
         """Yield the micro-batches from a cursor on, in order, without the first `first` of them."""
         per_step = self.config.per_step
         for segment in self.segments(cursor):
-            numbers = range(segment.first_step * per_step, segment.num_steps * per_step)
+            numbers = range(segment.num_delivered * per_step)
             for number in numbers[first:]:
+                step, micro = divmod(number, per_step)
                 yield MicroBatchId(
-                    segment.split, segment.epoch, *divmod(number, per_step)
+                    segment.split, segment.epoch, segment.step_of(step), micro
                 )
             first = max(0, first - len(numbers))
 
     def num_micro_batches(self, cursor: Cursor) -> int:
         """Count the micro-batches from a cursor on."""
-        steps = sum(
-            segment.num_steps - segment.first_step for segment in self.segments(cursor)
-        )
+        steps = sum(segment.num_delivered for segment in self.segments(cursor))
         return steps * self.config.per_step
 
     def indices(self, micro_batch: MicroBatchId) -> np.ndarray:
@@ -337,6 +421,35 @@ class Plan:
         return self.training.sampler.draw(
             epoch * self.steps_per_epoch * self.global_batch_size + positions
         )
+
+    def places_of(
+        self, index: int, split: Split = "train", epochs: Iterable[int] | None = None
+    ) -> Iterator[SamplePlace]:
+        """Yield where the run draws a sample, in the order of the run: the inverse of `draw`.
+
+        Each epoch costs O(1), or as much as `raypipe.plan.samplers` says; a user's sampler makes all draws of an
+        epoch. Substitutes of bad samples are not among the draws.
+
+        Args:
+            index: as in `draw`: in a mixture, counted through its stores, one after the other.
+            epochs: those to look in; None = all of the run. A validation is looked for only where one follows.
+        """
+        for epoch in range(self.config.epochs) if epochs is None else epochs:
+            if split == "train":
+                first = epoch * self.steps_per_epoch * self.global_batch_size
+                size = self.steps_per_epoch * self.global_batch_size
+            else:
+                first = 0
+                size = self.num_val_rows if self.has_val(epoch) else 0
+            if not size:
+                continue
+            found = self._sampler(split).positions_of(index, first, first + size)
+            for position in found.tolist():
+                number, row = divmod(position - first, self.config.micro_batch_size)
+                step, micro = divmod(number, self.config.per_step)
+                begin = epoch * self.steps_per_epoch
+                if split == "val" or not self.skipped.has(begin + step):
+                    yield SamplePlace(MicroBatchId(split, epoch, step, micro), row)
 
     def bucket_of(self, micro_batch: MicroBatchId) -> Sides | None:
         """Height and width of the bucket that a micro-batch is of; None where its split has none."""
@@ -421,6 +534,11 @@ class Plan:
         return self.training.store_samplers[source][bucket].sample_of(
             key, micro_batch.epoch
         )
+
+
+def _digest(content: Any) -> str:
+    """Hash JSON values into 16 hex digits."""
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
 @lru_cache(maxsize=64)

@@ -23,11 +23,12 @@ from ray.util import client
 from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
+from raypipe.rayext import priority
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
 from raypipe.rayext.head import Head, wait_for_head
 from raypipe.rayext.ray_private import find_private, replace, replaced
 from raypipe.rayext.startup import Wait
-from raypipe.rayext.tweaks import small_head
+from raypipe.rayext.tweaks import are_on, small_head
 from raypipe.rayext.worker_logs import take_worker_logs
 
 logger = logging.getLogger(__name__)
@@ -125,9 +126,9 @@ def connect(
             loss="under `uv run`, Ray makes an environment of its own for its workers",
         )
     _keep_token_private()
-    environment = _LOCAL_ENV | (
-        {"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {}
-    )
+    environment = _LOCAL_ENV | (priority.environment() if are_on() else {})
+    if log_format == "json":
+        environment["RAY_BACKEND_LOG_JSON"] = "1"
     with (
         _inherited(environment),
         small_head(),

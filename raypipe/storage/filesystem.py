@@ -278,6 +278,12 @@ def exists(address: str) -> bool:
     return filesystem.get_file_info(path).type == pyarrow.fs.FileType.File
 
 
+def is_folder(address: str) -> bool:
+    """Return whether a folder exists at an address; in object storage, whether an object is below it."""
+    filesystem, path = open_filesystem(address)
+    return filesystem.get_file_info(path).type == pyarrow.fs.FileType.Directory
+
+
 def check_bucket(address: str) -> None:
     """Raise ConfigError if the bucket of a remote address cannot be reached, before work is done for it."""
     if is_remote(address):

@@ -1,4 +1,7 @@
-"""Facts about a store, as values of JSON: two stores with the same facts give the same samples."""
+"""Facts about a store, as values of JSON: two stores with the same facts give the same samples.
+
+A fingerprint that knows only names and sizes may be that of another store too, so the address is a fact beside it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 from raypipe.stores.base import FileStore, Store
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.memory import MemoryStore
 
 
 def facts_of(store: Store) -> Any:
@@ -20,4 +24,8 @@ def facts_of(store: Store) -> Any:
         return None
     schema = store.schema.remove_metadata().to_string()
     options = repr(store.options) if isinstance(store, FileStore) else ""
-    return [type(store).__name__, store.fingerprint, schema, options]
+    facts = [type(store).__name__, store.fingerprint, schema, options]
+    hashes_content = isinstance(store, MemoryStore) or (
+        isinstance(store, FileStore) and store.hashes_content
+    )
+    return facts if hashes_content else [*facts, store.address]

@@ -24,6 +24,9 @@ MAX_SECONDS = 0.5
 MAX_BYTES = 256 << 20
 # Where few CPUs make few blocks, smaller ones: images of 224 px from short side 256 then take 6 % less CPU time.
 _BYTES_PER_CPU = 32 << 20
+REMEMBERED_FACTOR = 4
+"""A block of a split that is remembered is so many times as large: to copy an image costs less than its share of
+what Ray spends on a block."""
 
 # Micro-batches per rank of the first ReadTask, and of the longest, since a lost reader starts again.
 # Each has twice those of the one before.

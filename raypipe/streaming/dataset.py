@@ -129,6 +129,8 @@ def _part_of(plan: Plan, epoch: int | None, split: Split, first_step: int) -> Pl
         raise ConfigError(
             f"raypipe.dataset: first_step is {first_step}, and the epoch has {steps} steps"
         )
+    if split == "train":
+        return plan.only(plan.training_of(epoch, first_step))
     return plan.only(Segment(split, epoch, first_step, steps))
 
 

@@ -53,8 +53,7 @@ class Batches(Iterator[Batch]):
         self._num_loops = 0
         self._was_left = False
         if segment:
-            num_steps = segment.num_steps - segment.first_step
-            self._len = num_steps * source.accumulation_steps
+            self._len = segment.num_delivered * source.accumulation_steps
         else:
             self._len = 0
 

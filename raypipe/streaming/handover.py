@@ -28,6 +28,7 @@ from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.files import check_place
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.checkpoints import Checkpoint, cursor_of, find_start
+from raypipe.streaming.digest_log import DigestLog
 from raypipe.streaming.headspace import HeadspaceRecord, MeasuringFolder
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.lifetime import HostStream
@@ -57,6 +58,7 @@ def loader(
     run_dir: str | Path = "",
     start_from: str | Path = "",
     lease: str = "",
+    log_digest: bool = False,
     trace: str | Path = "",
     trace_s: float = 60.0,
     headspace: bool = False,
@@ -88,6 +90,8 @@ def loader(
         start_from: folder or URI of a run or a checkpoint. While the run has no checkpoint, the stream
             continues from there, and `Loader.restore` loads it.
         lease: what `raypipe.lease(run_dir)` gave: no checkpoint is written once another process has the folder.
+        log_digest: record a hash of each batch that is handed out, and a root for each epoch, in `digests/` of the
+            run's folder, which all ranks share: `raypipe audit` compares them with batches that it makes again.
         trace: file of Chrome trace events, which https://ui.perfetto.dev shows: a path or a URI. Rank 0 writes
             there what the stream's processes do, from now to `trace_s` after the first batch. Empty = no trace.
         trace_s: seconds.
@@ -97,8 +101,8 @@ def loader(
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
-        ConfigError: W does not divide M, an argument has the wrong type, `start_from` has no checkpoint, or
-            torchrun's process group was not started.
+        ConfigError: W does not divide M, an argument has the wrong type, `start_from` has no checkpoint,
+            torchrun's process group was not started, or log_digest has no folder to write to.
         ResourceError: there are no CPUs for the pool.
     """
     join_train_run()  # first: also for errors of the lines below
@@ -110,6 +114,7 @@ def loader(
     run_address: str = check("raypipe.loader: run_dir", run_dir, str)
     start_address: str = check("raypipe.loader: start_from", start_from, str)
     check("raypipe.loader: lease", lease, str)
+    check("raypipe.loader: log_digest", log_digest, bool)
     at_least_0 = Annotated[int, Limits(0, MAX_INT)]
     check("raypipe.loader: prefetch_factor", prefetch_factor, AtLeast1)
     check("raypipe.loader: keep_batches", keep_batches, at_least_0)
@@ -141,6 +146,9 @@ def loader(
         folder = open_filesystem(run_uri)
     elif in_train and not headspace:
         folder = _folder_of_train()
+    digest_log = None
+    if log_digest and not headspace:
+        digest_log = DigestLog.of(spec, folder, rank, world_size, device)
     start = None
     if not headspace:
         start = _start_of(spec, cursor, start_address, checkpoints, rank, world_size)
@@ -171,6 +179,7 @@ def loader(
         folder=folder,
         start=start,
         checkpoints=checkpoints,
+        digest_log=digest_log,
         trace=trace_address,
         trace_s=trace_s,
     )

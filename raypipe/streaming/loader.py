@@ -10,12 +10,14 @@ import functools
 import logging
 import math
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
+import pyarrow as pa
 import torch
 
 from raypipe.config import AugmentConfig
@@ -23,23 +25,36 @@ from raypipe.device.augment import DeviceAugment, settings_of_device
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import configure_logs, log_place
+from raypipe.metrics.flags import write_flag
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageClock, StageTimes
 from raypipe.mistakes import Unlike
-from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
+from raypipe.plan.places import (
+    CURSOR_FILE,
+    PADDING,
+    Cursor,
+    MicroBatchId,
+    Split,
+    TrainStep,
+)
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.agreement import Agreement, in_train_function
 from raypipe.rayext.trainer_notice import Notice
+from raypipe.section import check
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join_address
+from raypipe.stores.base import name_of
 from raypipe.streaming.checkpoints import Checkpoint, read_whole_checkpoint
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.device_stage import DeviceStage
 from raypipe.streaming.digest import plain_settings
+from raypipe.streaming.digest_log import DigestLog
 from raypipe.streaming.epochs import Batches, Epoch
+from raypipe.streaming.hashes import finished_hash, hashed
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
+from raypipe.streaming.opened import stream_record
 from raypipe.streaming.rank_stream import RankStream
 from raypipe.streaming.run_checkpoints import RunCheckpoints
 from raypipe.streaming.saved_model import SavedModel, input_of, saved_model
@@ -109,6 +124,7 @@ class Loader(Unlike, instead=_INSTEAD):
         folder: Folder | None = None,
         start: Checkpoint | Folder | None = None,
         checkpoints: RunCheckpoints | None = None,
+        digest_log: DigestLog | None = None,
         trace: str = "",
         trace_s: float = 60.0,
     ) -> None:
@@ -119,6 +135,7 @@ class Loader(Unlike, instead=_INSTEAD):
             folder: where rank 0 records the run; None = nowhere.
             start: the checkpoint that `restore` loads until there is a newer one.
             checkpoints: those that `checkpoint` makes; None = nowhere.
+            digest_log: this rank's record of hashes; None = none is written.
             device, augment, dtype, prefetch_factor, keep_batches, trace, trace_s: see `raypipe.loader`.
         """
         configure_logs(spec.log_format, run=spec.run, rank=rank)
@@ -129,9 +146,11 @@ class Loader(Unlike, instead=_INSTEAD):
         self.keep_batches = keep_batches
         self._spec = spec
         self._user_augment = augment
+        self._dtype = dtype
         self.model_name = ""
         self._start = start
         self._lacks_weights = start is not None
+        self._folder = folder
         self._checkpoints = checkpoints
         self._device_stage = DeviceStage(
             augment, self.device, dtype, spec.endings, spec.columns, tells=rank == 0
@@ -145,6 +164,9 @@ class Loader(Unlike, instead=_INSTEAD):
             self._device_stage.config,
             folder,
         )
+        self._digest_log = digest_log
+        if digest_log:
+            self.metrics.observers.insert(0, digest_log)
         if trace:
             self.metrics.trace(trace, trace_s, spec.run, rank)
         self._stream = RankStream(
@@ -188,10 +210,11 @@ class Loader(Unlike, instead=_INSTEAD):
             decoding = Decoding(spec, self.device, on_decoded)
         device = self.device
         keep_batches = self.keep_batches
+        is_recorded = self._digest_log is not None
 
         def transfer(host: HostStream) -> Iterator[Batch]:
             return on_device(
-                host.batches,
+                hashed(host.batches) if is_recorded else host.batches,
                 device,
                 spec.plan.micro_batch_seed,
                 prefetch_factor,
@@ -277,6 +300,8 @@ class Loader(Unlike, instead=_INSTEAD):
         progress = self._progress
         if progress.segments:
             self.metrics.settle(self.cursor)
+            if self._digest_log:
+                self._digest_log.leave(progress.epoch, set(progress.segments))
             progress.leave_epoch()
             self.metrics.move(self.cursor)
             self.metrics.end_epoch(progress.epoch)
@@ -311,8 +336,13 @@ class Loader(Unlike, instead=_INSTEAD):
                 return of_stream | settings_of_device(self._user_augment)
             return of_stream
 
+        def stream() -> dict[str, Any]:
+            return stream_record(
+                self._spec, self._user_augment, self._dtype, self.device
+            )
+
         validates = is_at_end and self.plan.has_val(cursor.epoch)
-        self.metrics.run_log.begin(validates, settings, self._stream.supervisor)
+        self.metrics.run_log.begin(validates, settings, self._stream.supervisor, stream)
 
     def _deliver(self, batches: Batches, number: int) -> Batch:
         """The batch of a number of an epoch's training or of a validation."""
@@ -328,7 +358,7 @@ class Loader(Unlike, instead=_INSTEAD):
         position = MicroBatchId(
             segment.split,
             segment.epoch,
-            segment.first_step + steps,
+            segment.step_of(steps),
             self.rank + turn * self.world_size,
         )
         ends_step = turn + 1 == self.accumulation_steps
@@ -345,7 +375,10 @@ class Loader(Unlike, instead=_INSTEAD):
         self._ended_split = ends_split
         if is_train and ends_step:
             self.metrics.end_step(ends_split)
-        return replace(batch, ends_step=ends_step, ends_split=ends_split)
+        batch = replace(batch, ends_step=ends_step, ends_split=ends_split)
+        if self._digest_log:
+            self._digest_log.add(batch)
+        return batch
 
     def _finished(self, batch: Batch) -> Batch:
         """A batch that has arrived, augmented; its compute begins."""
@@ -360,7 +393,11 @@ class Loader(Unlike, instead=_INSTEAD):
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         strength = self.metrics.strength(self.plan.global_step(position))
-        batch = self._device_stage(batch, strength)
+        of_stream = batch
+        batch = self._device_stage(of_stream, strength)
+        is_finished_here = batch is not of_stream and self.device.type == "cpu"
+        if self._digest_log and is_finished_here:
+            batch = replace(batch, finished_hash=finished_hash(of_stream, batch))
         num_images = int((batch.index >= 0).sum())
         amounts = {
             "images": num_images,
@@ -431,6 +468,8 @@ class Loader(Unlike, instead=_INSTEAD):
         Inside of the loop over an epoch's batches that is between them. After it, also after a `break`, it is
         behind them: a resumed run begins with what the loop would have done next.
         """
+        if self._digest_log:
+            self._digest_log.flush()
         return asdict(self.place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -643,6 +682,40 @@ class Loader(Unlike, instead=_INSTEAD):
         with self.metrics.saving(lambda: f"{folder} is written"):
             write_text(join_address(str(folder), CURSOR_FILE), self.place.to_json())
         self.metrics.tell("checkpointed")
+
+    def flag(self, batch: Batch, reason: str) -> None:
+        """Record in the run's folder that a batch needs a look: its place, its samples' names, and your reason.
+
+        Any rank may call it, at any time after the batch was handed out. `raypipe when RUN --flagged` lists all
+        flags, and `raypipe replay` shows the batch. Storage that fails is a warning.
+
+        Raises:
+            ConfigError: the loader has no `run_dir`.
+        """
+        if self._folder is None:
+            raise ConfigError(
+                "loader.flag writes into the run's folder: name one, raypipe.loader(spec, run_dir=…)"
+            )
+        place = batch.position
+        store = self._spec.stores[place.split]
+        indices = batch.index[batch.index != PADDING].tolist()
+        samples = [{"index": index, "name": name_of(store, index)} for index in indices]
+        # metrics.jsonl counts steps from 1
+        step = self.plan.global_step(place) + (place.split == "train")
+        flag = {
+            "place": str(place),
+            "epoch": place.epoch,
+            "step": step,
+            "rank": self.rank,
+            "micro": place.micro,
+            "reason": check("loader.flag: reason", reason, str),
+            "time": time.time(),
+            "samples": samples,
+        }
+        try:
+            write_flag(self._folder, place, flag)
+        except (pa.ArrowException, OSError, RaypipeError) as error:
+            _logger.warning("the flag of %s cannot be written: %s", place, error)
 
     @property
     def first_batch_s(self) -> float:

@@ -77,7 +77,11 @@ class Progress:
         if position.split == "train":
             self._left = None
             self.num_in_step += 1
-            if ends_step:
+            segment = self.segments.get("train")
+            if ends_split and segment:
+                # steps that are skipped after it are done
+                self._stand_at(position.epoch, segment.num_steps)
+            elif ends_step:
                 self._stand_at(position.epoch, position.step + 1)
         elif is_at_end:
             if self._left:
@@ -98,12 +102,11 @@ class Progress:
         if not (is_in_loop and self._left and self.cursor.epoch == self.epoch):
             return self._plan.normalized(self.cursor)
         if self._left == "val":
-            after = Cursor(self.epoch + 1, 0, self.cursor.fingerprint)
+            after = self._plan.cursor(self.epoch + 1, 0)
         else:
-            num_steps = self._plan.steps_per_epoch
-            after = Cursor(self.epoch, num_steps, self.cursor.fingerprint)
+            after = self._plan.cursor(self.epoch, self._plan.steps_per_epoch)
         return self._plan.normalized(after)
 
     def _stand_at(self, epoch: int, step: int) -> None:
-        self.cursor = Cursor(epoch, step, self._plan.fingerprint)
+        self.cursor = self._plan.cursor(epoch, step)
         self.num_in_step = 0

@@ -30,6 +30,7 @@ from raypipe.stores.base import Store
 from raypipe.stores.facts import facts_of
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
+from raypipe.streaming.opened import opened_with
 from raypipe.streaming.planning import PerSource, make_plan, select
 from raypipe.streaming.spec import StreamSpec, UserTransform
 from raypipe.transform.checks import (
@@ -104,10 +105,12 @@ def open_stream(
     Raises:
         StoreError, ConfigError: a store or a setting is wrong.
     """
+    arguments = dict(locals())
     join_train_run()
     plan = _checked("plan", plan, PlanConfig)
     transform = _checked("transform", transform, TransformConfig)
     pool = _checked("pool", pool, PoolConfig)
+    arguments |= {"plan": plan, "transform": transform}
     declared = renamed(column_options(columns), target_column)
     options = store_options(image_column, target_column or "", trust_pickles)
     opener = _Opener(options, plan.shuffle, _index_of(quarantine), in_memory)
@@ -141,6 +144,7 @@ def open_stream(
         columns=sample_columns,
         endings=endings,
         store_facts={split: facts_of(store) for split, store in stores.items()},
+        opened=opened_with(arguments),
     )
 
 

@@ -22,7 +22,7 @@ from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.retries import patience_s
-from raypipe.streaming.blocks import most_bytes
+from raypipe.streaming.blocks import MAX_BYTES, most_bytes
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, check_pickles
 from raypipe.streaming.supervisor import start_supervisor
@@ -110,9 +110,8 @@ def block_dataset(
     room = _object_store_bytes() / 2 / settings.limit(actors)
     # Blocks are sized by the images that were measured, and those to come may be larger.
     min_pixels, max_pixels = pixel_range(spec.transform, spec.plan.config.bucket_sides)
-    max_bytes = int(
-        most_bytes(actors * pool.kernel_threads, room) * min_pixels / max_pixels
-    )
+    share = min_pixels / max_pixels
+    max_bytes = int(most_bytes(actors * pool.kernel_threads, room) * share)
     source = MicroBatchSource(
         spec.plan,
         cursor,
@@ -123,6 +122,7 @@ def block_dataset(
         block=pool.micro_batches_per_block,
         largest=largest,
         max_bytes=max_bytes,
+        max_bytes_remembered=int(min(MAX_BYTES, room) * share),
         run=spec.run,
         head_start=head_start,
         traces=spec.traces,
@@ -133,7 +133,7 @@ def block_dataset(
         )
         return rows.map_batches(
             TransformWorker,
-            fn_constructor_args=(spec, supervisor),
+            fn_constructor_args=(replace(spec, opened={}), supervisor),
             batch_size=None,
             batch_format="pyarrow",
             zero_copy_batch=True,

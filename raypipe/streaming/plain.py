@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -101,8 +102,8 @@ class SharedEpochs:
             return self._epoch.val
         return self.loader.validation()
 
-    def go_to(self, epoch: int, step: int) -> None:
-        """Let the next training be from a step of an epoch on; nothing happens if it is."""
+    def go_to(self, epoch: int, num_steps: int) -> None:
+        """Let the next training be what comes after so many steps of an epoch; nothing happens if it is."""
         current = self._epoch
         if current is None or current.train.turn != self.loader._turn:
             upcoming = self.loader.cursor.epoch, self.loader.cursor.step
@@ -112,11 +113,23 @@ class SharedEpochs:
             upcoming = current.number, current.train.segment.first_step
         else:
             upcoming = current.number, self.loader.plan.steps_per_epoch
-        if (epoch, step) != upcoming:
-            fingerprint = self.loader.plan.fingerprint
-            self.loader.load_state_dict(
-                {"epoch": epoch, "step": step, "fingerprint": fingerprint}
-            )
+        plan = self.loader.plan
+        step = plan.training_of(epoch).step_of(num_steps)
+        # either may be the first of some that are skipped
+        if (epoch, step) != (upcoming[0], plan.training_of(*upcoming).step_of(0)):
+            self.loader.load_state_dict(asdict(plan.cursor(epoch, step)))
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps, without skipped ones, of the epoch under way; after its last batch, of the next."""
+        plan = self.loader.plan
+        current = self._epoch
+        if current is None or current.train.turn != self.loader._turn:
+            cursor = self.loader.cursor
+            number = cursor.epoch + (cursor.step == plan.steps_per_epoch)
+        else:
+            number = current.number + (self._was_given and not current.train.is_open)
+        return plan.training_of(min(number, plan.config.epochs - 1)).num_delivered
 
     def _next_epoch(self) -> None:
         self._epoch = next(self._epochs, None)
@@ -151,14 +164,12 @@ class PlainLoader:
         self._format = format
 
     def __len__(self) -> int:
-        """Return the number of this rank's micro-batches in a whole epoch."""
-        plan = self._loader.plan
-        loader = self._loader
+        """Return the number of this rank's micro-batches in a whole epoch: in this one, if steps are skipped."""
         if self._split == "train":
-            steps = plan.steps_per_epoch
+            steps = self._shared.num_steps
         else:
-            steps = plan.val_steps
-        return steps * loader.accumulation_steps
+            steps = self._loader.plan.val_steps
+        return steps * self._loader.accumulation_steps
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.

@@ -250,17 +250,15 @@ class RankStream:
     def _seek(self, position: MicroBatchId, continues: bool) -> None:
         """Start the stream again, at the step of a micro-batch."""
         self.lifetime.end(MOVED)
-        fingerprint = self._plan.fingerprint
+        plan = self._plan
         if position.split == "train":
-            self.open(Cursor(position.epoch, position.step, fingerprint))
+            self.open(plan.cursor(position.epoch, position.step))
             return
-        after_training = Cursor(position.epoch, self._plan.steps_per_epoch, fingerprint)
+        after_training = plan.cursor(position.epoch, plan.steps_per_epoch)
         if continues and position.step == 0:
             self.open(after_training)
         else:
-            validation = Segment(
-                "val", position.epoch, position.step, self._plan.val_steps
-            )
+            validation = Segment("val", position.epoch, position.step, plan.val_steps)
             self.open(after_training, validation)
 
     def _discard(self) -> None:

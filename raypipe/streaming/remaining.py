@@ -46,7 +46,7 @@ class Remaining:
         return MicroBatchId(
             first.split,
             first.epoch,
-            first.first_step + step,
+            first.step_of(step),
             self._rank + turn * self._world_size,
         )
 
@@ -60,10 +60,11 @@ class Remaining:
         num = -self._num_taken
         for segment in self._each():
             if (segment.split, segment.epoch) == (position.split, position.epoch):
-                if not segment.first_step <= position.step < segment.num_steps:
+                number = segment.number_of(position.step)
+                if number is None:
                     return None
                 turn = (position.micro - self._rank) // self._world_size
-                num += (position.step - segment.first_step) * self._per_rank + turn
+                num += number * self._per_rank + turn
                 return num if num >= 0 else None
             if segment.epoch > position.epoch:
                 return None
@@ -71,7 +72,7 @@ class Remaining:
         return None
 
     def _length(self, segment: Segment) -> int:
-        return (segment.num_steps - segment.first_step) * self._per_rank
+        return segment.num_delivered * self._per_rank
 
     def _segments(self) -> deque[Segment]:
         """The segments that are known, with the next one if there is any."""

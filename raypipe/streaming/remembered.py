@@ -4,8 +4,10 @@
     ClusterLedger    the ledger as an actor, one in a cluster, on its head
     Keeper           owns what was made on a node, so that it outlives the actor that made it; one on a node
 
-A transform actor asks for the keys of its block. The answer to each is where it is, or that another actor makes
-it, or that the asker is to make it: it then has a claim, which ends when it has made it, dies, or takes too long.
+A transform actor asks for the keys of its block. It gets the places of finished micro-batches, and a claim to the
+next few that nobody makes. It asks again for the remaining ones when it has made those, so that several actors
+share the work on a block, and one waits only where others make all that is missing. A claim ends when the
+micro-batch is made, or when its holder dies or takes too long: the keeper of the node watches its processes.
 All of it only saves time: if an object, a keeper or the memory itself is lost, the micro-batch is made again.
 
 The actors belong to the streams that use them: the memory ends itself, and the keepers, with the last of these.
@@ -19,13 +21,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe import __version__
+from raypipe.rayext.processes import Process, started_at
 
 NAMESPACE = "raypipe"
 # Others cannot read what this release writes.
@@ -37,6 +40,14 @@ _CLAIM_S = 30.0
 _KEPT_FOR = 6  # looks for a memory that is missing
 # A node whose actors have been gone for so long gets its memory back, and can be taken away.
 _NODE_LEFT_S = 60.0
+# A run that was killed gets its memory back if the same command starts within this time.
+_RESUMED_S = 60.0
+# A part of the room is for streams that are behind: there, micro-batches that one of those alike has not yet taken
+# stay for so long. The rest is for those that are at about the same place.
+_HELD_SHARE = 0.5
+_HELD_S = 120.0
+_DEATHS_S = 0.2  # between two looks at the processes of a node
+_DEATHS_WAIT_S = 10.0
 
 
 class User(NamedTuple):
@@ -47,12 +58,14 @@ class User(NamedTuple):
         actor: id of the actor, which it does share.
         stream: name of its stream.
         node: id of its node.
+        training: hash of what its stream's training makes; streams of one hash are alike. "" = like no other.
     """
 
     name: str
     actor: str
     stream: str
     node: str
+    training: str = ""
 
 
 class Found(NamedTuple):
@@ -62,7 +75,26 @@ class Found(NamedTuple):
     number: int
 
 
-Reply = Found | Literal["make", "wait"]
+class Turn(NamedTuple):
+    """Reply to a transform actor that asks for micro-batches; others make those that are in neither list.
+
+    Attributes:
+        found: places of finished ones, by key.
+        to_make: keys that the actor is to make now.
+        is_kept: whether there is room for them; if not, they are not claimed.
+    """
+
+    found: dict[bytes, Found]
+    to_make: list[bytes]
+    is_kept: bool
+
+
+class _Claim(NamedTuple):
+    """Right to make a micro-batch, with room for it."""
+
+    user: User
+    since: float
+    num_bytes: int
 
 
 @dataclass
@@ -72,8 +104,19 @@ class _Group:
     ref: Any
     keys: Sequence[bytes]
     num_bytes: int
-    node: str
+    user: User
     comes_back: bool
+    used_at: float
+    is_held: bool
+    taken: set[str] = field(default_factory=set)  # names of streams
+
+
+# Order of forgetting: what all streams alike have taken, the others, what is held for a stream that is behind, and
+# what comes back for sure.
+_SPENT = 0
+_RECENT = 1
+_HELD = 2
+_COMES_BACK = 3
 
 
 class Ledger:
@@ -87,9 +130,10 @@ class Ledger:
         self._clock = clock
         self._groups: OrderedDict[int, _Group] = OrderedDict()  # last used last
         self._places: dict[bytes, tuple[int, int]] = {}  # key → group, number in it
-        self._claims: dict[bytes, tuple[User, float]] = {}
+        self._claims: dict[bytes, _Claim] = {}
         self._users: dict[str, tuple[User, float]] = {}  # name → last sign of life
         self._left: set[str] = set()  # streams
+        self._broken_off: dict[str, float] = {}  # stream → when its last user was gone
         self._rooms: dict[str, int] = {}  # node → its limit in bytes
         self._used: dict[str, int] = {}
         self._seen: dict[str, float] = {}  # node → last sign of life of a user there
@@ -111,46 +155,70 @@ class Ledger:
                 if old.actor == user.actor:
                     self._remove(old)
         self._users[user.name] = user, now
+        self._broken_off.pop(user.stream, None)
         self._seen[user.node] = now
         self._rooms[user.node] = room
         if is_full:
-            self._shrink(user.node, self._used.get(user.node, 0) // 2)
+            self._shrink(user.node, self._used.get(user.node, 0) // 2, _COMES_BACK)
 
-    def ask(self, user: User, keys: Sequence[bytes]) -> list[Reply]:
-        """Reply for each key; each that nobody has or makes is claimed for the user."""
-        return [self._answer(user, key) for key in keys]
-
-    def _answer(self, user: User, key: bytes) -> Reply:
-        if key in self._places:
-            group, number = self._places[key]
-            self._groups.move_to_end(group)
-            return Found(self._groups[group].ref, number)
-        claim = self._claims.get(key)
-        if claim and claim[0].name != user.name and self._is_held(*claim):
-            return "wait"
-        self._claims[key] = user, self._clock()
-        return "make"
-
-    def _is_held(self, user: User, since: float) -> bool:
-        now = self._clock()
-        _, seen = self._users.get(user.name, (user, since))
-        return now - since < _CLAIM_S and now - seen < _LOST_S
-
-    def admit(
-        self, user: User, keys: Sequence[bytes], num_bytes: int, comes_back: bool
-    ) -> bool:
-        """Return whether finished micro-batches may be put, after making room on the user's node.
+    def ask(
+        self,
+        user: User,
+        keys: Sequence[bytes],
+        most: int,
+        num_bytes: int,
+        comes_back: bool,
+    ) -> Turn:
+        """Return places of finished micro-batches, and claim some that nobody makes, for the user.
 
         Args:
+            most: claims that the user wants.
+            num_bytes: bytes of a micro-batch, about.
             comes_back: they are needed again for sure; others do not push them out.
         """
-        room = self._rooms.get(user.node, 0)
-        if num_bytes <= room and not any(key in self._places for key in keys):
-            self._shrink(user.node, room - num_bytes, of_all=comes_back)
-            if self._used.get(user.node, 0) + num_bytes <= room:
-                return True
-        self.give_up(user, keys)
-        return False
+        found = dict[bytes, Found]()
+        free = list[bytes]()
+        for key in keys:
+            if key in self._places:
+                found[key] = self._taken(user, key)
+            elif not self._is_made_by_another(user, key):
+                free.append(key)
+        to_make = free[:most]
+        if not self._has_room(user, num_bytes * len(to_make), comes_back):
+            # others cannot get them from this user, so they need not wait
+            return Turn(found, free, is_kept=False)
+        now = self._clock()
+        for key in to_make:
+            self._claims[key] = _Claim(user, now, num_bytes)
+        return Turn(found, to_make, is_kept=True)
+
+    def _taken(self, user: User, key: bytes) -> Found:
+        number, row = self._places[key]
+        group = self._groups[number]
+        group.taken.add(user.stream)
+        group.used_at = self._clock()
+        self._groups.move_to_end(number)
+        return Found(group.ref, row)
+
+    def _is_made_by_another(self, user: User, key: bytes) -> bool:
+        claim = self._claims.get(key)
+        if claim is None or claim.user.name == user.name:
+            return False
+        now = self._clock()
+        _, seen = self._users.get(claim.user.name, (claim.user, claim.since))
+        return now - claim.since < _CLAIM_S and now - seen < _LOST_S
+
+    def _has_room(self, user: User, num_bytes: int, comes_back: bool) -> bool:
+        """Return whether micro-batches fit beside those in the making, after making room on the user's node."""
+        claimed = sum(
+            claim.num_bytes
+            for claim in self._claims.values()
+            if claim.user.node == user.node
+        )
+        limit = self._rooms.get(user.node, 0) - claimed - num_bytes
+        if limit >= 0:
+            self._shrink(user.node, limit, _COMES_BACK if comes_back else _RECENT)
+        return self._used.get(user.node, 0) <= limit
 
     def put(
         self,
@@ -164,9 +232,19 @@ class Ledger:
         self.give_up(user, keys)
         if any(key in self._places for key in keys) or user.stream in self._left:
             return
+        if not self._has_room(user, num_bytes, comes_back):
+            return
         self._num_groups += 1
         number = self._num_groups
-        self._groups[number] = _Group(ref, keys, num_bytes, user.node, comes_back)
+        held = sum(
+            group.num_bytes
+            for group in self._groups.values()
+            if group.is_held and group.user.node == user.node
+        )
+        is_held = held + num_bytes <= _HELD_SHARE * self._rooms.get(user.node, 0)
+        group = _Group(ref, keys, num_bytes, user, comes_back, self._clock(), is_held)
+        group.taken.add(user.stream)
+        self._groups[number] = group
         self._used[user.node] = self._used.get(user.node, 0) + num_bytes
         self._places |= {key: (number, row) for row, key in enumerate(keys)}
 
@@ -174,7 +252,7 @@ class Ledger:
         """End the user's claims on keys."""
         for key in keys:
             claim = self._claims.get(key)
-            if claim and claim[0].name == user.name:
+            if claim and claim.user.name == user.name:
                 del self._claims[key]
 
     def lost(self, keys: Sequence[bytes]) -> None:
@@ -182,15 +260,30 @@ class Ledger:
         for key in keys:
             if key in self._places:
                 group, _ = self._places[key]
-                self._shrink(self._groups[group].node, 0)
+                self.lose_node(self._groups[group].user.node)
+
+    def lose_node(self, node: str) -> None:
+        """Forget all objects of a node, and free the claims of its users, which may be dead."""
+        self._shrink(node, 0, _COMES_BACK)
+        for key, claim in list(self._claims.items()):
+            if claim.user.node == node:
+                del self._claims[key]
+
+    def die(self, names: Sequence[str]) -> None:
+        """Remove users whose processes are dead."""
+        for name in names:
+            if name in self._users:
+                user, _ = self._users[name]
+                self._remove(user)
 
     def leave(self, stream: str) -> bool:
-        """Remove the users of a stream that has ended; return whether others are there."""
+        """Remove the users of a stream that has ended; return whether others need the memory."""
         self._left.add(stream)
         for user, _ in list(self._users.values()):
             if user.stream == stream:
                 self._remove(user)
-        return bool(self._users)
+        self._broken_off.pop(stream, None)
+        return self.is_needed
 
     def expire(self) -> list[str]:
         """Remove users without a sign of life, and return the nodes that have none any more."""
@@ -202,15 +295,16 @@ class Ledger:
             node for node, seen in self._seen.items() if now - seen >= _NODE_LEFT_S
         ]
         for node in empty:
-            self._shrink(node, 0)
+            self.lose_node(node)
             for by_node in (self._seen, self._rooms, self._used):
                 by_node.pop(node, None)
         return empty
 
     @property
-    def num_users(self) -> int:
-        """Processes that use it."""
-        return len(self._users)
+    def is_needed(self) -> bool:
+        """Whether streams use it, or one was broken off, and may be resumed."""
+        last = max(self._broken_off.values(), default=-_RESUMED_S)
+        return bool(self._users) or self._clock() - last < _RESUMED_S
 
     @property
     def nodes(self) -> list[str]:
@@ -224,24 +318,47 @@ class Ledger:
 
     def _remove(self, user: User) -> None:
         self._users.pop(user.name, None)
-        held = [key for key, (by, _) in self._claims.items() if by.name == user.name]
+        if not any(other.stream == user.stream for other, _ in self._users.values()):
+            self._broken_off[user.stream] = self._clock()
+        held = [
+            key for key, claim in self._claims.items() if claim.user.name == user.name
+        ]
         self.give_up(user, held)
 
-    def _shrink(self, node: str, num_bytes: int, of_all: bool = True) -> None:
+    def _shrink(self, node: str, num_bytes: int, most_valued: int) -> None:
         """Forget what was used least recently on a node, until so few bytes are left.
 
-        Micro-batches that come back for sure go last, and only if `of_all`.
+        Args:
+            most_valued: _SPENT to _COMES_BACK; what is worth more stays.
         """
-        for comes_back in (False, True) if of_all else (False,):
-            for number, group in list(self._groups.items()):
-                if self._used.get(node, 0) <= num_bytes:
-                    return
-                if group.node == node and group.comes_back == comes_back:
-                    self._forget(number)
+        if self._used.get(node, 0) <= num_bytes:
+            return
+        alike: dict[str, set[str]] = {}
+        for user, _ in self._users.values():
+            alike.setdefault(user.training, set()).add(user.stream)
+        groups = [
+            (self._value(group, alike), number)
+            for number, group in self._groups.items()
+            if group.user.node == node
+        ]
+        groups.sort(key=lambda group: group[0])
+        for value, number in groups:
+            if value > most_valued or self._used[node] <= num_bytes:
+                return
+            self._forget(number)
+
+    def _value(self, group: _Group, alike: dict[str, set[str]]) -> int:
+        if group.comes_back and group.taken - self._left:
+            return _COMES_BACK
+        training = group.user.training
+        if not training or alike.get(training, set()) <= group.taken:
+            return _SPENT
+        is_old = self._clock() - group.used_at >= _HELD_S
+        return _HELD if group.is_held and not is_old else _RECENT
 
     def _forget(self, number: int) -> None:
         group = self._groups.pop(number)
-        self._used[group.node] -= group.num_bytes
+        self._used[group.user.node] -= group.num_bytes
         for key in group.keys:
             self._places.pop(key, None)
 
@@ -253,42 +370,44 @@ class ClusterLedger:
         self._ledger = Ledger()
         self._changed = asyncio.Event()
         self._tending: asyncio.Task[None] | None = None
-        self._begun = time.monotonic()
+        self._watching: dict[str, asyncio.Task[None]] = {}  # by node
 
-    async def check_in(self, user: User, room: int, is_full: bool = False) -> None:
-        """See `Ledger.check_in`."""
+    async def check_in(
+        self, user: User, room: int, is_full: bool = False, keeper: Any = None
+    ) -> None:
+        """See `Ledger.check_in`.
+
+        Args:
+            keeper: handle of the keeper of the user's node; None = it is known.
+        """
         if self._tending is None:
             self._tending = asyncio.create_task(self._tend())
         self._ledger.check_in(user, room, is_full)
+        watching = self._watching.get(user.node)
+        if keeper is not None and (watching is None or watching.done()):
+            self._watching[user.node] = asyncio.create_task(
+                self._watch(user.node, keeper)
+            )
 
-    async def ask(self, user: User, keys: Sequence[bytes]) -> list[Reply]:
-        """See `Ledger.ask`."""
-        return self._ledger.ask(user, keys)
-
-    async def wait(
-        self, user: User, keys: Sequence[bytes], limit_s: float
-    ) -> list[Reply]:
-        """Ask for keys that others make, and wait until one of them is no longer in the making."""
-        end = time.monotonic() + limit_s
-        answers = self._ledger.ask(user, keys)
-        while all(answer == "wait" for answer in answers):
+    async def ask(
+        self,
+        user: User,
+        keys: Sequence[bytes],
+        most: int,
+        num_bytes: int,
+        comes_back: bool,
+        wait_s: float,
+    ) -> Turn:
+        """See `Ledger.ask`; while others make all that is missing, wait until that changes, within a limit."""
+        end = time.monotonic() + wait_s
+        while True:
+            turn = self._ledger.ask(user, keys, most, num_bytes, comes_back)
             left_s = end - time.monotonic()
-            if left_s <= 0:
-                break
+            if turn.found or turn.to_make or left_s <= 0:
+                return turn
             self._changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left_s)
-            answers = self._ledger.ask(user, keys)
-        return answers
-
-    async def admit(
-        self, user: User, keys: Sequence[bytes], num_bytes: int, comes_back: bool
-    ) -> bool:
-        """See `Ledger.admit`."""
-        is_admitted = self._ledger.admit(user, keys, num_bytes, comes_back)
-        if not is_admitted:
-            self._changed.set()
-        return is_admitted
 
     async def put(
         self,
@@ -320,12 +439,22 @@ class ClusterLedger:
         """See `Ledger.used`."""
         return self._ledger.used
 
+    async def _watch(self, node: str, keeper: Any) -> None:
+        """Free the claims of processes that die on a node, and forget its objects when its keeper dies."""
+        try:
+            while True:
+                self._ledger.die(await keeper.deaths.remote())
+                self._changed.set()
+        except ray.exceptions.RayError:
+            self._ledger.lose_node(node)
+            self._changed.set()
+
     async def _tend(self) -> None:
         while True:
             await asyncio.sleep(CHECK_IN_S)
             for node in self._ledger.expire():
                 _kill(_keeper_name(node))
-            if not self._ledger.num_users:
+            if not self._ledger.is_needed:
                 self._end()
 
     def _end(self) -> None:
@@ -338,9 +467,10 @@ class Keeper:
     """Owner of the remembered objects of a node, as an actor, which ends itself where the memory is gone."""
 
     def __init__(self) -> None:
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._processes: dict[str, Process] = {}  # by name of the user
+        threading.Thread(target=self._end_with_memory, daemon=True).start()
 
-    def _watch(self) -> None:
+    def _end_with_memory(self) -> None:
         num_missing = 0
         while num_missing < _KEPT_FOR:  # one that has died is soon there again
             time.sleep(CHECK_IN_S)
@@ -360,9 +490,24 @@ class Keeper:
         for actor in _named(MEMORY):
             actor.put.remote(user, keys, [ray.put(batches)], num_bytes, comes_back)
 
-    def node(self) -> str:
-        """Return the node's id; it shows that the actor is there."""
-        return ray.get_runtime_context().get_node_id()
+    def watch(self, name: str, process: Process) -> None:
+        """Watch the process of a user."""
+        self._processes[name] = process
+
+    def deaths(self) -> list[str]:
+        """Wait for deaths of processes, within a limit, and return the names of their users."""
+        end = time.monotonic() + _DEATHS_WAIT_S
+        dead = list[str]()
+        while not dead and time.monotonic() < end:
+            time.sleep(_DEATHS_S)
+            dead = [
+                name
+                for name, process in list(self._processes.items())
+                if process.started and started_at(process.pid) != process.started
+            ]
+        for name in dead:
+            del self._processes[name]
+        return dead
 
 
 def memory() -> Any:
@@ -389,6 +534,7 @@ def keeper() -> Any:
         get_if_exists=True,
         lifetime="detached",
         num_cpus=0,
+        max_concurrency=4,  # one waits for deaths
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
     )
     return actor.remote()

@@ -166,6 +166,7 @@ class Resident:
                 f"epoch {number}, step {step} is not in a plan of {plan.config.epochs} epochs of "
                 f"{plan.steps_per_epoch} steps"
             )
+        skipped = plan.training_of(number).skipped
         first = step * plan.global_batch_size
         num_rows = plan.steps_per_epoch * plan.global_batch_size
         draws = plan.draw_epoch(number, np.arange(first, num_rows))
@@ -179,6 +180,8 @@ class Resident:
         ):
             rows = slice(micro_number * size, (micro_number + 1) * size)
             turn, micro = divmod(micro_number, per_step)
+            if skipped.has(step + turn):
+                continue
             position = MicroBatchId("train", number, step + turn, micro)
             image = self._cut(*drawn[:, rows])
             ends_step = micro + self._world_size >= per_step

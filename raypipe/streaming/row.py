@@ -10,6 +10,8 @@ from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), 
                   `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives for it:
 
                       array    (1, k, B, …)
+                      apart    NAME:0 to NAME:k-1, each (1, B, …), such as images that come from k places: Ray
+                               copies them once into the object store, and they are not put together before
                       flat     (1, n), all end to end, of other shapes in other micro-batches, such as images of
                                buckets; NAME:shapes int64 (1, k, d) has them
                       KIND     (1, n), all end to end, of a `Ragged` of that kind; NAME:offsets int64 (1, k, B + 1)
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 
 _SPLITS: tuple[Split, ...] = ("train", "val")
 _FLAT = "flat"
+_APART = "apart"
+# Bytes of a micro-batch's array. A column costs Ray as much CPU time as to copy some 100 KB.
+_LEAST_APART = 1 << 20
 _NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
 _SHAPES = ":shapes"
 _OFFSETS = ":offsets"
@@ -167,6 +172,8 @@ def _joined(
             name: np.concatenate([value.values for value in parts]),
             name + _OFFSETS: offsets,
         }
+    if min(value.nbytes for value in parts) >= _LEAST_APART:
+        return _APART, {f"{name}:{number}": part for number, part in enumerate(parts)}
     if len({value.shape for value in parts}) == 1:
         return "array", {name: np.stack(parts)}
     flat = np.concatenate([value.reshape(-1) for value in parts])
@@ -198,6 +205,8 @@ def _parts(
     name: str, form: Any, columns: Mapping[str, np.ndarray]
 ) -> Sequence[np.ndarray | Ragged] | np.ndarray:
     """A field of each micro-batch."""
+    if form == _APART:
+        return [columns[f"{name}:{number}"] for number in range(len(columns["step"]))]
     values = columns[name]
     if form == "array":
         return values

@@ -27,9 +27,8 @@ import ray
 
 from raypipe.errors import RaypipeError
 from raypipe.metrics.observer import Observer
-from raypipe.metrics.records import STATUS, Folder, RecordWriter
+from raypipe.metrics.records import STATUS, Folder, RecordWriter, write_file
 from raypipe.progress import print_progress
-from raypipe.storage.files import write_synced, write_text
 from raypipe.storage.retries import without_retries
 from raypipe.streaming.stop_file import answer_stop, remove_stop, stop_requested
 
@@ -128,12 +127,16 @@ class RunLog(Observer):
         self._stop_folder = folder if self._is_first else None
 
     def begin(
-        self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any
+        self,
+        validates: bool,
+        settings: Callable[[], dict[str, Any]],
+        supervisor: Any,
+        stream: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Start or restart the record at `step`; the stream's events are recorded from its beginning.
 
         Args:
-            validates, settings: see `RecordWriter`.
+            validates, settings, stream: see `RecordWriter`.
             supervisor: handle of the stream's Supervisor, if it has one.
         """
         self.closed()
@@ -141,7 +144,12 @@ class RunLog(Observer):
             of_run = settings()
             self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
             self.log = RecordWriter(
-                self._folder, self.step, self._world_size, validates, of_run
+                self._folder,
+                self.step,
+                self._world_size,
+                validates,
+                of_run,
+                stream(),
             )
         self.opened(supervisor)
 
@@ -285,17 +293,11 @@ class RunLog(Observer):
             "whom": wait.cause() if wait and wait.name else "",
             "since": wait.since if wait else now,
         }
-        filesystem, folder = self._folder
-        path = f"{folder}/{STATUS}"
-        text = json.dumps(status)
         with (
             contextlib.suppress(pa.ArrowException, OSError, RaypipeError),
             without_retries(),
         ):
-            if self._is_local:
-                write_text(path, text)
-            else:
-                write_synced(filesystem, path, text.encode())
+            write_file(self._folder, STATUS, json.dumps(status))
 
     def awaited(self, supervisor: Any) -> str:
         """Name what holds up a batch, as the stream's Supervisor knows it, if there is one."""

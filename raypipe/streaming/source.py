@@ -50,6 +50,7 @@ class MicroBatchSource(Datasource):
         ranks: number of ranks that get the rows in turn.
         block: micro-batches in a block; 0 = as many as the supervisor finds, within these limits:
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
+        max_bytes_remembered: bytes of a block of a split that is remembered.
         wanted: what readers read of samples.
         run: name of the run, for metrics.
         head_start: whether the ranks make the first micro-batches themselves. The supervisor knows how many.
@@ -68,6 +69,7 @@ class MicroBatchSource(Datasource):
         block: int = 1,
         largest: int = 0,
         max_bytes: int = MAX_BYTES,
+        max_bytes_remembered: int = MAX_BYTES,
         run: str = "",
         head_start: bool = False,
         traces: bool = False,
@@ -82,7 +84,7 @@ class MicroBatchSource(Datasource):
         self._ranks = ranks
         self._block = block
         self._largest = largest
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes, max_bytes_remembered
         self._run = run
         self._head_start = head_start
         self._traces = traces
@@ -139,7 +141,7 @@ class MicroBatchSource(Datasource):
             if not self._block and not is_first_task:
                 room = min(most(count, self._ranks), self._largest or count)
                 sizes = ray.get(
-                    self._supervisor.sizes.remote(task, room, self._max_bytes)
+                    self._supervisor.sizes.remote(task, room, *self._max_bytes)
                 )
             careful = bool(self._readers) and ray.get(begun)
         with self._traced():

@@ -50,6 +50,7 @@ class StreamSpec(
         versions: those of the driver's packages that pixels depend on.
         endings: dtype and normalization with which pipelines ended, see `raypipe.transform.ending`.
         store_facts: facts about the store of each split, see `raypipe.stores.facts`.
+        opened: the arguments that it was opened with, for the record of a run, see `raypipe.streaming.opened`.
         traces: whether its processes record events for a trace, see `raypipe.metrics.tracer`.
     """
 
@@ -65,6 +66,7 @@ class StreamSpec(
     versions: dict[str, str | None] = field(default_factory=versions, repr=False)
     endings: dict[Split, Ending] = field(default_factory=dict, repr=False)
     store_facts: dict[Split, Any] = field(default_factory=dict, repr=False)
+    opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     traces: bool = field(default=False, repr=False)
 
     @property

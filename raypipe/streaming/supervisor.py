@@ -49,7 +49,7 @@ from raypipe.rayext.processes import Process, on_this_node, this_process
 from raypipe.rayext.trace_sender import StreamTrace, TraceAnswer
 from raypipe.rayext.watchdog import StreamWatchdog
 from raypipe.streaming.alike import withdraw_stream
-from raypipe.streaming.blocks import fitting
+from raypipe.streaming.blocks import REMEMBERED_FACTOR, fitting
 from raypipe.streaming.moves import Answer, Move, Moves
 from raypipe.streaming.remembered import leave_memory
 from raypipe.streaming.takeover import Takeover
@@ -75,6 +75,7 @@ _REMEMBERED = (
     "_reading",
     "_deaths_reading",
     "_sizes",
+    "_remembered_splits",
     "_left",
     "_moves",
     "_given",
@@ -173,6 +174,7 @@ class Supervisor:
         self._sizes: dict[
             str, dict[Split, int]
         ] = {}  # task of a reader → k of each split
+        self._remembered_splits: set[Split] = set()
         self._left: set[int] = set()  # ranks
         self._moves: Moves | None = None
         self._given = 0.0  # CPUs left to other streams
@@ -368,25 +370,38 @@ class Supervisor:
         self._seconds[split].append(seconds)
         self._num_bytes[split].append(num_bytes)
 
-    def sizes(self, task: str, max_size: int, max_bytes: int) -> dict[Split, int]:
+    def split_remembered(self, split: Split) -> None:
+        """Record that micro-batches of a split are remembered, so that later epochs need not make them."""
+        self._remembered_splits.add(split)
+        self._remember()
+
+    def sizes(
+        self, task: str, max_size: int, max_bytes: int, max_bytes_remembered: int
+    ) -> dict[Split, int]:
         """Return the micro-batches per block of a reader's task, by split.
 
         Args:
             max_size: limit from its share.
             max_bytes: most bytes of a block.
+            max_bytes_remembered: most bytes of a block of a split that is remembered.
         """
         if task not in self._sizes:
             splits: tuple[Split, ...] = ("train", "val")
-            fit = {
-                split: fitting(self._seconds[split], self._num_bytes[split], max_bytes)
-                for split in splits
-            }
             self._sizes[task] = {
-                split: min(max_size, size) for split, size in fit.items()
+                split: min(max_size, self._size(split, max_bytes, max_bytes_remembered))
+                for split in splits
             }
             self._remember()
             logger.debug("%s micro-batches in a block from now on", self._sizes[task])
         return self._sizes[task]
+
+    def _size(self, split: Split, max_bytes: int, max_bytes_remembered: int) -> int:
+        num_bytes = self._num_bytes[split]
+        size = fitting(self._seconds[split], num_bytes, max_bytes)
+        if num_bytes and split in self._remembered_splits:
+            most = max(size, max_bytes_remembered // max(1, *num_bytes))
+            size = min(size * REMEMBERED_FACTOR, most)
+        return size
 
     def announce_read(self, task: str, reading: str) -> str:
         """A reader is about to read something: a row group, for a micro-batch; returns why it must not, or ""."""

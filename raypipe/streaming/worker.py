@@ -23,7 +23,7 @@ from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.tracer import traced
 from raypipe.packages import differences
-from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.rayext.processes import this_process
 from raypipe.rayext.trace_sender import send_trace
 from raypipe.storage import retries
@@ -80,6 +80,7 @@ class TransformWorker:
         if spec.traces:
             send_trace(supervisor, this_process("transform actor"))
         self._num_blocks = 0
+        self._told = set[Split]()  # splits that come back, as the Supervisor knows
         self._orders = NO_ORDERS
         # Samples of a careful block that a reader has read, by index.
         self._given: dict[int, Samples] = {}
@@ -100,6 +101,7 @@ class TransformWorker:
             try:
                 if recall := self._recall_for(block, orders):
                     batches, bad, arrays = recall.block(block, reads, read_s, outage_s)
+                    self._tell_of_split(recall, block[0].split)
                 else:
                     batches, bad, arrays = self._maker.block(
                         block,
@@ -133,6 +135,11 @@ class TransformWorker:
         if recall is None or orders.careful or orders.bad or not recall.wants(block):
             return None
         return recall
+
+    def _tell_of_split(self, recall: Recall, split: Split) -> None:
+        if split in recall.splits and split not in self._told:
+            self._supervisor.split_remembered.remote(split)
+            self._told.add(split)
 
     def _read(self, position: MicroBatchId, indices: np.ndarray) -> Samples:
         """Read samples for the maker. In a careful block they come one by one, and each is announced first: to

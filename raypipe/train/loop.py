@@ -105,6 +105,7 @@ class Trainer:
             run_dir=self.run_uri,
             start_from=run.train.start_from,
             lease=lease,
+            log_digest=run.train.log_digest,
             headspace=run.train.headspace,
             **trace,
         )
@@ -218,7 +219,8 @@ class Trainer:
             rows = sorted(
                 (row for rank in ranks for row in rank), key=lambda row: row[0].micro
             )
-            log.write_samples(rows, self.loader.global_step)
+            step = self.plan.global_step(samples[0][0]) + 1
+            log.write_samples(rows, step)
 
     def _log_train(self, shows: bool = False) -> None:
         """Record the training since the last call; print it if `shows`, or if the last line is ten seconds old."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 
@@ -80,6 +81,28 @@ def small_model(num_classes: int, width: int = 32, channels: int = 3) -> nn.Modu
     )
 
 
+class _NotCompiled(torch.optim.Optimizer):
+    """Base of optimizers whose methods do not import torch's compiler, as torch's own do at their first call.
+
+    That import takes more than a second of CPU time, before the first step of every trainer. The methods are
+    torch's own, without the decorators that keep a compiler out of them.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.step = torch.no_grad()(inspect.unwrap(cls.step))  # type: ignore[method-assign]
+        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+            setattr(cls, name, inspect.unwrap(getattr(cls, name)))
+
+
+class _SGD(_NotCompiled, torch.optim.SGD):
+    pass
+
+
+class _AdamW(_NotCompiled, torch.optim.AdamW):
+    pass
+
+
 def build_optimizer(
     model: nn.Module, config: TrainConfig, fused: bool = False
 ) -> torch.optim.Optimizer:
@@ -102,7 +125,7 @@ def build_optimizer(
     optimizer: torch.optim.Optimizer
     if config.optimizer == "sgd":
         nesterov = config.momentum > 0
-        optimizer = torch.optim.SGD(
+        optimizer = _SGD(
             groups,
             lr=config.lr,
             momentum=config.momentum,
@@ -110,7 +133,7 @@ def build_optimizer(
             fused=fused,
         )
     elif config.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=fused)
+        optimizer = _AdamW(groups, lr=config.lr, fused=fused)
     else:
         optimizer = config.imported("optimizer")(groups, lr=config.lr)
         if not isinstance(optimizer, torch.optim.Optimizer):

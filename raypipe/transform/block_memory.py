@@ -15,8 +15,8 @@ import numpy as np
 # Bytes. Below, malloc reuses memory.
 _LEAST_REUSED = 1 << 20
 _ALIGNED = 8  # the widest numbers
-# One that is being filled, and one that is being shipped.
-_spare: deque[mmap.mmap] = deque(maxlen=2)
+# One that is being filled, one that is being shipped, and one of a part of a block.
+_spare: deque[mmap.mmap] = deque(maxlen=3)
 
 
 def reused_memory(num_bytes: int) -> np.ndarray:
@@ -26,16 +26,24 @@ def reused_memory(num_bytes: int) -> np.ndarray:
     """
     if num_bytes < _LEAST_REUSED:
         return np.empty(num_bytes, np.uint8)
-    memory = None
-    with contextlib.suppress(IndexError):
-        # there is none, or another thread has taken it
-        memory = _spare.pop()
-    if memory is None or len(memory) != num_bytes:
+    memory = _spare_of(num_bytes)
+    if memory is None:
         memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Views refer to the array that owns the memory: this one, since a mapping is not an array.
     array = np.frombuffer(memory, np.uint8)
     weakref.finalize(array, _spare.append, memory).atexit = False
     return array
+
+
+def _spare_of(num_bytes: int) -> mmap.mmap | None:
+    """Take spare memory of this size; None = there is none, or another thread has taken it."""
+    for _ in range(len(_spare)):
+        with contextlib.suppress(IndexError):
+            memory = _spare.popleft()
+            if len(memory) == num_bytes:
+                return memory
+            _spare.append(memory)
+    return None
 
 
 def reused_arrays(

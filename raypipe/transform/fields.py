@@ -140,6 +140,7 @@ class MicroBatch:
         read_s, work_s: seconds that were spent on reading it, and on it in all.
         outage_s: part of read_s, waiting for object storage that did not answer.
         num_remembered: 1 if it was made before, maybe by another stream; else 0.
+        stream_hash: 16 bytes over it, where a rank records them; else empty.
     """
 
     position: MicroBatchId
@@ -151,6 +152,7 @@ class MicroBatch:
     work_s: float = 0.0
     outage_s: float = 0.0
     num_remembered: int = 0
+    stream_hash: bytes = b""
 
     def arrays(self, group: str = "") -> dict[str, np.ndarray]:
         """The arrays among the fields, or those of a group by the names that they have in it."""

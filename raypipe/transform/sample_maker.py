@@ -21,13 +21,17 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.kernel import follow
+from raypipe.kernel import Program, follow
 from raypipe.plan.places import Sides
 from raypipe.transform.at_once import KernelImages, sizes_by_header
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode.decoder import decoder_of, opener_of
 from raypipe.transform.decode.jpeg import Undecoded
-from raypipe.transform.decode.rgb import stored_bytes, stored_orientation
+from raypipe.transform.decode.rgb import (
+    image_size,
+    stored_bytes,
+    stored_orientation,
+)
 from raypipe.transform.encoded import EncodedImages, check_whole
 from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, learn
@@ -157,6 +161,32 @@ class SampleMaker:
     def transforms(self) -> list[tuple[str, SampleTransform]]:
         """The transform of each image, with its field."""
         return [(view.field, view.transform) for view in self._views]
+
+    def drawn(
+        self, samples: Samples, keys: np.ndarray
+    ) -> Iterator[tuple[str, Program, np.ndarray, np.ndarray]]:
+        """Yield the numbers that programs draw for samples, for each image of a sample that begins with one.
+
+        Args:
+            keys: uint64 (B, 2).
+
+        Yields:
+            The image's field; its program; int64 (B, P), see `Program.draw`; and bool (B,), the rows whose images
+            have a size, without which nothing is drawn.
+        """
+        exif = self._config.apply_exif
+        sizes = sizes_by_header(samples.images, exif)
+        for row in np.flatnonzero(sizes[:, 0] == 0).tolist():
+            if samples.images[row] is not None:
+                with contextlib.suppress(SampleError):
+                    image = stored_bytes(samples.images[row])
+                    sizes[row] = image_size(image, exif=exif)
+        is_known = sizes[:, 0] > 0
+        for view in self._views:
+            program = view.transform.program
+            if program is not None:
+                params, _ = program.draw(view.keys(keys), np.maximum(sizes, 1))
+                yield view.field, program, params, is_known
 
     def weaken(self, strength: float) -> None:
         """Scale the chances and magnitudes of its programs by a strength in [0, 1], from now on."""

@@ -130,6 +130,21 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
     assert "no space left" in text and "Traceback" not in text
 
 
+def test_the_share_that_other_runs_have_made_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_log = RunLog(2, 0, open_filesystem(tmp_path.as_uri()))
+    with lease(tmp_path.as_uri()):
+        run_log.begin(False, lambda: {"to_step": 90}, None)
+        shares = {"remembered": 0.734, "val_remembered": 0.9}
+        run_log.recorded("train", "", {"images_per_s": 10.0, "epoch": 1, **shares})
+        run_log._look(time.time())
+        text, found = shown(tmp_path, capsys)
+        run_log.closed()
+    assert {name: found[name] for name in shares} == shares
+    assert "73% remembered, 90% in validation" in text
+
+
 def test_a_run_that_has_not_begun_to_train_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Trainers that end while they make their first micro-batches themselves, in clusters of their own."""
+"""Processes that die while ranks make their first micro-batches themselves, in clusters of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,21 @@ import pytest
 import ray
 import without_ray
 from ray import cloudpickle
+from signalled import own_processes
 
+import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+for module in (__name__, without_ray.__name__):
+    cloudpickle.register_pickle_by_value(sys.modules[module])
 
-pytestmark = [pytest.mark.system, pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.cluster, pytest.mark.timeout(600)]
+
+_LIMIT_S = 400.0  # a busy machine starts processes slowly
 
 
 class Deadly:
@@ -38,79 +46,226 @@ class Deadly:
         return np.ascontiguousarray(image[:9, :9])
 
 
-def stream(stores: dict[str, Path], transform: Any) -> StreamSpec:
+class Patient:
+    """A transform that in the head start of rank 0 waits, at its tenth image, until a file is there."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.num_images = 0
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        if threading.current_thread().name == "raypipe-head-start":
+            self.num_images += 1
+            deadline = time.monotonic() + _LIMIT_S
+            while self.num_images == 10 and not Path(self.path).exists():
+                assert time.monotonic() < deadline, "nobody was killed"
+                time.sleep(0.05)
+        return np.ascontiguousarray(image[:9, :9])
+
+
+def stream(
+    stores: dict[str, Path], transform: Any, actors: int = 1, head_start: int = -1
+) -> StreamSpec:
     return open_stream(
         stores["train"],
-        plan=PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=24),
+        plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24),
         transform=TransformConfig(crop_decode="off"),
-        pool=PoolConfig(max_actors=1),
+        pool=PoolConfig(
+            min_actors=actors,
+            max_actors=actors,
+            cpus_per_actor=0.5,
+            head_start=head_start,
+        ),
         train_transform=transform,
     )
 
 
+def line_of(batch: Any) -> list[Any]:
+    return [str(batch.position), batch.index.tolist(), int(batch.image.sum())]
+
+
+def expected_lines(spec: StreamSpec) -> list[list[Any]]:
+    """Every micro-batch of the stream, made in one process."""
+    return [
+        [str(host.position), host.index.tolist(), int(host["image"].sum())]
+        for host in without_ray.host_batches(spec)
+    ]
+
+
 def train_fn(config: dict[str, Any]) -> None:
     one = loader(config["spec"])
-    path = Path(config["folder"], f"rank{one.rank}")
-    attempt = len(list(Path(config["folder"]).glob(f"begun{one.rank}-*")))
-    Path(config["folder"], f"begun{one.rank}-{attempt}").touch()
+    folder = Path(config["folder"])
+    attempt = len(list(folder.glob(f"begun{one.rank}-*")))
+    (folder / f"begun{one.rank}-{attempt}").touch()
     got = list[Any]()
-    for batch in next(one.epochs()).train:
-        got.append(
-            [str(batch.position), batch.index.tolist(), batch.image.sum().item()]
-        )
-        if config["kills"] and one.rank == 1 and attempt == 0:
+    for batch in without_ray.every_batch(one):
+        got.append(line_of(batch))
+        if config["kills"] and one.rank == one.world_size - 1 and attempt == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+    path = folder / f"rank{one.rank}"
     path.write_text(json.dumps([got, one.metrics.num_bad]))
 
 
-def fit(spec: StreamSpec, folder: Path, kills: bool) -> list[Any]:
-    """What both ranks got."""
+def resumed_fn(config: dict[str, Any]) -> None:
+    """Make a checkpoint after the first step, and be killed after it, in the head start."""
+    one = loader(config["spec"])
+    folder = Path(config["folder"])
+    attempt = len(list(folder.glob(f"begun{one.rank}-*")))
+    (folder / f"begun{one.rank}-{attempt}").touch()
+    done = folder / f"done{one.rank}.jsonl"
+    for batch in without_ray.every_batch(one):
+        with done.open("a") as file:
+            file.write(json.dumps([attempt, line_of(batch)]) + "\n")
+        if attempt == 0 and batch.ends_step:
+            saved = folder / "saved"
+            if one.rank == 0:
+                saved.mkdir(exist_ok=True)
+                one.save(saved)
+            checkpoint = ray.train.Checkpoint(str(saved)) if one.rank == 0 else None
+            ray.train.report({}, checkpoint=checkpoint)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    connect(num_cpus=4, object_store_bytes=200 << 20)
+    yield
+    ray.shutdown()
+
+
+def fit(
+    spec: StreamSpec,
+    folder: Path,
+    workers: int = 2,
+    kills: bool = False,
+    function: Any = train_fn,
+) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    connect(num_cpus=3, object_store_bytes=200 << 20)
-    try:
-        TorchTrainer(
-            train_fn,
-            train_loop_config={"spec": spec, "folder": str(folder), "kills": kills},
-            scaling_config=ScalingConfig(num_workers=2, use_gpu=False),
-            run_config=RunConfig(
-                storage_path=str(folder), failure_config=FailureConfig(max_failures=1)
-            ),
-        ).fit()
-    finally:
-        ray.shutdown()
-    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(2)]
+    TorchTrainer(
+        function,
+        train_loop_config={"spec": spec, "folder": str(folder), "kills": kills},
+        scaling_config=ScalingConfig(
+            num_workers=workers, use_gpu=False, resources_per_worker={"CPU": 0.5}
+        ),
+        run_config=RunConfig(
+            storage_path=str(folder), failure_config=FailureConfig(max_failures=1)
+        ),
+    ).fit()
+
+
+def got_by(folder: Path, rank: int) -> list[Any]:
+    """Micro-batches, and bad samples, of a rank."""
+    return json.loads((folder / f"rank{rank}").read_text())
+
+
+def kill_one(named: str, killed: Path) -> threading.Thread:
+    """Start a thread that kills the first process of this name, and says so."""
+
+    def run() -> None:
+        deadline = time.monotonic() + _LIMIT_S
+        while time.monotonic() < deadline:
+            for pid in own_processes(named):
+                os.kill(pid, signal.SIGKILL)
+                killed.touch()
+                return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("named", "workers", "actors"),
+    [
+        ("TransformWorker", 0, 1),
+        ("TransformWorker", 2, 3),
+        ("Supervisor", 0, 3),
+        ("Supervisor", 2, 1),
+    ],
+)
+def test_the_stream_is_the_same_after_a_kill_in_the_head_start(
+    stores: dict[str, Path],
+    tmp_path: Path,
+    cluster: None,
+    named: str,
+    workers: int,
+    actors: int,
+) -> None:
+    killed = tmp_path / "killed"
+    spec = stream(stores, Patient(str(killed)), actors, head_start=6)
+    killing = kill_one(named, killed)
+    if workers:
+        fit(spec, tmp_path, workers=workers)
+        ranks = [got_by(tmp_path, rank)[0] for rank in range(workers)]
+    else:
+        with raypipe.loader(spec) as alone:
+            ranks = [[line_of(batch) for batch in without_ray.every_batch(alone)]]
+    killing.join()
+    assert killed.exists()
+    expected = expected_lines(spec)
+    assert ranks == [expected[rank :: len(ranks)] for rank in range(len(ranks))]
+
+
+@pytest.mark.parametrize(("workers", "actors"), [(1, 3), (2, 1)])
+def test_trainers_resume_from_a_place_that_their_head_start_made(
+    stores: dict[str, Path], tmp_path: Path, cluster: None, workers: int, actors: int
+) -> None:
+    spec = stream(stores, Deadly(-1), actors, head_start=8)
+    fit(spec, tmp_path, workers=workers, function=resumed_fn)
+    expected = expected_lines(spec)
+    for rank in range(workers):
+        lines = (tmp_path / f"done{rank}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        ours = expected[rank::workers]
+        num_first = sum(attempt == 0 for attempt, _ in rows)
+        assert num_first == 4 // workers
+        assert [row for _, row in rows] == ours
 
 
 def test_a_trainer_killed_in_its_head_start_restarts_with_the_same_stream(
-    stores: dict[str, Path], tmp_path: Path
+    stores: dict[str, Path], tmp_path: Path, cluster: None
 ) -> None:
     spec = stream(stores, Deadly(-1))
-    ranks = fit(spec, tmp_path, kills=True)
+    fit(spec, tmp_path, kills=True)
     assert len(list(tmp_path.glob("begun1-*"))) == 2
-    expected = list(without_ray.host_batches(spec))
-    for rank, (got, _) in enumerate(ranks):
-        assert got == [
-            [str(b.position), b.index.tolist(), int(b["image"].sum())]
-            for b in expected[rank::2]
-        ]
+    expected = expected_lines(spec)
+    for rank in range(2):
+        assert got_by(tmp_path, rank)[0] == expected[rank::2]
+
+
+def test_a_stream_stops_and_resumes_within_its_head_start(
+    stores: dict[str, Path], cluster: None
+) -> None:
+    spec = stream(stores, Deadly(-1), actors=3, head_start=10)
+    got = list[Any]()
+    cursor = None
+    for num_steps in (1, 2, 99):
+        with raypipe.loader(spec, cursor=cursor) as alone:
+            for batch in without_ray.every_batch(alone):
+                got.append(line_of(batch))
+                num_steps -= batch.ends_step
+                if not num_steps:
+                    break
+            cursor = alone.cursor
+    assert got == expected_lines(spec)
 
 
 def test_a_sample_that_ends_its_process_ends_one_trainer_and_is_replaced(
-    stores: dict[str, Path], tmp_path: Path
+    stores: dict[str, Path], tmp_path: Path, cluster: None
 ) -> None:
     plain = stream(stores, None)
     second = list(without_ray.host_batches(plain))[1]
     total = int(second["image"][0].astype(np.int64).sum())
-    ranks = fit(stream(stores, Deadly(total)), tmp_path, kills=False)
+    fit(stream(stores, Deadly(total)), tmp_path)
     assert len(list(tmp_path.glob("begun1-*"))) in (1, 2)
     deadly = int(second.index[0])
-    assert sum(num_bad for _, num_bad in ranks) == 1
+    ranks = [got_by(tmp_path, rank) for rank in range(2)]
+    num_places = plain.plan.num_micro_batches(plain.plan.start())
+    assert sum(num_bad for _, num_bad in ranks) == 2  # in both epochs
     assert all(deadly not in indices for got, _ in ranks for _, indices, _ in got)
     positions = [position for got, _ in ranks for position, *_ in got]
-    assert (
-        len(positions)
-        == len(set(positions))
-        == plain.plan.num_micro_batches(plain.plan.start())
-    )
+    assert len(positions) == len(set(positions)) == num_places

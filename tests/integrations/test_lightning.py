@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -322,6 +323,43 @@ def test_a_flag_of_lightning_keeps_its_meaning(
         assert trained[: 2 * per_step] == trained[2 * per_step :]
     elif num_steps == 12:
         assert equal(found, fit(loader(spec), limit_val_batches=0))
+
+
+SKIPS = [["1..2", 9], ["5..8"], [12], ["7..11"]]
+"""Of twelve steps in two epochs."""
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize(("hook", "number"), [HOOKS[0], HOOKS[5], HOOKS[9], HOOKS[11]])
+def test_skipped_steps_never_come_and_a_resume_goes_around_them(
+    skip: list[int | str],
+    hook: str,
+    number: int,
+    spec_of: Callable[[int], StreamSpec],
+    tmp_path: Path,
+) -> None:
+    whole = spec_of(4)
+    skipping = replace(whole.plan.config, skip=skip)
+    spec = open_stream(
+        whole.stores["train"],
+        whole.stores["val"],
+        plan=skipping,
+        transform=whole.transform,
+        pool=whole.pool,
+    )
+    expected = [
+        Place(at.split, at.epoch, at.step, at.micro)
+        for at in spec.plan.micro_batches(spec.plan.start())
+    ]
+    module = fit(loader(spec))
+    assert module.seen == expected
+    path = tmp_path / "last.ckpt"
+    before = fit(loader(spec), callbacks=[At(hook, number, path)])
+    again = fit(loader(spec), path)
+    assert equal(again, module)
+    assert before.seen[0] == expected[0] and again.seen[-1] == expected[-1]
+    with pytest.raises(ConfigError, match="reload_dataloaders_every_n_epochs"):
+        fit(loader(spec), reload_dataloaders_every_n_epochs=0)
 
 
 @pytest.mark.parametrize(("fast", "num"), [(True, 1), (3, 3)])

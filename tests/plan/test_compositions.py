@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from raypipe.commands.preview_tiles import find_draws
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.plan.places import PADDING, MicroBatchId, SamplePlace
 from raypipe.plan.samplers import Draws
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
@@ -530,8 +530,26 @@ def check_resumes(plan: Plan, found: Found) -> None:
         assert triples(again.draw(left[0])) == found[tails[left[0]]][1]
 
 
+def check_places(made: Composition, found: Found) -> None:
+    """The places of each sample are those at which a pass over the whole run finds it, whatever the epochs."""
+    plan = made.plan
+    places: dict[tuple[str, int], list[SamplePlace]] = defaultdict(list)
+    for at, drawn in found:
+        for row, (index, *_) in enumerate(drawn):
+            places[at.split, index].append(SamplePlace(at, row))
+    for split, size in ("train", len(made.labels)), ("val", len(made.val_keep)):
+        for index in range(size if split == "train" or plan.num_val else 0):
+            expected = places[split, index]
+            assert list(plan.places_of(index, split)) == expected
+            of_epoch = [place for place in expected if place.micro_batch.epoch == 1]
+            assert list(plan.places_of(index, split, [1])) == of_epoch
+        for index in (-1, size) if split == "train" or plan.num_val else ():
+            assert not list(plan.places_of(index, split))
+
+
 def check(made: Composition) -> None:
     found = stream(made.plan)
+    check_places(made, found)
     check_declared(made, found)
     check_validations(made, found)
     check_ranks(made.plan, found)

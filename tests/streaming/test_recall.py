@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypipe.config import PlanConfig, TransformConfig
@@ -14,7 +16,7 @@ from raypipe.streaming.content import Contents
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.recall import Recall
+from raypipe.streaming.recall import Recall, _BlockParts, _num_repeats
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stored import Stored
@@ -23,21 +25,26 @@ from pictures import CLASSES, picture  # isort: skip
 
 
 class Shelf:
-    """A memory: what is kept, what others make, and what comes of it."""
+    """A memory: what is kept, what others make, and what comes of it at the second question."""
 
     def __init__(self) -> None:
         self.kept = dict[bytes, Stored]()
         self.made_by_others = dict[bytes, Stored | None]()
         self.dropped = set[bytes]()
+        self.num_questions = 0
+        self.turns: list[int] = []
 
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored | None]:
-        of_others = dict.fromkeys(self.made_by_others)
-        found = {**of_others, **self.kept}
-        return {key: found[key] for key in keys if key in found}
-
-    def wait(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
-        made = {key: self.made_by_others[key] for key in keys}
-        return {key: stored for key, stored in made.items() if stored}
+    def find(
+        self, keys: Sequence[bytes], most: int, comes_back: bool
+    ) -> tuple[dict[bytes, Stored], list[bytes]]:
+        self.num_questions += 1
+        if self.num_questions > 1:
+            made = self.made_by_others.items()
+            self.kept |= {key: stored for key, stored in made if stored}
+        found = {key: self.kept[key] for key in keys if key in self.kept}
+        free = [key for key in keys if key not in (found | self.made_by_others)]
+        self.turns.append(len(free[:most]))
+        return found, free[:most]
 
     def keep(
         self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
@@ -116,7 +123,10 @@ def test_a_training_micro_batch_with_a_substitute_is_made_again() -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_what_another_makes_is_waited_for_or_made_in_the_end(comes: bool) -> None:
+def test_what_another_makes_is_waited_for_or_made_in_the_end(
+    comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypipe.streaming.recall._WAIT_S", 0.01)
     spec = spec_of()
     shelf = Shelf()
     recalled = recall(spec, shelf)
@@ -127,9 +137,45 @@ def test_what_another_makes_is_waited_for_or_made_in_the_end(comes: bool) -> Non
         stored = shelf.kept.pop(key)
         shelf.made_by_others[key] = stored if comes else None
     del shelf.kept[keys[1]]
+    shelf.num_questions = 0
     again, num, _ = by_row(recalled, block)
     assert again == digests == expected(spec, block)[0]
     assert num == (4 if comes else 2)
+
+
+def test_an_actor_that_shares_makes_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raypipe.streaming.recall._TURN_S", 0.0)
+    spec = spec_of()
+    shelf = Shelf()
+    recalled = recall(spec, shelf)
+    block = block_of("train", 0, 5)
+    recalled.is_shared = True
+    assert by_row(recalled, block)[:2] == (expected(spec, block)[0], 0)
+    assert shelf.turns == [1] * 5 and len(shelf.kept) == 5
+    recalled.is_shared = False
+    shelf.turns.clear()
+    by_row(recalled, block_of("train", 1, 5))
+    assert shelf.turns == [5]
+
+
+def test_parts_of_different_shapes_come_together() -> None:
+    spec = spec_of()
+    parts = _BlockParts(block_of("train", 0, 2), 0.0)
+    first, second = (
+        MicroBatchMaker(spec).make(at)[0] for at in block_of("train", 0, 2)
+    )
+    wide = np.zeros((4, 16, 20, 3), np.uint8)
+    name = next(name for name, array in second.arrays().items() if array.ndim == 4)
+    second = replace(second, fields={**second.fields, name: wide})
+    parts.add_made({1: second})
+    parts.add_made({0: first})
+    batches, arrays = parts.in_order()
+    assert name not in arrays
+    by_name = [batch.arrays()[name] for batch in batches]
+    assert np.array_equal(by_name[0], first.arrays()[name])
+    assert np.array_equal(by_name[1], wide)
 
 
 def test_samples_that_a_reader_has_read_stay_with_their_micro_batches() -> None:
@@ -153,3 +199,54 @@ def test_a_stream_that_shares_nothing_is_asked_for_no_key() -> None:
     assert not recalled.wants(block_of("train", 0))
     recalled.is_shared = True
     assert recalled.wants(block_of("train", 0))
+
+
+def repeated(bad: tuple[int, ...] = (), train: str = "center") -> tuple[Any, Any]:
+    """Recall of a stream with two repeats of each sample in a step of four micro-batches, and its spec."""
+    spec = spec_of(bad, train=train, max_bad_fraction=0.5 if bad else 0)
+    config = replace(spec.plan.config, aug_repeats=2, global_batch_size=16)
+    store = spec.stores["train"]
+    spec = open_stream(store, store, plan=config, transform=spec.transform)
+    shelf = Shelf()
+    recalled = recall(spec, shelf)
+    recalled.num_repeats = _num_repeats(spec, recalled._contents)
+    return recalled, spec
+
+
+@pytest.mark.parametrize("micros", [[0, 1, 2, 3], [0, 2], [1], [1, 2, 3], [1, 3]])
+@pytest.mark.parametrize("bad", [(), (5, 6)])
+def test_repeats_that_nothing_tells_apart_are_made_once(
+    micros: list[int], bad: tuple[int, ...]
+) -> None:
+    recalled, spec = repeated(bad)
+    assert recalled.num_repeats == 2
+    steps = [
+        [MicroBatchId("train", 1, step, micro) for micro in micros] for step in (0, 1)
+    ]
+    seen = 0
+    for block in steps:
+        assert recalled.wants(block)
+        digests, num, samples = by_row(recalled, block)
+        found, expected_samples = expected(spec, block)
+        assert digests == found
+        assert sorted(samples, key=str) == sorted(expected_samples, key=str)
+        seen += num
+    if not bad:
+        pairs = len({micro // 2 for micro in micros})
+        assert seen == 2 * (len(micros) - pairs)
+        # what has no repeat in its block is kept for the block that has
+        is_whole = len(micros) == 2 * pairs
+        assert len(recalled._cache.kept) == (0 if is_whole else 2 * pairs)
+        other = [[replace_micro(at, at.micro ^ 1) for at in block] for block in steps]
+        more = sum(by_row(recalled, block)[1] for block in other)
+        assert more == (2 * (len(micros) - pairs) if is_whole else 2 * len(micros))
+
+
+def replace_micro(at: MicroBatchId, micro: int) -> MicroBatchId:
+    return MicroBatchId(at.split, at.epoch, at.step, micro)
+
+
+def test_repeats_of_a_random_transform_are_made_each() -> None:
+    recalled, _ = repeated(train="light")
+    assert recalled.num_repeats == 1
+    assert not recalled.wants([MicroBatchId("train", 0, 0, 0)])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
+import torch
 import without_ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
@@ -20,7 +19,7 @@ from raypipe.rayext.iteration import begun
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.remembered import MEMORY, NAMESPACE, keeper, memory
+from raypipe.streaming.remembered import NAMESPACE, keeper, memory
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import end_actors, start_supervisor
@@ -79,25 +78,15 @@ def names() -> list[str]:
     return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
 
 
-def nothing_is_left() -> bool:
-    end = time.monotonic() + 30
+def nothing_is_left(limit_s: float = 30) -> bool:
+    end = time.monotonic() + limit_s
     while names() and time.monotonic() < end:
         time.sleep(0.1)
     return not names()
 
 
-def kill(title: str) -> None:
-    """Kill the processes of this cluster with a title, which are below this one."""
-    killed = 0
-    for process in psutil.Process().children(recursive=True):
-        if " ".join(process.cmdline()).startswith(f"ray::{title}"):
-            os.kill(process.pid, signal.SIGKILL)
-            killed += 1
-    assert killed
-
-
 def test_a_validation_is_made_once_and_nothing_is_left(stores: dict[str, Path]) -> None:
-    ray.get([memory().used.remote(), keeper().node.remote()])
+    ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
     stream = Stream(spec_of(stores, epochs=6))
     stream.take(1)
     time.sleep(CONNECTS_S)
@@ -139,14 +128,9 @@ def test_a_validation_on_disk_serves_the_next_run(
     ] * 3
 
 
-@pytest.mark.parametrize(
-    "dies", ["nobody", "ClusterLedger", "Keeper", "MapWorker", "a trial"]
-)
-def test_equal_streams_share_and_are_equal_whoever_dies(
-    stores: dict[str, Path], dies: str
-) -> None:
-    # Their steps differ, as those of trials of a batch size do.
-    ray.get([memory().used.remote(), keeper().node.remote()])
+def test_equal_streams_share_and_leave_nothing(stores: dict[str, Path]) -> None:
+    """Their steps differ, as those of trials of a batch size do. Kills are in tests/faults/killed_trials.py."""
+    ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
     streams = [Stream(spec_of(stores, 12, step)) for step in (8, 16)]
     for stream in streams:
         stream.take(1)
@@ -156,17 +140,81 @@ def test_equal_streams_share_and_are_equal_whoever_dies(
             stream.take(4)
     shared = sum(len(stream.remembered) for stream in streams)
     assert shared >= 10 and "train" in streams[0].remembered + streams[1].remembered
-    if dies == "a trial":
-        streams.pop().end()
-    elif dies != "nobody":
-        kill(dies)
-    for _ in range(20):
-        for stream in streams:
-            stream.take(4)
     for stream in streams:
         stream.take()
         assert stream.digests == without_ray.digests(stream.spec)
     for stream in streams:
         stream.end()
     assert nothing_is_left()
-    assert MEMORY
+
+
+@pytest.mark.system
+def test_a_stream_that_was_killed_is_resumed_with_what_it_remembered(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
+    killed = Stream(spec_of(stores, epochs=4))
+    killed.take(1)
+    time.sleep(CONNECTS_S)
+    killed.take(30)  # 12 and 3 in an epoch
+    with monkeypatch.context() as patch:
+        # what a process that is killed does not say
+        patch.setattr("raypipe.streaming.supervisor.leave_memory", lambda stream: None)
+        killed.end()
+    resumed = Stream(spec_of(stores, epochs=4))
+    resumed.take(1)
+    time.sleep(CONNECTS_S)
+    resumed.take(14)
+    assert "val" in resumed.remembered  # in its first epoch
+    resumed.take()
+    assert resumed.digests == without_ray.digests(resumed.spec)
+    resumed.end()
+    assert nothing_is_left(limit_s=90)
+
+
+@pytest.mark.system
+def test_a_model_is_the_same_whatever_is_remembered(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    off = trained(stores, remember_bytes=0)
+    in_memory = trained(stores)
+    on_disk = trained(stores, remember="disk")
+    assert off[0] == 0 < min(in_memory[0], on_disk[0])
+    assert off[1:] == in_memory[1:] == on_disk[1:]
+
+
+def trained(stores: dict[str, Path], **pool: Any) -> tuple[int, list[float], Any]:
+    """Train a linear model; return how much was remembered, the accuracies of validations, and digests."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3 * 24 * 24, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    stream = Stream(spec_of(stores, epochs=5, **pool))
+    accuracies = list[float]()
+    num_remembered = 0
+    good = 0
+    seen = 0
+    for batch in stream.batches:
+        stream.digests.append(batch_digest(batch))
+        num_remembered += batch.num_remembered
+        batch = batch.in_rgb()
+        images = torch.from_numpy(batch["image"].copy()).flatten(1).float() / 255
+        labels = torch.from_numpy(batch["label"].copy())
+        scores = model(images)
+        if batch.position.split == "train":
+            if seen:
+                accuracies.append(good / seen)
+                good = 0
+                seen = 0
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(scores, labels).backward()
+            optimizer.step()
+            if not batch.position.step:
+                time.sleep(1)  # the memory connects
+        else:
+            counts = torch.from_numpy(batch.weight.copy()) > 0
+            good += int((scores.argmax(1) == labels)[counts].sum())
+            seen += int(counts.sum())
+    accuracies.append(good / seen)
+    stream.end()
+    return num_remembered, accuracies, stream.digests

@@ -25,6 +25,7 @@ def stored(number: int = 0, bad: tuple[BadSample, ...] = ()) -> Stored:
         "label": np.array([1, 2]),
         "column.height": rng.random((2, 1), np.float32),
         "column.caption": ragged,
+        "column.pages": rng.integers(0, 256, (2, 8192), np.uint8),
     }
     return Stored(np.array([4, -1]), np.array([1, 0], np.float32), fields, list(bad))
 
@@ -43,13 +44,18 @@ def same(first: Stored | None, second: Stored) -> bool:
     return all(equal) and first.bad == second.bad
 
 
+def found_in(files: RememberedFiles) -> dict[bytes, Stored]:
+    return files.find(KEYS, len(KEYS), comes_back=True)[0]
+
+
 def kept(files: RememberedFiles, key: bytes, value: Stored) -> None:
     files.keep({key: value}, [], comes_back=True)
 
 
 def test_another_process_finds_all_fields_and_bad_samples(tmp_path: Path) -> None:
     kept(RememberedFiles(folder=tmp_path), KEYS[0], stored(bad=(BAD,)))
-    found = RememberedFiles(folder=tmp_path).find(KEYS[:2])
+    found, missing = RememberedFiles(folder=tmp_path).find(KEYS[:2], 1, True)
+    assert missing == KEYS[1:2]
     assert list(found) == KEYS[:1] and same(found[KEYS[0]], stored(bad=(BAD,)))
 
 
@@ -59,7 +65,9 @@ def test_training_that_never_comes_back_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "another's", "text"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", "swapped", "cut", "empty", "another's", "text"]
+)
 def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -> None:
     files = RememberedFiles(folder=tmp_path)
     kept(files, KEYS[0], stored())
@@ -70,6 +78,8 @@ def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -
         content[:] = (tmp_path / KEYS[1].hex()).read_bytes()
     elif damage == "flipped":
         content[len(content) // 2] ^= 4
+    elif damage == "swapped":
+        content[-8192:-4096], content[-4096:] = content[-4096:], content[-8192:-4096]
     else:
         content = {
             "cut": content[:-70],
@@ -77,10 +87,10 @@ def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -
             "text": bytearray(b"no micro-batch " * 9),
         }[damage]
     path.write_bytes(content)
-    assert KEYS[0] not in files.find(KEYS)
+    assert KEYS[0] not in found_in(files)
     assert not path.exists()
     kept(files, KEYS[0], stored())
-    assert same(files.find(KEYS)[KEYS[0]], stored())
+    assert same(found_in(files)[KEYS[0]], stored())
 
 
 def test_files_stay_below_the_limit_and_the_oldest_go(tmp_path: Path) -> None:
@@ -91,16 +101,16 @@ def test_files_stay_below_the_limit_and_the_oldest_go(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         kept(files, KEYS[number], stored(number))
         os.utime(tmp_path / KEYS[number].hex(), (number + 1, number + 1))
-    assert len(files.find(KEYS)) == 4  # which touches them
+    assert len(found_in(files)) == 4  # which touches them
     os.utime(tmp_path / KEYS[2].hex(), (5, 5))
     for number in (4, 5):
         kept(files, KEYS[number], stored(number))
         total = sum(path.stat().st_size for path in tmp_path.iterdir())
         assert total <= 4 * size + 100
-    found = files.find(KEYS)
+    found = found_in(files)
     assert {KEYS[4], KEYS[5]} <= set(found) and KEYS[2] not in found
     kept(RememberedFiles(size - 1, tmp_path), KEYS[6], stored(6))
-    assert KEYS[6] not in files.find(KEYS)
+    assert KEYS[6] not in found_in(files)
 
 
 def test_a_disk_that_fails_is_left_alone(tmp_path: Path) -> None:
@@ -108,4 +118,4 @@ def test_a_disk_that_fails_is_left_alone(tmp_path: Path) -> None:
     kept(files, KEYS[0], stored())
     (tmp_path / "missing").mkdir()
     kept(files, KEYS[0], stored())
-    assert files.find(KEYS) == {}
+    assert found_in(files) == {}

@@ -95,6 +95,19 @@ def test_a_finished_row_copies_no_array_that_lies_in_one_piece(
         assert all(np.shares_memory(whole[name], batch[name]) for batch in found)
 
 
+def test_large_images_of_several_places_are_not_put_together() -> None:
+    sizes = [(2, 300, 600, 3), (2, 600, 300, 3)]
+    all_made = [
+        made(at, {"image": np.full(size, at.micro + 7, np.uint8)})
+        for at, size in zip(BLOCK, sizes, strict=True)
+    ]
+    row = block_row(all_made)
+    found = list(batches_of(row))
+    assert_same(found, all_made)
+    for before, after in zip(all_made, found, strict=True):
+        assert np.shares_memory(before["image"], after["image"])
+
+
 BYTES = "column.bytes"
 
 

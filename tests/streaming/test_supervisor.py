@@ -56,7 +56,7 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("announce_sample", ("a", AT, 7)),
     ("actor_started", ("a", "process 7")),
     ("block_measured", ("train", 0.01, 1000)),
-    ("sizes", ("task", 9, 10_000)),
+    ("sizes", ("task", 9, 10_000, 10_000)),
     ("reader_started", ("task", "share 1", process_of(8))),
     ("announce_read", ("task", "row group 3")),
     ("reader_started", ("task", "share 1", process_of(9))),
@@ -99,7 +99,7 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
     if CALLS[when - 1][0] not in in_work:
         probes = [
             ("block_started", ("c", [AT])),
-            ("sizes", ("task", 9, 10_000)),
+            ("sizes", ("task", 9, 10_000, 10_000)),
             ("reader_started", ("task", "share 1")),
         ]
         probes += [("rank_moves", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True)))]
@@ -264,15 +264,27 @@ def test_each_micro_batch_may_have_as_many_bad_samples_as_attempts() -> None:
 
 def test_a_task_hears_the_same_sizes_again_though_more_is_known_by_then() -> None:
     supervisor = Supervisor(max_attempts=1)
-    assert supervisor.sizes("early", 100, 10**9) == {"train": 1, "val": 1}
+    assert supervisor.sizes("early", 100, 10**9, 10**9) == {"train": 1, "val": 1}
     for seconds in (0.02, 0.05, 0.9):  # one was held up
         supervisor.block_measured("train", seconds, 1000)
     supervisor.block_measured("val", 0.01, 50_000)
-    assert supervisor.sizes("later", 100, 10**6) == {"train": 10, "val": 20}
-    assert supervisor.sizes("short", 8, 10**6) == {"train": 8, "val": 8}
+    assert supervisor.sizes("later", 100, 10**6, 10**9) == {"train": 10, "val": 20}
+    assert supervisor.sizes("short", 8, 10**6, 10**9) == {"train": 8, "val": 8}
     supervisor.block_measured("train", 0.001, 1000)
-    assert supervisor.sizes("early", 100, 10**9) == {"train": 1, "val": 1}
-    assert supervisor.sizes("later", 100, 10**6) == {"train": 10, "val": 20}
+    assert supervisor.sizes("early", 100, 10**9, 10**9) == {"train": 1, "val": 1}
+    assert supervisor.sizes("later", 100, 10**6, 10**9) == {"train": 10, "val": 20}
+
+
+def test_blocks_of_a_remembered_split_are_larger_as_far_as_there_is_room() -> None:
+    supervisor = Supervisor(max_attempts=1)
+    supervisor.split_remembered("val")
+    assert supervisor.sizes("early", 100, 10**6, 10**9) == {"train": 1, "val": 1}
+    for split in ("train", "val"):
+        supervisor.block_measured(split, 0.05, 50_000)
+    assert supervisor.sizes("later", 100, 10**6, 10**9) == {"train": 10, "val": 40}
+    assert supervisor.sizes("short", 24, 10**6, 10**9) == {"train": 10, "val": 24}
+    assert supervisor.sizes("full", 100, 10**6, 10**6) == {"train": 10, "val": 20}
+    assert supervisor.sizes("none", 100, 10**6, 1000) == {"train": 10, "val": 10}
 
 
 def test_a_delivered_block_costs_nothing_when_its_actor_dies() -> None:

@@ -17,6 +17,7 @@ Which test holds which page to its word, besides the checks of all pages in test
 | performance.md | test_docs.py (a dataset on the GPU) | test_documented_commands.py |
 | clusters.md | - | test_documented_commands.py, test_deploy.py |
 | failures.md | - | faults/ |
+| look-inside.md | test_documented_commands.py | test_documented_commands.py |
 | reference.md | - | test_generated_reference.py |
 """
 

@@ -20,6 +20,7 @@ from signalled import kill_a_worker_at
 from small_runs import small_run
 from tiers import is_soak
 
+from raypipe.commands.audit import audit
 from raypipe.config import (
     AugmentConfig,
     PoolConfig,
@@ -45,6 +46,7 @@ pytestmark = [
 def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     train_config = {
         "log_samples": True,
+        "log_digest": True,
         "checkpoint_interval": 3,
         "max_grad_norm": 1.0,
         "ema_decay": 0.9,
@@ -237,6 +239,9 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
     for name, value in final_state(alone).items():
         assert torch.equal(value, final_state(result)[name]), name
     assert_leaves_what_it_should(result)
+    audited = audit(result["run_dir"], all=True)
+    assert audited["ok"] and audited["compared"] == 3 * (4 * 4 + 4), audited
+    assert audited["root"] == audit(alone["run_dir"], samples=0)["root"]
 
 
 @pytest.mark.soak  # as in a bucket (tests/test_cloud.py), and as a job (tests/test_jobs.py)

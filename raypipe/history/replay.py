@@ -1,0 +1,196 @@
+"""Steps of a run made again: the tensors as the loop got them, and a table of their samples.
+
+    replay = raypipe.replay("runs/first")
+    replay[48211]              → [Batch, …], the M micro-batches of a step
+    replay[48211, 3]           → Batch, its micro-batch number 3
+    replay.samples(48211)      → [{"index": …, "name": …, "label": …}, …]
+
+Stores, transforms and augmentation are called as the run called them, in this process, on the CPU. Where
+the run's device was a GPU, which rounds some operations differently, the images agree up to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raypipe.device.prefetcher import Batch
+from raypipe.errors import ConfigError
+from raypipe.history.recorded import RecordedRun, open_run
+from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
+from raypipe.history.sample_table import SampleTable
+from raypipe.history.step_maker import StepMaker
+from raypipe.history.when import History, SampleHistory
+from raypipe.plan.places import MicroBatchId, Split
+from raypipe.transform.fields import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+
+def replay(
+    run: str | Path, *, trust_run_code: bool = False, anyway: bool = False, **given: Any
+) -> Replay:
+    """Open a run's folder, to make any of its steps again. Starts no Ray, and changes nothing in the folder.
+
+    Args:
+        run: folder or URI of a run, by `raypipe train` or your own loop.
+        trust_run_code: open the folder although another user owns it, and the pickles of objects in it; both run
+            code.
+        anyway: make pixels of stores whose contents have changed since the run.
+        given: arguments of `raypipe.open_stream`, or `augment`, to use instead of those in the record: `train="…"`
+            for a store that has moved, `train_transform=…` for an object that the folder does not hold.
+
+    Raises:
+        ConfigError: there is no run, or it has not begun to train.
+    """
+    opened = open_run(run, trust_run_code=trust_run_code, **given)
+    for sentence in opened.differences:
+        logger.warning("%s", sentence)
+    return Replay(opened, anyway)
+
+
+class Replay:
+    """The steps of a run, counted from 1 as in metrics.jsonl; `raypipe.replay` makes it.
+
+    Iterating yields the micro-batches of one step after the other.
+
+    Attributes:
+        run: the run, by its folder.
+        differences: sentences that say what has changed since the run; empty = nothing.
+    """
+
+    def __init__(self, run: RecordedRun, anyway: bool = False) -> None:
+        self.run = run
+        self._anyway = anyway
+        self._makers: dict[int, StepMaker] = {}
+
+    @property
+    def differences(self) -> list[str]:
+        """See the class."""
+        return self.run.differences
+
+    def __len__(self) -> int:
+        """Return the number of steps of the whole run."""
+        return self.run.num_steps
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        for step in range(1, len(self) + 1):
+            yield self[step]
+
+    def __getitem__(self, key: int | tuple[int, int]) -> Any:
+        """Return the micro-batches of a step, [Batch, …]; or, of (step, number), one of them.
+
+        Raises:
+            ConfigError: the run has no such step, or its pixels cannot be made again.
+        """
+        if isinstance(key, tuple):
+            step, micro = key
+            (place,) = self.run.micro_batches(step, micro=micro)
+            return self.batch(place)
+        return [self.batch(place) for place in self.run.micro_batches(key)]
+
+    def batch(self, place: MicroBatchId) -> Batch:
+        """Make a micro-batch as the loop got it, also one of a validation."""
+        start = self.run.start_of(self.run.step_of(place), place.split == "val")
+        batch = self._maker(place).batch(place)
+        per_step = self.run.plan.config.per_step
+        ends_step = place.micro >= per_step - start.workers
+        if place.split == "val":
+            num_steps = self.run.plan.val_steps
+        else:
+            num_steps = self.run.plan.steps_per_epoch
+        ends_split = ends_step and place.step + 1 == num_steps
+        return changed(batch, ends_step=ends_step, ends_split=ends_split)
+
+    def on_cpu(self, place: MicroBatchId) -> MicroBatch:
+        """Make a micro-batch as it came from the CPU transform, before any work on the device."""
+        return self._maker(place).on_cpu(place)
+
+    def samples(
+        self, step: int, rank: int | None = None, micro: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Return a row for each sample of a step, without making pixels.
+
+        Args:
+            step: from 1 on.
+            rank, micro: only the micro-batches of a rank, or the one of a number.
+
+        Returns:
+            Rows with `step`, `micro`, `rank`, `row`; `index` and `name` in the store, `label`, `class`, `weight`,
+            `seed` (of the CPU transform), `drawn` (the numbers of the transform in words), `mixed` (the partner
+            and the share, in words), and `bad` (why the drawn sample was replaced).
+
+        Raises:
+            ConfigError: the run has no such step, rank or number; or the order cannot be told.
+        """
+        return [
+            row
+            for place in self.run.micro_batches(step, rank, micro)
+            for row in self.samples_of(place)
+        ]
+
+    def samples_of(self, place: MicroBatchId) -> list[dict[str, Any]]:
+        """Return a row for each sample of a micro-batch, also one of a validation; see `samples`."""
+        run = self.run
+        stream = run.stream_of(place)
+        draws = run.draws(place)
+        if self._could_differ(stream):
+            draws = _with_substitutes(draws, self.on_cpu(place))
+        described = SampleTable(stream, self._makers_if_any(place)).rows(draws)
+        step = run.step_of(place)
+        rank = run.rank_of(place)
+        return [
+            {"step": step, "micro": place.micro, "rank": rank, **row}
+            for row in described
+        ]
+
+    def when(self, sample: int | str, split: Split = "train") -> SampleHistory:
+        """Find the steps that drew a sample, and those that will; see `raypipe.history.when.History.of`."""
+        return self._history.of(sample, split)
+
+    @functools.cached_property
+    def _history(self) -> History:
+        return History(self.run)
+
+    def _could_differ(self, stream: RecordedStream) -> bool:
+        """Return whether the run may have had substitutes that nothing has recorded."""
+        if stream.quarantine or (stream.lacks and not self._anyway):
+            return False
+        return stream.spec.transform.max_bad_fraction > 0
+
+    def _maker(self, place: MicroBatchId) -> StepMaker:
+        stream = self.run.stream_of(place)
+        if stream.lacks and not self._anyway:
+            hint = ""
+            if stream.is_open:
+                hint = "; anyway=True (--anyway) makes them as they are now"
+            raise ConfigError(
+                f"the pixels of {self.run.address} cannot be made again: {stream.lacks}{hint}. The order of its "
+                "samples can still be told: see replay.samples, or `raypipe replay` without a picture"
+            )
+        if id(stream) not in self._makers:
+            self._makers[id(stream)] = StepMaker(stream)
+        return self._makers[id(stream)]
+
+    def _makers_if_any(self, place: MicroBatchId) -> StepMaker | None:
+        stream = self.run.stream_of(place)
+        if not stream.is_open:
+            return None
+        return self._maker(place) if self._anyway or not stream.lacks else None
+
+
+def _with_substitutes(draws: MicroBatchDraws, made: MicroBatch) -> MicroBatchDraws:
+    """The draws, with the samples that stand in for bad ones in a micro-batch that was made again."""
+    replaced_rows = np.flatnonzero(made.index != draws.drawn).tolist()
+    reasons = dict.fromkeys(replaced_rows, "it cannot be used")
+    return draws._replace(
+        indices=made.index.copy(),
+        weights=np.asarray(made.weight, np.float32).copy(),
+        bad={**reasons, **draws.bad},
+    )

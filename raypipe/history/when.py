@@ -1,0 +1,250 @@
+"""Where a run draws a sample, by the inverse of its order, and how much of that has happened."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from raypipe.errors import ConfigError, StoreError
+from raypipe.history.recorded import RecordedRun, place_of
+from raypipe.metrics.records import STATUS, read_records
+from raypipe.plan.places import MicroBatchId, SamplePlace, Split
+from raypipe.storage.files import read_json, read_whole
+from raypipe.storage.filesystem import (
+    exists,
+    join_address,
+    open_filesystem,
+)
+from raypipe.stores.base import Store, name_of
+
+_NUM_NAMED = 3  # samples that an error about a name lists
+
+
+@dataclass(frozen=True)
+class SampleDraw:
+    """A draw of a sample.
+
+    Attributes:
+        split, epoch: the training or the validation of which epoch, from 0.
+        step: its number as in metrics.jsonl, from 1; a validation has that of the step before it.
+        rank: the rank that got it, or will get it with as many ranks as now.
+        micro: the micro-batch's number in the step.
+        row: the row in the micro-batch.
+        has_come: whether the run has reached it.
+        was_bad: whether the run could not use it, by its quarantine/.
+        replaced_by: the sample that the model saw instead of a bad one; None = none, so the row had weight 0.
+        instead_of: the bad sample in whose place it was; None = the plan draws it.
+    """
+
+    split: Split
+    epoch: int
+    step: int
+    rank: int
+    micro: int
+    row: int
+    has_come: bool
+    was_bad: bool = False
+    replaced_by: int | None = None
+    instead_of: int | None = None
+
+
+@dataclass(frozen=True)
+class SampleHistory:
+    """A sample, and all of its draws in a run.
+
+    Attributes:
+        index: its index in the store; in a mixture counted through all stores.
+        name: the store's name for it; empty = it has none.
+        split: the store that has it, train or val.
+        error: why the run could not use it; empty = it could.
+        draws: in the order of the run.
+    """
+
+    index: int
+    name: str
+    split: Split
+    error: str
+    draws: list[SampleDraw]
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of draws that the run has reached."""
+        return sum(draw.has_come for draw in self.draws)
+
+    @property
+    def num_to_come(self) -> int:
+        """Number of draws that are to come."""
+        return len(self.draws) - self.num_drawn
+
+
+class History:
+    """The draws of a run's samples; it reads the run's record once.
+
+    Args:
+        run: the run, from `open_run`.
+
+    Attributes:
+        num_done: steps that the run has done.
+    """
+
+    def __init__(self, run: RecordedRun) -> None:
+        self.run = run
+        status = join_address(run.address, STATUS)
+        records = read_records(run.address)
+        if exists(status):
+            self.num_done = int(read_json(status)["step"])
+        else:
+            self.num_done = int(max((each["step"] for each in records), default=0))
+        self._validated = {
+            record.get("epoch") for record in records if record.get("kind") == "val"
+        }
+        self._bad = defaultdict[tuple[Split, int], list[dict[str, Any]]](list)
+        self._stood_in = defaultdict[tuple[Split, int], list[dict[str, Any]]](list)
+        for record in _quarantined(run.stream.quarantine):
+            self._bad[record["split"], record["index"]].append(record)
+            if record["substitute"] is not None:
+                self._stood_in[record["split"], record["substitute"]].append(record)
+
+    def of(self, sample: int | str, split: Split = "train") -> SampleHistory:
+        """Find the draws of a sample.
+
+        Each epoch costs O(1), or as much as `raypipe.plan.samplers` says; a user's sampler is searched through. A
+        name is looked for among all names of the store.
+
+        Args:
+            sample: its index, or the store's name for it, or the end of the name from a "/" or a blank on.
+            split: the store.
+
+        Raises:
+            ConfigError: there is no such sample, or there are several of the name.
+        """
+        store = self.run.spec.stores.get(split)
+        if store is None:
+            raise ConfigError(f"{self.run.address} has no validation store")
+        index = sample if isinstance(sample, int) else index_of(store, sample)
+        if not 0 <= index < len(store):
+            raise ConfigError(
+                f"{store.address} has the samples 0 to {len(store) - 1:,}, and no sample {index:,}"
+            )
+        bad = {record["place"]: record for record in self._bad[split, index]}
+        draws = [
+            self._draw(place, bad.get(place.micro_batch))
+            for place in self.run.plan.places_of(index, split)
+        ]
+        draws += self._stand_ins(index, split)
+        draws.sort(key=lambda draw: (draw.epoch, draw.step, draw.micro, draw.row))
+        return SampleHistory(
+            index,
+            name_of(store, index),
+            split,
+            next((record["error"] for record in bad.values()), ""),
+            draws,
+        )
+
+    def bad(self) -> list[SampleHistory]:
+        """Find the draws of all samples that the run could not use, by its quarantine/."""
+        return [self.of(index, split) for split, index in sorted(self._bad)]
+
+    def _stand_ins(self, index: int, split: Split) -> Iterator[SampleDraw]:
+        """The recorded draws of bad samples that this one has replaced."""
+        for record in self._stood_in[split, index]:
+            drawn = self.run.plan.draw(record["place"]).indices.tolist()
+            for row, other in enumerate(drawn):
+                if other == record["index"]:
+                    yield self._draw(
+                        SamplePlace(record["place"], row), instead_of=other
+                    )
+
+    def _draw(
+        self,
+        place: SamplePlace,
+        bad: dict[str, Any] | None = None,
+        instead_of: int | None = None,
+    ) -> SampleDraw:
+        at = place.micro_batch
+        step = self.run.step_of(at)
+        if at.split == "val":
+            has_come = step < self.num_done or at.epoch in self._validated
+        else:
+            has_come = step <= self.num_done
+        return SampleDraw(
+            at.split,
+            at.epoch,
+            step,
+            self.run.rank_of(at),
+            at.micro,
+            place.row,
+            has_come,
+            bad is not None,
+            bad["substitute"] if bad else None,
+            instead_of,
+        )
+
+
+def index_of(store: Store, name: str) -> int:
+    """Find a sample by the store's name for it, in a pass over all names.
+
+    Args:
+        name: the name, or its end from a "/" or a blank on.
+
+    Raises:
+        ConfigError: there is no such sample, or there are several.
+    """
+    found = []
+    for index in range(len(store)):
+        full_name = name_of(store, index)
+        if full_name == name:
+            return index
+        if full_name.endswith((f"/{name}", f" {name}")):
+            found.append(index)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(
+            f"{index} ({name_of(store, index)})" for index in found[:_NUM_NAMED]
+        )
+        raise ConfigError(
+            f"{len(found)} samples of {store.address} have a name that ends in {name!r}, such as {names}: give "
+            "the index, or more of the name"
+        )
+    first = name_of(store, 0)
+    example = (
+        f"; its names look like {first!r}" if first else ", whose samples have no names"
+    )
+    raise ConfigError(f"no sample of {store.address} has the name {name!r}{example}")
+
+
+def _quarantined(folder: str) -> Iterator[dict[str, Any]]:
+    """The records of bad samples in a quarantine, each with its `place`.
+
+    Raises:
+        StoreError: a file cannot be read as a record.
+    """
+    import pyarrow.fs
+
+    if not folder:
+        return
+    filesystem, path = open_filesystem(folder)
+    selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
+    for info in filesystem.get_file_info(selector):
+        if not info.base_name.endswith(".jsonl"):
+            continue
+        address = join_address(folder, info.base_name)
+        place: MicroBatchId = place_of(info.base_name.removesuffix(".jsonl"))
+        for line in (read_whole(address) or b"").splitlines():
+            try:
+                record = json.loads(line)
+                yield {
+                    "place": place,
+                    "split": place.split,
+                    "index": int(record["index"]),
+                    "substitute": record["substitute"],
+                    "error": str(record["error"]),
+                }
+            except (ValueError, KeyError, TypeError) as error:
+                raise StoreError(
+                    f"{address} is not a record of bad samples: {error}"
+                ) from None

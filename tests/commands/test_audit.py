@@ -1,0 +1,132 @@
+"""The command `audit`: its exit codes, what it prints, and proofs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from logged_runs import run_logged
+
+from raypipe.commands.audit import print_audit
+from raypipe.commands.cli import main
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.streaming.opening import open_stream
+
+
+@pytest.fixture(scope="module")
+def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch of 16 micro-batches, and its validation of 4."""
+    spec = open_stream(
+        stores["train"],
+        stores["val"],
+        plan=PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=24, seed=3),
+        transform=TransformConfig(train="small", val="resize", size=12),
+        pool=PoolConfig(engine="inline", max_actors=0),
+    )
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    run_logged(spec, folder)
+    return folder
+
+
+class Command:
+    """Runs the command in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: object, fails: bool = False) -> dict[str, Any]:
+        """The object that it prints; `fails` says that its exit code must be 1."""
+        try:
+            main(["audit", *map(str, words), "--json"])
+            assert not fails, "the exit code was 0"
+        except SystemExit as end:
+            assert fails and end.code == 1
+        return json.loads(self._capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.fixture
+def audit(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+def test_a_sound_run_passes_by_chosen_micro_batches(
+    run: Path, audit: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = audit(run, "--samples", 5, "--seed", 11)
+    assert result["ok"] and result["findings"] == [] and result["seconds"] > 0
+    assert (result["recorded"], result["compared"], result["seed"]) == (20, 5, 11)
+    assert result["epochs"]["0"]["micro_batches"] == 20
+    print_audit(result)
+    assert "if 45% or more of them were altered" in capsys.readouterr().out
+    assert audit(run, "--all")["compared"] == 20
+    first, second = (audit(run, "--samples", 0) for _ in range(2))
+    assert first["seed"] != second["seed"] and first["root"] == result["root"]
+
+
+def test_an_altered_run_ends_with_exit_code_1_and_names_the_change(
+    run: Path, tmp_path: Path, audit: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    altered = Path(shutil.copytree(run, tmp_path / "altered"))
+    (file,) = (altered / "digests").iterdir()
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:5] + lines[6:]))
+    result = audit(altered, fails=True)
+    kinds = [finding["kind"] for finding in result["findings"]]
+    assert kinds == ["missing", "root"] and not result["ok"]
+    print_audit(result)
+    text = capsys.readouterr().out
+    assert "missing: epoch 0: train-e0000-s000001-m000 is missing in the record" in text
+    assert text.endswith("2 findings\n")
+
+
+def test_another_root_than_the_published_one_is_a_finding(
+    run: Path, audit: Command
+) -> None:
+    root = audit(run, "--samples", 0)["root"]
+    assert audit(run, "--samples", 0, "--root", root)["ok"]
+    other = audit(run, "--samples", 0, "--root", "0" * 64, fails=True)
+    assert "the published one is 000" in other["findings"][0]["text"]
+
+
+def test_a_proof_holds_without_the_record_and_not_once_it_is_changed(
+    run: Path, tmp_path: Path, audit: Command
+) -> None:
+    proof = tmp_path / "proof.json"
+    written = audit(run, "--proof", 2, "--output", proof)
+    assert written["proofs"] == 4
+    without = Path(shutil.copytree(run, tmp_path / "without"))
+    shutil.rmtree(without / "digests")
+    checked = audit(without, "--check", proof, "--root", written["root"])
+    assert checked["ok"] and checked["proofs"] == 4
+    content = json.loads(proof.read_text())
+    assert all(len(one["path"]) <= 5 for one in content["proofs"]), "20 leaves"
+    changes = {"hash": "0" * 32, "index": 1, "root": "0" * 64, "path": []}
+    for name, value in changes.items():
+        first, *others = content["proofs"]
+        proof.write_text(json.dumps({"proofs": [{**first, name: value}, *others]}))
+        result = audit(without, "--check", proof, fails=True)
+        assert "does not lead to the root" in result["findings"][0]["text"], name
+    proof.write_text(json.dumps(content))
+    result = audit(without, "--check", proof, "--root", "1" * 64, fails=True)
+    assert len(result["findings"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--proof", "1"], "--proof STEP and --output FILE go together"),
+        (["--proof", "99", "--output", "{folder}/proof.json"], "no step 99"),
+        (["--check", "{folder}/metrics.jsonl"], "is not JSON"),
+    ],
+    ids=["output", "step", "proofs"],
+)
+def test_wrong_use_is_one_clear_error(
+    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["audit", str(run), *(word.format(folder=run) for word in words)])
+    assert end.value.code == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,486 @@
+"""Steps of recorded runs, made again by their folders."""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pictures import CLASSES, samples
+from small_runs import small_run
+from without_ray import every_batch, train
+
+import raypipe
+from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.history.compared import compare, same_batch
+from raypipe.metrics.records import SAMPLES, read_records
+from raypipe.storage.filesystem import as_uri, open_filesystem
+from raypipe.stores.destination import write_atomically
+from raypipe.stores.memory import MemoryStore
+from raypipe.streaming.inline import open_inline
+from raypipe.streaming.loader import Loader
+from raypipe.streaming.spec import StreamSpec
+
+INLINE = PoolConfig(engine="inline")
+PLAN: dict[str, Any] = {
+    "epochs": 3,
+    "micro_batch_size": 4,
+    "global_batch_size": 16,
+    "seed": 3,
+}
+TRANSFORM = TransformConfig(
+    train="small", val="resize", size=16, strength=(0.3, 1.0, 0.5)
+)
+
+PLAIN = TransformConfig(size=16)
+
+
+def stream(
+    train: Any, val: Any = None, plan: dict[str, Any] | None = None, **options: Any
+) -> StreamSpec:
+    options = {"transform": TRANSFORM, "pool": INLINE, **options}
+    return raypipe.open_stream(
+        train, val, plan=PlanConfig(**PLAN | (plan or {})), **options
+    )
+
+
+def recorded(
+    folder: Path, spec: StreamSpec, workers: int = 1, **options: Any
+) -> list[Any]:
+    """All batches of a run by an own loop, of each rank, whose rank 0 records it in a folder."""
+    batches = []
+    for rank in reversed(range(workers)):
+        where = open_filesystem(folder.as_uri()) if rank == 0 else None
+        opens = functools.partial(open_inline, spec, rank, workers)
+        cursor = spec.plan.start()
+        with Loader(
+            spec, opens, rank, workers, cursor=cursor, folder=where, **options
+        ) as loader:
+            batches += list(every_batch(loader))
+    return batches
+
+
+def check_same(folder: Path, batches: list[Any], **options: Any) -> None:
+    """Check that a replay makes each batch of a run, to the bit, and lists its samples."""
+    replay = raypipe.replay(folder, **options)
+    assert replay.differences == []
+    for batch in batches:
+        place = batch.position
+        again = replay.batch(place)
+        assert same_batch(batch, again), place
+        assert again.seed == batch.seed
+        assert (again.ends_step, again.ends_split) == (
+            batch.ends_step,
+            batch.ends_split,
+        )
+        rows = replay.samples_of(place)
+        assert [row["index"] for row in rows] == batch.index.tolist()
+        assert [row["weight"] for row in rows] == batch.weight.tolist()
+        if place.split == "train" and batch.mix is not None:
+            of_partner = [row["mixed"] for row in rows]
+            shares = {text.split(": ")[1].split(",")[0] for text in of_partner if text}
+            assert shares == {f"{batch.mix.lam:.2f}"}
+
+
+AUGMENTS = {
+    "none": None,
+    "mixing": AugmentConfig(
+        preset="strong", mixup_alpha=0.4, cutmix_alpha=1.0, mix_prob=0.7
+    ),
+    "kornia": AugmentConfig(
+        ops=[{"op": "RandomHorizontalFlip", "p": 0.5}], strength=(0.2, 1.0, 0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("augment", AUGMENTS.values(), ids=AUGMENTS)
+def test_a_replay_makes_the_batches_of_a_loop_again(
+    stores: dict[str, Path], tmp_path: Path, augment: AugmentConfig | None
+) -> None:
+    spec = stream(stores["train"], stores["val"], {"micro_batch_size": 8})
+    with raypipe.loader(spec, run_dir=tmp_path / "run", augment=augment) as loader:
+        batches = list(every_batch(loader))
+    assert len(batches) == 3 * (12 + 4)
+    check_same(tmp_path / "run", batches)
+
+
+def sized(num: int, bad: tuple[int, ...] = ()) -> MemoryStore:
+    sizes = [[(40, 60), (50, 50), (60, 40)][i % 3] for i in range(num)]
+    images = [
+        b"none" if i in bad else samples(1, first=i)[0]["image"] for i in range(num)
+    ]
+    heights, widths = zip(*sizes, strict=True)
+    columns = {"width": widths, "height": heights}
+    return MemoryStore(images, np.arange(num) % 5, columns=columns)
+
+
+def mixture(stores: dict[str, Path]) -> StreamSpec:
+    plan = {
+        "mixture": {0: {"big": 3, "small": 1}, 2: {"big": 1, "small": 1}},
+        "weights": 0.5,
+        "aug_repeats": 2,
+    }
+    train_stores = {"big": stores["train"], "small": stores["val"]}
+    return stream(train_stores, plan=plan, filter={"big": "label != 3"})
+
+
+def buckets(stores: dict[str, Path]) -> StreamSpec:
+    plan = {"buckets": ["12x16", "14x14", "16x12"], "val_buckets": True}
+    return stream(
+        sized(50, bad=(3, 7)),
+        sized(9),
+        plan,
+        transform=TransformConfig(train="light", val="center"),
+    )
+
+
+def windows(stores: dict[str, Path]) -> StreamSpec:
+    return stream(
+        stores["parquet"], stores["val"], {"shuffle": "window", "epoch_samples": 64}
+    )
+
+
+STREAMS: dict[str, Callable[[dict[str, Path]], StreamSpec]] = {
+    "mixture": mixture,
+    "buckets": buckets,
+    "windows": windows,
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("made", STREAMS.values(), ids=STREAMS)
+def test_plans_of_all_kinds_are_replayed_for_one_rank_and_two(
+    stores: dict[str, Path],
+    tmp_path: Path,
+    made: Callable[..., StreamSpec],
+    workers: int,
+) -> None:
+    batches = recorded(
+        tmp_path / "run", made(stores), workers, augment=AUGMENTS["mixing"]
+    )
+    check_same(tmp_path / "run", batches, trust_run_code=True)
+    replay = raypipe.replay(tmp_path / "run", trust_run_code=True)
+    of_rank = replay.samples(2, rank=workers - 1)
+    assert {row["rank"] for row in of_rank} == {workers - 1}
+    assert {row["micro"] % workers for row in of_rank} == {workers - 1}
+    assert len(of_rank) == 16 // workers
+
+
+def test_random_steps_agree_with_the_samples_of_a_run(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    run = small_run(tmp_path, stores["train"], stores["val"], 3, 2, log_samples=True)
+    folder = train(run)["run_dir"]
+    replay = raypipe.replay(folder)
+    assert len(replay) == 24
+    records = [
+        record
+        for record in read_records(as_uri(folder), SAMPLES)
+        if "indices" in record
+    ]
+    assert len(records) == 48
+    drawn = random.Random(1)
+    for _ in range(200):
+        record = drawn.choice(records)
+        micro = int(record["micro_batch"][-3:])
+        rows = replay.samples(record["step"], micro=micro)
+        assert [row["index"] for row in rows] == record["indices"]
+    (batch, other) = replay[1]
+    assert [batch.position.micro, other.position.micro] == [0, 1]
+    assert torch.equal(replay[1, 1].image, other.image)
+    first = next(iter(replay))
+    assert torch.equal(first[0].image, batch.image)
+
+
+def test_samples_are_described_in_words(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    steps = [
+        {"RandomCrop": {"height": 16, "width": 24}},
+        {"HorizontalFlip": {"p": 0.5}},
+    ]
+    spec = stream(
+        stores["train"], transform=TransformConfig(train=steps, val="resize", size=16)
+    )
+    (first, *_) = recorded(tmp_path / "run", spec)
+    rows = raypipe.replay(tmp_path / "run").samples(1, micro=0)
+    assert [row["label"] for row in rows] == first.target.tolist()
+    assert [row["class"] for row in rows] == [CLASSES[row["label"]] for row in rows]
+    stored = raypipe.open_store(stores["train"])
+    assert [row["name"] for row in rows] == [
+        stored.sample_name(row["index"]) for row in rows
+    ]
+    assert len({row["seed"] for row in rows}) == 4
+    from raypipe.transform.decode.rgb import decode
+
+    for row, image in zip(rows, first.image, strict=True):
+        crop, *flips = row["drawn"]
+        assert crop.startswith("crop 16 x 24 at (")
+        top, left = map(int, crop.partition("(")[2].strip(")").split(","))
+        pixels = decode(stored.read(np.array([row["index"]]))["image"][0])[
+            top : top + 16, left : left + 24
+        ]
+        if flips:
+            assert flips == ["flipped left to right"]
+            pixels = pixels[:, ::-1]
+        assert np.array_equal(image.permute(1, 2, 0).numpy(), pixels)
+
+
+@pytest.mark.parametrize("has_record", [True, False], ids=["recorded", "found again"])
+def test_substitutes_of_bad_samples_are_listed(
+    tmp_path: Path, has_record: bool
+) -> None:
+    quarantine = str(tmp_path / "bad") if has_record else ""
+    spec = stream(sized(40, bad=(3, 7)), sized(9, bad=(2,)), quarantine=quarantine)
+    batches = recorded(tmp_path / "run", spec)
+    assert sum(batch.num_bad for batch in batches) > 3
+    check_same(tmp_path / "run", batches, trust_run_code=True)
+    replay = raypipe.replay(tmp_path / "run", trust_run_code=True)
+    bad = [
+        row
+        for step in replay.run.steps_in(0)
+        for row in replay.samples(step)
+        if row["bad"]
+    ]
+    assert bad and not {3, 7} & {row["index"] for row in bad}
+
+
+def test_a_sample_that_only_the_run_could_not_read_is_left_out_again(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    """As one that killed its actors, or took too long: it can be read here."""
+    spec = stream(stores["train"], quarantine=str(tmp_path / "bad"))
+    recorded(tmp_path / "run", spec)
+    replay = raypipe.replay(tmp_path / "run")
+    (place,) = replay.run.micro_batches(2, micro=1)
+    index = replay.run.draws(place).indices[2]
+    made, bad = replay._maker(place).maker.make(
+        place, excluded={int(index): "it killed its actor"}
+    )
+    from raypipe.streaming.bad_samples import record_bad
+
+    record_bad((tmp_path / "bad").as_uri(), place, bad)
+    rows = raypipe.replay(tmp_path / "run").samples(2, micro=1)
+    assert (
+        [row["index"] for row in rows]
+        == made.index.tolist()
+        != replay.run.draws(place).drawn.tolist()
+    )
+    assert rows[2]["bad"] == "it killed its actor"
+    assert raypipe.replay(tmp_path / "run")[2, 1].index.tolist() == made.index.tolist()
+
+
+def test_a_pipeline_of_albumentations_is_in_the_record(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    import albumentations.pytorch
+
+    pipeline = albumentations.Compose(
+        [
+            albumentations.RandomResizedCrop((16, 16)),
+            albumentations.GaussNoise(p=1),
+            albumentations.Normalize(),
+            albumentations.pytorch.ToTensorV2(),
+        ]
+    )
+    spec = stream(stores["train"], train_transform=pipeline, transform=PLAIN)
+    batches = recorded(tmp_path / "run", spec)
+    assert batches[0].image.dtype == torch.float32
+    check_same(tmp_path / "run", batches[:8])
+
+
+def test_an_object_needs_the_word_of_trust_or_is_given_again(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    offset = 3
+
+    def shifted(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return image[:16, :16] + np.uint8(offset + rng.integers(3))
+
+    module = torch.nn.Sequential(torch.nn.AvgPool2d(2))
+    spec = stream(stores["train"], train_transform=shifted, transform=PLAIN)
+    with raypipe.loader(spec, run_dir=tmp_path / "run", augment=module) as loader:
+        batches = list(every_batch(loader))
+    replay = raypipe.replay(tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"train_transform was an object.*--trust-run-code"
+    ):
+        replay[1]
+    indices = [row["index"] for row in replay.samples(1)]
+    assert indices == [index for batch in batches[:4] for index in batch.index.tolist()]
+    check_same(tmp_path / "run", batches[:4], trust_run_code=True)
+    check_same(tmp_path / "run", batches[:4], train_transform=shifted, augment=module)
+
+
+def test_a_resume_with_other_ranks_and_settings_holds_from_its_step_on(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    plan = {"micro_batch_size": 4}
+    first = stream(stores["train"], plan=plan)
+    folder = open_filesystem((tmp_path / "run").as_uri())
+    with Loader(
+        first,
+        functools.partial(open_inline, first, 0, 1),
+        cursor=first.plan.start(),
+        folder=folder,
+    ) as loader:
+        batches = [
+            batch
+            for _, batch in zip(range(4 * 8), next(loader.epochs()).train, strict=False)
+        ]
+    # The run goes back to step 5, with two ranks and another augmentation.
+    cursor = first.plan.cursor_at(5)
+    opens = functools.partial(open_inline, first, 0, 2)
+    augment = AugmentConfig(preset="strong")
+    with Loader(
+        first, opens, 0, 2, cursor=cursor, folder=folder, augment=augment
+    ) as loader:
+        batches = batches[: 4 * 5] + list(next(loader.epochs()).train)
+    check_same(tmp_path / "run", batches)
+    replay = raypipe.replay(tmp_path / "run")
+    assert {row["rank"] for row in replay.samples(5)} == {0}
+    assert {row["rank"] for row in replay.samples(6)} == {0, 1}
+    with pytest.raises(
+        ConfigError, match="step 5 had 1 rank, from 0 on, and no rank 1"
+    ):
+        replay.samples(5, rank=1)
+    with pytest.raises(
+        ConfigError, match="micro-batch 3 of step 6 went to rank 1 of 2, not to rank 0"
+    ):
+        replay.samples(6, rank=0, micro=3)
+
+
+def test_a_store_that_has_gone_leaves_the_order(tmp_path: Path) -> None:
+    store = tmp_path / "train.lmdb"
+    write_atomically(str(store), samples(50), CLASSES)
+    batches = recorded(tmp_path / "run", stream(store))
+    shutil.move(store, tmp_path / "moved.lmdb")
+    replay = raypipe.replay(tmp_path / "run")
+    assert "train.lmdb" in replay.differences[0]
+    rows = replay.samples(1, micro=0)
+    assert [row["index"] for row in rows] == batches[0].index.tolist()
+    assert {row["label"] for row in rows} == {None}
+    with pytest.raises(
+        ConfigError, match=r"pixels of .* cannot be made again: .*train\.lmdb.*order"
+    ):
+        replay[1]
+    check_same(tmp_path / "run", batches[:8], train=tmp_path / "moved.lmdb")
+
+
+def test_a_store_with_other_contents_is_named_before_pixels_are_made(
+    tmp_path: Path,
+) -> None:
+    store = tmp_path / "train.lmdb"
+    write_atomically(str(store), samples(50), CLASSES)
+    recorded(tmp_path / "run", stream(store))
+    shutil.rmtree(store) if store.is_dir() else store.unlink()
+    write_atomically(str(store), samples(50, first=7), CLASSES)
+    replay = raypipe.replay(tmp_path / "run")
+    assert "other contents than in the run" in replay.differences[0]
+    with pytest.raises(ConfigError, match=r"other contents.*anyway=True"):
+        replay[1]
+    assert raypipe.replay(tmp_path / "run", anyway=True)[1, 0].image.shape == (
+        4,
+        3,
+        16,
+        16,
+    )
+
+
+def test_versions_and_code_that_changed_are_named(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = recorded(tmp_path / "run", stream(stores["train"]))
+    from raypipe.history import recorded_stream
+
+    monkeypatch.setattr(recorded_stream, "versions", lambda: {"numpy": "9.9"})
+    monkeypatch.setattr(recorded_stream, "code_digest", lambda: "another")
+    replay = raypipe.replay(tmp_path / "run")
+    assert replay.differences == [
+        "Raypipe's own code that makes pixels has changed since the run.",
+        f"numpy is 9.9, and was {np.__version__} in the run.",
+    ]
+    assert same_batch(replay[1, 0], batches[0])
+
+
+def test_wrong_steps_and_folders_are_errors_that_say_what_there_is(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    recorded(tmp_path / "run", stream(stores["train"]))
+    replay = raypipe.replay(tmp_path / "run")
+    for step in (0, 19, -1):
+        with pytest.raises(
+            ConfigError,
+            match=f"has the steps 1 to 18, counted as in metrics.jsonl, and no step {step}",
+        ):
+            replay[step]
+    with pytest.raises(ConfigError, match="has the epochs 0 to 2, and no epoch 3"):
+        replay.run.steps_in(3)
+    with pytest.raises(
+        ConfigError, match="a step has 4 micro-batches, from 0 on, not 4"
+    ):
+        replay[1, 4]
+    with pytest.raises(
+        ConfigError, match="nowhere does not exist: give the folder of a run"
+    ):
+        raypipe.replay(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"has no start in its metrics.jsonl"):
+        raypipe.replay(tmp_path / "empty")
+    with pytest.raises(
+        ConfigError, match=r"unknown argument 'trian'.*did you mean train"
+    ):
+        raypipe.replay(tmp_path / "run", trian="x")
+
+
+def test_a_comparison_says_where_two_runs_part(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    def run(name: str, **changes: Any) -> raypipe.replay:  # type: ignore[valid-type]
+        plan = changes.pop("plan", {})
+        recorded(
+            tmp_path / name, stream(stores["train"], stores["val"], plan, **changes)
+        )
+        return raypipe.replay(tmp_path / name)
+
+    first = run("first")
+    same = compare(first, run("same"))
+    assert (same["equal"], same["settings"], same["order"], same["compared_steps"]) == (
+        True,
+        {},
+        None,
+        18,
+    )
+    assert (same["pixels"], same["made_steps"], same["loss"]) == (
+        None,
+        [1, 7, 13],
+        None,
+    )
+    seed = compare(first, run("seed", plan={"seed": 4}))
+    assert (seed["equal"], seed["order"], seed["made_steps"]) == (False, 1, [])
+    assert seed["settings"]["plan.seed"] == [3, 4]
+    mixed = {0: {"a": 1, "b": 1}, 1: {"a": 3, "b": 1}}
+    pair = {"a": stores["train"], "b": stores["val"]}
+    alike = []
+    for name, shares in (("flat", {"a": 1, "b": 1}), ("later", mixed)):
+        recorded(
+            tmp_path / name, stream(pair, plan={"mixture": shares, "epoch_samples": 64})
+        )
+        alike.append(raypipe.replay(tmp_path / name))
+    assert compare(*alike)["order"] == 5
+    resized = compare(
+        first,
+        run(
+            "resized",
+            transform=replace(TRANSFORM, size={0: 16, 1: 24}),
+        ),
+    )
+    assert (resized["order"], resized["pixels"]) == (None, 7)

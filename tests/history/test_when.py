@@ -1,0 +1,311 @@
+"""The draws of samples by a run's folder, against the batches that its loop got."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import raypipe
+from raypipe.commands.cli import main
+from raypipe.commands.when import index_or_name, print_when, when
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.history.recorded import open_run
+from raypipe.history.when import History, index_of
+from raypipe.metrics.records import RECORDS
+
+from pictures import picture  # isort: skip
+
+NUM_QUERIES = 1000
+Seen = dict[tuple[str, int], list[tuple[int, int, int, int]]]
+"""The epoch, step, micro-batch and row of each time that a sample was in a batch, by split and index."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "filter": {"filter": "label != 2"},
+    "weights": {"plan": {"weights": 1.0, "epoch_samples": 32}},
+    "repeats": {"plan": {"aug_repeats": 2}},
+    "skipped": {"plan": {"skip": ["2..3", 8]}},
+    "mixture": {"plan": {"mixture": {"a": 1, "b": 2}}, "train": ["a", "b"]},
+    "weighted mixture": {
+        "plan": {"mixture": {0: {"a": 1, "b": 2}, 1: {"a": 3, "b": 1}}, "weights": 0.5},
+        "train": ["a", "b"],
+    },
+    "windows": {"train": "a.parquet", "plan": {"window_groups": 2}},
+    "buckets": {
+        "plan": {"buckets": ["8x10", "10x8"], "aug_repeats": 2, "shuffle": "global"},
+        "train": "a.parquet",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores a and b of 40 images in three classes, of two shapes, two of a no images; and a as Parquet."""
+    rows = []
+    root = tmp_path_factory.mktemp("stores")
+    for number in range(80):
+        name = "a" if number < 40 else "b"
+        path = root / name / f"class{number % 3}" / f"{number:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sides = (8, 10) if number % 4 else (10, 8)
+        image = b"no image" if number in (4, 9) else picture(number, *sides)
+        path.write_bytes(image)
+        row = {"image": image, "label": number % 3}
+        rows.append(row | {"height": sides[0], "width": sides[1]})
+    table = pa.Table.from_pylist(rows[:40])
+    pq.write_table(table, root / "a.parquet", row_group_size=6)
+    return root
+
+
+def spec_of(
+    folder: Path, plan: dict[str, Any], train: Any = "a", **options: Any
+) -> Any:
+    sizes = {"epochs": 3, "micro_batch_size": 4, "global_batch_size": 8, "seed": 5}
+    if isinstance(train, list):
+        address: Any = {name: str(folder / name) for name in train}
+    else:
+        address = str(folder / train)
+    return raypipe.open_stream(
+        address,
+        str(folder / "b"),
+        plan=PlanConfig(**sizes | plan),
+        transform=TransformConfig(train="small", size=8, max_bad_fraction=0.5),
+        pool=PoolConfig(engine="inline"),
+        **options,
+    )
+
+
+def trained(spec: Any, run_dir: Path) -> Seen:
+    """What a loop saw that was killed in its second epoch, and continued from its checkpoint before that."""
+    seen: Seen = defaultdict(list)
+    by_place: dict[Any, list[int]] = {}
+    for stop in (spec.plan.steps_per_epoch + 2, None):
+        num_steps = 0
+        with raypipe.loader(spec, run_dir=run_dir) as loader:
+            for epoch in loader.epochs():
+                for batch in [*epoch.train] if stop is None else epoch.train:
+                    by_place[batch.position] = batch.index.tolist()
+                    num_steps += batch.ends_step
+                    if batch.ends_step and num_steps == 2:
+                        loader.checkpoint()
+                    if num_steps == stop:
+                        break
+                if num_steps == stop:
+                    break
+                for batch in epoch.val:
+                    by_place[batch.position] = batch.index.tolist()
+    for at, indices in by_place.items():
+        step = spec.plan.global_step(at) + (at.split == "train")
+        for row, index in enumerate(indices):
+            seen[at.split, index].append((at.epoch, step, at.micro, row))
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_found_where_a_killed_runs_loop_saw_them(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
+    options = {"plan": {}} | KINDS[kind]
+    quarantine = str(tmp_path / "run" / "quarantine")
+    spec = spec_of(folder, **options, quarantine=quarantine)
+    seen = trained(spec, tmp_path / "run")
+    history = History(open_run(tmp_path / "run"))
+    rng = np.random.default_rng(1)
+    num_samples = len(spec.stores["train"])
+    num_found = 0
+    for index in rng.integers(0, num_samples, NUM_QUERIES // len(KINDS)).tolist():
+        found = history.of(index)
+        draws = [
+            (draw.epoch, draw.step, draw.micro, draw.row)
+            for draw in found.draws
+            if not draw.was_bad
+        ]
+        assert sorted(draws) == sorted(seen["train", index])
+        assert all(draw.has_come for draw in found.draws)
+        num_found += len(draws)
+    assert num_found
+    for index in range(40):
+        steps = [draw.step for draw in history.of(index, "val").draws]
+        assert steps == [step for _, step, *_ in sorted(seen["val", index])]
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def run_dir(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was left after 7 of 15 steps."""
+    root = tmp_path_factory.mktemp("runs") / "run"
+    spec = spec_of(folder, {}, quarantine=str(root / "quarantine"))
+    with raypipe.loader(spec, run_dir=root) as loader:
+        for epoch in loader.epochs():
+            for batch in epoch.train:
+                if batch.ends_step and loader.global_step == 7:
+                    return root
+    raise AssertionError
+
+
+def test_draws_have_come_or_are_to_come_by_the_runs_step(run_dir: Path) -> None:
+    found = when(str(run_dir), "20")
+    (sample,) = found["samples"]
+    assert (found["step"], found["to_step"]) == (7, 15)
+    assert sample["index"] == 20 and sample["name"].endswith(".png")
+    assert [draw["has_come"] for draw in sample["draws"]] == [
+        draw["step"] <= 7 for draw in sample["draws"]
+    ]
+    assert sample["num_drawn"] + sample["num_to_come"] == len(sample["draws"]) > 0
+    assert {draw["rank"] for draw in sample["draws"]} == {0}
+
+
+def test_the_rank_is_that_of_the_worlds_size(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    path = tmp_path / "run" / RECORDS
+    path.write_text(path.read_text().replace('"workers": 1', '"workers": 2'))
+    history = History(open_run(tmp_path / "run"))
+    draws = [draw for index in range(10) for draw in history.of(index).draws]
+    assert {draw.rank for draw in draws} == {0, 1}
+    assert all(draw.rank == draw.micro % 2 for draw in draws)
+
+
+def test_a_sample_is_found_by_the_end_of_its_name(run_dir: Path) -> None:
+    by_index = when(str(run_dir), "0")["samples"][0]
+    name = by_index["name"]
+    assert name.endswith("class0/000.png")
+    for text in (name, "class0/000.png", "000.png"):
+        assert when(str(run_dir), text)["samples"][0] == by_index
+
+
+def test_a_run_that_has_moved_keeps_its_bad_samples(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "moved")
+    for path in (tmp_path / "moved" / "quarantine").iterdir():
+        path.write_text(path.read_text().replace("not an image", "moved"))
+    bad = when(str(tmp_path / "moved"), bad=True)["samples"]
+    assert bad and all("moved" in sample["error"] for sample in bad)
+    replayed = raypipe.replay(tmp_path / "moved")
+    assert [asdict(replayed.when(sample["index"]).draws[0]) for sample in bad] == [
+        sample["draws"][0] for sample in bad
+    ]
+
+
+def test_bad_samples_are_found_with_their_substitutes(run_dir: Path) -> None:
+    samples = when(str(run_dir), bad=True)["samples"]
+    assert {Path(sample["name"]).name for sample in samples} == {"004.png", "009.png"}
+    for sample in samples:
+        assert "not an image" in sample["error"]
+        replaced = [draw for draw in sample["draws"] if draw["has_come"]]
+        assert replaced
+        for draw in replaced:
+            other = when(str(run_dir), str(draw["replaced_by"]))["samples"][0]
+            place = ("step", "micro", "row")
+            assert [
+                [each[name] for name in place]
+                for each in other["draws"]
+                if each["instead_of"] == sample["index"]
+            ] == [[draw[name] for name in place]]
+
+
+def test_what_is_not_there_is_named(run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="has the samples 0 to 39, and no sample 40"):
+        when(str(run_dir), "40")
+    with pytest.raises(ConfigError, match=r"no sample of .* has the name 'x.png'"):
+        when(str(run_dir), "x.png")
+    with pytest.raises(ConfigError, match="needs one of: a sample, --bad"):
+        when(str(run_dir))
+    with pytest.raises(ConfigError, match="needs one of: a sample, --bad"):
+        when(str(run_dir), "1", bad=True)
+    assert index_or_name("12") == 12 and index_or_name("012") == "012"
+
+
+def test_a_name_of_several_samples_is_rejected(tmp_path: Path) -> None:
+    class Store:
+        address = "store"
+
+        def __len__(self) -> int:
+            return 3
+
+        def sample_name(self, index: int) -> str:
+            return f"{index}/same.png"
+
+    with pytest.raises(ConfigError, match=r"3 samples .* such as 0 \(0/same.png\)"):
+        index_of(Store(), "same.png")  # type: ignore[arg-type]
+    assert index_of(Store(), "1/same.png") == 1  # type: ignore[arg-type]
+
+
+def test_the_command_prints_rows_and_json(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["when", str(run_dir), "20", "--json"])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    print_when(told)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{run_dir}: step 7 of 15"
+    draws = told["samples"][0]["draws"]
+    assert len(lines) == 4 + len(draws)
+    assert lines[4].split()[-1] == "drawn" and lines[-1].endswith("to come")
+    print_when(when(str(run_dir), bad=True))
+    out = capsys.readouterr().out
+    assert "004.png" in out and "not an image" in out
+
+
+# Flags
+
+
+def test_flagged_batches_are_listed_with_their_samples(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of(folder, {"epochs": 1}, "b")
+    flagged = []
+    with raypipe.loader(spec, run_dir=tmp_path) as loader:
+        epoch = next(loader.epochs())
+        for batch in epoch.train:
+            if batch.position.step in (1, 3):
+                loader.flag(batch, f"loss {batch.position.micro}")
+                flagged.append(batch.index.tolist())
+        (batch, *_) = epoch.val
+        loader.flag(batch, "odd")
+        loader.flag(batch, "odd")
+        loader.flag(batch, "very odd")
+    flags = when(str(tmp_path), flagged=True)["flags"]
+    assert [(flag["step"], flag["micro"], flag["reason"]) for flag in flags] == [
+        (2, 0, "loss 0"),
+        (2, 1, "loss 1"),
+        (4, 0, "loss 0"),
+        (4, 1, "loss 1"),
+        (5, 0, "odd"),
+        (5, 0, "very odd"),
+    ]
+    for flag, indices in zip(flags, flagged, strict=False):
+        assert [sample["index"] for sample in flag["samples"]] == indices
+        assert all(sample["name"].endswith(".png") for sample in flag["samples"])
+        places = open_run(tmp_path).micro_batches(flag["step"], micro=flag["micro"])
+        assert flag["place"] == str(places[0])
+    main(["when", str(tmp_path), "--flagged", "--json"])
+    print_when(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert "very odd" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_flag_needs_a_folder_and_survives_one_that_fails(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = spec_of(folder, {"epochs": 1}, "b")
+    with raypipe.loader(spec) as loader:
+        batch = next(iter(next(loader.epochs()).train))
+        with pytest.raises(ConfigError, match=r"run_dir=…"):
+            loader.flag(batch, "odd")
+    with raypipe.loader(spec, run_dir=tmp_path) as loader:
+        batch = next(iter(next(loader.epochs()).train))
+        (tmp_path / "flags").write_text("in the way")
+        loader.flag(batch, "odd")
+    assert "cannot be written" in caplog.text

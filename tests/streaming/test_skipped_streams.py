@@ -1,0 +1,159 @@
+"""Streams without some steps: all other batches, from any resume, for any ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import without_ray
+
+import raypipe
+from raypipe.commands.settings import parse_command
+from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
+from raypipe.device.prefetcher import Batch
+from raypipe.errors import CursorError
+from raypipe.plan.places import MicroBatchId
+from raypipe.stores.memory import MemoryStore
+from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.plain import plain_loaders
+from raypipe.streaming.spec import StreamSpec
+
+from pictures import picture  # isort: skip
+
+SKIP = ["3..4", "6..7", 12]
+"""Of 12 steps in 3 epochs: the ends of two, and the middle of one."""
+
+
+def spec_of(skip: list[Any] = SKIP, val_interval: int = 1) -> StreamSpec:
+    train, val = (
+        MemoryStore([picture(first + number, 8, 8) for number in range(num)], [0] * num)
+        for first, num in ((0, 35), (50, 6))
+    )
+    plan = PlanConfig(
+        epochs=3,
+        micro_batch_size=4,
+        global_batch_size=8,
+        seed=2,
+        skip=skip,
+        val_interval=val_interval,
+    )
+    transform = TransformConfig(train="small", size=8)
+    pool = PoolConfig(engine="inline")
+    return raypipe.open_stream(train, val, plan=plan, transform=transform, pool=pool)
+
+
+def is_left_out(at: MicroBatchId) -> bool:
+    step = at.epoch * 4 + at.step + 1
+    return at.split == "train" and step in (3, 4, 6, 7, 12)
+
+
+def taken(loader: Any) -> list[tuple[MicroBatchId, bytes]]:
+    return [described(batch) for batch in without_ray.every_batch(loader)]
+
+
+def described(batch: Batch) -> tuple[MicroBatchId, bytes]:
+    return batch.position, batch.image.numpy().tobytes()
+
+
+@pytest.mark.parametrize("val_interval", [0, 1])
+def test_all_other_batches_are_the_same_bit_for_bit(val_interval: int) -> None:
+    with raypipe.loader(spec_of([], val_interval)) as loader:
+        whole = taken(loader)
+    spec = spec_of(val_interval=val_interval)
+    with raypipe.loader(spec) as loader:
+        epochs = []
+        found = []
+        for epoch in loader.epochs():
+            epochs.append((len(epoch.train), len(epoch.val)))
+            found += [described(batch) for batch in (*epoch.train, *epoch.val)]
+        assert loader.global_step == 12
+    assert found == [each for each in whole if not is_left_out(each[0])]
+    assert epochs == [
+        (4, 2 * val_interval),
+        (4, 2 * val_interval),
+        (6, 2 * val_interval),
+    ]
+    assert len(found) == spec.plan.num_micro_batches(spec.plan.start())
+
+
+def test_the_makers_of_a_stream_get_no_skipped_micro_batch() -> None:
+    whole = list(without_ray.host_batches(spec_of([])))
+    expected = [
+        batch_digest(batch) for batch in whole if not is_left_out(batch.position)
+    ]
+    assert without_ray.digests(spec_of()) == expected
+
+
+def test_a_resume_at_any_batch_continues_behind_what_is_skipped() -> None:
+    spec = spec_of()
+    with raypipe.loader(spec) as loader:
+        states, batches = [], []
+        for batch in without_ray.every_batch(loader):
+            batches.append(described(batch))
+            states.append(loader.state_dict())
+    ends = [at.split == "val" or at.micro == 1 for at, _ in batches]
+    for number, (state, is_end) in enumerate(zip(states, ends, strict=True)):
+        if not is_end or batches[number][0].split == "val":
+            continue
+        with raypipe.loader(spec) as loader:
+            loader.load_state_dict(state)
+            assert taken(loader) == batches[number + 1 :]
+
+
+def test_a_resumed_run_goes_around_a_stretch_that_lies_ahead(tmp_path: Path) -> None:
+    weight = torch.nn.Linear(1, 1)
+    with raypipe.loader(spec_of([]), run_dir=tmp_path) as loader:
+        before = []
+        for batch in without_ray.every_batch(loader):
+            before.append(described(batch))
+            if batch.ends_step and loader.global_step == 5:
+                loader.checkpoint(model=weight)
+                break
+    with raypipe.loader(spec_of(["6..7"]), run_dir=tmp_path) as loader:
+        loader.restore(model=weight)
+        after = taken(loader)
+        step = loader.global_step
+    with raypipe.loader(spec_of(["6..7"])) as loader:
+        assert before + after == taken(loader)
+    assert step == 12
+    with pytest.raises(CursorError, match=r"skips the steps 2 before"):
+        raypipe.loader(spec_of([2, "6..7"]), run_dir=tmp_path)
+
+
+def test_steps_behind_a_checkpoint_stay_skipped(tmp_path: Path) -> None:
+    with raypipe.loader(spec_of(["2..3"]), run_dir=tmp_path) as loader:
+        for batch in without_ray.every_batch(loader):
+            if batch.ends_step and loader.global_step == 5:
+                loader.checkpoint(model=torch.nn.Linear(1, 1))
+                break
+    with pytest.raises(CursorError, match="plan"):
+        raypipe.loader(spec_of([]), run_dir=tmp_path)
+
+
+def test_plain_loaders_have_the_length_of_their_epoch() -> None:
+    with raypipe.loader(spec_of()) as loader:
+        train, _ = plain_loaders(loader)
+        lengths = []
+        for _ in range(3):
+            before = len(train)
+            batches = iter(train)
+            next(batches)
+            lengths.append((before, len(train), 1 + len(list(batches))))
+    assert lengths == [(4, 4, 4), (4, 4, 4), (6, 6, 6)]
+
+
+def test_the_command_line_takes_steps_as_a_list() -> None:
+    def job(run: RunConfig) -> None: ...
+
+    args = ["--plan.skip", '["48200..48260", 51007]']
+    assert parse_command("", job, args)["run"].plan.skip == ["48200..48260", 51007]
+
+
+def test_a_resident_set_leaves_steps_out() -> None:
+    spec = spec_of()
+    data = raypipe.resident(spec.stores["train"], plan=spec.plan.config)
+    steps = [[batch.position.step for batch in data.epoch(e)] for e in range(3)]
+    assert steps == [[0, 0, 1, 1], [0, 0, 3, 3], [0, 0, 1, 1, 2, 2]]
+    assert [batch.position.step for batch in data.epoch(1, 1)] == [3, 3]

@@ -1,0 +1,79 @@
+"""Runs whose ranks record the hashes of their micro-batches, all ranks in this process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raypipe.config import AugmentConfig
+from raypipe.device.prefetcher import Batch
+from raypipe.plan.places import Cursor
+from raypipe.storage.filesystem import open_filesystem
+from raypipe.streaming.digest_log import DIGESTS, DigestLog, EpochRecord, read_epoch
+from raypipe.streaming.inline import open_inline
+from raypipe.streaming.loader import Loader
+from raypipe.streaming.spec import StreamSpec
+
+CPU = torch.device("cpu")
+Changes = Callable[[Iterator[Any]], Iterator[Any]]
+
+
+def logging_loader(
+    spec: StreamSpec,
+    run: Path,
+    rank: int = 0,
+    world_size: int = 1,
+    cursor: Cursor | None = None,
+    augment: AugmentConfig | None = None,
+    changed: Changes | None = None,
+) -> Loader:
+    """The loader of one of several ranks of an own loop, as `raypipe.loader` makes it.
+
+    Args:
+        changed: changes the micro-batches of the stream on their way to the rank; None = nobody does.
+    """
+    folder = open_filesystem(run.as_uri())
+
+    def open_at(*place: Any) -> Any:
+        host = open_inline(spec, rank, world_size, *place)
+        return host._replace(batches=changed(host.batches)) if changed else host
+
+    return Loader(
+        spec,
+        open_at if changed else functools.partial(open_inline, spec, rank, world_size),
+        rank,
+        world_size,
+        CPU,
+        cursor=cursor or spec.plan.start(),
+        augment=augment,
+        folder=folder,
+        digest_log=DigestLog.of(spec, folder, rank, world_size, CPU),
+    )
+
+
+def train_all(loader: Loader) -> list[Batch]:
+    """Take all that a loader has left, and close it."""
+    with loader:
+        return [
+            batch
+            for epoch in loader.epochs()
+            for batches in (epoch.train, epoch.val)
+            for batch in batches
+        ]
+
+
+def run_logged(
+    spec: StreamSpec, run: Path, world_size: int = 1, **options: Any
+) -> None:
+    """Train to the end with a number of ranks, one after the other."""
+    for rank in range(world_size):
+        train_all(logging_loader(spec, run, rank, world_size, **options))
+
+
+def record_of(spec: StreamSpec, run: Path, epoch: int = 0) -> EpochRecord:
+    filesystem, path = open_filesystem(run.as_uri())
+    return read_epoch((filesystem, f"{path}/{DIGESTS}"), epoch, spec.plan.fingerprint)

@@ -1,15 +1,18 @@
-"""The CPU time that passes until a stream's first micro-batch, by process.
+"""The CPU time that passes until a stream's first micro-batch, by process, and the images of its first seconds.
 
     python benchmarks/first_batch.py STORE [--transform light --size 224 --repeats 5 --env RAYPIPE_TWEAKS=0]
+    python benchmarks/first_batch.py STORE --seconds 15 --pool '{}' '{"head_start": 0}'
 
 Each run is a new process, which imports raypipe, opens the store, makes a loader, and takes one micro-batch. At
 that moment it reads the CPU times of its descendants from Linux, and again after `--after` seconds: what a start
-puts off is not saved. Prints a table of medians; the last line is JSON.
+puts off is not saved. With `--seconds` it takes micro-batches for so long, and counts their images. Several
+settings of the pool take turns. Prints a table of medians for each; the last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -18,6 +21,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 # Of a process's title or command line: how the table names it; the first that it contains.
@@ -105,22 +109,51 @@ def cpu_seconds(root: int) -> dict[str, float]:
 def _run(options: argparse.Namespace) -> None:
     """Take one micro-batch, and print what it cost."""
     import raypipe
+    from raypipe.streaming import ray_stream  # noqa: F401  as users' loops have it
 
     imported = time.perf_counter()
     spec = raypipe.open_stream(
         options.store,
-        plan=raypipe.PlanConfig(epochs=100, micro_batch_size=options.batch),
+        plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=options.batch),
         transform=raypipe.TransformConfig(train=options.transform, size=options.size),
-        pool=raypipe.PoolConfig(**json.loads(options.pool)),
+        pool=raypipe.PoolConfig(**json.loads(options.pool[0])),
     )
     with raypipe.loader(spec) as loader:
-        batches = iter(next(loader.epochs()).train)
+        batches = itertools.chain.from_iterable(
+            epoch.train for epoch in loader.epochs()
+        )
         next(batches)
         wall_s = time.perf_counter() - imported
         first = cpu_seconds(os.getpid())
+        figures = {"first_s": wall_s}
+        if options.seconds:
+            figures |= _consumed(loader, batches, imported, options)
         time.sleep(options.after)
         later = cpu_seconds(os.getpid())
-    print(json.dumps({"wall_s": wall_s, "first": first, "later": later}))
+    print(json.dumps({"figures": figures, "first": first, "later": later}))
+
+
+def _consumed(
+    loader: Any, batches: Any, started: float, options: argparse.Namespace
+) -> dict[str, float]:
+    """Take micro-batches until so many seconds after the start: images, when the pool took over, longest wait."""
+    num = 1
+    took_over_s = 0.0
+    longest_s = 0.0
+    last = time.perf_counter()
+    while last - started < options.seconds:
+        next(batches)
+        now = time.perf_counter()
+        longest_s = max(longest_s, now - last)
+        last = now
+        num += 1
+        if not took_over_s and loader.pool_has_begun:
+            took_over_s = now - started
+    return {
+        "images": num * options.batch,
+        "pool_begins_s": took_over_s,
+        "longest_wait_s": longest_s,
+    }
 
 
 def main() -> None:
@@ -129,9 +162,14 @@ def main() -> None:
     parser.add_argument("--transform", default="light")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--pool", default="{}", help="settings of the pool, as JSON")
+    parser.add_argument(
+        "--pool", nargs="+", default=["{}"], help="settings of the pool, as JSON"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--after", type=float, default=0.0, help="seconds")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="to take micro-batches for"
+    )
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -139,18 +177,25 @@ def main() -> None:
         _run(options)
         return
     environment = os.environ | dict(pair.split("=", 1) for pair in options.env)
-    runs = []
+    runs: dict[str, list[Any]] = {pool: [] for pool in options.pool}
     for _ in range(options.repeats):
-        run = subprocess.run(
-            [sys.executable, *sys.argv, "--one"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if run.returncode:
-            sys.exit(run.stderr)
-        runs.append(json.loads(run.stdout.splitlines()[-1]))
+        for pool, runs_of_pool in runs.items():
+            run = subprocess.run(
+                [sys.executable, *sys.argv, "--one", "--pool", pool],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if run.returncode:
+                sys.exit(run.stderr)
+            runs_of_pool.append(json.loads(run.stdout.splitlines()[-1]))
+            print(pool, runs_of_pool[-1]["figures"], flush=True)
+    print(json.dumps({pool: _show(pool, of_pool) for pool, of_pool in runs.items()}))
+
+
+def _show(pool: str, runs: list[Any]) -> dict[str, Any]:
+    """Print the medians of the runs of one setting, and return them."""
     medians = {}
     for name in dict.fromkeys(name for run in runs for name in run["later"]):
         medians[name] = [
@@ -161,14 +206,17 @@ def main() -> None:
         statistics.median(sum(run[moment].values()) for run in runs)
         for moment in ("first", "later")
     ]
-    wall_s = statistics.median(run["wall_s"] for run in runs)
+    figures = {
+        name: statistics.median(run["figures"][name] for run in runs)
+        for name in runs[0]["figures"]
+    }
+    print(f"pool {pool}, {len(runs)} runs, after the imports: {figures}")
     print("| process | CPU s until the first micro-batch | later |")
     print("| --- | ---: | ---: |")
     for name, (first, later) in medians.items():
         if first or later:
             print(f"| {name} | {first:.2f} | {later:.2f} |")
-    print(f"first micro-batch {wall_s:.2f} s after the imports, {options.repeats} runs")
-    print(json.dumps({"wall_s": wall_s, "cpu_s": medians}))
+    return {**figures, "cpu_s": medians}
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@
 
     uv run benchmarks/peers.py imagenet-500.tar --tiny-store cifar10-train.parquet [--picture FILE.png]
     uv run benchmarks/peers.py cifar10-train.parquet --cases tiny
+    uv run benchmarks/peers.py imagenet-500.tar --first --repeats 5 --only raypipe "torch DataLoader"
 
 uv gives it an environment of its own, with the versions that the peers ask for: MosaicML Streaming wants an older
 numpy than the tests run with. FFCV needs the headers of OpenCV and libjpeg-turbo; add it by hand.
@@ -96,8 +97,8 @@ _CASES = {
 }
 
 
-def consume(name: str, work: Work) -> dict[str, Any]:
-    """Run a loader in this process: when each batch of each epoch came."""
+def consume(name: str, work: Work, only_first: bool = False) -> dict[str, Any]:
+    """Run a loader in this process: when each batch of each epoch came, or only the first one."""
     start = LOADERS[name](work)
     started = time.perf_counter()
     epochs = []
@@ -120,6 +121,8 @@ def consume(name: str, work: Work) -> dict[str, Any]:
                 raise SystemExit(
                     f"{name} gave {image.dtype} {shape}, {len(label)} labels"
                 )
+            if only_first:
+                return {"started": started, "epochs": [arrivals]}
         epochs.append(arrivals)
     return {"started": started, "epochs": epochs}
 
@@ -127,6 +130,9 @@ def consume(name: str, work: Work) -> dict[str, Any]:
 def figures(seen: dict[str, Any], cost: peer_cost.Cost, batch: int) -> dict[str, float]:
     """What the arrivals of one run amount to."""
     epochs = seen["epochs"]
+    first_batch_s = epochs[0][0] - seen["started"]
+    if len(epochs[0]) == 1:
+        return {"first_batch_s": first_batch_s}
     later = epochs[1:]
     settled = [np.array(arrivals[len(arrivals) // 4 :]) for arrivals in later]
     gaps = np.sort(np.concatenate([np.diff(arrivals) for arrivals in settled]))
@@ -147,7 +153,7 @@ def figures(seen: dict[str, Any], cost: peer_cost.Cost, batch: int) -> dict[str,
     return {
         "steady": steady * batch,
         "sustained": num / (end - start),
-        "first_batch_s": epochs[0][0] - seen["started"],
+        "first_batch_s": first_batch_s,
         "boundary_s": boundary_s,
         "boundary": boundary_s / gap_s,
         "long_gap": long_gap_s / gap_s,
@@ -161,12 +167,13 @@ def _pace(arrivals: np.ndarray) -> float:
     return float(np.polyfit(arrivals - arrivals[0], np.arange(len(arrivals)), 1)[0])
 
 
-def measure(name: str, work: Work) -> dict[str, float]:
+def measure(name: str, work: Work, only_first: bool = False) -> dict[str, float]:
     """One run of a loader, in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="peer") as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, __file__, "--one", name, "--result", str(result)]
         command += ["--work", json.dumps(asdict(work), default=str)]
+        command += ["--first"] * only_first
         # A cluster of its own, and one thread for each library: the cores are shared out by the loader. Under
         # `uv run`, plain Ray Data's workers would build an environment of their own, without these modules.
         env = {
@@ -211,7 +218,11 @@ def variants(work: Work, names: list[str]) -> tuple[list[str], list[str]]:
 
 
 def measure_all(
-    cases: dict[str, Work], names: list[str], repeats: int, seconds: float
+    cases: dict[str, Work],
+    names: list[str],
+    repeats: int,
+    seconds: float,
+    only_first: bool = False,
 ) -> dict[str, Any]:
     """Runs of each case: {case: {loader or "ceiling, MODE": {figure: [one of each repeat]} or {"error": why}}}."""
     results: dict[str, Any] = {case: {} for case in cases}
@@ -225,7 +236,7 @@ def measure_all(
                 rows = results[case]
                 modes, loaders = variants(work, names)
                 progress.update(task, description=f"{case}: ceiling")
-                for mode in modes:
+                for mode in [] if only_first else modes:
                     row = rows.setdefault(f"ceiling, {mode}", {"steady": []})
                     row["steady"].append(ceiling(work, mode, seconds))
                 progress.advance(task)
@@ -234,7 +245,9 @@ def measure_all(
                     row = rows.setdefault(name, {})
                     if "error" not in row:
                         try:
-                            for figure, value in measure(name, work).items():
+                            for figure, value in measure(
+                                name, work, only_first
+                            ).items():
                                 row.setdefault(figure, []).append(value)
                         except peer_cost.FailedError as error:
                             rows[name] = {"error": str(error)}
@@ -350,6 +363,9 @@ def main() -> None:
         choices=list(LOADERS),
         metavar="LOADER",
     )
+    parser.add_argument(
+        "--first", action="store_true", help="measure only the first batch"
+    )
     parser.add_argument("--picture", help="where to draw the figures")
     parser.add_argument(
         "--output", help="where to write every repeat's figures, as JSON"
@@ -360,14 +376,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         fields = json.loads(options.work)
-        seen = consume(options.one, Work(**fields | {"folder": Path(fields["folder"])}))
+        work = Work(**fields | {"folder": Path(fields["folder"])})
+        seen = consume(options.one, work, options.first)
         Path(options.result).write_text(json.dumps(seen))
         return
     if not options.store:
         parser.error("the store is missing")
     cases = write_cases(options)
-    results = measure_all(cases, options.only, options.repeats, options.seconds)
-    if "largest" in options.cases:
+    results = measure_all(
+        cases, options.only, options.repeats, options.seconds, options.first
+    )
+    if "largest" in options.cases and not options.first:
         starts = largest.measure(options.repeats)
     else:
         starts = {}
@@ -378,7 +397,7 @@ def main() -> None:
     held = verdicts(
         results, [[run["first_batch_s"] for run in runs] for runs in starts.values()]
     )
-    if options.picture:
+    if options.picture and not options.first:
         draw(median, options.picture)
     print(
         json.dumps(

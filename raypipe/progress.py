@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypipe.logs import is_json, json_line
 
@@ -12,8 +12,15 @@ RELAY = "\x02"
 """Prefix of a line of progress that another process shows; alone in a line, it ends the progress."""
 
 
+class Phase(NamedTuple):
+    """Phase of a run's start, by its name, since a moment of time.time()."""
+
+    text: str
+    began_at: float
+
+
 _relays = False  # whether another process shows this process's lines of progress
-_begun = 0.0  # time.time(); 0 = before any run
+_phases: list[Phase] = []
 
 
 def print_progress(logger: logging.Logger, text: str, **values: Any) -> None:
@@ -37,23 +44,32 @@ def relay_progress(relays: bool) -> None:
     _relays = relays
 
 
-def begin_phases(begun: float = 0.0) -> float:
-    """Begin the phases of a run's start, and return their time.time(), from which each shows its seconds.
+def phases() -> list[Phase]:
+    """Return the phases of a run's start so far, for another process to continue."""
+    return list(_phases)
 
-    By default they begin with the first phase, or now.
-    """
-    global _begun
-    _begun = begun or _begun or time.time()
-    return _begun
+
+def begin_phases(begun: list[Phase]) -> None:
+    """Continue the phases of a run's start, which another process has begun."""
+    _phases[:] = begun
 
 
 def end_phases() -> None:
     """End the phases of a run; the next phase belongs to another run."""
-    global _begun
-    _begun = 0.0
+    _phases.clear()
 
 
 def phase(logger: logging.Logger, text: str) -> None:
     """Print the current phase of a run's start."""
-    begun = begin_phases()
-    print_progress(logger, f"{time.time() - begun:5.1f} s  {text}", phase=text)
+    _phases.append(Phase(text, time.time()))
+    spent_s = _phases[-1].began_at - _phases[0].began_at
+    print_progress(logger, f"{spent_s:5.1f} s  {text}", phase=text)
+
+
+def phase_seconds() -> dict[str, float]:
+    """Return the seconds of each phase of a run's start, whose last phase ends now."""
+    ends = [later.began_at for later in _phases[1:]] + [time.time()]
+    return {
+        begun.text: end - begun.began_at
+        for begun, end in zip(_phases, ends, strict=True)
+    }

@@ -51,7 +51,8 @@ def status(folder: str) -> dict[str, Any]:
 
     Returns:
         What `standing` gives, and `run_dir`; `held_by`, the process that has the folder; `checkpoint`, the newest;
-        `stop_requested`; `error`, the one that ended the run, empty if none did; and `faults`, their texts.
+        `stop_requested`; `error`, the one that ended the run, empty if none did; `faults`, their texts; and
+        `start_s`, the seconds of each phase of its last start until the first batch.
 
     Raises:
         ConfigError: the run is missing, or has not begun to train.
@@ -90,7 +91,14 @@ def status(folder: str) -> dict[str, Any]:
         "checkpoint": newest_name(run_uri) or None,
         "stop_requested": stop_requested(run_uri),
         "faults": [record["text"] for record in records if record["kind"] == "fault"],
+        "start_s": _start_of(records),
     }
+
+
+def _start_of(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the seconds of each phase of a run's last start; empty for a loop of the user's own."""
+    starts = [record["seconds"] for record in records if record["kind"] == "phases"]
+    return starts[-1] if starts else {}
 
 
 def print_status(run: dict[str, Any]) -> None:
@@ -101,11 +109,20 @@ def print_status(run: dict[str, Any]) -> None:
         "step": f"{run['step']:,} of {run['to_step']:,}, {run['step_age_s']:.0f} s ago",
         "speed": _speed(run) or None,
         "waits for": waits if run["waits_for"] else "nothing",
+        "first batch": _phases_in_words(run["start_s"]) or None,
         "last checkpoint": run["checkpoint"] or "none",
         "last fault": run["faults"][-1] if run["faults"] else "none",
         "error": run["error"] or None,
     }
     print_table(run["run_dir"], rows)
+
+
+def _phases_in_words(seconds: dict[str, float]) -> str:
+    """Return the seconds until the first batch, and those of each phase; empty if they are unknown."""
+    if not seconds:
+        return ""
+    each = ", ".join(f"{name} {spent_s:.1f}" for name, spent_s in seconds.items())
+    return f"after {sum(seconds.values()):.1f} s ({each})"
 
 
 def _speed(run: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ from raypipe.launch.run_folder import (
 )
 from raypipe.launch.summary import changes, summarize
 from raypipe.logs import configure_logs
-from raypipe.progress import begin_phases, end_phases, phase, print_progress
+from raypipe.progress import end_phases, phase, phases, print_progress
 from raypipe.rayext.allocation import Allocation, preflight
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.cluster_state import started_here
@@ -133,7 +133,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             "run_uri": run_uri,
             "lease": lease,
             "start": start,
-            "begun": begin_phases(),
+            "phases": phases(),
         }
         is_shown = gets_worker_logs() and run.log_format == "text"
         relays = begin_progress() and is_shown

@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
 import ray.train
 
+from raypipe.errors import RaypipeError
 from raypipe.launch.run_folder import FIGURES_FILE
 from raypipe.logs import configure_logs
-from raypipe.progress import begin_phases, phase, print_progress, relay_progress
+from raypipe.metrics.observer import Observer
+from raypipe.metrics.records import read_records
+from raypipe.plan.places import Split
+from raypipe.progress import (
+    begin_phases,
+    phase,
+    phase_seconds,
+    phases,
+    print_progress,
+    relay_progress,
+)
 from raypipe.rayext.tweaks import quiet_trainer
 from raypipe.storage.files import write_json
 from raypipe.storage.filesystem import join_address
+from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.train.loop import Trainer
 
 logger = logging.getLogger(__name__)
+
+
+class _StartRecord(Observer):
+    """Records the phases of a run's start once the first batch is there, unless its trainers were restarted."""
+
+    def __init__(self, metrics: LoaderMetrics, run_uri: str) -> None:
+        self._metrics = metrics
+        self._run_uri = run_uri
+        self._begun = phases()[0].began_at
+        self._is_due = True
+
+    def arrived(self, split: Split) -> None:
+        if not self._is_due:
+            return
+        self._is_due = False
+        seconds = phase_seconds()
+        records = list[dict[str, Any]]()
+        with contextlib.suppress(RaypipeError):  # storage does not answer now
+            records = read_records(self._run_uri)
+        if all(record.get("begun") != self._begun for record in records):
+            self._metrics.record("phases", begun=self._begun, seconds=seconds)
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -23,7 +57,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
     Args:
         config: the arguments of `Trainer`; `relays`, whether the driver shows progress that this process relays;
-            and `begun`, the start time of the run.
+            and `phases`, those of the run's start so far.
     """
     quiet_trainer()
     options = dict(config)
@@ -32,12 +66,14 @@ def train_loop(config: dict[str, Any]) -> None:
     relays = options.pop("relays")
     relay_progress(relays)
     configure_logs(options["run"].log_format, run=options["spec"].run, rank=rank)
-    begin_phases(options.pop("begun"))
+    begin_phases(options.pop("phases"))
     if is_first:
         phase(logger, "starting the stream and the model")
     trainer = Trainer(**options)
     if is_first:
         phase(logger, "waiting for the first micro-batch")
+        metrics = trainer.loader.metrics
+        metrics.observers.append(_StartRecord(metrics, trainer.run_uri))
     for _ in trainer.epochs():
         pass
     if is_first:

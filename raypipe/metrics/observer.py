@@ -50,7 +50,7 @@ class Observer:
         """A checkpoint has just been written, or the run begins to make some."""
 
     def recorded(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
-        """There are values to record, of a kind: train, val, diagnosis, report or fault.
+        """There are values to record, of a kind: train, val, phases, diagnosis, report or fault.
 
         Args:
             line: for people; empty = not to be printed.

@@ -34,7 +34,7 @@ RECORDS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 STATUS = "status.json"
 _START = "start"
-_HAPPENED = (_START, "fault", "scale")
+_HAPPENED = (_START, "phases", "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
 
 Folder = tuple[pyarrow.fs.FileSystem, str]

@@ -114,7 +114,18 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
 
 
 class FixedPolicy(BoundedScalingPolicy, scaling_policy.FixedScalingPolicy):
-    """Ray Train's policy of a fixed number of workers."""
+    """Ray Train's policy of a fixed number of workers.
+
+    A cluster of one machine has no autoscaler, so Ray Train's actor that asks for nodes does not start there.
+    """
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        if not (are_on() and is_local()):
+            super().after_controller_start(train_run_context)
+
+    def _maybe_send_resource_request(self) -> None:
+        if self._coordinator_client is not None:
+            super()._maybe_send_resource_request()
 
 
 class DivisorScalingPolicy(BoundedScalingPolicy, scaling_policy.ElasticScalingPolicy):

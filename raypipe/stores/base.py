@@ -240,6 +240,15 @@ class FileStore(ABC, Generic[C]):
         """Return a sample's file, and its place in the file."""
         return self._contents.sample_name(index)
 
+    def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
+        """See the function `is_at_hand`. Contents that the node's cache may have tell it themselves."""
+        from raypipe.storage.filesystem import is_remote  # this imports pyarrow
+
+        if not is_remote(self.address):
+            return True
+        contents = self._contents
+        return hasattr(contents, "is_at_hand") and contents.is_at_hand(indices, columns)
+
     def close(self) -> None:
         self._opened = None
 
@@ -268,6 +277,15 @@ def name_of(store: Store, index: int) -> str:
         return printable(str(store.sample_name(index))).replace("\n", r"\n")  # type: ignore[attr-defined]
     except Exception:  # a name only describes an earlier error, and must not hide it
         return ""
+
+
+def is_at_hand(store: Store, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
+    """Return whether this process can read samples now, without fetching anything from object storage."""
+    from raypipe.storage.filesystem import is_remote  # this imports pyarrow
+
+    if hasattr(store, "is_at_hand"):
+        return store.is_at_hand(indices, columns)
+    return not is_remote(store.address)
 
 
 def is_class(store: Store) -> bool:

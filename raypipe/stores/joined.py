@@ -23,6 +23,7 @@ from raypipe.stores.base import (
     by_part,
     check_columns,
     check_indices,
+    is_at_hand,
     join_fingerprints,
     name_of,
     part_of,
@@ -129,6 +130,16 @@ class JoinedStore:
         name, store = list(self.parts.items())[number]
         return " ".join(
             filter(None, (name, str(store_index), name_of(store, store_index)))
+        )
+
+    def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
+        """See `raypipe.stores.base.is_at_hand`."""
+        stores = list(self.parts.values())
+        return all(
+            is_at_hand(
+                stores[number], indices[positions] - self.offsets[number], columns
+            )
+            for number, positions in by_part(indices, self.offsets)
         )
 
     def close(self) -> None:

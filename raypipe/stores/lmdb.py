@@ -195,6 +195,12 @@ class _Shard:
             return self.file
         return shared_cache().get(self.file, self._open_cached)
 
+    def is_at_hand(self) -> bool:
+        """Return whether the file is on this node's disk."""
+        if isinstance(self.file, LMDBFile):
+            return True
+        return shared_cache().find(self.file, self._open_cached) is not None
+
     def _open_cached(self, path: Path) -> LMDBFile:
         try:
             shard = _shard(LMDBFile(path))
@@ -290,6 +296,13 @@ class _Shards:
             else:
                 arrays[name] = arrow_column(kinds[stored], values[stored])
         return Columns(images, pa.table(arrays))
+
+    def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
+        """Return whether the files of samples are on this node's disk."""
+        return all(
+            self._shards[number].is_at_hand()
+            for number, _ in by_part(indices, self._offsets)
+        )
 
     @staticmethod
     def _row(

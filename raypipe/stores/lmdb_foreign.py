@@ -61,6 +61,12 @@ class _Shard:
             return self.file
         return shared_cache().get(self.file, LMDBFile)
 
+    def is_at_hand(self) -> bool:
+        """Return whether the file is on this node's disk."""
+        if isinstance(self.file, LMDBFile):
+            return True
+        return shared_cache().find(self.file, LMDBFile) is not None
+
 
 def open_foreign(files: Sequence[RemoteFile], options: Options) -> ForeignShards:
     """Open files that another program wrote.
@@ -210,6 +216,13 @@ class ForeignShards:
                 continue  # this sample's place in the file, or its value, is damaged: a bad sample
             for name in stored:
                 values[name][position] = sample.get(name)
+
+    def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
+        """Return whether the files of samples are on this node's disk."""
+        return all(
+            self._shards[number].is_at_hand()
+            for number, _ in by_part(indices, self._offsets)
+        )
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._offsets, index)

@@ -211,6 +211,14 @@ class TarSamples:
         self._ranges[number, placed] = byte_ranges
         return byte_ranges
 
+    def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
+        """Return whether the files or parts of samples are in the node's cache, or on its disk."""
+        placed = tuple(name for name in columns if name != "label")
+        return all(
+            self._reader_at_hand(number, placed) is not None
+            for number, _ in by_part(indices, self._bounds)
+        )
+
     def sample_name(self, index: int) -> str:
         number = part_of(self._bounds, index)[0]
         archive = self._archives[self._numbers[number]]

@@ -7,23 +7,31 @@ engine does, and the pool begins behind them:
     made by                      the rank         | the pool
 
 `raypipe.streaming.takeover` has the place at which the pool takes over.
+
+A rank makes what it can read without object storage: micro-batches from files on disk, and from shards that are in
+the node's cache. At the first one that is not, it waits for the pool.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 
 from raypipe.cpus import num_cpus
 from raypipe.errors import RaypipeError
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.tracer import traced
-from raypipe.plan.places import Cursor, MicroBatchId
+from raypipe.plan.places import PADDING, Cursor, MicroBatchId
+from raypipe.storage.filesystem import is_remote
+from raypipe.stores.base import is_at_hand
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.remake import copied
@@ -43,6 +51,9 @@ _MAX_AHEAD = 64
 _MAX_AHEAD_OF_ONE_CPU = 2
 _MAX_THREADS = 4
 _LOOK_S = 0.5
+# Of the thread, after its first micro-batch: beside one at 0, whose imports it delays, the pool begins 1 to 2 s
+# later on two cores. At more than that, a busy machine would let it rest while it holds the interpreter.
+_NICENESS = 5
 _STOP_S = 10.0  # time for the micro-batch in work
 
 
@@ -79,7 +90,15 @@ class HeadStart:
         self._limit = self._most if num_free is None else min(self._most, num_free)
         self._is_final = False
         self._started_at = time.monotonic()
+        self._has_remote = any(
+            is_remote(store.address) for store in spec.stores.values()
+        )
+        self._upcoming = micro_batches_of_rank(spec, start, rank, world_size)
+        self._num_at_hand = 0
+        self._is_at_limit = False  # of what is at hand
         self._max_ahead = _MAX_AHEAD if num_cpus() > 1 else _MAX_AHEAD_OF_ONE_CPU
+        self._micro_batches_of_step = spec.plan.config.per_step // world_size
+        self._is_asked = False  # for any of them
         self.num_claimed = 0
         self.error: BaseException | None = None
         self._made = deque[MicroBatch]()
@@ -119,8 +138,9 @@ class HeadStart:
 
     @property
     def is_short(self) -> bool:
-        """True once it has ended before the place that it was to reach."""
-        return self._is_done and self.num_claimed < self._limit
+        """True once it has stopped before the place that it was to reach."""
+        has_stopped = self._is_done or self._is_at_limit
+        return has_stopped and self.num_claimed < self._limit
 
     @property
     def num_places(self) -> int:
@@ -133,14 +153,14 @@ class HeadStart:
             if self._is_done:
                 return self.num_claimed
             if self._spec.pool.head_start >= 0:
-                return self._most
+                return self._count_at_hand(self._most)
             lead = 1
             if self._seconds_each:
                 # on a busy machine, the pool's first micro-batch takes longer too
                 spent_s = time.monotonic() - self._started_at
                 cover_s = max(_COVER_S, _COVER_SHARE * spent_s)
                 lead += math.ceil(cover_s / self._seconds_each)
-            return min(self._most, self.num_claimed + lead)
+            return self._count_at_hand(min(self._most, self.num_claimed + lead))
 
     def hear(self, num: int, is_final: bool) -> None:
         """The pool takes over behind so many micro-batches, as far as the Supervisor knows now."""
@@ -151,6 +171,9 @@ class HeadStart:
 
     def batches(self) -> Iterator[MicroBatch]:
         """Yield what the rank makes, until it makes no more."""
+        with self._changed:
+            self._is_asked = True
+            self._changed.notify_all()
         while True:
             with self._changed:
                 while not (self._made or self._is_done or self._is_stopped):
@@ -168,6 +191,16 @@ class HeadStart:
     def sample_makers(self) -> SampleMakers | None:
         """The makers of its samples; None = it has not made any. Only for use once it makes no more."""
         return self._maker.sample_makers if self._maker else None
+
+    def _count_at_hand(self, num: int) -> int:
+        """Return how many of the first `num` micro-batches can be made from files of this machine."""
+        while self._has_remote and self._num_at_hand < num:
+            position = next(self._upcoming)
+            if not place_is_at_hand(self._spec, position):
+                self._upcoming = chain([position], self._upcoming)
+                return self._num_at_hand
+            self._num_at_hand += 1
+        return num
 
     def _check_time(self) -> None:
         """Give up a micro-batch that takes longer than its limit: its thread may never end."""
@@ -213,6 +246,8 @@ class HeadStart:
                 if not self._put(batch):
                     break
                 del batch
+                if self.num_claimed == 1:
+                    _make_way()
         except SystemExit as error:
             self._give_up(failed("the transform", error))
         except BaseException as error:
@@ -222,15 +257,27 @@ class HeadStart:
                 self._is_done = True
                 self._began_at = 0.0
                 self._changed.notify_all()
+            self._free_groups()
+
+    def _free_groups(self) -> None:
+        """Free the groups of samples that stores keep in memory: from here on, readers read them."""
+        with contextlib.suppress(RaypipeError):
+            for store in self._spec.readers().values():
+                store.close()
 
     def _claim(self) -> bool:
         """Wait until the rank may make the next micro-batch; returns whether it is to make it."""
         with self._changed:
             while not self._is_stopped:
                 if self.num_claimed < self._limit and not self._is_far_ahead():
-                    self.num_claimed += 1
-                    self._began_at = time.monotonic()
-                    return True
+                    upcoming = self.num_claimed + 1
+                    # what others count on may come from object storage
+                    if self._is_final or self._count_at_hand(upcoming) == upcoming:
+                        self._is_at_limit = False
+                        self.num_claimed = upcoming
+                        self._began_at = time.monotonic()
+                        return True
+                    self._is_at_limit = True
                 if self._is_final and self.num_claimed >= self._limit:
                     return False
                 self._changed.wait()
@@ -239,8 +286,12 @@ class HeadStart:
     def _is_far_ahead(self) -> bool:
         if not self._made:
             return False
+        max_ahead = self._max_ahead
+        if not self._is_asked:
+            # the loop builds its model, and needs the interpreter for that
+            max_ahead = min(max_ahead, self._micro_batches_of_step)
         num_bytes = self._num_bytes + _size(self._made[-1])
-        return len(self._made) >= self._max_ahead or num_bytes > _MAX_AHEAD_BYTES
+        return len(self._made) >= max_ahead or num_bytes > _MAX_AHEAD_BYTES
 
     def _put(self, batch: MicroBatch) -> bool:
         """Add a finished micro-batch; returns whether the rank is to go on."""
@@ -270,6 +321,25 @@ def micro_batches_of_rank(
         for position in spec.plan.micro_batches(start)
         if position.micro % world_size == rank
     )
+
+
+def _make_way() -> None:
+    """Leave the CPUs to Ray's processes, which the rank waits for once it has its first micro-batch."""
+    if sys.platform == "linux":  # elsewhere, threads have no priority of their own
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, max(niceness, _NICENESS))
+
+
+def place_is_at_hand(spec: StreamSpec, position: MicroBatchId) -> bool:
+    """Return whether this process can read a micro-batch's samples without object storage."""
+    store = spec.stores[position.split]
+    indices = spec.plan.indices(position)
+    try:
+        return is_at_hand(store, indices[indices != PADDING], spec.wanted.names)
+    except RaypipeError:
+        # the pool says what is wrong with it
+        return False
 
 
 def threads_of_rank(in_train: bool) -> int:

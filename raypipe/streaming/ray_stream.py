@@ -24,11 +24,11 @@ from raypipe.rayext.cluster import keep_sigterm
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
-from raypipe.storage.filesystem import is_remote
 from raypipe.streaming.head_marks import Marks
 from raypipe.streaming.head_start import (
     HeadStart,
     micro_batches_of_rank,
+    place_is_at_hand,
     threads_of_rank,
 )
 from raypipe.streaming.lifetime import HostStream
@@ -93,16 +93,7 @@ class RayStreams:
         self._has_started = False
         run = _run_name() if in_train else None
         self._marks = Marks(spec.plan.fingerprint, rank, run)
-        self._may_head_start = self._allows_head_start()
-
-    def _allows_head_start(self) -> bool:
-        """Return whether a rank can make what the pool makes."""
-        spec = self._spec
-        is_remote_store = any(
-            is_remote(store.address) for store in spec.stores.values()
-        )
-        # Readers and actors may be the only ones to reach such stores.
-        return spec.pool.head_start != 0 and not (is_remote_store or spec.readers())
+        self._may_head_start = spec.pool.head_start != 0
 
     def open(self, start: Cursor, only: Segment | None = None) -> HostStream:
         """Start the stream, on all ranks.
@@ -185,9 +176,10 @@ class RayStreams:
                 f"step {only.first_step} of the validation of epoch {only.epoch}"
             )
         fingerprint = self._spec.plan.fingerprint
-        has_head_start = (
-            self._may_head_start and self._spec.plan.num_micro_batches(start) > 0
-        )
+        has_head_start = self._may_head_start
+        if self._rank == 0 and has_head_start:
+            first = next(spec.plan.micro_batches(start), None)
+            has_head_start = first is not None and place_is_at_hand(spec, first)
         if self._rank == 0:
             if has_head_start:  # else the call that starts the pool does
                 check_pickles(spec)

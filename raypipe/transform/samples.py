@@ -107,6 +107,11 @@ class Wanted:
     label: bool = True
     columns: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The store's names of all columns to read."""
+        return ("image", *((LABEL,) if self.label else ()), *self.columns)
+
 
 def read_samples(
     store: Store, indices: np.ndarray, wanted: Wanted = Wanted()
@@ -118,8 +123,7 @@ def read_samples(
         StoreError: as `Store.read`; or a user's store returns something else than it should.
     """
     is_real = indices != PADDING
-    names = ("image", *((LABEL,) if wanted.label else ()), *wanted.columns)
-    stored = _read(store, indices[is_real], names)
+    stored = _read(store, indices[is_real], wanted.names)
     images = stored["image"]
     labels = np.zeros(len(indices), np.int64)
     if wanted.label:

@@ -90,10 +90,14 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
         run_log.step = 40
         run_log.recorded("train", "", {"images_per_s": 10.0, "epoch": 1})
         run_log.recorded("fault", "", {"text": "a transform actor died"})
+        seconds = {"starting Ray on this machine": 1.5, "starting 1 trainer": 2.25}
+        run_log.recorded("phases", "", {"begun": 1.0, "seconds": seconds})
         run_log.saving(lambda: "the previous one is being written")
         run_log._look(time.time())
         text, found = shown(tmp_path, capsys)
         run_log.saved()
+        assert found["start_s"] == seconds
+        assert "after 3.8 s (starting Ray on this machine 1.5, starting" in text
         assert (
             found["state"] == "running"
             and found["step"] == 40

@@ -8,20 +8,28 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import without_ray
+from pictures import picture
 from ray import cloudpickle
+from tars import put, write_tar
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import RaypipeError
+from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.head_marks import Marks
-from raypipe.streaming.head_start import HeadStart, micro_batches_of_rank
+from raypipe.streaming.head_start import (
+    HeadStart,
+    micro_batches_of_rank,
+    place_is_at_hand,
+)
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -61,6 +69,81 @@ def test_a_rank_and_a_pool_behind_it_make_the_stream_of_one_process(
         assert head.num_claimed == min(head_start, len(expected))
 
 
+@pytest.mark.parametrize("head_start", [1, 5, 10_000])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_reads_groups_as_readers_do_and_frees_them(
+    stores: dict[str, Path], world_size: int, head_start: int
+) -> None:
+    parquet = ParquetStore(stores["parquet"])
+    mixed = {"groups": parquet, "singles": str(stores["train"])}
+    plan = dataclasses.replace(PLAN, mixture=dict.fromkeys(mixed, 1))
+    pool = PoolConfig(head_start=head_start)
+    for train, settings in ((parquet, PLAN), (mixed, plan)):
+        transform = TransformConfig(train="light", size=24)
+        spec = open_stream(train, plan=settings, transform=transform, pool=pool)
+        assert spec.readers()
+        start = spec.plan.start()
+        for rank in range(world_size):
+            expected = list(inline_batches(spec, start, rank, world_size))
+            head = HeadStart(spec, start, rank, world_size)
+            head.start()
+            got = list(head.batches())
+            assert list(map(batch_digest, got)) == list(
+                map(batch_digest, expected[:head_start])
+            )
+            head.stop()
+            assert parquet._opened is None
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "tar"])
+def test_a_rank_makes_what_the_node_has_cached_of_a_bucket(
+    bucket: str, stores: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    path = stores["train"]
+    if kind == "tar":
+        path = write_tar(tmp_path / "train.tar", [(picture(i), i) for i in range(100)])
+    address = put(path, f"{bucket}/{path.name}")
+    spec = open_stream(
+        address, plan=PLAN, transform=TransformConfig(train="light", size=24)
+    )
+    start = spec.plan.start()
+    if kind == "lmdb":  # a small tar is fetched to be listed
+        assert not place_is_at_hand(spec, next(spec.plan.micro_batches(start)))
+        head = HeadStart(spec, start, 0, 1)
+        assert head.reserve() == 0
+        head.start()
+        while not head.is_short:
+            time.sleep(0.01)
+        # the pool begins at once
+        head.hear(0, is_final=True)
+        assert list(head.batches()) == [] and head.num_claimed == 0
+    # an actor of this node has read all
+    expected = list(inline_batches(spec, start))
+    head = HeadStart(spec, start, 0, 1)
+    assert head.reserve() == 1
+    head.start()
+    got = list(islice(head.batches(), len(expected)))
+    assert list(map(batch_digest, got)) == list(map(batch_digest, expected))
+    head.stop()
+
+
+def test_a_rank_fetches_what_others_count_on(
+    bucket: str, stores: dict[str, Path]
+) -> None:
+    address = put(stores["train"], f"{bucket}/train.lmdb")
+    spec = open_stream(
+        address, plan=PLAN, transform=TransformConfig(train="light", size=24)
+    )
+    start = spec.plan.start()
+    head = HeadStart(spec, start, 1, 2, num_free=1)
+    head.start()
+    while not head.is_short:
+        time.sleep(0.01)
+    head.hear(2, is_final=True)
+    got = list(map(batch_digest, head.batches()))
+    assert got == list(map(batch_digest, islice(inline_batches(spec, start, 1, 2), 2)))
+
+
 def test_a_rank_makes_no_more_than_it_has_heard_of(stores: dict[str, Path]) -> None:
     spec = stream(stores)
     head = HeadStart(spec, spec.plan.start(), 1, 2, num_free=1)
@@ -70,6 +153,26 @@ def test_a_rank_makes_no_more_than_it_has_heard_of(stores: dict[str, Path]) -> N
     assert head.num_claimed == 1 and not head.is_done
     head.hear(3, is_final=True)
     assert len(list(batches)) == 2 and head.num_claimed == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority")
+def test_a_rank_leaves_the_cpus_to_rays_processes_after_its_first_micro_batch(
+    stores: dict[str, Path],
+) -> None:
+    def niceness(thread: threading.Thread) -> int:
+        return os.getpriority(os.PRIO_PROCESS, thread.native_id)
+
+    spec = stream(stores)
+    own = niceness(threading.main_thread())
+    head = HeadStart(spec, spec.plan.start(), 1, 2, num_free=1)
+    head.start()
+    batches = head.batches()
+    next(batches)
+    head.hear(2, is_final=False)
+    next(batches)
+    assert niceness(head._thread) == max(own, 5)
+    assert niceness(threading.main_thread()) == own
+    head.stop()
 
 
 def test_rank_0_reserves_what_covers_the_start_of_the_pool(
@@ -91,11 +194,18 @@ def test_micro_batches_that_nobody_takes_are_bounded(stores: dict[str, Path]) ->
     spec = stream(stores, plan=dataclasses.replace(PLAN, epochs=1000))
     head = HeadStart(spec, spec.plan.start(), 0, 1)
     head.start()
-    deadline = time.monotonic() + 60
-    while head.num_claimed < 64 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.2)
-    assert head.num_claimed == 64
+
+    def claimed(num: int) -> bool:
+        deadline = time.monotonic() + 60
+        while head.num_claimed < num and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        return head.num_claimed == num
+
+    # a step's, while the loop has not asked for any
+    assert claimed(2)
+    next(head.batches())
+    assert claimed(1 + 64)
     head.stop()
 
 
@@ -173,13 +283,24 @@ def left() -> Iterator[str]:
 @pytest.mark.cluster
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("head_start", "actors", "step"), [(1, 1, 0), (5, 3, 4), (10_000, 1, 0), (-1, 1, 0)]
+    ("train", "head_start", "actors", "step"),
+    [
+        ("train", 1, 1, 0),
+        ("parquet", 5, 3, 4),
+        ("train", 10_000, 1, 0),
+        ("parquet", -1, 1, 0),
+    ],
 )
 def test_the_digest_is_the_same_for_any_head_start(
-    stores: dict[str, Path], idle_cluster: None, head_start: int, actors: int, step: int
+    stores: dict[str, Path],
+    idle_cluster: None,
+    train: str,
+    head_start: int,
+    actors: int,
+    step: int,
 ) -> None:
     pool = PoolConfig(head_start=head_start, min_actors=actors, max_actors=actors)
-    spec = stream(stores, pool=pool)
+    spec = stream({**stores, "train": stores[train]}, pool=pool)
     cursor = spec.plan.cursor_at(step)
     with raypipe.loader(spec, cursor=cursor) as loader:
         got = []

@@ -82,10 +82,12 @@ class ShortRun:
     def _stop_in_time(self) -> None:
         look_s = _LOOK_REMOTE_S if is_remote(self.uri) else _LOOK_S
         while not self._ended.wait(look_s):
-            if self._trained():
+            self.records = self._trained()
+            if self.records:
                 break
         self._ended.wait(self._seconds)
-        self.records = self._trained()
+        # a run that has ended may have removed them
+        self.records = self._trained() or self.records
         if not self._ended.is_set():
             request_stop(self.uri)
 

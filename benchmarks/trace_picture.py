@@ -131,22 +131,16 @@ def _draw_arrows(
     for event in events:
         if event["ph"] in ("s", "t", "f"):
             ways[event["id"]].append(event)
-    whole = [
-        way
-        for way in ways.values()
-        if all(
-            begin <= event["ts"] <= end and (event["pid"], event["tid"]) in rows
-            for event in way
-        )
-    ]
-    for way in whole[::every]:
-        points = [
-            ((event["ts"] - begin) / 1e3, rows[event["pid"], event["tid"]])
-            for event in way
-        ]
-        for start, stop in itertools.pairwise(points):
-            style = {"arrowstyle": "-|>", "color": "black", "lw": 0.7, "alpha": 0.7}
-            axes.annotate("", xy=stop, xytext=start, arrowprops=style)
+    style = {"arrowstyle": "-|>", "color": "black", "lw": 0.7, "alpha": 0.7}
+    for way in list(ways.values())[::every]:
+        for start, stop in itertools.pairwise(way):
+            if start["ts"] < begin or stop["ts"] > end:
+                continue
+            tail, head = (
+                ((event["ts"] - begin) / 1e3, rows[event["pid"], event["tid"]])
+                for event in (start, stop)
+            )
+            axes.annotate("", xy=head, xytext=tail, arrowprops=style)
 
 
 def main() -> None:

@@ -728,7 +728,7 @@ class TrainConfig(Section, prefix="train."):
         trace_s: seconds from the first batch on that are traced, with what comes before: RUN/trace.json then has
             Chrome trace events of all processes of the stream, for https://ui.perfetto.dev; 0 = no trace.
         headspace: train on a few micro-batches that stay on the device, to see what a faster input would gain; the
-            run's weights are of no use.
+            run's weights are useless.
     """
 
     model: str = "resnet50"

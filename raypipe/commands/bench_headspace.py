@@ -48,6 +48,8 @@ def bench_headspace(
             name = "headspace" if headspace else "stream"
             short = ShortRun(dataclasses.replace(run, train=train), name, seconds)
             with short.done():
+                if not short.records:
+                    raise ConfigError("the run was stopped before it was measured")
                 workers = short.records[0]["workers"]
                 rate = rate_of(short.records, run.plan.global_batch_size)
             rates[headspace].append(rate)

@@ -23,6 +23,7 @@ from raypipe.section import build, check, fits, settings_of
 from raypipe.storage.files import read_text
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
 from raypipe.storage.lease import check_owner
+from raypipe.storage.retries import without_retries
 
 # the steps of a transform are 1 MiB at most, see `transform_steps`
 _MAX_CONFIG_BYTES = 16 << 20
@@ -198,10 +199,15 @@ def _is_of_run(target: str) -> bool:
     """Return whether a target is the folder of a run, whose settings hold, and not a store."""
     from raypipe.launch.run_folder import has_config
 
-    if not target or not (is_remote(target) or Path(target).is_dir()):
+    # in a bucket, where a look is a request, the name of a store has an ending
+    is_folder = not Path(target).suffix if is_remote(target) else Path(target).is_dir()
+    if not (target and is_folder):
         return False
     # opening it as a store raises the error
-    with contextlib.suppress(RaypipeError, OSError, pa.ArrowException):
+    with (
+        contextlib.suppress(RaypipeError, OSError, pa.ArrowException),
+        without_retries(),
+    ):
         return has_config(as_uri(target))
     return False
 

@@ -1,4 +1,4 @@
-"""A run for some seconds, to measure or trace it, in a folder of its own that is removed afterwards."""
+"""A run for some seconds, to measure or trace it, in a new folder that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pyarrow as pa
@@ -63,14 +64,13 @@ class ShortRun:
     @contextlib.contextmanager
     def done(self) -> Iterator[None]:
         """Context manager: train, and remove the folder afterwards; it stays if the run fails."""
-        from raypipe.launch.run import launch
-
         watching = threading.Thread(
             target=self._stop_in_time, name="raypipe-short-run", daemon=True
         )
         watching.start()
         try:
-            self.figures = launch(self._run)
+            # no other command but `train` needs the whole program
+            self.figures = import_module("raypipe.launch.run").launch(self._run)
         finally:
             self._ended.set()
             watching.join()
@@ -82,10 +82,12 @@ class ShortRun:
     def _stop_in_time(self) -> None:
         look_s = _LOOK_REMOTE_S if is_remote(self.uri) else _LOOK_S
         while not self._ended.wait(look_s):
-            if self._trained():
+            self.records = self._trained()
+            if self.records:
                 break
         self._ended.wait(self._seconds)
-        self.records = self._trained()
+        # a run that has ended may have removed them
+        self.records = self._trained() or self.records
         if not self._ended.is_set():
             request_stop(self.uri)
 
@@ -114,10 +116,10 @@ def check_has_settings(target: str, instead: str) -> None:
         target: a folder, or the address of a store.
         instead: what to do with an own loop.
     """
-    if target and exists(join_address(as_uri(target), RECORDS)):
-        from raypipe.launch.run_folder import has_config
-
-        if not has_config(as_uri(target)):
-            raise ConfigError(
-                f"{target} is the folder of an own loop, whose code is not in it: {instead}"
-            )
+    if not target:
+        return
+    has_records = exists(join_address(as_uri(target), RECORDS))
+    if has_records and not exists(join_address(as_uri(target), "config.yaml")):
+        raise ConfigError(
+            f"{target} is the folder of an own loop, whose code is not in it: {instead}"
+        )

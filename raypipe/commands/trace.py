@@ -23,9 +23,9 @@ def trace(
 ) -> dict[str, Any]:
     """Write what all processes of a stream do, for Perfetto.
 
-    It trains for a minute with the settings of the run, in a folder of its own, and draws reader, actors, ring,
-    waits, steps, checkpoints and faults on one clock, with arrows along each micro-batch. Open the file at
-    https://ui.perfetto.dev. A run that was traced itself (train.trace_s) has a trace, which is copied.
+    It trains for a minute with the settings of a run, in a new folder, and draws reader, actors, ring, waits,
+    steps, checkpoints and faults on one clock, with arrows along each micro-batch. Open the file at
+    https://ui.perfetto.dev. If the run itself was traced (train.trace_s), its trace is copied.
 
     Examples:
         raypipe trace runs/20261121-104600-3fa2 -o trace.json

@@ -69,7 +69,7 @@ def chrome_trace(chunks: Iterable[Chunk], about: Mapping[str, Any]) -> dict[str,
 
     Args:
         chunks: events of each process, which may come in several chunks. Its last offset holds for all of them.
-        about: what the trace says of itself.
+        about: a description of the trace, by names.
     """
     chunks = list(chunks)
     events = _on_one_clock(chunks)
@@ -104,7 +104,7 @@ def to_json(trace: Mapping[str, Any]) -> str:
 
 
 def _on_one_clock(chunks: list[Chunk]) -> list[tuple[TracedProcess, Event]]:
-    """All events on the trace's clock."""
+    """Return all events on the trace's clock."""
     offsets = {
         chunk.process: chunk.offset_ns
         for chunk in chunks
@@ -242,7 +242,7 @@ def _arrows(slices: Iterable[_Slice], start_ns: int) -> list[dict[str, Any]]:
         begin_ns = found.begin_ns
         if found.is_arrival:
             begin_ns = max(begin_ns, found.end_ns - _ARRIVAL_NS)
-        # side by side, since all of a block would lie on one another
+        # side by side, because those of a block would cover each other
         pace_ns = (found.end_ns - begin_ns) / (len(found.places) + 1)
         for number, place in enumerate(found.places):
             at_ns = begin_ns + round(pace_ns * (number + 1))

@@ -54,7 +54,7 @@ class Event(NamedTuple):
         thread: name of the thread, or of another track.
         begin_ns, end_ns: equal but for a slice.
         places: micro-batches that it is about, as text.
-        values: of the counter, or more about it.
+        values: the counter's values, or a text.
     """
 
     kind: Literal["slice", "count", "instant"]

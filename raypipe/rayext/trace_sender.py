@@ -48,7 +48,7 @@ class TraceAnswer(NamedTuple):
     Attributes:
         clock_ns: its time.
         node: id of its node.
-        goes_on: whether the trace goes on.
+        goes_on: whether the trace continues.
     """
 
     clock_ns: int
@@ -117,7 +117,7 @@ class TraceSender:
         end_recording(self._tracer)
 
     def send(self) -> bool:
-        """Send the events since the last call; returns whether the trace goes on."""
+        """Send the events since the last call; returns whether the trace continues."""
         if not ray.is_initialized():  # a call would start it
             return False
         try:
@@ -126,7 +126,7 @@ class TraceSender:
                 for _ in range(_NUM_PINGS):
                     self._call([])
             count_memory()
-            # what could not be sent comes first
+            # events that could not be sent come first
             self._unsent += self._tracer.take()
             goes_on = self._call(self._unsent)
             self._unsent = []
@@ -173,7 +173,7 @@ def traced_process(process: Process) -> TracedProcess:
 
 
 class StreamTrace:
-    """What the Supervisor holds of a trace, until rank 0 takes it. It begins with the first events.
+    """The Supervisor's part of a trace, until rank 0 takes it. It begins with the first events.
 
     Attributes:
         goes_on: whether events are still wanted.

@@ -29,15 +29,12 @@ from raypipe.storage.files import check_place
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.checkpoints import Checkpoint, cursor_of, find_start
 from raypipe.streaming.digest_log import DigestLog
-from raypipe.streaming.headspace import (
-    HeadspaceRecord,
-    MeasuringFolder,
-    ResidentStream,
-)
+from raypipe.streaming.headspace import HeadspaceRecord, MeasuringFolder
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import join_train_run
+from raypipe.streaming.resident_stream import ResidentStream
 from raypipe.streaming.run_checkpoints import RunCheckpoints
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import latest_of_train

@@ -1,152 +1,30 @@
-"""Headspace: the speed of a loop whose data cost nothing, which no input can exceed.
+"""Headspace: the speed of a loop whose data cost nothing, which no input can exceed, in the folder of its run.
 
-The loop gets micro-batches that are on its device already, again and again, at the places of the plan. All else is
-as it is: their shapes, fields and labels, the augmentation and its seeds, steps, epochs, validations, checkpoints.
-What is learned is of no use, so no run continues from it.
+`raypipe.streaming.resident_stream` gives a loop such data. The loop learns nothing useful, so no run continues
+from its checkpoints.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
-import torch
 
-from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import RaypipeError
 from raypipe.metrics.observer import Observer
 from raypipe.metrics.records import read_records
-from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
-from raypipe.plan.schedule import Plan, Segment
 from raypipe.storage.files import read_whole, write_json
 from raypipe.storage.filesystem import join_address, open_filesystem
-from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.head_start import micro_batches_of_rank
-from raypipe.streaming.lifetime import HostStream
-from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.sizes import Size, size_in
 
 logger = logging.getLogger(__name__)
 
 HEADSPACE_FILE = "headspace.json"
+"""The speed, in the folder of a run."""
 HEADSPACE_FOLDER = "headspace"
-"""In the folder of a run: what its loop does with data for nothing, and its checkpoints meanwhile."""
-NUM_KEPT = 4
-"""Micro-batches of each size that take turns: together they exceed a CPU's caches, as those of a stream do."""
-# Micro-batches of the schedule among which each bucket is looked for before the loop begins.
-_NUM_LOOKED_AT = 256
-
-
-class ResidentStream:
-    """Stream of one rank, of micro-batches that stay on its device. `open` makes them.
-
-    Args:
-        spec: the stream.
-        rank, world_size: number of this rank, and W.
-        device: where they stay.
-    """
-
-    def __init__(
-        self, spec: StreamSpec, rank: int, world_size: int, device: torch.device
-    ) -> None:
-        self._spec = spec
-        self._rank = rank
-        self._world_size = world_size
-        self._device = device
-        self._kept: dict[tuple[Split, Size], list[Batch]] = {}
-        self._maker: MicroBatchMaker | None = None
-        self._num_handed_out = 0
-
-    def open(self, start: Cursor, only: Segment | None = None) -> HostStream:
-        """Open the stream at a place; `only` is the one segment that it brings, None = all from there on."""
-        plan = self._spec.plan.only(only) if only else self._spec.plan
-        return HostStream(iter(()), resident=self._batches(plan, start))
-
-    def _batches(self, plan: Plan, start: Cursor) -> Iterator[Batch]:
-        spec = replace(self._spec, plan=plan)
-        places = micro_batches_of_rank(spec, start, self._rank, self._world_size)
-        for position in places:
-            key = self._key(position)
-            if key not in self._kept:
-                self._keep(plan, start, position)
-            yield self._at(position, self._kept[key])
-
-    def _key(self, position: MicroBatchId) -> tuple[Split, Size]:
-        """What micro-batches have in common that can stand for each other."""
-        plan = self._spec.plan
-        bucket = plan.bucket_of(position)
-        size = size_in(self._spec.transform, position.split, position.epoch, bucket)
-        return position.split, size
-
-    def _keep(self, plan: Plan, start: Cursor, first: MicroBatchId) -> None:
-        """Make micro-batches of a place's size, and, before the first, of all sizes that come soon."""
-        spec = replace(self._spec, plan=plan)
-        wanted = {self._key(first): [first]}
-        places = micro_batches_of_rank(spec, start, self._rank, self._world_size)
-        for _, position in zip(range(_NUM_LOOKED_AT), places, strict=False):
-            key = self._key(position)
-            if key in self._kept or position.split != first.split:
-                continue
-            found = wanted.setdefault(key, [])
-            if position not in found and len(found) < NUM_KEPT:
-                found.append(position)
-        for key, found in wanted.items():
-            self._kept[key] = self._made(found)
-
-    def _made(self, places: list[MicroBatchId]) -> list[Batch]:
-        """Make micro-batches as a pool does, and bring them onto the device."""
-        if self._maker is None:
-            self._maker = MicroBatchMaker(self._spec)
-        maker = self._maker
-        decode = None
-        if self._spec.transform.decode == "device":
-            decode = Decoding(self._spec, self._device)
-        return list(
-            on_device(
-                (maker.batch(position) for position in places),
-                self._device,
-                self._spec.plan.micro_batch_seed,
-                ring=False,
-                decode=decode,
-            )
-        )
-
-    def _at(self, position: MicroBatchId, kept: list[Batch]) -> Batch:
-        """One of the batches in turn, at another place."""
-        batch = kept[self._num_handed_out % len(kept)]
-        self._num_handed_out += 1
-        fields = {name: _own(value) for name, value in batch.fields.items()}
-        weight = batch.weight
-        index = batch.index
-        if position.split == "val":
-            # each sample is counted once, and the batch may be one with padding
-            index = self._spec.plan.indices(position)
-            counts = torch.from_numpy(index != PADDING)
-            weight = counts.to(self._device, weight.dtype)
-        return replace(
-            batch,
-            position=position,
-            seed=self._spec.plan.micro_batch_seed(position),
-            fields=fields,
-            weight=weight,
-            index=index,
-            num_bad=0,
-            read_s=0.0,
-            work_s=0.0,
-            outage_s=0.0,
-        )
-
-
-def _own(value: Any) -> Any:
-    """A copy of floats, which a loop may normalize in place: after some rounds they would not be finite."""
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.clone()
-    return value
+"""The folder in that of a run for the checkpoints of a loop that is measured, and for its records."""
 
 
 class MeasuringFolder(Observer):
@@ -163,7 +41,7 @@ class MeasuringFolder(Observer):
         self.uri = join_address(run_uri, HEADSPACE_FOLDER)
 
     def clear(self) -> None:
-        """Remove it, with what a loop that was killed has left. What cannot be removed is a warning."""
+        """Remove it, also one that a killed loop has left. A failure is a warning."""
         filesystem, path = open_filesystem(self.uri)
         try:
             filesystem.delete_dir(path)
@@ -177,7 +55,7 @@ class MeasuringFolder(Observer):
 
 
 class HeadspaceRecord:
-    """What a run's loop does with data for nothing, and from the stream, as its folder knows it.
+    """Speed of a run's loop with data for nothing, and from the stream, as its folder knows it.
 
     Args:
         run_uri: the run's folder; empty = it has none.
@@ -202,7 +80,7 @@ class HeadspaceRecord:
         return to_gain(images_per_s, nothing) if nothing else ""
 
     def write(self, images_per_s: float) -> None:
-        """Note what the loop does with data for nothing; a failure is a warning."""
+        """Note the loop's speed with data for nothing; a failure is a warning."""
         if not self._run_uri:
             return
         address = join_address(self._run_uri, HEADSPACE_FILE)
@@ -213,7 +91,7 @@ class HeadspaceRecord:
             logger.warning("%s cannot be written: %s", address, error)
 
     def read(self) -> float:
-        """Return what the loop does with data for nothing, with as many workers; 0 = nobody has measured it."""
+        """Return the loop's speed with data for nothing, with as many workers; 0 = nobody has measured it."""
         if not self._run_uri:
             return 0.0
         try:
@@ -226,7 +104,7 @@ class HeadspaceRecord:
         return 0.0
 
     def _of_stream(self) -> float:
-        """Return what the run has done from the stream, as its last diagnosis has it; 0 = there is none."""
+        """Return the run's speed from the stream, by its last diagnosis; 0 = there is none."""
         if not self._run_uri:
             return 0.0
         try:

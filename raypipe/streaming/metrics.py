@@ -50,7 +50,7 @@ class LoaderMetrics:
         actors: transform actors that the pool has at most; 0 = trainers make the stream themselves.
         readers: number of readers at one time; 0 = the actors read the store.
         is_run: whether `raypipe train` trains, and no loop of the user's own.
-        headspace: what the loop does with data for nothing; None = this rank does not ask.
+        headspace: the loop's speed with data for nothing; None = this rank does not ask.
     """
 
     def __init__(

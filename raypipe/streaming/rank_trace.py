@@ -143,7 +143,7 @@ class RankTrace(Observer):
             self._ends_ns = clock() + round(self._seconds * 1e9)
 
     def ended(self) -> None:
-        """The stream ends, and its Supervisor: what it knows is taken now."""
+        """The stream ends, and its Supervisor, whose events are taken now."""
         with self._one_by_one:
             self._gather()
             self._supervisor = None

@@ -20,7 +20,6 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError
 from raypipe.streaming.epochs import Batches
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.rank_trace import TRACE_FILE
 from raypipe.train.learning import Learner, amp_dtype
 from raypipe.train.models import build_metric, build_schedule
 from raypipe.train.validation import Validation
@@ -95,7 +94,7 @@ class Trainer:
         run = self.run
         trace: dict[str, Any] = {}
         if run.train.trace_s:
-            file = f"{self.run_uri.rstrip('/')}/{TRACE_FILE}"
+            file = f"{self.run_uri.rstrip('/')}/trace.json"
             trace = {"trace": file, "trace_s": run.train.trace_s}
         stream = loader(
             spec,

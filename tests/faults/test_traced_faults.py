@@ -18,28 +18,23 @@ from raypipe.stores.memory import MemoryStore
 pytestmark = [pytest.mark.system, pytest.mark.cluster]
 
 
-class DiesOnce:
-    """A transform whose process is killed at the next sample once a file is there."""
-
-    def __init__(self, order: Path) -> None:
-        self._order = order
-
-    def __call__(self, image: np.ndarray) -> np.ndarray:
-        if self._order.exists():
-            self._order.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return image[:8, :8]
-
-
 def test_a_killed_actor_is_in_the_trace(ray_cluster: None, tmp_path: Path) -> None:
     order = tmp_path / "order"
     file = tmp_path / "trace.json"
+
+    def dies_once(image: np.ndarray) -> np.ndarray:
+        """Kills its process at the next sample once the order is there."""
+        if order.exists():
+            order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return image[:8, :8]
+
     store = MemoryStore([picture(i, 9, 9) for i in range(32)], [0] * 32)
     spec = raypipe.open_stream(
         store,
         plan=PlanConfig(epochs=40, micro_batch_size=4, global_batch_size=8),
         transform=TransformConfig(train="none"),
-        train_transform=DiesOnce(order),
+        train_transform=dies_once,
         pool=PoolConfig(
             min_actors=1, max_actors=1, head_start=0, micro_batches_per_block=2
         ),

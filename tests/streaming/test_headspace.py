@@ -19,8 +19,9 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import read_records
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.headspace import NUM_KEPT, HeadspaceRecord, to_gain
+from raypipe.streaming.headspace import HeadspaceRecord, to_gain
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.resident_stream import NUM_KEPT, ResidentStream
 from raypipe.streaming.spec import StreamSpec
 
 AUGMENT = AugmentConfig(preset="light", mixup_alpha=0.4)
@@ -127,8 +128,6 @@ def test_ranks_get_their_shares() -> None:
     positions = []
     for rank in range(2):
         spec = spec_of()
-        from raypipe.streaming.headspace import ResidentStream
-
         stream = ResidentStream(spec, rank, 2, torch.device("cpu"))
         host = stream.open(spec.plan.start())
         assert host.resident is not None

@@ -32,9 +32,8 @@ from raypipe.storage.filesystem import (
 )
 from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
-from raypipe.stores.base import Columns, Store
+from raypipe.stores.base import Columns, ColumnValues, Store
 from raypipe.stores.plain_columns import column_types
-from raypipe.stores.record import ColumnValues
 from raypipe.stores.scan import scan
 from raypipe.stores.sources import Asked, Source, open_source
 

@@ -17,8 +17,8 @@ from rich.progress import Progress
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import make_cache_folder
+from raypipe.stores.base import ColumnValues
 from raypipe.stores.plain_columns import column_types, plain
-from raypipe.stores.record import ColumnValues
 from raypipe.stores.sources import Source
 from raypipe.stores.writers import open_writer
 

@@ -1,9 +1,10 @@
 """Priority of the ranks over Ray Data's processes, on a cluster that raypipe starts on this machine.
 
-Ray gives all of its workers, trainers too, a nice value of 15: beside two busy processes on two cores, a trainer
-has 3 % of a core. There raypipe leaves them at 0, as a DataLoader's workers are, and gives 5 to the processes of
-Ray Data, the transform actors among them, before their first import: while cores are short, a rank gets three
-times the share of an actor. A process cannot lower its nice value again without privileges, so an actor keeps it.
+Ray gives all of its workers, trainers too, a nice value of 15: on two cores that two other processes keep
+busy, a trainer has 3 % of a core. There raypipe leaves them at 0, as a DataLoader's workers are, and gives 5 to
+the processes of Ray Data, the transform actors among them, before their first import: while cores are short, a
+rank gets three times the share of an actor. A process cannot lower its nice value again without privileges, so an
+actor keeps it.
 
 Each worker imports this module at its start, by Ray's setting RAY_preload_python_modules.
 """

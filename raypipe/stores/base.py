@@ -82,6 +82,9 @@ ARRAY_SUFFIX = ".npy"
 """Suffix of numpy arrays, which are samples only in a store without images: next to images they are something
 else, such as features."""
 
+ColumnValues = Mapping[str, Any]
+"""A sample from outside: column → value."""
+
 RENAMED = {"image": "image_column", "label": "target_column"}
 """Columns that a store may have under another name → the setting that gives that name."""
 

@@ -1,6 +1,6 @@
 """Facts about a store, as values of JSON: two stores with the same facts give the same samples.
 
-A fingerprint that knows only names and sizes may be that of another store too, so the address is a fact beside it.
+A fingerprint that knows only names and sizes may be that of another store too, so the address is a fact too.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores.base import RENAMED, missing
+from raypipe.stores.base import RENAMED, ColumnValues, missing
 from raypipe.stores.numbers import exactly
-from raypipe.stores.record import ColumnValues, numpy_type
+from raypipe.stores.record import numpy_type
 
 _INTEGERS = bool | int | np.integer | np.bool_
 _FLOATS = float | np.floating

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.stores import arrow_values
-from raypipe.stores.base import as_text
+from raypipe.stores.base import ColumnValues, as_text
 from raypipe.stores.numbers import exactly
 
 COLUMN_TYPES = ("int64", "float64", "binary", "string")
@@ -33,9 +33,6 @@ _ARRAY = re.compile(
     r"(bool|u?int(?:8|16|32|64)|float(?:16|32|64))\[([0-9]{1,9}(?:,[0-9]{1,9})*)\]"
 )
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
-
-ColumnValues = Mapping[str, Any]
-"""A sample from outside: column → value."""
 
 KEY = struct.Struct(">Q")
 """Key of a record in LMDB: its index."""

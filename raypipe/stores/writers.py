@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
+from raypipe.stores.base import ColumnValues
 from raypipe.stores.record import (
     DEFAULT_COLUMNS,
     KEY,
     METADATA_KEY,
-    ColumnValues,
     Fingerprint,
     Metadata,
     RecordLayout,

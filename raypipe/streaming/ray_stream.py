@@ -177,7 +177,7 @@ class RayStreams:
             first = next(spec.plan.micro_batches(start), None)
             has_head_start = first is not None and place_is_at_hand(spec, first)
         if self._rank == 0:
-            if has_head_start:  # else the call that starts the pool does
+            if has_head_start:  # Without one, the call that starts the pool does this.
                 check_pickles(spec)
             if not self._has_started and self._marks.found():
                 _logger.warning(

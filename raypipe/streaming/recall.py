@@ -51,7 +51,7 @@ _FETCH_S = 10.0
 _WITHOUT_S = 10.0  # after a failure
 # Streams that make the same share the work on a block in pieces of so many seconds.
 _TURN_S = 0.05
-# Longest time that an actor waits where others make all that is missing: so long, and so many of its own turns.
+# An actor waits at most this long, and this many of its turns, where others make all that is missing.
 _WAIT_S = 1.0
 _WAIT_TURNS = 4
 _ASK_S = 0.5  # a question is answered after so long, even if nothing has changed
@@ -107,7 +107,8 @@ class Recall:
         self.splits = splits
         self.num_repeats = num_repeats
         self.is_shared = False
-        self._seconds_each = _TURN_S  # for the micro-batches made last
+        # the latest micro-batches took this long
+        self._seconds_each = _TURN_S
 
     def wants(self, block: Sequence[MicroBatchId]) -> bool:
         """Return whether a block's micro-batches may be remembered."""
@@ -161,7 +162,8 @@ class Recall:
             if position in by_place:
                 continue
             first = by_key[key]
-            if first.num_bad or not first.weight.any():  # as in `_keep`
+            # `_keep` passes over the same ones
+            if first.num_bad or not first.weight.any():
                 reads_here = [reads[number]] if reads else None
                 (by_place[position],), bad_here, _ = self._make([position], reads_here)
             else:
@@ -281,7 +283,8 @@ def _as_stored(
 class _BlockParts:
     """The micro-batches of a block, in any order; each is copied into the block's memory when it comes.
 
-    So it keeps no object of the memory, and what a turn has made in its own memory leaves that to the next turn.
+    So it keeps no object of the memory, and micro-batches that a turn has made in its own memory leave that to the
+    next turn.
 
     Args:
         block: places of the micro-batches.
@@ -362,7 +365,7 @@ class ClusterMemory:
         self._keeper: Any = None
         self._failed_at = -_WITHOUT_S
         self._puts: dict[Any, list[bytes]] = {}
-        self._bytes_each = 0  # for the micro-batches kept last
+        self._bytes_each = 0  # The latest micro-batches had so many.
         self._is_kept = False  # those that were to be made last
 
     def check_in(self) -> None:

@@ -209,7 +209,7 @@ class Ledger:
         return now - claim.since < _CLAIM_S and now - seen < _LOST_S
 
     def _has_room(self, user: User, num_bytes: int, comes_back: bool) -> bool:
-        """Return whether micro-batches fit beside those in the making, after making room on the user's node."""
+        """Return whether micro-batches fit with those in the making, after making room on the user's node."""
         claimed = sum(
             claim.num_bytes
             for claim in self._claims.values()
@@ -329,7 +329,7 @@ class Ledger:
         """Forget what was used least recently on a node, until so few bytes are left.
 
         Args:
-            most_valued: _SPENT to _COMES_BACK; what is worth more stays.
+            most_valued: _SPENT to _COMES_BACK; micro-batches of a higher value stay.
         """
         if self._used.get(node, 0) <= num_bytes:
             return
@@ -370,7 +370,7 @@ class ClusterLedger:
         self._ledger = Ledger()
         self._changed = asyncio.Event()
         self._tending: asyncio.Task[None] | None = None
-        self._watching: dict[str, asyncio.Task[None]] = {}  # by node
+        self._watching: dict[str, asyncio.Task[None]] = {}  # The keys are nodes.
 
     async def check_in(
         self, user: User, room: int, is_full: bool = False, keeper: Any = None
@@ -467,7 +467,7 @@ class Keeper:
     """Owner of the remembered objects of a node, as an actor, which ends itself where the memory is gone."""
 
     def __init__(self) -> None:
-        self._processes: dict[str, Process] = {}  # by name of the user
+        self._processes: dict[str, Process] = {}  # The keys are names of users.
         threading.Thread(target=self._end_with_memory, daemon=True).start()
 
     def _end_with_memory(self) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _SPLITS: tuple[Split, ...] = ("train", "val")
 _FLAT = "flat"
 _APART = "apart"
-# Bytes of a micro-batch's array. A column costs Ray as much CPU time as to copy some 100 KB.
+# Bytes of a micro-batch's array. A column costs Ray as much CPU time as to copy about 100 KB.
 _LEAST_APART = 1 << 20
 _NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
 _SHAPES = ":shapes"

@@ -14,8 +14,7 @@ from raypipe.packages import to_install
 from raypipe.storage.files import open_input
 from raypipe.storage.filesystem import join_address, open_filesystem, split_address
 from raypipe.storage.retries import error_reason
-from raypipe.stores.base import RENAMED, missing
-from raypipe.stores.record import ColumnValues
+from raypipe.stores.base import RENAMED, ColumnValues, missing
 
 MAX_CHUNK_BYTES = 32 << 20
 """Bytes of rows that are read at a time."""

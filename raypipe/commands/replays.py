@@ -232,9 +232,9 @@ def _captioned(row: dict[str, Any], group: list[Tile]) -> list[Tile]:
 
 
 def _compared(first: Replay, second: Replay) -> dict[str, Any]:
-    from raypipe.history.compared import compare
+    from raypipe.history.compared import compare_runs
 
-    found = compare(first, second)
+    found = compare_runs(first, second)
     return {
         "run_dir": first.run.address,
         "with": second.run.address,

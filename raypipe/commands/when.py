@@ -9,7 +9,7 @@ from raypipe.errors import ConfigError
 from raypipe.printing import print_rows
 
 if TYPE_CHECKING:
-    from raypipe.history.when import SampleHistory
+    from raypipe.history.drawn_at import SampleHistory
 
 _MAX_ROWS = 40
 
@@ -53,8 +53,8 @@ def when(
     Raises:
         ConfigError: there is no such run or sample.
     """
+    from raypipe.history.drawn_at import History
     from raypipe.history.recorded import open_run
-    from raypipe.history.when import History
     from raypipe.metrics.flags import read_flags
     from raypipe.storage.filesystem import as_uri
 

@@ -32,7 +32,7 @@ class Steps(Protocol):
     def __getitem__(self, key: tuple[int, int], /) -> Any: ...
 
 
-def compare(first: Steps, second: Steps) -> dict[str, Any]:
+def compare_runs(first: Steps, second: Steps) -> dict[str, Any]:
     """Compare two runs.
 
     Returns:

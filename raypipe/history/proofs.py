@@ -67,4 +67,4 @@ def holds(proof: dict[str, Any]) -> bool:
         raise ConfigError(
             f"not a proof: {str(proof)[:200]} ({type(error).__name__}: {error})"
         ) from None
-    return merkle.verify(leaf, index, num_leaves, path, root)
+    return merkle.is_proven(leaf, index, num_leaves, path, root)

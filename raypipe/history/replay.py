@@ -29,7 +29,7 @@ from raypipe.plan.places import MicroBatchId, Split
 from raypipe.transform.fields import MicroBatch
 
 if TYPE_CHECKING:
-    from raypipe.history.when import History, SampleHistory
+    from raypipe.history.drawn_at import History, SampleHistory
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +155,9 @@ class Replay:
         ]
 
     def when(self, sample: int | str, split: Split = "train") -> SampleHistory:
-        """Find the steps that drew a sample, and those that will; see `raypipe.history.when.History.of`."""
+        """Find the steps that drew a sample, and those that will; see `raypipe.history.drawn_at.History.of`."""
         if self._history is None:
-            from raypipe.history.when import History
+            from raypipe.history.drawn_at import History
 
             self._history = History(self.run)
         return self._history.of(sample, split)

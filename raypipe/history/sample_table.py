@@ -10,7 +10,7 @@ from raypipe.device.mixing import draw_mix, partner_rows
 from raypipe.errors import RaypipeError
 from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.history.step_maker import StepMaker
-from raypipe.history.words import words_of
+from raypipe.history.words import drawn_words
 from raypipe.plan.order import Domain
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.base import Store, name_of
@@ -90,7 +90,7 @@ class SampleTable:
         several = len(sample_maker.transforms) > 1
         for field, program, params, is_known in sample_maker.drawn(samples, draws.keys):
             for row in np.flatnonzero(is_known & (draws.weights > 0)).tolist():
-                phrases = words_of(program, params[row])
+                phrases = drawn_words(program, params[row])
                 if several:
                     phrases = [f"{field.partition('.')[2]}: {', '.join(phrases)}"]
                 words[row] += phrases

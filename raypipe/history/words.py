@@ -22,7 +22,7 @@ _ONE_Q16 = 1 << 16
 _ONE_Q32 = 1 << 32
 
 
-def words_of(program: Program, params: np.ndarray) -> list[str]:
+def drawn_words(program: Program, params: np.ndarray) -> list[str]:
     """Return a phrase for each operation that was drawn for an image; those that all images get alike have none.
 
     Args:

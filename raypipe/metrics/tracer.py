@@ -1,7 +1,7 @@
 """Events of one process for a trace: a bounded buffer. While no trace is made, a call costs a look at a variable.
 
     with traced("block", block): ...             a slice of time of the calling thread, with its micro-batches
-    count("blocks", queued=3)                  values of a counter
+    counted("blocks", queued=3)                  values of a counter
     happened("fault", "an actor died")         an instant
 
 `record_events` begins the recording in this process. `raypipe.rayext.trace_sender` brings the events of a stream's
@@ -166,7 +166,7 @@ def traced(
     return _Span(_tracer, name, places)
 
 
-def count(name: str, **values: float) -> None:
+def counted(name: str, **values: float) -> None:
     """Record values of a counter."""
     if _tracer is not None:
         now = clock()
@@ -189,4 +189,4 @@ def count_memory() -> None:
         pages = Path("/proc/self/statm").read_text().split()
         page_mb = os.sysconf("SC_PAGE_SIZE") / 1e6
         resident, shared = (int(number) * page_mb for number in pages[1:3])
-        count("memory MB", own=resident - shared, shared=shared)
+        counted("memory MB", own=resident - shared, shared=shared)

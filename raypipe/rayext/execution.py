@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypipe.config import PoolConfig
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
-from raypipe.metrics.tracer import count
+from raypipe.metrics.tracer import counted
 from raypipe.rayext.block_flow import BlockFlow, Deliveries
 from raypipe.rayext.data_context import CONTEXT_KEY, take_process
 from raypipe.rayext.patches import install
@@ -272,13 +272,13 @@ class StreamAutoscaler:
         actors = flow.pool.get_actor_info()
         num_in_flight = flow.pool.num_active_tasks() + waiting
         self._metrics.show(flow.finished, num_in_flight, waiting, actors)
-        count(
+        counted(
             "blocks",
             queued=flow.queued(),
             working=flow.pool.num_active_tasks(),
             finished=waiting,
         )
-        count(
+        counted(
             "actors",
             running=actors.running,
             pending=actors.pending,

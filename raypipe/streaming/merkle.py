@@ -44,7 +44,7 @@ def proof(leaves: Sequence[bytes], index: int) -> list[bytes]:
     return path
 
 
-def verify(
+def is_proven(
     leaf: bytes, index: int, num_leaves: int, path: Sequence[bytes], root: bytes
 ) -> bool:
     """Return whether a tree of so many leaves with this root has this leaf at an index.

@@ -45,7 +45,7 @@ class NotRecordedError(ConfigError):
     """A value of a run is not in its record, or only as a pickle that nobody has trusted."""
 
 
-Entry = dict[str, Any] | str | int | float | bool | None
+RecordedValue = dict[str, Any] | str | int | float | bool | None
 """A value in a run's record."""
 
 
@@ -83,7 +83,7 @@ def recorded(value: Any, depth: int = 0) -> Any:
     )
 
 
-def restored(entry: Entry, name: str, trusts: bool, section: Any = None) -> Any:
+def restored(entry: RecordedValue, name: str, trusts: bool, section: Any = None) -> Any:
     """Return the value of an entry.
 
     Args:
@@ -123,17 +123,17 @@ def restored(entry: Entry, name: str, trusts: bool, section: Any = None) -> Any:
     return _unpickled(entry, name, trusts)
 
 
-def shown(entry: Entry) -> Any:
+def readable(entry: RecordedValue) -> Any:
     """Return an entry for people: a plain value, or what it holds in a few words."""
     if not isinstance(entry, dict):
         return entry
     if "settings" in entry:
-        return {name: shown(item) for name, item in entry["settings"].items()}
+        return {name: readable(item) for name, item in entry["settings"].items()}
     if "map" in entry:
-        return {key: shown(item) for key, item in entry["map"]}
+        return {key: readable(item) for key, item in entry["map"]}
     for kind in ("list", "tuple"):
         if kind in entry:
-            return [shown(item) for item in entry[kind]]
+            return [readable(item) for item in entry[kind]]
     if "array" in entry:
         return f"{np.dtype(entry['array'])} {tuple(entry['shape'])}"
     if "albumentations" in entry:

@@ -20,7 +20,7 @@ from without_ray import every_batch, train
 import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.history.compared import compare, same_batch
+from raypipe.history.compared import compare_runs, same_batch
 from raypipe.metrics.records import SAMPLES, read_records
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.stores.destination import write_atomically
@@ -452,7 +452,7 @@ def test_a_comparison_says_where_two_runs_part(
         return raypipe.replay(tmp_path / name)
 
     first = run("first")
-    same = compare(first, run("same"))
+    same = compare_runs(first, run("same"))
     assert (same["equal"], same["settings"], same["order"], same["compared_steps"]) == (
         True,
         {},
@@ -464,7 +464,7 @@ def test_a_comparison_says_where_two_runs_part(
         [1, 7, 13],
         None,
     )
-    seed = compare(first, run("seed", plan={"seed": 4}))
+    seed = compare_runs(first, run("seed", plan={"seed": 4}))
     assert (seed["equal"], seed["order"], seed["made_steps"]) == (False, 1, [])
     assert seed["settings"]["plan.seed"] == [3, 4]
     mixed = {0: {"a": 1, "b": 1}, 1: {"a": 3, "b": 1}}
@@ -475,8 +475,8 @@ def test_a_comparison_says_where_two_runs_part(
             tmp_path / name, stream(pair, plan={"mixture": shares, "epoch_samples": 64})
         )
         alike.append(raypipe.replay(tmp_path / name))
-    assert compare(*alike)["order"] == 5
-    resized = compare(
+    assert compare_runs(*alike)["order"] == 5
+    resized = compare_runs(
         first,
         run(
             "resized",

@@ -7,7 +7,6 @@ import threading
 from raypipe.metrics.tracer import (
     Tracer,
     begin_recording,
-    count,
     count_memory,
     end_recording,
     happened,
@@ -23,7 +22,7 @@ def test_nothing_is_recorded_and_nothing_made_without_a_trace() -> None:
     assert traced("block", [PLACE]) is traced("row", [])
     with traced("block") as slice_of_time:
         assert slice_of_time is None
-    count("blocks", queued=1)
+    counted("blocks", queued=1)
     happened("fault", "text")
     count_memory()
     with record_events() as tracer:
@@ -52,7 +51,7 @@ def test_slices_have_their_thread_their_times_and_their_micro_batches() -> None:
 def test_counters_and_instants_are_recorded() -> None:
     with record_events() as tracer:
         assert tracer
-        count("blocks", queued=3)
+        counted("blocks", queued=3)
         happened("fault", "an actor died")
         count_memory()
         blocks, fault, memory = tracer.take()

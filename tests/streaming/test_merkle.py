@@ -37,13 +37,13 @@ def test_a_proof_has_a_hash_for_each_level_and_holds_for_its_leaf_alone() -> Non
         for index, leaf in enumerate(leaves(num)):
             path = merkle.proof(leaves(num), index)
             assert len(path) <= (num - 1).bit_length()
-            assert merkle.verify(leaf, index, num, path, root)
-            assert not merkle.verify(b"another", index, num, path, root)
-            assert not merkle.verify(leaf, index, num, [*path, root], root)
-            assert not path or not merkle.verify(leaf, index, num, path[:-1], root)
+            assert merkle.is_proven(leaf, index, num, path, root)
+            assert not merkle.is_proven(b"another", index, num, path, root)
+            assert not merkle.is_proven(leaf, index, num, [*path, root], root)
+            assert not path or not merkle.is_proven(leaf, index, num, path[:-1], root)
             elsewhere = [other for other in range(-1, num + 1) if other != index]
             assert not any(
-                merkle.verify(leaf, other, num, path, root) for other in elsewhere
+                merkle.is_proven(leaf, other, num, path, root) for other in elsewhere
             )
 
 
@@ -51,7 +51,7 @@ def test_a_node_cannot_be_shown_as_a_leaf() -> None:
     two = leaves(2)
     nodes = [hashlib.sha256(b"\0" + leaf).digest() for leaf in two]
     root = merkle.root(two)
-    assert not merkle.verify(b"".join(nodes), 0, 1, [], root)
+    assert not merkle.is_proven(b"".join(nodes), 0, 1, [], root)
 
 
 def test_a_proof_of_a_leaf_that_is_not_there_is_an_error() -> None:

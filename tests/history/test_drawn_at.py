@@ -24,8 +24,8 @@ from raypipe.commands.cli import main
 from raypipe.commands.when import index_or_name, print_when, when
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
+from raypipe.history.drawn_at import History, index_of
 from raypipe.history.recorded import open_run, place_of
-from raypipe.history.when import History, index_of
 from raypipe.metrics.records import RECORDS, SAMPLES, read_records
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.inline import open_inline

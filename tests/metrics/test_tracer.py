@@ -8,6 +8,7 @@ from raypipe.metrics.tracer import (
     Tracer,
     begin_recording,
     count_memory,
+    counted,
     end_recording,
     happened,
     record_events,

@@ -166,11 +166,8 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
     defaults = _flat(_loaded(base, folder), parser)
     if not resume and _normalizes(given.get("transform.train")):
         # the digits' own numbers would contradict it
-        defaults = {
-            name: value
-            for name, value in defaults.items()
-            if name not in ("augment.mean", "augment.std")
-        }
+        defaults.pop("augment.mean", None)
+        defaults.pop("augment.std", None)
     values |= defaults | given
     values |= {
         "trust_run_code": given.get("trust_run_code", False),

@@ -92,13 +92,7 @@ class RankStream:
         self._remaining = Remaining(
             plan.segments(start), plan.config.per_step, self._rank, self._world_size
         )
-        self._start_images = host.start_images
-        self._moves = host.moves
-        self._describe = host.describe
-        self.has_begun = host.has_begun
-        self.supervisor = None
-        self._metrics.actors = host.actors
-        self._metrics.readers = host.readers
+        self._take_facts(host)
         batches = host.resident or self._on_device(host)
         self._batches = batches
         watchdogs = list[SupervisorWatchdog]()
@@ -129,6 +123,16 @@ class RankStream:
 
         with self.failing():
             host.starts(connected)
+
+    def _take_facts(self, host: HostStream) -> None:
+        """Take over the facts of a stream, but not its batches and its execution."""
+        self._start_images = host.start_images
+        self._moves = host.moves
+        self._describe = host.describe
+        self.has_begun = host.has_begun
+        self.supervisor = None
+        self._metrics.actors = host.actors
+        self._metrics.readers = host.readers
 
     def check(self) -> None:
         """Raise an error if the stream was not opened, or has ended for good."""

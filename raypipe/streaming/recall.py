@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -183,7 +183,7 @@ class Recall:
     ) -> Made:
         """Make the micro-batches of a block, whose keys differ, as far as they are not remembered."""
         comes_back = block[0].split in self.splits
-        parts = _BlockParts(block, read_s / len(block) if reads else 0.0)
+        parts = _BlockParts(block, keys, read_s / len(block) if reads else 0.0)
         missing = list(range(len(block)))
         bad = list[BadSample]()
         asked_at = started = time.monotonic()
@@ -195,19 +195,14 @@ class Recall:
                 of_block = [stored[key] for key in keys]
                 work_s = time.monotonic() - started
                 return _as_stored(block, of_block, read_s if reads else 0.0, work_s)
-            bad += parts.add_stored(
-                {
-                    number: stored[keys[number]]
-                    for number in missing
-                    if keys[number] in stored
-                }
-            )
+            bad += parts.add_stored(stored)
             if not stored and not to_make:
                 report_progress()  # a time limit is not one of others' work
                 if time.monotonic() - asked_at < self._longest_wait_s():
                     continue
                 to_make = waited
-            numbers = [number for number in missing if keys[number] in set(to_make)]
+            own = set(to_make)
+            numbers = [number for number in missing if keys[number] in own]
             if numbers:
                 made = self._make_some(numbers, keys, block, reads, read_s, outage_s)
                 if len(numbers) == len(block):
@@ -288,12 +283,16 @@ class _BlockParts:
 
     Args:
         block: places of the micro-batches.
+        keys: their keys, which differ.
         read_s: seconds that a reader spent on each.
     """
 
-    def __init__(self, block: Sequence[MicroBatchId], read_s: float) -> None:
+    def __init__(
+        self, block: Sequence[MicroBatchId], keys: Sequence[bytes], read_s: float
+    ) -> None:
         self.batches: dict[int, MicroBatch] = {}
         self._block = block
+        self._keys = keys
         self._read_s = read_s
         self._arrays: dict[str, np.ndarray] = {}
 
@@ -302,12 +301,15 @@ class _BlockParts:
         for number, batch in batches.items():
             self.batches[number] = self._copied(number, batch)
 
-    def add_stored(self, batches: dict[int, Stored]) -> list[BadSample]:
-        """Add remembered micro-batches, by their numbers in the block; return their bad samples."""
+    def add_stored(self, batches: Mapping[bytes, Stored]) -> list[BadSample]:
+        """Add remembered micro-batches, by their keys; return their bad samples."""
         bad = list[BadSample]()
-        for number, stored in batches.items():
+        for number, key in enumerate(self._keys):
+            if number in self.batches or key not in batches:
+                continue
             started = time.perf_counter()
-            batch, bad_here = stored.at(self._block[number], self._read_s, 0.0)
+            place = self._block[number]
+            batch, bad_here = batches[key].at(place, self._read_s, 0.0)
             copied = self._copied(number, batch)
             self.batches[number] = replace(copied, work_s=time.perf_counter() - started)
             bad += bad_here

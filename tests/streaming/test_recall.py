@@ -162,7 +162,7 @@ def test_an_actor_that_shares_makes_a_few_at_a_time(
 
 def test_parts_of_different_shapes_come_together() -> None:
     spec = spec_of()
-    parts = _BlockParts(block_of("train", 0, 2), 0.0)
+    parts = _BlockParts(block_of("train", 0, 2), [b"0", b"1"], 0.0)
     first, second = (
         MicroBatchMaker(spec).make(at)[0] for at in block_of("train", 0, 2)
     )

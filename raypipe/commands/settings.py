@@ -194,11 +194,14 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
 
 def _is_of_run(target: str) -> bool:
     """Return whether a target is the folder of a run, whose settings hold, and not a store."""
-    from raypipe.launch.run_folder import has_config
+    from raypipe.launch.run_folder import CONFIG_FILE, has_config
 
-    # in a bucket, where a look is a request, the name of a store has an ending
-    is_folder = not Path(target).suffix if is_remote(target) else Path(target).is_dir()
-    if not (target and is_folder):
+    if is_remote(target):
+        # Here a look is a request, and the name of a store has an ending.
+        may_be = not Path(target).suffix
+    else:
+        may_be = bool(target) and (Path(target) / CONFIG_FILE).is_file()
+    if not may_be:
         return False
     # opening it as a store raises the error
     with (

@@ -9,9 +9,9 @@ from typing import Any
 from raypipe.commands.short_run import ShortRun, check_has_settings
 from raypipe.config import Positive, RunConfig
 from raypipe.errors import ConfigError
+from raypipe.metrics.chrome_trace import TRACE_FILE
 from raypipe.storage.files import check_place, read_whole, write_text
 from raypipe.storage.filesystem import as_uri, exists, join_address
-from raypipe.streaming.rank_trace import TRACE_FILE
 
 
 def trace(

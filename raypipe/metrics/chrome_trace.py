@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from raypipe.metrics.tracer import Event, TracedProcess
 
+TRACE_FILE = "trace.json"
+"""The trace of a run, in its folder."""
 STEPS = "optimizer steps"
 LOST = "lost work"
 """Tracks that no thread has: steps of the optimizer, and blocks whose actor died."""

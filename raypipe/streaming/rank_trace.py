@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRACE_FILE = "trace.json"
-"""The trace of a run, in its folder."""
 # Stages as the trace names them, where its reader would look for another word.
 _NAMES = {"transfer": "copy", "checkpoint": "wait for a checkpoint"}
 _COPY_TRACK = "GPU copies"

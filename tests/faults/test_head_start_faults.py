@@ -178,10 +178,10 @@ def kill_one(named: str, killed: Path) -> threading.Thread:
 @pytest.mark.parametrize(
     ("named", "workers", "actors"),
     [
-        ("TransformWorker", 0, 1),
+        pytest.param("TransformWorker", 0, 1, marks=pytest.mark.soak),
         ("TransformWorker", 2, 3),
         ("Supervisor", 0, 3),
-        ("Supervisor", 2, 1),
+        pytest.param("Supervisor", 2, 1, marks=pytest.mark.soak),
     ],
 )
 def test_the_stream_is_the_same_after_a_kill_in_the_head_start(
@@ -207,7 +207,9 @@ def test_the_stream_is_the_same_after_a_kill_in_the_head_start(
     assert ranks == [expected[rank :: len(ranks)] for rank in range(len(ranks))]
 
 
-@pytest.mark.parametrize(("workers", "actors"), [(1, 3), (2, 1)])
+@pytest.mark.parametrize(
+    ("workers", "actors"), [pytest.param(1, 3, marks=pytest.mark.soak), (2, 1)]
+)
 def test_trainers_resume_from_a_place_that_their_head_start_made(
     stores: dict[str, Path], tmp_path: Path, cluster: None, workers: int, actors: int
 ) -> None:
@@ -251,6 +253,7 @@ def test_a_stream_stops_and_resumes_within_its_head_start(
     assert got == expected_lines(spec)
 
 
+@pytest.mark.soak
 def test_a_sample_that_ends_its_process_ends_one_trainer_and_is_replaced(
     stores: dict[str, Path], tmp_path: Path, cluster: None
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = Path(__file__).parent / "killed_trials.py"
 
 
-@pytest.mark.system
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
 def test_streams_share_and_are_equal_after_each_kill(stores: dict[str, Path]) -> None:

@@ -72,6 +72,7 @@ class Run:
         common += [
             "--pool.max_actors=2",
             "--pool.reader=separate",
+            "--pool.head_start=0",
             "--train.checkpoint_interval=2s",
         ]
         common += ["--train.max_failures=20", "--train.log_interval=5"]

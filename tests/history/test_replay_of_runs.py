@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.soak
 def test_batches_of_a_stream_with_a_killed_actor_are_made_again(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -111,7 +111,13 @@ def test_records_the_diagnosis_and_the_status_have_it_where_it_is_known(
         assert status["gpu_utilization"] == shares[-1]
     else:
         assert set(shares) == {None} and "gpu_utilization" not in diagnosis | status
-    of_folder = {"run_dir": "here", "checkpoint": None, "faults": [], "error": ""}
+    of_folder = {
+        "run_dir": "here",
+        "checkpoint": None,
+        "faults": [],
+        "error": "",
+        "start_s": {},
+    }
     print_status(standing(status, status["time"], False, 0.0) | of_folder)
     text = capsys.readouterr().out
     assert "images/s, waiting for data" in text

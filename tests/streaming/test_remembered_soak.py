@@ -14,7 +14,7 @@ from tiers import is_soak
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-@pytest.mark.system
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_streams_that_remember_stay_below_all_limits(
     stores: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest

@@ -158,7 +158,7 @@ def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(
         KillsItsReader(stores["parquet"]),
         plan=PlanConfig(epochs=1, micro_batch_size=5, shuffle="off"),
         transform=TransformConfig(train="small", size=16),
-        pool=PoolConfig(stall_timeout_s=60),
+        pool=PoolConfig(stall_timeout_s=60, head_start=0),
     )
     stream = loader(spec, max_actors=1)
     group = rf"samples 30 to 39 of .*{stores['parquet']}, row group 3, row 0 on, for train-e0000-s000006-m000"
@@ -195,6 +195,7 @@ def test_a_slow_reader_is_told_while_it_is_awaited_and_at_the_end(
         ReadsSlowly(store),
         plan=PlanConfig(epochs=1, micro_batch_size=5, shuffle="off"),
         transform=TransformConfig(train="small", size=16),
+        pool=PoolConfig(head_start=0),
     )
     whom: list[str] = []
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -85,6 +87,16 @@ def nothing_is_left(limit_s: float = 30) -> bool:
     return not names()
 
 
+def kill(title: str) -> None:
+    """Kill the processes of this cluster with a title, which are below this one."""
+    killed = 0
+    for process in psutil.Process().children(recursive=True):
+        if " ".join(process.cmdline()).startswith(f"ray::{title}"):
+            os.kill(process.pid, signal.SIGKILL)
+            killed += 1
+    assert killed
+
+
 def test_a_validation_is_made_once_and_nothing_is_left(stores: dict[str, Path]) -> None:
     ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
     stream = Stream(spec_of(stores, epochs=6))
@@ -128,8 +140,20 @@ def test_a_validation_on_disk_serves_the_next_run(
     ] * 3
 
 
-def test_equal_streams_share_and_leave_nothing(stores: dict[str, Path]) -> None:
-    """Their steps differ, as those of trials of a batch size do. Kills are in tests/faults/killed_trials.py."""
+@pytest.mark.parametrize(
+    "dies",
+    [
+        "nobody",
+        pytest.param("ClusterLedger", marks=pytest.mark.soak),
+        pytest.param("Keeper", marks=pytest.mark.soak),
+        pytest.param("MapWorker", marks=pytest.mark.soak),
+        pytest.param("a trial", marks=pytest.mark.soak),
+    ],
+)
+def test_equal_streams_share_and_are_equal_whoever_dies(
+    stores: dict[str, Path], dies: str
+) -> None:
+    """Their steps differ, as those of trials of a batch size do."""
     ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
     streams = [Stream(spec_of(stores, 12, step)) for step in (8, 16)]
     for stream in streams:
@@ -140,15 +164,23 @@ def test_equal_streams_share_and_leave_nothing(stores: dict[str, Path]) -> None:
             stream.take(4)
     shared = sum(len(stream.remembered) for stream in streams)
     assert shared >= 10 and "train" in streams[0].remembered + streams[1].remembered
+    if dies == "a trial":
+        streams.pop().end()
+    elif dies != "nobody":
+        kill(dies)
+    for _ in range(20):
+        for stream in streams:
+            stream.take(4)
     for stream in streams:
         stream.take()
         assert stream.digests == without_ray.digests(stream.spec)
     for stream in streams:
         stream.end()
-    assert nothing_is_left()
+    assert nothing_is_left(limit_s=30 if dies == "nobody" else 90)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(400)
 def test_a_stream_that_was_killed_is_resumed_with_what_it_remembered(
     stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +201,7 @@ def test_a_stream_that_was_killed_is_resumed_with_what_it_remembered(
     resumed.take()
     assert resumed.digests == without_ray.digests(resumed.spec)
     resumed.end()
-    assert nothing_is_left(limit_s=90)
+    assert nothing_is_left(limit_s=150)
 
 
 @pytest.mark.soak

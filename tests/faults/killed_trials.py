@@ -1,9 +1,10 @@
 """Equal streams on a cluster of nodes, while each part is killed: python tests/faults/killed_trials.py STORE
 
 Two streams share their micro-batches, and a third in a driver of its own. Killed with SIGKILL are, in turn: that
-driver, a transform actor, the memory, a keeper, and a node. Another stream starts late. Each must have the digests
-of a run alone. The last line is JSON: what was remembered soon after each kill, in micro-batches. Ray 2.60 may abort
-the driver after the node was killed ("Check failed: stream_it != object_ref_streams_"), which fails the test.
+driver, a transform actor, the memory, a keeper, and a node. Another stream starts late. Each must have the
+digests of a run alone. The last line is JSON: what was remembered soon after each kill, in micro-batches. Ray
+2.60 may abort the driver after the node was killed ("Check failed: stream_it != object_ref_streams_"), which
+fails the test.
 """
 
 from __future__ import annotations

@@ -157,14 +157,9 @@ def loader(
     open_at: Callable[..., HostStream]
     if headspace:
         open_at = ResidentStream(spec, rank, world_size, numbered(device)).open
-    elif spec.pool.engine == "inline":
-        open_at = functools.partial(open_inline, spec, rank, world_size)
     else:
-        from raypipe.streaming.ray_stream import RayStreams  # this imports ray.data
-
         is_apart = device.type == "cuda"
-        streams = RayStreams(spec, rank, world_size, in_train, max_actors, is_apart)
-        open_at = streams.open
+        open_at = _opening(spec, rank, world_size, in_train, max_actors, is_apart)
     stream = Loader(
         spec,
         open_at,
@@ -190,6 +185,23 @@ def loader(
         if measuring:
             stream.metrics.observers.append(measuring)
     return stream
+
+
+def _opening(
+    spec: StreamSpec,
+    rank: int,
+    world_size: int,
+    in_train: bool,
+    max_actors: int | None,
+    is_apart: bool,
+) -> Callable[..., HostStream]:
+    """Return the function that starts this rank's stream at a place, with Ray or inline."""
+    if spec.pool.engine == "inline":
+        return functools.partial(open_inline, spec, rank, world_size)
+    from raypipe.streaming.ray_stream import RayStreams  # this imports ray.data
+
+    streams = RayStreams(spec, rank, world_size, in_train, max_actors, is_apart)
+    return streams.open
 
 
 def _start_of(

@@ -180,7 +180,7 @@ def kill_one(named: str, killed: Path) -> threading.Thread:
     [
         pytest.param("TransformWorker", 0, 1, marks=pytest.mark.soak),
         ("TransformWorker", 2, 3),
-        ("Supervisor", 0, 3),
+        pytest.param("Supervisor", 0, 3, marks=pytest.mark.soak),
         pytest.param("Supervisor", 2, 1, marks=pytest.mark.soak),
     ],
 )
@@ -207,9 +207,8 @@ def test_the_stream_is_the_same_after_a_kill_in_the_head_start(
     assert ranks == [expected[rank :: len(ranks)] for rank in range(len(ranks))]
 
 
-@pytest.mark.parametrize(
-    ("workers", "actors"), [pytest.param(1, 3, marks=pytest.mark.soak), (2, 1)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("workers", "actors"), [(1, 3), (2, 1)])
 def test_trainers_resume_from_a_place_that_their_head_start_made(
     stores: dict[str, Path], tmp_path: Path, cluster: None, workers: int, actors: int
 ) -> None:
@@ -225,6 +224,7 @@ def test_trainers_resume_from_a_place_that_their_head_start_made(
         assert [row for _, row in rows] == ours
 
 
+@pytest.mark.soak
 def test_a_trainer_killed_in_its_head_start_restarts_with_the_same_stream(
     stores: dict[str, Path], tmp_path: Path, cluster: None
 ) -> None:

@@ -67,6 +67,7 @@ def test_batches_of_a_stream_with_a_killed_actor_are_made_again(
         assert [row["index"] for row in rows] == batch.index.tolist()
 
 
+@pytest.mark.soak
 def test_steps_of_a_run_of_two_trainers_of_which_one_died_are_told(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:

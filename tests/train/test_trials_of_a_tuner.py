@@ -20,7 +20,7 @@ from raypipe.streaming.opening import open_stream
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = [
-    pytest.mark.system,
+    pytest.mark.soak,
     pytest.mark.cluster,
     pytest.mark.timeout(400),
     pytest.mark.usefixtures("ray_cluster"),

@@ -118,7 +118,7 @@ COMMANDS = [
         "--transform.train=planted:make",
         *SMALL,
     ],
-    ["convert", ".", "../a.lmdb"],
+    pytest.param(["convert", ".", "../a.lmdb"], marks=pytest.mark.cluster),
 ]
 
 

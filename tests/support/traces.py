@@ -7,6 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from raypipe.metrics.chrome_trace import _STATIONS
+
 PHASES = {"X", "C", "i", "M", "s", "t", "f"}
 
 
@@ -51,13 +53,20 @@ def slices(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def ways(events: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The slices that the arrow of each micro-batch leads through."""
-    found: dict[str, list[str]] = defaultdict(list)
+    """The slices that the arrow of each micro-batch leads through.
+
+    Other slices lie inside of these, such as the copy in the ring, and may be around an arrow too.
+    """
+    ways: dict[str, list[str]] = defaultdict(list)
     for event in events:
         if event["ph"] in ("s", "t", "f"):
-            around = _around(event, events)
-            found[event["args"]["micro_batch"]].append(around[-1]["name"])
-    return dict(found)
+            around = [
+                found["name"]
+                for found in _around(event, events)
+                if found["name"] in _STATIONS
+            ]
+            ways[event["args"]["micro_batch"]].append(around[-1])
+    return dict(ways)
 
 
 def _check_names(events: list[dict[str, Any]], drawn: list[dict[str, Any]]) -> None:

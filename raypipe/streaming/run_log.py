@@ -258,8 +258,7 @@ class RunLog(Observer):
         if self._stop_folder and self.stops:
             # if the disk is full, the checkpoint raises
             with contextlib.suppress(pa.ArrowException, OSError, RaypipeError):
-                if stop_requested(self._stop_folder):
-                    change(self._stop_folder)
+                change(self._stop_folder)
 
     def _look(self, now: float) -> None:
         """Tell of a long wait, and write where the loop stands, if due."""

@@ -30,8 +30,9 @@ def stop_requested(run: str | Folder) -> bool:
 
 
 def answer_stop(run: str | Folder) -> None:
-    """Confirm that the trainers have seen the request, and will only write the checkpoint."""
-    write_synced(*_file(run), b"seen")
+    """Confirm that the trainers have seen a request, if there is one, and will only write the checkpoint."""
+    if stop_requested(run):
+        write_synced(*_file(run), b"seen")
 
 
 def stop_answered(run: str | Folder) -> bool:

@@ -334,10 +334,11 @@ def test_a_run_asked_to_stop_ends_when_its_checkpoint_is_whole(
     request_stop((tmp_path / "asked").as_uri())
     seldom = dataclasses.replace(run.train, checkpoint_interval=0)
     figures = without_ray.train(dataclasses.replace(run, name="asked", train=seldom))
-    assert figures["stopped"] and 0 < figures["steps"] < 8
-    # the loop itself looks only when it answers the request and when it removes it
-    assert set(looking) == {"raypipe-waiting", "MainThread"}
-    assert looking.count("MainThread") <= 2
+    assert (
+        figures["stopped"]
+        and 0 < figures["steps"] < 8
+        and set(looking) == {"raypipe-waiting"}
+    )
     assert list(states(tmp_path / "asked")) == [
         f"checkpoint_0000_{figures['steps']:07d}"
     ]

@@ -44,6 +44,24 @@ if TYPE_CHECKING:
     from ray.train import ScalingConfig
 
 
+# Kinds of the arguments of `loader`; a path becomes text.
+_KINDS: dict[str, Any] = {
+    "spec": StreamSpec,
+    "max_actors": AtLeast1 | None,
+    "cursor": Cursor | None,
+    "augment": AugmentConfig | Callable | None,
+    "run_dir": str,
+    "start_from": str,
+    "lease": str,
+    "log_digest": bool,
+    "prefetch_factor": AtLeast1,
+    "keep_batches": Annotated[int, Limits(0, MAX_INT)],
+    "trace": str,
+    "trace_s": Seconds,
+    "headspace": bool,
+}
+
+
 @checks_keywords
 def loader(
     spec: StreamSpec,
@@ -105,22 +123,15 @@ def loader(
             torchrun's process group was not started, or log_digest has no folder to write to.
         ResourceError: there are no CPUs for the pool.
     """
+    arguments = dict(locals())
     join_train_run()  # first: also for errors of the lines below
-    check("raypipe.loader: spec", spec, StreamSpec)
-    check("raypipe.loader: max_actors", max_actors, AtLeast1 | None)
-    check("raypipe.loader: cursor", cursor, Cursor | None)
-    check("raypipe.loader: augment", augment, AugmentConfig | Callable | None)
-    # a Path becomes text
-    run_address: str = check("raypipe.loader: run_dir", run_dir, str)
-    start_address: str = check("raypipe.loader: start_from", start_from, str)
-    check("raypipe.loader: lease", lease, str)
-    check("raypipe.loader: log_digest", log_digest, bool)
-    at_least_0 = Annotated[int, Limits(0, MAX_INT)]
-    check("raypipe.loader: prefetch_factor", prefetch_factor, AtLeast1)
-    check("raypipe.loader: keep_batches", keep_batches, at_least_0)
-    trace_address: str = check("raypipe.loader: trace", trace, str)
-    check("raypipe.loader: trace_s", trace_s, Seconds)
-    check("raypipe.loader: headspace", headspace, bool)
+    checked = {
+        name: check(f"raypipe.loader: {name}", arguments[name], kind)
+        for name, kind in _KINDS.items()
+    }
+    run_address: str = checked["run_dir"]
+    start_address: str = checked["start_from"]
+    trace_address: str = checked["trace"]
     if trace_address:
         trace_address = as_uri(trace_address)
         check_place(trace_address)
@@ -131,19 +142,14 @@ def loader(
     if device is None:
         device = ray.train.torch.get_device() if in_train else "cpu"
     device = torch.device(device)
-    checkpoints = None
-    folder = None
-    measuring = None
     run_uri = as_uri(run_address) if run_address else ""
-    if headspace and run_uri:
-        measuring = MeasuringFolder(run_uri)
-        if rank == 0:
-            measuring.clear()
-        checkpoints = RunCheckpoints(measuring.uri)
-        folder = open_filesystem(measuring.uri)
-    elif run_uri:
-        checkpoints = RunCheckpoints(run_uri, lease)
-        folder = open_filesystem(run_uri)
+    measuring = MeasuringFolder(run_uri) if headspace and run_uri else None
+    if measuring and rank == 0:
+        measuring.clear()
+    checkpoints = _checkpoints_in(run_uri, measuring, lease)
+    folder = None
+    if checkpoints:
+        folder = open_filesystem(checkpoints.run_uri)
     elif in_train and not headspace:
         folder = _folder_of_train()
     digest_log = None
@@ -185,6 +191,15 @@ def loader(
         if measuring:
             stream.metrics.observers.append(measuring)
     return stream
+
+
+def _checkpoints_in(
+    run_uri: str, measuring: MeasuringFolder | None, lease: str
+) -> RunCheckpoints | None:
+    """The checkpoints of a run's folder, or of that in which a run with data for nothing is measured."""
+    if measuring:
+        return RunCheckpoints(measuring.uri)
+    return RunCheckpoints(run_uri, lease) if run_uri else None
 
 
 def _opening(

@@ -15,6 +15,9 @@ from types import ModuleType
 import pytest
 from packaging.tags import Tag
 
+# Each starts compilers and programs that use what they made.
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parents[1]
 pytest.importorskip(
     "hatchling", reason="hatchling is a build dependency; the dev group has it"

@@ -463,6 +463,7 @@ def test_noise_anywhere_is_an_error_or_bad_samples(tmp_path: Path) -> None:
     assert outcomes == {True}
 
 
+@pytest.mark.system
 def test_without_the_extension_a_driver_survives_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,6 +485,7 @@ def test_without_the_extension_a_driver_survives_damage(
     assert len(errors) > 2
 
 
+@pytest.mark.system
 def test_without_the_extension_all_stores_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

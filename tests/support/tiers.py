@@ -21,7 +21,7 @@ SHARED_CLUSTER = "ray_cluster"
 """The fixture of the one cluster that tests of the default tier may use."""
 
 MAX_RAY_TESTS = 160
-MAX_PROCESSES = 300
+MAX_PROCESSES = 200
 """How many tests of the default tier use Ray, and how many programs its tests start: a second or more for each.
 Beyond these counts a run fails and names the slowest; beyond this time it warns, since a machine may be slow."""
 

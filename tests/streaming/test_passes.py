@@ -404,7 +404,9 @@ def test_two_loaders_of_one_process_share_the_cluster(
     batches = iter(next(first.epochs()).train)
     seen = [next(batches).position for _ in range(3)]  # its pool has all 4 CPUs
     assert first.metrics.actors == 4
-    while cluster_resources().free_cpus >= 1:  # its last actors are still to start
+    deadline = time.monotonic() + 30
+    # its last actors are still to start
+    while cluster_resources().free_cpus >= 1 and time.monotonic() < deadline:
         time.sleep(0.05)
     probe = loader(opened(12))
     seen_by_probe = [

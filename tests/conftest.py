@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -135,6 +136,16 @@ def ray_cluster() -> Iterator[None]:
     connect(num_cpus=4, object_store_bytes=300 << 20)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test started for itself alone, as a command does that runs in this process, is not the next test's."""
+    yield
+    if _group(request.node) == _OWN and "ray" in sys.modules:
+        import ray
+
+        ray.shutdown()
 
 
 @pytest.fixture

@@ -79,6 +79,9 @@ _REMEMBERED = (
     "_left",
     "_moves",
     "_given",
+    "_pool_awaits",
+    "_has_begun",
+    "_least_cpus",
     "_takeover",
     "_shared",
     "_is_traced",
@@ -178,6 +181,9 @@ class Supervisor:
         self._left: set[int] = set()  # ranks
         self._moves: Moves | None = None
         self._given = 0.0  # CPUs left to other streams
+        self._pool_awaits = 0.0  # CPUs
+        self._has_begun = False  # the execution that has the pool
+        self._least_cpus = 0.0  # of the pool
         self._takeover = Takeover()
         self._shared = b""
         self._stands: dict[
@@ -265,6 +271,25 @@ class Supervisor:
         """Let the pool leave so many CPUs more to other streams of the job; fewer, if the number is negative."""
         self._given = max(0.0, self._given + cpus)
         self._remember()
+
+    def pool_planned(self, cpus: float, least_cpus: float) -> None:
+        """The pool is to take so many CPUs once its execution begins, or with its first block."""
+        if not self._has_begun:
+            self._pool_awaits = cpus
+            self._least_cpus = least_cpus
+            self._remember()
+
+    def pool_awaits(self, cpus: float) -> None:
+        """The pool's execution has begun; its actors that have not started need so many CPUs."""
+        self._has_begun = True
+        self._pool_awaits = cpus
+        self._remember()
+
+    def awaited_cpus(self) -> float:
+        """Return the CPUs that the pool will still take, less those that it leaves to other streams."""
+        if self._has_begun:
+            return self._pool_awaits
+        return max(self._least_cpus, self._pool_awaits - self._given)
 
     def process_left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""

@@ -68,7 +68,11 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("rank_moves", (0, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
     ("answer", (0, True)),  # it reads on, so the other is not to leave
     ("rank_moves", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
+    ("pool_planned", (3.0, 1.0)),
     ("give_way", (2.0,)),
+    ("awaited_cpus", ()),
+    ("pool_awaits", (0.5,)),
+    ("awaited_cpus", ()),
     ("rank_done", (0,)),
     ("process_left", ("execution 1",)),
     ("reader_finished", ("task",)),
@@ -104,7 +108,8 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
         ]
         probes += [("rank_moves", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True)))]
         probes += [("answer", (rank,)) for rank in (0, 1)] + [
-            ("execution_progress", ("execution 1", 1.0))
+            ("awaited_cpus", ()),
+            ("execution_progress", ("execution 1", 1.0)),
         ]
         for name, args in [
             *probes,
@@ -131,6 +136,21 @@ def test_an_execution_is_told_how_many_ranks_wait() -> None:
     assert supervisor.execution_progress("execution", 0.0) == Word(
         num_waiting=0, given_cpus=0.0
     )
+
+
+def test_a_pool_that_has_not_begun_awaits_its_plan_less_what_it_gives_way() -> None:
+    supervisor = Supervisor(3)
+    assert supervisor.awaited_cpus() == 0
+    supervisor.pool_planned(4.0, 2.0)
+    assert supervisor.awaited_cpus() == 4
+    supervisor.give_way(1.0)
+    assert supervisor.awaited_cpus() == 3
+    supervisor.give_way(3.0)
+    assert supervisor.awaited_cpus() == 2, "its least"
+    supervisor.pool_awaits(1.0)
+    assert supervisor.awaited_cpus() == 1
+    supervisor.pool_planned(4.0, 2.0)
+    assert supervisor.awaited_cpus() == 1, "its execution knows better"
 
 
 def test_an_actor_that_is_new_has_not_died() -> None:

@@ -217,13 +217,17 @@ class Supervisor:
             "the stream's supervisor died, and was restarted", "supervisor_restarted"
         )
 
-    def _remember(self) -> None:
-        """Save what a restarted Supervisor needs, after each change but those that come with every block."""
+    def _remember(self, at_once: bool = False) -> None:
+        """Save what a restarted Supervisor needs, after each change but those that come with every block.
+
+        Args:
+            at_once: before the caller is answered, since it never tells or asks for this again.
+        """
         if self._memory:
             last = self._events[-_EVENTS_REMEMBERED:]
             state = {name: getattr(self, name) for name in _REMEMBERED}
             state["events"] = self._first_event + len(self._events) - len(last), last
-            self._memory.save(state | {"watched": self._watch.state()})
+            self._memory.save(state | {"watched": self._watch.state()}, at_once)
 
     def _watches(self, key: str, process: Process | None) -> None:
         if process and self._watch.add(key, process):
@@ -301,15 +305,26 @@ class Supervisor:
         block = self._doing.get(actor)
         return f"in {_named(block)}" if block else ""
 
-    def actor_started(self, actor: str, home: str) -> bool:
-        """An actor has started, in a process that people find by `home`; returns whether it was restarted."""
+    def actor_started(self, actor: str, home: str, was_restarted: bool = False) -> bool:
+        """An actor has started; returns whether an earlier process of it has died.
+
+        Args:
+            home: its process, for people.
+            was_restarted: whether Ray says so. The earlier process may have died before it had called this.
+        """
         old_home = self._homes.get(actor)
         self._homes[actor] = home
         block = self._doing.pop(actor, None)
         sample = self._samples.pop(actor, None)
         if old_home is None:
-            self._remember()
-            return False
+            if was_restarted:
+                self.note(
+                    f"a transform actor died in its start, and was restarted ({home})",
+                    "actor_died",
+                )
+            # or no pool would begin after a death of this process, whose memory lacks the actor
+            self._remember(at_once=True)
+            return was_restarted
         work = "between two blocks"
         if block is not None:
             work = f"in {_named(block)}"
@@ -472,7 +487,7 @@ class Supervisor:
             return None
         if not self._takeover.is_final:
             self._takeover.fix()
-            self._remember()
+            self._remember(at_once=True)
         return self._takeover.num
 
     def share(self, message: bytes) -> None:

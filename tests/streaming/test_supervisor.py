@@ -34,7 +34,7 @@ class Kept:
     def load(self) -> Any:
         return pickle.loads(self.content) if self.content else None
 
-    def save(self, state: Any) -> None:
+    def save(self, state: Any, at_once: bool = False) -> None:
         self.content = pickle.dumps(state)
 
 
@@ -151,6 +151,33 @@ def test_a_pool_that_has_not_begun_awaits_its_plan_less_what_it_gives_way() -> N
     assert supervisor.awaited_cpus() == 1
     supervisor.pool_planned(4.0, 2.0)
     assert supervisor.awaited_cpus() == 1, "its execution knows better"
+
+
+def test_an_actor_that_was_killed_in_its_start_is_a_fault() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    assert supervisor.actor_started("a", "process 1", was_restarted=True)
+    assert supervisor.events(0) == [
+        (
+            "fault",
+            "a transform actor died in its start, and was restarted (process 1)",
+        )
+    ]
+    # the first is known: the death is told once
+    assert supervisor.actor_started("a", "process 2", was_restarted=True)
+    assert len(supervisor.events(0)) == 2
+
+
+def test_what_is_told_once_is_kept_before_its_answer() -> None:
+    kept = list[bool]()
+    memory: Any = Kept()
+    memory.save = lambda state, at_once=False: kept.append(at_once)
+    supervisor = Supervisor(3, memory=memory)
+    supervisor.head_extends(5)
+    assert not any(kept)
+    supervisor.actor_started("a", "process 1")
+    assert kept[-1], "a restarted one would wait for the first actor"
+    assert supervisor.pool_begins() == 5
+    assert kept[-1], "a restarted one would let the ranks go on"
 
 
 def test_an_actor_that_is_new_has_not_died() -> None:

@@ -9,7 +9,9 @@ Exit codes: 0 done; 1 an error, a comparison that found a difference, or a faile
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -170,6 +172,8 @@ def _finish(
 
     A run has done its work, and its folder has the result, so it keeps its code where standard output is full.
     """
+    # At its exit Python would look for cycles among all objects of torch and Ray, for a second.
+    atexit.register(gc.freeze)
     try:
         result = command()
         _shutdown()

@@ -1,4 +1,4 @@
-"""Starts one of Ray's workers without Ray's own script for that, which imports Ray once more, for 0.5 CPU seconds.
+"""Starts one of Ray's workers without Ray's own script for that, which imports Ray once more, for 0.3 CPU seconds.
 
     python worker_start.py setup_worker.py default_worker.py --language=PYTHON --…
 

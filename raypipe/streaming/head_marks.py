@@ -61,7 +61,7 @@ class Marks:
     def set(self) -> bool:
         """Leave this process's mark; returns whether it could."""
         pid = os.getpid()
-        # those of runs are not looked for, and so have another name
+        # `_left` looks for marks outside of runs only
         kind = "" if self._run is None else "run-"
         try:
             self._path = make_cache_folder(_FOLDER) / f"{kind}{self._fingerprint}-{pid}"

@@ -183,7 +183,7 @@ class Supervisor:
         self._given = 0.0  # CPUs left to other streams
         self._pool_awaits = 0.0  # CPUs
         self._has_begun = False  # the execution that has the pool
-        self._least_cpus = 0.0  # of the pool
+        self._least_cpus = 0.0  # what the pool keeps if other streams ask
         self._takeover = Takeover()
         self._shared = b""
         self._stands: dict[

@@ -159,7 +159,7 @@ def measure(
         address,
         plan=raypipe.PlanConfig(epochs=epochs, micro_batch_size=64, shuffle=shuffle),
         transform=raypipe.TransformConfig(train=preset, size=224),
-        pool=raypipe.PoolConfig(reader=reader),
+        pool=raypipe.PoolConfig(reader=reader, head_start=0),
     )
     result: dict[str, Any] = {
         "open_s": round(time.perf_counter() - begun, 2),

@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 _SETTLE_S = 2.0  # CPUs of a stream that has just ended come back
 # Time for other pools to give way: they know within a second or two, and actors finish their blocks.
 _GIVE_WAY_S = 6.0
-_ANSWER_S = 2.0  # of a Supervisor that says how many CPUs its pool still takes
+_ANSWER_S = 2.0  # a Supervisor says how many CPUs its pool still takes
 
 
 def make_room(cpus: float) -> None:

@@ -183,7 +183,7 @@ class Supervisor:
         self._given = 0.0  # CPUs left to other streams
         self._pool_awaits = 0.0  # CPUs
         self._has_begun = False  # the execution that has the pool
-        self._least_cpus = 0.0  # what the pool keeps if other streams ask
+        self._least_cpus = 0.0  # the pool keeps these if other streams ask
         self._takeover = Takeover()
         self._shared = b""
         self._stands: dict[
@@ -322,7 +322,7 @@ class Supervisor:
                     f"a transform actor died in its start, and was restarted ({home})",
                     "actor_died",
                 )
-            # or no pool would begin after a death of this process, whose memory lacks the actor
+            # the pool begins only once an actor is known, and this one does not call again
             self._remember(at_once=True)
             return was_restarted
         work = "between two blocks"

@@ -172,8 +172,7 @@ def _finish(
 
     A run has done its work, and its folder has the result, so it keeps its code where standard output is full.
     """
-    # At its exit Python would look for cycles among all objects of torch and Ray, for a second.
-    atexit.register(gc.freeze)
+    atexit.register(_leave_objects)
     try:
         result = command()
         _shutdown()
@@ -203,6 +202,12 @@ def _finish(
         with _ending(130):
             _shutdown()
         sys.exit(130)
+
+
+def _leave_objects() -> None:
+    """Let Python exit without a look for cycles among all objects of torch and Ray, which takes a second."""
+    if not _TELL_LEAKS & sys.modules.keys():
+        gc.freeze()
 
 
 def _tell(error: str) -> None:

@@ -46,6 +46,8 @@ from raypipe.packages import installed_version
 from raypipe.printing import print_table
 
 _END_S = 20.0  # limit for the end of Ray after an error or a signal
+# Libraries that print each of their objects that Python does not collect at its exit.
+_TELL_LEAKS = {"jaxlib", "triton"}
 
 logger = logging.getLogger("raypipe.commands.cli")  # also where `python -m` runs it
 

@@ -50,8 +50,6 @@ _MAX_AHEAD_BYTES = 256 << 20
 _MAX_AHEAD = 64
 _MAX_AHEAD_OF_ONE_CPU = 2
 _MAX_THREADS = 4
-# The loop's pace is that of its last micro-batches: of 16 of them, a prefetcher takes the first few at once.
-_NUM_TAKES = 16
 _LOOK_S = 0.5
 # The thread's nice value after its first micro-batch. At 0 it delays the imports of Ray's processes, and the pool
 # begins 1 to 2 s later on two cores. Above 5, a busy machine would let it rest while it holds the interpreter.
@@ -107,7 +105,6 @@ class HeadStart:
         self._is_at_limit = False
         self._max_ahead = _MAX_AHEAD if num_cpus() > 1 else _MAX_AHEAD_OF_ONE_CPU
         self._micro_batches_of_step = spec.plan.config.per_step // world_size
-        self._taken_at = deque[float](maxlen=_NUM_TAKES)
         self._is_asked = False  # the loop has asked for a micro-batch
         self.num_claimed = 0
         self.error: BaseException | None = None
@@ -165,13 +162,11 @@ class HeadStart:
             if self._spec.pool.head_start >= 0:
                 return self._count_at_hand(self._most)
             lead = 1
-            # a loop that takes fewer than could be made does not need more
-            seconds_each = max(self._seconds_each, self._seconds_between_takes())
             if self._seconds_each:
                 # on a busy machine, the pool's first micro-batch takes longer too
                 spent_s = time.monotonic() - self._started_at
                 cover_s = max(_COVER_S, _COVER_SHARE * spent_s)
-                lead += math.ceil(cover_s / seconds_each)
+                lead += math.ceil(cover_s / self._seconds_each)
             return self._count_at_hand(min(self._most, self.num_claimed + lead))
 
     def hear(self, num: int, is_final: bool) -> None:
@@ -195,7 +190,6 @@ class HeadStart:
                     return
                 batch = self._made.popleft()
                 self._num_bytes -= _size(batch)
-                self._taken_at.append(time.monotonic())
                 self._changed.notify_all()
             yield batch
             del batch
@@ -204,13 +198,6 @@ class HeadStart:
     def sample_makers(self) -> SampleMakers | None:
         """The makers of its samples; None = it has not made any. Only for use once it makes no more."""
         return self._maker.sample_makers if self._maker else None
-
-    def _seconds_between_takes(self) -> float:
-        """Return the time between two micro-batches that the loop takes; 0 if too few are known."""
-        taken_at = self._taken_at
-        if len(taken_at) < _NUM_TAKES:
-            return 0.0
-        return (taken_at[-1] - taken_at[0]) / (len(taken_at) - 1)
 
     def _count_at_hand(self, num: int) -> int:
         """Return how many of the first `num` micro-batches can be made from files of this machine."""

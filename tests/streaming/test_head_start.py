@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 import threading
@@ -201,24 +200,6 @@ def test_rank_0_reserves_what_covers_the_start_of_the_pool(
     assert num > head.num_claimed >= 4
     head.hear(num, is_final=True)
     assert 4 + len(list(batches)) == num == head.num_claimed
-
-
-def test_a_slow_loop_needs_few_until_the_pool_has_started(
-    stores: dict[str, Path],
-) -> None:
-    spec = stream(stores, plan=dataclasses.replace(PLAN, epochs=1000))
-    begun = time.monotonic()
-    head = HeadStart(spec, spec.plan.start(), 0, 1)
-    head.start()
-    batches = head.batches()
-    for _ in range(20):
-        next(batches)
-        time.sleep(0.05)
-    with head._changed:  # it makes no more meanwhile
-        lead = head.reserve() - head.num_claimed
-    cover_s = max(1.0, (time.monotonic() - begun) / 4)
-    assert 1 < lead <= 1 + math.ceil(cover_s / 0.05)
-    head.stop()
 
 
 def test_micro_batches_that_nobody_takes_are_bounded(stores: dict[str, Path]) -> None:

@@ -62,8 +62,6 @@ from raypipe.transform.views import makes_views
 
 logger = logging.getLogger(__name__)
 
-# Modules of the train function, and of the stream that rank 0 starts; Ray Train's controller needs most of them.
-_TRAINERS_NEED = ("raypipe.launch.train_function", "raypipe.streaming.pipeline")
 _RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resources
 
 
@@ -211,12 +209,7 @@ def _allocated(
         if os.environ.get("RAY_ADDRESS")
         else "starting Ray on this machine",
     )
-    processes = 1 + (run.train.num_workers or 1)  # the controller and the trainers
-    connect(
-        log_format=run.log_format,
-        wait=wait(),
-        early_imports=(processes, _TRAINERS_NEED),
-    )
+    connect(log_format=run.log_format, wait=wait())
     interrupts.stand()
     interrupts.check()
     if started_here():

@@ -268,6 +268,17 @@ class Plan:
         """The cursor of a run that has not begun."""
         return self.cursor_at(0)
 
+    def beginning(self, cursor: Cursor | None) -> Cursor:
+        """Return where a run begins from a cursor, see `normalized`; None = it has not begun before.
+
+        Raises:
+            CursorError: see `check`.
+        """
+        if cursor is None:
+            return self.normalized(self.start())
+        self.check(cursor)
+        return self.normalized(cursor)
+
     def cursor_at(self, global_step: int) -> Cursor:
         """The cursor after so many training steps, skipped ones included, with no pending validation."""
         return self.cursor(*divmod(global_step, self.steps_per_epoch))

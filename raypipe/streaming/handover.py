@@ -154,12 +154,14 @@ def loader(
         folder = _folder_of_train()
     digest_log = None
     if log_digest and not headspace:
-        digest_log = DigestLog.of(spec, folder, rank, world_size, device)
+        digest_log = DigestLog.of(folder, spec.plan, rank, world_size, device)
     start = None
     if not headspace:
-        start = _start_of(spec, cursor, start_address, checkpoints, rank, world_size)
-    if cursor is None:
-        cursor = _place_of(start) if start else spec.plan.start()
+        start = _start_of(
+            cursor, start_address, checkpoints, spec.plan.check, rank, world_size
+        )
+    if cursor is None and start:
+        cursor = _place_of(start)
     open_at: Callable[..., HostStream]
     if headspace:
         open_at = ResidentStream(spec, rank, world_size, numbered(device)).open
@@ -173,6 +175,7 @@ def loader(
         world_size,
         device,
         cursor=cursor,
+        begins=start is None or cursor is not None,
         augment=_augment_config(augment, spec.endings.get("train")),
         dtype=dtype,
         prefetch_factor=prefetch_factor,
@@ -220,10 +223,10 @@ def _opening(
 
 
 def _start_of(
-    spec: StreamSpec,
     cursor: Cursor | None,
     start_from: str,
     checkpoints: RunCheckpoints | None,
+    check: Callable[[Cursor], None],
     rank: int,
     world_size: int,
 ) -> Folder | Checkpoint | None:
@@ -233,9 +236,9 @@ def _start_of(
         start_from = ""
     found = None
     if checkpoints and cursor is None:
-        found = checkpoints.find(spec.plan, start_from, rank, world_size)
+        found = checkpoints.find(start_from, check, rank, world_size)
     elif start_from:
-        found = find_start(start_from, spec.plan.check)
+        found = find_start(start_from, check)
     return _later(of_train, found)
 
 

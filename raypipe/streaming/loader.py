@@ -117,6 +117,7 @@ class Loader(Unlike, instead=_INSTEAD):
         device: torch.device | None = None,
         *,
         cursor: Cursor | None = None,
+        begins: bool = True,
         augment: AugmentConfig | None = None,
         dtype: torch.dtype | None = None,
         prefetch_factor: int = 2,
@@ -131,7 +132,8 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         Args:
             open_at: starts the stream at a place; a second argument is the only segment that it shall bring.
-            cursor: that place; None = `load_state_dict` will set it.
+            cursor: that place; None = the run's beginning.
+            begins: whether it starts now; otherwise `load_state_dict` says where.
             folder: where rank 0 records the run; None = nowhere.
             start: the checkpoint that `restore` loads until there is a newer one.
             checkpoints: those that `checkpoint` makes; None = nowhere.
@@ -189,8 +191,8 @@ class Loader(Unlike, instead=_INSTEAD):
         self._turn = 0  # the number of the epoch that was handed out last
         # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
         self._training: weakref.ref[Batches] | None = None
-        self._go_to(cursor or self.plan.start())
-        if cursor:
+        self._go_to(cursor)
+        if begins:
             self._begin()
         try:  # the pool starts meanwhile
             self._device_stage.build(spec.transforms["train"], spec.transform)
@@ -226,7 +228,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
         return transfer
 
-    def _go_to(self, cursor: Cursor) -> None:
+    def _go_to(self, cursor: Cursor | None) -> None:
         self._progress = Progress(self.plan, cursor)
         self._turn += 1
         self._is_recorded = False
@@ -235,7 +237,7 @@ class Loader(Unlike, instead=_INSTEAD):
     def _begin(self) -> None:
         """Start the stream at the loader's place."""
         start = self._progress.start
-        if self.rank == 0 and next(self.plan.segments(start), None) is None:
+        if self.rank == 0 and self._progress.is_at_end:
             _logger.warning(
                 "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
                 self.num_epochs,

@@ -42,7 +42,6 @@ from raypipe.transform.fields import (
 )
 from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
 from raypipe.transform.targets import decode_targets
-from raypipe.transform.views import makes_views
 
 _CPU = torch.device("cpu")
 
@@ -52,7 +51,7 @@ class Preview:
 
     def __init__(self, spec: StreamSpec, augment: AugmentConfig) -> None:
         self._ending = spec.endings.get("train")
-        augment = normalization(self._ending, augment) or augment
+        augment = normalization(augment, self._ending) or augment
         self.plan = spec.plan
         self.store = spec.stores["train"]
         self.augment = augment
@@ -68,10 +67,13 @@ class Preview:
         self._decoding = (
             Decoding(spec, _CPU) if spec.transform.decode == "device" else None
         )
-        views = makes_views(spec.transforms["train"])
-        has_target = spec.columns.has_target
+        batches = spec.device_input
         self._device = DeviceAugment(
-            augment, _CPU, targets=self._targets, views=views, has_label=has_target
+            augment,
+            _CPU,
+            targets=batches.targets,
+            views=batches.has_views,
+            has_label=batches.has_target,
         )
 
     def tiles(

@@ -58,7 +58,6 @@ from raypipe.streaming.stop_file import (
     stop_requested,
 )
 from raypipe.transform.ending import normalization
-from raypipe.transform.views import makes_views
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +160,9 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     spec = spec_of(run, run_uri)
     num_classes = num_classes_of(run, spec)
     for split, ending in spec.endings.items():
-        normalization(ending, run.augment, split)
-    views = makes_views(spec.transforms["train"])
-    check_augment(
-        run.augment, spec.transform.target_columns, views, spec.columns.has_target
-    )
+        normalization(run.augment, ending, split)
+    batches = spec.device_input
+    check_augment(run.augment, batches.targets, batches.has_views, batches.has_target)
     check_code(run.train, len(run.augment.mean))
     if not any(is_remote(store.address) for store in spec.stores.values()):
         # this would fetch whole shards

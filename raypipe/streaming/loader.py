@@ -23,6 +23,7 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment, settings_of_device
 from raypipe.device.prefetcher import Batch, on_device
+from raypipe.device.stage import DeviceStage
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.flags import write_flag
@@ -46,7 +47,6 @@ from raypipe.storage.filesystem import join_address
 from raypipe.stores.base import name_of
 from raypipe.streaming.checkpoints import Checkpoint, read_whole_checkpoint
 from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.device_stage import DeviceStage
 from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.digest_log import DigestLog
 from raypipe.streaming.epochs import Batches, Epoch
@@ -155,7 +155,7 @@ class Loader(Unlike, instead=_INSTEAD):
         self._folder = folder
         self._checkpoints = checkpoints
         self._device_stage = DeviceStage(
-            augment, self.device, dtype, spec.endings, spec.columns, tells=rank == 0
+            augment, self.device, dtype, spec.device_input, tells=rank == 0
         )
         self.metrics = LoaderMetrics(
             spec.run,
@@ -195,7 +195,7 @@ class Loader(Unlike, instead=_INSTEAD):
         if begins:
             self._begin()
         try:  # the pool starts meanwhile
-            self._device_stage.build(spec.transforms["train"], spec.transform)
+            self._device_stage.build()
         except BaseException:  # its traceback refers to the loader
             self.close()
             raise

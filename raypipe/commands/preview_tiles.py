@@ -19,7 +19,7 @@ import torch
 from raypipe.commands.picture import Tile
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.mixing import Mix, check_mixable
+from raypipe.device.mixing import Mix
 from raypipe.device.prefetcher import on_device
 from raypipe.errors import SampleError
 from raypipe.plan.places import MicroBatchId
@@ -58,8 +58,6 @@ class Preview:
         self._columns = spec.columns
         self._wanted = spec.wanted
         self._targets = spec.transform.target_columns
-        if target := spec.columns.target:
-            check_mixable(augment, target.dtype, target.shape)
         # Any number of bad samples is shown.
         self._config = replace(spec.transform, max_bad_fraction=1)
         spec = replace(spec, transform=self._config)
@@ -74,6 +72,7 @@ class Preview:
             targets=batches.targets,
             views=batches.has_views,
             has_label=batches.has_target,
+            target=batches.target,
         )
 
     def tiles(

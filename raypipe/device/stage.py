@@ -7,6 +7,7 @@ With `augment`, `raypipe.device.augment` augments training batches before, and n
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 
@@ -15,7 +16,6 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
 from raypipe.device.augment import DeviceAugment, Normalize
-from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
@@ -40,7 +40,6 @@ class DeviceStage:
 
     Attributes:
         config: the augmentation, with the mean and std that hold for training; None = none.
-        augment: the device augmentation; None = none, or not built yet.
 
     Raises:
         ConfigError: the settings contradict one another.
@@ -58,7 +57,6 @@ class DeviceStage:
         self._batches = batches
         self._tells = tells
         self._seen = set[Split]()
-        self.augment: DeviceAugment | None = None
         endings = batches.endings
         self._dtypes = {
             split: dtype or getattr(torch, ending.dtype, torch.float32)
@@ -74,30 +72,31 @@ class DeviceStage:
                     self._normalize[split] = Normalize(
                         config, self._device, self._dtypes[split]
                     )
-        if self.config and (target := batches.target):
-            check_mixable(self.config, target.dtype, target.shape)
 
-    def build(self) -> None:
-        """Build the augmentation, whose imports take a second."""
+    @functools.cached_property
+    def augment(self) -> DeviceAugment | None:
+        """The device augmentation, built at its first use, whose imports take a second; None = none."""
+        if self.config is None:
+            return None
         batches = self._batches
-        if self.config:
-            self.augment = DeviceAugment(
-                self.config,
-                self._device,
-                self._train_dtype,
-                batches.targets,
-                batches.has_views,
-                batches.has_target,
-            )
-            _check_module(batches.endings.get("train"), self.augment)
-        if self._tells:
-            for line in _described(batches.endings):
-                print_progress(_logger, line)
+        augment = DeviceAugment(
+            self.config,
+            self._device,
+            self._train_dtype,
+            batches.targets,
+            batches.has_views,
+            batches.has_target,
+            batches.target,
+        )
+        _check_module(batches.endings.get("train"), augment)
+        return augment
 
     def __call__(self, batch: Batch, strength: float) -> Batch:
         """Finish a batch; `strength` is that of the augmentation."""
         split = batch.position.split
         if split not in self._seen:
+            if not self._seen:
+                self._describe()
             self._seen.add(split)
             self._check_first(batch)
         ending = self._batches.endings.get(split)
@@ -130,6 +129,12 @@ class DeviceStage:
         if normalize is None or not ending.is_own:
             return image.to(self._dtypes[split])
         return normalize(image)
+
+    def _describe(self) -> None:
+        """Say what is done with the images, and where."""
+        if self._tells:
+            for line in _described(self._batches.endings):
+                print_progress(_logger, line)
 
     def _check_first(self, batch: Batch) -> None:
         """Check the dtype of a split's first images, and say where floats travel."""

@@ -42,7 +42,6 @@ class StepMaker:
         self._device = DeviceStage(
             stream.augment, _CPU, dtype, spec.device_input, tells=False
         )
-        self._device.build()
         self._decoding = None
         if spec.transform.decode == "device":
             self._decoding = Decoding(spec, _CPU)

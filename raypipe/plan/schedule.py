@@ -264,18 +264,14 @@ class Plan:
             (epoch + 1) % every == 0 or epoch + 1 == self.config.epochs
         )
 
-    def start(self) -> Cursor:
-        """The cursor of a run that has not begun."""
-        return self.cursor_at(0)
-
-    def beginning(self, cursor: Cursor | None) -> Cursor:
-        """Return where a run begins from a cursor, see `normalized`; None = it has not begun before.
+    def start(self, cursor: Cursor | None = None) -> Cursor:
+        """Return where a run starts that continues from a cursor, see `normalized`; None = it has not begun.
 
         Raises:
             CursorError: see `check`.
         """
         if cursor is None:
-            return self.normalized(self.start())
+            return self.normalized(self.cursor_at(0))
         self.check(cursor)
         return self.normalized(cursor)
 

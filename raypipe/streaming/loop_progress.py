@@ -16,7 +16,7 @@ class Progress:
 
     Args:
         plan: the run's plan.
-        cursor: the first place; None = the run has not begun.
+        start: the first place, see `Plan.start`.
 
     Attributes:
         start: that place.
@@ -26,11 +26,11 @@ class Progress:
         num_in_step: batches that were taken of the training step under way, behind the cursor.
     """
 
-    def __init__(self, plan: Plan, cursor: Cursor | None = None) -> None:
+    def __init__(self, plan: Plan, start: Cursor) -> None:
         self._plan = plan
-        self.start = self._plan.beginning(cursor)
-        self.cursor = self.start
-        self.epoch = (cursor.epoch if cursor else 0) - 1
+        self.start = start
+        self.cursor = start
+        self.epoch = start.epoch - 1
         self.segments: Segments = {}
         self.num_in_step = 0
         # the split that the loop has left early

@@ -38,7 +38,7 @@ class Progress:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether no epoch is left at the cursor."""
+        """True if no epoch is left at the cursor."""
         return next(self._plan.segments(self.cursor), None) is None
 
     def next_epoch(self) -> bool:

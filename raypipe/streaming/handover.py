@@ -262,23 +262,26 @@ def _start_of(
     of_train = latest_of_train()
     if of_train:
         start_from = ""
-    found = None
+    of_run = None
     if checkpoints and cursor is None:
-        found = checkpoints.find(start_from, check, rank, world_size)
+        of_run = checkpoints.find(start_from, check, rank, world_size)
     elif start_from:
-        found = find_start(start_from, check)
-    return _later(of_train, found)
+        of_run = find_start(start_from, check)
+    return _later(of_train, of_run)
 
 
 def _later(
-    of_train: Folder | None, found: Checkpoint | None
+    of_train: Folder | None, of_run: Checkpoint | None
 ) -> Folder | Checkpoint | None:
     """The later of Ray Train's checkpoint and that of the run's folder; Ray Train's if it has no place."""
-    if of_train is None or found is None:
-        return of_train or found
-    place = cursor_of(of_train)
-    if place and (place.epoch, place.step) < (found.cursor.epoch, found.cursor.step):
-        return found
+    if of_train is None or of_run is None:
+        return of_train or of_run
+    cursor = cursor_of(of_train)
+    if cursor and (cursor.epoch, cursor.step) < (
+        of_run.cursor.epoch,
+        of_run.cursor.step,
+    ):
+        return of_run
     return of_train
 
 

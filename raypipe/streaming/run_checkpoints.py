@@ -68,12 +68,12 @@ class RunCheckpoints:
         """
         self._check_lease()
         if world_size == 1:
-            found = self._newest(start_from, check)
+            newest = self._newest(start_from, check)
         else:
-            found = self._newest_of_rank_zero(start_from, check, rank)
-        if found:
-            self._name = found.name
-        return found
+            newest = self._newest_of_rank_zero(start_from, check, rank)
+        if newest:
+            self._name = newest.name
+        return newest
 
     def _newest_of_rank_zero(
         self, start_from: str, check: Callable[[Cursor], None], rank: int

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from raypipe.config import AugmentConfig
+from raypipe.device.augment import DeviceAugment
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.plan.places import MicroBatchId
@@ -51,6 +52,11 @@ class StepMaker:
     def augment(self) -> AugmentConfig | None:
         """See the class."""
         return self._device.config
+
+    @property
+    def device(self) -> DeviceAugment | None:
+        """The augmentation, built; None = none."""
+        return self._device.augment
 
     def on_cpu(self, place: MicroBatchId) -> MicroBatch:
         """Make a micro-batch; samples that the run could not use are left out as they were then."""

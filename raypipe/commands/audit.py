@@ -140,7 +140,7 @@ def _checked_proofs(run: RecordedRun, address: str, root: str) -> dict[str, Any]
             wrong.append(
                 f"{proof['micro_batch']}: the proof is of another root, {proof['root']}"
             )
-        place = place_of(str(proof["micro_batch"]))
+        place = run.check_place(place_of(str(proof["micro_batch"])))
         made = stream_hash(replayed.on_cpu(place)).hex()
         if made != proof["hash"]:
             wrong.append(

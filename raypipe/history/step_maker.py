@@ -61,7 +61,7 @@ class StepMaker:
     def on_cpu(self, place: MicroBatchId) -> MicroBatch:
         """Make a micro-batch; samples that the run could not use are left out as they were then."""
         recorded = self._stream.bad_samples(place)
-        excluded = {index: str(record["error"]) for index, record in recorded.items()}
+        excluded = {index: record.error for index, record in recorded.items()}
         with process_kept(self.maker.draws_globally):
             batch, _ = self.maker.make(place, excluded=excluded)
         return batch

@@ -429,7 +429,7 @@ def _read_lines(
     for text in content.split(b"\n")[:-1]:
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if not isinstance(line, dict):
             continue

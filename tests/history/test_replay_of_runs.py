@@ -87,7 +87,13 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         "store": {"filter": {"big": "label != 3"}},
     },
     "windows": {"plan": {"shuffle": "window", "skip": ["3..4"]}},
-    "buckets": {"plan": {"buckets": ["12x16", "16x12"], "aug_repeats": 2}},
+    "buckets": {
+        "plan": {
+            "buckets": ["12x16", "16x12"],
+            "aug_repeats": 2,
+            "shuffle": "global",
+        }
+    },
 }
 NUM_QUERIES = 1000
 

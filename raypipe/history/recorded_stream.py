@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.quarantined import BadRecord, read_bad_samples
 from raypipe.history.record_checks import damage_told
 from raypipe.packages import versions
@@ -92,8 +92,13 @@ class RecordedStream:
         quarantine = join_address(self._run_uri, "quarantine")
         if not is_folder(join_address(self._run_uri, "index")):
             quarantine = ""
-        with damage_told(f"{self._run_uri}: the record of its stream"):
-            spec = open_stream(**arguments, pool=_INLINE, quarantine=quarantine)
+        try:
+            with damage_told(f"{self._run_uri}: the record of its stream"):
+                spec = open_stream(**arguments, pool=_INLINE, quarantine=quarantine)
+        except StoreError as error:
+            raise StoreError(
+                f"a store of the run cannot be opened (if it has moved, --train or --val names it): {error}"
+            ) from error
         return replace(spec, quarantine="")
 
     def _restored(self, name: str) -> Any:

@@ -104,10 +104,6 @@ def to_arrow(numbers: np.ndarray, is_null: np.ndarray | None = None) -> pa.Array
     if is_null is not None and not is_null.any():
         is_null = None
     if not shape:
-        if is_null is None and numbers.dtype.kind in "iuf":
-            # pa.array imports pandas, which takes longer than most commands
-            content = np.ascontiguousarray(numbers, numbers.dtype.newbyteorder("="))
-            return pa.Array.from_buffers(kind, num, [None, pa.py_buffer(content)])
         return pa.array(numbers, kind, mask=is_null)
     if not math.prod(shape):
         nothing = [

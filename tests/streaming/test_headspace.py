@@ -291,7 +291,8 @@ def work_of_steps(batches: Iterator[Batch], num: int) -> Work:
 
 
 def test_a_step_does_the_work_of_one_on_resident_data(made: Counter[str]) -> None:
-    # both have nothing but the augmentation and the training: what takes time is the same, whatever the machine
+    # Their throughput agrees because their work does: the bytes that torch's operations write, to 3 %, and no more
+    # calls. benchmarks/resident_loops.py has the images/s.
     side = 32
     images = [picture(number, side, side) for number in range(32)]
     store = MemoryStore(images, [number % 3 for number in range(32)])
@@ -317,11 +318,6 @@ def test_a_step_does_the_work_of_one_on_resident_data(made: Counter[str]) -> Non
     headspace = work_of_steps(of_headspace(), 20)
     num_made = made["train"]
     resident = work_of_steps(of_resident(), 20)
-    print(
-        headspace.num_calls,
-        resident.num_calls,
-        headspace.num_bytes,
-        resident.num_bytes,
-        num_made,
-    )
+    assert 0.97 < headspace.num_bytes / resident.num_bytes < 1.03
+    assert headspace.num_calls <= resident.num_calls
     assert num_made == NUM_KEPT

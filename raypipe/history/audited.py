@@ -9,6 +9,7 @@ run, the batch that the model got, or the store.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -41,16 +42,27 @@ from raypipe.streaming.digest_log import (
 from raypipe.streaming.hashes import finished_hash, stream_hash
 
 Kind = Literal[
-    "missing", "twice", "root", "exchanged", "hash", "batch", "finished", "store"
+    "missing",
+    "foreign",
+    "twice",
+    "root",
+    "exchanged",
+    "hash",
+    "batch",
+    "finished",
+    "store",
 ]
 _NUM_NAMED = 3  # places or samples in one finding's text
+_MAX_MISSING = 100_000  # micro-batches of an epoch that are counted
+_MAX_EMPTY = 100  # epochs without a file that are looked at one by one
 
 
 class Finding(NamedTuple):
     """Something wrong with a run or its record.
 
     Attributes:
-        kind: missing (lines were removed, or could not be written), twice (two hashes for one micro-batch), root
+        kind: missing (lines were removed, or could not be written), foreign (lines of micro-batches that the run
+            does not have), twice (two hashes for one micro-batch), root
             (it is not the one of the hashes), exchanged (a micro-batch has the hash of another place), hash (the
             record was changed after the run), batch (the model got other data, or a sample has changed),
             finished (the device stage made other tensors), store (it has other contents, or cannot be opened).
@@ -118,6 +130,7 @@ class AuditedRecord:
         self._folder = filesystem, f"{path}/{DIGESTS}"
         self._fingerprint = self.run.stream.record["plan"]
         self._makers: dict[int, StepMaker] = {}
+        self._foreign: dict[int, list[MicroBatchId]] = {}
         self._files = recorded_epochs(self._folder)
         if not self._files:
             raise ConfigError(
@@ -140,8 +153,13 @@ class AuditedRecord:
         return merkle.root(leaves).hex()
 
     def epoch_record(self, epoch: int) -> EpochRecord:
-        """Read the record of an epoch."""
-        return read_epoch(self._folder, epoch, self._fingerprint)
+        """Read the record of an epoch, of the micro-batches that the run's plan has."""
+        record = read_epoch(self._folder, epoch, self._fingerprint)
+        foreign = [place for place in record.hashes if not self.run.has_place(place)]
+        for place in foreign:
+            del record.hashes[place]
+        self._foreign[epoch] = foreign
+        return record
 
     # The trees
 
@@ -150,12 +168,24 @@ class AuditedRecord:
         begin_epoch, begin_step = self._begin()
         reached = self._reached()
         steps_per_epoch = self.run.plan.steps_per_epoch
-        last = max([*self._files, (reached - 1) // steps_per_epoch])
+        num_epochs = self.run.plan.config.epochs
+        beyond = [epoch for epoch in self._files if epoch >= num_epochs]
+        if beyond:
+            text = f"{DIGESTS}/ has files of epoch {beyond[0]}, and the run has the epochs 0 to {num_epochs - 1}"
+            self.find("foreign", text)
+        files = [epoch for epoch in self._files if epoch < num_epochs]
+        last = min(max([*files, (reached - 1) // steps_per_epoch]), num_epochs - 1)
         if not any(self.epoch_record(epoch).hashes for epoch in self._files):
             text = f"no line in {DIGESTS}/ is of the run's plan {self._fingerprint}: other settings made them"
             self.find("store", text)
             return
+        num_empty = 0
         for epoch in range(begin_epoch, last + 1):
+            num_empty += epoch not in self._files
+            if num_empty > _MAX_EMPTY:
+                text = f"epochs {epoch} to {last}: they were not looked at, since so many before have no line"
+                self.find("missing", text)
+                return
             record = self.epoch_record(epoch)
             begin = begin_step if epoch == begin_epoch else 0
             end = None
@@ -184,7 +214,12 @@ class AuditedRecord:
         self, epoch: int, record: EpochRecord, begin: int, end: int | None
     ) -> None:
         """Find places that are missing, or recorded with two hashes; see `_missing`."""
-        missing = list(self._missing(epoch, record, begin, end))
+        foreign = self._foreign[epoch]
+        if foreign:
+            text = f"epoch {epoch}: {_counted(foreign)} recorded that the run's plan does not have"
+            self.find("foreign", text, epoch, foreign)
+        of_epoch = self._missing(epoch, record, begin, end)
+        missing = list(itertools.islice(of_epoch, _MAX_MISSING))
         if missing:
             text = (
                 f"epoch {epoch}: {_counted(missing)} missing in the record: lines were removed, could not be "

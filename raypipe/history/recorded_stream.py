@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,13 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError, RaypipeError, StoreError
+from raypipe.history.quarantined import BadRecord, read_bad_samples
+from raypipe.history.record_checks import damage_told
 from raypipe.packages import versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import is_folder, join_address
 from raypipe.streaming.opened import code_digest, parts_of, user_code
 from raypipe.streaming.opening import open_stream
@@ -92,12 +92,24 @@ class RecordedStream:
         quarantine = join_address(self._run_uri, "quarantine")
         if not is_folder(join_address(self._run_uri, "index")):
             quarantine = ""
-        spec = open_stream(**arguments, pool=_INLINE, quarantine=quarantine)
+        try:
+            with damage_told(f"{self._run_uri}: the record of its stream"):
+                spec = open_stream(**arguments, pool=_INLINE, quarantine=quarantine)
+        except StoreError as error:
+            raise StoreError(
+                f"a store of the run cannot be opened (if it has moved, --train or --val names it): {error}"
+            ) from error
         return replace(spec, quarantine="")
 
     def _restored(self, name: str) -> Any:
-        entry = self.record["arguments"][name]
-        return restored(entry, name, self._trusts, _SECTIONS.get(name))
+        section = _SECTIONS.get(name)
+        with damage_told(f"{self._run_uri}: the record of {name}"):
+            value = restored(
+                self.record["arguments"][name], name, self._trusts, section
+            )
+            if section and not isinstance(value, section):
+                raise TypeError(f"{name} are not settings")
+        return value
 
     @functools.cached_property
     def augment(self) -> AugmentConfig | None:
@@ -107,14 +119,19 @@ class RecordedStream:
             if given is None or isinstance(given, AugmentConfig):
                 return given
             # a mere module, as raypipe.loader takes it
-            config = restored(
-                {"settings": _without_module(self.record["augment"])},
-                "augment",
-                self._trusts,
-                AugmentConfig,
+            config = self._restored_augment(
+                {"settings": _without_module(self.record["augment"])}
             )
+            assert config is not None
             return replace(config, module=given)
-        return restored(self.record["augment"], "augment", self._trusts, AugmentConfig)
+        return self._restored_augment(self.record["augment"])
+
+    def _restored_augment(self, entry: Any) -> AugmentConfig | None:
+        with damage_told(f"{self._run_uri}: the record of augment"):
+            config = restored(entry, "augment", self._trusts, AugmentConfig)
+            if not isinstance(config, AugmentConfig | None):
+                raise TypeError("augment are not settings")
+        return config
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -161,7 +178,7 @@ class RecordedStream:
         try:
             spec = self.spec
         except RaypipeError as error:
-            sentences.append(f"The stream cannot be opened: {error}.")
+            sentences.append(f"The stream cannot be opened: {error}{_end(str(error))}")
         else:
             sentences += [f"{change}." for change in self._changed_stores(spec)]
             if not sentences and spec.plan.order_fingerprint != self.record["plan"]:
@@ -183,8 +200,8 @@ class RecordedStream:
         for row, index in enumerate(draws.indices.tolist()):
             if index not in bad:
                 continue
-            reasons[row] = str(bad[index]["error"])
-            substitute = bad[index]["substitute"]
+            reasons[row] = bad[index].error
+            substitute = bad[index].substitute
             if substitute is None:
                 weights[row] = 0
                 continue
@@ -210,13 +227,12 @@ class RecordedStream:
             return own
         return str(self.record.get("quarantine", ""))
 
-    def bad_samples(self, place: MicroBatchId) -> dict[int, dict[str, Any]]:
-        """Return the recorded bad samples of a micro-batch by their indices, see `BadSample.record`."""
+    def bad_samples(self, place: MicroBatchId) -> dict[int, BadRecord]:
+        """Return the recorded bad samples of a micro-batch by their indices."""
         if not self.quarantine:
             return {}
-        content = read_whole(join_address(self.quarantine, f"{place}.jsonl")) or b""
-        lines = [json.loads(line) for line in content.splitlines() if line]
-        return {int(line["index"]): line for line in lines}
+        records = read_bad_samples(self.quarantine, place)
+        return {record.index: record for record in records}
 
     def _plan_of_sizes(self) -> Plan:
         """The plan of stores of the recorded sizes, where its order needs no more of them."""
@@ -304,6 +320,11 @@ class RecordedStream:
             for name, then in self.record["versions"].items()
             if name in now and now[name] != then
         ]
+
+
+def _end(text: str) -> str:
+    """The end of a sentence that ends with a text."""
+    return "" if text.endswith(("?", ".")) else "."
 
 
 def _without_module(entry: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from raypipe.config import AugmentConfig
+from raypipe.device.augment import DeviceAugment
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.stage import DeviceStage
 from raypipe.history.recorded_stream import RecordedStream
@@ -51,10 +52,15 @@ class StepMaker:
         """See the class."""
         return self._device.config
 
+    @property
+    def device(self) -> DeviceAugment | None:
+        """The augmentation, built; None = none."""
+        return self._device.augment
+
     def on_cpu(self, place: MicroBatchId) -> MicroBatch:
         """Make a micro-batch; samples that the run could not use are left out as they were then."""
         recorded = self._stream.bad_samples(place)
-        excluded = {index: str(record["error"]) for index, record in recorded.items()}
+        excluded = {index: record.error for index, record in recorded.items()}
         with process_kept(self.maker.draws_globally):
             batch, _ = self.maker.make(place, excluded=excluded)
         return batch

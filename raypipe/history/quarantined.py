@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import pyarrow.fs
 
@@ -14,7 +14,8 @@ from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import join_address, open_filesystem
 
 
-class BadRecord(NamedTuple):
+@dataclass(frozen=True)
+class BadRecord:
     """A sample that a run could not use.
 
     Attributes:

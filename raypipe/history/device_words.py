@@ -2,7 +2,7 @@
 
 preset         drawn again, which needs only the size of the images
 augment.ops    read from Kornia's modules, once the micro-batch was made again
-augment.module the same, as far as it is of Kornia's operations
+augment.module the same, where it consists of Kornia's operations
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOT_SHOWN = {
     "order",
     "output_size",
 }
-_MOST_NUMBERS = 4  # of a parameter with more nothing is shown
+_MOST_NUMBERS = 4  # a parameter with more is not shown
 
 
 def preset_words(
@@ -124,7 +124,7 @@ def _kept_params(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_params(name: str, drawn: Any, row: int) -> list[str]:
-    """Return phrases for a row: of an operation that was applied to it, or of a policy's operations."""
+    """Return the phrase of an operation that was applied to a row, or those of a policy's operations."""
     if isinstance(drawn, list):
         return [
             phrase

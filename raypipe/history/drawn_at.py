@@ -22,7 +22,7 @@ from raypipe.storage.filesystem import exists, join_address
 from raypipe.stores.base import Store, name_of
 
 _NUM_NAMED = 3  # samples that an error about a name lists
-_MAX_EPOCHS = 1_000_000  # of a run whose draws are listed
+_MAX_EPOCHS = 1_000_000  # a longer run is refused
 
 
 @dataclass(frozen=True)

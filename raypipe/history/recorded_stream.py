@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +16,14 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.quarantined import BadRecord, read_bad_samples
 from raypipe.history.record_checks import damage_told
+from raypipe.importing import search_here
 from raypipe.packages import versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.storage.filesystem import is_folder, join_address
-from raypipe.streaming.opened import code_digest, parts_of, user_code
+from raypipe.streaming.opened import code_digest, modules_in, parts_of, user_code
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.recorded_values import restored
 from raypipe.streaming.spec import StreamSpec
@@ -80,6 +83,7 @@ class RecordedStream:
         Raises:
             RaypipeError: a store, code or object that it needs is missing.
         """
+        self._check_code()
         arguments = {
             name: self._restored(name)
             for name in self.record["arguments"]
@@ -126,7 +130,28 @@ class RecordedStream:
             return replace(config, module=given)
         return self._restored_augment(self.record["augment"])
 
+    def _check_code(self) -> None:
+        """Raise ConfigError if the run names code in its own folder, which nobody has trusted.
+
+        Whoever made the folder would run code on this machine. An import looks into the current folder, too.
+        """
+        if self._trusts or not self._run_uri.startswith("file://"):
+            return
+        folder = Path(self._run_uri.removeprefix("file://")).resolve()
+        entries = {**self.record["arguments"], "augment": self.record["augment"]}
+        for name in self._given:
+            entries.pop(name, None)
+        search_here()
+        for module in modules_in(entries):
+            for path in _paths_of(module.partition(".")[0]):
+                if path.resolve().is_relative_to(folder):
+                    raise ConfigError(
+                        f"the run names the code {module}, which is in its own folder ({path}): read it, then add "
+                        "--trust-run-code (trust_run_code=True)"
+                    )
+
     def _restored_augment(self, entry: Any) -> AugmentConfig | None:
+        self._check_code()
         with damage_told(f"{self._run_uri}: the record of augment"):
             config = restored(entry, "augment", self._trusts, AugmentConfig)
             if not isinstance(config, AugmentConfig | None):
@@ -177,6 +202,7 @@ class RecordedStream:
         sentences = []
         try:
             spec = self.spec
+            _ = self.augment
         except RaypipeError as error:
             sentences.append(f"The stream cannot be opened: {error}{_end(str(error))}")
         else:
@@ -320,6 +346,18 @@ class RecordedStream:
             for name, then in self.record["versions"].items()
             if name in now and now[name] != then
         ]
+
+
+def _paths_of(package: str) -> list[Path]:
+    """The files and folders that a package or a module of a name would be imported from, without importing it."""
+    try:
+        found = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return []
+    if found is None:
+        return []
+    places = [*(found.submodule_search_locations or ()), found.origin or ""]
+    return [Path(place) for place in places if place]
 
 
 def _end(text: str) -> str:

@@ -57,7 +57,7 @@ def read_flags(run_uri: str) -> list[dict[str, Any]]:
                 flag = json.loads(line)
                 for name in ("epoch", "step", "rank", "micro"):
                     if type(flag[name]) is not int:
-                        raise TypeError(f"{name} is no whole number")
+                        raise TypeError(f"{name} must be a whole number")
                 place = (flag["step"], info.base_name, float(flag["time"]))
                 flags.append((place, {**flag, "reason": str(flag["reason"])}))
             except (

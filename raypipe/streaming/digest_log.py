@@ -199,7 +199,7 @@ class DigestLog(Observer):
         self._ended = set[Split]()  # splits whose last micro-batch was handed out
         # What this rank has added to the epoch since it began. Python's collector soon leaves plain tuples out.
         self._leaves = dict[Order, Leaves]()
-        self._root: EpochRoot | None = None  # as it was written last
+        self._root: EpochRoot | None = None  # the one that was written last
         self._is_synced = True
         self._lines = list[str]()
         # Lines are made of them once a second, in a loop: one at a time it takes longer.

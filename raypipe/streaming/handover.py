@@ -125,19 +125,14 @@ def loader(
     """
     arguments = dict(locals())
     join_train_run()  # first: also for errors of the lines below
-    checked = {
-        name: check(f"raypipe.loader: {name}", arguments[name], kind)
-        for name, kind in _KINDS.items()
-    }
+    checked = _checked(arguments)
     trace_address = _trace_address(checked["trace"])
     if trace_address:
         spec = replace(spec, traces=True)
     in_train = in_train_function()
     rank, world_size = _rank_and_world_size(in_train, spec.pool.engine)
     spec.plan.check_workers(world_size)
-    if device is None:
-        device = ray.train.torch.get_device() if in_train else "cpu"
-    device = torch.device(device)
+    device = _device_of(device, in_train)
     run = _run_folder(checked["run_dir"], lease, headspace, in_train, rank)
     digest_log = None
     if log_digest and not headspace:
@@ -173,13 +168,23 @@ def loader(
         trace=trace_address,
         trace_s=trace_s,
     )
-    if rank == 0 and (run.uri or headspace):
-        stream.metrics.headspace = HeadspaceRecord(run.uri, world_size, headspace)
-    if run.measuring:
-        stream.metrics.run_log.obey(open_filesystem(run.uri))
-        if rank == 0:
-            stream.metrics.observers.append(run.measuring)
+    _record_headspace(stream, run, headspace)
     return stream
+
+
+def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `loader` that have a kind, of that kind; raises ConfigError."""
+    return {
+        name: check(f"raypipe.loader: {name}", arguments[name], kind)
+        for name, kind in _KINDS.items()
+    }
+
+
+def _device_of(device: torch.device | str | None, in_train: bool) -> torch.device:
+    """The device of a rank's batches; by default the one that Ray Train gave this worker, or the CPU."""
+    if device is None:
+        device = ray.train.torch.get_device() if in_train else "cpu"
+    return torch.device(device)
 
 
 def _trace_address(trace: str) -> str:
@@ -227,6 +232,17 @@ def _run_folder(
             measuring.clear()
     folder = open_filesystem(checkpoints.run_uri)
     return _RunFolder(uri, folder, checkpoints, measuring)
+
+
+def _record_headspace(stream: Loader, run: _RunFolder, headspace: bool) -> None:
+    """Let rank 0 record the loop's speed with data for nothing, or compare its own with it."""
+    metrics = stream.metrics
+    if stream.rank == 0 and (run.uri or headspace):
+        metrics.headspace = HeadspaceRecord(run.uri, stream.world_size, headspace)
+    if run.measuring:
+        metrics.run_log.obey(open_filesystem(run.uri))
+        if stream.rank == 0:
+            metrics.observers.append(run.measuring)
 
 
 def _opening(

@@ -381,6 +381,7 @@ def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
         lambda start: HostStream(inline_batches(spec, start, rank, world_size)),
         rank,
         world_size,
+        begins=False,
     )
 
 

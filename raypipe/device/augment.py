@@ -44,7 +44,7 @@ from raypipe.device.fused import (
     draw_params,
     pack,
 )
-from raypipe.device.mixing import Mix, draw_mix, mix
+from raypipe.device.mixing import Mix, check_mixable, draw_mix, mix
 from raypipe.device.modules import (
     CHANGES_SIZE,
     Augmented,
@@ -57,6 +57,7 @@ from raypipe.device.ring import hand_over, new_event, new_stream, numbered
 from raypipe.errors import ConfigError
 from raypipe.mistakes import did_you_mean
 from raypipe.plan.order import Domain
+from raypipe.transform.columns import ColumnType
 from raypipe.transform.fields import IMAGE, LABEL, VIEW, images_in
 from raypipe.transform.views import view_key
 
@@ -129,10 +130,12 @@ class DeviceAugment:
             them.
         views: whether training batches have views, which cannot be mixed.
         has_label: whether batches have a target.
+        target: its type; None = classes, int64.
 
     Raises:
         ConfigError: an operation or the module does not exist, or refuses its parameters; or, with targets, moves,
-            erases or mixes pixels, or mixes views. (A user's own module is not checked.)
+            erases or mixes pixels, or mixes views; or mixes targets that have no mixture. (A user's own module is
+            not checked.)
 
     Attributes:
         config: with the module as an object, and the normalization that it ends with.
@@ -151,7 +154,10 @@ class DeviceAugment:
         targets: Collection[str] = (),
         views: bool = False,
         has_label: bool = True,
+        target: ColumnType | None = None,
     ) -> None:
+        if target:
+            check_mixable(config, target.dtype, target.shape)
         self._mixing = [
             name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)
         ]

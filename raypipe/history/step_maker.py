@@ -9,10 +9,10 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.prefetcher import Batch, on_device
+from raypipe.device.stage import DeviceStage
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.device_stage import DeviceStage
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
@@ -41,9 +41,8 @@ class StepMaker:
         name = stream.record["dtype"]
         dtype = getattr(torch, name) if name else None
         self._device = DeviceStage(
-            stream.augment, _CPU, dtype, spec.endings, spec.columns, tells=False
+            stream.augment, _CPU, dtype, spec.device_input, tells=False
         )
-        self._device.build(spec.transforms["train"], spec.transform)
         self._decoding = None
         if spec.transform.decode == "device":
             self._decoding = Decoding(spec, _CPU)

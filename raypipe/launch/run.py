@@ -58,10 +58,11 @@ from raypipe.streaming.stop_file import (
     stop_requested,
 )
 from raypipe.transform.ending import normalization
-from raypipe.transform.views import makes_views
 
 logger = logging.getLogger(__name__)
 
+# Modules of the train function, and of the stream that rank 0 starts; Ray Train's controller needs most of them.
+_TRAINERS_NEED = ("raypipe.launch.train_function", "raypipe.streaming.pipeline")
 _RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resources
 
 
@@ -166,11 +167,9 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     spec = spec_of(run, run_uri)
     num_classes = num_classes_of(run, spec)
     for split, ending in spec.endings.items():
-        normalization(ending, run.augment, split)
-    views = makes_views(spec.transforms["train"])
-    check_augment(
-        run.augment, spec.transform.target_columns, views, spec.columns.has_target
-    )
+        normalization(run.augment, ending, split)
+    batches = spec.device_input
+    check_augment(run.augment, batches.targets, batches.has_views, batches.has_target)
     check_code(run.train, len(run.augment.mean))
     if not any(is_remote(store.address) for store in spec.stores.values()):
         # this would fetch whole shards
@@ -214,7 +213,12 @@ def _allocated(
         if os.environ.get("RAY_ADDRESS")
         else "starting Ray on this machine",
     )
-    connect(log_format=run.log_format, wait=wait())
+    processes = 1 + (run.train.num_workers or 1)  # the controller and the trainers
+    connect(
+        log_format=run.log_format,
+        wait=wait(),
+        early_imports=(processes, _TRAINERS_NEED),
+    )
     interrupts.stand()
     interrupts.check()
     if started_here():

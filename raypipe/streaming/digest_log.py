@@ -44,7 +44,6 @@ from raypipe.storage.files import open_input, write_synced
 from raypipe.storage.filesystem import errors_as
 from raypipe.storage.retries import without_retries
 from raypipe.streaming import merkle
-from raypipe.streaming.spec import StreamSpec
 
 logger = logging.getLogger(__name__)
 
@@ -213,8 +212,8 @@ class DigestLog(Observer):
 
     @staticmethod
     def of(
-        spec: StreamSpec,
         folder: Folder | None,
+        plan: Plan,
         rank: int,
         world_size: int,
         device: torch.device,
@@ -229,7 +228,7 @@ class DigestLog(Observer):
                 "log_digest writes into the run's folder: name one, raypipe.loader(spec, run_dir=…)"
             )
         facts = {"workers": world_size, "device": device.type, "cpu": cpu_kind()}
-        return DigestLog(folder, spec.plan, rank, facts)
+        return DigestLog(folder, plan, rank, facts)
 
     def add(self, batch: Batch) -> None:
         """Record a batch that is handed out."""

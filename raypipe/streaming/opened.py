@@ -42,7 +42,6 @@ _CODE = (
     "device",
     "streaming/maker.py",
     "streaming/sample_makers.py",
-    "streaming/device_stage.py",
 )
 _CODE_NAME = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 

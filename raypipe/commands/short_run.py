@@ -74,7 +74,8 @@ class ShortRun:
         watching.start()
         try:
             # no other command but `train` needs the whole program
-            self.figures = import_module("raypipe.launch.run").launch(self._run)
+            launch = import_module("raypipe.launch.run").launch
+            self.figures = launch(self._run, folder_stays=False)
         finally:
             self._ended.set()
             watching.join()

@@ -64,12 +64,15 @@ logger = logging.getLogger(__name__)
 _RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resources
 
 
-def launch(run: RunConfig) -> dict[str, Any]:
+def launch(run: RunConfig, *, folder_stays: bool = True) -> dict[str, Any]:
     """Train with a configuration, on the connected cluster or on a new local one.
 
     After Ctrl-C or SIGTERM (`ray job stop`), to this process or to its group, the run ends with a checkpoint after
     the current step, or without one if the step takes longer than `train.stop_grace_s`. A second signal aborts the
     run. During the start, the run ends before it starts the trainers.
+
+    Args:
+        folder_stays: whether a stopped run can be continued, so that it says how.
 
     Returns:
         `val_accuracy` (None without validation), `val_NAME` for each name of `train.metrics`, `images_per_s`,
@@ -84,7 +87,7 @@ def launch(run: RunConfig) -> dict[str, Any]:
     try:
         with located(run) as (run, run_uri, lease):
             try:
-                return _train(run, run_uri, lease)
+                return _train(run, run_uri, lease, folder_stays)
             except KeyboardInterrupt as interrupt:
                 if _newest_name(run_uri) != "":
                     raise Stopped from interrupt
@@ -94,7 +97,9 @@ def launch(run: RunConfig) -> dict[str, Any]:
         allow_retries()  # the process may go on, as a notebook's does
 
 
-def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
+def _train(
+    run: RunConfig, run_uri: str, lease: str, folder_stays: bool
+) -> dict[str, Any]:
     configure_logs(run.log_format, run=run.name)
     spec, num_classes = _checked(run, run_uri)
     stop_was_asked = stop_requested(run_uri)  # an old request, from before this resume
@@ -140,7 +145,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             result = _fit(loop | {"relays": relays}, allocation, interrupts)
             if relays:
                 await_progress()
-            if result["stopped"]:
+            if result["stopped"] and folder_stays:
                 print_progress(logger, _how_to_continue(run_uri))
         except KeyboardInterrupt as interrupt:
             if interrupts.reason:

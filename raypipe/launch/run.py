@@ -61,6 +61,8 @@ from raypipe.transform.ending import normalization
 
 logger = logging.getLogger(__name__)
 
+# Modules of the train function, and of the stream that rank 0 starts; Ray Train's controller needs most of them.
+_TRAINERS_NEED = ("raypipe.launch.train_function", "raypipe.streaming.pipeline")
 _RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resources
 
 
@@ -211,7 +213,12 @@ def _allocated(
         if os.environ.get("RAY_ADDRESS")
         else "starting Ray on this machine",
     )
-    connect(log_format=run.log_format, wait=wait())
+    processes = 1 + (run.train.num_workers or 1)  # the controller and the trainers
+    connect(
+        log_format=run.log_format,
+        wait=wait(),
+        early_imports=(processes, _TRAINERS_NEED),
+    )
     interrupts.stand()
     interrupts.check()
     if started_here():

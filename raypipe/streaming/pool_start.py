@@ -12,7 +12,12 @@ import ray
 
 from raypipe.errors import ConfigError
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
-from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
+from raypipe.rayext.iteration import (
+    ExecutionWatch,
+    begun,
+    coordinator_of,
+    stop_execution,
+)
 from raypipe.rayext.startup import Wait
 from raypipe.streaming.head_start import HeadStart
 from raypipe.streaming.row import host_batches
@@ -72,6 +77,7 @@ class PoolStart:
         self._batches: Iterator[MicroBatch] = iter(())
         self._first: list[MicroBatch] = []
         self._error: BaseException | None = None
+        self._watch: ExecutionWatch | None = None
         self._is_left = threading.Event()
         self._is_ready = threading.Event()
         self._is_cleaned = False
@@ -223,14 +229,17 @@ class PoolStart:
         except _LeftError:
             pass
         except BaseException as error:
-            self._error = error
+            self._fail(error)
         finally:
-            if self._head and self._error is not None:
-                # nobody takes over
-                self._head.hear(self._head.num_claimed, is_final=True)
             self._is_ready.set()
             if self._is_left.is_set():
                 self._clean()
+
+    def _fail(self, error: BaseException) -> None:
+        """Let the rank end with an error of the pool, after what it has made itself: nobody takes over."""
+        self._error = error
+        if self._head:
+            self._head.hear(self._head.num_claimed, is_final=True)
 
     def _start(self, connected: Callable[[Any, int], None]) -> None:
         iterators, max_actors = self._make_iterators(self)
@@ -238,6 +247,7 @@ class PoolStart:
         self.check()
         connected(self.supervisor, max_actors)
         self._batches = host_batches(begun(iterators[self._rank]))
+        self._watch = ExecutionWatch(iterators[self._rank])
         if self._world_size == 1:
             self._start_following()
 
@@ -259,7 +269,7 @@ class PoolStart:
         is_final = False
         with contextlib.suppress(ray.exceptions.RayError):
             while not (is_final and head.is_done):
-                if self._is_left.wait(_LOOK_S):
+                if self._is_left.wait(_LOOK_S) or not self._execution_lives():
                     return
                 asked.append(self._ask(head))
                 answered, asked = ray.wait(asked, num_returns=len(asked), timeout=0)
@@ -269,6 +279,22 @@ class PoolStart:
                     self._has_taken_over = is_final
             if head.sample_makers:
                 self._compare(head.sample_makers)
+
+    def _execution_lives(self) -> bool:
+        """Return whether the pool's execution has not died: the rank reads nothing from it yet."""
+        try:
+            if self._watch:
+                self._watch.check()
+        except ray.exceptions.RayActorError as error:
+            if not self._is_left.is_set():
+                if self._rank == 0:
+                    self.supervisor.note.remote(
+                        "the coordinator of the stream died while the ranks made their first micro-batches",
+                        "coordinator_died",
+                    )
+                self._fail(error)
+            return False
+        return True
 
     def _ask(self, head: HeadStart) -> Any:
         """Tell the Supervisor about this rank, and ask where the pool takes over."""

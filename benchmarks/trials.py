@@ -221,7 +221,12 @@ def measure(way: str, store: str, trials: int, epochs: int) -> dict[str, Any]:
     for process, (_, errors) in zip(processes, outputs, strict=True):
         if process.returncode:
             raise SystemExit(errors)
-    results = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    results = [
+        json.loads(line)
+        for output, _ in outputs
+        for line in output.splitlines()
+        if line.startswith('{"stream"')  # Ray writes there, too
+    ]
     shares = [
         json.loads(line)["remembered"]
         for _, errors in outputs

@@ -14,10 +14,12 @@ from raypipe.errors import ConfigError
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
 from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
 from raypipe.rayext.startup import Wait
+from raypipe.streaming.cluster_memory import Collector
 from raypipe.streaming.head_start import HeadStart
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.sample_makers import SampleMakers
-from raypipe.streaming.supervisor import end_actors
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.supervisor import end_actors, stream_name
 from raypipe.transform.fields import MicroBatch
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class PoolStart:
     """Start of a pool.
 
     Args:
+        spec: the stream.
         make_iterators: starts the pool, or on other ranks gets its iterators; calls `check` now and then.
         rank, world_size: number of this rank, and W.
         supervisor: handle of the stream's Supervisor; None = `make_iterators` sets it.
@@ -56,12 +59,14 @@ class PoolStart:
 
     def __init__(
         self,
+        spec: StreamSpec,
         make_iterators: Callable[[PoolStart], PoolIterators],
         rank: int,
         world_size: int = 1,
         supervisor: Any = None,
         head: HeadStart | None = None,
     ) -> None:
+        self._spec = spec
         self._make_iterators = make_iterators
         self._rank = rank
         self._world_size = world_size
@@ -237,7 +242,8 @@ class PoolStart:
         self._iterators = iterators
         self.check()
         connected(self.supervisor, max_actors)
-        self._batches = host_batches(begun(iterators[self._rank]))
+        collect = Collector(self._spec, stream_name(self.supervisor))
+        self._batches = host_batches(begun(iterators[self._rank]), collect)
         if self._world_size == 1:
             self._start_following()
 

@@ -122,7 +122,7 @@ class RayStreams:
             on_last = self._marks.remove
             head = HeadStart(spec, start, rank, world_size, free, threads, on_last)
         make = functools.partial(self._iterators, spec, start)
-        pool = PoolStart(make, rank, world_size, supervisor, head)
+        pool = PoolStart(spec, make, rank, world_size, supervisor, head)
         host = HostStream(
             pool.batches(),
             stop=pool.leave,
@@ -255,6 +255,7 @@ class RayStreams:
             supervisor=pool.supervisor,
             apart=self._apart,
             head_start=pool.has_head_start,
+            hands_over=True,
         )
         return PoolIterators(iterators, max_actors)
 

@@ -248,8 +248,7 @@ class _BlockParts:
     """The micro-batches of a block, in any order; each is copied into the block's memory when it comes.
 
     So micro-batches that a turn has made in its own memory leave that to the next turn, and it keeps no object of
-    the memory. A micro-batch that is handed over by its key is not copied: the block's
-    memory has only the others.
+    the memory. A micro-batch that is handed over by its key is not copied: the block's memory has only the others.
 
     Args:
         block: places of the micro-batches.
@@ -370,13 +369,8 @@ def recall_of(
     if pool.remember == "disk":
         return _on_disk(spec, make, contents, num_bytes)
     splits = _coming_back(spec, contents, least=2)
-    alike = None
-    content = ""
-    training = contents.of_split("train")
-    if training.is_public:
-        order = f"{spec.plan.config.seed}-{spec.plan.config.micro_batch_size}"
-        content = f"{training.digest.hex()}-{order}"
-        alike = Alike(content, stream)
+    content = contents.of_training()
+    alike = Alike(content, stream) if content else None
     cluster = ClusterMemory(stream, num_bytes, content, hands_over)
     num_repeats = _num_repeats(spec, contents)
     recall = Recall(make, contents, cluster, splits, num_repeats, hands_over)

@@ -33,6 +33,13 @@ import raypipe
 from raypipe.rayext.cluster import connect
 
 _LOOK_S = 0.2
+# where the shards are, plan.shuffle, pool.reader
+_WAYS = {
+    "bucket": ("bucket", "auto", "auto"),
+    "disk": ("disk", "auto", "auto"),
+    "bucket, read by actors": ("bucket", "auto", "actors"),
+    "disk, in windows": ("disk", "window", "auto"),
+}
 _NUM_PICTURES = 400  # different images; shards repeat them in other orders
 
 
@@ -159,7 +166,7 @@ def measure(
         address,
         plan=raypipe.PlanConfig(epochs=epochs, micro_batch_size=64, shuffle=shuffle),
         transform=raypipe.TransformConfig(train=preset, size=224),
-        pool=raypipe.PoolConfig(reader=reader),
+        pool=raypipe.PoolConfig(reader=reader, head_start=0),
     )
     result: dict[str, Any] = {
         "open_s": round(time.perf_counter() - begun, 2),
@@ -223,6 +230,7 @@ def main() -> None:
     parser.add_argument("--preset", default="light")
     parser.add_argument("--latency-ms", type=float, default=20)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", default=list(_WAYS), choices=list(_WAYS))
     options = parser.parse_args()
     shards = options.folder / "bucket" / "shards"
     if not shards.exists():
@@ -252,19 +260,13 @@ def main() -> None:
         }
         connect()
         cpu_times = CpuTimes()
-        bucket = "s3://bucket/shards"
-        ways: dict[str, tuple[str, str, str]] = {
-            "bucket": (bucket, "auto", "auto"),
-            "disk": (str(shards), "auto", "auto"),
-            "bucket, read by actors": (bucket, "auto", "actors"),
-            "disk, in windows": (str(shards), "window", "auto"),
-        }
-        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.ways}
         for _ in range(options.rounds):
-            for name, (address, shuffle, reader) in ways.items():
+            for name in options.ways:
+                place, shuffle, reader = _WAYS[name]
                 rounds[name].append(
                     measure(
-                        address,
+                        "s3://bucket/shards" if place == "bucket" else str(shards),
                         shuffle,
                         reader,
                         cache,

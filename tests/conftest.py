@@ -140,7 +140,7 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_cluster_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test started for itself alone, as a command does that runs in this process, is not the next test's."""
+    """Ray that a test started for itself alone, as a command in this process does, is not the next test's."""
     yield
     if _group(request.node) == _OWN and "ray" in sys.modules:
         import ray

@@ -20,8 +20,8 @@ from raypipe.storage.files import RemoteFile, look_up, open_object
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.retries import in_threads, report_progress
 
-# As for whole shards, see `storage.download`.
-_REQUEST_BYTES = 8 << 20
+# Twice as for whole shards, see `storage.download`: a group of a tar of 8 MiB, with its headers, is one request.
+_REQUEST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from raypipe.errors import StoreError
 from raypipe.storage.byte_ranges import ByteRanges, ByteRangesReader
 from raypipe.storage.files import RemoteFile
-from raypipe.storage.local_cache import Unpacked, shared_cache
+from raypipe.storage.local_cache import LocalCache, Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.retries import in_threads
 from raypipe.stores.arrow_values import array_type, to_arrow
@@ -157,43 +157,45 @@ class TarSamples:
         self, numbers: Sequence[int], placed: tuple[str, ...]
     ) -> list[OpenFile | ByteRangesReader]:
         """Return an open file or part for each run of samples; missing ones are fetched, several at a time."""
-        readers = [self._reader_at_hand(number, placed) for number in numbers]
+        cache = shared_cache()
+        readers = [self._reader_at_hand(number, placed, cache) for number in numbers]
         missing = [
             number
             for number, reader in zip(numbers, readers, strict=True)
             if reader is None
         ]
         fetched = iter(
-            in_threads(lambda number: self._fetched(number, placed), missing)
+            in_threads(lambda number: self._fetched(number, placed, cache), missing)
         )
         return [reader or next(fetched) for reader in readers]
 
     def _reader_at_hand(
-        self, number: int, placed: tuple[str, ...]
+        self, number: int, placed: tuple[str, ...], cache: LocalCache
     ) -> OpenFile | ByteRangesReader | None:
         file = self._archives[self._numbers[number]].file
         if isinstance(file, OpenFile):
             return file
-        cache = shared_cache()
-        whole = cache.find(file, OpenFile)
-        if (
-            whole is not None
-            or self._bounds is not self.groups
-            or isinstance(file, Unpacked)
-        ):
-            return whole
+        if self._bounds is not self.groups or isinstance(file, Unpacked):
+            return cache.find(file, OpenFile)
         ranges = self._ranges_of(number, placed)
+        # A look for the whole tar asks the disk, so the part that is open already comes first.
+        is_open: OpenFile | ByteRangesReader | None = cache.find_open(ranges)
+        if is_open is not None:
+            return is_open
+        whole = cache.find(file, OpenFile)
+        if whole is not None:
+            return whole
         return cache.find(ranges, lambda path: ByteRangesReader(path, ranges))
 
     def _fetched(
-        self, number: int, placed: tuple[str, ...]
+        self, number: int, placed: tuple[str, ...], cache: LocalCache
     ) -> OpenFile | ByteRangesReader:
         file = self._archives[self._numbers[number]].file
         assert not isinstance(file, OpenFile), "local tars are at hand"
         if self._bounds is not self.groups or isinstance(file, Unpacked):
-            return shared_cache().get(file, OpenFile)
+            return cache.get(file, OpenFile)
         ranges = self._ranges_of(number, placed)
-        return shared_cache().get(ranges, lambda path: ByteRangesReader(path, ranges))
+        return cache.get(ranges, lambda path: ByteRangesReader(path, ranges))
 
     def _ranges_of(self, number: int, placed: tuple[str, ...]) -> ByteRanges:
         """Return the bytes that columns of a group have in their tar, with small gaps."""
@@ -214,8 +216,9 @@ class TarSamples:
     def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
         """Return whether the files or parts of samples are in the node's cache, or on its disk."""
         placed = tuple(name for name in columns if name != "label")
+        cache = shared_cache()
         return all(
-            self._reader_at_hand(number, placed) is not None
+            self._reader_at_hand(number, placed, cache) is not None
             for number, _ in by_part(indices, self._bounds)
         )
 

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -32,13 +33,16 @@ from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.processes import this_process
 from raypipe.rayext.trace_sender import sending_trace
-from raypipe.storage.retries import outages_s
+from raypipe.storage.retries import Threads, outages_s
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.blocks import MAX_BYTES, Block, cut, most, tasks
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.transform.samples import Samples, Wanted, read_samples
 
 _LOOK_S = 0.05
+# What two cores transform in half a second, in this many rows at most.
+_AHEAD_BYTES = 64 << 20
+_MAX_AHEAD = 16
 
 
 class MicroBatchSource(Datasource):
@@ -147,7 +151,11 @@ class MicroBatchSource(Datasource):
         with self._traced():
             every_place = itertools.chain([position], places)
             blocks = cut(every_place, self._ranks, sizes)
-            yield from self._blocks(blocks, task, careful)
+            rows = self._blocks(blocks, task, careful)
+            # who is careful says what it reads, and may be killed by it
+            if self._readers and not careful:
+                rows = _ahead(rows)
+            yield from rows
         if task:
             self._supervisor.reader_finished.remote(task)
 
@@ -225,3 +233,17 @@ class MicroBatchSource(Datasource):
     def _tell(self, task: str, reading: str) -> None:
         if error := ray.get(self._supervisor.announce_read.remote(task, reading)):
             raise ResourceError(error)
+
+
+def _ahead(rows: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Yield rows, of which a thread makes about _AHEAD_BYTES before they are asked for.
+
+    So the groups of the next window are fetched while the actors are still busy with those of this one.
+    """
+    with Threads(1) as thread:
+        reading = deque([thread.submit(next, rows, None)])
+        while (row := reading.popleft().result()) is not None:
+            num_ahead = min(_MAX_AHEAD, 1 + _AHEAD_BYTES // row.nbytes)
+            while len(reading) < num_ahead:
+                reading.append(thread.submit(next, rows, None))
+            yield row

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import without_ray
 from ray import cloudpickle
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, ResourceError
+from raypipe.errors import ConfigError, ResourceError, StoreError
 from raypipe.metrics.records import read_records
 from raypipe.plan.places import PADDING, Cursor, Split
 from raypipe.plan.schedule import Plan
@@ -108,6 +110,69 @@ def test_what_the_actors_read_themselves_travels_as_its_place_alone() -> None:
     assert [row["label"] is None for row in found] == [True, True, False, False]
     nobody_reads = rows(plan, plan.start(), {})
     assert nobody_reads == [row | {"image": None, "label": None} for row in found]
+
+
+class ReadByThread(MemoryStore):
+    """It counts the reads of its samples, and lets nobody read one of them."""
+
+    def __init__(self, size: int, unreadable: int = -1) -> None:
+        super().__init__([bytes([i]) for i in range(size)], np.arange(size))
+        self._unreadable = unreadable
+        self.changed = threading.Condition()
+        self.num_reads = 0
+
+    def read(
+        self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
+    ) -> Columns:
+        with self.changed:
+            self.num_reads += 1
+            self.changed.notify_all()
+        if self._unreadable in indices:
+            raise StoreError("sample is lost")
+        return super().read(indices, columns)
+
+
+def rows_of(train: ReadByThread) -> Iterator[pa.Table]:
+    """Of the last task, from sample 48 on."""
+    plan = make_plan(PlanConfig(epochs=1, micro_batch_size=1, shuffle="off"), train)
+    source = MicroBatchSource(plan, plan.start(), {"train": train})
+    *_, last = source.get_read_tasks(1)
+    return iter(last())
+
+
+def num_reading() -> int:
+    return sum("ThreadPool" in thread.name for thread in threading.enumerate())
+
+
+def test_rows_are_read_before_they_are_asked_for_and_not_all_at_once() -> None:
+    train = ReadByThread(100)
+    rows = rows_of(train)
+    next(rows)
+    with train.changed:
+        assert train.changed.wait_for(lambda: train.num_reads == 17, timeout=60)
+        assert not train.changed.wait_for(lambda: train.num_reads > 17, timeout=0.2)
+    next(rows)
+    with train.changed:
+        assert train.changed.wait_for(lambda: train.num_reads == 18, timeout=60)
+    rows.close()
+
+
+def test_an_error_of_the_store_comes_after_the_rows_before_it() -> None:
+    rows = rows_of(ReadByThread(100, unreadable=57))
+    assert [row["label"].to_pylist() for row in itertools.islice(rows, 9)] == [
+        [[label]] for label in range(48, 57)
+    ]
+    with pytest.raises(StoreError, match="sample is lost"):
+        next(rows)
+
+
+def test_a_source_that_is_left_in_the_middle_reads_no_more() -> None:
+    before = num_reading()
+    rows = rows_of(ReadByThread(100))
+    next(rows)
+    assert num_reading() == before + 1
+    rows.close()
+    assert num_reading() == before
 
 
 def test_a_short_schedule_is_one_task_whatever_parallelism_is_asked_for() -> None:

@@ -6,7 +6,8 @@
 Each run is a new process, which imports raypipe, opens the store, makes a loader, and takes one micro-batch. At
 that moment it reads the CPU times of its descendants from Linux, and again after `--after` seconds: what a start
 puts off is not saved. With `--seconds` it takes micro-batches for so long, and counts their images. Several
-settings of the pool take turns. Prints a table of medians for each; the last line is JSON.
+settings of the pool take turns. `--burners` starts processes that keep a core busy each, meanwhile. Prints a table
+of medians for each; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -170,12 +171,26 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=0.0, help="to take micro-batches for"
     )
+    parser.add_argument("--burners", type=int, default=0, metavar="PROCESSES")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         _run(options)
         return
+    burners = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(options.burners)
+    ]
+    try:
+        _measure(options)
+    finally:
+        for burner in burners:
+            burner.kill()
+
+
+def _measure(options: argparse.Namespace) -> None:
+    """Run all settings in turn, and print their medians."""
     environment = os.environ | dict(pair.split("=", 1) for pair in options.env)
     runs: dict[str, list[Any]] = {pool: [] for pool in options.pool}
     for _ in range(options.repeats):

@@ -1,10 +1,12 @@
-"""What a trace costs: CPU time per image of a stream with and without one, in turn.
+"""What a trace costs: CPU time per image of a stream while it is traced, and after the trace has ended.
 
-    python benchmarks/trace_cost.py imagenet-500.tar [--transform light] [--seconds 15] [--repeats 3]
+    python benchmarks/trace_cost.py imagenet-500.tar [--transform light] [--seconds 8] [--repeats 3]
     python benchmarks/trace_cost.py cifar10-train.parquet --transform small --size 32 --batch 1024
 
-CPU time is that of all processes of the stream, its local cluster's included, from the end of a warm-up on. The
-last line is JSON.
+Two streams differ by more than a trace costs, so both figures are of one stream, some seconds after another.
+Streams without a trace are measured in the same two spans of time, in turn with the others: their ratio is that of
+the spans alone, and the cost is what the traced streams' ratio has more. CPU time is that of all processes of the
+stream, its local cluster's included. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 
-_WARM_UP_S = 8.0  # actors start, and blocks grow
+_WARM_UP_S = 10.0  # actors start, and blocks grow
+_WRITING_S = 4.0  # the trace is written
 
 
 def cpu_by_process() -> dict[tuple[int, float], float]:
@@ -43,7 +47,7 @@ def cpu_by_process() -> dict[tuple[int, float], float]:
 
 
 def measured(args: argparse.Namespace, traced: bool) -> dict[str, float]:
-    """Take batches of a stream for a while: its images/s, and CPU microseconds per image."""
+    """Take batches of a stream for a while: CPU microseconds per image in two spans, the first of them traced."""
     spec = raypipe.open_stream(
         args.store,
         plan=PlanConfig(
@@ -54,39 +58,40 @@ def measured(args: argparse.Namespace, traced: bool) -> dict[str, float]:
     )
     trace: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
         if traced:
-            trace = {"trace": Path(folder) / "trace.json", "trace_s": 1e6}
+            trace = {"trace": file, "trace_s": _WARM_UP_S + args.seconds}
         with raypipe.loader(spec, max_actors=args.actors, **trace) as loader:
             batches = (batch for epoch in loader.epochs() for batch in epoch.train)
             next(batches)
-            images = 0
-            begins = time.monotonic() + _WARM_UP_S
-            ends = begins + args.seconds
-            before: dict[tuple[int, float], float] = {}
-            since = 0.0
-            for batch in batches:
-                now = time.monotonic()
-                if now < begins:
-                    continue
-                if not before:
-                    before = cpu_by_process()
-                    since = now
-                    continue
-                images += len(batch.index)
-                if now > ends:
-                    break
-            after = cpu_by_process()
-            taken_s = time.monotonic() - since
+            begun = time.monotonic()
+            begin_s = _WARM_UP_S
+            first = span(batches, begun + begin_s, begun + begin_s + args.seconds)
+            begin_s += args.seconds + _WRITING_S
+            second = span(batches, begun + begin_s, begun + begin_s + args.seconds)
         events = 0
         if traced:
-            kept = json.loads(trace["trace"].read_text())["traceEvents"]
-            events = len(kept)
+            events = len(json.loads(file.read_text())["traceEvents"])
+    return {"first": first, "second": second, "events": events}
+
+
+def span(batches: Iterator[Any], begin: float, end: float) -> float:
+    """CPU microseconds per image from one moment to another, on the clock of time.monotonic."""
+    images = 0
+    before: dict[tuple[int, float], float] = {}
+    for batch in batches:
+        now = time.monotonic()
+        if now < begin:
+            continue
+        if not before:
+            before = cpu_by_process()
+            continue
+        images += len(batch.index)
+        if now > end:
+            break
+    after = cpu_by_process()
     spent = sum(after[process] - before.get(process, 0.0) for process in after)
-    return {
-        "images_per_s": images / taken_s,
-        "cpu_us_per_image": spent / images * 1e6,
-        "events": events,
-    }
+    return spent / images * 1e6
 
 
 def main() -> None:
@@ -96,35 +101,29 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     connect()
-    found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    ratios: dict[bool, list[float]] = {False: [], True: []}
     for repeat in range(args.repeats):
         for traced in (bool(repeat % 2), not repeat % 2):
             figures = measured(args, traced)
-            found[traced].append(figures)
+            ratios[traced].append(figures["first"] / figures["second"])
             kind = "traced" if traced else "plain"
             print(
-                f"{kind:7}{figures['cpu_us_per_image']:9.1f} us of CPU per image"
-                f"{figures['images_per_s']:10,.0f} images/s{figures['events']:8} events",
+                f"{kind:7}{figures['first']:9.1f} us of CPU per image, then {figures['second']:9.1f}: "
+                f"{ratios[traced][-1]:.3f}{figures['events']:8} events",
                 flush=True,
             )
-    medians = {
-        name: statistics.median(run["cpu_us_per_image"] for run in found[traced])
-        for name, traced in (("plain_us", False), ("traced_us", True))
-    }
-    paired = [
-        traced["cpu_us_per_image"] / plain["cpu_us_per_image"]
-        for plain, traced in zip(found[False], found[True], strict=True)
-    ]
+    plain = statistics.median(ratios[False])
+    of_traced = statistics.median(ratios[True])
     result = {
         "store": args.store,
         "transform": args.transform,
-        **medians,
-        "ratio": medians["traced_us"] / medians["plain_us"],
-        "median_of_pairs": statistics.median(paired),
+        "plain": plain,
+        "traced": of_traced,
+        "cost": of_traced / plain - 1,
         "repeats": args.repeats,
     }
     print(json.dumps(result))

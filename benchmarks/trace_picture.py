@@ -43,7 +43,7 @@ Track = tuple[int, int]
 def names_of(events: list[dict[str, Any]]) -> tuple[dict[int, str], dict[Track, str]]:
     """Names of processes and of threads."""
     processes = {
-        event["pid"]: event["args"]["name"].partition(",")[0].rstrip(")") + ")"
+        event["pid"]: event["args"]["name"].partition(" (")[0]
         for event in events
         if event["name"] == "process_name"
     }

@@ -43,6 +43,10 @@ VARIABLES = {
         "unset",
         "set by raypipe in the processes of a cluster that it has started on one machine; do not set it",
     ),
+    "RAYPIPE_EARLY_IMPORTS": Variable(
+        "unset",
+        "set by raypipe in the processes of a cluster that it has started on one machine for a run; do not set it",
+    ),
     "RAYPIPE_TWEAKS": Variable(
         "`1`",
         "`0` = leave Ray's start, its statistics and its log lines as they are: a start takes longer, and "

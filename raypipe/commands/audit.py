@@ -25,6 +25,11 @@ def audit(
     proof: int = 0,
     check: str = "",
     output: str = "",
+    train: str | dict[str, str] = "",
+    val: str = "",
+    train_transform: str = "",
+    val_transform: str = "",
+    augment: str = "",
     trust_run_code: bool = False,
 ) -> dict[str, Any]:
     """Check a run's hashes, and make random micro-batches again to compare them.
@@ -47,6 +52,11 @@ def audit(
         proof: write proofs of this step's micro-batches, without making them; steps count from 1.
         check: a file of proofs: check it, and make its micro-batches again.
         output: the file for the proofs, a local path or a URI.
+        train: the training store, where it is now; {NAME: STORE, …} of a mixture.
+        val: the validation store, where it is now.
+        train_transform: MODULE:NAME of a transform that was an object.
+        val_transform: the same for validations.
+        augment: MODULE:NAME of a device augmentation that was an object.
         trust_run_code: audit a run whose folder another user owns, with the code and the pickles that it names.
     """
     # they import torch
@@ -55,7 +65,15 @@ def audit(
     if bool(proof) != bool(output):
         raise ConfigError("--proof STEP and --output FILE go together")
     begun = time.perf_counter()
-    run = open_run(folder, trust_run_code=trust_run_code)
+    values = {
+        "train": train,
+        "val": val,
+        "train_transform": train_transform,
+        "val_transform": val_transform,
+        "augment": augment,
+    }
+    given = {name: value for name, value in values.items() if value}
+    run = open_run(folder, trust_run_code=trust_run_code, **given)
     if check:
         result = _checked_proofs(run, check, root)
     elif proof:
@@ -140,7 +158,7 @@ def _checked_proofs(run: RecordedRun, address: str, root: str) -> dict[str, Any]
             wrong.append(
                 f"{proof['micro_batch']}: the proof is of another root, {proof['root']}"
             )
-        place = place_of(str(proof["micro_batch"]))
+        place = run.check_place(place_of(str(proof["micro_batch"])))
         made = stream_hash(replayed.on_cpu(place)).hex()
         if made != proof["hash"]:
             wrong.append(

@@ -19,6 +19,8 @@ from raypipe.streaming.headspace import HeadspaceRecord, to_gain
 _MIN_EPOCHS = 10_000
 # Records of the training that a rate needs, after those in which the pool still grows.
 _MIN_RECORDS = 3
+# With these so many are left.
+_MIN_RECORDS_OF_RUN = 5
 
 
 def bench_headspace(
@@ -28,7 +30,7 @@ def bench_headspace(
 
     Args:
         target: the folder of a run, which then keeps the result, or the address of a store.
-        seconds: how long each training takes, from its first step on.
+        seconds: how long each training takes, from its first step on; longer until it has some records.
         repeats: how often to do both; their order changes.
 
     Raises:
@@ -38,15 +40,19 @@ def bench_headspace(
         target,
         "run it with raypipe.loader(spec, run_dir=…, headspace=True), and its diagnosis says the same",
     )
-    epochs = max(run.plan.epochs, _MIN_EPOCHS)
-    run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, epochs=epochs))
+    run = lasting(run)
     rates: dict[bool, list[float]] = {False: [], True: []}
     workers = 1
     for repeat in range(repeats):
         for headspace in (bool(repeat % 2), not repeat % 2):
             train = dataclasses.replace(run.train, headspace=headspace)
             name = "headspace" if headspace else "stream"
-            short = ShortRun(dataclasses.replace(run, train=train), name, seconds)
+            short = ShortRun(
+                dataclasses.replace(run, train=train),
+                name,
+                seconds,
+                _MIN_RECORDS_OF_RUN,
+            )
             with short.done():
                 if not short.records:
                     raise ConfigError("the run was stopped before it was measured")
@@ -67,6 +73,22 @@ def bench_headspace(
         "versions": versions(),
         "text": to_gain(of_stream, nothing),
     }
+
+
+def lasting(run: RunConfig) -> RunConfig:
+    """Return settings of a run that does not end, with the augmentation of the middle of the run throughout. Pure.
+
+    Ramps of its strength would stay at their beginning, where nothing is augmented.
+    """
+    epochs = max(run.plan.epochs, _MIN_EPOCHS)
+    transform = run.transform.strength_at(0.5)
+    augment = run.augment.strength_at(0.5)
+    return dataclasses.replace(
+        run,
+        plan=dataclasses.replace(run.plan, epochs=epochs),
+        transform=dataclasses.replace(run.transform, strength=transform),
+        augment=dataclasses.replace(run.augment, strength=augment),
+    )
 
 
 def rate_of(records: list[dict[str, Any]], global_batch_size: int) -> float:

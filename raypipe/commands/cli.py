@@ -9,7 +9,9 @@ Exit codes: 0 done; 1 an error, a comparison that found a difference, or a faile
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -44,6 +46,8 @@ from raypipe.packages import installed_version
 from raypipe.printing import print_table
 
 _END_S = 20.0  # limit for the end of Ray after an error or a signal
+# Libraries that print each of their objects that Python does not collect at its exit.
+_TELL_LEAKS = {"jaxlib", "triton"}
 
 logger = logging.getLogger("raypipe.commands.cli")  # also where `python -m` runs it
 
@@ -170,6 +174,7 @@ def _finish(
 
     A run has done its work, and its folder has the result, so it keeps its code where standard output is full.
     """
+    atexit.register(_leave_objects)
     try:
         result = command()
         _shutdown()
@@ -199,6 +204,12 @@ def _finish(
         with _ending(130):
             _shutdown()
         sys.exit(130)
+
+
+def _leave_objects() -> None:
+    """Let Python exit without a look for cycles among all objects of torch and Ray, which takes a second."""
+    if not _TELL_LEAKS & sys.modules.keys():
+        gc.freeze()
 
 
 def _tell(error: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from raypipe.commands.picture import Tile
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.mixing import Mix, check_mixable
+from raypipe.device.mixing import Mix
 from raypipe.device.prefetcher import on_device
 from raypipe.errors import SampleError
 from raypipe.plan.places import MicroBatchId
@@ -42,7 +42,6 @@ from raypipe.transform.fields import (
 )
 from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
 from raypipe.transform.targets import decode_targets
-from raypipe.transform.views import makes_views
 
 _CPU = torch.device("cpu")
 
@@ -52,15 +51,13 @@ class Preview:
 
     def __init__(self, spec: StreamSpec, augment: AugmentConfig) -> None:
         self._ending = spec.endings.get("train")
-        augment = normalization(self._ending, augment) or augment
+        augment = normalization(augment, self._ending) or augment
         self.plan = spec.plan
         self.store = spec.stores["train"]
         self.augment = augment
         self._columns = spec.columns
         self._wanted = spec.wanted
         self._targets = spec.transform.target_columns
-        if target := spec.columns.target:
-            check_mixable(augment, target.dtype, target.shape)
         # Any number of bad samples is shown.
         self._config = replace(spec.transform, max_bad_fraction=1)
         spec = replace(spec, transform=self._config)
@@ -68,10 +65,14 @@ class Preview:
         self._decoding = (
             Decoding(spec, _CPU) if spec.transform.decode == "device" else None
         )
-        views = makes_views(spec.transforms["train"])
-        has_target = spec.columns.has_target
+        batches = spec.device_input
         self._device = DeviceAugment(
-            augment, _CPU, targets=self._targets, views=views, has_label=has_target
+            augment,
+            _CPU,
+            targets=batches.targets,
+            views=batches.has_views,
+            has_label=batches.has_target,
+            target=batches.target,
         )
 
     def tiles(

@@ -179,10 +179,9 @@ def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
         return {"output": None, "no_picture": str(error)}
     from raypipe.commands.picture import draw_sheet
 
-    first = places[0]
-    title = f"{replay.run.address}: {first}"
+    title = f"{replay.run.address}: {_titled(replay, places[0])}"
     if len(places) > 1:
-        title += f" to {places[-1]}"
+        title += f" to {_titled(replay, places[-1])}"
     per_line = max(1, _TILES_A_LINE // len(names))
     picture = draw_sheet(groups, title, names, per_line)
     try:
@@ -190,6 +189,13 @@ def _picture(replay: Replay, places: list[MicroBatchId], output: str) -> dict[st
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error}") from error
     return {"output": output, "pictured": len(groups)}
+
+
+def _titled(replay: Replay, place: MicroBatchId) -> str:
+    """The place of a micro-batch for a title, with its name in logs."""
+    if place.split == "val":
+        return str(place)
+    return f"step {replay.run.step_of(place)}, micro-batch {place.micro} ({place})"
 
 
 def _groups(
@@ -212,6 +218,10 @@ def _groups(
             augment = stream.augment or AugmentConfig()
             previews[id(stream)] = Preview(stream.spec, augment)
         tiles, names = previews[id(stream)].of_micro_batch(batch, room)
+        if stream.augment is None and "augmented" in names:
+            # the model saw what the CPU made
+            tiles = [group[:1] for group in tiles]
+            names = names[:1]
         for row, group in zip(replay.samples_of(place), tiles, strict=False):
             groups.append(_captioned(row, group))
     return groups, names
@@ -225,6 +235,7 @@ def _captioned(row: dict[str, Any], group: list[Tile]) -> list[Tile]:
     last = group[-1].lines
     if row["mixed"]:
         last = (*last, row["mixed"].rpartition(" of ")[2])
+    last = (*last, *row["augmented"])
     tiles = [changed(group[0], lines=first), *group[1:]]
     if len(tiles) > 1:
         tiles[-1] = changed(tiles[-1], lines=last)
@@ -272,7 +283,8 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     label = "" if row["label"] is None else str(row["label"])
     if row["class"] not in (None, label):
         label = f"{label} {row['class']}"
-    drawn = "; ".join(filter(None, [*row["drawn"], row["mixed"]]))
+    phrases = [*row["drawn"], *row["augmented"], row["mixed"]]
+    drawn = "; ".join(filter(None, phrases))
     if row["bad"]:
         drawn = f"stands in for a bad sample ({row['bad']}); {drawn}"
     cells = {name: str(row[name]) for name in ("step", "micro", "row", "index", "name")}

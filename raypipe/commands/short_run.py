@@ -40,6 +40,7 @@ class ShortRun:
         run: its configuration; its name is not used, and nothing is resumed.
         name: the first part of its folder's name.
         seconds: how long it trains.
+        min_records: records of its training that it has at least, however long they take.
 
     Attributes:
         uri: its folder.
@@ -47,7 +48,9 @@ class ShortRun:
         figures: its result, see `raypipe.launch.run.launch`.
     """
 
-    def __init__(self, run: RunConfig, name: str, seconds: float) -> None:
+    def __init__(
+        self, run: RunConfig, name: str, seconds: float, min_records: int = 1
+    ) -> None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self._run = dataclasses.replace(
             run, name=f"{name}-{now}-{secrets.token_hex(2)}", resume=""
@@ -57,6 +60,7 @@ class ShortRun:
         if run.train.headspace:
             self._records_uri = join_address(self.uri, HEADSPACE_FOLDER)
         self._seconds = seconds
+        self._min_records = min_records
         self._ended = threading.Event()
         self.records: list[dict[str, Any]] = []
         self.figures: dict[str, Any] = {}
@@ -70,7 +74,8 @@ class ShortRun:
         watching.start()
         try:
             # no other command but `train` needs the whole program
-            self.figures = import_module("raypipe.launch.run").launch(self._run)
+            launch = import_module("raypipe.launch.run").launch
+            self.figures = launch(self._run, folder_stays=False)
         finally:
             self._ended.set()
             watching.join()
@@ -80,16 +85,24 @@ class ShortRun:
             self._remove()
 
     def _stop_in_time(self) -> None:
-        look_s = _LOOK_REMOTE_S if is_remote(self.uri) else _LOOK_S
-        while not self._ended.wait(look_s):
-            self.records = self._trained()
-            if self.records:
-                break
+        self._wait_for_records(1)
         self._ended.wait(self._seconds)
+        self._wait_for_records(self._min_records)
         # a run that has ended may have removed them
         self.records = self._trained() or self.records
         if not self._ended.is_set():
             request_stop(self.uri)
+
+    def _wait_for_records(self, num: int) -> None:
+        """Wait until the training has so many records, or has ended."""
+        look_s = _LOOK_REMOTE_S if is_remote(self.uri) else _LOOK_S
+        while not self._ended.is_set():
+            trained = [
+                record for record in self._trained() if record["kind"] == "train"
+            ]
+            if len(trained) >= num:
+                return
+            self._ended.wait(look_s)
 
     def _trained(self) -> list[dict[str, Any]]:
         """The records of the training so far, with those of its starts."""

@@ -21,6 +21,8 @@ def when(
     bad: bool = False,
     flagged: bool = False,
     split: Literal["train", "val"] = "train",
+    train: str | dict[str, str] = "",
+    val: str = "",
     trust_run_code: bool = False,
 ) -> dict[str, Any]:
     """Find the steps of a run that drew a sample, and those that will draw it.
@@ -42,6 +44,8 @@ def when(
         bad: find all samples that the run could not use instead, which its quarantine/ records.
         flagged: list the micro-batches that the loop has flagged instead, by `loader.flag`.
         split: the store that has the sample, train or val.
+        train: the training store, where it is now; {NAME: STORE, …} of a mixture.
+        val: the validation store, where it is now.
         trust_run_code: open the folder although another user owns it, and pickles in it; both run code.
 
     Returns:
@@ -62,7 +66,7 @@ def when(
         raise ConfigError(
             "raypipe when needs one of: a sample, --bad for all bad ones, --flagged for what the loop has flagged"
         )
-    run = open_run(folder, trust_run_code=trust_run_code)
+    run = open_run(folder, trust_run_code=trust_run_code, **given_of(train, val))
     history = History(run)
     samples: list[SampleHistory] = []
     flags: list[dict[str, Any]] = []
@@ -82,9 +86,16 @@ def when(
     }
 
 
+def given_of(train: str | dict[str, str], val: str) -> dict[str, Any]:
+    """Return the stores that options name instead of the recorded ones."""
+    return {name: value for name, value in (("train", train), ("val", val)) if value}
+
+
 def index_or_name(text: str) -> int | str:
-    """Return an index as a number; a number with leading zeros is a name."""
-    return int(text) if text.isdecimal() and text == str(int(text)) else text
+    """Return an index as a number, also a negative one, for the error; with leading zeros it is a name."""
+    digits = text.removeprefix("-")
+    is_number = digits.isascii() and digits.isdecimal() and digits == str(int(digits))
+    return int(text) if is_number else text
 
 
 def _plain(sample: SampleHistory) -> dict[str, Any]:

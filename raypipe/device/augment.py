@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -35,8 +35,16 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
-from raypipe.device.fused import PRESETS, Fused, addcmul, apply, draw_params, pack
-from raypipe.device.mixing import Mix, draw_mix, mix
+from raypipe.device.fused import (
+    PRESETS,
+    Fused,
+    FusedParams,
+    addcmul,
+    apply,
+    draw_params,
+    pack,
+)
+from raypipe.device.mixing import Mix, check_mixable, draw_mix, mix
 from raypipe.device.modules import (
     CHANGES_SIZE,
     Augmented,
@@ -49,11 +57,9 @@ from raypipe.device.ring import hand_over, new_event, new_stream, numbered
 from raypipe.errors import ConfigError
 from raypipe.mistakes import did_you_mean
 from raypipe.plan.order import Domain
+from raypipe.transform.columns import ColumnType
 from raypipe.transform.fields import IMAGE, LABEL, VIEW, images_in
 from raypipe.transform.views import view_key
-
-DeviceOperation = Callable[[torch.Tensor, float], torch.Tensor]
-"""(float images (B, 3, H, W) in [0, 1], strength in [0, 1]) → the same kind, random by torch's CPU generator."""
 
 _SHOWN_CHARACTERS = 2000  # a record of a run has so many of a module's text
 
@@ -124,16 +130,20 @@ class DeviceAugment:
             them.
         views: whether training batches have views, which cannot be mixed.
         has_label: whether batches have a target.
+        target: its type; None = classes, int64.
 
     Raises:
         ConfigError: an operation or the module does not exist, or refuses its parameters; or, with targets, moves,
-            erases or mixes pixels, or mixes views. (A user's own module is not checked.)
+            erases or mixes pixels, or mixes views; or mixes targets that have no mixture. (A user's own module is
+            not checked.)
 
     Attributes:
         config: with the module as an object, and the normalization that it ends with.
         normalize: normalization, which is all that validations get.
         mixes: whether batches have two targets, see `Batch.mix`.
         normalizes: whether the module normalizes, and nothing behind it.
+        preset: the operations of the preset; None = it has none.
+        operations: Kornia's operations that follow it.
     """
 
     def __init__(
@@ -144,7 +154,10 @@ class DeviceAugment:
         targets: Collection[str] = (),
         views: bool = False,
         has_label: bool = True,
+        target: ColumnType | None = None,
     ) -> None:
+        if target:
+            check_mixable(config, target.dtype, target.shape)
         self._mixing = [
             name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)
         ]
@@ -158,11 +171,11 @@ class DeviceAugment:
                 # weights of a user's class may be drawn
                 self.config = config = resolved(config)
             self.normalize = Normalize(config, self.device, dtype)
-        self._fused = _fitting_preset(config, bool(targets))
+        self.preset = _fitting_preset(config, bool(targets))
         channels = len(config.mean)
         self._module: UserModule | None = None
         with pinned(self.device):
-            self._operations = [
+            self.operations = [
                 build_operation(entry, bool(targets), channels) for entry in config.ops
             ]
             if config.module:
@@ -240,15 +253,12 @@ class DeviceAugment:
     def _views(
         self, views: Mapping[str, torch.Tensor], seed: int, strength: float
     ) -> dict[str, torch.Tensor]:
-        if not (self._fused or self._operations or self._module):
+        if not (self.preset or self.operations or self._module):
             return {name: self.normalize(view) for name, view in views.items()}
         augmented = {}
         for name, view in views.items():
             crops = [view] if view.ndim == 4 else view.unbind(1)
-            seeds = (
-                int(view_key(name, i, Domain.VIEW_ON_DEVICE, seed)[0]) >> 1
-                for i in range(len(crops))
-            )
+            seeds = [view_seed(name, number, seed) for number in range(len(crops))]
             counts = np.ones(len(view), bool)
             of_view = [
                 self._augmented(Augmented(crop, {}), counts, of_crop, strength).image
@@ -338,17 +348,16 @@ class DeviceAugment:
         """Augment and normalize, without mixing by the configuration."""
         image = augmented.image
         module = self._module
-        if image.dtype != torch.uint8 and (self._fused or self._operations or module):
+        if image.dtype != torch.uint8 and (self.preset or self.operations or module):
             image = scaled(image)
-        if self._fused:
+        if self.preset:
             rows, _, height, width = image.shape
-            rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
-            params = draw_params(self._fused, rng, rows, height, width, strength)
-            packed = torch.from_numpy(pack(self._fused, params, height, width))
+            params = preset_params(self.preset, seed, (rows, height, width), strength)
+            packed = torch.from_numpy(pack(self.preset, params, height, width))
             image = apply(
-                self._fused, image, packed.to(image.device, non_blocking=True)
+                self.preset, image, packed.to(image.device, non_blocking=True)
             )
-        if not (self._operations or module):
+        if not (self.operations or module):
             return Augmented(self.normalize(image), augmented.targets)
         if not image.is_floating_point():
             image = scaled(image)
@@ -356,7 +365,7 @@ class DeviceAugment:
             all_seeded(seed) if module else contextlib.nullcontext(),
             _seeded(seed, self.device),
         ):
-            for operation in self._operations:
+            for operation in self.operations:
                 image = operation(image, strength)
             augmented = Augmented(image, augmented.targets)
             if module:
@@ -458,35 +467,65 @@ def _applied(module: Any, image: torch.Tensor) -> torch.Tensor:
     return module(image, params=module.forward_parameters(image.shape))
 
 
-def build_operation(
-    entry: dict[str, Any], targets: bool = False, channels: int = 3
-) -> DeviceOperation:
-    """Build one configured operation on images with this many channels; raises ConfigError as
-    `DeviceAugment`."""
-    from kornia.augmentation.auto.base import PolicyAugmentBase
+class KorniaOperation:
+    """A configured operation of Kornia's on float images (B, C, H, W) in [0, 1], random by torch's CPU generator.
 
-    operation = _operation_class(entry["op"], targets, channels)
-    module = _tried_module(operation, entry, channels)
-    probability = float(getattr(module, "p", 1.0))
-    is_policy = isinstance(module, PolicyAugmentBase)
-    is_scaled = entry["op"] not in CHANGES_SIZE
+    Attributes:
+        op: its name.
+        module: Kornia's module, which keeps what it drew last.
+        chosen: bool (B,), on the host: rows that a policy was applied to last; None = all.
+    """
 
-    def apply(image: torch.Tensor, strength: float) -> torch.Tensor:
-        """The strength is the share of rows that a policy is applied to, and scales the probability of others."""
-        if is_policy:
+    def __init__(self, op: str, module: Any) -> None:
+        from kornia.augmentation.auto.base import PolicyAugmentBase
+
+        self.op = op
+        self.module = module
+        self.chosen: torch.Tensor | None = None
+        self._is_policy = isinstance(module, PolicyAugmentBase)
+        self._is_scaled = op not in CHANGES_SIZE and not self._is_policy
+        self._probability = float(getattr(module, "p", 1.0))
+
+    def __call__(self, image: torch.Tensor, strength: float) -> torch.Tensor:
+        """Apply it.
+
+        Args:
+            strength: the share of rows that a policy is applied to; it scales the probability of others.
+        """
+        chosen = None
+        if self._is_policy:
             chosen = torch.rand(len(image)) < strength
-        else:
-            chosen = None
-        if is_scaled and not is_policy:
-            module.p = probability * strength
-        result = _applied(module, image)
+        if self._is_scaled:
+            self.module.p = self._probability * strength
+        result = _applied(self.module, image)
+        self.chosen = chosen
         if chosen is None or strength >= 1:
             return result
         return torch.where(
             chosen.view(-1, 1, 1, 1).to(image.device, non_blocking=True), result, image
         )
 
-    return apply
+
+def build_operation(
+    entry: dict[str, Any], targets: bool = False, channels: int = 3
+) -> KorniaOperation:
+    """Build one configured operation on images with this many channels; raises ConfigError as
+    `DeviceAugment`."""
+    operation = _operation_class(entry["op"], targets, channels)
+    return KorniaOperation(entry["op"], _tried_module(operation, entry, channels))
+
+
+def preset_params(
+    preset: Fused, seed: int, shape: tuple[int, int, int], strength: float
+) -> FusedParams:
+    """Draw the parameters of a preset for a micro-batch of a seed; its images have the shape (B, H, W)."""
+    rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
+    return draw_params(preset, rng, *shape, strength)
+
+
+def view_seed(name: str, crop: int, seed: int) -> int:
+    """Return the seed of a crop of a view, of that of its micro-batch."""
+    return int(view_key(name, crop, Domain.VIEW_ON_DEVICE, seed)[0]) >> 1
 
 
 def _operation_class(op: str, targets: bool, channels: int) -> Any:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-from raypipe.errors import ConfigError, StoreError
+from raypipe.errors import ConfigError
+from raypipe.history.quarantined import (
+    BadRecord,
+    names_of_records,
+    read_bad_samples,
+)
+from raypipe.history.record_checks import damage_told, number
 from raypipe.history.recorded import RecordedRun, place_of
 from raypipe.metrics.records import STATUS, read_records
 from raypipe.plan.places import MicroBatchId, SamplePlace, Split
-from raypipe.storage.files import read_json, read_whole
-from raypipe.storage.filesystem import (
-    exists,
-    join_address,
-    open_filesystem,
-)
+from raypipe.storage.files import read_json
+from raypipe.storage.filesystem import exists, join_address
 from raypipe.stores.base import Store, name_of
 
 _NUM_NAMED = 3  # samples that an error about a name lists
+_MAX_EPOCHS = 1_000_000  # a longer run is refused
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,14 @@ class SampleHistory:
         return len(self.draws) - self.num_drawn
 
 
+class _BadDraw(NamedTuple):
+    place: MicroBatchId
+    record: BadRecord
+
+
+_Key = tuple[Split, int]
+
+
 class History:
     """The draws of a run's samples; it reads the run's record once.
 
@@ -95,18 +105,23 @@ class History:
         status = join_address(run.address, STATUS)
         records = read_records(run.address)
         if exists(status):
-            self.num_done = int(read_json(status)["step"])
+            with damage_told(status):
+                self.num_done = number(read_json(status)["step"], "step")
         else:
             self.num_done = int(max((each["step"] for each in records), default=0))
         self._validated = {
             record.get("epoch") for record in records if record.get("kind") == "val"
         }
-        self._bad = defaultdict[tuple[Split, int], list[dict[str, Any]]](list)
-        self._stood_in = defaultdict[tuple[Split, int], list[dict[str, Any]]](list)
-        for record in _quarantined(run.stream.quarantine):
-            self._bad[record["split"], record["index"]].append(record)
-            if record["substitute"] is not None:
-                self._stood_in[record["split"], record["substitute"]].append(record)
+        self._bad = defaultdict[_Key, list[_BadDraw]](list)
+        self._stood_in = defaultdict[_Key, list[_BadDraw]](list)
+        folder = run.stream.quarantine
+        for name in names_of_records(folder) if folder else ():
+            place = run.check_place(place_of(name))
+            for record in read_bad_samples(folder, place):
+                draw = _BadDraw(place, record)
+                self._bad[place.split, record.index].append(draw)
+                if record.substitute is not None:
+                    self._stood_in[place.split, record.substitute].append(draw)
 
     def of(self, sample: int | str, split: Split = "train") -> SampleHistory:
         """Find the draws of a sample.
@@ -129,7 +144,12 @@ class History:
             raise ConfigError(
                 f"{store.address} has the samples 0 to {len(store) - 1:,}, and no sample {index:,}"
             )
-        bad = {record["place"]: record for record in self._bad[split, index]}
+        num_epochs = self.run.plan.config.epochs
+        if num_epochs > _MAX_EPOCHS:
+            raise ConfigError(
+                f"{self.run.address} has {num_epochs:,} epochs, and draws are listed for {_MAX_EPOCHS:,} at most"
+            )
+        bad = {draw.place: draw.record for draw in self._bad[split, index]}
         draws = [
             self._draw(place, bad.get(place.micro_batch))
             for place in self.run.plan.places_of(index, split)
@@ -140,7 +160,7 @@ class History:
             index,
             name_of(store, index),
             split,
-            next((record["error"] for record in bad.values()), ""),
+            next((record.error for record in bad.values()), ""),
             draws,
         )
 
@@ -150,18 +170,16 @@ class History:
 
     def _stand_ins(self, index: int, split: Split) -> Iterator[SampleDraw]:
         """The recorded draws of bad samples that this one has replaced."""
-        for record in self._stood_in[split, index]:
-            drawn = self.run.plan.draw(record["place"]).indices.tolist()
+        for place, record in self._stood_in[split, index]:
+            drawn = self.run.plan.draw(place).indices.tolist()
             for row, other in enumerate(drawn):
-                if other == record["index"]:
-                    yield self._draw(
-                        SamplePlace(record["place"], row), instead_of=other
-                    )
+                if other == record.index:
+                    yield self._draw(SamplePlace(place, row), instead_of=other)
 
     def _draw(
         self,
         place: SamplePlace,
-        bad: dict[str, Any] | None = None,
+        bad: BadRecord | None = None,
         instead_of: int | None = None,
     ) -> SampleDraw:
         at = place.micro_batch
@@ -179,7 +197,7 @@ class History:
             place.row,
             has_come,
             bad is not None,
-            bad["substitute"] if bad else None,
+            bad.substitute if bad else None,
             instead_of,
         )
 
@@ -215,36 +233,3 @@ def index_of(store: Store, name: str) -> int:
         f"; its names look like {first!r}" if first else ", whose samples have no names"
     )
     raise ConfigError(f"no sample of {store.address} has the name {name!r}{example}")
-
-
-def _quarantined(folder: str) -> Iterator[dict[str, Any]]:
-    """The records of bad samples in a quarantine, each with its `place`.
-
-    Raises:
-        StoreError: a file cannot be read as a record.
-    """
-    import pyarrow.fs
-
-    if not folder:
-        return
-    filesystem, path = open_filesystem(folder)
-    selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
-    for info in filesystem.get_file_info(selector):
-        if not info.base_name.endswith(".jsonl"):
-            continue
-        address = join_address(folder, info.base_name)
-        place: MicroBatchId = place_of(info.base_name.removesuffix(".jsonl"))
-        for line in (read_whole(address) or b"").splitlines():
-            try:
-                record = json.loads(line)
-                yield {
-                    "place": place,
-                    "split": place.split,
-                    "index": int(record["index"]),
-                    "substitute": record["substitute"],
-                    "error": str(record["error"]),
-                }
-            except (ValueError, KeyError, TypeError) as error:
-                raise StoreError(
-                    f"{address} is not a record of bad samples: {error}"
-                ) from None

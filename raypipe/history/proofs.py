@@ -6,6 +6,7 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.history.audited import AuditedRecord
+from raypipe.history.record_checks import damage_told, number
 from raypipe.history.recorded import place_of
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import read_json
@@ -56,15 +57,11 @@ def holds(proof: dict[str, Any]) -> bool:
     Raises:
         ConfigError: it is not a proof.
     """
-    try:
+    with damage_told(f"the proof {str(proof)[:200]}"):
         place = place_of(str(proof["micro_batch"]))
         path = [bytes.fromhex(node) for node in proof["path"]]
-        index = int(proof["index"])
-        num_leaves = int(proof["micro_batches"])
+        index = number(proof["index"], "index")
+        num_leaves = number(proof["micro_batches"], "micro_batches")
         leaf = leaf_of(place, str(proof["hash"]))
         root = bytes.fromhex(proof["root"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"not a proof: {str(proof)[:200]} ({type(error).__name__}: {error})"
-        ) from None
     return merkle.is_proven(leaf, index, num_leaves, path, root)

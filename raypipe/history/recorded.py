@@ -22,12 +22,13 @@ from typing import Any
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
+from raypipe.history.record_checks import check_stream, damage_told, number
 from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.metrics.records import RECORDS, read_records
 from raypipe.mistakes import choices
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.schedule import Plan
-from raypipe.storage.filesystem import as_uri, open_filesystem
+from raypipe.storage.filesystem import as_uri, join_address, open_filesystem
 from raypipe.storage.lease import check_owner
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -75,15 +76,52 @@ def open_run(
         name = min(unknown)
         raise ConfigError(f"unknown argument {name!r}{choices(name, sorted(_GIVEN))}")
     run_uri = as_uri(str(run).rstrip("/"))
+    records = _start_records(run, run_uri)
     check_owner(run_uri, trust_run_code)
-    records = [
-        record for record in read_records(run_uri) if record.get("kind") == "start"
-    ]
+    streams: dict[str, RecordedStream] = {}
+    starts = []
+    for record in records:
+        described = record.get("stream")
+        if described is None:
+            continue
+        with damage_told(join_address(run_uri, RECORDS)):
+            check_stream(described)
+            # A resume may change settings, and most do not.
+            of_stream = {name: described[name] for name in ("arguments", "augment")}
+            text = json.dumps(of_stream, sort_keys=True)
+            if text not in streams:
+                streams[text] = RecordedStream(
+                    run_uri, described, trust_run_code, given
+                )
+            start = Start(
+                number(record["step"], "step"),
+                number(record.get("workers", 1), "workers", 1),
+                bool(record.get("validates")),
+                streams[text],
+                dict(record.get("settings", {})),
+            )
+        starts.append(start)
+    return RecordedRun(run_uri, starts)
+
+
+def _start_records(run: str | Path, run_uri: str) -> list[dict[str, Any]]:
+    """The records of a run's starts, the last of which says how its stream was opened.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    kind = _kind_of(run_uri)
+    records: list[dict[str, Any]] = []
+    if kind == pyarrow.fs.FileType.Directory:
+        records = [
+            record for record in read_records(run_uri) if record.get("kind") == "start"
+        ]
+        found = f"has no start in its {RECORDS}, so it has not begun to train, or it is not the folder of a run"
+    elif kind == pyarrow.fs.FileType.File:
+        found = "is a file, and not the folder of a run"
+    else:
+        found = "does not exist"
     if not records:
-        if _is_folder(run_uri):
-            found = f"has no start in its {RECORDS}, so it has not begun to train"
-        else:
-            found = "does not exist"
         raise ConfigError(
             f"{run} {found}: give the folder of a run, which it printed as run_dir, or which raypipe.loader got "
             "as run_dir"
@@ -92,27 +130,7 @@ def open_run(
         raise ConfigError(
             f"{run} does not say how its stream was opened: an older raypipe recorded it"
         )
-    streams: dict[str, RecordedStream] = {}
-    starts = []
-    for record in records:
-        described = record.get("stream")
-        if described is None:
-            continue
-        # A resume may change settings, and most do not.
-        of_stream = {name: described[name] for name in ("arguments", "augment")}
-        text = json.dumps(of_stream, sort_keys=True)
-        if text not in streams:
-            streams[text] = RecordedStream(run_uri, described, trust_run_code, given)
-        starts.append(
-            Start(
-                int(record["step"]),
-                int(record.get("workers", 1)),
-                bool(record.get("validates")),
-                streams[text],
-                dict(record.get("settings", {})),
-            )
-        )
-    return RecordedRun(run_uri, starts)
+    return records
 
 
 class RecordedRun:
@@ -254,21 +272,27 @@ class RecordedRun:
                 f"{step:,}"
             )
 
-    def check_place(self, place: MicroBatchId) -> MicroBatchId:
-        """Return a place; raise ConfigError unless the run has it."""
+    def has_place(self, place: MicroBatchId) -> bool:
+        """Return whether the run's plan has a micro-batch of a place."""
         plan = self.plan
         steps = plan.steps_per_epoch if place.split == "train" else plan.val_steps
-        is_there = (
+        return (
             place.epoch < plan.config.epochs
             and place.step < steps
             and place.micro < plan.config.per_step
             and (place.split == "train" or plan.has_val(place.epoch))
         )
-        if not is_there:
+
+    def check_place(self, place: MicroBatchId) -> MicroBatchId:
+        """Return a place; raise ConfigError unless the run has it."""
+        plan = self.plan
+        if not self.has_place(place):
+            validations = "no validation"
+            if plan.val_steps:
+                validations = f"validations of {plan.val_steps:,} steps"
             raise ConfigError(
-                f"{self.address} has no micro-batch {place}: it has {plan.config.epochs} epochs of "
-                f"{plan.steps_per_epoch} steps of {plan.config.per_step} micro-batches, and validations of "
-                f"{plan.val_steps} steps"
+                f"{self.address} has no micro-batch {place}: it has {plan.config.epochs:,} epochs of "
+                f"{plan.steps_per_epoch:,} steps of {plan.config.per_step} micro-batches each, and {validations}"
             )
         return place
 
@@ -285,17 +309,17 @@ class RecordedRun:
         return self.stream_of(place).draws(place)
 
 
-def _is_folder(address: str) -> bool:
-    """Return whether there is a folder at an address."""
+def _kind_of(address: str) -> pyarrow.fs.FileType:
+    """Return whether a file, a folder, or nothing is at an address."""
     filesystem, path = open_filesystem(address)
-    return filesystem.get_file_info(path).type == pyarrow.fs.FileType.Directory
+    return filesystem.get_file_info(path).type
 
 
 def place_of(name: str) -> MicroBatchId:
     """Return the place that a name such as train-e0000-s000012-m000 is of, as errors and quarantine/ have it.
 
     Raises:
-        ConfigError: it the text is not such a name.
+        ConfigError: the text is not such a name.
     """
     match = _NAME.fullmatch(name)
     if match is None:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError, RaypipeError, StoreError
+from raypipe.history.quarantined import BadRecord, read_bad_samples
+from raypipe.history.record_checks import damage_told
+from raypipe.importing import search_here
 from raypipe.packages import versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import is_folder, join_address
-from raypipe.streaming.opened import code_digest, parts_of, user_code
+from raypipe.streaming.opened import code_digest, modules_in, parts_of, user_code
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.recorded_values import restored
 from raypipe.streaming.spec import StreamSpec
@@ -80,6 +83,7 @@ class RecordedStream:
         Raises:
             RaypipeError: a store, code or object that it needs is missing.
         """
+        self._check_code()
         arguments = {
             name: self._restored(name)
             for name in self.record["arguments"]
@@ -92,12 +96,24 @@ class RecordedStream:
         quarantine = join_address(self._run_uri, "quarantine")
         if not is_folder(join_address(self._run_uri, "index")):
             quarantine = ""
-        spec = open_stream(**arguments, pool=_INLINE, quarantine=quarantine)
+        try:
+            with damage_told(f"{self._run_uri}: the record of its stream"):
+                spec = open_stream(**arguments, pool=_INLINE, quarantine=quarantine)
+        except StoreError as error:
+            raise StoreError(
+                f"a store of the run cannot be opened (if it has moved, --train or --val names it): {error}"
+            ) from error
         return replace(spec, quarantine="")
 
     def _restored(self, name: str) -> Any:
-        entry = self.record["arguments"][name]
-        return restored(entry, name, self._trusts, _SECTIONS.get(name))
+        section = _SECTIONS.get(name)
+        with damage_told(f"{self._run_uri}: the record of {name}"):
+            value = restored(
+                self.record["arguments"][name], name, self._trusts, section
+            )
+            if section and not isinstance(value, section):
+                raise TypeError(f"{name} are not settings")
+        return value
 
     @functools.cached_property
     def augment(self) -> AugmentConfig | None:
@@ -107,14 +123,40 @@ class RecordedStream:
             if given is None or isinstance(given, AugmentConfig):
                 return given
             # a mere module, as raypipe.loader takes it
-            config = restored(
-                {"settings": _without_module(self.record["augment"])},
-                "augment",
-                self._trusts,
-                AugmentConfig,
+            config = self._restored_augment(
+                {"settings": _without_module(self.record["augment"])}
             )
+            assert config is not None
             return replace(config, module=given)
-        return restored(self.record["augment"], "augment", self._trusts, AugmentConfig)
+        return self._restored_augment(self.record["augment"])
+
+    def _check_code(self) -> None:
+        """Raise ConfigError if the run names code in its own folder, which nobody has trusted.
+
+        Whoever made the folder would run code on this machine. An import looks into the current folder, too.
+        """
+        if self._trusts or not self._run_uri.startswith("file://"):
+            return
+        folder = Path(self._run_uri.removeprefix("file://")).resolve()
+        entries = {**self.record["arguments"], "augment": self.record["augment"]}
+        for name in self._given:
+            entries.pop(name, None)
+        search_here()
+        for module in modules_in(entries):
+            for path in _paths_of(module.partition(".")[0]):
+                if path.resolve().is_relative_to(folder):
+                    raise ConfigError(
+                        f"the run names the code {module}, which is in its own folder ({path}): read it, then add "
+                        "--trust-run-code (trust_run_code=True)"
+                    )
+
+    def _restored_augment(self, entry: Any) -> AugmentConfig | None:
+        self._check_code()
+        with damage_told(f"{self._run_uri}: the record of augment"):
+            config = restored(entry, "augment", self._trusts, AugmentConfig)
+            if not isinstance(config, AugmentConfig | None):
+                raise TypeError("augment are not settings")
+        return config
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -160,8 +202,9 @@ class RecordedStream:
         sentences = []
         try:
             spec = self.spec
+            _ = self.augment
         except RaypipeError as error:
-            sentences.append(f"The stream cannot be opened: {error}.")
+            sentences.append(f"The stream cannot be opened: {error}{_end(str(error))}")
         else:
             sentences += [f"{change}." for change in self._changed_stores(spec)]
             if not sentences and spec.plan.order_fingerprint != self.record["plan"]:
@@ -183,8 +226,8 @@ class RecordedStream:
         for row, index in enumerate(draws.indices.tolist()):
             if index not in bad:
                 continue
-            reasons[row] = str(bad[index]["error"])
-            substitute = bad[index]["substitute"]
+            reasons[row] = bad[index].error
+            substitute = bad[index].substitute
             if substitute is None:
                 weights[row] = 0
                 continue
@@ -210,13 +253,12 @@ class RecordedStream:
             return own
         return str(self.record.get("quarantine", ""))
 
-    def bad_samples(self, place: MicroBatchId) -> dict[int, dict[str, Any]]:
-        """Return the recorded bad samples of a micro-batch by their indices, see `BadSample.record`."""
+    def bad_samples(self, place: MicroBatchId) -> dict[int, BadRecord]:
+        """Return the recorded bad samples of a micro-batch by their indices."""
         if not self.quarantine:
             return {}
-        content = read_whole(join_address(self.quarantine, f"{place}.jsonl")) or b""
-        lines = [json.loads(line) for line in content.splitlines() if line]
-        return {int(line["index"]): line for line in lines}
+        records = read_bad_samples(self.quarantine, place)
+        return {record.index: record for record in records}
 
     def _plan_of_sizes(self) -> Plan:
         """The plan of stores of the recorded sizes, where its order needs no more of them."""
@@ -304,6 +346,23 @@ class RecordedStream:
             for name, then in self.record["versions"].items()
             if name in now and now[name] != then
         ]
+
+
+def _paths_of(package: str) -> list[Path]:
+    """The files and folders that a package or a module of a name would be imported from, without importing it."""
+    try:
+        found = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return []
+    if found is None:
+        return []
+    places = [*(found.submodule_search_locations or ()), found.origin or ""]
+    return [Path(place) for place in places if place]
+
+
+def _end(text: str) -> str:
+    """The end of a sentence that ends with a text."""
+    return "" if text.endswith(("?", ".")) else "."
 
 
 def _without_module(entry: Any) -> dict[str, Any]:

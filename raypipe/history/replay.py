@@ -119,7 +119,7 @@ class Replay:
     def samples(
         self, step: int, rank: int | None = None, micro: int | None = None
     ) -> list[dict[str, Any]]:
-        """Return a row for each sample of a step, without making pixels.
+        """Return a row for each sample of a step. Pixels are made only where the draws depend on their sizes.
 
         Args:
             step: from 1 on.
@@ -127,8 +127,9 @@ class Replay:
 
         Returns:
             Rows with `step`, `micro`, `rank`, `row`; `index` and `name` in the store, `label`, `class`, `weight`,
-            `seed` (of the CPU transform), `drawn` (the numbers of the transform in words), `mixed` (the partner
-            and the share, in words), and `bad` (why the drawn sample was replaced).
+            `seed` (of the CPU transform), `drawn` and `augmented` (the numbers of the CPU transform and of the
+            augmentation on the device, in words), `mixed` (the partner and the share, in words), and `bad` (why
+            the drawn sample was replaced).
 
         Raises:
             ConfigError: the run has no such step, rank or number; or the order cannot be told.

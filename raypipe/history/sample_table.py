@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 
 from raypipe.device.mixing import draw_mix, partner_rows
+from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
+from raypipe.history.device_words import (
+    draws_by_kornia,
+    kornia_words,
+    preset_words,
+    view_words,
+)
 from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.history.step_maker import StepMaker
 from raypipe.history.words import drawn_words
@@ -15,6 +22,7 @@ from raypipe.plan.order import Domain
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.base import Store, name_of
 from raypipe.transform.samples import NO_LABEL, Samples, read_samples
+from raypipe.transform.views import makes_views
 
 
 class SampleTable:
@@ -27,11 +35,13 @@ class SampleTable:
     def __init__(self, stream: RecordedStream, maker: StepMaker | None) -> None:
         self._stream = stream
         self._maker = maker
+        self._finished: Batch | None = None  # the micro-batch as the model saw it
 
     def rows(self, draws: MicroBatchDraws) -> list[dict[str, Any]]:
         """Return a row for each sample of a micro-batch."""
         labels, names, classes = self._of_store(draws)
         drawn = self._drawn(draws)
+        augmented = self._augmented(draws)
         mixed = self._mixed(draws)
         rows = []
         for row, index in enumerate(draws.indices.tolist()):
@@ -51,6 +61,7 @@ class SampleTable:
                         f"{word:016x}" for word in draws.keys[row].tolist()
                     ),
                     "drawn": drawn[row],
+                    "augmented": augmented[row],
                     "mixed": mixed[row],
                     "bad": draws.bad.get(row, ""),
                 }
@@ -96,6 +107,45 @@ class SampleTable:
                 words[row] += phrases
         return words
 
+    def _augmented(self, draws: MicroBatchDraws) -> list[list[str]]:
+        """The numbers that the augmentation on the device drew, in words."""
+        nothing: list[list[str]] = [[] for _ in draws.indices]
+        maker = self._maker
+        if maker is None or maker.device is None or draws.place.split != "train":
+            return nothing
+        augment = maker.device
+        place = draws.place
+        strength = maker.strength_at(place)
+        if makes_views(maker.spec.transforms["train"]):
+            if augment.preset is None:
+                return nothing
+            return view_words(augment, maker.arrive(maker.on_cpu(place)), strength)
+        words = nothing
+        if augment.preset is not None:
+            height, width = self._size_of_host(place)
+            seed = maker.spec.plan.micro_batch_seed(place)
+            shape = (len(draws.indices), height, width)
+            words = preset_words(augment, seed, shape, strength)
+        if draws_by_kornia(augment):
+            self._finish(place)
+            of_kornia = kornia_words(augment, len(draws.indices))
+            words = [
+                phrases + others
+                for phrases, others in zip(words, of_kornia, strict=True)
+            ]
+        is_sample = draws.indices != PADDING
+        return [
+            phrases if shows else []
+            for phrases, shows in zip(words, is_sample.tolist(), strict=True)
+        ]
+
+    def _finish(self, place: MicroBatchId) -> Batch:
+        """Make the table's micro-batch, once."""
+        assert self._maker is not None
+        if self._finished is None or self._finished.position != place:
+            self._finished = self._maker.batch(place)
+        return self._finished
+
     def _mixed(self, draws: MicroBatchDraws) -> list[str]:
         """The partner of each row, and the share of the row's target, where the settings mix."""
         nothing = [""] * len(draws.indices)
@@ -109,8 +159,6 @@ class SampleTable:
         assert self._maker is not None
         plan = self._maker.spec.plan
         size = self._size(draws.place)
-        if size is None:
-            return nothing
         seed = plan.micro_batch_seed(draws.place)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
         mixing = draw_mix(augment, rng, *size, self._maker.strength_at(draws.place))
@@ -131,17 +179,24 @@ class SampleTable:
                 phrases.append(f"CutMix: {share:.2f}, and a box of {where} of {other}")
         return phrases
 
-    def _size(self, place: MicroBatchId) -> tuple[int, int] | None:
+    def _size(self, place: MicroBatchId) -> tuple[int, int]:
         """The (height, width) of the images that are mixed."""
         assert self._maker is not None
         augment = self._maker.augment
+        if augment is not None and bool(augment.ops or augment.module):
+            height, width = self._finish(place).image.shape[-2:]
+            return int(height), int(width)
+        return self._size_of_host(place)
+
+    def _size_of_host(self, place: MicroBatchId) -> tuple[int, int]:
+        """The (height, width) of the images that the CPU transform makes."""
+        assert self._maker is not None
         maker = self._maker.maker
         shape = maker.sample_makers.get(place, maker.plan.draw(place)).image_shape
-        changes_size = augment is not None and bool(augment.ops or augment.module)
-        if changes_size or not shape:
-            height, width = self._maker.batch(place).image.shape[-2:]
-            return int(height), int(width)
-        return int(shape[0]), int(shape[1])
+        if shape:
+            return int(shape[0]), int(shape[1])
+        height, width = self._maker.arrive(self._maker.on_cpu(place)).image.shape[-2:]
+        return int(height), int(width)
 
 
 def _labels(store: Store, indices: np.ndarray) -> list[int | None]:

@@ -7,11 +7,12 @@ from dataclasses import replace
 import torch
 
 from raypipe.config import AugmentConfig
+from raypipe.device.augment import DeviceAugment
 from raypipe.device.prefetcher import Batch, on_device
+from raypipe.device.stage import DeviceStage
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.device_stage import DeviceStage
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
@@ -40,9 +41,8 @@ class StepMaker:
         name = stream.record["dtype"]
         dtype = getattr(torch, name) if name else None
         self._device = DeviceStage(
-            stream.augment, _CPU, dtype, spec.endings, spec.columns, tells=False
+            stream.augment, _CPU, dtype, spec.device_input, tells=False
         )
-        self._device.build(spec.transforms["train"], spec.transform)
         self._decoding = None
         if spec.transform.decode == "device":
             self._decoding = Decoding(spec, _CPU)
@@ -52,10 +52,15 @@ class StepMaker:
         """See the class."""
         return self._device.config
 
+    @property
+    def device(self) -> DeviceAugment | None:
+        """The augmentation, built; None = none."""
+        return self._device.augment
+
     def on_cpu(self, place: MicroBatchId) -> MicroBatch:
         """Make a micro-batch; samples that the run could not use are left out as they were then."""
         recorded = self._stream.bad_samples(place)
-        excluded = {index: str(record["error"]) for index, record in recorded.items()}
+        excluded = {index: record.error for index, record in recorded.items()}
         with process_kept(self.maker.draws_globally):
             batch, _ = self.maker.make(place, excluded=excluded)
         return batch

@@ -58,19 +58,23 @@ from raypipe.streaming.stop_file import (
     stop_requested,
 )
 from raypipe.transform.ending import normalization
-from raypipe.transform.views import makes_views
 
 logger = logging.getLogger(__name__)
 
+# Modules of the train function, and of the stream that rank 0 starts; Ray Train's controller needs most of them.
+_TRAINERS_NEED = ("raypipe.launch.train_function", "raypipe.streaming.pipeline")
 _RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resources
 
 
-def launch(run: RunConfig) -> dict[str, Any]:
+def launch(run: RunConfig, *, folder_stays: bool = True) -> dict[str, Any]:
     """Train with a configuration, on the connected cluster or on a new local one.
 
     After Ctrl-C or SIGTERM (`ray job stop`), to this process or to its group, the run ends with a checkpoint after
     the current step, or without one if the step takes longer than `train.stop_grace_s`. A second signal aborts the
     run. During the start, the run ends before it starts the trainers.
+
+    Args:
+        folder_stays: whether a stopped run can be continued, so that it says how.
 
     Returns:
         `val_accuracy` (None without validation), `val_NAME` for each name of `train.metrics`, `images_per_s`,
@@ -85,7 +89,7 @@ def launch(run: RunConfig) -> dict[str, Any]:
     try:
         with located(run) as (run, run_uri, lease):
             try:
-                return _train(run, run_uri, lease)
+                return _train(run, run_uri, lease, folder_stays)
             except KeyboardInterrupt as interrupt:
                 if _newest_name(run_uri) != "":
                     raise Stopped from interrupt
@@ -95,7 +99,9 @@ def launch(run: RunConfig) -> dict[str, Any]:
         allow_retries()  # the process may go on, as a notebook's does
 
 
-def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
+def _train(
+    run: RunConfig, run_uri: str, lease: str, folder_stays: bool
+) -> dict[str, Any]:
     configure_logs(run.log_format, run=run.name)
     spec, num_classes = _checked(run, run_uri)
     stop_was_asked = stop_requested(run_uri)  # an old request, from before this resume
@@ -141,7 +147,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             result = _fit(loop | {"relays": relays}, allocation, interrupts)
             if relays:
                 await_progress()
-            if result["stopped"]:
+            if result["stopped"] and folder_stays:
                 print_progress(logger, _how_to_continue(run_uri))
         except KeyboardInterrupt as interrupt:
             if interrupts.reason:
@@ -161,11 +167,9 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     spec = spec_of(run, run_uri)
     num_classes = num_classes_of(run, spec)
     for split, ending in spec.endings.items():
-        normalization(ending, run.augment, split)
-    views = makes_views(spec.transforms["train"])
-    check_augment(
-        run.augment, spec.transform.target_columns, views, spec.columns.has_target
-    )
+        normalization(run.augment, ending, split)
+    batches = spec.device_input
+    check_augment(run.augment, batches.targets, batches.has_views, batches.has_target)
     check_code(run.train, len(run.augment.mean))
     if not any(is_remote(store.address) for store in spec.stores.values()):
         # this would fetch whole shards
@@ -209,7 +213,12 @@ def _allocated(
         if os.environ.get("RAY_ADDRESS")
         else "starting Ray on this machine",
     )
-    connect(log_format=run.log_format, wait=wait())
+    processes = 1 + (run.train.num_workers or 1)  # the controller and the trainers
+    connect(
+        log_format=run.log_format,
+        wait=wait(),
+        early_imports=(processes, _TRAINERS_NEED),
+    )
     interrupts.stand()
     interrupts.check()
     if started_here():

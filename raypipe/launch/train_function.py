@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from typing import Any
 
 import ray.train
+import torch
 
 from raypipe.errors import RaypipeError
 from raypipe.launch.run_folder import FIGURES_FILE
@@ -60,6 +62,9 @@ def train_loop(config: dict[str, Any]) -> None:
             and `phases`, those of the run's start so far.
     """
     quiet_trainer()
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        # torch may have been loaded before Ray has set it
+        torch.set_num_threads(int(threads))
     options = dict(config)
     rank = ray.train.get_context().get_world_rank()
     is_first = rank == 0

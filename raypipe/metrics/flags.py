@@ -55,9 +55,18 @@ def read_flags(run_uri: str) -> list[dict[str, Any]]:
         for line in (read_whole(address) or b"").splitlines():
             try:
                 flag = json.loads(line)
-                flags.append(((flag["step"], info.base_name, flag["time"]), flag))
-            except (ValueError, KeyError, TypeError) as error:
-                raise StoreError(
-                    f"{address} is not a file of flags: {error!r}"
-                ) from None
+                for name in ("epoch", "step", "rank", "micro"):
+                    if type(flag[name]) is not int:
+                        raise TypeError(f"{name} must be a whole number")
+                place = (flag["step"], info.base_name, float(flag["time"]))
+                flags.append((place, {**flag, "reason": str(flag["reason"])}))
+            except (
+                ArithmeticError,
+                LookupError,
+                RecursionError,
+                TypeError,
+                ValueError,
+            ) as error:
+                text = repr(error)[:200]
+                raise StoreError(f"{address} is not a file of flags: {text}") from None
     return [flag for _, flag in sorted(flags, key=lambda pair: pair[0])]

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 RECORDS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+_MAX_STEP = 1 << 62
 STATUS = "status.json"
 _START = "start"
 _HAPPENED = (_START, "phases", "fault", "scale")
@@ -60,16 +61,19 @@ def parse_records(content: bytes) -> list[dict[str, Any]]:
     for line in filter(None, content.split(b"\n")[:-1]):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict) or not isinstance(
-            record.get("step"), int | float
-        ):
+        if not isinstance(record, dict) or not _is_step(record.get("step")):
             continue
         if record.get("kind") == _START:
             kept = [earlier for earlier in kept if _stands(earlier, record)]
         kept.append(record)
     return kept
+
+
+def _is_step(value: Any) -> bool:
+    # neither NaN nor infinity, which JSON in Python has
+    return isinstance(value, int | float) and 0 <= value < _MAX_STEP
 
 
 def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:

@@ -264,9 +264,16 @@ class Plan:
             (epoch + 1) % every == 0 or epoch + 1 == self.config.epochs
         )
 
-    def start(self) -> Cursor:
-        """The cursor of a run that has not begun."""
-        return self.cursor_at(0)
+    def start(self, cursor: Cursor | None = None) -> Cursor:
+        """Return where a run starts that continues from a cursor, see `normalized`; None = it has not begun.
+
+        Raises:
+            CursorError: see `check`.
+        """
+        if cursor is None:
+            return self.normalized(self.cursor_at(0))
+        self.check(cursor)
+        return self.normalized(cursor)
 
     def cursor_at(self, global_step: int) -> Cursor:
         """The cursor after so many training steps, skipped ones included, with no pending validation."""

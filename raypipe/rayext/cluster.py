@@ -11,7 +11,7 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,6 +23,7 @@ from ray.util import client
 from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
+from raypipe.rayext import early_imports as early
 from raypipe.rayext import priority
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
 from raypipe.rayext.head import Head, wait_for_head
@@ -64,6 +65,7 @@ def connect(
     object_store_bytes: int | None = None,
     log_format: LogFormat = "text",
     wait: Wait | None = None,
+    early_imports: tuple[int, Sequence[str]] | None = None,
 ) -> None:
     """Connect to the cluster at `address` or RAY_ADDRESS, or that `ray start` runs here; else start Ray here.
 
@@ -75,6 +77,8 @@ def connect(
         object_store_bytes: size of the object store, if Ray is started on this machine; None = Ray's default.
         log_format: "json" also turns the log lines of Ray, and of other libraries in its workers, into JSON.
         wait: the wait for the cluster's answer; None = a minute.
+        early_imports: a number of workers, and the modules that they import at once, if Ray is started on this
+            machine; None = none.
 
     Raises:
         ResourceError: the cluster does not answer, cannot be joined, or does not start.
@@ -127,6 +131,8 @@ def connect(
         )
     _keep_token_private()
     environment = _LOCAL_ENV | (priority.environment() if are_on() else {})
+    if early_imports and are_on():
+        environment |= early.environment(*early_imports)
     if log_format == "json":
         environment["RAY_BACKEND_LOG_JSON"] = "1"
     with (

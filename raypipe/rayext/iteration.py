@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import time
 from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import ray
 
 from raypipe.rayext.data_context import ours, stream_settings
 from raypipe.rayext.failures import cause_of
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 _RAY_DATA_THREAD = "iter_threaded"
 _MAKES_BATCHES = "_create_batch_iterator"
+_ASK_EVERY_S = 1.0
 _THREAD_S = 5.0  # time for a thread to finish its current call to Ray
 
 Row = dict[str, np.ndarray]
@@ -63,6 +66,36 @@ class _Begun:
 def coordinator_of(iterator: Any) -> Any:
     """Return the handle of the actor that runs an iterator's execution; None = this process runs it."""
     return getattr(iterator, "_coord_actor", None)
+
+
+class ExecutionWatch:
+    """Notices the death of the actor that runs an execution, while nobody reads from it.
+
+    Args:
+        iterator: a rank's DataIterator. An execution in this process has no actor.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self._coordinator = coordinator_of(iterator)
+        self._asked: Any = None
+        self._next_at = 0.0
+
+    def check(self) -> None:
+        """Ask the actor for a sign of life, once a second, and take its answer; never waits.
+
+        Raises:
+            RayActorError: it has died.
+        """
+        now = time.monotonic()
+        if self._coordinator is None or now < self._next_at:
+            return
+        if self._asked is None:
+            self._asked = self._coordinator.__ray_ready__.remote()
+        if ray.wait([self._asked], timeout=0)[0]:
+            asked = self._asked
+            self._asked = None
+            self._next_at = now + _ASK_EVERY_S
+            ray.get(asked)
 
 
 def stop_execution(supervisor: Any) -> None:

@@ -29,14 +29,12 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        context = ray.get_runtime_context()
-        with warnings.catch_warnings():  # Ray itself uses a deprecated property
-            warnings.simplefilter("ignore")
-            self.lived_before: bool = context.was_current_actor_reconstructed
-        self._key = (context.get_actor_id() or "").encode()
+        self.lived_before = was_restarted()
+        self._key = (ray.get_runtime_context().get_actor_id() or "").encode()
+        self._writing = threading.Lock()
         self._newest = b""
         self._changed = threading.Event()
-        # A thread writes, so that the actor never waits for the head.
+        # A thread writes, so that the actor hardly ever waits for the head.
         threading.Thread(target=self._write, name="raypipe-memory", daemon=True).start()
 
     def load(self) -> Any:
@@ -48,20 +46,38 @@ class Memory:
             logger.warning("the memory of an earlier process is lost", exc_info=True)
             return None
 
-    def save(self, state: Any) -> None:
-        """Replace the memory, within moments."""
+    def save(self, state: Any, at_once: bool = False) -> None:
+        """Replace the memory, within moments.
+
+        Args:
+            at_once: return once the head has it.
+        """
         self._newest = pickle.dumps(state)
-        self._changed.set()
+        if at_once:
+            self._put()
+        else:
+            self._changed.set()
 
     def _write(self) -> None:
         while self._changed.wait():
             self._changed.clear()
-            try:
+            self._put()
+
+    def _put(self) -> None:
+        try:
+            with self._writing:
                 internal_kv._internal_kv_put(
                     self._key, self._newest, overwrite=True, namespace=_NAMESPACE
                 )
-            except Exception:
-                logger.debug("the memory of an actor cannot be written", exc_info=True)
+        except Exception:
+            logger.debug("the memory of an actor cannot be written", exc_info=True)
+
+
+def was_restarted() -> bool:
+    """Return whether Ray has restarted the calling actor."""
+    with warnings.catch_warnings():  # Ray itself uses a deprecated property
+        warnings.simplefilter("ignore")
+        return ray.get_runtime_context().was_current_actor_reconstructed
 
 
 def forget(actor: Any) -> None:

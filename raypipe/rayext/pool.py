@@ -171,6 +171,7 @@ class PoolKeeper:
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
         self._given = 0.0  # CPUs left to other streams
         self._most: int | None = None  # limit of actors meanwhile; None = none
+        self._awaited: float | None = None  # CPUs, as the Supervisor was told
 
     def give_way(self, cpus: float) -> None:
         """Leave so many CPUs in all, of those that the pool has, to other streams of the job; keep its least."""
@@ -215,6 +216,7 @@ class PoolKeeper:
             now, finished, ranks_waiting, moved=finished - waiting != self._taken
         )
         self._taken = finished - waiting
+        self._tell_awaited()
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
             self._leave(draining())
@@ -269,10 +271,24 @@ class PoolKeeper:
         if self._target is not None and self._target < size:
             self._shrink(size - self._target)
 
+    def _planned_size(self) -> int:
+        """Return how many actors the pool has once those have started that wait for the first block."""
+        return self._actors if self._most is None else min(self._actors, self._most)
+
+    def _tell_awaited(self) -> None:
+        """Tell the Supervisor how many CPUs the pool will still take, for streams that count free ones."""
+        size = self._pool.current_size()
+        if self._sizer is None:
+            size = max(size, self._planned_size())
+        running = self._pool.num_running_actors() - self._pool.num_restarting_actors()
+        awaited = max(0, size - running) * self._cpus
+        if awaited != self._awaited:
+            self._awaited = awaited
+            self._supervisor.pool_awaits.remote(awaited)
+
     def _start_others(self) -> None:
         """Start the actors that waited for the first block."""
-        size = self._actors if self._most is None else min(self._actors, self._most)
-        if (missing := size - self._pool.current_size()) > 0:
+        if (missing := self._planned_size() - self._pool.current_size()) > 0:
             self._grow(missing, "the first block is finished")
 
     def _grow(self, num: int, reason: str) -> None:

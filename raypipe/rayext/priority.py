@@ -34,7 +34,8 @@ def environment() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
         # a worker does not find raypipe before it knows the driver's search path
         return {"RAY_worker_niceness": "0"}
-    return {"RAY_worker_niceness": "0", _PRELOADED: __name__}
+    modules = (__name__, "raypipe.rayext.early_imports")
+    return {"RAY_worker_niceness": "0", _PRELOADED: ",".join(modules)}
 
 
 def _yielding(load: Function) -> Function:

@@ -34,7 +34,8 @@ from raypipe.rayext.processes import Process
 
 logger = logging.getLogger(__name__)
 
-PERIOD_S = 0.5
+# A call takes milliseconds of CPU, which is most of what a trace costs.
+PERIOD_S = 2.0
 _ANSWER_S = 5.0
 _LEAVE_S = 2.0
 _NUM_PINGS = 5  # before the first events are sent, to know the clock
@@ -109,7 +110,7 @@ class TraceSender:
         end_recording(self._tracer)
 
     def _run(self) -> None:
-        goes_on = True
+        goes_on = self.send()
         while goes_on and not self._left.wait(PERIOD_S):
             goes_on = self.send()
         if goes_on:

@@ -41,17 +41,13 @@ class Notice:
     error that Ray Train counts as a preemption. A later step would be lost, as would a checkpoint that Ray Train
     has not registered before it ends the trainers.
 
-    Args:
-        tell: called with the text of each new notice.
-
     Attributes:
         is_last: whether the due checkpoint is the last one, after which `begin_step` ends the train function. Rank
             0 decides it, and all ranks agree on it.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self.is_last = False
-        self._tell = tell
         self._known: set[str] = set()  # nodes
         self._due_at = self._notified_at = 0.0  # time.time(), like Ray's deadline
         self._room_s = math.inf  # time for steps before the last checkpoint
@@ -76,10 +72,11 @@ class Notice:
         """Record a checkpoint's duration; `begin_step` does so if the checkpoint ends before the next step."""
         self._checkpoint_s = max(self._checkpoint_s, seconds)
 
-    def is_due(self, at_end: bool = False) -> bool:
+    def is_due(self, tell: Callable[[str], None], at_end: bool = False) -> bool:
         """Return whether to make a checkpoint now, which then counts as made. Only rank 0 calls it, after a step.
 
         Args:
+            tell: called with the text of each new notice.
             at_end: whether no call follows for some time, so that a checkpoint is due in any case.
         """
         try:
@@ -95,7 +92,7 @@ class Notice:
             self._known.update(new)
             ranks = ", ".join(map(str, info.preempted_ranks))
             nodes = ", ".join(node[:8] for node in new)
-            self._tell(
+            tell(
                 f"the node of trainers {ranks} is about to go ({nodes}): making a checkpoint"
             )
             self._due_at = 0.0

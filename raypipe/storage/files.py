@@ -66,7 +66,7 @@ def read_json(address: str | Path) -> Any:
     text = read_text(address, _MAX_JSON_BYTES)
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{address} is not JSON: {error}") from error
 
 

@@ -218,7 +218,24 @@ def _plain_structs(array: pa.Array, arrays: Sequence[np.ndarray]) -> list[Any]:
 
 
 def _from_datum(value: memoryview) -> Any:
-    """Read Caffe's Datum: channels 1, height 2, width 3, data 4, label 5, float_data 6, encoded 7."""
+    """Read Caffe's Datum: an encoded image or its pixels, and a label."""
+    fields = _datum_fields(value)
+    data = fields.get(4)
+    label = fields.get(5, 0)
+    if data is None:
+        raise ValueError("it is a Datum without data")
+    label -= (label >> 63) << 64  # a negative one is stored in 64 bits
+    if fields.get(7) or value_kind(data) == "image":
+        return data, label
+    shape = fields.get(1, 0), fields.get(2, 0), fields.get(3, 0)
+    if shape[0] not in (1, 3) or shape[0] * shape[1] * shape[2] != len(data):
+        raise ValueError(f"it is a Datum of {shape} pixels in {len(data)} bytes")
+    planes = np.frombuffer(data, np.uint8).reshape(shape)
+    return planes[::-1].transpose(1, 2, 0), label
+
+
+def _datum_fields(value: memoryview) -> dict[int, Any]:
+    """Read the fields of a Datum: channels 1, height 2, width 3, data 4, label 5, float_data 6, encoded 7."""
     fields: dict[int, Any] = {}
     place = 0
     while place < len(value):
@@ -244,18 +261,7 @@ def _from_datum(value: memoryview) -> Any:
                 )
             fields[4] = value[place : place + num_bytes]
             place += num_bytes
-    data = fields.get(4)
-    label = fields.get(5, 0)
-    if data is None:
-        raise ValueError("it is a Datum without data")
-    label -= (label >> 63) << 64  # a negative one is stored in 64 bits
-    if fields.get(7) or value_kind(data) == "image":
-        return data, label
-    shape = fields.get(1, 0), fields.get(2, 0), fields.get(3, 0)
-    if shape[0] not in (1, 3) or shape[0] * shape[1] * shape[2] != len(data):
-        raise ValueError(f"it is a Datum of {shape} pixels in {len(data)} bytes")
-    planes = np.frombuffer(data, np.uint8).reshape(shape)
-    return planes[::-1].transpose(1, 2, 0), label
+    return fields
 
 
 def _varint(value: memoryview, place: int) -> tuple[int, int]:

@@ -200,7 +200,7 @@ def find_start(
     Raises:
         ConfigError: there is none.
     """
-    newest, _ = find_newest(as_uri(address), check, with_state)
+    newest, _ = _newest_in(as_uri(address), check, with_state)
     if newest is None:
         raise ConfigError(
             f"start_from: no raypipe checkpoint at {address}, or in that folder"
@@ -233,6 +233,17 @@ def find_newest(
         ConfigError: there are checkpoints, and all of them are damaged; or there is none at `start_from`.
         CursorError: all complete ones belong to another plan.
     """
+    newest, passed_over = _newest_in(run_uri, check, with_state)
+    if newest is None and start_from:
+        newest = find_start(start_from, check, with_state)
+    return newest, passed_over
+
+
+def _newest_in(
+    address: str, check: Callable[[Cursor], None], with_state: bool
+) -> tuple[Checkpoint | None, dict[str, str]]:
+    """The newest whole checkpoint at an address, and the faults of newer ones by name; see `find_newest`."""
+    run_uri = address
     with errors_as(ConfigError, f"the checkpoints of {run_uri} cannot be read"):
         names = _names(run_uri, _ANY)
         if not names and exists(join_address(run_uri, _MANIFEST)):
@@ -251,7 +262,8 @@ def find_newest(
                 state = b""
             return checkpoint._replace(state=state), passed_over
         except CursorError as error:
-            foreign, passed_over[name] = foreign or error, str(error)
+            foreign = foreign or error
+            passed_over[name] = str(error)
         except (_DamageError, ConfigError) as error:
             passed_over[name] = str(error)
     if foreign:
@@ -261,9 +273,7 @@ def find_newest(
         raise ConfigError(
             f"no checkpoint of {run_uri} can be read ({reasons}): put one back from a copy, or start a new run"
         )
-    return find_start(
-        start_from, check, with_state
-    ) if start_from else None, passed_over
+    return None, passed_over
 
 
 def has_checkpoints(run_uri: str) -> bool:

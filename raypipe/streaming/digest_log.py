@@ -44,7 +44,6 @@ from raypipe.storage.files import open_input, write_synced
 from raypipe.storage.filesystem import errors_as
 from raypipe.storage.retries import without_retries
 from raypipe.streaming import merkle
-from raypipe.streaming.spec import StreamSpec
 
 logger = logging.getLogger(__name__)
 
@@ -114,27 +113,46 @@ class EpochRecord:
 
     def computed_root(self) -> EpochRoot:
         """The roots of the hashes."""
-        leaves = [leaf for _, leaf in self.leaves()]
-        finished = [
-            leaf_of(place, self.hashes[place].finished)
-            for place in sorted(self.hashes, key=_order)
-            if self.hashes[place].finished
-        ]
-        return EpochRoot(
-            len(leaves),
-            merkle.root(leaves).hex(),
-            merkle.root(finished).hex() if finished else "",
+        return root_of(
+            {
+                _order(place): _leaves_of(str(place), hashes)
+                for place, hashes in self.hashes.items()
+            }
         )
 
 
-def leaf_of(place: MicroBatchId, hash_hex: str) -> bytes:
-    """The content of a micro-batch's leaf in the tree of its epoch."""
+def leaf_of(place: MicroBatchId | str, hash_hex: str) -> bytes:
+    """The content of the leaf of a micro-batch, or of its name, in the tree of its epoch."""
     return f"{place} {hash_hex}".encode()
 
 
-def _order(place: MicroBatchId) -> tuple[bool, int, int]:
-    """The order of an epoch's micro-batches in the plan: its training, then its validation."""
+Order = tuple[bool, int, int]
+"""The order of an epoch's micro-batches in the plan: its training, then its validation."""
+Leaves = tuple[bytes, bytes]
+"""The contents of a micro-batch's leaves in the two trees of its epoch; the second is empty if it has none."""
+
+
+def _order(place: MicroBatchId) -> Order:
     return place.split == "val", place.step, place.micro
+
+
+def _leaves_of(name: str, hashes: Hashes) -> Leaves:
+    of_finished = b""
+    if hashes.finished:
+        of_finished = leaf_of(name, hashes.finished)
+    return leaf_of(name, hashes.stream), of_finished
+
+
+def root_of(leaves: Mapping[Order, Leaves]) -> EpochRoot:
+    """Return the roots of an epoch's leaves."""
+    in_order = [leaves[order] for order in sorted(leaves)]
+    of_stream = [leaf for leaf, _ in in_order]
+    of_finished = [leaf for _, leaf in in_order if leaf]
+    return EpochRoot(
+        len(of_stream),
+        merkle.root(of_stream).hex(),
+        merkle.root(of_finished).hex() if of_finished else "",
+    )
 
 
 def steps_of_epoch(plan: Plan, epoch: int) -> dict[Split, range]:
@@ -179,8 +197,10 @@ class DigestLog(Observer):
         self._is_local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._epoch = -1
         self._ended = set[Split]()  # splits whose last micro-batch was handed out
-        # What this rank has added to the epoch since it began.
-        self._own = EpochRecord()
+        # What this rank has added to the epoch since it began. Python's collector soon leaves plain tuples out.
+        self._leaves = dict[Order, Leaves]()
+        self._root: EpochRoot | None = None  # the one that was written last
+        self._is_synced = True
         self._lines = list[str]()
         # Lines are made of them once a second, in a loop: one at a time it takes longer.
         self._added = list[tuple[MicroBatchId, bytes, bytes]]()
@@ -192,8 +212,8 @@ class DigestLog(Observer):
 
     @staticmethod
     def of(
-        spec: StreamSpec,
         folder: Folder | None,
+        plan: Plan,
         rank: int,
         world_size: int,
         device: torch.device,
@@ -208,7 +228,7 @@ class DigestLog(Observer):
                 "log_digest writes into the run's folder: name one, raypipe.loader(spec, run_dir=…)"
             )
         facts = {"workers": world_size, "device": device.type, "cpu": cpu_kind()}
-        return DigestLog(folder, spec.plan, rank, facts)
+        return DigestLog(folder, plan, rank, facts)
 
     def add(self, batch: Batch) -> None:
         """Record a batch that is handed out."""
@@ -257,7 +277,7 @@ class DigestLog(Observer):
         """
         with self._one_by_one:
             self._write_added()
-            if not self._lines:
+            if not self._lines and (self._is_synced or not synced):
                 return
             lines = "".join(self._lines).encode()
             with self._best_effort():
@@ -265,6 +285,7 @@ class DigestLog(Observer):
                     path = Path(self._path)
                     path.parent.mkdir(parents=True, exist_ok=True)
                     append_whole(path, lines, synced)
+                    self._is_synced = synced
                 else:
                     with without_retries():
                         write_synced(
@@ -277,9 +298,10 @@ class DigestLog(Observer):
     def _write_added(self) -> None:
         """Make lines of the micro-batches that were added."""
         for place, stream, finished in self._added:
+            name = str(place)
             hashes = Hashes(stream.hex(), finished.hex())
-            self._own.hashes[place] = hashes
-            line = f'{{"micro_batch": "{place}", "hash": "{hashes.stream}"'
+            self._leaves[_order(place)] = _leaves_of(name, hashes)
+            line = f'{{"micro_batch": "{name}", "hash": "{hashes.stream}"'
             if finished:
                 line += f', "finished": "{hashes.finished}"'
             self._lines.append(line + "}\n")
@@ -291,11 +313,12 @@ class DigestLog(Observer):
 
     def _turn_to(self, epoch: int) -> None:
         """Write what is left of an epoch, and begin or continue the file of another."""
-        self.flush()
+        self.flush(synced=True)
         self._lines.clear()
         self._epoch = epoch
         self._ended.clear()
-        self._own = EpochRecord()
+        self._leaves = {}
+        self._root = None
         self._content = b""
         if not self._is_local:
             with (
@@ -311,26 +334,34 @@ class DigestLog(Observer):
 
     def _end_part(self) -> None:
         """This rank has ended a part of the epoch: write the epoch's root if no micro-batch is missing."""
+        num = num_of_epoch(self._plan, self._epoch)
+        self._write_added()
+        if len(self._leaves) == num:
+            self._add_root(root_of(self._leaves))
+            self.flush(synced=True)
+            return
         self.flush(synced=True)
         with self._best_effort():
-            record = self._own
-            num = num_of_epoch(self._plan, self._epoch)
-            if len(record.hashes) < num:
-                folder = (self._filesystem, self._folder)
-                record = read_epoch(folder, self._epoch, self._plan.order_fingerprint)
+            folder = (self._filesystem, self._folder)
+            record = read_epoch(folder, self._epoch, self._plan.order_fingerprint)
             if len(record.hashes) < num:
                 return
             root = record.computed_root()
             if root not in record.roots:
-                line = {
-                    "kind": "root",
-                    "micro_batches": root.num_micro_batches,
-                    "root": root.root,
-                    "finished_root": root.finished_root,
-                }
-                self._lines.append(json.dumps(line) + "\n")
+                self._add_root(root)
                 self.flush(synced=True)
-                record.roots.append(root)
+
+    def _add_root(self, root: EpochRoot) -> None:
+        if root == self._root:
+            return
+        self._root = root
+        line = {
+            "kind": "root",
+            "micro_batches": root.num_micro_batches,
+            "root": root.root,
+            "finished_root": root.finished_root,
+        }
+        self._lines.append(json.dumps(line) + "\n")
 
     @contextlib.contextmanager
     def _best_effort(self) -> Iterator[None]:
@@ -397,7 +428,7 @@ def _read_lines(
     for text in content.split(b"\n")[:-1]:
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if not isinstance(line, dict):
             continue

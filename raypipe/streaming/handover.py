@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import ray
 import torch
@@ -125,105 +125,152 @@ def loader(
     """
     arguments = dict(locals())
     join_train_run()  # first: also for errors of the lines below
-    checked = {
-        name: check(f"raypipe.loader: {name}", arguments[name], kind)
-        for name, kind in _KINDS.items()
-    }
-    run_address: str = checked["run_dir"]
-    start_address: str = checked["start_from"]
-    trace_address: str = checked["trace"]
+    checked = _checked(arguments)
+    trace_address = _trace_address(checked["trace"])
     if trace_address:
-        trace_address = as_uri(trace_address)
-        check_place(trace_address)
         spec = replace(spec, traces=True)
     in_train = in_train_function()
     rank, world_size = _rank_and_world_size(in_train, spec.pool.engine)
     spec.plan.check_workers(world_size)
-    if device is None:
-        device = ray.train.torch.get_device() if in_train else "cpu"
-    device = torch.device(device)
-    run_uri = as_uri(run_address) if run_address else ""
-    measuring = MeasuringFolder(run_uri) if headspace and run_uri else None
-    if measuring and rank == 0:
-        measuring.clear()
-    checkpoints = _checkpoints_in(run_uri, measuring, lease)
-    folder = None
-    if checkpoints:
-        folder = open_filesystem(checkpoints.run_uri)
-    elif in_train and not headspace:
-        folder = _folder_of_train()
+    device = _device_of(device, in_train)
+    run = _run_folder(checked["run_dir"], lease, headspace, in_train, rank)
     digest_log = None
     if log_digest and not headspace:
-        digest_log = DigestLog.of(spec, folder, rank, world_size, device)
+        digest_log = DigestLog.of(run.folder, spec.plan, rank, world_size, device)
     start = None
     if not headspace:
-        start = _start_of(spec, cursor, start_address, checkpoints, rank, world_size)
-    if cursor is None:
-        cursor = _place_of(start) if start else spec.plan.start()
-    open_at: Callable[..., HostStream]
-    if headspace:
-        open_at = ResidentStream(spec, rank, world_size, numbered(device)).open
-    else:
-        is_apart = device.type == "cuda"
-        open_at = _opening(spec, rank, world_size, in_train, max_actors, is_apart)
+        start = _start_of(
+            cursor,
+            checked["start_from"],
+            run.checkpoints,
+            spec.plan.check,
+            rank,
+            world_size,
+        )
+    if cursor is None and start:
+        cursor = _place_of(start)
     stream = Loader(
         spec,
-        open_at,
+        _opening(spec, rank, world_size, device, in_train, max_actors, headspace),
         rank,
         world_size,
         device,
         cursor=cursor,
+        begins=start is None or cursor is not None,
         augment=_augment_config(augment, spec.endings.get("train")),
         dtype=dtype,
         prefetch_factor=prefetch_factor,
         keep_batches=keep_batches,
-        folder=folder,
+        folder=run.folder,
         start=start,
-        checkpoints=checkpoints,
+        checkpoints=run.checkpoints,
         digest_log=digest_log,
         trace=trace_address,
         trace_s=trace_s,
     )
-    if measuring:
-        stream.metrics.run_log.obey(open_filesystem(run_uri))
-    if rank == 0 and (run_uri or headspace):
-        stream.metrics.headspace = HeadspaceRecord(run_uri, world_size, headspace)
-        if measuring:
-            stream.metrics.observers.append(measuring)
+    _record_headspace(stream, run, headspace)
     return stream
 
 
-def _checkpoints_in(
-    run_uri: str, measuring: MeasuringFolder | None, lease: str
-) -> RunCheckpoints | None:
-    """The checkpoints of a run's folder, or of that in which a run with data for nothing is measured."""
-    if measuring:
-        return RunCheckpoints(measuring.uri)
-    return RunCheckpoints(run_uri, lease) if run_uri else None
+def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `loader` that have a kind, of that kind; raises ConfigError."""
+    return {
+        name: check(f"raypipe.loader: {name}", arguments[name], kind)
+        for name, kind in _KINDS.items()
+    }
+
+
+def _device_of(device: torch.device | str | None, in_train: bool) -> torch.device:
+    """The device of a rank's batches; by default the one that Ray Train gave this worker, or the CPU."""
+    if device is None:
+        device = ray.train.torch.get_device() if in_train else "cpu"
+    return torch.device(device)
+
+
+def _trace_address(trace: str) -> str:
+    """The URI of the file of a trace, which can be written; empty = none."""
+    if not trace:
+        return ""
+    address = as_uri(trace)
+    check_place(address)
+    return address
+
+
+class _RunFolder(NamedTuple):
+    """The folder of a run, as one rank uses it.
+
+    Attributes:
+        uri: what `run_dir` names; empty = nothing.
+        folder: where rank 0 records the run; None = nowhere.
+        checkpoints: those of the loop; None = it cannot write any.
+        measuring: the folder for a run with data for nothing; None = this is none, or has no `run_dir`.
+    """
+
+    uri: str
+    folder: Folder | None = None
+    checkpoints: RunCheckpoints | None = None
+    measuring: MeasuringFolder | None = None
+
+
+def _run_folder(
+    run_dir: str, lease: str, headspace: bool, in_train: bool, rank: int
+) -> _RunFolder:
+    """The folder that `run_dir` names, or that of Ray Train's run, which has no checkpoints of the loop's own.
+
+    A run with data for nothing gets another one, which rank 0 empties.
+    """
+    if not run_dir:
+        is_of_train = in_train and not headspace
+        return _RunFolder("", _folder_of_train() if is_of_train else None)
+    uri = as_uri(run_dir)
+    measuring = None
+    checkpoints = RunCheckpoints(uri, lease)
+    if headspace:
+        measuring = MeasuringFolder(uri)
+        checkpoints = RunCheckpoints(measuring.uri)
+        if rank == 0:
+            measuring.clear()
+    folder = open_filesystem(checkpoints.run_uri)
+    return _RunFolder(uri, folder, checkpoints, measuring)
+
+
+def _record_headspace(stream: Loader, run: _RunFolder, headspace: bool) -> None:
+    """Let rank 0 record the loop's speed with data for nothing, or compare its own with it."""
+    metrics = stream.metrics
+    if stream.rank == 0 and (run.uri or headspace):
+        metrics.headspace = HeadspaceRecord(run.uri, stream.world_size, headspace)
+    if run.measuring:
+        metrics.run_log.obey(open_filesystem(run.uri))
+        if stream.rank == 0:
+            metrics.observers.append(run.measuring)
 
 
 def _opening(
     spec: StreamSpec,
     rank: int,
     world_size: int,
+    device: torch.device,
     in_train: bool,
     max_actors: int | None,
-    is_apart: bool,
+    headspace: bool,
 ) -> Callable[..., HostStream]:
-    """Return the function that starts this rank's stream at a place, with Ray or inline."""
+    """Return the function that starts this rank's stream at a place: with Ray, inline, or of data for nothing."""
+    if headspace:
+        return ResidentStream(spec, rank, world_size, numbered(device)).open
     if spec.pool.engine == "inline":
         return functools.partial(open_inline, spec, rank, world_size)
     from raypipe.streaming.ray_stream import RayStreams  # this imports ray.data
 
+    is_apart = device.type == "cuda"
     streams = RayStreams(spec, rank, world_size, in_train, max_actors, is_apart)
     return streams.open
 
 
 def _start_of(
-    spec: StreamSpec,
     cursor: Cursor | None,
     start_from: str,
     checkpoints: RunCheckpoints | None,
+    check: Callable[[Cursor], None],
     rank: int,
     world_size: int,
 ) -> Folder | Checkpoint | None:
@@ -231,23 +278,26 @@ def _start_of(
     of_train = latest_of_train()
     if of_train:
         start_from = ""
-    found = None
+    of_run = None
     if checkpoints and cursor is None:
-        found = checkpoints.find(spec.plan, start_from, rank, world_size)
+        of_run = checkpoints.find(start_from, check, rank, world_size)
     elif start_from:
-        found = find_start(start_from, spec.plan.check)
-    return _later(of_train, found)
+        of_run = find_start(start_from, check)
+    return _later(of_train, of_run)
 
 
 def _later(
-    of_train: Folder | None, found: Checkpoint | None
+    of_train: Folder | None, of_run: Checkpoint | None
 ) -> Folder | Checkpoint | None:
     """The later of Ray Train's checkpoint and that of the run's folder; Ray Train's if it has no place."""
-    if of_train is None or found is None:
-        return of_train or found
-    place = cursor_of(of_train)
-    if place and (place.epoch, place.step) < (found.cursor.epoch, found.cursor.step):
-        return found
+    if of_train is None or of_run is None:
+        return of_train or of_run
+    cursor = cursor_of(of_train)
+    if cursor and (cursor.epoch, cursor.step) < (
+        of_run.cursor.epoch,
+        of_run.cursor.step,
+    ):
+        return of_run
     return of_train
 
 

@@ -69,6 +69,7 @@ class HeadStart:
         num_free: micro-batches that the rank may make before it has heard of the pool.
         num_threads: threads with which it makes one.
         on_last: called in the thread once it has made the last one, unless an error ends it.
+        on_make: called in the thread with True before it makes a micro-batch, and with False after it.
 
     Attributes:
         num_claimed: micro-batches that the rank has made, or makes now.
@@ -84,6 +85,7 @@ class HeadStart:
         num_free: int | None = None,
         num_threads: int = 1,
         on_last: Callable[[], None] = lambda: None,
+        on_make: Callable[[bool], None] = lambda makes: None,
     ) -> None:
         pool = replace(spec.pool, cpus_per_actor=float(num_threads))
         self._spec = replace(spec, pool=pool)
@@ -92,6 +94,7 @@ class HeadStart:
         if spec.pool.head_start >= 0:
             self._most = min(self._most, spec.pool.head_start)
         self._on_last = on_last
+        self._on_make = on_make
         self._limit = self._most if num_free is None else min(self._most, num_free)
         self._is_final = False
         self._is_brief = False
@@ -173,7 +176,7 @@ class HeadStart:
             return self._count_at_hand(min(self._most, self.num_claimed + lead))
 
     def be_brief(self) -> None:
-        """Make only the first few, and what the pool counts on: other streams make the same."""
+        """Make only the first few, and those that the pool counts on: other streams make the same."""
         with self._changed:
             if not self._is_brief and self._spec.pool.head_start < 0:
                 self._is_brief = True
@@ -256,8 +259,10 @@ class HeadStart:
             for position in islice(self._places, self._most):
                 if not self._claim():
                     break
+                self._on_make(True)
                 with traced("make", [position]), process_kept(generators=False):
                     batch, bad = maker.make(position)
+                self._on_make(False)
                 maker.settle([batch], bad)
                 _count(metrics, position, bad)
                 if not self._put(batch):

@@ -21,8 +21,9 @@ import pyarrow as pa
 import torch
 
 from raypipe.config import AugmentConfig
-from raypipe.device.augment import DeviceAugment, settings_of_device
+from raypipe.device.augment import settings_of_device
 from raypipe.device.prefetcher import Batch, on_device
+from raypipe.device.stage import DeviceStage
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.flags import write_flag
@@ -46,11 +47,10 @@ from raypipe.storage.filesystem import join_address
 from raypipe.stores.base import name_of
 from raypipe.streaming.checkpoints import Checkpoint, read_whole_checkpoint
 from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.device_stage import DeviceStage
 from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.digest_log import DigestLog
 from raypipe.streaming.epochs import Batches, Epoch
-from raypipe.streaming.hashes import finished_hash, hashed
+from raypipe.streaming.hashes import finished_hash
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
@@ -101,6 +101,7 @@ class Loader(Unlike, instead=_INSTEAD):
         world_size: W, the number of ranks.
         device: where batches are.
         keep_batches: batches that stay valid besides the newest.
+        augment: the augmentation on the device; None = there is none.
         metrics: measurements, metrics and records of this rank; a training loop may add its loss.
         notice: notices that nodes of the trainers will go.
         stopping: whether the run was asked to stop, as `should_checkpoint` has seen it: by `raypipe stop RUN_DIR`,
@@ -117,6 +118,7 @@ class Loader(Unlike, instead=_INSTEAD):
         device: torch.device | None = None,
         *,
         cursor: Cursor | None = None,
+        begins: bool = True,
         augment: AugmentConfig | None = None,
         dtype: torch.dtype | None = None,
         prefetch_factor: int = 2,
@@ -131,7 +133,8 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         Args:
             open_at: starts the stream at a place; a second argument is the only segment that it shall bring.
-            cursor: that place; None = `load_state_dict` will set it.
+            cursor: that place; None = the run's beginning.
+            begins: whether it starts now; otherwise `load_state_dict` says where.
             folder: where rank 0 records the run; None = nowhere.
             start: the checkpoint that `restore` loads until there is a newer one.
             checkpoints: those that `checkpoint` makes; None = nowhere.
@@ -153,89 +156,90 @@ class Loader(Unlike, instead=_INSTEAD):
         self._folder = folder
         self._checkpoints = checkpoints
         self._device_stage = DeviceStage(
-            augment, self.device, dtype, spec.endings, spec.columns, tells=rank == 0
-        )
-        self.metrics = LoaderMetrics(
-            spec.run,
-            spec.plan,
-            self.device,
-            rank,
-            world_size,
-            self._device_stage.config,
-            folder,
+            augment, self.device, dtype, spec.device_input, tells=rank == 0
         )
         self._digest_log = digest_log
-        if digest_log:
-            self.metrics.observers.insert(0, digest_log)
-        if trace:
-            self.metrics.trace(trace, trace_s, spec.run, rank)
-        self._stream = RankStream(
-            spec.plan,
-            rank,
-            world_size,
-            open_at,
-            self._transfer(prefetch_factor),
-            self.metrics,
-        )
+        self.metrics = self._observed(trace, trace_s)
+        self._stream = self._rank_stream(open_at, prefetch_factor)
         self._stream.lifetime.close_with(self)
-        if folder:
-            self.metrics.run_log.obey(folder)
-        self.notice = Notice(self.metrics.tell_notice)
+        self.notice = Notice()
         self.stopping = False
         self._agreement = Agreement(rank, world_size)
         self._ended_split = False  # whether the last batch did
         # The loop over the epochs that runs; None = none.
         self._loop: object | None = None
         self._turn = 0  # the number of the epoch that was handed out last
-        # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
-        self._training: weakref.ref[Batches] | None = None
-        self._go_to(cursor or self.plan.start())
-        if cursor:
+        self._go_to(cursor)
+        if begins:
             self._begin()
         try:  # the pool starts meanwhile
-            self._device_stage.build(spec.transforms["train"], spec.transform)
+            self.augment = self._device_stage.augment
         except BaseException:  # its traceback refers to the loader
             self.close()
             raise
 
-    def _transfer(
-        self, prefetch_factor: int
-    ) -> Callable[[HostStream], Iterator[Batch]]:
-        """The function that brings a stream's micro-batches onto the device; it does not refer to the loader."""
-        spec = self._spec
+    def _observed(self, trace: str, trace_s: float) -> LoaderMetrics:
+        """The metrics of this rank, with the observers that were asked for."""
+        metrics = LoaderMetrics(
+            self._spec.run,
+            self.plan,
+            self.device,
+            self.rank,
+            self.world_size,
+            self._device_stage.config,
+            self._folder,
+        )
+        if self._digest_log:
+            metrics.observers.insert(0, self._digest_log)
+        if trace:
+            metrics.trace(trace, trace_s, self._spec.run, self.rank)
+        if self._folder:
+            metrics.run_log.obey(self._folder)
+        return metrics
+
+    def _rank_stream(
+        self, open_at: Callable[..., HostStream], prefetch_factor: int
+    ) -> RankStream:
+        """The stream of this rank, on its device; it does not refer to the loader."""
         clock = self.metrics.clock
-        decoding = None
-        if spec.transform.decode == "device":
-            on_decoded = functools.partial(_count_decoding, clock)
-            decoding = Decoding(spec, self.device, on_decoded)
-        device = self.device
-        keep_batches = self.keep_batches
-        is_recorded = self._digest_log is not None
+        bring = functools.partial(
+            on_device,
+            device=self.device,
+            seed_of=self.plan.micro_batch_seed,
+            depth=prefetch_factor,
+            keep=self.keep_batches,
+            on_copied=functools.partial(clock.add, "train", "transfer"),
+            decode=self._decoding(),
+        )
+        is_hashed = self._digest_log is not None
+        return RankStream(
+            self.plan,
+            self.rank,
+            self.world_size,
+            open_at,
+            bring,
+            self.metrics,
+            is_hashed,
+        )
 
-        def transfer(host: HostStream) -> Iterator[Batch]:
-            return on_device(
-                hashed(host.batches) if is_recorded else host.batches,
-                device,
-                spec.plan.micro_batch_seed,
-                prefetch_factor,
-                keep_batches,
-                ring=False if host.draws_globally else None,
-                on_copied=functools.partial(clock.add, "train", "transfer"),
-                decode=decoding,
-            )
+    def _decoding(self) -> Decoding | None:
+        """The decoder of images on the device; None = the CPU decodes."""
+        if self._spec.transform.decode != "device":
+            return None
+        on_decoded = functools.partial(_count_decoding, self.metrics.clock)
+        return Decoding(self._spec, self.device, on_decoded)
 
-        return transfer
-
-    def _go_to(self, cursor: Cursor) -> None:
-        self._progress = Progress(self.plan, cursor)
+    def _go_to(self, cursor: Cursor | None) -> None:
+        self._progress = Progress(self.plan, self.plan.start(cursor))
         self._turn += 1
         self._is_recorded = False
-        self._training = None
+        # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
+        self._training: weakref.ref[Batches] | None = None
 
     def _begin(self) -> None:
         """Start the stream at the loader's place."""
         start = self._progress.start
-        if self.rank == 0 and next(self.plan.segments(start), None) is None:
+        if self.rank == 0 and self._progress.is_at_end:
             _logger.warning(
                 "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
                 self.num_epochs,
@@ -633,7 +637,8 @@ class Loader(Unlike, instead=_INSTEAD):
         def decide() -> tuple[tuple[bool, bool, bool], bool]:
             stops = self.metrics.run_log.stops
             is_old = self.metrics.checkpoint_age_s >= every_s
-            is_due = self.notice.is_due(at_end=is_end) or is_old or stops
+            is_noticed = self.notice.is_due(self.metrics.tell_notice, at_end=is_end)
+            is_due = is_noticed or is_old or stops
             return (is_due, self.notice.is_last, stops), self.notice.is_near()
 
         decision = self._agreement.on(decide, at_once or is_end)
@@ -746,11 +751,6 @@ class Loader(Unlike, instead=_INSTEAD):
     def global_step(self) -> TrainStep:
         """Training steps done, through all epochs, according to the cursor."""
         return self.plan.global_step(self.cursor)
-
-    @property
-    def augment(self) -> DeviceAugment | None:
-        """The augmentation on the device; None = there is none."""
-        return self._device_stage.augment
 
     def times(self, split: Split = "train") -> StageTimes:
         """Measurements of this rank in one split, without the wait for the very first batch.

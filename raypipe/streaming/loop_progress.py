@@ -16,7 +16,7 @@ class Progress:
 
     Args:
         plan: the run's plan.
-        cursor: the first place.
+        start: the first place, see `Plan.start`.
 
     Attributes:
         start: that place.
@@ -26,16 +26,20 @@ class Progress:
         num_in_step: batches that were taken of the training step under way, behind the cursor.
     """
 
-    def __init__(self, plan: Plan, cursor: Cursor) -> None:
-        plan.check(cursor)
+    def __init__(self, plan: Plan, start: Cursor) -> None:
         self._plan = plan
-        self.start = plan.normalized(cursor)
-        self.cursor = self.start
-        self.epoch = cursor.epoch - 1
+        self.start = start
+        self.cursor = start
+        self.epoch = start.epoch - 1
         self.segments: Segments = {}
         self.num_in_step = 0
         # the split that the loop has left early
         self._left: Split | None = None
+
+    @property
+    def is_at_end(self) -> bool:
+        """True if no epoch is left at the cursor."""
+        return next(self._plan.segments(self.cursor), None) is None
 
     def next_epoch(self) -> bool:
         """Begin the epoch at the cursor; returns whether there is one."""

@@ -42,7 +42,6 @@ _CODE = (
     "device",
     "streaming/maker.py",
     "streaming/sample_makers.py",
-    "streaming/device_stage.py",
 )
 _CODE_NAME = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 
@@ -107,7 +106,7 @@ def parts_of(store: Store) -> dict[str, Store]:
 def user_code(entries: Any) -> dict[str, str]:
     """Return the hash of each module whose code the entries name as `module:name`, if it has been imported."""
     hashes = {}
-    for module in sorted(set(_modules_in(entries))):
+    for module in sorted(modules_in(entries)):
         digest = hash_of_module(module)
         if digest and not module.startswith("raypipe."):
             hashes[module] = digest
@@ -139,15 +138,20 @@ def _absolute(address: Any) -> Any:
     return str(Path(text).expanduser().absolute())
 
 
-def _modules_in(entries: Any) -> Iterator[str]:
+def modules_in(entries: Any) -> set[str]:
+    """Return the modules that JSON values name: those of all texts that look like `module:name`."""
+    return set(_modules_of(entries))
+
+
+def _modules_of(entries: Any) -> Iterator[str]:
     """Yield the modules of all texts in JSON values that look like `module:name`."""
     if isinstance(entries, Mapping):
         for name, value in entries.items():
             if name not in ("pickle", "bytes", "object"):
-                yield from _modules_in(value)
+                yield from _modules_of(value)
     elif isinstance(entries, list):
         for value in entries:
-            yield from _modules_in(value)
+            yield from _modules_of(value)
     elif isinstance(entries, str):
         match = _CODE_NAME.fullmatch(entries)
         if match:

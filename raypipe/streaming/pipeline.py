@@ -95,6 +95,9 @@ def block_dataset(
             pool,
             stall_timeout_s=max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S),
         )
+    supervisor.pool_planned.remote(
+        actors * pool.cpus_per_actor, pool.min_actors * pool.cpus_per_actor
+    )
     fixed, per_actor, largest = pool.blocks_for(world_size, actors)
     settings = Settings(
         pool,

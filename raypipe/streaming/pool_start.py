@@ -13,7 +13,12 @@ import ray
 
 from raypipe.errors import ConfigError
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
-from raypipe.rayext.iteration import begun, coordinator_of, stop_execution
+from raypipe.rayext.iteration import (
+    ExecutionWatch,
+    begun,
+    coordinator_of,
+    stop_execution,
+)
 from raypipe.rayext.startup import Wait
 from raypipe.streaming.alike import Alike
 from raypipe.streaming.cluster_memory import Collector
@@ -83,6 +88,7 @@ class PoolStart:
         self._batches: Iterator[MicroBatch] = iter(())
         self._first: list[MicroBatch] = []
         self._error: BaseException | None = None
+        self._watch: ExecutionWatch | None = None
         self._is_left = threading.Event()
         self._is_ready = threading.Event()
         self._is_cleaned = False
@@ -256,14 +262,17 @@ class PoolStart:
         except _LeftError:
             pass
         except BaseException as error:
-            self._error = error
+            self._fail(error)
         finally:
-            if self._head and self._error is not None:
-                # nobody takes over
-                self._head.hear(self._head.num_claimed, is_final=True)
             self._is_ready.set()
             if self._is_left.is_set():
                 self._clean()
+
+    def _fail(self, error: BaseException) -> None:
+        """Let the rank end with an error of the pool, after what it has made itself: nobody takes over."""
+        self._error = error
+        if self._head:
+            self._head.hear(self._head.num_claimed, is_final=True)
 
     def _start(self, connected: Callable[[Any, int], None]) -> None:
         iterators, max_actors = self._make_iterators(self)
@@ -272,6 +281,7 @@ class PoolStart:
         connected(self.supervisor, max_actors)
         collect = Collector(self._spec, stream_name(self.supervisor))
         self._batches = host_batches(begun(iterators[self._rank]), collect)
+        self._watch = ExecutionWatch(iterators[self._rank])
         if self._world_size == 1:
             self._start_following()
 
@@ -295,7 +305,7 @@ class PoolStart:
         looked_at = time.monotonic()
         with contextlib.suppress(ray.exceptions.RayError):
             while not (is_final and head.is_done):
-                if self._is_left.wait(_LOOK_S):
+                if self._is_left.wait(_LOOK_S) or not self._execution_lives():
                     return
                 if time.monotonic() - looked_at >= _LOOK_FOR_ALIKE_S:
                     self._look_for_alike(head)
@@ -308,6 +318,22 @@ class PoolStart:
                     self._has_taken_over = is_final
             if head.sample_makers:
                 self._compare(head.sample_makers)
+
+    def _execution_lives(self) -> bool:
+        """Return whether the pool's execution has not died: the rank reads nothing from it yet."""
+        try:
+            if self._watch:
+                self._watch.check()
+        except ray.exceptions.RayActorError as error:
+            if not self._is_left.is_set():
+                if self._rank == 0:
+                    self.supervisor.note.remote(
+                        "the coordinator of the stream died while the ranks made their first micro-batches",
+                        "coordinator_died",
+                    )
+                self._fail(error)
+            return False
+        return True
 
     def _ask(self, head: HeadStart) -> Any:
         """Tell the Supervisor about this rank, and ask where the pool takes over."""

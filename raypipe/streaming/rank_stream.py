@@ -18,6 +18,7 @@ from raypipe.errors import CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Plan, Segment
 from raypipe.rayext.watchdog import SupervisorWatchdog
+from raypipe.streaming.hashes import hashed
 from raypipe.streaming.lifetime import (
     EXHAUSTED,
     GAVE_WAY,
@@ -41,8 +42,9 @@ class RankStream:
         plan: the run's plan.
         rank, world_size: number of this rank, and W.
         open_at: starts the stream at a cursor; a second argument is the only segment that it shall bring.
-        on_device: brings its micro-batches onto the device.
+        on_device: brings micro-batches onto the device, see `raypipe.device.prefetcher`.
         metrics: metrics of the rank.
+        is_hashed: whether micro-batches get a hash before that.
 
     Attributes:
         lifetime: its owner, which ends it.
@@ -56,8 +58,9 @@ class RankStream:
         rank: int,
         world_size: int,
         open_at: Callable[..., HostStream],
-        on_device: Callable[[HostStream], Iterator[Batch]],
+        on_device: Callable[..., Iterator[Batch]],
         metrics: LoaderMetrics,
+        is_hashed: bool = False,
     ) -> None:
         self._plan = plan
         self._rank = rank
@@ -65,6 +68,7 @@ class RankStream:
         self._open_at = open_at
         self._on_device = on_device
         self._metrics = metrics
+        self._is_hashed = is_hashed
         self._batches: Iterator[Batch] | None = None
         self.lifetime = Lifetime(lambda: metrics.tell("closed"))
         self.supervisor: Any = None
@@ -93,7 +97,7 @@ class RankStream:
             plan.segments(start), plan.config.per_step, self._rank, self._world_size
         )
         self._take_facts(host)
-        batches = host.resident or self._on_device(host)
+        batches = host.resident or self._transferred(host)
         self._batches = batches
         watchdogs = list[SupervisorWatchdog]()
         ends = ExitStack()
@@ -123,6 +127,13 @@ class RankStream:
 
         with self.failing():
             host.starts(connected)
+
+    def _transferred(self, host: HostStream) -> Iterator[Batch]:
+        """The micro-batches of a stream on the device."""
+        batches = hashed(host.batches) if self._is_hashed else host.batches
+        # generators that threads share are drawn from by the thread of the loop
+        ring = False if host.draws_globally else None
+        return self._on_device(batches, ring=ring)
 
     def _take_facts(self, host: HostStream) -> None:
         """Take over the facts of a stream, but not its batches and its execution."""

@@ -120,7 +120,10 @@ class RayStreams:
             threads = threads_of_rank(self._in_train)
             # from then on nothing of it can end this process, though the loop has yet to take what it made
             on_last = self._marks.remove
-            head = HeadStart(spec, start, rank, world_size, free, threads, on_last)
+            on_make = self._marks.making
+            head = HeadStart(
+                spec, start, rank, world_size, free, threads, on_last, on_make
+            )
         make = functools.partial(self._iterators, spec, start)
         pool = PoolStart(spec, make, rank, world_size, supervisor, head)
         host = HostStream(
@@ -181,7 +184,7 @@ class RayStreams:
                 check_pickles(spec)
             if not self._has_started and self._marks.found():
                 _logger.warning(
-                    "a process has ended while it made its first micro-batches itself, so the pool makes them now "
+                    "a process has ended while it made a micro-batch itself, so the pool makes the first ones now "
                     "(pool.head_start)"
                 )
                 self._may_head_start = has_head_start = False

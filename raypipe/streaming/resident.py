@@ -16,7 +16,6 @@ import torch
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.mixing import check_mixable
 from raypipe.device.modules import PLAIN
 from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import numbered
@@ -103,12 +102,14 @@ def resident(
     spec.plan.check_workers(world_size)
     if augment is not None and not isinstance(augment, AugmentConfig):
         augment = AugmentConfig(PLAIN.mean, PLAIN.std, module=augment)
-    if augment and (target := spec.columns.target):
-        check_mixable(augment, target.dtype, target.shape)
     on = numbered(device)
     if augment:
         device_augment = DeviceAugment(
-            augment, on, dtype, has_label=spec.columns.has_target
+            augment,
+            on,
+            dtype,
+            has_label=spec.columns.has_target,
+            target=spec.columns.target,
         )
     else:
         device_augment = None

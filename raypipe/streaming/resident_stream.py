@@ -72,17 +72,17 @@ class ResidentStream:
     def _keep(self, plan: Plan, start: Cursor, first: MicroBatchId) -> None:
         """Make micro-batches of a place's size, and, before the first, of all sizes that come soon."""
         spec = replace(self._spec, plan=plan)
-        wanted = {self._key(first): [first]}
+        places_by_key = {self._key(first): [first]}
         places = micro_batches_of_rank(spec, start, self._rank, self._world_size)
         for _, position in zip(range(_NUM_LOOKED_AT), places, strict=False):
             key = self._key(position)
             if key in self._kept or position.split != first.split:
                 continue
-            found = wanted.setdefault(key, [])
-            if position not in found and len(found) < NUM_KEPT:
-                found.append(position)
-        for key, found in wanted.items():
-            self._kept[key] = self._made(found)
+            of_key = places_by_key.setdefault(key, [])
+            if position not in of_key and len(of_key) < NUM_KEPT:
+                of_key.append(position)
+        for key, of_key in places_by_key.items():
+            self._kept[key] = self._made(of_key)
 
     def _made(self, places: list[MicroBatchId]) -> list[Batch]:
         """Make micro-batches as a pool does, and bring them onto the device."""

@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import ray
 
@@ -19,6 +20,7 @@ _logger = logging.getLogger(__name__)
 _SETTLE_S = 2.0  # CPUs of a stream that has just ended come back
 # Time for other pools to give way: they know within a second or two, and actors finish their blocks.
 _GIVE_WAY_S = 6.0
+_ANSWER_S = 2.0  # a Supervisor says how many CPUs its pool still takes
 
 
 def make_room(cpus: float) -> None:
@@ -44,14 +46,20 @@ def make_room(cpus: float) -> None:
 
 def ask_for_room(pool: PoolConfig) -> Callable[[], None]:
     """Let the pools of this process's other streams shrink, as far as a new one needs it and they have more than
-    their smallest number of actors.
+    their smallest number of actors. CPUs that are free, but that actors of these pools will take, do not count.
 
     Returns:
         A function that ends that.
     """
     cpus = pool.least_actors * pool.cpus_per_actor
     open_streams = supervisors()
-    if not open_streams or cluster_resources().free_cpus >= cpus:
+
+    def has_room() -> bool:
+        # asked first: an actor that starts in between counts twice, and not never
+        awaited_cpus = _awaited_cpus(open_streams)
+        return cluster_resources().free_cpus - awaited_cpus >= cpus
+
+    if not open_streams or has_room():
         return lambda: None
     deadline = time.monotonic() + _GIVE_WAY_S
 
@@ -62,6 +70,17 @@ def ask_for_room(pool: PoolConfig) -> Callable[[], None]:
                     supervisor.give_way.remote(more)
 
     ask(cpus)
-    while cluster_resources().free_cpus < cpus and time.monotonic() < deadline:
+    while not has_room() and time.monotonic() < deadline:
         time.sleep(0.1)
     return functools.partial(ask, -cpus)
+
+
+def _awaited_cpus(open_streams: list[Any]) -> float:
+    """Return the CPUs that pools of these supervisors will still take; one that does not answer takes none."""
+    asked = [supervisor.awaited_cpus.remote() for supervisor in open_streams]
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
+    total = 0.0
+    for answer in answered:
+        with contextlib.suppress(ray.exceptions.RayError):
+            total += ray.get(answer)
+    return total

@@ -17,7 +17,6 @@ from typing import Any
 
 from raypipe.errors import RaypipeError
 from raypipe.plan.places import Cursor
-from raypipe.plan.schedule import Plan
 from raypipe.progress import print_progress
 from raypipe.rayext.agreement import from_rank_zero
 from raypipe.storage.lease import is_held
@@ -49,7 +48,11 @@ class RunCheckpoints:
         self._error: BaseException | None = None
 
     def find(
-        self, plan: Plan, start_from: str = "", rank: int = 0, world_size: int = 1
+        self,
+        start_from: str,
+        check: Callable[[Cursor], None],
+        rank: int = 0,
+        world_size: int = 1,
     ) -> Checkpoint | None:
         """Return the newest whole checkpoint of a plan, on rank 0 with its state; all ranks call it.
 
@@ -57,6 +60,7 @@ class RunCheckpoints:
 
         Args:
             start_from: where a run without checkpoints begins, see `raypipe.loader`; empty = at the beginning.
+            check: the plan's, which raises CursorError for a cursor of a different one.
 
         Raises:
             ConfigError, CursorError: see `find_newest`.
@@ -64,21 +68,21 @@ class RunCheckpoints:
         """
         self._check_lease()
         if world_size == 1:
-            found = self._newest(plan, start_from)
+            newest = self._newest(start_from, check)
         else:
-            found = self._newest_of_rank_zero(plan, start_from, rank)
-        if found:
-            self._name = found.name
-        return found
+            newest = self._newest_of_rank_zero(start_from, check, rank)
+        if newest:
+            self._name = newest.name
+        return newest
 
     def _newest_of_rank_zero(
-        self, plan: Plan, start_from: str, rank: int
+        self, start_from: str, check: Callable[[Cursor], None], rank: int
     ) -> Checkpoint | None:
         newest: Checkpoint | None = None
         error: RaypipeError | None = None
         if rank == 0:
             try:
-                newest = self._newest(plan, start_from)
+                newest = self._newest(start_from, check)
             except RaypipeError as failure:
                 error = failure
         state = newest.state if newest else b""
@@ -89,10 +93,12 @@ class RunCheckpoints:
             raise error
         return newest._replace(state=state) if newest else None
 
-    def _newest(self, plan: Plan, start_from: str) -> Checkpoint | None:
+    def _newest(
+        self, start_from: str, check: Callable[[Cursor], None]
+    ) -> Checkpoint | None:
         """Return the newest checkpoint, with its state; print those that are skipped."""
         newest, skipped = find_newest(
-            self.run_uri, plan.check, with_state=True, start_from=start_from
+            self.run_uri, check, with_state=True, start_from=start_from
         )
         for name, reason in skipped.items():
             print_progress(logger, f"not resumed from {name}: {reason}")

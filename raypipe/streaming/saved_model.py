@@ -44,7 +44,7 @@ def input_of(
     val = spec.transforms.get("val", spec.transform.val)
     split: Split = "val" if "val" in spec.endings else "train"
     ending = spec.endings.get(split)
-    augment = normalization(ending, augment, split)
+    augment = normalization(augment, ending, split)
     return {
         "classes": list(store.classes) if store.classes else None,
         "transform": dataclasses.asdict(spec.transform),

@@ -18,9 +18,11 @@ from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
+from raypipe.transform.device_input import DeviceInput
 from raypipe.transform.ending import Ending
 from raypipe.transform.samples import Wanted
 from raypipe.transform.transform_steps import Steps
+from raypipe.transform.views import makes_views
 
 # Albumentations asks the network for a newer version when it is imported. Each process that unpickles a stream's
 # transforms imports this module first.
@@ -76,6 +78,18 @@ class StreamSpec(
             (*self.columns.stored, *self.transform.target_columns.values())
         )
         return Wanted(self.columns.reads_class, tuple(columns))
+
+    @property
+    def device_input(self) -> DeviceInput:
+        """Facts about the batches as they reach a device."""
+        return DeviceInput(
+            self.endings,
+            self.columns.target,
+            self.columns.has_target,
+            tuple(self.transform.target_columns),
+            makes_views(self.transforms["train"]),
+            self.transform.decode_as == "array",
+        )
 
     def readers(self) -> dict[Split, Store]:
         """The stores that the read stage reads; the actors read the others themselves."""

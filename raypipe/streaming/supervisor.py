@@ -79,6 +79,9 @@ _REMEMBERED = (
     "_left",
     "_moves",
     "_given",
+    "_pool_awaits",
+    "_has_begun",
+    "_least_cpus",
     "_takeover",
     "_shared",
     "_is_traced",
@@ -178,6 +181,9 @@ class Supervisor:
         self._left: set[int] = set()  # ranks
         self._moves: Moves | None = None
         self._given = 0.0  # CPUs left to other streams
+        self._pool_awaits = 0.0  # CPUs
+        self._has_begun = False  # the execution that has the pool
+        self._least_cpus = 0.0  # the pool keeps these if other streams ask
         self._takeover = Takeover()
         self._shared = b""
         self._stands: dict[
@@ -211,13 +217,17 @@ class Supervisor:
             "the stream's supervisor died, and was restarted", "supervisor_restarted"
         )
 
-    def _remember(self) -> None:
-        """Save what a restarted Supervisor needs, after each change but those that come with every block."""
+    def _remember(self, at_once: bool = False) -> None:
+        """Save what a restarted Supervisor needs, after each change but those that come with every block.
+
+        Args:
+            at_once: before the caller is answered, since it never tells or asks for this again.
+        """
         if self._memory:
             last = self._events[-_EVENTS_REMEMBERED:]
             state = {name: getattr(self, name) for name in _REMEMBERED}
             state["events"] = self._first_event + len(self._events) - len(last), last
-            self._memory.save(state | {"watched": self._watch.state()})
+            self._memory.save(state | {"watched": self._watch.state()}, at_once)
 
     def _watches(self, key: str, process: Process | None) -> None:
         if process and self._watch.add(key, process):
@@ -266,6 +276,25 @@ class Supervisor:
         self._given = max(0.0, self._given + cpus)
         self._remember()
 
+    def pool_planned(self, cpus: float, least_cpus: float) -> None:
+        """The pool is to take so many CPUs once its execution begins, or with its first block."""
+        if not self._has_begun:
+            self._pool_awaits = cpus
+            self._least_cpus = least_cpus
+            self._remember()
+
+    def pool_awaits(self, cpus: float) -> None:
+        """The pool's execution has begun; its actors that have not started need so many CPUs."""
+        self._has_begun = True
+        self._pool_awaits = cpus
+        self._remember()
+
+    def awaited_cpus(self) -> float:
+        """Return the CPUs that the pool will still take, less those that it leaves to other streams."""
+        if self._has_begun:
+            return self._pool_awaits
+        return max(self._least_cpus, self._pool_awaits - self._given)
+
     def process_left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""
         self._stands.pop(key, None)
@@ -276,15 +305,26 @@ class Supervisor:
         block = self._doing.get(actor)
         return f"in {_named(block)}" if block else ""
 
-    def actor_started(self, actor: str, home: str) -> bool:
-        """An actor has started, in a process that people find by `home`; returns whether it was restarted."""
+    def actor_started(self, actor: str, home: str, was_restarted: bool = False) -> bool:
+        """An actor has started; returns whether an earlier process of it has died.
+
+        Args:
+            home: its process, for people.
+            was_restarted: whether Ray says so. The earlier process may have died before it had called this.
+        """
         old_home = self._homes.get(actor)
         self._homes[actor] = home
         block = self._doing.pop(actor, None)
         sample = self._samples.pop(actor, None)
         if old_home is None:
-            self._remember()
-            return False
+            if was_restarted:
+                self.note(
+                    f"a transform actor died in its start, and was restarted ({home})",
+                    "actor_died",
+                )
+            # the pool begins only once an actor is known, and this one does not call again
+            self._remember(at_once=True)
+            return was_restarted
         work = "between two blocks"
         if block is not None:
             work = f"in {_named(block)}"
@@ -447,7 +487,7 @@ class Supervisor:
             return None
         if not self._takeover.is_final:
             self._takeover.fix()
-            self._remember()
+            self._remember(at_once=True)
         return self._takeover.num
 
     def share(self, message: bytes) -> None:

@@ -24,6 +24,7 @@ from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.tracer import traced
 from raypipe.packages import differences
 from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.rayext.kv_store import was_restarted
 from raypipe.rayext.processes import this_process
 from raypipe.rayext.trace_sender import send_trace
 from raypipe.storage import retries
@@ -220,7 +221,9 @@ class Guard:
         )
         try:
             restarted = ray.get(
-                supervisor.actor_started.remote(self._actor, str(self._process))
+                supervisor.actor_started.remote(
+                    self._actor, str(self._process), was_restarted()
+                )
             )
         except ray.exceptions.RayActorError:
             # the stream ended in the meantime; a traceback would be printed

@@ -98,7 +98,7 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
 
 
 def normalization(
-    ending: Ending | None, augment: AugmentConfig | None, split: str = "train"
+    augment: AugmentConfig | None, ending: Ending | None, split: str = "train"
 ) -> AugmentConfig | None:
     """The augmentation with the mean and std that hold: those of a Normalize in the pipeline come before its own.
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raypipe.commands.bench import bench, print_bench
-from raypipe.commands.bench_headspace import rate_of
-from raypipe.config import RunConfig
+from raypipe.commands.bench_headspace import lasting, rate_of
+from raypipe.config import AugmentConfig, RunConfig, TransformConfig
 from raypipe.errors import ConfigError
 
 
@@ -43,3 +43,14 @@ def test_an_own_loop_is_told_how_to_measure_itself(tmp_path: Path) -> None:
 def test_the_result_is_printed_as_a_sentence(capsys: pytest.CaptureFixture) -> None:
     print_bench({"text": "From the stream 1,163 images/s."})
     assert capsys.readouterr().out == "From the stream 1,163 images/s.\n"
+
+
+def test_a_measured_run_is_augmented_as_in_its_middle() -> None:
+    run = RunConfig(
+        transform=TransformConfig(strength=(0.5, 0.8, 0.2)),
+        augment=AugmentConfig(strength=(0.0, 0.6, 0.3)),
+    )
+    measured = lasting(run)
+    assert measured.transform.strength_at(0.0) == 0.8
+    assert measured.augment.strength_at(0.0) == 0.6
+    assert lasting(RunConfig()).augment.strength_at(0.0) == 1.0

@@ -64,11 +64,15 @@ class Patient:
 
 
 def stream(
-    stores: dict[str, Path], transform: Any, actors: int = 1, head_start: int = -1
+    stores: dict[str, Path],
+    transform: Any,
+    actors: int = 1,
+    head_start: int = -1,
+    epochs: int = 2,
 ) -> StreamSpec:
     return open_stream(
         stores["train"],
-        plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24),
+        plan=PlanConfig(epochs=epochs, micro_batch_size=6, global_batch_size=24),
         transform=TransformConfig(crop_decode="off"),
         pool=PoolConfig(
             min_actors=actors,
@@ -100,6 +104,7 @@ def train_fn(config: dict[str, Any]) -> None:
     got = list[Any]()
     for batch in without_ray.every_batch(one):
         got.append(line_of(batch))
+        time.sleep(config["pause_s"])
         if config["kills"] and one.rank == one.world_size - 1 and attempt == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     path = folder / f"rank{one.rank}"
@@ -137,13 +142,19 @@ def fit(
     workers: int = 2,
     kills: bool = False,
     function: Any = train_fn,
+    pause_s: float = 0.0,
 ) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     TorchTrainer(
         function,
-        train_loop_config={"spec": spec, "folder": str(folder), "kills": kills},
+        train_loop_config={
+            "spec": spec,
+            "folder": str(folder),
+            "kills": kills,
+            "pause_s": pause_s,
+        },
         scaling_config=ScalingConfig(
             num_workers=workers, use_gpu=False, resources_per_worker={"CPU": 0.5}
         ),
@@ -205,6 +216,21 @@ def test_the_stream_is_the_same_after_a_kill_in_the_head_start(
     assert killed.exists()
     expected = expected_lines(spec)
     assert ranks == [expected[rank :: len(ranks)] for rank in range(len(ranks))]
+
+
+def test_a_coordinator_killed_in_the_head_start_restarts_the_trainers(
+    stores: dict[str, Path], tmp_path: Path, cluster: None
+) -> None:
+    # the ranks could make everything themselves, and would need a minute for it
+    killed = tmp_path / "killed"
+    spec = stream(stores, Patient(str(killed)), epochs=200)
+    killing = kill_one("SplitCoordinator", killed)
+    fit(spec, tmp_path, pause_s=0.03)
+    killing.join()
+    assert len(list(tmp_path.glob("begun0-*"))) == 2
+    expected = expected_lines(spec)
+    for rank in range(2):
+        assert got_by(tmp_path, rank)[0] == expected[rank::2]
 
 
 @pytest.mark.soak

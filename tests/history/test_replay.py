@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -232,6 +233,88 @@ def test_samples_are_described_in_words(
             assert flips == ["flipped left to right"]
             pixels = pixels[:, ::-1]
         assert np.array_equal(image.permute(1, 2, 0).numpy(), pixels)
+
+
+def test_device_presets_are_described_in_words(
+    stores: dict[str, Path], tmp_path: Path
+) -> None:
+    spec = stream(stores["train"])
+    augment = AugmentConfig(mean=(0.0,) * 3, std=(1.0,) * 3, preset="standard")
+    batches = recorded(tmp_path / "run", spec, augment=augment)[:6]
+    replay = raypipe.replay(tmp_path / "run")
+    rows = [row for batch in batches for row in replay.samples_of(batch.position)]
+    images = [image for batch in batches for image in batch.image]
+    made = [replay.on_cpu(batch.position)["image"] for batch in batches]
+    host = torch.from_numpy(np.concatenate(made)).movedim(-1, 1)
+    seen = set()
+    for row, image, before in zip(rows, images, host, strict=True):
+        words = row["augmented"]
+        pixels = before / 255
+        if "flipped left to right" in words:
+            pixels = pixels.flip(2)
+        numbers = {
+            name: float(text.split(" x ")[1])
+            for text in words
+            if (name := text.split(" ")[0]) in ("brightness", "contrast", "saturation")
+        }
+        if numbers:
+            pixels = jittered(pixels, **numbers)
+        (box,) = [text for text in words if text.startswith("a box")] or [""]
+        if box:
+            height, width, top, left = map(int, re.findall(r"\d+", box))
+            pixels[:, top : top + height, left : left + width] = 0
+        assert torch.allclose(image, pixels.clamp(0, 1), atol=0.02)
+        seen |= {text.split(" ")[0] for text in words}
+    assert {"flipped", "brightness", "a"} <= seen
+
+
+def jittered(
+    pixels: torch.Tensor, brightness: float, contrast: float, saturation: float
+) -> torch.Tensor:
+    """An image (3, H, W) in [0, 1] with other colors, not limited."""
+    weights = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)
+    gray = (pixels * weights).sum(0)
+    colored = saturation * pixels + (1 - saturation) * gray
+    return brightness * (contrast * colored + (1 - contrast) * gray.mean())
+
+
+@pytest.mark.parametrize("as_module", [False, True], ids=["ops", "module"])
+def test_kornias_operations_are_described_in_words(
+    as_module: bool, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    from kornia.augmentation import RandomHorizontalFlip, RandomSolarize
+
+    spec = stream(stores["train"])
+    plain: dict[str, Any] = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    if as_module:
+        steps = (RandomHorizontalFlip(p=0.5), RandomSolarize(0.4, 0.0, p=0.5))
+        augment = AugmentConfig(**plain, module=torch.nn.Sequential(*steps))
+    else:
+        ops = [
+            {"op": "RandomHorizontalFlip", "p": 0.5},
+            {"op": "RandomSolarize", "p": 0.5, "thresholds": 0.4, "additions": 0.0},
+        ]
+        augment = AugmentConfig(**plain, ops=ops)
+    batches = recorded(tmp_path / "run", spec, augment=augment)
+    replay = raypipe.replay(tmp_path / "run", trust_run_code=as_module)
+    phrases = set()
+    for batch in batches[:4]:
+        host = replay.on_cpu(batch.position)["image"]
+        before = torch.from_numpy(host).movedim(-1, 1) / 255
+        rows = replay.samples_of(batch.position)
+        for row, image, pixels in zip(rows, batch.image, before, strict=True):
+            for phrase in row["augmented"]:
+                name, _, numbers = phrase.partition(": ")
+                if name == "RandomHorizontalFlip":
+                    pixels = pixels.flip(2)
+                else:
+                    threshold = float(numbers.split(",")[0].removeprefix("thresholds "))
+                    is_kept = pixels < threshold
+                    pixels = torch.where(is_kept, pixels, 1 - pixels)
+                phrases.add(name)
+            share = (image - pixels).abs().gt(0.02).float().mean()
+            assert share < 0.02  # the phrase's threshold is rounded
+    assert phrases == {"RandomHorizontalFlip", "RandomSolarize"}
 
 
 @pytest.mark.parametrize("has_record", [True, False], ids=["recorded", "found again"])

@@ -255,6 +255,9 @@ class Pool:
     def current_size(self) -> int:
         return len(self._running_actors) + self.num_pending
 
+    def num_restarting_actors(self) -> int:
+        return sum(state.is_restarting for state in self._running_actors.values())
+
     def _try_remove_pending_actor(self) -> bool:
         had_any = self.num_pending > 0
         self.num_pending -= had_any
@@ -273,9 +276,11 @@ class Keeper(PoolKeeper):
     def __init__(self, pool: Pool) -> None:
         self.notes: list[str] = []
         self.scaled: list[str] = []
+        self.awaited: list[float] = []
         supervisor = SimpleNamespace(
             note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text)),
             pool_scaled=SimpleNamespace(remote=self.scaled.append),
+            pool_awaits=SimpleNamespace(remote=self.awaited.append),
         )
         self.op = SimpleNamespace(get_autoscaling_actor_pools=lambda: [pool])
         super().__init__(self.op, PoolConfig(stall_timeout_s=60.0), supervisor, 0.0)
@@ -462,6 +467,37 @@ def test_actors_that_wait_for_the_first_block_start_with_it() -> None:
     for now in (1.0, 2.0):
         keeper._size(now, finished=1, ranks_waiting=1.0)
     assert keeper.grown == [2]
+
+
+def test_a_pool_tells_the_cpus_that_its_actors_will_take() -> None:
+    pool = Pool(a=(False, 1), b=(True, 0))
+    keeper = Keeper(pool)
+    vars(pool).update(
+        num_running_actors=lambda: len(pool._running_actors),
+        num_active_actors=lambda: 1,
+        num_pending_actors=lambda: pool.num_pending,
+    )
+    keeper._actors = 4
+
+    def turn(now: float, finished: int) -> None:
+        keeper.keep(now, finished=finished, waiting=0, ranks_waiting=0.0)
+
+    turn(0.1, finished=0)
+    turn(0.2, finished=0)
+    assert keeper.awaited == [3.0], "two follow with the first block, one restarts"
+    keeper.give_way(1.0)
+    turn(0.3, finished=0)
+    assert keeper.awaited == [3.0, 2.0]
+    turn(0.4, finished=1)
+    assert keeper.grown == [1]
+    assert keeper.awaited[-1] == 1.0  # the test's pool only notes that it is to grow
+    pool._running_actors["b"].is_restarting = False
+    pool.num_pending = 1
+    turn(0.5, finished=1)
+    assert keeper.awaited[-1] == 1.0
+    pool.num_pending = 0
+    turn(0.6, finished=1)
+    assert keeper.awaited[-1] == 0.0
 
 
 def test_no_pool_shrinks_while_no_rank_takes_a_block() -> None:

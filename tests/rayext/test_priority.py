@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raypipe.rayext import priority
+from raypipe.rayext import early_imports, priority
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has no nice value")
@@ -40,4 +40,5 @@ def test_only_what_loads_code_of_ray_data_yields() -> None:
 def test_workers_of_a_local_cluster_have_the_priority_of_other_processes() -> None:
     variables = priority.environment()
     assert variables["RAY_worker_niceness"] == "0"
-    assert variables["RAY_preload_python_modules"] == priority.__name__
+    modules = variables["RAY_preload_python_modules"].split(",")
+    assert modules == [priority.__name__, early_imports.__name__]

@@ -54,20 +54,20 @@ def test_no_notice_comes_outside_of_ray_train_or_before_its_version_2_60(
 ) -> None:
     with pytest.raises(LookupError):
         noticed()
-    assert not Notice(print).is_due()
+    assert not Notice().is_due(print)
     # it has no such context
     monkeypatch.setattr(context, "get_train_context", SimpleNamespace)
-    assert not Notice(print).is_due()
+    assert not Notice().is_due(print)
 
 
 def test_each_notice_is_told_and_asks_for_a_checkpoint_at_once(given: Any) -> None:
     told: list[str] = []
-    notice = Notice(told.append)
-    assert not notice.is_due() and not told
+    notice = Notice()
+    assert not notice.is_due(told.append) and not told
     given.preemption_info = info("abcdefghij")
-    assert notice.is_due() and not notice.is_due()
+    assert notice.is_due(told.append) and not notice.is_due(told.append)
     given.preemption_info = info("abcdefghij", "other")
-    assert notice.is_due() and not notice.is_due()
+    assert notice.is_due(told.append) and not notice.is_due(told.append)
     assert told == [
         f"the node of trainers 1 is about to go ({name}): making a checkpoint"
         for name in ("abcdefgh", "other")
@@ -78,7 +78,7 @@ def step(notice: Notice, clock: Clock, seconds: float) -> bool:
     """A step that takes so long; whether a checkpoint is due after it."""
     notice.begin_step()
     clock.now += seconds
-    return notice.is_due()
+    return notice.is_due(print)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def step(notice: Notice, clock: Clock, seconds: float) -> bool:
 def test_checkpoints_come_more_often_as_the_nodes_end_comes_near(
     given: Any, clock: Clock, left_s: float | None, then_s: float
 ) -> None:
-    given.preemption_info, notice = info("a", left_s=left_s), Notice(print)
+    given.preemption_info, notice = info("a", left_s=left_s), Notice()
     begun_at = clock.now
-    assert notice.is_due()
+    assert notice.is_due(print)
     notice.begin_step()
     clock.now += 0.1
-    while not notice.is_due():
+    while not notice.is_due(print):
         notice.begin_step()
         clock.now += 0.1
     assert clock.now - begun_at == pytest.approx(then_s, abs=0.2) and not notice.is_last
@@ -105,7 +105,7 @@ def test_checkpoints_come_more_often_as_the_nodes_end_comes_near(
 def test_a_train_function_ends_before_its_node_after_a_checkpoint(
     given: Any, clock: Clock, left_s: float | None, step_s: float, checkpoint_s: float
 ) -> None:
-    notice, choose, checkpoints = Notice(print), random.Random(0), 0
+    notice, choose, checkpoints = Notice(), random.Random(0), 0
     # Ray Train's default where the end is not known
     ends_at = clock.now + (left_s or 120)
     notice.saved_in(checkpoint_s)
@@ -114,7 +114,7 @@ def test_a_train_function_ends_before_its_node_after_a_checkpoint(
         while True:
             notice.begin_step()
             clock.now += step_s * choose.uniform(0.8, 1.4)
-            if is_due := notice.is_due():
+            if is_due := notice.is_due(print):
                 checkpoints += 1
                 clock.now += checkpoint_s
     assert error.value.preempted and is_due and checkpoints <= 40
@@ -127,7 +127,11 @@ def test_a_train_function_ends_before_its_node_after_a_checkpoint(
 def test_before_a_validation_a_checkpoint_is_due_in_any_case(
     given: Any, clock: Clock
 ) -> None:
-    notice = Notice(print)
-    assert not notice.is_due(at_end=True)
+    notice = Notice()
+    assert not notice.is_due(print, at_end=True)
     given.preemption_info = info("a", left_s=100)
-    assert notice.is_due() and not notice.is_due() and notice.is_due(at_end=True)
+    assert (
+        notice.is_due(print)
+        and not notice.is_due(print)
+        and notice.is_due(print, at_end=True)
+    )

@@ -176,7 +176,7 @@ def test_a_file_in_object_storage_is_continued(
     run_logged(spec, whole)
     batches = train_all(logging_loader(spec, tmp_path / "unused"))
     for part in (batches[:7], batches[5:]):
-        log = DigestLog.of(spec, (elsewhere, "run"), 0, 1, CPU)
+        log = DigestLog.of((elsewhere, "run"), spec.plan, 0, 1, CPU)
         for batch in part:
             log.add(batch)
         log.closed()

@@ -296,7 +296,13 @@ def test_a_mark_of_a_process_that_is_gone_is_found(tmp_path: Path) -> None:
     assert marks.set() and not marks.found()
     folder = tmp_path / "cache" / "head-starts"
     (own,) = folder.iterdir()
-    own.rename(folder / "ab12-999999999")
+    own = own.rename(folder / "ab12-999999999")
+    assert not marks.found(), "it waited when it was ended"
+    marks.making(True)
+    assert marks.found()
+    marks.making(False)
+    assert not marks.found()
+    marks.making(True)
     assert marks.found() and not Marks("cd34", 0, None).found()
     marks.forget()
     assert not marks.found() and marks.set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from bucketed import spec_of as bucketed_spec
 from pictures import picture
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
@@ -241,3 +244,80 @@ def test_padding_of_a_validation_is_left_out_of_its_indices() -> None:
     weights = np.concatenate([batch.weight.numpy() for batch in of_epoch])
     indices = np.concatenate([batch.index for batch in of_epoch])
     assert weights.sum() == 9 and ((indices >= 0) == (weights > 0)).all()
+
+
+class Work(TorchDispatchMode):
+    """Counts the calls of torch's operations in a block, and the bytes of new tensors that they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.num_calls += 1
+        results = made if isinstance(made, tuple | list) else (made,)
+        for result in results:
+            if isinstance(result, torch.Tensor) and not result._is_view():
+                self.num_bytes += result.nbytes
+        return made
+
+
+def work_of_steps(batches: Iterator[Batch], num: int) -> Work:
+    """The work of a small training's steps on batches, after two that warm it up."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(16, 3),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    work = Work()
+    # A loop is a generator, so what it does for a batch happens while the next one is asked for.
+    for number, batch in enumerate(itertools.islice(batches, num + 2)):
+        if number == 1:
+            work.__enter__()
+        loss = torch.nn.functional.cross_entropy(model(batch.image), batch.target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    work.__exit__(None, None, None)
+    return work
+
+
+def test_a_step_does_the_work_of_one_on_resident_data(made: Counter[str]) -> None:
+    # Their throughput agrees because their work does: the bytes that torch's operations write, to 3 %, and no more
+    # calls. benchmarks/resident_loops.py has the images/s.
+    side = 32
+    images = [picture(number, side, side) for number in range(32)]
+    store = MemoryStore(images, [number % 3 for number in range(32)])
+    plan = PlanConfig(epochs=10, micro_batch_size=8, global_batch_size=8)
+    augment = AugmentConfig(preset="standard")
+    spec = raypipe.open_stream(
+        store,
+        plan=plan,
+        transform=TransformConfig(train="none", size=side),
+        pool=PoolConfig(engine="inline"),
+    )
+
+    def of_headspace() -> Iterator[Batch]:
+        with raypipe.loader(spec, augment=augment, headspace=True) as loader:
+            for epoch in loader.epochs():
+                yield from epoch.train
+
+    def of_resident() -> Iterator[Batch]:
+        data = raypipe.resident(store, plan=plan, augment=augment)
+        for number in range(plan.epochs):
+            yield from data.epoch(number)
+
+    headspace = work_of_steps(of_headspace(), 20)
+    num_made = made["train"]
+    resident = work_of_steps(of_resident(), 20)
+    assert 0.97 < headspace.num_bytes / resident.num_bytes < 1.03
+    assert headspace.num_calls <= resident.num_calls
+    assert num_made == NUM_KEPT

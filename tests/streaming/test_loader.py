@@ -381,6 +381,7 @@ def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
         lambda start: HostStream(inline_batches(spec, start, rank, world_size)),
         rank,
         world_size,
+        begins=False,
     )
 
 
@@ -643,7 +644,13 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
             cpus=4.0, gpus=0.0, free_cpus=free[0] + 2 * all(asked), free_gpus=0.0
         )
 
+    def awaited_cpus(supervisors: list[Remote]) -> float:
+        # a pool's wish, and what it has given away
+        return sum(awaited[0] - sum(supervisor.asked) for supervisor in supervisors)
+
+    awaited = [0.0]
     monkeypatch.setattr("raypipe.streaming.room.cluster_resources", cluster)
+    monkeypatch.setattr("raypipe.streaming.room._awaited_cpus", lambda _: 0.0)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     pool = PoolConfig(min_actors=2)
     give_back = room.ask_for_room(pool)
@@ -655,6 +662,11 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
     free[0] = 2.0
     room.ask_for_room(pool)()  # there is room
     assert first[0]._stream.supervisor.asked == [2.0, -2.0]
+    # there is room, and actors of both pools are to take it
+    monkeypatch.setattr("raypipe.streaming.room._awaited_cpus", awaited_cpus)
+    awaited[0] = 1.5
+    room.ask_for_room(pool)()
+    assert first[0]._stream.supervisor.asked == [2.0, -2.0, 2.0, -2.0]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class Kept:
     def load(self) -> Any:
         return pickle.loads(self.content) if self.content else None
 
-    def save(self, state: Any) -> None:
+    def save(self, state: Any, at_once: bool = False) -> None:
         self.content = pickle.dumps(state)
 
 
@@ -68,7 +68,11 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("rank_moves", (0, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
     ("answer", (0, True)),  # it reads on, so the other is not to leave
     ("rank_moves", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
+    ("pool_planned", (3.0, 1.0)),
     ("give_way", (2.0,)),
+    ("awaited_cpus", ()),
+    ("pool_awaits", (0.5,)),
+    ("awaited_cpus", ()),
     ("rank_done", (0,)),
     ("process_left", ("execution 1",)),
     ("reader_finished", ("task",)),
@@ -104,7 +108,8 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
         ]
         probes += [("rank_moves", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True)))]
         probes += [("answer", (rank,)) for rank in (0, 1)] + [
-            ("execution_progress", ("execution 1", 1.0))
+            ("awaited_cpus", ()),
+            ("execution_progress", ("execution 1", 1.0)),
         ]
         for name, args in [
             *probes,
@@ -131,6 +136,48 @@ def test_an_execution_is_told_how_many_ranks_wait() -> None:
     assert supervisor.execution_progress("execution", 0.0) == Word(
         num_waiting=0, given_cpus=0.0
     )
+
+
+def test_a_pool_that_has_not_begun_awaits_its_plan_less_what_it_gives_way() -> None:
+    supervisor = Supervisor(3)
+    assert supervisor.awaited_cpus() == 0
+    supervisor.pool_planned(4.0, 2.0)
+    assert supervisor.awaited_cpus() == 4
+    supervisor.give_way(1.0)
+    assert supervisor.awaited_cpus() == 3
+    supervisor.give_way(3.0)
+    assert supervisor.awaited_cpus() == 2, "its least"
+    supervisor.pool_awaits(1.0)
+    assert supervisor.awaited_cpus() == 1
+    supervisor.pool_planned(4.0, 2.0)
+    assert supervisor.awaited_cpus() == 1, "its execution knows better"
+
+
+def test_an_actor_that_was_killed_in_its_start_is_a_fault() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    assert supervisor.actor_started("a", "process 1", was_restarted=True)
+    assert supervisor.events(0) == [
+        (
+            "fault",
+            "a transform actor died in its start, and was restarted (process 1)",
+        )
+    ]
+    # the first is known: the death is told once
+    assert supervisor.actor_started("a", "process 2", was_restarted=True)
+    assert len(supervisor.events(0)) == 2
+
+
+def test_what_is_told_once_is_kept_before_its_answer() -> None:
+    kept = list[bool]()
+    memory: Any = Kept()
+    memory.save = lambda state, at_once=False: kept.append(at_once)
+    supervisor = Supervisor(3, memory=memory)
+    supervisor.head_extends(5)
+    assert not any(kept)
+    supervisor.actor_started("a", "process 1")
+    assert kept[-1], "a restarted one would wait for the first actor"
+    assert supervisor.pool_begins() == 5
+    assert kept[-1], "a restarted one would let the ranks go on"
 
 
 def test_an_actor_that_is_new_has_not_died() -> None:

@@ -51,7 +51,7 @@ def logging_loader(
         cursor=cursor or spec.plan.start(),
         augment=augment,
         folder=folder,
-        digest_log=DigestLog.of(spec, folder, rank, world_size, CPU),
+        digest_log=DigestLog.of(folder, spec.plan, rank, world_size, CPU),
     )
 
 

@@ -183,16 +183,16 @@ def test_one_normalization_holds() -> None:
     _, ending = take_ending(v2.Compose([FLOAT, v2.Normalize(*NUMBERS)]))
     _, scaled = take_ending(FLOAT)
     assert ending and scaled
-    config = normalization(ending, AugmentConfig(preset="light"))
+    config = normalization(AugmentConfig(preset="light"), ending)
     assert config and config.mean == (0.49, 0.48, 0.45) and config.preset == "light"
     own = AugmentConfig(mean=(0.5,) * 3, std=(0.5,) * 3)
-    assert normalization(scaled, own) is own, (
+    assert normalization(own, scaled) is own, (
         "a pipeline that only scales leaves the rest to augment"
     )
     with pytest.raises(
         ConfigError, match=r"ends with ToDtype, Normalize .* leave one of them out"
     ):
-        normalization(ending, own)
+        normalization(own, ending)
     _, middle = take_ending(
         v2.Compose([FLOAT, v2.Normalize(*NUMBERS), v2.RandomErasing()])
     )
@@ -200,7 +200,7 @@ def test_one_normalization_holds() -> None:
         ConfigError,
         match=r"ToDtype stands before RandomErasing.* end the pipeline with",
     ):
-        normalization(middle, AugmentConfig(preset="standard"))
+        normalization(AugmentConfig(preset="standard"), middle)
 
 
 def test_lists_views_and_presets_have_endings_too() -> None:

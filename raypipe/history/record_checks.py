@@ -1,0 +1,98 @@
+"""Checks of what a run's folder says: it may be damaged, or come from a stranger."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from raypipe.errors import ConfigError, RaypipeError
+
+MAX_NUMBER = 1 << 62
+"""Numbers of samples, steps and ranks in a record are below it."""
+_DTYPES = (None, "float32", "float16", "bfloat16", "float64", "uint8")
+_MAX_TEXT = 200  # characters of an error about a value
+
+
+@contextlib.contextmanager
+def damage_told(where: str) -> Iterator[None]:
+    """Context manager for reading a record: a value of the wrong kind is one error that names the file.
+
+    Args:
+        where: the file, and what of it is read.
+    """
+    try:
+        yield
+    except RaypipeError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        text = f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+        raise ConfigError(
+            f"{where} is damaged, or raypipe did not write it ({text}): restore the file from a copy"
+        ) from error
+
+
+def number(value: Any, name: str, least: int = 0) -> int:
+    """Return a whole number of a record; raise ValueError for anything else."""
+    if type(value) is not int or not least <= value < MAX_NUMBER:
+        raise ValueError(
+            f"{name} must be a number from {least} on, got {_shown(value)}"
+        )
+    return value
+
+
+def check_stream(described: Any) -> None:
+    """Raise ValueError unless a start's record of its stream has the kinds of `opened.stream_record`."""
+    for name, kind in (
+        ("arguments", dict),
+        ("stores", dict),
+        ("code", dict),
+        ("versions", dict),
+        ("plan", str),
+        ("quarantine", str),
+        ("device", str),
+    ):
+        _require(described, name, kind)
+    if described.get("augment") is not None:
+        _require(described, "augment", dict)
+    dtype = described.get("dtype")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be a dtype of images, got {_shown(dtype)}")
+    for name in ("code", "versions"):
+        for key, value in described[name].items():
+            if not isinstance(value, str):
+                raise ValueError(f"{name}.{key} must be a text, got {_shown(value)}")
+    stores = described["stores"]
+    if "train" not in stores or stores.keys() - {"train", "val"}:
+        raise ValueError(f"stores must be of train and val, got {_shown(list(stores))}")
+    for split, parts in stores.items():
+        _check_parts(split, parts)
+
+
+def _check_parts(split: str, parts: Any) -> None:
+    if not isinstance(parts, list) or not parts:
+        raise ValueError(f"stores.{split} must be a list, got {_shown(parts)}")
+    for part in parts:
+        for name in ("name", "address", "fingerprint"):
+            _require(part, name, str)
+        _require(part, "in_groups", bool)
+        number(part.get("samples"), f"stores.{split}: samples")
+
+
+def _require(entry: Any, name: str, kind: type) -> None:
+    if not isinstance(entry, dict):
+        raise ValueError(f"expected {{…}} with {name}, got {_shown(entry)}")
+    if not isinstance(entry.get(name), kind):
+        value = _shown(entry.get(name))
+        raise ValueError(f"{name} must be of the kind {kind.__name__}, got {value}")
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:_MAX_TEXT]

@@ -1,0 +1,77 @@
+"""The last stage on the device, of facts about the batches alone; tests/streaming/test_endings.py has streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pretend import CPU
+
+from raypipe.config import AugmentConfig
+from raypipe.device.prefetcher import Batch, on_device
+from raypipe.device.stage import DeviceStage
+from raypipe.errors import ConfigError
+from raypipe.plan.places import MicroBatchId, Split
+from raypipe.transform.columns import ColumnType
+from raypipe.transform.device_input import DeviceInput
+from raypipe.transform.ending import Ending
+from raypipe.transform.fields import LABEL, MicroBatch
+
+NORMALIZE = Ending("Normalize", "float32", (0.5,) * 3, (0.25,) * 3, normalizes=True)
+PLAIN = DeviceInput({}, None, True, (), False, False)
+
+
+def batch(split: Split = "train", step: int = 0) -> Batch:
+    image = np.random.default_rng(step).integers(0, 256, (4, 6, 6, 3), np.uint8)
+    fields: Any = {"image": image, LABEL: np.arange(4)}
+    position = MicroBatchId(split, 0, step, 0)
+    host = MicroBatch(position, np.arange(4), np.ones(4, np.float32), fields)
+    (on_cpu,) = on_device([host], CPU, lambda at: 7 + at.step)
+    return on_cpu
+
+
+def stage(batches: DeviceInput, augment: Any = None, tells: bool = False) -> Any:
+    return DeviceStage(augment, CPU, None, batches, tells)
+
+
+def test_without_an_ending_and_augmentation_a_batch_stays_as_it_is() -> None:
+    given = batch()
+    assert stage(PLAIN)(given, 1.0) is given and stage(PLAIN).augment is None
+
+
+def test_an_ending_normalizes_both_splits_with_and_without_augmentation() -> None:
+    endings: dict[Split, Ending] = {"train": NORMALIZE, "val": NORMALIZE}
+    of_stream = PLAIN._replace(endings=endings)
+    for split in endings:
+        given = batch(split)
+        expected = (given.image.float() / 255 - 0.5) / 0.25
+        for augment in (None, AugmentConfig()):
+            image = stage(of_stream, augment)(given, 1.0).image
+            torch.testing.assert_close(image, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rank_0_says_once_where_the_ending_is_done(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    of_stream = PLAIN._replace(endings={"train": NORMALIZE})
+    for tells in (True, False):
+        finish = stage(of_stream, tells=tells)
+        for step in range(3):
+            finish(batch(step=step), 1.0)
+        lines = capsys.readouterr().out
+        assert lines.count("is done on the device; uint8 travels") == tells
+
+
+def test_targets_that_have_no_mixture_are_refused_when_it_is_built() -> None:
+    of_stream = PLAIN._replace(target=ColumnType("array", "int64", (3,)))
+    mixing = stage(of_stream, AugmentConfig(mixup_alpha=0.4))
+    with pytest.raises(ConfigError, match=r"two that are int64 \(3,\) have no mixture"):
+        _ = mixing.augment
+
+
+def test_two_normalizations_are_refused_at_once() -> None:
+    of_stream = PLAIN._replace(endings={"train": NORMALIZE})
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        stage(of_stream, AugmentConfig(mean=(0.1,) * 3, std=(0.9,) * 3))

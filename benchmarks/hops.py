@@ -34,7 +34,7 @@ import torch
 from raypipe.kernel import chroma_shape
 from raypipe.plan.places import Cursor
 from raypipe.streaming.blocks import MAX_BYTES, MAX_SECONDS
-from raypipe.streaming.run_checkpoints import RunCheckpoints
+from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
 
 from transfers import IN_FLIGHT, SETTINGS, Transfer, measure  # isort: skip
 

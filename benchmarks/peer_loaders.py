@@ -87,8 +87,9 @@ def raypipe_logged(work: Work) -> Start:
     import shutil
     import time
 
-    from raypipe.streaming import digest_log, hashes, ray_stream  # noqa: F401
+    from raypipe.streaming import ray_stream  # noqa: F401
     from raypipe.streaming.handover import loader
+    from raypipe.streaming.record import digest_log, hashes
 
     spent = {"read": 0.0, "hash": 0.0, "record": 0.0}
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from raypipe.streaming.opening import open_stream as open_stream
     from raypipe.streaming.plain import plain_loaders as plain_loaders
     from raypipe.streaming.resident import resident as resident
-    from raypipe.streaming.saved_model import read_checkpoint as read_checkpoint
+    from raypipe.streaming.saving.saved_model import read_checkpoint as read_checkpoint
     from raypipe.streaming.spec import StreamSpec as StreamSpec
 
 _NAMES = {
@@ -57,7 +57,7 @@ _NAMES = {
     "streaming.opening": ["open_stream"],
     "streaming.plain": ["plain_loaders"],
     "streaming.resident": ["resident"],
-    "streaming.saved_model": ["read_checkpoint"],
+    "streaming.saving.saved_model": ["read_checkpoint"],
     "streaming.spec": ["StreamSpec"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

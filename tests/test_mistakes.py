@@ -180,8 +180,8 @@ def test_it_is_told_before_anything_is_started(
 def leave_a_run(run: Path) -> None:
     """With a checkpoint of its first step."""
     from raypipe.launch.run_folder import store_config
-    from raypipe.streaming.checkpoints import write_checkpoint
     from raypipe.streaming.opening import spec_of
+    from raypipe.streaming.saving.checkpoints import write_checkpoint
 
     parsed = parse_run(
         ["--store.train=a.lmdb", "--train.model=small", "--plan.micro_batch_size=8"],

@@ -106,7 +106,7 @@ def test_the_ported_script_is_shorter_as_the_page_says() -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.soak  # 100 s; tests/streaming/test_checkpoints.py and tests/test_docs.py have its parts
+@pytest.mark.soak  # 100 s; tests/streaming/saving/test_checkpoints.py and tests/test_docs.py have its parts
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("two_cpus")
 def test_the_ported_script_goes_on_after_sigkill_on_two_workers(

@@ -143,7 +143,7 @@ def _checked_proofs(run: RecordedRun, address: str, root: str) -> dict[str, Any]
     from raypipe.history.proofs import holds, read_proofs
     from raypipe.history.recorded import place_of
     from raypipe.history.replay import Replay
-    from raypipe.streaming.hashes import stream_hash
+    from raypipe.streaming.record.hashes import stream_hash
 
     replayed = Replay(run)
     wrong = []

@@ -13,7 +13,7 @@ from raypipe.cpus import num_cpus
 from raypipe.errors import ConfigError
 from raypipe.packages import versions
 from raypipe.storage.filesystem import as_uri
-from raypipe.streaming.headspace import HeadspaceRecord, to_gain
+from raypipe.streaming.record.headspace import HeadspaceRecord, to_gain
 
 # A run must not end before it was measured.
 _MIN_EPOCHS = 10_000

@@ -24,7 +24,7 @@ from raypipe.storage.filesystem import (
     join_address,
     open_filesystem,
 )
-from raypipe.streaming.headspace import HEADSPACE_FOLDER
+from raypipe.streaming.record.headspace import HEADSPACE_FOLDER
 from raypipe.streaming.stop_file import request_stop
 
 logger = logging.getLogger(__name__)

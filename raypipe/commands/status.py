@@ -11,7 +11,7 @@ from raypipe.printing import print_table
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import as_uri, exists, join_address
 from raypipe.storage.lease import holder
-from raypipe.streaming.checkpoints import newest_name
+from raypipe.streaming.saving.checkpoints import newest_name
 
 # Rank 0 counts as silent after this many periods without writing.
 _LATE = 4

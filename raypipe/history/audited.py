@@ -31,8 +31,8 @@ from raypipe.metrics.records import read_records
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.stores.base import Store
-from raypipe.streaming import merkle
-from raypipe.streaming.digest_log import (
+from raypipe.streaming.record import merkle
+from raypipe.streaming.record.digest_log import (
     DIGESTS,
     EpochRecord,
     Hashes,
@@ -40,7 +40,7 @@ from raypipe.streaming.digest_log import (
     read_epoch,
     recorded_epochs,
 )
-from raypipe.streaming.hashes import finished_hash, stream_hash
+from raypipe.streaming.record.hashes import finished_hash, stream_hash
 
 _MAX_EMPTY = 100  # epochs without a file that are looked at one by one
 

@@ -12,8 +12,8 @@ from raypipe.history.epoch_checks import EpochSummary
 from raypipe.history.findings import NUM_NAMED, Finding
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.stores.base import Store, name_of
-from raypipe.streaming import merkle
-from raypipe.streaming.digest_log import EpochRecord, leaf_of
+from raypipe.streaming.record import merkle
+from raypipe.streaming.record.digest_log import EpochRecord, leaf_of
 
 
 @dataclass

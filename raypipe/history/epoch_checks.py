@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from raypipe.history.findings import Finding, some_named
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
-from raypipe.streaming.digest_log import (
+from raypipe.streaming.record.digest_log import (
     EpochRecord,
     EpochRoot,
     num_of_epoch,

@@ -10,8 +10,8 @@ from raypipe.history.record_checks import damage_told, whole_number
 from raypipe.history.recorded import place_of
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import read_json
-from raypipe.streaming import merkle
-from raypipe.streaming.digest_log import leaf_of
+from raypipe.streaming.record import merkle
+from raypipe.streaming.record.digest_log import leaf_of
 
 
 def proof_of(record: AuditedRecord, place: MicroBatchId) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.storage.filesystem import is_folder, join_address
-from raypipe.streaming.opened import code_digest, modules_in, parts_of, user_code
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.recorded_values import restored
+from raypipe.streaming.record.opened import code_digest, modules_in, parts_of, user_code
+from raypipe.streaming.record.recorded_values import restored
 from raypipe.streaming.spec import StreamSpec
 
 _SECTIONS = {"plan": PlanConfig, "transform": TransformConfig}
@@ -60,7 +60,7 @@ class RecordedStream:
 
     Args:
         run_uri: the run's folder.
-        record: from `raypipe.streaming.opened.stream_record`.
+        record: from `raypipe.streaming.record.opened.stream_record`.
         trusts: whether pickles may be opened.
         given: arguments that are used instead of the recorded ones.
 

@@ -47,9 +47,9 @@ from raypipe.rayext.worker_logs import gets_worker_logs
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import is_remote, join_address, open_filesystem
 from raypipe.storage.retries import allow_retries
-from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import spec_of
+from raypipe.streaming.saving.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stop_file import (
     remove_stop,

@@ -7,14 +7,14 @@ RUN/metrics.jsonl      one object per log interval ("train"), per validation ("v
 RUN/status.json        progress of its loop, and the ranks that it waits for, written every few seconds
 RUN/samples.jsonl      with train.log_samples: the samples of each micro-batch
 RUN/digests/           with train.log_digest: hashes of each rank's micro-batches, and a root for each epoch, see
-                       `raypipe.streaming.digest_log`
+                       `raypipe.streaming.record.digest_log`
 RUN/stop               a request to end the run within seconds, with a checkpoint; the run removes it
 RUN/figures.json       at the run's end: sums over the training, the newest validation, and the progress
 RUN/error.txt          the error that ended the run, with the traceback unless it is raypipe's own; removed when
                        the run starts again
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
 RUN/flags/             what the loop has flagged, see `raypipe.metrics.flags`
-RUN/checkpoint_*/      see `raypipe.streaming.checkpoints`
+RUN/checkpoint_*/      see `raypipe.streaming.saving.checkpoints`
 RUN/lease/             the lease of the folder, see `raypipe.storage.lease`
 RUN/ray/               files of Ray Train
 """
@@ -51,8 +51,8 @@ from raypipe.storage.filesystem import (
     split_address,
 )
 from raypipe.storage.lease import RunExistsError, check_owner, lease
-from raypipe.streaming.checkpoints import has_checkpoints
 from raypipe.streaming.opening import with_digits
+from raypipe.streaming.saving.checkpoints import has_checkpoints
 
 ERROR_FILE = "error.txt"
 FIGURES_FILE = "figures.json"

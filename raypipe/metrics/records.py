@@ -157,7 +157,7 @@ class RecordWriter:
         validates: whether it resumes with the validation of that step; an earlier record of it no longer
             counts.
         settings: the stream's settings, for a run without a config.yaml.
-        stream: what opens the stream again, see `raypipe.streaming.opened`.
+        stream: what opens the stream again, see `raypipe.streaming.record.opened`.
 
     Raises:
         ConfigError: an earlier start's record in object storage cannot be read.

@@ -1,4 +1,4 @@
-"""The memory of the cluster, as its users see it; see `raypipe.streaming.remembered`.
+"""The memory of the cluster, as its users see it; see `raypipe.streaming.memory.remembered`.
 
 Connection      calls it: each call has a limit, and after a failure the caller works without it for a while
 ClusterMemory   a transform actor's, in which it looks for micro-batches, and keeps them
@@ -21,7 +21,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.cluster_state import object_store_of
 from raypipe.rayext.processes import this_process
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.remembered import (
+from raypipe.streaming.memory.remembered import (
     Found,
     Turn,
     User,
@@ -29,9 +29,9 @@ from raypipe.streaming.remembered import (
     memory,
     running_memory,
 )
+from raypipe.streaming.memory.stored import Stored
 from raypipe.streaming.row import Fields
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.stored import Stored
 
 logger = logging.getLogger(__name__)
 

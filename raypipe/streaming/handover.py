@@ -27,17 +27,17 @@ from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.files import check_place
 from raypipe.storage.filesystem import as_uri, open_filesystem
-from raypipe.streaming.checkpoints import Checkpoint, cursor_of, find_start
-from raypipe.streaming.digest_log import DigestLog
-from raypipe.streaming.headspace import HeadspaceRecord, MeasuringFolder
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import join_train_run
+from raypipe.streaming.record.digest_log import DigestLog
+from raypipe.streaming.record.headspace import HeadspaceRecord, MeasuringFolder
 from raypipe.streaming.resident_stream import ResidentStream
-from raypipe.streaming.run_checkpoints import RunCheckpoints
+from raypipe.streaming.saving.checkpoints import Checkpoint, cursor_of, find_start
+from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
+from raypipe.streaming.saving.stateful import latest_of_train
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.stateful import latest_of_train
 from raypipe.transform.ending import Ending
 
 if TYPE_CHECKING:
@@ -363,7 +363,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
             them.
     """
     from raypipe.rayext.allocation import check_own, cluster_resources, worker_resources
-    from raypipe.streaming.room import make_room
+    from raypipe.streaming.start.room import make_room
 
     # an attribute of Ray Train's version 2 that its type lacks
     config: Any = scaling_config

@@ -45,21 +45,20 @@ from raypipe.section import check
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join_address
 from raypipe.stores.base import name_of
-from raypipe.streaming.checkpoints import Checkpoint, read_whole_checkpoint
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.digest import plain_settings
-from raypipe.streaming.digest_log import DigestLog
 from raypipe.streaming.epochs import Batches, Epoch
-from raypipe.streaming.hashes import finished_hash
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
-from raypipe.streaming.opened import stream_record
 from raypipe.streaming.rank_stream import RankStream
-from raypipe.streaming.run_checkpoints import RunCheckpoints
-from raypipe.streaming.saved_model import SavedModel, input_of, saved_model
-from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.stateful import (
+from raypipe.streaming.record.digest_log import DigestLog
+from raypipe.streaming.record.hashes import finished_hash
+from raypipe.streaming.record.opened import stream_record
+from raypipe.streaming.saving.checkpoints import Checkpoint, read_whole_checkpoint
+from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
+from raypipe.streaming.saving.saved_model import SavedModel, input_of, saved_model
+from raypipe.streaming.saving.stateful import (
     Stateful,
     as_plain_numbers,
     kept_in,
@@ -69,6 +68,7 @@ from raypipe.streaming.stateful import (
     restore,
     states_of,
 )
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.columns import SampleColumns
 
 _logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from raypipe.metrics.utilization import Utilization, UtilizationSum
 from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.cluster_state import spilled_bytes
-from raypipe.streaming.headspace import HeadspaceRecord
-from raypipe.streaming.rank_trace import RankTrace
+from raypipe.streaming.record.headspace import HeadspaceRecord
+from raypipe.streaming.record.rank_trace import RankTrace
 from raypipe.streaming.run_log import RunLog
 
 _INTERVAL_S = 10.0

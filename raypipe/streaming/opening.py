@@ -30,8 +30,8 @@ from raypipe.stores.base import Store
 from raypipe.stores.facts import facts_of
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
-from raypipe.streaming.opened import opened_with
 from raypipe.streaming.planning import PerSource, make_plan, select
+from raypipe.streaming.record.opened import opened_with
 from raypipe.streaming.spec import StreamSpec, UserTransform
 from raypipe.transform.checks import (
     check_follows,

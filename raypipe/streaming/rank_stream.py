@@ -18,7 +18,6 @@ from raypipe.errors import CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Plan, Segment
 from raypipe.rayext.watchdog import SupervisorWatchdog
-from raypipe.streaming.hashes import hashed
 from raypipe.streaming.lifetime import (
     EXHAUSTED,
     GAVE_WAY,
@@ -29,8 +28,9 @@ from raypipe.streaming.lifetime import (
 )
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.streaming.moves import END, Move, stream_place
+from raypipe.streaming.record.hashes import hashed
 from raypipe.streaming.remaining import Remaining
-from raypipe.streaming.takeover import HeadStartLostError
+from raypipe.streaming.start.takeover import HeadStartLostError
 
 _LEAVE_S = 5.0  # time for another thread to leave its wait for a batch
 

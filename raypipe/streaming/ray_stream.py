@@ -24,20 +24,20 @@ from raypipe.rayext.cluster import keep_sigterm
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
-from raypipe.streaming.head_marks import Marks
-from raypipe.streaming.head_start import (
+from raypipe.streaming.lifetime import HostStream
+from raypipe.streaming.moves import Move
+from raypipe.streaming.spec import StreamSpec, check_pickles
+from raypipe.streaming.start.head_marks import Marks
+from raypipe.streaming.start.head_start import (
     HeadStart,
     micro_batches_of_rank,
     place_is_at_hand,
     threads_of_rank,
 )
-from raypipe.streaming.lifetime import HostStream
-from raypipe.streaming.moves import Move
-from raypipe.streaming.pool_start import PoolIterators, PoolStart
-from raypipe.streaming.room import ask_for_room, make_room
-from raypipe.streaming.spec import StreamSpec, check_pickles
+from raypipe.streaming.start.pool_start import PoolIterators, PoolStart
+from raypipe.streaming.start.room import ask_for_room, make_room
+from raypipe.streaming.start.takeover import GapError, HeadStartLostError, joined
 from raypipe.streaming.supervisor import start_supervisor
-from raypipe.streaming.takeover import GapError, HeadStartLostError, joined
 from raypipe.transform.fields import MicroBatch
 
 _logger = logging.getLogger(__name__)

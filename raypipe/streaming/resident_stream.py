@@ -16,10 +16,10 @@ from raypipe.device.prefetcher import Batch, on_device
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Plan, Segment
 from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.head_start import micro_batches_of_rank
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.start.head_start import micro_batches_of_rank
 from raypipe.transform.sizes import Size, size_in
 
 NUM_KEPT = 4

@@ -52,7 +52,7 @@ class StreamSpec(
         versions: those of the driver's packages that pixels depend on.
         endings: dtype and normalization with which pipelines ended, see `raypipe.transform.ending`.
         store_facts: facts about the store of each split, see `raypipe.stores.facts`.
-        opened: the arguments that it was opened with, for the record of a run, see `raypipe.streaming.opened`.
+        opened: the arguments that it was opened with, see `raypipe.streaming.record.opened`.
         traces: whether its processes record events for a trace, see `raypipe.metrics.tracer`.
     """
 

@@ -48,11 +48,11 @@ from raypipe.rayext.kv_store import Memory, forget
 from raypipe.rayext.processes import Process, on_this_node, this_process
 from raypipe.rayext.trace_sender import StreamTrace, TraceAnswer
 from raypipe.rayext.watchdog import StreamWatchdog
-from raypipe.streaming.alike import withdraw_stream
 from raypipe.streaming.blocks import REMEMBERED_FACTOR, fitting
+from raypipe.streaming.memory.alike import withdraw_stream
+from raypipe.streaming.memory.remembered import leave_memory
 from raypipe.streaming.moves import Answer, Move, Moves
-from raypipe.streaming.remembered import leave_memory
-from raypipe.streaming.takeover import Takeover
+from raypipe.streaming.start.takeover import Takeover
 
 if TYPE_CHECKING:
     from raypipe.streaming.remake import Probe

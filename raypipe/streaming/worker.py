@@ -31,7 +31,7 @@ from raypipe.storage import retries
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.recall import Recall, recall_of
+from raypipe.streaming.memory.recall import Recall, recall_of
 from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import NO_ORDERS, Orders, stream_name

@@ -19,7 +19,7 @@ from raypipe.config import AugmentConfig, PlanConfig, RunConfig, TrainConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.plan.places import MicroBatchId
-from raypipe.streaming.stateful import loaded, saved, states_of
+from raypipe.streaming.saving.stateful import loaded, saved, states_of
 from raypipe.train.learning import Learner
 from raypipe.train.models import build_optimizer, small_model
 from raypipe.transform.fields import MicroBatch

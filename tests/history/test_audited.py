@@ -22,8 +22,8 @@ from raypipe.history.audited import AuditedRecord
 from raypipe.history.recorded import open_run
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.stores.destination import write_atomically
-from raypipe.streaming import digest_log
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.record import digest_log
 from raypipe.streaming.spec import StreamSpec
 
 PER_EPOCH = 4 * 4 + 4

@@ -34,8 +34,8 @@ from raypipe.rayext.allocation import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.opening import open_stream, spec_of
+from raypipe.streaming.saving.checkpoints import write_checkpoint
 from raypipe.streaming.spec import StreamSpec
 
 RUN = RunConfig(
@@ -391,7 +391,9 @@ def test_a_stalled_checkpoint_is_told_at_the_end_and_not_as_the_model(
         time.sleep(0.5)
         return write_checkpoint(*args, **options)
 
-    monkeypatch.setattr("raypipe.streaming.run_checkpoints.write_checkpoint", stalls)
+    monkeypatch.setattr(
+        "raypipe.streaming.saving.run_checkpoints.write_checkpoint", stalls
+    )
     monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
     without_ray.train(
         small_run(tmp_path, stores["train"], stores["val"], 2, 4, checkpoint_interval=1)
@@ -426,7 +428,9 @@ def test_a_notice_is_a_fault_and_leads_to_a_checkpoint_at_the_next_step(
     )
     noticed = lambda: notice if logs._place.get("split") == split else None  # noqa: E731
     monkeypatch.setattr("raypipe.rayext.trainer_notice.noticed", noticed)
-    monkeypatch.setattr("raypipe.streaming.run_checkpoints.write_checkpoint", write)
+    monkeypatch.setattr(
+        "raypipe.streaming.saving.run_checkpoints.write_checkpoint", write
+    )
     run = small_run(
         tmp_path, stores["train"], stores["val"], 2, 1, checkpoint_interval=0
     )

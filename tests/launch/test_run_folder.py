@@ -16,7 +16,7 @@ from raypipe.launch.run_folder import (
     store_config,
 )
 from raypipe.plan.places import Cursor
-from raypipe.streaming.checkpoints import write_checkpoint
+from raypipe.streaming.saving.checkpoints import write_checkpoint
 from raypipe.streaming.stop_file import remove_stop, request_stop, stop_requested
 
 # The run's folder

@@ -24,7 +24,7 @@ from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.digest import batch_digest, plain_settings
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.row import batches_of, block_row
-from raypipe.streaming.saved_model import SavedModel, input_of
+from raypipe.streaming.saving.saved_model import SavedModel, input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.encoded_map import DATA, MAP
 

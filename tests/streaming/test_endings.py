@@ -23,12 +23,12 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.digest import batch_digest, plain_settings
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.saved_model import input_of
+from raypipe.streaming.saving.checkpoints import write_checkpoint
+from raypipe.streaming.saving.saved_model import input_of
+from raypipe.streaming.saving.stateful import saved
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.stateful import saved
 
 MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
 NUMBERS: Any = {"mean": MEAN, "std": STD}

@@ -30,7 +30,6 @@ from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.rayext.allocation import Resources
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming import room
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import check_resources, loader
@@ -43,6 +42,7 @@ from raypipe.streaming.ray_stream import RayStreams, _Opening
 from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.start import room
 
 CPU = torch.device("cpu")
 AUGMENT = AugmentConfig(
@@ -618,8 +618,8 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_goes_on_later(
         )
 
     monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
-    monkeypatch.setattr("raypipe.streaming.room.cluster_resources", cluster)
-    monkeypatch.setattr("raypipe.streaming.room._SETTLE_S", 0.0)
+    monkeypatch.setattr("raypipe.streaming.start.room.cluster_resources", cluster)
+    monkeypatch.setattr("raypipe.streaming.start.room._SETTLE_S", 0.0)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     # a loader of a notebook, before the notebook trains
     check_resources(inline, ScalingConfig(num_workers=2))
@@ -649,8 +649,8 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
         return sum(awaited[0] - sum(supervisor.asked) for supervisor in supervisors)
 
     awaited = [0.0]
-    monkeypatch.setattr("raypipe.streaming.room.cluster_resources", cluster)
-    monkeypatch.setattr("raypipe.streaming.room._awaited_cpus", lambda _: 0.0)
+    monkeypatch.setattr("raypipe.streaming.start.room.cluster_resources", cluster)
+    monkeypatch.setattr("raypipe.streaming.start.room._awaited_cpus", lambda _: 0.0)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     pool = PoolConfig(min_actors=2)
     give_back = room.ask_for_room(pool)
@@ -663,7 +663,7 @@ def test_other_streams_of_the_process_give_way_until_a_new_one_ends(
     room.ask_for_room(pool)()  # there is room
     assert first[0]._stream.supervisor.asked == [2.0, -2.0]
     # there is room, and actors of both pools are to take it
-    monkeypatch.setattr("raypipe.streaming.room._awaited_cpus", awaited_cpus)
+    monkeypatch.setattr("raypipe.streaming.start.room._awaited_cpus", awaited_cpus)
     awaited[0] = 1.5
     room.ask_for_room(pool)()
     assert first[0]._stream.supervisor.asked == [2.0, -2.0, 2.0, -2.0]
@@ -823,8 +823,8 @@ def test_a_loader_outside_of_ray_train_connects_to_ray_by_itself(
         raise ConnectionRefusedError
 
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
-    monkeypatch.setattr("raypipe.streaming.pool_start.connect", no_ray)
-    monkeypatch.setattr("raypipe.streaming.pool_start.connect_by_thread", no_ray)
+    monkeypatch.setattr("raypipe.streaming.start.pool_start.connect", no_ray)
+    monkeypatch.setattr("raypipe.streaming.start.pool_start.connect_by_thread", no_ray)
     spec = open_stream(
         MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(epochs=1, micro_batch_size=4)
     )

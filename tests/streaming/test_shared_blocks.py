@@ -12,14 +12,14 @@ import pytest
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.content import Contents
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.memory.content import Contents
+from raypipe.streaming.memory.recall import Recall
+from raypipe.streaming.memory.remembered import Ledger, User
+from raypipe.streaming.memory.stored import Stored
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.recall import Recall
-from raypipe.streaming.remembered import Ledger, User
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.stored import Stored
 
 from pictures import CLASSES, picture  # isort: skip
 
@@ -110,8 +110,8 @@ class Trial(threading.Thread):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches are claimed one by one, and nobody loses patience on a busy machine."""
-    monkeypatch.setattr("raypipe.streaming.recall._TURN_S", 0.0)
-    monkeypatch.setattr("raypipe.streaming.recall._WAIT_S", 60.0)
+    monkeypatch.setattr("raypipe.streaming.memory.recall._TURN_S", 0.0)
+    monkeypatch.setattr("raypipe.streaming.memory.recall._WAIT_S", 60.0)
 
 
 def spec_of(**plan: Any) -> StreamSpec:

@@ -13,9 +13,14 @@ from raypipe.config import AugmentConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.streaming.digest_log import DIGESTS, DigestLog, EpochRecord, read_epoch
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.record.digest_log import (
+    DIGESTS,
+    DigestLog,
+    EpochRecord,
+    read_epoch,
+)
 from raypipe.streaming.spec import StreamSpec
 
 CPU = torch.device("cpu")

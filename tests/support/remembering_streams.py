@@ -21,9 +21,9 @@ from ray._private.internal_api import node_stats
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.memory.remembered import MEMORY, NAMESPACE, memory
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.remembered import MEMORY, NAMESPACE, memory
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import end_actors, start_supervisor

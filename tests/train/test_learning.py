@@ -16,7 +16,7 @@ from raypipe.config import PlanConfig, RunConfig, TrainConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
-from raypipe.streaming.stateful import states_of
+from raypipe.streaming.saving.stateful import states_of
 from raypipe.train.learning import Ema, Learner
 from raypipe.train.models import (
     build_model,

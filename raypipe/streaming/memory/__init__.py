@@ -1,0 +1,1 @@
+"""Finished micro-batches that a cluster remembers, so that each is made once."""

@@ -1,0 +1,158 @@
+"""The record of a stream in its run's folder: all that opens it again, later and elsewhere.
+
+{"arguments": {…}}   those of `raypipe.open_stream`, as entries of `recorded_values`; addresses are absolute
+{"stores": {…}}      by split: name, address, fingerprint and number of samples of each store
+{"plan": …}          the plan's fingerprint
+{"quarantine": …}    the folder that records bad samples
+{"augment": …}       the loader's augmentation, as an entry; and its `dtype` and `device`
+{"code": …}          the hash of raypipe's code that decides pixels, and of the user's modules by their names
+{"versions": {…}}    of the packages that pixels depend on, and the machine
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import raypipe
+from raypipe.packages import versions
+from raypipe.stores.base import Store
+from raypipe.stores.joined import JoinedStore
+from raypipe.streaming.record.recorded_values import hash_of_module, recorded
+
+if TYPE_CHECKING:
+    import torch
+
+    from raypipe.config import AugmentConfig
+    from raypipe.streaming.spec import StreamSpec
+
+# Arguments that decide nothing in a stream, or that a replay sets itself.
+_NOT_RECORDED = ("pool", "quarantine", "run", "log_format", "in_memory")
+# Raypipe's code that decides what a model sees.
+_CODE = (
+    "kernel",
+    "plan",
+    "transform",
+    "stores",
+    "device",
+    "streaming/maker.py",
+    "streaming/sample_makers.py",
+)
+_CODE_NAME = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
+
+
+def opened_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `open_stream` that decide a stream, with absolute addresses."""
+    kept = {
+        name: value for name, value in arguments.items() if name not in _NOT_RECORDED
+    }
+    for name in ("train", "val", "exclude"):
+        kept[name] = _absolute(kept[name])
+    return kept
+
+
+def stream_record(
+    spec: StreamSpec,
+    augment: AugmentConfig | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return what a run's folder records of its stream, as JSON.
+
+    Args:
+        augment: the user's augmentation on the device; None = none.
+        dtype: dtype of the images that it makes; None = the pipeline's own, or float32.
+    """
+    arguments = {name: recorded(value) for name, value in spec.opened.items()}
+    weights = spec.plan.config.weights
+    if isinstance(weights, str) and weights.endswith(".npy"):
+        arguments["plan"]["settings"]["weights"] = recorded(_absolute(weights))
+    augmented = recorded(augment)
+    entries = {"arguments": arguments, "augment": augmented}
+    return {
+        **entries,
+        "stores": {
+            split: [
+                {
+                    "name": name,
+                    "address": store.address,
+                    "fingerprint": store.fingerprint,
+                    "samples": len(store),
+                    "in_groups": store.groups is not None,
+                }
+                for name, store in parts_of(of_split).items()
+            ]
+            for split, of_split in spec.stores.items()
+        },
+        "plan": spec.plan.order_fingerprint,
+        "quarantine": _absolute(spec.quarantine),
+        "dtype": str(dtype).removeprefix("torch.") if dtype else None,
+        "device": device.type,
+        "code": {"raypipe": code_digest(), **user_code(entries)},
+        "versions": {**versions(), "machine": platform.machine()},
+    }
+
+
+def parts_of(store: Store) -> dict[str, Store]:
+    """Return the stores of a mixture by their names, or a single store by an empty one."""
+    return store.parts if isinstance(store, JoinedStore) else {"": store}
+
+
+def user_code(entries: Any) -> dict[str, str]:
+    """Return the hash of each module whose code the entries name as `module:name`, if it has been imported."""
+    hashes = {}
+    for module in sorted(modules_in(entries)):
+        digest = hash_of_module(module)
+        if digest and not module.startswith("raypipe."):
+            hashes[module] = digest
+    return hashes
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return the hash of raypipe's own code that decides what a model sees."""
+    root = Path(raypipe.__file__).parent
+    digest = hashlib.blake2b(digest_size=8)
+    for name in _CODE:
+        folder = root / name
+        files = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
+        for path in files:
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _absolute(address: Any) -> Any:
+    """Return addresses with absolute paths, since a replay starts in another folder; other values as they are."""
+    if isinstance(address, Mapping):
+        return {name: _absolute(value) for name, value in address.items()}
+    if not isinstance(address, str | Path) or not str(address):
+        return address
+    text = str(address)
+    if "://" in text:
+        return text
+    return str(Path(text).expanduser().absolute())
+
+
+def modules_in(entries: Any) -> set[str]:
+    """Return the modules that JSON values name: those of all texts that look like `module:name`."""
+    return set(_modules_of(entries))
+
+
+def _modules_of(entries: Any) -> Iterator[str]:
+    """Yield the modules of all texts in JSON values that look like `module:name`."""
+    if isinstance(entries, Mapping):
+        for name, value in entries.items():
+            if name not in ("pickle", "bytes", "object"):
+                yield from _modules_of(value)
+    elif isinstance(entries, list):
+        for value in entries:
+            yield from _modules_of(value)
+    elif isinstance(entries, str):
+        match = _CODE_NAME.fullmatch(entries)
+        if match:
+            yield match[1]

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypipe.plan.places import MicroBatchId
+from raypipe.streaming.bad_samples import BadSample
+from raypipe.streaming.memory.remembered_files import RememberedFiles
+from raypipe.streaming.memory.stored import Stored
+from raypipe.transform.fields import Ragged
+
+KEYS = [bytes([number]) * 16 for number in range(8)]
+BAD = BadSample(MicroBatchId("val", 0, 1, 0), "s", 3, "é", None, "cut off", "store")
+
+
+def stored(number: int = 0, bad: tuple[BadSample, ...] = ()) -> Stored:
+    rng = np.random.default_rng(number)
+    ragged = Ragged("text", np.frombuffer(b"abc", np.uint8), np.array([0, 1, 3]))
+    fields: dict[str, Any] = {
+        "image": rng.integers(0, 256, (2, 5, 7, 3), np.uint8),
+        "label": np.array([1, 2]),
+        "column.height": rng.random((2, 1), np.float32),
+        "column.caption": ragged,
+        "column.pages": rng.integers(0, 256, (2, 8192), np.uint8),
+    }
+    return Stored(np.array([4, -1]), np.array([1, 0], np.float32), fields, list(bad))
+
+
+def same(first: Stored | None, second: Stored) -> bool:
+    assert first is not None and list(first.fields) == list(second.fields)
+    pairs = [(first.index, second.index), (first.weight, second.weight)]
+    for name, value in second.fields.items():
+        other = first.fields[name]
+        if isinstance(value, Ragged):
+            assert isinstance(other, Ragged) and other.kind == value.kind
+            pairs += [(other.values, value.values), (other.offsets, value.offsets)]
+        else:
+            pairs.append((other, value))
+    equal = [a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs]
+    return all(equal) and first.bad == second.bad
+
+
+def found_in(files: RememberedFiles) -> dict[bytes, Stored]:
+    return files.find(KEYS, len(KEYS), comes_back=True)[0]
+
+
+def kept(files: RememberedFiles, key: bytes, value: Stored) -> None:
+    files.keep({key: value}, [], comes_back=True)
+
+
+def test_another_process_finds_all_fields_and_bad_samples(tmp_path: Path) -> None:
+    kept(RememberedFiles(folder=tmp_path), KEYS[0], stored(bad=(BAD,)))
+    found, missing = RememberedFiles(folder=tmp_path).find(KEYS[:2], 1, True)
+    assert missing == KEYS[1:2]
+    assert list(found) == KEYS[:1] and same(found[KEYS[0]], stored(bad=(BAD,)))
+
+
+def test_training_that_never_comes_back_is_not_written(tmp_path: Path) -> None:
+    files = RememberedFiles(folder=tmp_path)
+    files.keep({KEYS[0]: stored()}, [], comes_back=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "damage", ["flipped", "swapped", "cut", "empty", "another's", "text"]
+)
+def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -> None:
+    files = RememberedFiles(folder=tmp_path)
+    kept(files, KEYS[0], stored())
+    path = tmp_path / KEYS[0].hex()
+    content = bytearray(path.read_bytes())
+    if damage == "another's":
+        kept(files, KEYS[1], stored(1))
+        content[:] = (tmp_path / KEYS[1].hex()).read_bytes()
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 4
+    elif damage == "swapped":
+        content[-8192:-4096], content[-4096:] = content[-4096:], content[-8192:-4096]
+    else:
+        content = {
+            "cut": content[:-70],
+            "empty": bytearray(),
+            "text": bytearray(b"no micro-batch " * 9),
+        }[damage]
+    path.write_bytes(content)
+    assert KEYS[0] not in found_in(files)
+    assert not path.exists()
+    kept(files, KEYS[0], stored())
+    assert same(found_in(files)[KEYS[0]], stored())
+
+
+def test_files_stay_below_the_limit_and_the_oldest_go(tmp_path: Path) -> None:
+    kept(RememberedFiles(folder=tmp_path), KEYS[0], stored())
+    size = (tmp_path / KEYS[0].hex()).stat().st_size
+    os.utime(tmp_path / KEYS[0].hex(), (1, 1))
+    files = RememberedFiles(4 * size, tmp_path)
+    for number in (1, 2, 3):
+        kept(files, KEYS[number], stored(number))
+        os.utime(tmp_path / KEYS[number].hex(), (number + 1, number + 1))
+    assert len(found_in(files)) == 4  # which touches them
+    os.utime(tmp_path / KEYS[2].hex(), (5, 5))
+    for number in (4, 5):
+        kept(files, KEYS[number], stored(number))
+        total = sum(path.stat().st_size for path in tmp_path.iterdir())
+        assert total <= 4 * size + 100
+    found = found_in(files)
+    assert {KEYS[4], KEYS[5]} <= set(found) and KEYS[2] not in found
+    kept(RememberedFiles(size - 1, tmp_path), KEYS[6], stored(6))
+    assert KEYS[6] not in found_in(files)
+
+
+def test_a_disk_that_fails_is_left_alone(tmp_path: Path) -> None:
+    files = RememberedFiles(folder=tmp_path / "missing")
+    kept(files, KEYS[0], stored())
+    (tmp_path / "missing").mkdir()
+    kept(files, KEYS[0], stored())
+    assert found_in(files) == {}

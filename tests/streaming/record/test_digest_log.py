@@ -1,0 +1,219 @@
+"""The record of hashes: one root for any number of ranks and through any crash, and what does not count."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+from logged_runs import (
+    CPU,
+    logging_loader,
+    record_of,
+    run_logged,
+    train_all,
+)
+from without_ray import host_batches
+
+import raypipe
+from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.places import Cursor, MicroBatchId
+from raypipe.streaming.opening import open_stream
+from raypipe.streaming.record import merkle
+from raypipe.streaming.record.digest_log import (
+    DigestLog,
+    leaf_of,
+    read_epoch,
+    recorded_epochs,
+)
+from raypipe.streaming.record.hashes import stream_hash
+from raypipe.streaming.spec import StreamSpec
+
+PER_EPOCH = 4 * 4 + 4  # micro-batches of training and validation
+
+
+@pytest.fixture(scope="module")
+def spec(stores: dict[str, Path]) -> StreamSpec:
+    return open_stream(
+        stores["train"],
+        stores["val"],
+        plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24, seed=3),
+        transform=TransformConfig(train="small", val="resize", size=12),
+        pool=PoolConfig(engine="inline", max_actors=0),
+    )
+
+
+def lines_of(run: Path) -> list[dict[str, str]]:
+    files = sorted((run / "digests").iterdir())
+    return [
+        json.loads(line) for path in files for line in path.read_text().splitlines()
+    ]
+
+
+def test_the_root_is_of_the_streams_hashes_in_the_plans_order(
+    spec: StreamSpec, tmp_path: Path
+) -> None:
+    run_logged(spec, tmp_path)
+    of_epoch = [batch for batch in host_batches(spec) if batch.position.epoch == 1]
+    leaves = [leaf_of(batch.position, stream_hash(batch).hex()) for batch in of_epoch]
+    record = record_of(spec, tmp_path, epoch=1)
+    assert len(leaves) == PER_EPOCH
+    assert [leaf for _, leaf in record.leaves()] == leaves
+    (root,) = record.roots
+    assert root == record.computed_root() == (PER_EPOCH, merkle.root(leaves).hex(), "")
+
+
+def test_one_rank_and_two_give_one_root_with_device_augmentation(
+    spec: StreamSpec, tmp_path: Path
+) -> None:
+    augment = AugmentConfig(preset="light", mixup_alpha=0.4)
+    roots = []
+    for world_size in (1, 2):
+        run = tmp_path / str(world_size)
+        run_logged(spec, run, world_size, augment=augment)
+        assert len(list((run / "digests").iterdir())) == 2 * world_size
+        roots.append([record_of(spec, run, epoch).roots for epoch in range(2)])
+    assert roots[0] == roots[1]
+    assert all(
+        len(of_epoch) == 1 and of_epoch[0].finished_root for of_epoch in roots[0]
+    )
+
+
+def test_a_killed_run_that_goes_on_with_two_ranks_has_the_same_root(
+    spec: StreamSpec, tmp_path: Path
+) -> None:
+    whole, killed, resumed = (
+        tmp_path / name for name in ("whole", "killed", "resumed")
+    )
+    run_logged(spec, whole)
+    loader = logging_loader(spec, killed)
+    (epoch,) = itertools.islice(loader.epochs(), 1)
+    for number, _ in enumerate(epoch.train):
+        if number == 8:
+            state = loader.state_dict()
+        if number == 10:
+            break
+    shutil.copytree(killed, resumed)  # as a kill would leave it
+    loader.close()
+    (file,) = (resumed / "digests").iterdir()
+    assert len(lines_of(resumed)) >= 1 + 9, "all that the state is behind is written"
+    with file.open("a") as record:
+        record.write('{"micro_batch": "train-e0000-s0000')
+    assert not record_of(spec, resumed).roots
+    run_logged(spec, resumed, 2, cursor=Cursor.from_dict(state))
+    for number in range(2):
+        expected, found = (record_of(spec, run, number) for run in (whole, resumed))
+        assert found.hashes == expected.hashes and not found.disagreeing
+        assert found.roots == expected.roots and len(found.roots) == 1
+
+
+def test_an_epoch_that_a_loop_leaves_has_a_note_and_no_root(
+    spec: StreamSpec, tmp_path: Path
+) -> None:
+    with logging_loader(spec, tmp_path) as loader:
+        for epoch in loader.epochs():
+            for batch in epoch.train:
+                if epoch.number == 0 and batch.position.step == 2:
+                    break
+            if epoch.number:
+                assert sum(1 for _ in epoch.val) == 4
+    left, whole = (record_of(spec, tmp_path, number) for number in range(2))
+    assert left.was_left and not left.roots and 9 <= len(left.hashes) < PER_EPOCH
+    assert not whole.was_left and len(whole.roots) == 1
+
+
+def test_what_is_no_line_of_this_plans_record_does_not_count(
+    spec: StreamSpec, tmp_path: Path
+) -> None:
+    run_logged(spec, tmp_path)
+    expected = record_of(spec, tmp_path)
+    place = '"micro_batch": "train-e0000-s000000-m000"'
+    foreign = [
+        "[1, 2]",
+        "not JSON",
+        f'{{{place}, "hash": "g"}}',
+        f'{{{place}, "hash": 5}}',
+        '{"micro_batch": "train-e0001-s000000-m000", "hash": "' + "0" * 32 + '"}',
+        '{"kind": "root", "micro_batches": "x", "root": "' + "0" * 64 + '"}',
+        '{"kind": "start", "plan": "another"}',
+        f'{{{place}, "hash": "{"0" * 32}"}}',
+    ]
+    file = next((tmp_path / "digests").glob("epoch-0000-*"))
+    with file.open("a") as record:
+        record.write("\n".join(foreign) + "\n" + f'{{{place}, "hash": "{"1" * 32}"}}')
+    found = record_of(spec, tmp_path)
+    assert found.hashes == expected.hashes and found.roots == expected.roots
+    assert found.num_foreign == 1 and not found.disagreeing
+
+
+def test_of_two_hashes_of_one_place_the_newest_starts_counts(
+    spec: StreamSpec, tmp_path: Path
+) -> None:
+    run_logged(spec, tmp_path)
+    (place,) = [MicroBatchId("train", 0, 1, 2)]
+    first = record_of(spec, tmp_path).hashes[place]
+    start = {"kind": "start", "plan": spec.plan.fingerprint}
+    for number, time in enumerate((1e12, 1.0)):  # files are read in the order of ranks
+        lines = [
+            json.dumps({**start, "time": time}),
+            json.dumps({"micro_batch": str(place), "hash": str(number) * 32}),
+        ]
+        path = tmp_path / f"digests/epoch-0000-rank-000{number + 1}.jsonl"
+        path.write_text("\n".join(lines) + "\n")
+    record = record_of(spec, tmp_path)
+    assert record.hashes[place].stream == "0" * 32
+    assert place in record.disagreeing and first != record.hashes[place]
+
+
+def test_a_file_in_object_storage_is_continued(
+    spec: StreamSpec, tmp_path: Path
+) -> None:
+    elsewhere = pyarrow.fs.SubTreeFileSystem(
+        str(tmp_path), pyarrow.fs.LocalFileSystem()
+    )
+    elsewhere.create_dir("run/digests")
+    whole = tmp_path / "whole"
+    run_logged(spec, whole)
+    batches = train_all(logging_loader(spec, tmp_path / "unused"))
+    for part in (batches[:7], batches[5:]):
+        log = DigestLog.of((elsewhere, "run"), spec.plan, 0, 1, CPU)
+        for batch in part:
+            log.add(batch)
+        log.closed()
+    assert [*recorded_epochs((elsewhere, "run/digests"))] == [0, 1]
+    for epoch in range(2):
+        found = read_epoch((elsewhere, "run/digests"), epoch, spec.plan.fingerprint)
+        expected = record_of(spec, whole, epoch)
+        assert (found.hashes, found.roots) == (expected.hashes, expected.roots)
+
+
+def test_a_record_that_cannot_be_written_does_not_end_the_run(
+    spec: StreamSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "digests").write_text("a file where the folder would be")
+    with caplog.at_level(logging.WARNING):
+        batches = train_all(logging_loader(spec, tmp_path))
+    assert len(batches) == 2 * PER_EPOCH
+    warnings = [text for text in caplog.messages if "cannot be recorded" in text]
+    assert len(warnings) == 1 and "its record has gaps" in warnings[0]
+
+
+def test_an_own_loop_records_into_its_run_folder(
+    spec: StreamSpec, tmp_path: Path
+) -> None:
+    with raypipe.loader(spec, run_dir=tmp_path, log_digest=True) as loader:
+        batch = next(iter(next(loader.epochs()).train))
+        loader.checkpoint()
+    assert len(batch.stream_hash) == 16
+    (hashes,) = record_of(spec, tmp_path).hashes.values()
+    assert hashes == (batch.stream_hash.hex(), "")
+    with raypipe.loader(spec, run_dir=tmp_path / "without") as loader:
+        assert next(iter(next(loader.epochs()).train)).stream_hash == b""
+    assert not (tmp_path / "without/digests").exists()
+    with pytest.raises(ConfigError, match="log_digest writes into the run's folder"):
+        raypipe.loader(spec, log_digest=True)

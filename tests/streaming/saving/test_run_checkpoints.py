@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import without_ray
+from small_runs import small_run
+
+from raypipe.config import RunConfig
+from raypipe.errors import ConfigError, RaypipeError
+from raypipe.metrics.records import Folder, read_records
+from raypipe.plan.places import Cursor
+from raypipe.storage.filesystem import open_filesystem
+from raypipe.streaming.run_log import RunLog
+from raypipe.streaming.saving import checkpoints, run_checkpoints
+from raypipe.streaming.saving.checkpoints import (
+    find_newest,
+    read_whole_checkpoint,
+    write_checkpoint,
+)
+from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
+from raypipe.streaming.saving.stateful import loaded
+from raypipe.streaming.stop_file import request_stop, stop_requested
+from raypipe.train import loop
+
+
+def saved(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+# The writer
+
+
+def save(
+    checkpoints: RunCheckpoints, step: int, state: dict[str, Any], **hooks: Any
+) -> None:
+    checkpoints.save(state, Cursor(0, step, "f" * 16), {}, {}, **hooks)
+
+
+def test_one_state_at_a_time_is_written_and_the_caller_goes_on_meanwhile(
+    tmp_path: Path,
+) -> None:
+    writer = RunCheckpoints(tmp_path.as_uri())
+    gate = threading.Event()
+    value = torch.zeros(3)
+    save(writer, 1, {"value": value}, before=lambda: gate.wait(10))
+    value += 1
+    writer.check()
+    assert writer.is_writing and not list(tmp_path.glob("checkpoint_*"))
+    threading.Timer(0.1, gate.set).start()
+    save(writer, 2, {"value": value})  # waits for the first
+    assert any(path.name[16:23] == "0000001" for path in tmp_path.iterdir())
+    writer.wait()
+    for step, wanted in ((1, torch.zeros(3)), (2, torch.ones(3))):
+        (folder,) = tmp_path.glob(f"checkpoint_0000_{step:07d}_*")
+        assert (folder / "state.pt").read_bytes() == saved({"value": wanted})
+
+
+@pytest.mark.parametrize("way", ["check", "wait", "save"])
+def test_an_error_of_the_writer_is_raised_once_by_what_is_called_next(
+    way: str, tmp_path: Path
+) -> None:
+    writer = RunCheckpoints(tmp_path.as_uri())
+
+    def fail() -> None:
+        raise ConfigError("no space left")
+
+    save(writer, 1, {}, before=fail)
+    while not writer._error:
+        time.sleep(0.01)
+    with pytest.raises(ConfigError, match="no space left"):
+        save(writer, 2, {}) if way == "save" else getattr(writer, way)()
+    writer.check()
+    save(writer, 3, {})
+    writer.wait()
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, reading, writing = tmp_path.as_uri(), *os.pipe()
+    child = os.fork()
+    if child == 0:
+        writer, syncs = RunCheckpoints(run), list[str]()
+
+        def stand_still(*_: Any) -> None:
+            if len(syncs) == 1:  # the state is there, the manifest is not
+                os.write(writing, b"x")
+                time.sleep(60)
+            syncs.append("")
+
+        for step in (1, 2):
+            writer.wait()
+            if step == 2:
+                checkpoints.sync_folder = stand_still  # type: ignore[assignment]
+            save(writer, step, {"step": torch.tensor(step)})
+        time.sleep(60)
+        os._exit(1)
+    assert os.read(reading, 1) == b"x"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found, passed_over = find_newest(run, lambda _: None)
+    assert found and found.cursor.step == 1
+    assert list(passed_over.values()) == ["it was cut off while it was written"]
+    whole = read_whole_checkpoint(open_filesystem(found.address))
+    assert loaded(whole.state) == {"step": torch.tensor(1)}
+
+
+# The request to stop
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_request_to_stop_is_seen_though_storage_fails_at_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypipe.streaming.run_log._LOOK_S", 0.01)
+    looks = list[str]()
+
+    def look() -> bool:
+        looks.append(threading.current_thread().name)
+        if len(looks) in (2, 3):
+            raise OSError("connection reset")
+        return stop_requested(tmp_path.as_uri())
+
+    run_log = RunLog(1, 0, open_filesystem(tmp_path.as_uri()))
+    run_log.stop_requested = look
+    run_log.begin(False, lambda: {"to_step": 1}, None)
+    wait_for(lambda: len(looks) > 4)
+    assert not run_log.stops and set(looks) == {"raypipe-waiting"}
+    request_stop(tmp_path.as_uri())
+    wait_for(lambda: run_log.stops)
+    run_log.closed()
+    assert "raypipe-waiting" not in {thread.name for thread in threading.enumerate()}
+
+
+# In the loop
+
+
+@pytest.fixture
+def run(stores: dict[str, Path], tmp_path: Path) -> RunConfig:
+    config = {"checkpoint_interval": 1, "ema_decay": 0.9, "max_grad_norm": 1.0}
+    return small_run(tmp_path, stores["train"], stores["val"], 2, 4, **config)
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of checkpoints that are whole; each takes longer than some steps. Afterwards no thread is left."""
+    whole = list[str]()
+
+    def write(*args: Any, **options: Any) -> str:
+        time.sleep(0.15)
+        whole.append(write_checkpoint(*args, **options))
+        return whole[-1]
+
+    monkeypatch.setattr(run_checkpoints, "write_checkpoint", write)
+    # of other tests' runs, which follow a stream a while longer
+    before = set(threading.enumerate())
+    yield whole
+    left = set(threading.enumerate()) - before
+    assert not [thread.name for thread in left if thread.name.startswith("raypipe-")]
+
+
+def flat(state: Any) -> Any:
+    """Tensors as their bits, so that states can be compared."""
+    if isinstance(state, torch.Tensor):
+        return state.shape, state.contiguous().flatten().view(torch.uint8).tolist()
+    if isinstance(state, dict):
+        return {name: flat(value) for name, value in state.items()}
+    return [flat(value) for value in state] if isinstance(state, list) else state
+
+
+def states(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of the checkpoints of a run, by their places."""
+    found = {}
+    for path in folder.glob("checkpoint_*"):
+        state = torch.load(path / "state.pt", weights_only=True)
+        found[path.name[:23]] = state
+    return found
+
+
+def test_background_checkpoints_equal_those_that_steps_wait_for(
+    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    beside = without_ray.train(dataclasses.replace(run, name="beside"))
+    number = len(slowly)
+
+    save = RunCheckpoints.save
+
+    def save_at_once(self: RunCheckpoints, *args: Any, **hooks: Any) -> None:
+        save(self, *args, **hooks)
+        self.wait()
+
+    monkeypatch.setattr(RunCheckpoints, "save", save_at_once)
+    without_ray.train(dataclasses.replace(run, name="waited"))
+    assert beside["steps"] == 8 == number == len(slowly) - number
+    one, other = states(tmp_path / "beside"), states(tmp_path / "waited")
+    assert (
+        sorted(one)
+        == sorted(other)
+        == ["checkpoint_0001_0000003", "checkpoint_0002_0000000"]
+    )
+    for place, state in one.items():
+        assert flat(state) == flat(other[place])
+
+
+def test_a_checkpoint_is_made_in_time_and_records_go_as_far(
+    run: RunConfig, slowly: list[str]
+) -> None:
+    """At each step, by this interval, though nothing is logged between the first and the last of an epoch."""
+    config = dataclasses.replace(
+        run.train, checkpoint_interval="0.000001s", log_interval=1000
+    )
+    figures = without_ray.train(dataclasses.replace(run, name="clock", train=config))
+    assert figures["steps"] == 8 == len(slowly)
+    found = read_records(Path(figures["run_dir"]).as_uri())
+    assert [record["step"] for record in found if record["kind"] == "train"] == list(
+        range(1, 9)
+    )
+
+
+def test_a_failed_checkpoint_ends_the_run_and_leaves_the_ones_before(
+    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write = run_checkpoints.write_checkpoint
+
+    def fail(*args: Any, **options: Any) -> str:
+        if len(slowly) == 2:
+            raise ConfigError("checkpoint 3 cannot be written: no space left")
+        return write(*args, **options)
+
+    monkeypatch.setattr(run_checkpoints, "write_checkpoint", fail)
+    with pytest.raises(ConfigError, match="checkpoint 3 cannot be written"):
+        without_ray.train(dataclasses.replace(run, name="full"))
+    assert sorted(states(tmp_path / "full")) == [
+        "checkpoint_0000_0000001",
+        "checkpoint_0000_0000002",
+    ]
+
+
+def test_the_trainer_tells_changed_content_and_takes_the_one_before(
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_ray.train(dataclasses.replace(run, name="changed"))
+    before, newest = sorted((tmp_path / "changed").glob("checkpoint_*"))
+    changed = dataclasses.replace(run, resume=str(tmp_path / "changed"))
+
+    def change(folder: Path) -> None:
+        content = (folder / "state.pt").read_bytes()
+        (folder / "state.pt").write_bytes(content[:-1] + b"x")
+
+    change(newest)
+    assert without_ray.train(changed)["steps"] == 8
+    said = capsys.readouterr().out
+    assert (
+        f"not resumed from {newest.name}: the content of its state.pt has changed"
+        in said
+    )
+    assert f"resumed from {before.name}" in said
+    for folder in (tmp_path / "changed").glob("checkpoint_*"):
+        change(folder)
+    left = sorted((tmp_path / "changed").glob("checkpoint_*/*"))
+    with pytest.raises(
+        ConfigError,
+        match=r"no checkpoint of .* can be read \(.*has changed.*; .*has changed",
+    ):
+        without_ray.train(changed)
+    assert sorted((tmp_path / "changed").glob("checkpoint_*/*")) == left
+
+
+def test_the_last_checkpoint_that_cannot_be_written_fails_the_run(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        run_checkpoints,
+        "is_held",
+        lambda *_: threading.current_thread().name != "raypipe-checkpoint",
+    )
+    once = dataclasses.replace(
+        run, plan=dataclasses.replace(run.plan, epochs=1), name="lost"
+    )
+    config = dataclasses.replace(once.train, checkpoint_interval=0)
+    with pytest.raises(RaypipeError, match="no longer belongs to this run"):
+        without_ray.train(dataclasses.replace(once, train=config))
+
+
+def test_an_error_of_the_loop_waits_for_the_checkpoint_under_way(
+    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    backward = loop.Learner.backward
+
+    def fail(self: Any, batch: Any, last: bool) -> torch.Tensor:
+        if batch.position.step == 1:
+            raise RaypipeError("of the second step")
+        return backward(self, batch, last)
+
+    monkeypatch.setattr(loop.Learner, "backward", fail)
+    with pytest.raises(RaypipeError, match="of the second step"):
+        without_ray.train(dataclasses.replace(run, name="failed"))
+    assert (
+        list(states(tmp_path / "failed")) == ["checkpoint_0000_0000001"]
+        and len(slowly) == 1
+    )
+
+
+def test_a_run_asked_to_stop_ends_when_its_checkpoint_is_whole(
+    run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    looking = list[str]()
+
+    def look(folder: Folder) -> bool:
+        looking.append(threading.current_thread().name)
+        return stop_requested(folder)
+
+    monkeypatch.setattr("raypipe.streaming.run_log._LOOK_S", 0.01)
+    monkeypatch.setattr("raypipe.streaming.run_log.stop_requested", look)
+    (tmp_path / "asked").mkdir()
+    request_stop((tmp_path / "asked").as_uri())
+    seldom = dataclasses.replace(run.train, checkpoint_interval=0)
+    figures = without_ray.train(dataclasses.replace(run, name="asked", train=seldom))
+    assert (
+        figures["stopped"]
+        and 0 < figures["steps"] < 8
+        and set(looking) == {"raypipe-waiting"}
+    )
+    assert list(states(tmp_path / "asked")) == [
+        f"checkpoint_0000_{figures['steps']:07d}"
+    ]
+    assert (tmp_path / "asked" / "stop").read_text() == "seen"

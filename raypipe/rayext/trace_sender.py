@@ -1,8 +1,8 @@
 """The way of a trace's events: from the processes of a stream to its Supervisor, and from there to rank 0.
 
-    process       records events (`metrics.tracer`); a thread sends them twice a second    TraceSender
+    process       records events (`metrics.tracer`); a thread sends them again and again   TraceSender
     Supervisor    holds those of the last moments                                          StreamTrace
-    rank 0        takes them, and writes the trace                                         streaming.record.rank_trace
+    rank 0        takes them, and writes the trace                                         record.rank_trace
 
 The trace has the Supervisor's clock. All processes of a node have one clock. On another node, each call is also a
 measurement: its answer has the Supervisor's time, which is that of the middle between question and answer, give or

@@ -5,9 +5,10 @@
 Each trial is a process of its own, a driver that joins one cluster on this machine, as four notebooks would. It
 trains a linear model on the pixels with its own learning rate, and hashes every batch. Seconds are those from the
 start of the first trial to the end of the last, the start of Ray not counted; CPU seconds are those of all
-processes, and of the transform actors among them, with and without their starts; a start costs what the actor of
-one trial of one epoch takes. Memory is the peak of private pages. All trials of raypipe must have one hash. They
-have no head start, whose micro-batches are made by each trial's own process. The last line is JSON.
+processes, and of the transform actors among them, with and without their starts; a start costs what each actor of
+as many trials of one epoch takes, less the images of that epoch. Memory is the peak of private pages. All trials
+of raypipe must have one hash. They have no head start, whose micro-batches are made by each trial's own process,
+unless --head-start -1 asks for it. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def train(batches: Any, lr: float) -> dict[str, str]:
     }
 
 
-def by_raypipe(store: str, epochs: int, remember_bytes: Any) -> Any:
+def by_raypipe(store: str, epochs: int, remember_bytes: Any, head_start: int) -> Any:
     """Batches of a stream."""
     import torch
 
@@ -71,7 +72,7 @@ def by_raypipe(store: str, epochs: int, remember_bytes: Any) -> Any:
             max_actors=1,
             cpus_per_actor=0.5,
             remember_bytes=remember_bytes,
-            head_start=0,
+            head_start=head_start,
         ),
     )
     loader = raypipe.loader(spec)
@@ -131,12 +132,13 @@ def by_torch(store: str, epochs: int) -> Any:
         yield from loader
 
 
-def run_trial(way: str, store: str, epochs: int, lr: float) -> None:
+def run_trial(way: str, store: str, epochs: int, lr: float, head_start: int) -> None:
     """Run one trial in this process, and print its hashes."""
     if way == "torch DataLoader":
         batches = by_torch(store, epochs)
     else:
-        batches = by_raypipe(store, epochs, "auto" if way == "raypipe" else 0)
+        remember_bytes = "auto" if way == "raypipe" else 0
+        batches = by_raypipe(store, epochs, remember_bytes, head_start)
     print(json.dumps(train(batches, lr)))
 
 
@@ -187,7 +189,9 @@ class Watch:
         self.peak_bytes = max(self.peak_bytes, num_bytes)
 
 
-def measure(way: str, store: str, trials: int, epochs: int) -> dict[str, Any]:
+def measure(
+    way: str, store: str, trials: int, epochs: int, head_start: int
+) -> dict[str, Any]:
     """Run all trials of a way at once."""
     environment = dict(os.environ)
     if way != "torch DataLoader":
@@ -205,6 +209,7 @@ def measure(way: str, store: str, trials: int, epochs: int) -> dict[str, Any]:
             [
                 *(sys.executable, __file__, store, "--epochs", str(epochs)),
                 *("--way", way, "--lr", str(0.01 * 2**number)),
+                *("--head-start", str(head_start)),
             ],
             env=environment,
             stdout=subprocess.PIPE,
@@ -221,7 +226,12 @@ def measure(way: str, store: str, trials: int, epochs: int) -> dict[str, Any]:
     for process, (_, errors) in zip(processes, outputs, strict=True):
         if process.returncode:
             raise SystemExit(errors)
-    results = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    results = [
+        json.loads(line)
+        for output, _ in outputs
+        for line in output.splitlines()
+        if line.startswith('{"stream"')  # Ray writes there, too
+    ]
     shares = [
         json.loads(line)["remembered"]
         for _, errors in outputs
@@ -252,21 +262,28 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--way", choices=WAYS, help="run one trial in this process")
     parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--head-start", type=int, default=0)
     args = parser.parse_args()
     store = str(Path(args.store).absolute())
     if args.way:
-        run_trial(args.way, store, args.epochs, args.lr)
+        run_trial(args.way, store, args.epochs, args.lr, args.head_start)
         return
-    start_s = 0.0
+    first_s = dict.fromkeys((1, args.trials), 0.0)
     if set(args.ways) & set(WAYS[:2]):
-        start_s = measure(WAYS[1], store, 1, 1)["actors_cpu_s"]
+        for trials in first_s:
+            first = measure(WAYS[1], store, trials, 1, 0)
+            first_s[trials] = first["actors_cpu_s"]
     rows = []
+    epoch_s = 0.0
     for trials in (1, *[args.trials] * args.repeats):
         for way in args.ways:
-            row = measure(way, store, trials, args.epochs)
-            makes_s = row["actors_cpu_s"] - trials * start_s
-            row["actors_without_starts_s"] = round(max(0.0, makes_s), 1)
+            row = measure(way, store, trials, args.epochs, args.head_start)
             rows.append(row)
+            later_s = row["actors_cpu_s"] - first_s[trials]
+            if not epoch_s:
+                epoch_s = max(0.0, later_s) / max(1, args.epochs - 1)
+            makes_s = later_s + trials * epoch_s
+            row["actors_without_starts_s"] = round(max(0.0, makes_s), 1)
             print(row, flush=True)
     columns = {
         "seconds": "seconds",

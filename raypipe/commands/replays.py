@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.printing import print_table
+from raypipe.printing import print_table, printable
 
 if TYPE_CHECKING:
     from raypipe.commands.picture import Tile
@@ -257,14 +257,14 @@ def _compared(first: Replay, second: Replay) -> dict[str, Any]:
 def print_replay(result: dict[str, Any]) -> None:
     """Print a table of samples, or where two runs part."""
     for sentence in result["differences"]:
-        print(f"changed: {sentence}")
+        print(printable(f"changed: {sentence}"))
     if "with" in result:
         _print_compared(result)
         return
     if "samples" in result:
         _print_rows(result["samples"])
     if result.get("no_picture"):
-        print(f"no picture: {result['no_picture']}")
+        print(printable(f"no picture: {result['no_picture']}"))
     names = ("micro_batches", "rows", "pictured", "output")
     rows = {name: result[name] for name in names if result.get(name) is not None}
     print_table(result["run_dir"], rows)
@@ -275,7 +275,8 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
     texts = [dict(zip(_COLUMNS, _COLUMNS, strict=True)), *shown]
     widths = {name: max(len(cells[name]) for cells in texts) for name in _COLUMNS}
     for cells in texts:
-        print("  ".join(cells[name].ljust(widths[name]) for name in _COLUMNS).rstrip())
+        line = "  ".join(cells[name].ljust(widths[name]) for name in _COLUMNS)
+        print(printable(line.rstrip()))
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
@@ -294,14 +295,14 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 
 def _print_compared(result: dict[str, Any]) -> None:
     for name, (one, other) in result["settings"].items():
-        print(f"{name}: {one} and {other}")
+        print(printable(f"{name}: {one} and {other}"))
     if result["order"] is not None:
         print(f"samples: they part at step {result['order']:,}")
     else:
         print(f"samples: the same for {result['compared_steps']:,} steps")
     made = result["made_steps"]
     if result["unknown"]:
-        print(f"pixels: not compared: {result['unknown']}")
+        print(printable(f"pixels: not compared: {result['unknown']}"))
     elif result["pixels"] is not None:
         print(f"pixels: other ones at step {result['pixels']:,}")
     elif made:

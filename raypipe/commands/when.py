@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypipe.errors import ConfigError
-from raypipe.printing import print_rows
+from raypipe.printing import print_rows, printable
 
 if TYPE_CHECKING:
     from raypipe.history.drawn_at import SampleHistory
@@ -114,7 +114,7 @@ def print_when(result: dict[str, Any]) -> None:
     """Print the result of `when`: the draws of a sample, or a line for each bad one."""
     print(f"{result['run_dir']}: step {result['step']:,} of {result['to_step']:,}")
     for sentence in result["differences"]:
-        print(f"note: {sentence}")
+        print(printable(f"note: {sentence}"))
     if result["flags"] is not None:
         _print_flags(result["flags"])
         return
@@ -146,7 +146,8 @@ def _print_flags(flags: list[dict[str, Any]]) -> None:
         print("nothing was flagged")
         return
     names = ["epoch", "step", "rank", "micro", "reason"]
-    print_rows(names, [[str(flag[name]) for name in names] for flag in flags])
+    rows = [[str(flag[name]) for name in names] for flag in flags]
+    print_rows(names, rows)
 
 
 def _some_steps(draws: list[dict[str, Any]]) -> str:
@@ -161,7 +162,7 @@ def _print_draws(sample: dict[str, Any]) -> None:
         title += f" ({sample['name']})"
     if sample["error"]:
         title += f", bad: {sample['error']}"
-    print(title)
+    print(printable(title))
     print(f"drawn {sample['num_drawn']} times, {sample['num_to_come']} to come")
     draws = sample["draws"]
     first = max(0, min(sample["num_drawn"] - _MAX_ROWS // 2, len(draws) - _MAX_ROWS))

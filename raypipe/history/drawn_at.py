@@ -13,7 +13,7 @@ from raypipe.history.quarantined import (
     names_of_records,
     read_bad_samples,
 )
-from raypipe.history.record_checks import damage_told, number
+from raypipe.history.record_checks import damage_told, whole_number
 from raypipe.history.recorded import RecordedRun, place_of
 from raypipe.metrics.records import STATUS, read_records
 from raypipe.plan.places import MicroBatchId, SamplePlace, Split
@@ -106,7 +106,7 @@ class History:
         records = read_records(run.address)
         if exists(status):
             with damage_told(status):
-                self.num_done = number(read_json(status)["step"], "step")
+                self.num_done = whole_number(read_json(status)["step"], "step")
         else:
             self.num_done = int(max((each["step"] for each in records), default=0))
         self._validated = {

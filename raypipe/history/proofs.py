@@ -6,7 +6,7 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.history.audited import AuditedRecord
-from raypipe.history.record_checks import damage_told, number
+from raypipe.history.record_checks import damage_told, whole_number
 from raypipe.history.recorded import place_of
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import read_json
@@ -60,8 +60,8 @@ def holds(proof: dict[str, Any]) -> bool:
     with damage_told(f"the proof {str(proof)[:200]}"):
         place = place_of(str(proof["micro_batch"]))
         path = [bytes.fromhex(node) for node in proof["path"]]
-        index = number(proof["index"], "index")
-        num_leaves = number(proof["micro_batches"], "micro_batches")
+        index = whole_number(proof["index"], "index")
+        num_leaves = whole_number(proof["micro_batches"], "micro_batches")
         leaf = leaf_of(place, str(proof["hash"]))
         root = bytes.fromhex(proof["root"])
     return merkle.is_proven(leaf, index, num_leaves, path, root)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pyarrow.fs
 
-from raypipe.history.record_checks import damage_told, number
+from raypipe.history.record_checks import damage_told, whole_number
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import join_address, open_filesystem
@@ -42,8 +42,8 @@ def read_bad_samples(folder: str, place: MicroBatchId) -> list[BadRecord]:
             record = json.loads(line)
             substitute = record["substitute"]
             if substitute is not None:
-                number(substitute, "substitute")
-            index = number(record["index"], "index")
+                whole_number(substitute, "substitute")
+            index = whole_number(record["index"], "index")
             records.append(BadRecord(index, substitute, str(record["error"])))
     return records
 

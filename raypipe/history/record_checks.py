@@ -39,7 +39,7 @@ def damage_told(where: str) -> Iterator[None]:
         ) from error
 
 
-def number(value: Any, name: str, least: int = 0) -> int:
+def whole_number(value: Any, name: str, least: int = 0) -> int:
     """Return a whole number of a record; raise ValueError for anything else."""
     if type(value) is not int or not least <= value < MAX_NUMBER:
         raise ValueError(
@@ -79,11 +79,11 @@ def check_stream(described: Any) -> None:
 def _check_parts(split: str, parts: Any) -> None:
     if not isinstance(parts, list) or not parts:
         raise ValueError(f"stores.{split} must be a list, got {_shown(parts)}")
-    for part in parts:
+    for store in parts:
         for name in ("name", "address", "fingerprint"):
-            _require(part, name, str)
-        _require(part, "in_groups", bool)
-        number(part.get("samples"), f"stores.{split}: samples")
+            _require(store, name, str)
+        _require(store, "in_groups", bool)
+        whole_number(store.get("samples"), f"stores.{split}: samples")
 
 
 def _require(entry: Any, name: str, kind: type) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow.fs
 
 from raypipe.errors import ConfigError
-from raypipe.history.record_checks import check_stream, damage_told, number
+from raypipe.history.record_checks import check_stream, damage_told, whole_number
 from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.metrics.records import RECORDS, read_records
 from raypipe.mistakes import choices
@@ -94,8 +94,8 @@ def open_run(
                     run_uri, described, trust_run_code, given
                 )
             start = Start(
-                number(record["step"], "step"),
-                number(record.get("workers", 1), "workers", 1),
+                whole_number(record["step"], "step"),
+                whole_number(record.get("workers", 1), "workers", 1),
                 bool(record.get("validates")),
                 streams[text],
                 dict(record.get("settings", {})),

@@ -121,6 +121,14 @@ class Contents:
         ((code, size, _, _),) = self._recipes([MicroBatchId(split, 0, 0, 0)])
         return self._of(split, code, size)
 
+    def of_training(self) -> str:
+        """Return a hash of all that a training makes: streams of one hash are alike. "" = like no other."""
+        training = self.of_split("train")
+        config = self._spec.plan.config
+        if not training.is_public:
+            return ""
+        return f"{training.digest.hex()}-{config.seed}-{config.micro_batch_size}"
+
     def keys(self, block: Sequence[MicroBatchId]) -> list[bytes]:
         """Return the key of each micro-batch of a block."""
         split = block[0].split

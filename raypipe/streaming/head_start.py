@@ -50,6 +50,8 @@ _MAX_AHEAD_BYTES = 256 << 20
 _MAX_AHEAD = 64
 _MAX_AHEAD_OF_ONE_CPU = 2
 _MAX_THREADS = 4
+# Micro-batches that a rank makes where other streams make the same: pools share their work, and ranks do not.
+_FEW = 4
 _LOOK_S = 0.5
 # The thread's nice value after its first micro-batch. At 0 it delays the imports of Ray's processes, and the pool
 # begins 1 to 2 s later on two cores. Above 5, a busy machine would let it rest while it holds the interpreter.
@@ -95,6 +97,7 @@ class HeadStart:
         self._on_make = on_make
         self._limit = self._most if num_free is None else min(self._most, num_free)
         self._is_final = False
+        self._is_brief = False
         self._started_at = time.monotonic()
         self._has_remote = any(
             is_remote(store.address) for store in spec.stores.values()
@@ -161,6 +164,9 @@ class HeadStart:
                 return self.num_claimed
             if self._spec.pool.head_start >= 0:
                 return self._count_at_hand(self._most)
+            if self._is_brief:
+                few = max(self.num_claimed, _FEW)
+                return self._count_at_hand(min(self._most, few))
             lead = 1
             if self._seconds_each:
                 # on a busy machine, the pool's first micro-batch takes longer too
@@ -168,6 +174,13 @@ class HeadStart:
                 cover_s = max(_COVER_S, _COVER_SHARE * spent_s)
                 lead += math.ceil(cover_s / self._seconds_each)
             return self._count_at_hand(min(self._most, self.num_claimed + lead))
+
+    def be_brief(self) -> None:
+        """Make only the first few, and those that the pool counts on: other streams make the same."""
+        with self._changed:
+            if not self._is_brief and self._spec.pool.head_start < 0:
+                self._is_brief = True
+                self._limit = min(self._limit, max(self.num_claimed, _FEW))
 
     def hear(self, num: int, is_final: bool) -> None:
         """The pool takes over behind so many micro-batches, as far as the Supervisor knows now."""

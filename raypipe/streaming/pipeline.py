@@ -72,6 +72,7 @@ def block_dataset(
     world_size: int = 1,
     supervisor: Any = None,
     head_start: bool = False,
+    hands_over: bool = False,
 ) -> Dataset:
     """The stream from a cursor on: a Dataset of one row for each block.
 
@@ -83,6 +84,7 @@ def block_dataset(
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
         head_start: whether ranks make the first micro-batches, see `raypipe.streaming.head_start`.
+        hands_over: whether ranks collect remembered micro-batches, see `raypipe.streaming.cluster_memory`.
     """
     supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     spec.plan.check_workers(world_size)
@@ -136,7 +138,7 @@ def block_dataset(
         )
         return rows.map_batches(
             TransformWorker,
-            fn_constructor_args=(replace(spec, opened={}), supervisor),
+            fn_constructor_args=(replace(spec, opened={}), supervisor, hands_over),
             batch_size=None,
             batch_format="pyarrow",
             zero_copy_batch=True,
@@ -165,6 +167,7 @@ def splits(
     supervisor: Any = None,
     apart: bool = False,
     head_start: bool = False,
+    hands_over: bool = False,
 ) -> list[DataIterator]:
     """The stream from a cursor on, as one iterator per rank; see `block_dataset`.
 
@@ -189,6 +192,7 @@ def splits(
         world_size=world_size,
         supervisor=supervisor,
         head_start=head_start,
+        hands_over=hands_over,
     )
     if world_size == 1 and not apart:
         return [rows.iterator()]

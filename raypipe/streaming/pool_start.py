@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -19,17 +20,24 @@ from raypipe.rayext.iteration import (
     stop_execution,
 )
 from raypipe.rayext.startup import Wait
+from raypipe.streaming.alike import Alike
+from raypipe.streaming.cluster_memory import Collector
+from raypipe.streaming.content import Contents
 from raypipe.streaming.head_start import HeadStart
+from raypipe.streaming.remake import copied
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.sample_makers import SampleMakers
-from raypipe.streaming.supervisor import end_actors
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.supervisor import end_actors, stream_name
 from raypipe.transform.fields import MicroBatch
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
 _LOOK_S = 0.1
+_LOOK_FOR_ALIKE_S = 1.0
 _LEAVE_S = 60.0  # longest wait for a call to Ray that cannot be interrupted
+_FOLLOWED_S = 5.0
 # One stream of a process starts at a time: each counts the CPUs that are free.
 _starting = threading.Lock()
 
@@ -49,6 +57,7 @@ class PoolStart:
     """Start of a pool.
 
     Args:
+        spec: the stream.
         make_iterators: starts the pool, or on other ranks gets its iterators; calls `check` now and then.
         rank, world_size: number of this rank, and W.
         supervisor: handle of the stream's Supervisor; None = `make_iterators` sets it.
@@ -61,12 +70,14 @@ class PoolStart:
 
     def __init__(
         self,
+        spec: StreamSpec,
         make_iterators: Callable[[PoolStart], PoolIterators],
         rank: int,
         world_size: int = 1,
         supervisor: Any = None,
         head: HeadStart | None = None,
     ) -> None:
+        self._spec = spec
         self._make_iterators = make_iterators
         self._rank = rank
         self._world_size = world_size
@@ -84,6 +95,8 @@ class PoolStart:
         self._has_taken_over = False
         self._cleaning = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._following: threading.Thread | None = None
+        self._alike: Alike | None = None
 
     @property
     def has_head_start(self) -> bool:
@@ -117,7 +130,23 @@ class PoolStart:
     def reserve(self) -> None:
         """Tell the Supervisor, before the pool can begin, what this rank makes."""
         if self._head:
+            stream = stream_name(self.supervisor)
+            pool = self._spec.pool
+            if pool.remember_bytes != 0 and pool.remember != "disk":
+                transforms = copied(self._spec.transforms)
+                recipes = SampleMakers(
+                    replace(self._spec, transforms=transforms)
+                ).recipes
+                content = Contents(self._spec, recipes, stream).of_training()
+                self._alike = Alike(content, stream) if content else None
+            self._look_for_alike(self._head)
             self.supervisor.head_extends.remote(self._head.reserve())
+
+    def _look_for_alike(self, head: HeadStart) -> None:
+        """Keep the head start short where another stream of the cluster makes the same."""
+        if self._alike and self._alike.look():
+            head.be_brief()
+            self._alike = None
 
     def run(self, connected: Callable[[Any, int], None]) -> None:
         """Start the pool, and return once it has begun.
@@ -189,6 +218,10 @@ class PoolStart:
             if thread.is_alive():
                 return
         self._clean()
+        following = self._following
+        if following and following is not threading.current_thread():
+            # at exit, a thread that still asks Ray would use what Ray has freed
+            following.join(_FOLLOWED_S)
 
     def _leave_rest(self, head: HeadStart) -> None:
         """Let other ranks make what they still need: a pool that rank 0 leaves may never start."""
@@ -246,19 +279,21 @@ class PoolStart:
         self._iterators = iterators
         self.check()
         connected(self.supervisor, max_actors)
-        self._batches = host_batches(begun(iterators[self._rank]))
+        collect = Collector(self._spec, stream_name(self.supervisor))
+        self._batches = host_batches(begun(iterators[self._rank]), collect)
         self._watch = ExecutionWatch(iterators[self._rank])
         if self._world_size == 1:
             self._start_following()
 
     def _start_following(self) -> None:
         if self._head:
-            threading.Thread(
+            self._following = threading.Thread(
                 target=self._follow,
                 args=(self._head,),
                 name="raypipe-takeover",
                 daemon=True,
-            ).start()
+            )
+            self._following.start()
 
     def _follow(self, head: HeadStart) -> None:
         """Agree with the Supervisor on where the pool takes over, until that is final.
@@ -267,10 +302,14 @@ class PoolStart:
         """
         asked = list[Any]()
         is_final = False
+        looked_at = time.monotonic()
         with contextlib.suppress(ray.exceptions.RayError):
             while not (is_final and head.is_done):
                 if self._is_left.wait(_LOOK_S) or not self._execution_lives():
                     return
+                if time.monotonic() - looked_at >= _LOOK_FOR_ALIKE_S:
+                    self._look_for_alike(head)
+                    looked_at = time.monotonic()
                 asked.append(self._ask(head))
                 answered, asked = ray.wait(asked, num_returns=len(asked), timeout=0)
                 if answered:

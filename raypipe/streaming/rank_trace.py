@@ -158,7 +158,9 @@ class RankTrace(Observer):
         while not (self._is_over or self._left.wait(PERIOD_S)):
             with self._one_by_one:
                 self._gather()
-            if self._ends_ns is not None and clock() > self._ends_ns:
+            # the others' last events come a period later
+            written_ns = clock() - round(PERIOD_S * 1e9)
+            if self._ends_ns is not None and written_ns > self._ends_ns:
                 self._finish()
 
     def _gather(self) -> None:

@@ -125,7 +125,7 @@ class RayStreams:
                 spec, start, rank, world_size, free, threads, on_last, on_make
             )
         make = functools.partial(self._iterators, spec, start)
-        pool = PoolStart(make, rank, world_size, supervisor, head)
+        pool = PoolStart(spec, make, rank, world_size, supervisor, head)
         host = HostStream(
             pool.batches(),
             stop=pool.leave,
@@ -258,6 +258,7 @@ class RayStreams:
             supervisor=pool.supervisor,
             apart=self._apart,
             head_start=pool.has_head_start,
+            hands_over=True,
         )
         return PoolIterators(iterators, max_actors)
 

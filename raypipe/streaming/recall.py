@@ -1,34 +1,28 @@
 """Recall of finished micro-batches by a transform actor: it makes only those that nobody has made.
 
-Recall          chooses the micro-batches to look for, and puts blocks together
-_BlockParts     the micro-batches of a block, as they come, in any order
-ClusterMemory   the memory of the cluster, see `raypipe.streaming.remembered`; each call has a limit, and after
-                a failure the actor works without it for a while
+Recall        chooses the micro-batches to look for, and puts blocks together
+_BlockParts   the micro-batches of a block, as they come, in any order
+recall_of     the recall of an actor, with the memory of the cluster or the files of its node
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import ray
 
 from raypipe.plan.places import MicroBatchId, Split
-from raypipe.rayext.cluster_state import object_store_of
-from raypipe.rayext.processes import this_process
 from raypipe.storage.retries import report_progress
 from raypipe.streaming.alike import Alike
 from raypipe.streaming.bad_samples import BadSample
+from raypipe.streaming.cluster_memory import ClusterMemory
 from raypipe.streaming.content import Contents, Recipes
-from raypipe.streaming.remembered import CHECK_IN_S, Found, Turn, User, keeper, memory
+from raypipe.streaming.remembered import CHECK_IN_S, LEAST_HANDED_OVER
 from raypipe.streaming.remembered_files import RememberedFiles
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stored import Stored
@@ -42,25 +36,14 @@ Made = tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]
 """Micro-batches of a block, their bad samples, and arrays by field, as of `MicroBatchMaker.block`."""
 Make = Callable[..., Made]
 
-# "auto" takes this share of the object store; the memory gives back room when less than that is free.
-_SHARE = 0.1
-_LEAST_FREE = 0.3
-_START_S = 60.0
-_ANSWER_S = 5.0
-_FETCH_S = 10.0
-_WITHOUT_S = 10.0  # after a failure
 # Streams that make the same share the work on a block in pieces of so many seconds.
 _TURN_S = 0.05
 # An actor waits at most this long, and this many of its turns, where others make all that is missing.
 _WAIT_S = 1.0
 _WAIT_TURNS = 4
-_ASK_S = 0.5  # a question is answered after so long, even if nothing has changed
 # A time limit of a micro-batch that is shorter leaves no time to look for it.
 _LEAST_LIMIT_S = 15.0
 _LOOK_S = 1.0  # between two looks for streams alike
-_LOOK_EVERY = 6  # check-ins: the object store of the node is looked at
-# Objects that its keeper has not taken yet.
-_MOST_PUTS = 4
 
 
 class BatchCache(Protocol):
@@ -91,6 +74,7 @@ class Recall:
         cache: where micro-batches are kept.
         splits: splits whose micro-batches come back for sure.
         num_repeats: micro-batches of a step of the training that have one content, see `plan.aug_repeats`.
+        hands_over: whether ranks collect remembered micro-batches themselves, by their keys.
     """
 
     def __init__(
@@ -100,8 +84,10 @@ class Recall:
         cache: BatchCache,
         splits: frozenset[Split],
         num_repeats: int = 1,
+        hands_over: bool = False,
     ) -> None:
         self._make = make
+        self._hands_over = hands_over
         self._contents = contents
         self._cache = cache
         self.splits = splits
@@ -183,7 +169,8 @@ class Recall:
     ) -> Made:
         """Make the micro-batches of a block, whose keys differ, as far as they are not remembered."""
         comes_back = block[0].split in self.splits
-        parts = _BlockParts(block, keys, read_s / len(block) if reads else 0.0)
+        read_s_each = read_s / len(block) if reads else 0.0
+        parts = _BlockParts(block, keys, read_s_each, self._hands_over)
         missing = list(range(len(block)))
         bad = list[BadSample]()
         asked_at = started = time.monotonic()
@@ -192,9 +179,8 @@ class Recall:
             waited = [keys[number] for number in missing]
             stored, to_make = self._cache.find(waited, most, comes_back)
             if len(stored) == len(block):
-                of_block = [stored[key] for key in keys]
-                work_s = time.monotonic() - started
-                return _as_stored(block, of_block, read_s if reads else 0.0, work_s)
+                work_s = (time.monotonic() - started) / len(block)
+                return parts.all_stored(stored, work_s)
             bad += parts.add_stored(stored)
             if not stored and not to_make:
                 report_progress()  # a time limit is not one of others' work
@@ -258,39 +244,29 @@ class Recall:
         self._cache.keep(finished, dropped, split in self.splits)
 
 
-def _as_stored(
-    block: Sequence[MicroBatchId],
-    all_stored: Sequence[Stored],
-    read_s: float,
-    work_s: float,
-) -> Made:
-    """Return the micro-batches of a block, all of them remembered, without a copy."""
-    batches = list[MicroBatch]()
-    bad = list[BadSample]()
-    for position, stored in zip(block, all_stored, strict=True):
-        num = len(block)
-        batch, bad_here = stored.at(position, read_s / num, work_s / num)
-        batches.append(batch)
-        bad += bad_here
-    return batches, bad, {}
-
-
 class _BlockParts:
     """The micro-batches of a block, in any order; each is copied into the block's memory when it comes.
 
-    So it keeps no object of the memory, and micro-batches that a turn has made in its own memory leave that to the
-    next turn.
+    So micro-batches that a turn has made in its own memory leave that to the next turn, and it keeps no object of
+    the memory. A micro-batch that is handed over by its key is not copied: the block's memory has only the others.
 
     Args:
         block: places of the micro-batches.
         keys: their keys, which differ.
         read_s: seconds that a reader spent on each.
+        hands_over: see `Recall`.
     """
 
     def __init__(
-        self, block: Sequence[MicroBatchId], keys: Sequence[bytes], read_s: float
+        self,
+        block: Sequence[MicroBatchId],
+        keys: Sequence[bytes],
+        read_s: float,
+        hands_over: bool,
     ) -> None:
         self.batches: dict[int, MicroBatch] = {}
+        self._hands_over = hands_over
+        self._copied_numbers: list[int] = []
         self._block = block
         self._keys = keys
         self._read_s = read_s
@@ -308,22 +284,51 @@ class _BlockParts:
             if number in self.batches or key not in batches:
                 continue
             started = time.perf_counter()
-            place = self._block[number]
-            batch, bad_here = batches[key].at(place, self._read_s, 0.0)
-            copied = self._copied(number, batch)
-            self.batches[number] = replace(copied, work_s=time.perf_counter() - started)
+            batch, bad_here = self._at(number, batches[key], 0.0)
+            if not batch.memory_key:
+                batch = self._copied(number, batch)
+            self.batches[number] = replace(batch, work_s=time.perf_counter() - started)
             bad += bad_here
         return bad
 
+    def all_stored(self, batches: Mapping[bytes, Stored], work_s: float) -> Made:
+        """Return the micro-batches of the block, all of them remembered, without a copy."""
+        in_order = list[MicroBatch]()
+        bad = list[BadSample]()
+        for number, key in enumerate(self._keys):
+            batch, bad_here = self._at(number, batches[key], work_s)
+            in_order.append(batch)
+            bad += bad_here
+        return in_order, bad, {}
+
     def in_order(self) -> tuple[list[MicroBatch], dict[str, np.ndarray]]:
-        """Return the micro-batches of the whole block, and arrays by field, (k, B, …)."""
-        return [
-            self.batches[number] for number in range(len(self._block))
-        ], self._arrays
+        """Return the micro-batches of the whole block, and arrays by field of those that are copied, (n, B, …)."""
+        batches = [self.batches[number] for number in range(len(self._block))]
+        numbers = self._copied_numbers
+        if not self._hands_over:
+            return batches, self._arrays
+        if numbers == sorted(numbers):
+            rows: slice | np.ndarray = slice(len(numbers))
+        else:
+            rows = np.argsort(numbers)
+        return batches, {name: whole[rows] for name, whole in self._arrays.items()}
+
+    def _at(
+        self, number: int, stored: Stored, work_s: float
+    ) -> tuple[MicroBatch, list[BadSample]]:
+        """Return a remembered micro-batch, and its bad samples, at its place."""
+        key = b""
+        if self._hands_over and not stored.bad:
+            is_large = stored.num_bytes >= LEAST_HANDED_OVER
+            key = self._keys[number] if is_large else b""
+        return stored.at(self._block[number], self._read_s, work_s, key)
 
     def _copied(self, number: int, batch: MicroBatch) -> MicroBatch:
         arrays = batch.arrays()
-        if not self.batches:
+        # where some are handed over, the others are copied one behind the other
+        row = len(self._copied_numbers) if self._hands_over else number
+        self._copied_numbers.append(number)
+        if len(self._copied_numbers) == 1:
             self._arrays = reused_arrays(
                 {
                     name: ((len(self._block), *array.shape), array.dtype)
@@ -336,169 +341,24 @@ class _BlockParts:
                 del self._arrays[name]
         fields = dict(batch.fields)
         for name, whole in self._arrays.items():
-            whole[number] = arrays[name]
-            fields[name] = whole[number]
+            whole[row] = arrays[name]
+            fields[name] = whole[row]
         return replace(batch, fields=fields)
 
 
-class ClusterMemory:
-    """The memory of the cluster, as one transform actor uses it; another thread calls `check_in`.
-
-    Args:
-        stream: name of the stream.
-        num_bytes: limit of the node; None = a tenth of its object store.
-        training: see `User`.
-    """
-
-    def __init__(self, stream: str, num_bytes: int | None, training: str) -> None:
-        context = ray.get_runtime_context()
-        self._user = User(
-            f"{os.getpid()}-{secrets.token_hex(4)}",
-            context.get_actor_id() or "",
-            stream,
-            context.get_node_id(),
-            training,
-        )
-        self._process = this_process("transform actor")
-        self._num_bytes = num_bytes
-        self._room = num_bytes or 0
-        self._num_check_ins = 0
-        self._memory: Any = None
-        self._keeper: Any = None
-        self._failed_at = -_WITHOUT_S
-        self._puts: dict[Any, list[bytes]] = {}
-        self._bytes_each = 0  # The latest micro-batches had so many.
-        self._is_kept = False  # those that were to be made last
-
-    def check_in(self) -> None:
-        """Give a sign of life; connect, if need be."""
-        if self._memory is None and time.monotonic() - self._failed_at < _WITHOUT_S:
-            return
-        try:
-            is_full = self._is_full()
-            handle = self._memory or memory()
-            connected = None
-            if self._memory is None:
-                connected = self._keeper = keeper()
-                watched = connected.watch.remote(self._user.name, self._process)
-                ray.get(watched, timeout=_START_S)
-            ray.get(
-                handle.check_in.remote(self._user, self._room, is_full, connected),
-                timeout=_START_S,
-            )
-            self._memory = handle
-        except ray.exceptions.RayError as error:
-            self._fail(error)
-
-    def _is_full(self) -> bool:
-        """Return whether the node's object store is short of room, at a look now and then; set the limit."""
-        self._num_check_ins += 1
-        if self._num_check_ins % _LOOK_EVERY != 1:
-            return False
-        total, free = object_store_of(self._user.node)
-        if self._num_bytes is None:
-            self._room = int(_SHARE * total)
-        return free < _LEAST_FREE * total
-
-    def find(
-        self, keys: Sequence[bytes], most: int, comes_back: bool
-    ) -> tuple[dict[bytes, Stored], list[bytes]]:
-        """See `BatchCache`."""
-        turn: Turn | None = self._ask(
-            "ask", self._user, list(keys), most, self._bytes_each, comes_back, _ASK_S
-        )
-        if turn is None:
-            self._is_kept = False
-            return {}, list(keys)
-        self._is_kept = turn.is_kept
-        stored = self._fetched(turn.found)
-        if lost := [key for key in turn.found if key not in stored]:
-            if self._memory is not None:
-                self._memory.lost.remote(lost)
-            return stored, [*turn.to_make, *lost]
-        return stored, turn.to_make
-
-    def keep(
-        self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
-    ) -> None:
-        """See `BatchCache`."""
-        if self._memory is None or not self._is_kept:
-            return
-        keys = list(finished)
-        self._look_at_puts()
-        if keys and len(self._puts) < _MOST_PUTS:
-            num_bytes = sum(stored.num_bytes for stored in finished.values())
-            self._bytes_each = num_bytes // len(keys)
-            put = self._keeper.keep.remote(
-                self._user, keys, list(finished.values()), num_bytes, comes_back
-            )
-            self._puts[put] = keys
-        else:
-            dropped = [*dropped, *keys]
-        if dropped and self._memory is not None:
-            self._memory.give_up.remote(self._user, dropped)
-
-    def _look_at_puts(self) -> None:
-        """Look for puts that have ended; if one has failed, the keeper is dead, and others wait for its keys."""
-        if not self._puts:
-            return
-        ended, _ = ray.wait(list(self._puts), num_returns=len(self._puts), timeout=0)
-        for put in ended:
-            keys = self._puts.pop(put)
-            try:
-                ray.get(put)
-            except ray.exceptions.RayError as error:
-                if self._memory is not None:
-                    self._memory.give_up.remote(self._user, keys)
-                    self._fail(error)
-
-    def _fetched(self, found: dict[bytes, Found]) -> dict[bytes, Stored]:
-        """Return the micro-batches at places, read-only; those that are missing are lost, and are made again."""
-        refs = list({place.ref for place in found.values()})
-        try:
-            objects = dict(zip(refs, ray.get(refs, timeout=_FETCH_S), strict=True))
-        except ray.exceptions.RayError:
-            objects = {}
-            for ref in refs:
-                # a dead keeper's objects fail after a second each
-                with contextlib.suppress(ray.exceptions.RayError):
-                    objects[ref] = ray.get(ref, timeout=_ASK_S)
-        return {
-            key: objects[place.ref][place.number]
-            for key, place in found.items()
-            if place.ref in objects
-        }
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call the memory; None = it does not answer."""
-        handle = self._memory
-        if handle is None:
-            return None
-        try:
-            return ray.get(
-                getattr(handle, method).remote(*arguments), timeout=_ANSWER_S
-            )
-        except ray.exceptions.RayError as error:
-            self._fail(error)
-            return None
-
-    def _fail(self, error: Exception) -> None:
-        logger.warning(
-            "the memory of finished micro-batches does not answer (%s): they are made again for a while",
-            type(error).__name__,
-        )
-        self._memory = None
-        self._failed_at = time.monotonic()
-
-
 def recall_of(
-    spec: StreamSpec, make: Make, recipes: Recipes, stream: str
+    spec: StreamSpec,
+    make: Make,
+    recipes: Recipes,
+    stream: str,
+    hands_over: bool = False,
 ) -> Recall | None:
     """Return the recall of a transform actor, whose thread keeps it up to date; None = nothing is remembered.
 
     Args:
         make, recipes: `block` of the stream's `MicroBatchMaker`, and `recipes` of its sample makers.
         stream: name that no other stream has.
+        hands_over: see `Recall`.
     """
     pool = spec.pool
     is_hasty = 0 < spec.transform.time_limit_s < _LEAST_LIMIT_S
@@ -509,16 +369,11 @@ def recall_of(
     if pool.remember == "disk":
         return _on_disk(spec, make, contents, num_bytes)
     splits = _coming_back(spec, contents, least=2)
-    alike = None
-    content = ""
-    training = contents.of_split("train")
-    if training.is_public:
-        order = f"{spec.plan.config.seed}-{spec.plan.config.micro_batch_size}"
-        content = f"{training.digest.hex()}-{order}"
-        alike = Alike(content, stream)
-    cluster = ClusterMemory(stream, num_bytes, content)
+    content = contents.of_training()
+    alike = Alike(content, stream) if content else None
+    cluster = ClusterMemory(stream, num_bytes, content, hands_over)
     num_repeats = _num_repeats(spec, contents)
-    recall = Recall(make, contents, cluster, splits, num_repeats)
+    recall = Recall(make, contents, cluster, splits, num_repeats, hands_over)
     needs_memory = bool(splits) or num_repeats > 1
     if needs_memory or alike:
         threading.Thread(

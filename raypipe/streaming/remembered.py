@@ -8,6 +8,7 @@ A transform actor asks for the keys of its block. It gets the places of finished
 next few that nobody makes. It asks again for the remaining ones when it has made those, so that several actors
 share the work on a block, and one waits only where others make all that is missing. A claim ends when the
 micro-batch is made, or when its holder dies or takes too long: the keeper of the node watches its processes.
+To a rank the actor gives only the keys of finished micro-batches, and the rank collects them here without a copy.
 All of it only saves time: if an object, a keeper or the memory itself is lost, the micro-batch is made again.
 
 The actors belong to the streams that use them: the memory ends itself, and the keepers, with the last of these.
@@ -35,6 +36,8 @@ NAMESPACE = "raypipe"
 MEMORY = f"memory-{__version__}"
 CHECK_IN_S = 5.0
 """Seconds between two signs of life of an actor that uses the memory."""
+LEAST_HANDED_OVER = 256 << 10
+"""Bytes of a micro-batch that is handed over by its key: to copy less costs no more than the rank's question."""
 _LOST_S = 4 * CHECK_IN_S  # an actor is gone that was silent for so long
 _CLAIM_S = 30.0
 _KEPT_FOR = 6  # looks for a memory that is missing
@@ -46,6 +49,8 @@ _RESUMED_S = 60.0
 # stay for so long. The rest is for those that are at about the same place.
 _HELD_SHARE = 0.5
 _HELD_S = 120.0
+# A rank collects what was handed over to it within this time. Later it may have to make it again.
+_COLLECT_S = 120.0
 _DEATHS_S = 0.2  # between two looks at the processes of a node
 _DEATHS_WAIT_S = 10.0
 
@@ -59,6 +64,7 @@ class User(NamedTuple):
         stream: name of its stream.
         node: id of its node.
         training: hash of what its stream's training makes; streams of one hash are alike. "" = like no other.
+        hands_over: whether it gives only the keys to its ranks, which collect the micro-batches themselves.
     """
 
     name: str
@@ -66,6 +72,7 @@ class User(NamedTuple):
     stream: str
     node: str
     training: str = ""
+    hands_over: bool = False
 
 
 class Found(NamedTuple):
@@ -109,14 +116,17 @@ class _Group:
     used_at: float
     is_held: bool
     taken: set[str] = field(default_factory=set)  # names of streams
+    # streams and keys that an actor has handed over, and no rank has collected yet
+    on_the_way: set[tuple[str, bytes]] = field(default_factory=set)
 
 
 # Order of forgetting: objects that all streams alike have taken, the others, those held for a stream that is
-# behind, and those that come back for sure.
+# behind, those that come back for sure, and those that a rank is about to collect.
 _SPENT = 0
 _RECENT = 1
 _HELD = 2
 _COMES_BACK = 3
+_ON_THE_WAY = 4
 
 
 class Ledger:
@@ -196,9 +206,22 @@ class Ledger:
         number, row = self._places[key]
         group = self._groups[number]
         group.taken.add(user.stream)
+        if user.hands_over and group.num_bytes >= LEAST_HANDED_OVER * len(group.keys):
+            group.on_the_way.add((user.stream, key))
         group.used_at = self._clock()
         self._groups.move_to_end(number)
         return Found(group.ref, row)
+
+    def collect(self, stream: str, keys: Sequence[bytes]) -> dict[bytes, Found]:
+        """Return the places of what was handed over to a rank of a stream; some may have been forgotten."""
+        found = dict[bytes, Found]()
+        for key in keys:
+            if key in self._places:
+                number, row = self._places[key]
+                group = self._groups[number]
+                group.on_the_way.discard((stream, key))
+                found[key] = Found(group.ref, row)
+        return found
 
     def _is_made_by_another(self, user: User, key: bytes) -> bool:
         claim = self._claims.get(key)
@@ -264,7 +287,7 @@ class Ledger:
 
     def lose_node(self, node: str) -> None:
         """Forget all objects of a node, and free the claims of its users, which may be dead."""
-        self._shrink(node, 0, _COMES_BACK)
+        self._shrink(node, 0, _ON_THE_WAY)
         for key, claim in list(self._claims.items()):
             if claim.user.node == node:
                 del self._claims[key]
@@ -329,7 +352,7 @@ class Ledger:
         """Forget what was used least recently on a node, until so few bytes are left.
 
         Args:
-            most_valued: _SPENT to _COMES_BACK; micro-batches of a higher value stay.
+            most_valued: _SPENT to _ON_THE_WAY; micro-batches of a higher value stay.
         """
         if self._used.get(node, 0) <= num_bytes:
             return
@@ -348,13 +371,17 @@ class Ledger:
             self._forget(number)
 
     def _value(self, group: _Group, alike: dict[str, set[str]]) -> int:
+        age_s = self._clock() - group.used_at
+        if age_s < _COLLECT_S and any(
+            stream not in self._left for stream, _ in group.on_the_way
+        ):
+            return _ON_THE_WAY
         if group.comes_back and group.taken - self._left:
             return _COMES_BACK
         training = group.user.training
         if not training or alike.get(training, set()) <= group.taken:
             return _SPENT
-        is_old = self._clock() - group.used_at >= _HELD_S
-        return _HELD if group.is_held and not is_old else _RECENT
+        return _HELD if group.is_held and age_s < _HELD_S else _RECENT
 
     def _forget(self, number: int) -> None:
         group = self._groups.pop(number)
@@ -420,6 +447,10 @@ class ClusterLedger:
         """See `Ledger.put`; the one reference is in a list, since Ray would replace it by its object."""
         self._ledger.put(user, keys, refs[0], num_bytes, comes_back)
         self._changed.set()
+
+    async def collect(self, stream: str, keys: Sequence[bytes]) -> dict[bytes, Found]:
+        """See `Ledger.collect`."""
+        return self._ledger.collect(stream, keys)
 
     async def give_up(self, user: User, keys: Sequence[bytes]) -> None:
         """See `Ledger.give_up`."""
@@ -538,6 +569,11 @@ def keeper() -> Any:
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
     )
     return actor.remote()
+
+
+def running_memory() -> Any:
+    """Return the handle of the cluster's memory; None = there is none."""
+    return next(_named(MEMORY), None)
 
 
 def leave_memory(stream: str) -> None:

@@ -6,8 +6,10 @@ from the source   split int8, epoch int64; step, micro int64, lists of k: their 
                   float64, seconds that the reader spent on the block
 from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), weight float32 (1, k, B); num_bad
                   and num_remembered int64 (1, k); read_s, work_s float64 (1, k): seconds spent on each
-                  micro-batch, reading, by the actor or a reader, and in all by the actor; and each field, see
-                  `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives for it:
+                  micro-batch, reading, by the actor or a reader, and in all by the actor; where the rank collects
+                  some from the cluster's memory, memory_keys uint8 (1, k, 16), 0 for the others; and each field of
+                  these others, see `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives
+                  for it:
 
                       array    (1, k, B, …)
                       apart    NAME:0 to NAME:k-1, each (1, B, …), such as images that come from k places: Ray
@@ -20,7 +22,7 @@ from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +41,14 @@ from raypipe.transform.samples import Samples
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
+Fields = dict[str, np.ndarray | Ragged]
+Collect = Callable[[Mapping[MicroBatchId, bytes]], dict[MicroBatchId, Fields]]
+"""Gets the fields of remembered micro-batches, whose keys it is given by place."""
+
 _SPLITS: tuple[Split, ...] = ("train", "val")
+KEY_BYTES = 16
+"""Length of a key of the cluster's memory."""
+_NO_KEY = bytes(KEY_BYTES)
 _FLAT = "flat"
 _APART = "apart"
 # Bytes of a micro-batch's array. A column costs Ray as much CPU time as to copy about 100 KB.
@@ -133,7 +142,7 @@ def block_row(
     """The row of a finished block.
 
     Args:
-        arrays: arrays by field that have those of all micro-batches, (k, B, …), and need no copy.
+        arrays: arrays by field, (n, B, …), that need no copy; they have the micro-batches without `memory_key`.
     """
     places = [batch.position for batch in batches]
     columns: dict[str, Any] = {
@@ -145,8 +154,12 @@ def block_row(
         },
     }
     forms: dict[str, str] = {}
-    for name in batches[0].fields:
-        parts: list[Any] = [batch.fields[name] for batch in batches]
+    shipped = [batch for batch in batches if not batch.memory_key]
+    if len(shipped) < len(batches):
+        keys = b"".join(batch.memory_key or _NO_KEY for batch in batches)
+        columns["memory_keys"] = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+    for name in shipped[0].fields if shipped else ():
+        parts: list[Any] = [batch.fields[name] for batch in shipped]
         forms[name], joined = _joined(name, parts, arrays.get(name))
         columns |= joined
     columns["forms"] = np.frombuffer(json.dumps(forms).encode(), np.uint8)
@@ -180,8 +193,10 @@ def _joined(
     return _FLAT, {name: flat, name + _SHAPES: [value.shape for value in parts]}
 
 
-def batches_of(row: Mapping[str, Any]) -> Iterator[MicroBatch]:
-    """The micro-batches of a finished row, in host memory: views of its arrays."""
+def batches_of(
+    row: Mapping[str, Any], collect: Collect | None = None
+) -> Iterator[MicroBatch]:
+    """The micro-batches of a finished row, in host memory: views of its arrays, and of what is collected."""
     columns = {name: column[0] for name, column in row.items()}
     places = _places(
         columns["split"],
@@ -190,23 +205,35 @@ def batches_of(row: Mapping[str, Any]) -> Iterator[MicroBatch]:
         columns["micro"].tolist(),
     )
     forms = json.loads(columns["forms"].tobytes())
-    parts = {name: _parts(name, form, columns) for name, form in forms.items()}
+    collected: dict[MicroBatchId, Fields] = {}
+    if "memory_keys" in columns:
+        assert collect, "a row has keys only where its rank collects"
+        keys = zip(places, columns["memory_keys"], strict=True)
+        collected = collect({at: key.tobytes() for at, key in keys if key.any()})
+    num = len(places) - len(collected)
+    parts = {name: _parts(name, form, columns, num) for name, form in forms.items()}
+    num_shipped = 0
     for number, position in enumerate(places):
+        if position in collected:
+            fields = collected.pop(position)
+        else:
+            fields = {name: of_field[num_shipped] for name, of_field in parts.items()}
+            num_shipped += 1
         yield MicroBatch(
             position,
             columns["index"][number],
             columns["weight"][number],
-            {name: of_field[number] for name, of_field in parts.items()},
+            fields,
             *(columns[name][number].item() for name in _NUMBERS_OF),
         )
 
 
 def _parts(
-    name: str, form: Any, columns: Mapping[str, np.ndarray]
+    name: str, form: Any, columns: Mapping[str, np.ndarray], num: int
 ) -> Sequence[np.ndarray | Ragged] | np.ndarray:
-    """A field of each micro-batch."""
+    """A field of each of the `num` micro-batches whose fields are in the row."""
     if form == _APART:
-        return [columns[f"{name}:{number}"] for number in range(len(columns["step"]))]
+        return [columns[f"{name}:{number}"] for number in range(num)]
     values = columns[name]
     if form == "array":
         return values
@@ -227,18 +254,25 @@ def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     return np.split(values, np.cumsum(lengths)[:-1])
 
 
-def host_batches(iterator: DataIterator) -> Generator[MicroBatch, None, None]:
+def host_batches(
+    iterator: DataIterator, collect: Collect | None = None
+) -> Generator[MicroBatch, None, None]:
     """The micro-batches of a rank's split, in host memory, zero-copy and read-only.
+
+    Args:
+        collect: gets those of them that only their keys come of, see `splits`.
 
     Raises:
         RaypipeError: the error that an actor raised, without the layers around it.
     """
-    with closing(host_blocks(iterator)) as blocks:
+    with closing(host_blocks(iterator, collect)) as blocks:
         for block in blocks:
             yield from block
 
 
-def host_blocks(iterator: DataIterator) -> Generator[Iterator[MicroBatch], None, None]:
+def host_blocks(
+    iterator: DataIterator, collect: Collect | None = None
+) -> Generator[Iterator[MicroBatch], None, None]:
     """Like `rows`, block by block: take all of a block's micro-batches before the next block."""
     with closing(rows(iterator)) as row_iterator:
         while True:
@@ -248,7 +282,7 @@ def host_blocks(iterator: DataIterator) -> Generator[Iterator[MicroBatch], None,
                     arrival.places = _places_of(row)
             if row is None:
                 return
-            yield batches_of(row)
+            yield batches_of(row, collect)
             del row
 
 

@@ -33,7 +33,11 @@ class Stored:
         return Stored(batch.index, batch.weight, batch.fields, bad_here)
 
     def at(
-        self, position: MicroBatchId, read_s: float, work_s: float
+        self,
+        position: MicroBatchId,
+        read_s: float,
+        work_s: float,
+        memory_key: bytes = b"",
     ) -> tuple[MicroBatch, list[BadSample]]:
         """Return the micro-batch, and its bad samples, at a place."""
         batch = MicroBatch(
@@ -45,6 +49,7 @@ class Stored:
             read_s=read_s,
             work_s=work_s,
             num_remembered=1,
+            memory_key=memory_key,
         )
         return batch, [replace(sample, position=position) for sample in self.bad]
 

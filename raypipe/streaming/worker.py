@@ -57,9 +57,12 @@ class TransformWorker:
     Args:
         spec: the stream.
         supervisor: handle of the stream's Supervisor.
+        hands_over: whether its ranks collect remembered micro-batches themselves, see `Recall`.
     """
 
-    def __init__(self, spec: StreamSpec, supervisor: Any) -> None:
+    def __init__(
+        self, spec: StreamSpec, supervisor: Any, hands_over: bool = False
+    ) -> None:
         # One actor has one core. OpenCV's own threads, one per core of the machine in every actor, would
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
         cv2.setNumThreads(1)
@@ -77,6 +80,7 @@ class TransformWorker:
             self._maker.block,
             self._maker.sample_makers.recipes,
             stream_name(supervisor),
+            hands_over,
         )
         if spec.traces:
             send_trace(supervisor, this_process("transform actor"))
@@ -125,8 +129,11 @@ class TransformWorker:
         row = block_row(batches, arrays)
         if self._num_blocks in _MEASURED:
             work_s = sum(batch.work_s for batch in batches) / len(block)
-            num_bytes = sum(array.nbytes for array in row.values()) // len(block)
-            self._supervisor.block_measured.remote(block[0].split, work_s, num_bytes)
+            num_bytes = sum(array.nbytes for array in row.values())
+            num_bytes += sum(_handed_over(batch) for batch in batches)
+            self._supervisor.block_measured.remote(
+                block[0].split, work_s, num_bytes // len(block)
+            )
         self._num_blocks += 1
         return row
 
@@ -189,6 +196,12 @@ class TransformWorker:
         }
         self._metrics.add(amounts, split=split)
         self._metrics.add_storage("actor")
+
+
+def _handed_over(batch: MicroBatch) -> int:
+    """Return the bytes of a micro-batch of which the row has only the key."""
+    arrays = batch.arrays().values() if batch.memory_key else ()
+    return sum(array.nbytes for array in arrays)
 
 
 class Guard:

@@ -141,6 +141,7 @@ class MicroBatch:
         outage_s: part of read_s, waiting for object storage that did not answer.
         num_remembered: 1 if it was made before, maybe by another stream; else 0.
         stream_hash: 16 bytes over it, where a rank records them; else empty.
+        memory_key: key of the cluster's memory, from which its rank collects the fields; else empty.
     """
 
     position: MicroBatchId
@@ -153,6 +154,7 @@ class MicroBatch:
     outage_s: float = 0.0
     num_remembered: int = 0
     stream_hash: bytes = b""
+    memory_key: bytes = b""
 
     def arrays(self, group: str = "") -> dict[str, np.ndarray]:
         """The arrays among the fields, or those of a group by the names that they have in it."""

@@ -95,6 +95,29 @@ def test_a_rank_reads_groups_as_readers_do_and_frees_them(
             assert parquet._opened is None
 
 
+def test_a_rank_makes_only_a_few_where_other_streams_make_the_same(
+    stores: dict[str, Path],
+) -> None:
+    spec = stream(stores)
+    start = spec.plan.start()
+    expected = list(map(batch_digest, inline_batches(spec, start)))
+    head = HeadStart(spec, start, 0, 1)
+    head.be_brief()
+    assert head.reserve() == 4
+    head.start()
+    batches = head.batches()
+    got = [batch_digest(batch) for batch in islice(batches, 4)]
+    time.sleep(0.2)
+    assert head.num_claimed == 4 and head.reserve() == 4
+    # what the pool counts on is made all the same
+    head.hear(6, is_final=True)
+    assert got + list(map(batch_digest, batches)) == expected[:6]
+    head.stop()
+    asked_for = HeadStart(stream(stores, pool=PoolConfig(head_start=7)), start, 0, 1)
+    asked_for.be_brief()
+    assert asked_for.reserve() == 7
+
+
 @pytest.mark.parametrize("kind", ["lmdb", "tar"])
 def test_a_rank_makes_what_the_node_has_cached_of_a_bucket(
     bucket: str, stores: dict[str, Path], tmp_path: Path, kind: str

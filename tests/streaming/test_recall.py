@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
+from raypipe.streaming.cluster_memory import Collector
 from raypipe.streaming.content import Contents
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker
@@ -160,9 +161,65 @@ def test_an_actor_that_shares_makes_a_few_at_a_time(
     assert shelf.turns == [5]
 
 
+@pytest.mark.parametrize("remembered", [[], [1, 4], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_what_is_handed_over_by_its_key_has_the_same_bits(
+    remembered: list[int], is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypipe.streaming.recall._TURN_S", 0.0)
+    monkeypatch.setattr("raypipe.streaming.recall.LEAST_HANDED_OVER", 0)
+    spec = spec_of()
+    shelf = Shelf()
+    block = block_of("train", 0, 5)
+    if remembered:
+        recall(spec, shelf).block([block[number] for number in remembered])
+    maker = MicroBatchMaker(spec)
+    contents = Contents(spec, maker.sample_makers.recipes, "s")
+    recalled = Recall(maker.block, contents, shelf, frozenset(), hands_over=True)
+    recalled.is_shared = is_shared
+    batches, _, arrays = recalled.block(block)
+    row = block_row(batches, arrays)
+    collected = list[MicroBatchId]()
+
+    def collect(keys: Mapping[MicroBatchId, bytes]) -> dict[MicroBatchId, Any]:
+        collected.extend(keys)
+        return {at: shelf.kept[key].fields for at, key in keys.items()}
+
+    found = [batch_digest(batch) for batch in batches_of(row, collect)]
+    assert found == expected(spec, block)[0]
+    assert collected == [block[number] for number in remembered]
+    of_pixels = sum(array.nbytes for array in row.values() if array.ndim > 4)
+    assert of_pixels == (5 - len(remembered)) * 4 * 16 * 16 * 3
+
+
+def test_made_ones_that_come_out_of_order_are_put_in_order() -> None:
+    spec = spec_of()
+    block = block_of("train", 0, 5)
+    made = dict(enumerate(MicroBatchMaker(spec).block(block)[0]))
+    parts = _BlockParts(block, [bytes([n]) for n in range(5)], 0.0, hands_over=True)
+    for number in (3, 0, 4, 1, 2):
+        parts.add_made({number: made[number]})
+    row = block_row(*parts.in_order())
+    found = [batch_digest(batch) for batch in batches_of(row)]
+    assert found == expected(spec, block)[0]
+
+
+def test_what_was_forgotten_on_the_way_is_made_by_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raypipe.streaming.cluster_memory.running_memory", lambda: None)
+    spec = spec_of()
+    block = block_of("train", 0, 3)
+    fields = Collector(spec, "s")(dict.fromkeys(block, b"gone"))
+    made, _, _ = MicroBatchMaker(spec).block(block)
+    for batch in made:
+        again = replace(batch, fields=fields[batch.position])
+        assert batch_digest(again) == batch_digest(batch)
+
+
 def test_parts_of_different_shapes_come_together() -> None:
     spec = spec_of()
-    parts = _BlockParts(block_of("train", 0, 2), [b"0", b"1"], 0.0)
+    parts = _BlockParts(block_of("train", 0, 2), [b"0", b"1"], 0.0, hands_over=False)
     first, second = (
         MicroBatchMaker(spec).make(at)[0] for at in block_of("train", 0, 2)
     )

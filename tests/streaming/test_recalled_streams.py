@@ -18,13 +18,14 @@ import without_ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.iteration import begun
+from raypipe.streaming.cluster_memory import Collector
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.remembered import NAMESPACE, keeper, memory
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import end_actors, start_supervisor
+from raypipe.streaming.supervisor import end_actors, start_supervisor, stream_name
 from raypipe.transform.fields import MicroBatch
 
 pytestmark = [
@@ -38,7 +39,12 @@ ALIKE_S = 8.0
 
 
 def spec_of(
-    stores: dict[str, Path], epochs: int, step: int = 8, seed: int = 5, **pool: Any
+    stores: dict[str, Path],
+    epochs: int,
+    step: int = 8,
+    seed: int = 5,
+    size: int = 24,
+    **pool: Any,
 ) -> StreamSpec:
     return open_stream(
         str(stores["train"]),
@@ -46,7 +52,7 @@ def spec_of(
         plan=PlanConfig(
             epochs=epochs, micro_batch_size=8, global_batch_size=step, seed=seed
         ),
-        transform=TransformConfig(train="light", val="center", size=24),
+        transform=TransformConfig(train="light", val="center", size=size),
         pool=PoolConfig(cpus_per_actor=0.5, micro_batches_per_block=1, **pool),
     )
 
@@ -58,9 +64,15 @@ class Stream:
         self.spec = spec
         self.supervisor = start_supervisor("run")
         self.iterators = splits(
-            spec, spec.plan.start(), max_actors=1, supervisor=self.supervisor
+            spec,
+            spec.plan.start(),
+            max_actors=1,
+            supervisor=self.supervisor,
+            hands_over=True,
         )
-        self.batches: Iterator[MicroBatch] = host_batches(begun(self.iterators[0]))
+        collect = Collector(spec, stream_name(self.supervisor))
+        iterator = begun(self.iterators[0])
+        self.batches: Iterator[MicroBatch] = host_batches(iterator, collect)
         self.digests: list[bytes] = []
         self.remembered: list[str] = []
 
@@ -97,10 +109,14 @@ def kill(title: str) -> None:
     assert killed
 
 
-def test_a_validation_is_made_once_and_nothing_is_left(stores: dict[str, Path]) -> None:
+# micro-batches of 14 KB are copied, those of 301 KB are handed over by their keys
+@pytest.mark.parametrize("size", [24, 112])
+def test_a_validation_is_made_once_and_nothing_is_left(
+    stores: dict[str, Path], size: int
+) -> None:
     ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
     # no other test's stream has its training
-    stream = Stream(spec_of(stores, epochs=6, seed=6))
+    stream = Stream(spec_of(stores, epochs=6, seed=6, size=size))
     stream.take(1)
     time.sleep(CONNECTS_S)
     stream.take()
@@ -156,7 +172,7 @@ def test_equal_streams_share_and_are_equal_whoever_dies(
 ) -> None:
     """Their steps differ, as those of trials of a batch size do."""
     ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
-    streams = [Stream(spec_of(stores, 12, step)) for step in (8, 16)]
+    streams = [Stream(spec_of(stores, 12, step, size=112)) for step in (8, 16)]
     for stream in streams:
         stream.take(1)
     time.sleep(ALIKE_S)

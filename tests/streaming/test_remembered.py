@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from raypipe.streaming.remembered import Found, Ledger, Turn, User
+from raypipe.streaming.remembered import (
+    LEAST_HANDED_OVER,
+    Found,
+    Ledger,
+    Turn,
+    User,
+)
 
 A = b"a"
 B = b"b"
@@ -293,3 +299,43 @@ def test_the_second_of_two_that_made_the_same_is_not_kept(cluster: Cluster) -> N
     cluster.ledger.put(second, [A], "another object", 10, comes_back=False)
     assert cluster.ask(second, A).found == {A: Found("object b'a'", 0)}
     assert cluster.ledger.used == {"n1": 10}
+
+
+def test_what_is_on_its_way_to_a_rank_stays_until_that_has_it(cluster: Cluster) -> None:
+    size = LEAST_HANDED_OVER
+    maker = cluster.user("maker")
+    trial = cluster.user("trial")._replace(hands_over=True)
+    for user in (maker, trial):
+        cluster.ledger.check_in(user, 2 * size)
+    for key in (A, B):
+        assert cluster.put(maker, key, size)
+    assert A in cluster.ask(trial, A).found
+    # only the other one makes room
+    assert cluster.put(maker, C, size)
+    assert cluster.has(maker, A) and not cluster.has(maker, B)
+    assert cluster.ledger.collect(trial.stream, [A, B]) == {A: Found("object b'a'", 0)}
+    for key in (B, C):
+        assert cluster.put(maker, key, size)
+    assert not cluster.has(maker, A)
+
+
+@pytest.mark.parametrize("ends", ["time", "stream", "node"])
+def test_what_no_rank_collects_goes(cluster: Cluster, ends: str) -> None:
+    size = LEAST_HANDED_OVER
+    maker = cluster.user("maker")
+    trial = cluster.user("trial")._replace(hands_over=True)
+    for user in (maker, trial):
+        cluster.ledger.check_in(user, size)
+    assert cluster.put(maker, A, size)
+    assert A in cluster.ask(trial, A).found
+    assert not cluster.put(maker, B, size)
+    if ends == "time":
+        cluster.now += 130
+    elif ends == "stream":
+        cluster.ledger.leave(trial.stream)
+    else:
+        cluster.ledger.lose_node("n1")
+        assert not cluster.ledger.used
+    cluster.ledger.check_in(maker, size)
+    assert cluster.put(maker, B, size)
+    assert not cluster.ledger.collect(trial.stream, [A])

@@ -1,0 +1,255 @@
+"""The memory of the cluster, as its users see it; see `raypipe.streaming.remembered`.
+
+Connection      calls it: each call has a limit, and after a failure the caller works without it for a while
+ClusterMemory   a transform actor's, in which it looks for micro-batches, and keeps them
+Collector       a rank's, from which it gets the micro-batches whose keys an actor has handed over
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from raypipe.plan.places import MicroBatchId
+from raypipe.rayext.cluster_state import object_store_of
+from raypipe.rayext.processes import this_process
+from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.remembered import (
+    Found,
+    Turn,
+    User,
+    keeper,
+    memory,
+    running_memory,
+)
+from raypipe.streaming.row import Fields
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.stored import Stored
+
+logger = logging.getLogger(__name__)
+
+# "auto" takes this share of the object store; the memory gives back room when less than that is free.
+_SHARE = 0.1
+_LEAST_FREE = 0.3
+_START_S = 60.0
+_ANSWER_S = 5.0
+_FETCH_S = 10.0
+_WITHOUT_S = 10.0  # after a failure
+_ASK_S = 0.5  # a question is answered after so long, even if nothing has changed
+_LOOK_EVERY = 6  # check-ins: the object store of the node is looked at
+# Objects that its keeper has not taken yet.
+_MOST_PUTS = 4
+
+
+class Connection:
+    """Connection of one process to the memory."""
+
+    def __init__(self) -> None:
+        self._memory: Any = None
+        self._failed_at = -_WITHOUT_S
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Call the memory; None = it does not answer."""
+        handle = self._memory
+        if handle is None:
+            return None
+        try:
+            return ray.get(
+                getattr(handle, method).remote(*arguments), timeout=_ANSWER_S
+            )
+        except ray.exceptions.RayError as error:
+            self._fail(error)
+            return None
+
+    def _fail(self, error: Exception) -> None:
+        logger.warning(
+            "the memory of finished micro-batches does not answer (%s): they are made again for a while",
+            type(error).__name__,
+        )
+        self._memory = None
+        self._failed_at = time.monotonic()
+
+    def _fetched(self, found: dict[bytes, Found]) -> dict[bytes, Stored]:
+        """Return the micro-batches at places, read-only; those that are missing are lost, and are made again."""
+        if not found:
+            return {}
+        refs = list({place.ref for place in found.values()})
+        try:
+            objects = dict(zip(refs, ray.get(refs, timeout=_FETCH_S), strict=True))
+        except ray.exceptions.RayError:
+            objects = {}
+            for ref in refs:
+                # a dead keeper's objects fail after a second each
+                with contextlib.suppress(ray.exceptions.RayError):
+                    objects[ref] = ray.get(ref, timeout=_ASK_S)
+        return {
+            key: objects[place.ref][place.number]
+            for key, place in found.items()
+            if place.ref in objects
+        }
+
+
+class ClusterMemory(Connection):
+    """The memory of the cluster, as one transform actor uses it; another thread calls `check_in`.
+
+    Args:
+        stream: name of the stream.
+        num_bytes: limit of the node; None = a tenth of its object store.
+        training, hands_over: see `User`.
+    """
+
+    def __init__(
+        self,
+        stream: str,
+        num_bytes: int | None,
+        training: str,
+        hands_over: bool = False,
+    ) -> None:
+        super().__init__()
+        context = ray.get_runtime_context()
+        self._user = User(
+            f"{os.getpid()}-{secrets.token_hex(4)}",
+            context.get_actor_id() or "",
+            stream,
+            context.get_node_id(),
+            training,
+            hands_over,
+        )
+        self._process = this_process("transform actor")
+        self._num_bytes = num_bytes
+        self._room = num_bytes or 0
+        self._num_check_ins = 0
+        self._keeper: Any = None
+        self._puts: dict[Any, list[bytes]] = {}
+        self._bytes_each = 0  # The latest micro-batches had so many.
+        self._is_kept = False  # those that were to be made last
+
+    def check_in(self) -> None:
+        """Give a sign of life; connect, if need be."""
+        if self._memory is None and time.monotonic() - self._failed_at < _WITHOUT_S:
+            return
+        try:
+            is_full = self._is_full()
+            handle = self._memory or memory()
+            connected = None
+            if self._memory is None:
+                connected = self._keeper = keeper()
+                watched = connected.watch.remote(self._user.name, self._process)
+                ray.get(watched, timeout=_START_S)
+            ray.get(
+                handle.check_in.remote(self._user, self._room, is_full, connected),
+                timeout=_START_S,
+            )
+            self._memory = handle
+        except ray.exceptions.RayError as error:
+            self._fail(error)
+
+    def _is_full(self) -> bool:
+        """Return whether the node's object store is short of room, at a look now and then; set the limit."""
+        self._num_check_ins += 1
+        if self._num_check_ins % _LOOK_EVERY != 1:
+            return False
+        total, free = object_store_of(self._user.node)
+        if self._num_bytes is None:
+            self._room = int(_SHARE * total)
+        return free < _LEAST_FREE * total
+
+    def find(
+        self, keys: Sequence[bytes], most: int, comes_back: bool
+    ) -> tuple[dict[bytes, Stored], list[bytes]]:
+        """See `BatchCache`."""
+        turn: Turn | None = self._ask(
+            "ask", self._user, list(keys), most, self._bytes_each, comes_back, _ASK_S
+        )
+        if turn is None:
+            self._is_kept = False
+            return {}, list(keys)
+        self._is_kept = turn.is_kept
+        stored = self._fetched(turn.found)
+        if lost := [key for key in turn.found if key not in stored]:
+            if self._memory is not None:
+                self._memory.lost.remote(lost)
+            return stored, [*turn.to_make, *lost]
+        return stored, turn.to_make
+
+    def keep(
+        self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
+    ) -> None:
+        """See `BatchCache`."""
+        if self._memory is None or not self._is_kept:
+            return
+        keys = list(finished)
+        self._look_at_puts()
+        if keys and len(self._puts) < _MOST_PUTS:
+            num_bytes = sum(stored.num_bytes for stored in finished.values())
+            self._bytes_each = num_bytes // len(keys)
+            put = self._keeper.keep.remote(
+                self._user, keys, list(finished.values()), num_bytes, comes_back
+            )
+            self._puts[put] = keys
+        else:
+            dropped = [*dropped, *keys]
+        if dropped and self._memory is not None:
+            self._memory.give_up.remote(self._user, dropped)
+
+    def _look_at_puts(self) -> None:
+        """Look for puts that have ended; if one has failed, the keeper is dead, and others wait for its keys."""
+        if not self._puts:
+            return
+        ended, _ = ray.wait(list(self._puts), num_returns=len(self._puts), timeout=0)
+        for put in ended:
+            keys = self._puts.pop(put)
+            try:
+                ray.get(put)
+            except ray.exceptions.RayError as error:
+                if self._memory is not None:
+                    self._memory.give_up.remote(self._user, keys)
+                    self._fail(error)
+
+
+class Collector(Connection):
+    """Collects remembered micro-batches for a rank, from their places in the object store, without a copy.
+
+    One that has been forgotten in the meantime is made by this process: slower, never wrong.
+
+    Args:
+        spec: the stream.
+        stream: its name.
+    """
+
+    def __init__(self, spec: StreamSpec, stream: str) -> None:
+        super().__init__()
+        self._spec = spec
+        self._stream = stream
+        self._maker: MicroBatchMaker | None = None
+
+    def __call__(
+        self, keys: Mapping[MicroBatchId, bytes]
+    ) -> dict[MicroBatchId, Fields]:
+        """Return the fields of micro-batches, by their places."""
+        stored = self._find(list(keys.values()))
+        fields = dict[MicroBatchId, Fields]()
+        for position, key in keys.items():
+            if key in stored:
+                fields[position] = stored[key].fields
+            else:
+                fields[position] = self._made(position)
+        return fields
+
+    def _find(self, keys: list[bytes]) -> dict[bytes, Stored]:
+        if self._memory is None and time.monotonic() - self._failed_at >= _WITHOUT_S:
+            self._memory = running_memory()
+        found: dict[bytes, Found] = self._ask("collect", self._stream, keys) or {}
+        return self._fetched(found)
+
+    def _made(self, position: MicroBatchId) -> Fields:
+        if self._maker is None:
+            self._maker = MicroBatchMaker(self._spec)
+        return self._maker.batch(position).fields

@@ -23,7 +23,7 @@ import ray
 
 from raypipe.environment import variable
 from raypipe.progress import RELAY
-from raypipe.rayext import later, worker_start
+from raypipe.rayext import later
 from raypipe.rayext.cluster_state import is_local, own_environment
 from raypipe.rayext.data_context import is_ours, stream_settings
 from raypipe.rayext.processes import is_ray_worker
@@ -33,8 +33,6 @@ _SLOW_START = "the start of a local cluster takes some seconds more"
 _NODE = "ray._private.node.Node"
 # Options of the raylet.
 _AGENT = re.compile("^--(dashboard|runtime_env)_agent_command=")
-# The worker's command: the interpreter, and Ray's script that imports Ray before the worker does.
-_SETUP = re.compile(r"^(--python_worker_command=\S+) (\S+/setup_worker\.py)(?= )")
 # Modules that ray.dashboard.optional_deps imports.
 _AGENT_NEEDS = (
     "aiohttp",
@@ -103,7 +101,7 @@ def small_head() -> Iterator[None]:
         change = replaced(f"{_NODE}.start_raylet", _with_any_port, loss=_SLOW_START)
         changes.enter_context(change)
         for name, wrap in (
-            ("services.start_ray_process", _with_light_starts),
+            ("services.start_ray_process", _with_later_agents),
             ("utils.get_dashboard_dependency_error", _without_import),
         ):
             change = replaced(f"ray._private.{name}", wrap, loss=_SLOW_START)
@@ -131,20 +129,14 @@ def _with_any_port(start_raylet: Function) -> Function:
     return start
 
 
-def _with_light_starts(start_process: Function) -> Function:
-    """Wrap the function that starts one of Ray's processes: the raylet's agents start later, and its workers
-    import Ray once.
-    """
+def _with_later_agents(start_process: Function) -> Function:
+    """Wrap the function that starts one of Ray's processes: the raylet's agents start later."""
     waiter = subprocess.list2cmdline([sys.executable, "-I", "-S", later.__file__])
-    light = subprocess.list2cmdline(["-I", "-S", worker_start.__file__])
 
     @functools.wraps(start_process)
     def start(command: list[str], *args: Any, **options: Any) -> Any:
         changed = [
-            _SETUP.sub(
-                lambda found: f"{found[1]} {light} {found[2]}",
-                _AGENT.sub(lambda option: f"{option[0]}{waiter} ", argument),
-            )
+            _AGENT.sub(lambda option: f"{option[0]}{waiter} ", argument)
             for argument in command
         ]
         return start_process(changed, *args, **options)

@@ -84,7 +84,7 @@ def block_dataset(
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
         head_start: whether ranks make the first micro-batches, see `raypipe.streaming.start.head_start`.
-        hands_over: whether ranks collect remembered micro-batches, see `raypipe.streaming.cluster_memory`.
+        hands_over: whether ranks collect remembered micro-batches, see `raypipe.streaming.memory.cluster_memory`.
     """
     supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     spec.plan.check_workers(world_size)

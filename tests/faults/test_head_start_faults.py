@@ -218,6 +218,7 @@ def test_the_stream_is_the_same_after_a_kill_in_the_head_start(
     assert ranks == [expected[rank :: len(ranks)] for rank in range(len(ranks))]
 
 
+@pytest.mark.soak
 def test_a_coordinator_killed_in_the_head_start_restarts_the_trainers(
     stores: dict[str, Path], tmp_path: Path, cluster: None
 ) -> None:

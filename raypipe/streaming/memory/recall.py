@@ -19,8 +19,8 @@ import numpy as np
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.storage.retries import report_progress
 from raypipe.streaming.bad_samples import BadSample
-from raypipe.streaming.cluster_memory import ClusterMemory
 from raypipe.streaming.memory.alike import Alike
+from raypipe.streaming.memory.cluster_memory import ClusterMemory
 from raypipe.streaming.memory.content import Contents, Recipes
 from raypipe.streaming.memory.remembered import CHECK_IN_S, LEAST_HANDED_OVER
 from raypipe.streaming.memory.remembered_files import RememberedFiles

@@ -20,8 +20,8 @@ from raypipe.rayext.iteration import (
     stop_execution,
 )
 from raypipe.rayext.startup import Wait
-from raypipe.streaming.cluster_memory import Collector
 from raypipe.streaming.memory.alike import Alike
+from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.content import Contents
 from raypipe.streaming.remake import copied
 from raypipe.streaming.row import host_batches

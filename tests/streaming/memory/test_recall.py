@@ -12,9 +12,9 @@ import pytest
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.cluster_memory import Collector
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.content import Contents
 from raypipe.streaming.memory.recall import Recall, _BlockParts, _num_repeats
 from raypipe.streaming.memory.stored import Stored
@@ -207,7 +207,9 @@ def test_made_ones_that_come_out_of_order_are_put_in_order() -> None:
 def test_what_was_forgotten_on_the_way_is_made_by_the_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("raypipe.streaming.cluster_memory.running_memory", lambda: None)
+    monkeypatch.setattr(
+        "raypipe.streaming.memory.cluster_memory.running_memory", lambda: None
+    )
     spec = spec_of()
     block = block_of("train", 0, 3)
     fields = Collector(spec, "s")(dict.fromkeys(block, b"gone"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ import without_ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.iteration import begun
-from raypipe.streaming.cluster_memory import Collector
 from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.remembered import NAMESPACE, keeper, memory
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
@@ -72,7 +72,9 @@ class Stream:
         )
         collect = Collector(spec, stream_name(self.supervisor))
         iterator = begun(self.iterators[0])
-        self.batches: Iterator[MicroBatch] = host_batches(iterator, collect)
+        self.batches: Generator[MicroBatch, None, None] = host_batches(
+            iterator, collect
+        )
         self.digests: list[bytes] = []
         self.remembered: list[str] = []
 
@@ -83,6 +85,8 @@ class Stream:
                 self.remembered.append(batch.position.split)
 
     def end(self) -> None:
+        # an execution goes on, and its actors with it, while somebody may take more of it
+        self.batches.close()
         end_actors(self.supervisor, self.iterators, 0, 1)
 
 

@@ -80,7 +80,8 @@ class TransformWorker:
             self._maker.block,
             self._maker.sample_makers.recipes,
             stream_name(supervisor),
-            hands_over,
+            # A rank makes what was forgotten, and must not draw from the generators of its training loop.
+            hands_over and not self._maker.draws_globally,
         )
         if spec.traces:
             send_trace(supervisor, this_process("transform actor"))

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -30,6 +31,7 @@ from raypipe.streaming.memory.remembered import (
     running_memory,
 )
 from raypipe.streaming.memory.stored import Stored
+from raypipe.streaming.remake import copied
 from raypipe.streaming.row import Fields
 from raypipe.streaming.spec import StreamSpec
 
@@ -251,5 +253,7 @@ class Collector(Connection):
 
     def _made(self, position: MicroBatchId) -> Fields:
         if self._maker is None:
-            self._maker = MicroBatchMaker(self._spec)
+            # other threads of this process may have the stream's own objects
+            transforms = copied(self._spec.transforms)
+            self._maker = MicroBatchMaker(replace(self._spec, transforms=transforms))
         return self._maker.batch(position).fields

@@ -330,7 +330,7 @@ def test_what_no_rank_collects_goes(cluster: Cluster, ends: str) -> None:
     assert A in cluster.ask(trial, A).found
     assert not cluster.put(maker, B, size)
     if ends == "time":
-        cluster.now += 130
+        cluster.now += 3600
     elif ends == "stream":
         cluster.ledger.leave(trial.stream)
     else:

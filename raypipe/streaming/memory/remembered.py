@@ -49,8 +49,8 @@ _RESUMED_S = 60.0
 # stay for so long. The rest is for those that are at about the same place.
 _HELD_SHARE = 0.5
 _HELD_S = 120.0
-# A rank collects what was handed over to it within this time, since a notebook's loop may pause. Later it may have to
-# make it again.
+# A rank collects what was handed over to it within this time, since a notebook's loop may pause. Later it may have
+# to make it again.
 _COLLECT_S = 3600.0
 _DEATHS_S = 0.2  # between two looks at the processes of a node
 _DEATHS_WAIT_S = 10.0

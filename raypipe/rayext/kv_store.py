@@ -74,10 +74,13 @@ class Memory:
 
 
 def was_restarted() -> bool:
-    """Return whether Ray has restarted the calling actor."""
+    """Return whether Ray has restarted the calling actor; False in other processes."""
+    context = ray.get_runtime_context()
+    if context.get_actor_id() is None:
+        return False
     with warnings.catch_warnings():  # Ray itself uses a deprecated property
         warnings.simplefilter("ignore")
-        return ray.get_runtime_context().was_current_actor_reconstructed
+        return context.was_current_actor_reconstructed
 
 
 def forget(actor: Any) -> None:

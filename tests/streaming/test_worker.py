@@ -35,6 +35,7 @@ class Process:
             SimpleNamespace(get=lambda it: it, get_runtime_context=lambda: context),
         )
         monkeypatch.setattr(worker, "this_process", lambda role: SimpleNamespace(pid=1))
+        monkeypatch.setattr(worker, "was_restarted", lambda: False)
         monkeypatch.setattr(worker, "faulthandler", handler)
         monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: self.now))
         return self

@@ -43,6 +43,8 @@ _NAMES = {
     "ray::IDLE": "idle worker",
     "default_worker.py": "idle worker",
     "ray::": "reader",
+    "forked_worker.py": "idle worker",
+    "fork_server.py": "fork server",
 }
 _DRIVER = "driver"
 _ENDED = "ended processes"

@@ -35,6 +35,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     _check_paths(run)
     phase(logger, "loading Ray and torch")
     # no other command needs the whole program
+    import_module("raypipe.rayext.cluster").prepare_workers(run.log_format)
     return import_module("raypipe.launch.run").launch(run)
 
 

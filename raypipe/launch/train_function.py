@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from typing import Any
 
 import ray.train
+import torch
 
 from raypipe.errors import RaypipeError
 from raypipe.launch.run_folder import FIGURES_FILE
@@ -52,6 +54,13 @@ class _StartRecord(Observer):
             self._metrics.record("phases", begun=self._begun, seconds=seconds)
 
 
+def _take_threads() -> None:
+    """Let torch have as many threads as Ray has set: a trainer may be a fork that has imported torch before."""
+    num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    if num_threads.isdecimal() and int(num_threads) > 0:
+        torch.set_num_threads(int(num_threads))
+
+
 def train_loop(config: dict[str, Any]) -> None:
     """Train on each Ray Train worker, and write the run's figures to its folder.
 
@@ -60,6 +69,7 @@ def train_loop(config: dict[str, Any]) -> None:
             and `phases`, those of the run's start so far.
     """
     quiet_trainer()
+    _take_threads()
     options = dict(config)
     rank = ray.train.get_context().get_world_rank()
     is_first = rank == 0

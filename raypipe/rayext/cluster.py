@@ -23,10 +23,10 @@ from ray.util import client
 from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
-from raypipe.rayext import priority
+from raypipe.rayext import fork_server, priority
 from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
 from raypipe.rayext.head import Head, wait_for_head
-from raypipe.rayext.ray_private import find_private, replace, replaced
+from raypipe.rayext.ray_private import Function, find_private, replace, replaced
 from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import are_on, small_head
 from raypipe.rayext.worker_logs import take_worker_logs
@@ -102,6 +102,7 @@ def connect(
         "job_config": job,
     }
     if address:
+        fork_server.end()  # workers of a cluster are its own
         wait_for_head(address, wait or Wait(ANSWER_S))
         closed = {
             name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ
@@ -126,9 +127,10 @@ def connect(
             loss="under `uv run`, Ray makes an environment of its own for its workers",
         )
     _keep_token_private()
-    environment = _LOCAL_ENV | (priority.environment() if are_on() else {})
-    if log_format == "json":
-        environment["RAY_BACKEND_LOG_JSON"] = "1"
+    environment = _local_environment(log_format)
+    if _forks_workers():
+        fork_server.start(fork_server.BASE_MODULES, environment | os.environ)
+        _end_fork_server_with_ray()
     with (
         _inherited(environment),
         small_head(),
@@ -146,12 +148,54 @@ def connect(
                 **options,
             )
         except Exception as error:
+            fork_server.end()
             # Ray raises nothing more special where its processes are too slow
             raise ResourceError(
                 "Ray did not start on this machine: its CPUs or memory may be in use, or TMPDIR may be too long "
                 f"or not ASCII: {error}"
             ) from error
     remember_own_node(inherited)
+
+
+def prepare_workers(log_format: LogFormat) -> None:
+    """Begin to import the modules of a run's workers in another process, if `connect` will start a local cluster.
+
+    Call it before the seconds that this process takes until then.
+    """
+    path = _address_path()
+    joins = "RAY_ADDRESS" in os.environ or (path is not None and path.exists())
+    if _forks_workers() and not joins and not ray.is_initialized():
+        environment = _local_environment(log_format)
+        fork_server.start(fork_server.TRAIN_MODULES, environment | os.environ)
+
+
+def _forks_workers() -> bool:
+    return are_on() and sys.platform == "linux"
+
+
+def _local_environment(log_format: LogFormat) -> dict[str, str]:
+    """Return variables for the processes of a local cluster, where this process has no others."""
+    environment = _LOCAL_ENV | (priority.environment() if are_on() else {})
+    if log_format == "json":
+        environment["RAY_BACKEND_LOG_JSON"] = "1"
+    return environment
+
+
+@functools.cache  # once per process
+def _end_fork_server_with_ray() -> None:
+    def ending(shutdown: Function) -> Function:
+        @functools.wraps(shutdown)
+        def both(*args: Any, **options: Any) -> Any:
+            try:
+                return shutdown(*args, **options)
+            finally:
+                fork_server.end()
+
+        return both
+
+    replace(
+        "ray.shutdown", ending, loss="a process without work stays until this one ends"
+    )
 
 
 _connecting = SimpleQueue[tuple[Wait, Future[None]]]()
@@ -230,13 +274,9 @@ def _running_cluster() -> str:
 
     One that has ended leaves its address behind; and another user's is not joined, which runs code as that user.
     """
-    address_file = find_private(
-        "ray._private.utils.get_ray_address_file",
-        "a cluster that runs on this machine is joined only if RAY_ADDRESS names it",
-    )
-    if not address_file:
+    path = _address_path()
+    if path is None:
         return ""
-    path = Path(address_file(None))
     try:
         if path.stat().st_uid != os.getuid():
             return ""
@@ -255,6 +295,15 @@ def _running_cluster() -> str:
         enable_token(warn_if_disabled=False)
     logger.info("joining the Ray cluster at %s, which runs on this machine", address)
     return address
+
+
+def _address_path() -> Path | None:
+    """Return the file in which `ray start` leaves its cluster's address; None = Ray does not tell."""
+    address_file = find_private(
+        "ray._private.utils.get_ray_address_file",
+        "a cluster that runs on this machine is joined only if RAY_ADDRESS names it",
+    )
+    return Path(address_file(None)) if address_file else None
 
 
 def _offered_cpus() -> int:

@@ -23,7 +23,7 @@ import ray
 
 from raypipe.environment import variable
 from raypipe.progress import RELAY
-from raypipe.rayext import later
+from raypipe.rayext import fork_server, forked_worker, later
 from raypipe.rayext.cluster_state import is_local, own_environment
 from raypipe.rayext.data_context import is_ours, stream_settings
 from raypipe.rayext.processes import is_ray_worker
@@ -33,6 +33,8 @@ _SLOW_START = "the start of a local cluster takes some seconds more"
 _NODE = "ray._private.node.Node"
 # Options of the raylet.
 _AGENT = re.compile("^--(dashboard|runtime_env)_agent_command=")
+# The worker's command: the interpreter, and Ray's script that sets up the worker's environment.
+_SETUP = re.compile(r"^(--python_worker_command=\S+) (\S+/setup_worker\.py)(?= )")
 # Modules that ray.dashboard.optional_deps imports.
 _AGENT_NEEDS = (
     "aiohttp",
@@ -86,7 +88,8 @@ def small_head() -> Iterator[None]:
 
     Ray starts the dashboard's server even without a dashboard, and ray.init waits 2 s for it; the monitor would
     add nodes. The agent's port only matters to a dashboard, so it may be any: Ray would wait up to 3 s for a fixed
-    port, which every other Ray on this machine uses too. The raylet's agents start later, see `later`.
+    port, which every other Ray on this machine uses too. The raylet's agents start later, see `later`; its workers
+    are forks, see `fork_server`.
     """
     if not are_on():
         yield
@@ -102,6 +105,7 @@ def small_head() -> Iterator[None]:
         changes.enter_context(change)
         for name, wrap in (
             ("services.start_ray_process", _with_later_agents),
+            ("services.start_ray_process", _with_forked_workers),
             ("utils.get_dashboard_dependency_error", _without_import),
         ):
             change = replaced(f"ray._private.{name}", wrap, loss=_SLOW_START)
@@ -137,6 +141,24 @@ def _with_later_agents(start_process: Function) -> Function:
     def start(command: list[str], *args: Any, **options: Any) -> Any:
         changed = [
             _AGENT.sub(lambda option: f"{option[0]}{waiter} ", argument)
+            for argument in command
+        ]
+        return start_process(changed, *args, **options)
+
+    return start
+
+
+def _with_forked_workers(start_process: Function) -> Function:
+    """Wrap the function that starts one of Ray's processes: the raylet's workers are forks of the fork server."""
+    address = fork_server.address()
+    if not address:
+        return start_process
+    fork = subprocess.list2cmdline(["-I", "-S", forked_worker.__file__, address])
+
+    @functools.wraps(start_process)
+    def start(command: list[str], *args: Any, **options: Any) -> Any:
+        changed = [
+            _SETUP.sub(lambda found: f"{found[1]} {fork} {found[2]}", argument)
             for argument in command
         ]
         return start_process(changed, *args, **options)

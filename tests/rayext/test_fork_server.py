@@ -1,0 +1,165 @@
+"""A fork is the worker that its command would start: its arguments, environment, folder and outputs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raypipe.rayext import fork_server
+from raypipe.rayext.forked_worker import is_forked, worker_arguments
+from raypipe.rayext.tweaks import _with_forked_workers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+
+_WORKER = ["default_worker.py", "--node-id=ab", "--worker-id=cd"]
+# What Ray's script for workers would be: it tells what it is.
+_SCRIPT = """
+import json, os, random, sys
+import numpy
+from ray._raylet import ObjectID
+with open(sys.argv[1] + ".partial", "w") as file:
+    json.dump({
+        "name": __name__, "arguments": sys.argv, "folder": os.getcwd(),
+        "parent": os.getppid(), "path": sys.path[0],
+        "variable": os.environ.get("OF_THE_WORKER"), "of_server": "OPENBLAS_NUM_THREADS" in os.environ,
+        "imported": {"fractions", "ray.data"} <= sys.modules.keys(), "output": os.readlink("/proc/self/fd/1"),
+        "drawn": [ObjectID.from_random().hex(), random.random(), numpy.random.rand()],
+    }, file)
+os.rename(sys.argv[1] + ".partial", sys.argv[1])
+import time
+assert not sys.stdin.read()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    fork_server.end()
+    fork_server.start(("fractions", "a_missing_module", "ray.data"), dict(os.environ))
+    try:
+        yield fork_server.address()
+    finally:
+        fork_server.end()
+
+
+@pytest.mark.parametrize(
+    ("options", "is_plain"),
+    [
+        (["--language=PYTHON"], True),
+        (["--language=PYTHON", "--serialized-runtime-env-context={}"], True),
+        (["--language=PYTHON", "--serialized-runtime-env-context="], True),
+        (["--serialized-runtime-env-context={}"], False),
+        (
+            [
+                "--language=PYTHON",
+                '--serialized-runtime-env-context={"env_vars": {"A": "1"}}',
+            ],
+            False,
+        ),
+        (
+            ["--language=PYTHON", "--serialized-runtime-env-context", '{"a": 1}'],
+            False,
+        ),
+        (["--language=JAVA"], False),
+    ],
+)
+def test_only_a_worker_without_an_environment_is_forked(
+    options: list[str], is_plain: bool
+) -> None:
+    expected = _WORKER if is_plain else None
+    assert worker_arguments([*_WORKER, *options]) == expected
+    assert worker_arguments(["-s", *_WORKER, *options]) is None
+
+
+def test_only_the_command_of_python_workers_is_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = list[list[str]]()
+    monkeypatch.setattr(fork_server, "address", lambda: "0001f")
+    start = _with_forked_workers(lambda command, **_: started.append(command))
+    workers = "--python_worker_command=/bin/py /ray/setup_worker.py /ray/default_worker.py --a=b"
+    others = [
+        "raylet",
+        "--cpp_worker_command=",
+        "--java_worker_command=/ray/setup_worker.py java",
+    ]
+    start([*others, workers], fate_share=True)
+    (command,) = started
+    assert command[:-1] == others
+    words = command[-1].split()
+    assert words[:3] == ["--python_worker_command=/bin/py", "-I", "-S"]
+    assert words[3].endswith("/forked_worker.py")
+    assert words[4:] == [
+        "0001f",
+        "/ray/setup_worker.py",
+        "/ray/default_worker.py",
+        "--a=b",
+    ]
+
+
+def test_without_a_server_a_worker_is_not_forked() -> None:
+    fork_server.end()
+    assert fork_server.address() == ""
+    assert not is_forked("raypipe-nobody-listens-here", _WORKER)
+
+
+@pytest.mark.system
+def test_a_fork_is_the_worker_and_ends_with_its_server(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(_SCRIPT)
+    folder = tmp_path / "folder ö"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("OF_THE_WORKER", "a=b\nc")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    drawn = []
+    for name in ("second", "first"):
+        told = tmp_path / name
+        arguments = [str(script), str(told), "--empty="]
+        assert is_forked(server, arguments)
+        facts = json.loads(_awaited(told))
+        drawn += facts.pop("drawn")
+    assert len(set(drawn)) == len(drawn) == 6
+    (process,) = [of_server.process for of_server in fork_server._servers]
+    assert facts == {
+        "name": "__main__",
+        "arguments": arguments,
+        "folder": str(folder),
+        "parent": process.pid,
+        "path": str(tmp_path),
+        "variable": "a=b\nc",
+        "of_server": False,
+        "imported": True,
+        "output": str(Path("/proc/self/fd/1").readlink()),
+    }
+    workers = _children(process.pid)
+    assert len(workers) == 2
+    fork_server.end()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/cwd").is_symlink() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not is_forked(server, arguments)
+
+
+def _awaited(path: Path) -> str:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def _children(pid: int) -> list[int]:
+    return [
+        int(child)
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]

@@ -168,7 +168,8 @@ class Ledger:
         self._claims: dict[bytes, _Claim] = {}
         self._users: dict[str, tuple[User, float]] = {}  # name → last sign of life
         self._left: set[str] = set()  # streams
-        self._broken_off: dict[str, float] = {}  # stream → when its last user was gone
+        # Stream → when its last user was gone, or when it began and had none yet.
+        self._broken_off: dict[str, float] = {}
         self._rooms: dict[str, int] = {}  # node → its limit in bytes
         self._seen: dict[str, float] = {}  # node → last sign of life of a user there
         self._num_groups = 0
@@ -194,6 +195,12 @@ class Ledger:
         self._rooms[user.node] = room
         if is_full:
             self._shrink(user.node, self._num_bytes(user.node) // 2, _COMES_BACK)
+
+    def expect(self, stream: str, node: str) -> None:
+        """Note that a stream's actors will soon be users, and that its node may have a keeper."""
+        if stream not in self._left:
+            self._broken_off[stream] = self._clock()
+            self._seen.setdefault(node, self._clock())
 
     def ask(
         self,
@@ -458,14 +465,18 @@ class ClusterLedger:
         Args:
             keeper: handle of the keeper of the user's node; None = it is known.
         """
-        if self._tending is None:
-            self._tending = asyncio.create_task(self._tend())
+        self._begin_tending()
         self._ledger.check_in(user, room, is_full)
         watching = self._watching.get(user.node)
         if keeper is not None and (watching is None or watching.done()):
             self._watching[user.node] = asyncio.create_task(
                 self._watch(user.node, keeper)
             )
+
+    async def expect(self, stream: str, node: str) -> None:
+        """See `Ledger.expect`."""
+        self._begin_tending()
+        self._ledger.expect(stream, node)
 
     async def ask(
         self,
@@ -538,6 +549,10 @@ class ClusterLedger:
         except ray.exceptions.RayError:
             self._ledger.lose_node(node)
             self._changed.set()
+
+    def _begin_tending(self) -> None:
+        if self._tending is None:
+            self._tending = asyncio.create_task(self._tend())
 
     async def _tend(self) -> None:
         while True:
@@ -621,6 +636,13 @@ def keeper() -> Any:
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
     )
     return actor.remote()
+
+
+def start_memory(stream: str) -> None:
+    """Start the cluster's memory, if it is not there, for a stream whose actors are about to start."""
+    node = ray.get_runtime_context().get_node_id()
+    memory().expect.remote(stream, node)
+    keeper()
 
 
 def running_memory() -> Any:

@@ -261,6 +261,23 @@ def test_a_killed_stream_finds_all_when_it_is_resumed(
     assert not cluster.ledger.leave("t")
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_memory_waits_for_a_stream_that_is_about_to_start(
+    cluster: Cluster, comes: bool
+) -> None:
+    cluster.ledger.expect("s", "n1")
+    assert cluster.ledger.is_needed and cluster.ledger.nodes == ["n1"]
+    if comes:
+        cluster.now += 59
+        user = cluster.user("first", stream="s")
+        assert cluster.ledger.is_needed and cluster.put(user, A)
+        assert not cluster.ledger.leave("s")
+        cluster.ledger.expect("s", "n1")  # a message that was late
+    else:
+        cluster.now += 61
+    assert not cluster.ledger.is_needed
+
+
 def test_a_killed_stream_is_gone_when_nobody_resumes_it(cluster: Cluster) -> None:
     cluster.user("killed", stream="s")
     cluster.now += 20

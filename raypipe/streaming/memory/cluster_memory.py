@@ -25,7 +25,7 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.remembered import (
     Found,
     Parcel,
-    Turn,
+    Reply,
     User,
     keeper,
     memory,
@@ -82,11 +82,11 @@ class Connection:
         self._memory = None
         self._failed_at = time.monotonic()
 
-    def _fetched(self, found: dict[bytes, Found]) -> dict[bytes, Stored]:
+    def _fetched(self, locations: dict[bytes, Found]) -> dict[bytes, Stored]:
         """Return the micro-batches at places, read-only; those that are missing are lost, and are made again."""
-        if not found:
+        if not locations:
             return {}
-        refs = list({place.ref for place in found.values()})
+        refs = list({location.ref for location in locations.values()})
         try:
             objects = dict(zip(refs, ray.get(refs, timeout=_FETCH_S), strict=True))
         except ray.exceptions.RayError:
@@ -96,11 +96,11 @@ class Connection:
                 with contextlib.suppress(ray.exceptions.RayError):
                     objects[ref] = ray.get(ref, timeout=_ASK_S)
         stored = {
-            key: objects[place.ref][place.number]
-            for key, place in found.items()
-            if place.ref in objects
+            key: objects[location.ref][location.number]
+            for key, location in locations.items()
+            if location.ref in objects
         }
-        lost = [key for key in found if key not in stored]
+        lost = [key for key in locations if key not in stored]
         if lost and self._memory is not None:
             self._memory.lost.remote(lost)
         return stored
@@ -176,25 +176,31 @@ class ClusterMemory(Connection):
         return free < _LEAST_FREE * total
 
     def find(
-        self, keys: Sequence[bytes], most: int, comes_back: bool
+        self, keys: Sequence[bytes], limit: int, comes_back: bool
     ) -> tuple[dict[bytes, Stored], list[bytes]]:
         """See `BatchCache`."""
         self._bytes_claimed = self._bytes_each
-        turn: Turn | None = self._ask(
-            "ask", self._user, list(keys), most, self._bytes_each, comes_back, _ASK_S
+        reply: Reply | None = self._ask(
+            "ask", self._user, list(keys), limit, self._bytes_each, comes_back, _ASK_S
         )
-        if turn is None:
+        if reply is None:
             self._is_kept = False
             return {}, list(keys)
-        self._is_kept = turn.is_kept
+        self._is_kept = reply.is_kept
         outlines = {
-            key: place.outline for key, place in turn.found.items() if place.outline
+            key: location.outline
+            for key, location in reply.finished.items()
+            if location.outline
         }
         stored = outlines | self._fetched(
-            {key: place for key, place in turn.found.items() if not place.outline}
+            {
+                key: location
+                for key, location in reply.finished.items()
+                if not location.outline
+            }
         )
-        lost = [key for key in turn.found if key not in stored]
-        return stored, [*turn.to_make, *lost]
+        lost = [key for key in reply.finished if key not in stored]
+        return stored, [*reply.to_make, *lost]
 
     def keep(
         self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
@@ -287,10 +293,10 @@ class Collector(Connection):
             return {}
         if self._memory is None and time.monotonic() - self._failed_at >= _WITHOUT_S:
             self._memory = running_memory()
-        found: dict[bytes, Found] = (
+        locations: dict[bytes, Found] = (
             self._ask("collect", self._stream, keys, _ARRIVES_S) or {}
         )
-        return self._fetched(found)
+        return self._fetched(locations)
 
     def _made(self, position: MicroBatchId) -> Fields:
         if self._maker is None:

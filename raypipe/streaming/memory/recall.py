@@ -50,9 +50,9 @@ class BatchCache(Protocol):
     """Where finished micro-batches are kept, by their keys."""
 
     def find(
-        self, keys: Sequence[bytes], most: int, comes_back: bool
+        self, keys: Sequence[bytes], limit: int, comes_back: bool
     ) -> tuple[dict[bytes, Stored], list[bytes]]:
-        """Return those that are there, and the keys of up to `most` others that the caller is to make now.
+        """Return those that are there, and the keys of up to `limit` others that the caller is to make now.
 
         Where both are empty, others make all of them at this time. Those that the rank collects come as outlines.
         """
@@ -184,9 +184,9 @@ class Recall:
         bad = list[BadSample]()
         asked_at = started = time.monotonic()
         while missing:
-            most = self._most_at_once() if self.is_shared else len(block)
+            limit = self._most_at_once() if self.is_shared else len(block)
             waited = [keys[number] for number in missing]
-            stored, to_make = self._cache.find(waited, most, comes_back)
+            stored, to_make = self._cache.find(waited, limit, comes_back)
             if len(stored) == len(block):
                 work_s = (time.monotonic() - started) / len(block)
                 return parts.all_stored(stored, work_s)
@@ -196,13 +196,13 @@ class Recall:
                 if time.monotonic() - asked_at < self._longest_wait_s():
                     continue
                 to_make = waited
-            own = set(to_make)
-            numbers = [number for number in missing if keys[number] in own]
+            claimed = set(to_make)
+            numbers = [number for number in missing if keys[number] in claimed]
             if numbers:
-                made = self._make_some(numbers, keys, block, reads, read_s, outage_s)
+                of_turn = self._make_some(numbers, keys, block, reads, read_s, outage_s)
                 if len(numbers) == len(block):
-                    return made
-                batches, bad_of_some, _ = made
+                    return of_turn
+                batches, bad_of_some, _ = of_turn
                 bad += bad_of_some
                 parts.add_made(dict(zip(numbers, batches, strict=True)))
             missing = [number for number in missing if number not in parts.batches]

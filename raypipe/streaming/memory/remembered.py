@@ -83,7 +83,7 @@ class Found(NamedTuple):
     Attributes:
         ref: reference to an object that is a list; None = only the rank needs it.
         number: its number in the list.
-        outline: what the transform actor needs of it, if its rank collects it.
+        outline: the parts for the transform actor, if its rank collects the micro-batch.
     """
 
     ref: Any
@@ -109,16 +109,16 @@ class Parcel(NamedTuple):
     handed_over: Sequence[bytes] = ()
 
 
-class Turn(NamedTuple):
+class Reply(NamedTuple):
     """Reply to a transform actor that asks for micro-batches; others make those that are in neither list.
 
     Attributes:
-        found: places of finished ones, by key.
+        finished: places of finished ones, by key.
         to_make: keys that the actor is to make now.
         is_kept: whether there is room for them; if not, they are not claimed.
     """
 
-    found: dict[bytes, Found]
+    finished: dict[bytes, Found]
     to_make: list[bytes]
     is_kept: bool
 
@@ -206,32 +206,32 @@ class Ledger:
         self,
         user: User,
         keys: Sequence[bytes],
-        most: int,
+        limit: int,
         num_bytes: int,
         comes_back: bool,
-    ) -> Turn:
+    ) -> Reply:
         """Return places of finished micro-batches, and claim some that nobody makes, for the user.
 
         Args:
-            most: claims that the user wants.
+            limit: most claims that the user wants.
             num_bytes: bytes of a micro-batch, about.
             comes_back: they are needed again for sure; others do not push them out.
         """
-        found = dict[bytes, Found]()
+        finished = dict[bytes, Found]()
         free = list[bytes]()
         for key in keys:
             if key in self._places:
-                found[key] = self._taken(user, key)
+                finished[key] = self._taken(user, key)
             elif not self._is_made_by_another(user, key):
                 free.append(key)
-        to_make = free[:most]
+        to_make = free[:limit]
         if not self._has_room(user, num_bytes * len(to_make), comes_back):
             # others cannot get them from this user, so they need not wait
-            return Turn(found, free, is_kept=False)
+            return Reply(finished, free, is_kept=False)
         now = self._clock()
         for key in to_make:
             self._claims[key] = _Claim(user, now, num_bytes)
-        return Turn(found, to_make, is_kept=True)
+        return Reply(finished, to_make, is_kept=True)
 
     def _taken(self, user: User, key: bytes) -> Found:
         number, row = self._places[key]
@@ -247,7 +247,7 @@ class Ledger:
 
     def collect(self, stream: str, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """Return the places of what was handed over to a rank of a stream; some may have been forgotten."""
-        found = dict[bytes, Found]()
+        locations = dict[bytes, Found]()
         on_nodes = set[str]()
         for key in keys:
             if key in self._places:
@@ -255,10 +255,10 @@ class Ledger:
                 group = self._groups[number]
                 group.on_the_way.discard((stream, key))
                 on_nodes.add(group.user.node)
-                found[key] = Found(group.ref, row)
+                locations[key] = Found(group.ref, row)
         for node in on_nodes:
             self._shrink(node, self._rooms.get(node, 0), _COMES_BACK)
-        return found
+        return locations
 
     def is_in_the_making(self, key: bytes) -> bool:
         """Return whether somebody makes a micro-batch at this time."""
@@ -293,8 +293,8 @@ class Ledger:
         self.give_up(user, keys)
         if user.stream in self._left:
             return
-        if known := [key for key in keys if key in self._places]:
-            for key in set(known).intersection(parcel.handed_over):
+        if present := [key for key in keys if key in self._places]:
+            for key in set(present).intersection(parcel.handed_over):
                 self._taken(user, key)
             return
         num_bytes = parcel.num_bytes
@@ -482,18 +482,18 @@ class ClusterLedger:
         self,
         user: User,
         keys: Sequence[bytes],
-        most: int,
+        limit: int,
         num_bytes: int,
         comes_back: bool,
         wait_s: float,
-    ) -> Turn:
+    ) -> Reply:
         """See `Ledger.ask`; wait for what others make while nothing else is left to make, within a limit."""
         end = time.monotonic() + wait_s
         while True:
-            turn = self._ledger.ask(user, keys, most, num_bytes, comes_back)
+            reply = self._ledger.ask(user, keys, limit, num_bytes, comes_back)
             left_s = end - time.monotonic()
-            if turn.to_make or len(turn.found) == len(keys) or left_s <= 0:
-                return turn
+            if reply.to_make or len(reply.finished) == len(keys) or left_s <= 0:
+                return reply
             await self._change(left_s)
 
     async def _change(self, limit_s: float) -> None:
@@ -513,13 +513,15 @@ class ClusterLedger:
         """See `Ledger.collect`; wait for those that are on their way from an actor, within a limit."""
         end = time.monotonic() + wait_s
         while True:
-            found = self._ledger.collect(stream, keys)
+            locations = self._ledger.collect(stream, keys)
             is_coming = any(
-                self._ledger.is_in_the_making(key) for key in keys if key not in found
+                self._ledger.is_in_the_making(key)
+                for key in keys
+                if key not in locations
             )
             left_s = end - time.monotonic()
             if not is_coming or left_s <= 0:
-                return found
+                return locations
             await self._change(left_s)
 
     async def give_up(self, user: User, keys: Sequence[bytes]) -> None:

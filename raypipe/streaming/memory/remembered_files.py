@@ -76,7 +76,7 @@ class RememberedFiles:
         self._is_writable = True
 
     def find(
-        self, keys: Sequence[bytes], most: int, comes_back: bool
+        self, keys: Sequence[bytes], limit: int, comes_back: bool
     ) -> tuple[dict[bytes, Stored], list[bytes]]:
         """Return the micro-batches that are there, and the keys of all others: nobody knows what others make."""
         read = {key: self._read(key, self._hands_over) for key in keys}

@@ -45,7 +45,7 @@ class Stored:
 
     @property
     def is_collectable(self) -> bool:
-        """Whether its rank may collect it."""
+        """True if its rank may collect it."""
         return is_collectable(self.num_bytes, self.bad)
 
     def outline(self) -> Stored:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raypipe.streaming.memory.remembered import Found, Ledger, Parcel, Turn, User
+from raypipe.streaming.memory.remembered import Found, Ledger, Parcel, Reply, User
 from raypipe.streaming.memory.stored import Stored
 
 A = b"a"
@@ -46,16 +46,16 @@ class Cluster:
             return False
         parcel = Parcel([key], num_bytes, comes_back, {key: OUTLINE})
         self.ledger.put(user, parcel, f"object {key!r}")
-        return key in self.ledger.ask(user, [key], 0, 0, False).found
+        return key in self.ledger.ask(user, [key], 0, 0, False).finished
 
-    def ask(self, user: User, *keys: bytes, most: int = 9) -> Turn:
+    def ask(self, user: User, *keys: bytes, most: int = 9) -> Reply:
         return self.ledger.ask(user, keys, most, 0, comes_back=False)
 
     def is_mine(self, user: User, key: bytes) -> bool:
         return self.ask(user, key).to_make == [key]
 
     def has(self, user: User, key: bytes) -> bool:
-        found = self.ask(user, key).found
+        found = self.ask(user, key).finished
         self.ledger.give_up(user, [key])
         return key in found
 
@@ -68,12 +68,12 @@ def cluster() -> Cluster:
 def test_one_makes_what_others_wait_for_and_all_find_it(cluster: Cluster) -> None:
     first, second = cluster.user("first"), cluster.user("second", "n2")
     assert cluster.ask(first, A, B).to_make == [A, B]
-    assert cluster.ask(second, A, C) == Turn({}, [C], is_kept=True)
-    assert cluster.ask(second, A) == Turn({}, [], is_kept=True)
+    assert cluster.ask(second, A, C) == Reply({}, [C], is_kept=True)
+    assert cluster.ask(second, A) == Reply({}, [], is_kept=True)
     assert cluster.is_mine(first, A)  # its own claim
     cluster.ledger.put(first, Parcel([A, B], 20), "object")
     found = {A: Found("object", 0), B: Found("object", 1)}
-    assert cluster.ask(second, B, A) == Turn(found, [], is_kept=True)
+    assert cluster.ask(second, B, A) == Reply(found, [], is_kept=True)
     assert cluster.ledger.used == {"n1": 20}
 
 
@@ -141,7 +141,7 @@ def test_what_is_in_the_making_has_its_room(cluster: Cluster) -> None:
     assert cluster.ledger.ask(first, [A, B], 9, 40, False).is_kept
     # no room beside these: it makes C, and others do not wait for it
     refused = cluster.ledger.ask(second, [A, C], 9, 40, False)
-    assert refused == Turn({}, [C], is_kept=False)
+    assert refused == Reply({}, [C], is_kept=False)
     assert cluster.is_mine(first, C)
     cluster.ledger.give_up(first, [B, C])
     assert cluster.ledger.ask(second, [A, C], 9, 40, False).is_kept
@@ -158,12 +158,12 @@ def test_half_of_the_room_is_for_a_stream_alike_that_is_behind(
     for key in (A, B, C):
         assert cluster.put(ahead, key, 10)
     # the first half is held, and of the rest the least recently used goes
-    assert list(cluster.ask(behind, *keys, most=0).found) == [*keys[:5], *keys[7:]]
+    assert list(cluster.ask(behind, *keys, most=0).finished) == [*keys[:5], *keys[7:]]
     for key in (b"d", b"e", b"f", b"g", b"h"):
         # both have taken these: they make room, and the next ones are held
         assert cluster.put(ahead, key, 10)
-    assert not cluster.ask(behind, *keys[:5], most=0).found
-    assert len(cluster.ask(behind, A, B, C, b"d", b"h", most=0).found) == 5
+    assert not cluster.ask(behind, *keys[:5], most=0).finished
+    assert len(cluster.ask(behind, A, B, C, b"d", b"h", most=0).finished) == 5
 
 
 def test_what_is_held_for_a_stream_that_never_comes_goes(cluster: Cluster) -> None:
@@ -176,7 +176,7 @@ def test_what_is_held_for_a_stream_that_never_comes_goes(cluster: Cluster) -> No
         cluster.ledger.check_in(ahead, ROOM)
         cluster.ledger.check_in(behind, ROOM)
     assert cluster.put(ahead, b"d", 50) and cluster.put(ahead, b"e", 50)
-    assert cluster.ask(behind, A, C, most=0).found == {}
+    assert cluster.ask(behind, A, C, most=0).finished == {}
 
 
 def test_the_least_recently_used_go_first_and_validations_last(
@@ -316,7 +316,7 @@ def test_the_second_of_two_that_made_the_same_is_not_kept(cluster: Cluster) -> N
     first, second = cluster.user("first"), cluster.user("second")
     assert cluster.put(first, A)
     cluster.ledger.put(second, Parcel([A], 10), "another object")
-    assert cluster.ask(second, A).found == {A: Found("object b'a'", 0)}
+    assert cluster.ask(second, A).finished == {A: Found("object b'a'", 0)}
     assert cluster.ledger.used == {"n1": 10}
 
 
@@ -328,7 +328,7 @@ def test_what_is_on_its_way_to_a_rank_stays_until_that_has_it(cluster: Cluster) 
     for key in (A, B):
         assert cluster.put(maker, key)
     # the actor gets what it needs, and no reference
-    assert cluster.ask(trial, A).found == {A: Found(None, 0, OUTLINE)}
+    assert cluster.ask(trial, A).finished == {A: Found(None, 0, OUTLINE)}
     # it does not count for the limit, and only the other one makes room
     assert cluster.ledger.used == {"n1": 10}
     for key in (C, b"d"):
@@ -369,7 +369,7 @@ def test_what_no_rank_collects_goes(cluster: Cluster, ends: str) -> None:
     for user in (maker, trial):
         cluster.ledger.check_in(user, 10)
     assert cluster.put(maker, A)
-    assert A in cluster.ask(trial, A).found
+    assert A in cluster.ask(trial, A).finished
     assert cluster.put(maker, B) and cluster.put(maker, C)
     assert cluster.has(maker, A)
     cluster.now += 1

@@ -620,6 +620,7 @@ def memory() -> Any:
         num_cpus=0,
         # On a worker node it would keep the autoscaler from ending the node.
         resources={"node:__internal_head__": 0.001},
+        scheduling_strategy="DEFAULT",  # not in a trial's placement group
         max_concurrency=1000,  # most of them wait
     )
     return actor.remote()

@@ -59,11 +59,16 @@ class TransformWorker:
     Args:
         spec: the stream.
         supervisor: handle of the stream's Supervisor.
-        hands_over: whether its ranks collect remembered micro-batches themselves, see `Recall`.
+        hands_over: whether its ranks collect micro-batches from the cluster's memory, see `ClusterMemory`.
+        ranks_folder: name of the cache folder that all ranks have, see `RememberedFiles`.
     """
 
     def __init__(
-        self, spec: StreamSpec, supervisor: Any, hands_over: bool = False
+        self,
+        spec: StreamSpec,
+        supervisor: Any,
+        hands_over: bool = False,
+        ranks_folder: str = "",
     ) -> None:
         # One actor has one core. OpenCV's own threads, one per core of the machine in every actor, would
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
@@ -78,18 +83,22 @@ class TransformWorker:
                 f"{ray.util.get_node_ip_address()} has {differing}: its pixels may differ"
             )
         self._supervisor = supervisor
+        if self._maker.draws_globally:
+            # A rank makes what was forgotten, and must not draw from the generators of its training loop.
+            hands_over = False
+            ranks_folder = ""
         self._recall = recall_of(
             spec,
             self._maker.block,
             self._maker.sample_makers.recipes,
             stream_name(supervisor),
-            # A rank makes what was forgotten, and must not draw from the generators of its training loop.
-            hands_over and not self._maker.draws_globally,
+            hands_over,
+            ranks_folder,
         )
         if spec.traces:
             send_trace(supervisor, this_process("transform actor"))
         self._num_blocks = 0
-        self._told = set[Split]()  # splits that come back, as the Supervisor knows
+        self._told = set[Split]()  # splits that are remembered, as the Supervisor knows
         self._orders = NO_ORDERS
         # Samples of a careful block that a reader has read, by index.
         self._given: dict[int, Samples] = {}
@@ -134,7 +143,7 @@ class TransformWorker:
         if self._num_blocks in _MEASURED:
             work_s = sum(batch.work_s for batch in batches) / len(block)
             num_bytes = sum(array.nbytes for array in row.values())
-            num_bytes += sum(_handed_over(batch) for batch in batches)
+            num_bytes += sum(batch.memory_bytes for batch in batches)
             self._supervisor.block_measured.remote(
                 block[0].split, work_s, num_bytes // len(block)
             )
@@ -149,7 +158,7 @@ class TransformWorker:
         return recall
 
     def _tell_of_split(self, recall: Recall, split: Split) -> None:
-        if split in recall.splits and split not in self._told:
+        if recall.looks_for(split) and split not in self._told:
             self._supervisor.split_remembered.remote(split)
             self._told.add(split)
 
@@ -201,12 +210,6 @@ class TransformWorker:
         }
         self._metrics.add(amounts, split=split)
         self._metrics.add_storage("actor")
-
-
-def _handed_over(batch: MicroBatch) -> int:
-    """Return the bytes of a micro-batch of which the row has only the key."""
-    arrays = batch.arrays().values() if batch.memory_key else ()
-    return sum(array.nbytes for array in arrays)
 
 
 class Guard:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,6 +26,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A test may import Albumentations before raypipe sets this, and there may be no network.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 8 << 30:
+    # A disk is waited for at each commit of a store, for minutes where other programs write. With the retention
+    # that pyproject.toml has, little is there at a time.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 # What hundreds of processes import is compiled once, and not in each of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

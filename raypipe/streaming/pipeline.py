@@ -23,6 +23,7 @@ from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.retries import patience_s
 from raypipe.streaming.blocks import MAX_BYTES, most_bytes
+from raypipe.streaming.memory.remembered_files import name_of_folder
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, check_pickles
 from raypipe.streaming.supervisor import start_supervisor
@@ -98,12 +99,13 @@ def block_dataset(
     supervisor.pool_planned.remote(
         actors * pool.cpus_per_actor, pool.min_actors * pool.cpus_per_actor
     )
+    readers = spec.readers(is_local())
     fixed, per_actor, largest = pool.blocks_for(world_size, actors)
     settings = Settings(
         pool,
         fixed,
         per_actor,
-        bool(spec.readers()),
+        bool(readers),
         supervisor,
         world_size,
         spec.run,
@@ -120,7 +122,7 @@ def block_dataset(
     source = MicroBatchSource(
         spec.plan,
         cursor,
-        spec.readers(),
+        readers,
         supervisor,
         spec.wanted,
         ranks=world_size,
@@ -132,13 +134,21 @@ def block_dataset(
         head_start=head_start,
         traces=spec.traces,
     )
+    ranks_folder = ""
+    if hands_over and pool.remember == "disk" and (world_size == 1 or is_local()):
+        ranks_folder = name_of_folder()
     with ray.data.DataContext.current(context_of(settings, actors)):
         rows = ray.data.read_datasource(
             source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS
         )
         return rows.map_batches(
             TransformWorker,
-            fn_constructor_args=(replace(spec, opened={}), supervisor, hands_over),
+            fn_constructor_args=(
+                replace(spec, opened={}),
+                supervisor,
+                hands_over,
+                ranks_folder,
+            ),
             batch_size=None,
             batch_format="pyarrow",
             zero_copy_batch=True,

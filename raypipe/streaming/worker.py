@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import math
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,7 @@ from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.recall import Recall, recall_of
+from raypipe.streaming.read_ahead import ReadAhead
 from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import NO_ORDERS, Orders, stream_name
@@ -57,11 +59,16 @@ class TransformWorker:
     Args:
         spec: the stream.
         supervisor: handle of the stream's Supervisor.
-        hands_over: whether its ranks collect remembered micro-batches themselves, see `Recall`.
+        hands_over: whether its ranks collect micro-batches from the cluster's memory, see `ClusterMemory`.
+        ranks_folder: name of the cache folder that all ranks have, see `RememberedFiles`.
     """
 
     def __init__(
-        self, spec: StreamSpec, supervisor: Any, hands_over: bool = False
+        self,
+        spec: StreamSpec,
+        supervisor: Any,
+        hands_over: bool = False,
+        ranks_folder: str = "",
     ) -> None:
         # One actor has one core. OpenCV's own threads, one per core of the machine in every actor, would
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
@@ -69,24 +76,29 @@ class TransformWorker:
         configure_logs(spec.log_format, run=spec.run)
         self._maker = MicroBatchMaker(spec, self._read)
         self._metrics = Recorder(spec.run)
+        self._read_ahead = ReadAhead(spec.plan, spec.stores, spec.wanted)
         self._guard = Guard(supervisor, spec.transform.time_limit_s)
         if differing := differences(spec.versions):
             supervisor.packages_differ.remote(
                 f"{ray.util.get_node_ip_address()} has {differing}: its pixels may differ"
             )
         self._supervisor = supervisor
+        if self._maker.draws_globally:
+            # A rank makes what was forgotten, and must not draw from the generators of its training loop.
+            hands_over = False
+            ranks_folder = ""
         self._recall = recall_of(
             spec,
             self._maker.block,
             self._maker.sample_makers.recipes,
             stream_name(supervisor),
-            # A rank makes what was forgotten, and must not draw from the generators of its training loop.
-            hands_over and not self._maker.draws_globally,
+            hands_over,
+            ranks_folder,
         )
         if spec.traces:
             send_trace(supervisor, this_process("transform actor"))
         self._num_blocks = 0
-        self._told = set[Split]()  # splits that come back, as the Supervisor knows
+        self._told = set[Split]()  # splits that are remembered, as the Supervisor knows
         self._orders = NO_ORDERS
         # Samples of a careful block that a reader has read, by index.
         self._given: dict[int, Samples] = {}
@@ -131,7 +143,7 @@ class TransformWorker:
         if self._num_blocks in _MEASURED:
             work_s = sum(batch.work_s for batch in batches) / len(block)
             num_bytes = sum(array.nbytes for array in row.values())
-            num_bytes += sum(_handed_over(batch) for batch in batches)
+            num_bytes += sum(batch.memory_bytes for batch in batches)
             self._supervisor.block_measured.remote(
                 block[0].split, work_s, num_bytes // len(block)
             )
@@ -146,7 +158,7 @@ class TransformWorker:
         return recall
 
     def _tell_of_split(self, recall: Recall, split: Split) -> None:
-        if split in recall.splits and split not in self._told:
+        if recall.looks_for(split) and split not in self._told:
             self._supervisor.split_remembered.remote(split)
             self._told.add(split)
 
@@ -154,6 +166,7 @@ class TransformWorker:
         """Read samples for the maker. In a careful block they come one by one, and each is announced first: to
         read it may be what kills."""
         if not self._orders.careful:
+            self._read_ahead.begin(position)
             return self._maker.read_store(position, indices)
         for index in indices[indices != PADDING].tolist():
             self._guard.announce(position, index)
@@ -199,12 +212,6 @@ class TransformWorker:
         self._metrics.add_storage("actor")
 
 
-def _handed_over(batch: MicroBatch) -> int:
-    """Return the bytes of a micro-batch of which the row has only the key."""
-    arrays = batch.arrays().values() if batch.memory_key else ()
-    return sum(array.nbytes for array in arrays)
-
-
 class Guard:
     """Guard of one transform actor.
 
@@ -231,6 +238,9 @@ class Guard:
             ray.actor.exit_actor()
         self._wary = _WARY_FOR if restarted else 0
         self._watched_at = -math.inf
+        # A thread that reads ahead reports progress, too, and must not start the clock of a block that has ended.
+        self._lock = threading.Lock()
+        self._is_in_block = False
 
     @contextlib.contextmanager
     def block(self, block: Block) -> Iterator[Orders]:
@@ -250,12 +260,15 @@ class Guard:
                 raise ResourceError(orders.error)
         # to fetch a shard may take longer than any transform
         retries.on_progress.append(self._watch)
+        self._is_in_block = True
         try:
             yield orders
         finally:
             retries.on_progress.remove(self._watch)
-            faulthandler.cancel_dump_traceback_later()
-            self._watched_at = -math.inf
+            with self._lock:
+                self._is_in_block = False
+                faulthandler.cancel_dump_traceback_later()
+                self._watched_at = -math.inf
         if orders.careful:
             ray.get(self._supervisor.block_finished.remote(self._actor))
 
@@ -267,6 +280,11 @@ class Guard:
         self._watch()
 
     def _watch(self) -> None:
+        with self._lock:
+            if self._is_in_block:
+                self._start_clock()
+
+    def _start_clock(self) -> None:
         # A thread of C's: it works while a transform holds the interpreter, and shows where that was. To start it
         # takes as long as some tiny images, so it is started again only now and then, and waits that much longer.
         now = time.monotonic()

@@ -21,12 +21,13 @@ from ray._private.internal_api import node_stats
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.remembered import MEMORY, NAMESPACE, memory
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import end_actors, start_supervisor
+from raypipe.streaming.supervisor import end_actors, start_supervisor, stream_name
 
 STORE_BYTES = 150 << 20
 ROOM_BYTES = STORE_BYTES // 10
@@ -81,9 +82,16 @@ class Stream(threading.Thread):
     def _pass(self) -> list[bytes]:
         spec = self._spec()
         supervisor = start_supervisor(self.name)
-        iterators = splits(spec, spec.plan.start(), max_actors=1, supervisor=supervisor)
+        iterators = splits(
+            spec,
+            spec.plan.start(),
+            max_actors=1,
+            supervisor=supervisor,
+            hands_over=True,
+        )
+        collect = Collector(spec, stream_name(supervisor))
         digests = []
-        for batch in host_batches(iterators[0]):
+        for batch in host_batches(iterators[0], collect):
             digests.append(batch_digest(batch))
             self.num_batches += 1
             self.num_remembered += batch.num_remembered

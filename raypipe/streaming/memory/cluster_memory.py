@@ -24,12 +24,14 @@ from raypipe.rayext.processes import this_process
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.remembered import (
     Found,
-    Turn,
+    Parcel,
+    Reply,
     User,
     keeper,
     memory,
     running_memory,
 )
+from raypipe.streaming.memory.remembered_files import RememberedFiles
 from raypipe.streaming.memory.stored import Stored
 from raypipe.streaming.remake import copied
 from raypipe.streaming.row import Fields
@@ -46,6 +48,8 @@ _FETCH_S = 10.0
 _WITHOUT_S = 10.0  # after a failure
 _ASK_S = 0.5  # a question is answered after so long, even if nothing has changed
 _LOOK_EVERY = 6  # check-ins: the object store of the node is looked at
+# What an actor has handed over is on its way to the memory for some milliseconds.
+_ARRIVES_S = 2.0
 # Objects that its keeper has not taken yet.
 _MOST_PUTS = 4
 
@@ -78,11 +82,11 @@ class Connection:
         self._memory = None
         self._failed_at = time.monotonic()
 
-    def _fetched(self, found: dict[bytes, Found]) -> dict[bytes, Stored]:
+    def _fetched(self, locations: dict[bytes, Found]) -> dict[bytes, Stored]:
         """Return the micro-batches at places, read-only; those that are missing are lost, and are made again."""
-        if not found:
+        if not locations:
             return {}
-        refs = list({place.ref for place in found.values()})
+        refs = list({location.ref for location in locations.values()})
         try:
             objects = dict(zip(refs, ray.get(refs, timeout=_FETCH_S), strict=True))
         except ray.exceptions.RayError:
@@ -91,11 +95,15 @@ class Connection:
                 # a dead keeper's objects fail after a second each
                 with contextlib.suppress(ray.exceptions.RayError):
                     objects[ref] = ray.get(ref, timeout=_ASK_S)
-        return {
-            key: objects[place.ref][place.number]
-            for key, place in found.items()
-            if place.ref in objects
+        stored = {
+            key: objects[location.ref][location.number]
+            for key, location in locations.items()
+            if location.ref in objects
         }
+        lost = [key for key in locations if key not in stored]
+        if lost and self._memory is not None:
+            self._memory.lost.remote(lost)
+        return stored
 
 
 class ClusterMemory(Connection):
@@ -104,7 +112,8 @@ class ClusterMemory(Connection):
     Args:
         stream: name of the stream.
         num_bytes: limit of the node; None = a tenth of its object store.
-        training, hands_over: see `User`.
+        training: see `User`.
+        hands_over: whether the actor gives its ranks only the keys of large micro-batches, which they collect.
     """
 
     def __init__(
@@ -130,7 +139,10 @@ class ClusterMemory(Connection):
         self._num_check_ins = 0
         self._keeper: Any = None
         self._puts: dict[Any, list[bytes]] = {}
-        self._bytes_each = 0  # The latest micro-batches had so many.
+        self._bytes_each = 0  # the latest micro-batches had so many
+        self._bytes_claimed = (
+            0  # each of those that were to be made last has room for so many
+        )
         self._is_kept = False  # those that were to be made last
 
     def check_in(self) -> None:
@@ -164,42 +176,71 @@ class ClusterMemory(Connection):
         return free < _LEAST_FREE * total
 
     def find(
-        self, keys: Sequence[bytes], most: int, comes_back: bool
+        self, keys: Sequence[bytes], limit: int, comes_back: bool
     ) -> tuple[dict[bytes, Stored], list[bytes]]:
         """See `BatchCache`."""
-        turn: Turn | None = self._ask(
-            "ask", self._user, list(keys), most, self._bytes_each, comes_back, _ASK_S
+        self._bytes_claimed = self._bytes_each
+        reply: Reply | None = self._ask(
+            "ask", self._user, list(keys), limit, self._bytes_each, comes_back, _ASK_S
         )
-        if turn is None:
+        if reply is None:
             self._is_kept = False
             return {}, list(keys)
-        self._is_kept = turn.is_kept
-        stored = self._fetched(turn.found)
-        if lost := [key for key in turn.found if key not in stored]:
-            if self._memory is not None:
-                self._memory.lost.remote(lost)
-            return stored, [*turn.to_make, *lost]
-        return stored, turn.to_make
+        self._is_kept = reply.is_kept
+        outlines = {
+            key: location.outline
+            for key, location in reply.finished.items()
+            if location.outline
+        }
+        stored = outlines | self._fetched(
+            {
+                key: location
+                for key, location in reply.finished.items()
+                if not location.outline
+            }
+        )
+        lost = [key for key in reply.finished if key not in stored]
+        return stored, [*reply.to_make, *lost]
 
     def keep(
         self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
-    ) -> None:
+    ) -> dict[bytes, Stored]:
         """See `BatchCache`."""
         if self._memory is None or not self._is_kept:
-            return
-        keys = list(finished)
+            return {}
+        handed_over: dict[bytes, Stored] = {}
         self._look_at_puts()
-        if keys and len(self._puts) < _MOST_PUTS:
-            num_bytes = sum(stored.num_bytes for stored in finished.values())
-            self._bytes_each = num_bytes // len(keys)
-            put = self._keeper.keep.remote(
-                self._user, keys, list(finished.values()), num_bytes, comes_back
-            )
-            self._puts[put] = keys
+        if finished and self._memory is not None and len(self._puts) < _MOST_PUTS:
+            handed_over = self._put(finished, comes_back)
         else:
-            dropped = [*dropped, *keys]
+            dropped = [*dropped, *finished]
         if dropped and self._memory is not None:
             self._memory.give_up.remote(self._user, dropped)
+        return handed_over
+
+    def _put(
+        self, finished: dict[bytes, Stored], comes_back: bool
+    ) -> dict[bytes, Stored]:
+        """Give micro-batches to the keeper, and return outlines of those that surely have room."""
+        outlines = {
+            key: stored.outline()
+            for key, stored in finished.items()
+            if stored.is_collectable
+        }
+        handed_over: dict[bytes, Stored] = {}
+        if self._user.hands_over:
+            handed_over = {
+                key: outline
+                for key, outline in outlines.items()
+                if outline.collected_bytes <= self._bytes_claimed
+            }
+        num_bytes = sum(stored.num_bytes for stored in finished.values())
+        keys = list(finished)
+        self._bytes_each = num_bytes // len(keys)
+        parcel = Parcel(keys, num_bytes, comes_back, outlines, list(handed_over))
+        put = self._keeper.keep.remote(self._user, parcel, list(finished.values()))
+        self._puts[put] = keys
+        return handed_over
 
     def _look_at_puts(self) -> None:
         """Look for puts that have ended; if one has failed, the keeper is dead, and others wait for its keys."""
@@ -217,7 +258,7 @@ class ClusterMemory(Connection):
 
 
 class Collector(Connection):
-    """Collects remembered micro-batches for a rank, from their places in the object store, without a copy.
+    """Collects micro-batches for a rank, without a copy, from the object store or from files of its node.
 
     One that has been forgotten in the meantime is made by this process: slower, never wrong.
 
@@ -246,10 +287,16 @@ class Collector(Connection):
         return fields
 
     def _find(self, keys: list[bytes]) -> dict[bytes, Stored]:
+        if self._spec.pool.remember == "disk":
+            with contextlib.suppress(OSError):
+                return RememberedFiles().find(keys, len(keys), True)[0]
+            return {}
         if self._memory is None and time.monotonic() - self._failed_at >= _WITHOUT_S:
             self._memory = running_memory()
-        found: dict[bytes, Found] = self._ask("collect", self._stream, keys) or {}
-        return self._fetched(found)
+        locations: dict[bytes, Found] = (
+            self._ask("collect", self._stream, keys, _ARRIVES_S) or {}
+        )
+        return self._fetched(locations)
 
     def _made(self, position: MicroBatchId) -> Fields:
         if self._maker is None:

@@ -22,7 +22,7 @@ from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.memory.alike import Alike
 from raypipe.streaming.memory.cluster_memory import ClusterMemory
 from raypipe.streaming.memory.content import Contents, Recipes
-from raypipe.streaming.memory.remembered import CHECK_IN_S, LEAST_HANDED_OVER
+from raypipe.streaming.memory.remembered import CHECK_IN_S
 from raypipe.streaming.memory.remembered_files import RememberedFiles
 from raypipe.streaming.memory.stored import Stored
 from raypipe.streaming.spec import StreamSpec
@@ -37,7 +37,7 @@ Made = tuple[list[MicroBatch], list[BadSample], dict[str, np.ndarray]]
 Make = Callable[..., Made]
 
 # Streams that make the same share the work on a block in pieces of so many seconds.
-_TURN_S = 0.05
+_TURN_S = 0.1
 # An actor waits at most this long, and this many of its turns, where others make all that is missing.
 _WAIT_S = 1.0
 _WAIT_TURNS = 4
@@ -50,18 +50,22 @@ class BatchCache(Protocol):
     """Where finished micro-batches are kept, by their keys."""
 
     def find(
-        self, keys: Sequence[bytes], most: int, comes_back: bool
+        self, keys: Sequence[bytes], limit: int, comes_back: bool
     ) -> tuple[dict[bytes, Stored], list[bytes]]:
-        """Return those that are there, and the keys of up to `most` others that the caller is to make now.
+        """Return those that are there, and the keys of up to `limit` others that the caller is to make now.
 
-        Where both are empty, others make all of them at this time.
+        Where both are empty, others make all of them at this time. Those that the rank collects come as outlines.
         """
         ...
 
     def keep(
         self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
-    ) -> None:
-        """Keep finished micro-batches; `dropped` are keys that are not to be kept."""
+    ) -> dict[bytes, Stored]:
+        """Keep finished micro-batches, and return outlines of those that the rank collects.
+
+        Args:
+            dropped: keys that are not to be kept.
+        """
         ...
 
 
@@ -74,7 +78,6 @@ class Recall:
         cache: where micro-batches are kept.
         splits: splits whose micro-batches come back for sure.
         num_repeats: micro-batches of a step of the training that have one content, see `plan.aug_repeats`.
-        hands_over: whether ranks collect remembered micro-batches themselves, by their keys.
     """
 
     def __init__(
@@ -84,10 +87,8 @@ class Recall:
         cache: BatchCache,
         splits: frozenset[Split],
         num_repeats: int = 1,
-        hands_over: bool = False,
     ) -> None:
         self._make = make
-        self._hands_over = hands_over
         self._contents = contents
         self._cache = cache
         self.splits = splits
@@ -98,11 +99,13 @@ class Recall:
 
     def wants(self, block: Sequence[MicroBatchId]) -> bool:
         """Return whether a block's micro-batches may be remembered."""
-        is_repeated = self.num_repeats > 1 and block[0].split == "train"
-        return is_repeated or self._needs_memory(block)
+        split = block[0].split
+        is_repeated = self.num_repeats > 1 and split == "train"
+        return is_repeated or self.looks_for(split)
 
-    def _needs_memory(self, block: Sequence[MicroBatchId]) -> bool:
-        return self.is_shared or block[0].split in self.splits
+    def looks_for(self, split: Split) -> bool:
+        """Return whether a split's micro-batches are looked for in the memory."""
+        return self.is_shared or split in self.splits
 
     def block(
         self,
@@ -121,7 +124,7 @@ class Recall:
         unique_block = [block[number] for number in first]
         unique_reads = [reads[number] for number in first] if reads else None
         times = read_s * share, outage_s * share
-        if self._needs_memory(block) or len(keys) < len(first) * self.num_repeats:
+        if self.looks_for(block[0].split) or len(keys) < len(first) * self.num_repeats:
             unique_keys = [keys[number] for number in first]
             unique = self._block(unique_block, unique_keys, unique_reads, *times)
         else:
@@ -153,9 +156,15 @@ class Recall:
                 reads_here = [reads[number]] if reads else None
                 (by_place[position],), bad_here, _ = self._make([position], reads_here)
             else:
-                by_place[position], bad_here = Stored.of(first, []).at(
-                    position, 0.0, 0.0
+                by_place[position] = replace(
+                    first,
+                    position=position,
+                    num_remembered=1,
+                    read_s=0.0,
+                    work_s=0.0,
+                    outage_s=0.0,
                 )
+                bad_here = []
             bad += bad_here
         return [by_place[position] for position in block], bad, {}
 
@@ -170,14 +179,14 @@ class Recall:
         """Make the micro-batches of a block, whose keys differ, as far as they are not remembered."""
         comes_back = block[0].split in self.splits
         read_s_each = read_s / len(block) if reads else 0.0
-        parts = _BlockParts(block, keys, read_s_each, self._hands_over)
+        parts = _BlockParts(block, keys, read_s_each)
         missing = list(range(len(block)))
         bad = list[BadSample]()
         asked_at = started = time.monotonic()
         while missing:
-            most = self._most_at_once() if self.is_shared else len(block)
+            limit = self._most_at_once() if self.is_shared else len(block)
             waited = [keys[number] for number in missing]
-            stored, to_make = self._cache.find(waited, most, comes_back)
+            stored, to_make = self._cache.find(waited, limit, comes_back)
             if len(stored) == len(block):
                 work_s = (time.monotonic() - started) / len(block)
                 return parts.all_stored(stored, work_s)
@@ -187,13 +196,13 @@ class Recall:
                 if time.monotonic() - asked_at < self._longest_wait_s():
                     continue
                 to_make = waited
-            own = set(to_make)
-            numbers = [number for number in missing if keys[number] in own]
+            claimed = set(to_make)
+            numbers = [number for number in missing if keys[number] in claimed]
             if numbers:
-                made = self._make_some(numbers, keys, block, reads, read_s, outage_s)
+                of_turn = self._make_some(numbers, keys, block, reads, read_s, outage_s)
                 if len(numbers) == len(block):
-                    return made
-                batches, bad_of_some, _ = made
+                    return of_turn
+                batches, bad_of_some, _ = of_turn
                 bad += bad_of_some
                 parts.add_made(dict(zip(numbers, batches, strict=True)))
             missing = [number for number in missing if number not in parts.batches]
@@ -217,7 +226,7 @@ class Recall:
         read_s: float,
         outage_s: float,
     ) -> Made:
-        """Make some micro-batches of a block, and keep them."""
+        """Make some micro-batches of a block, and keep them; those that the rank collects are only keys then."""
         share = len(numbers) / len(block)
         started = time.monotonic()
         finished = self._make(
@@ -227,10 +236,9 @@ class Recall:
             outage_s * share,
         )
         self._seconds_each = (time.monotonic() - started) / len(numbers)
-        self._keep([keys[number] for number in numbers], finished)
-        return finished
+        return self._kept([keys[number] for number in numbers], finished)
 
-    def _keep(self, keys: Sequence[bytes], of_block: Made) -> None:
+    def _kept(self, keys: Sequence[bytes], of_block: Made) -> Made:
         batches, bad, _ = of_block
         finished = dict[bytes, Stored]()
         dropped = list[bytes]()
@@ -241,20 +249,33 @@ class Recall:
                 dropped.append(key)
             else:
                 finished[key] = Stored.of(batch, bad)
-        self._cache.keep(finished, dropped, split in self.splits)
+        outlines = self._cache.keep(finished, dropped, split in self.splits)
+        if not outlines:
+            return of_block
+        collected = [
+            _collected(batch, key, outlines[key]) if key in outlines else batch
+            for key, batch in zip(keys, batches, strict=True)
+        ]
+        return collected, bad, {}
+
+
+def _collected(batch: MicroBatch, key: bytes, outline: Stored) -> MicroBatch:
+    """Return a new micro-batch without the fields that its rank collects."""
+    return replace(
+        batch, fields={}, memory_key=key, memory_bytes=outline.collected_bytes
+    )
 
 
 class _BlockParts:
     """The micro-batches of a block, in any order; each is copied into the block's memory when it comes.
 
     So micro-batches that a turn has made in its own memory leave that to the next turn, and it keeps no object of
-    the memory. A micro-batch that is handed over by its key is not copied: the block's memory has only the others.
+    the memory. The block's memory has only those whose fields the rank does not collect, one behind the other.
 
     Args:
         block: places of the micro-batches.
         keys: their keys, which differ.
         read_s: seconds that a reader spent on each.
-        hands_over: see `Recall`.
     """
 
     def __init__(
@@ -262,10 +283,8 @@ class _BlockParts:
         block: Sequence[MicroBatchId],
         keys: Sequence[bytes],
         read_s: float,
-        hands_over: bool,
     ) -> None:
         self.batches: dict[int, MicroBatch] = {}
-        self._hands_over = hands_over
         self._copied_numbers: list[int] = []
         self._block = block
         self._keys = keys
@@ -275,7 +294,9 @@ class _BlockParts:
     def add_made(self, batches: dict[int, MicroBatch]) -> None:
         """Add new micro-batches, by their numbers in the block."""
         for number, batch in batches.items():
-            self.batches[number] = self._copied(number, batch)
+            if not batch.memory_key:
+                batch = self._copied(number, batch)
+            self.batches[number] = batch
 
     def add_stored(self, batches: Mapping[bytes, Stored]) -> list[BadSample]:
         """Add remembered micro-batches, by their keys; return their bad samples."""
@@ -305,8 +326,6 @@ class _BlockParts:
         """Return the micro-batches of the whole block, and arrays by field of those that are copied, (n, B, …)."""
         batches = [self.batches[number] for number in range(len(self._block))]
         numbers = self._copied_numbers
-        if not self._hands_over:
-            return batches, self._arrays
         if numbers == sorted(numbers):
             rows: slice | np.ndarray = slice(len(numbers))
         else:
@@ -317,16 +336,11 @@ class _BlockParts:
         self, number: int, stored: Stored, work_s: float
     ) -> tuple[MicroBatch, list[BadSample]]:
         """Return a remembered micro-batch, and its bad samples, at its place."""
-        key = b""
-        if self._hands_over and not stored.bad:
-            is_large = stored.num_bytes >= LEAST_HANDED_OVER
-            key = self._keys[number] if is_large else b""
-        return stored.at(self._block[number], self._read_s, work_s, key)
+        return stored.at(self._block[number], self._read_s, work_s, self._keys[number])
 
     def _copied(self, number: int, batch: MicroBatch) -> MicroBatch:
         arrays = batch.arrays()
-        # where some are handed over, the others are copied one behind the other
-        row = len(self._copied_numbers) if self._hands_over else number
+        row = len(self._copied_numbers)
         self._copied_numbers.append(number)
         if len(self._copied_numbers) == 1:
             self._arrays = reused_arrays(
@@ -352,13 +366,15 @@ def recall_of(
     recipes: Recipes,
     stream: str,
     hands_over: bool = False,
+    ranks_folder: str = "",
 ) -> Recall | None:
     """Return the recall of a transform actor, whose thread keeps it up to date; None = nothing is remembered.
 
     Args:
         make, recipes: `block` of the stream's `MicroBatchMaker`, and `recipes` of its sample makers.
         stream: name that no other stream has.
-        hands_over: see `Recall`.
+        hands_over: see `ClusterMemory`.
+        ranks_folder: see `RememberedFiles`.
     """
     pool = spec.pool
     is_hasty = 0 < spec.transform.time_limit_s < _LEAST_LIMIT_S
@@ -367,13 +383,13 @@ def recall_of(
     contents = Contents(spec, recipes, stream)
     num_bytes = None if pool.remember_bytes == "auto" else pool.remember_bytes
     if pool.remember == "disk":
-        return _on_disk(spec, make, contents, num_bytes)
+        return _on_disk(spec, make, contents, num_bytes, ranks_folder)
     splits = _coming_back(spec, contents, least=2)
     content = contents.of_training()
     alike = Alike(content, stream) if content else None
     cluster = ClusterMemory(stream, num_bytes, content, hands_over)
     num_repeats = _num_repeats(spec, contents)
-    recall = Recall(make, contents, cluster, splits, num_repeats, hands_over)
+    recall = Recall(make, contents, cluster, splits, num_repeats)
     needs_memory = bool(splits) or num_repeats > 1
     if needs_memory or alike:
         threading.Thread(
@@ -386,7 +402,11 @@ def recall_of(
 
 
 def _on_disk(
-    spec: StreamSpec, make: Make, contents: Contents, num_bytes: int | None
+    spec: StreamSpec,
+    make: Make,
+    contents: Contents,
+    num_bytes: int | None,
+    ranks_folder: str,
 ) -> Recall | None:
     """Return the recall of files, for content without the user's code: later runs find it, too."""
     splits = frozenset(
@@ -398,7 +418,7 @@ def _on_disk(
     if not splits and num_repeats == 1:
         return None
     try:
-        files = RememberedFiles(num_bytes)
+        files = RememberedFiles(num_bytes, ranks_folder=ranks_folder)
     except OSError as error:
         logger.warning("nothing is remembered on disk: %s", error)
         return None

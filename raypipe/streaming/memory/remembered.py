@@ -8,7 +8,8 @@ A transform actor asks for the keys of its block. It gets the places of finished
 next few that nobody makes. It asks again for the remaining ones when it has made those, so that several actors
 share the work on a block, and one waits only where others make all that is missing. A claim ends when the
 micro-batch is made, or when its holder dies or takes too long: the keeper of the node watches its processes.
-To a rank the actor gives only the keys of finished micro-batches, and the rank collects them here without a copy.
+To a rank the actor gives only the keys of large ones, remembered or new, and the rank collects them here without
+a copy.
 All of it only saves time: if an object, a keeper or the memory itself is lost, the micro-batch is made again.
 
 The actors belong to the streams that use them: the memory ends itself, and the keepers, with the last of these.
@@ -21,8 +22,9 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ray
@@ -30,14 +32,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe import __version__
 from raypipe.rayext.processes import Process, started_at
+from raypipe.streaming.memory.stored import Stored
 
 NAMESPACE = "raypipe"
 # Others cannot read what this release writes.
 MEMORY = f"memory-{__version__}"
 CHECK_IN_S = 5.0
 """Seconds between two signs of life of an actor that uses the memory."""
-LEAST_HANDED_OVER = 256 << 10
-"""Bytes of a micro-batch that is handed over by its key: to copy less costs no more than the rank's question."""
 _LOST_S = 4 * CHECK_IN_S  # an actor is gone that was silent for so long
 _CLAIM_S = 30.0
 _KEPT_FOR = 6  # looks for a memory that is missing
@@ -77,22 +78,47 @@ class User(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a micro-batch is: its number in the list of an object."""
+    """Where a micro-batch is.
+
+    Attributes:
+        ref: reference to an object that is a list; None = only the rank needs it.
+        number: its number in the list.
+        outline: the parts for the transform actor, if its rank collects the micro-batch.
+    """
 
     ref: Any
     number: int
+    outline: Stored | None = None
 
 
-class Turn(NamedTuple):
+class Parcel(NamedTuple):
+    """Micro-batches that were made together, as their actor gives them to the memory.
+
+    Attributes:
+        keys: their keys, in the order of the object's list.
+        num_bytes: bytes of all.
+        comes_back: whether they are needed again for sure.
+        outlines: by key, of those that ranks may collect.
+        handed_over: keys of those that the actor's own rank is to collect.
+    """
+
+    keys: Sequence[bytes]
+    num_bytes: int
+    comes_back: bool = False
+    outlines: Mapping[bytes, Stored] = MappingProxyType({})
+    handed_over: Sequence[bytes] = ()
+
+
+class Reply(NamedTuple):
     """Reply to a transform actor that asks for micro-batches; others make those that are in neither list.
 
     Attributes:
-        found: places of finished ones, by key.
+        finished: places of finished ones, by key.
         to_make: keys that the actor is to make now.
         is_kept: whether there is room for them; if not, they are not claimed.
     """
 
-    found: dict[bytes, Found]
+    finished: dict[bytes, Found]
     to_make: list[bytes]
     is_kept: bool
 
@@ -110,10 +136,8 @@ class _Group:
     """Micro-batches that were made together, in one object."""
 
     ref: Any
-    keys: Sequence[bytes]
-    num_bytes: int
+    parcel: Parcel
     user: User
-    comes_back: bool
     used_at: float
     is_held: bool
     taken: set[str] = field(default_factory=set)  # names of streams
@@ -144,9 +168,9 @@ class Ledger:
         self._claims: dict[bytes, _Claim] = {}
         self._users: dict[str, tuple[User, float]] = {}  # name → last sign of life
         self._left: set[str] = set()  # streams
-        self._broken_off: dict[str, float] = {}  # stream → when its last user was gone
+        # Stream → when its last user was gone, or when it began and had none yet.
+        self._broken_off: dict[str, float] = {}
         self._rooms: dict[str, int] = {}  # node → its limit in bytes
-        self._used: dict[str, int] = {}
         self._seen: dict[str, float] = {}  # node → last sign of life of a user there
         self._num_groups = 0
 
@@ -170,67 +194,86 @@ class Ledger:
         self._seen[user.node] = now
         self._rooms[user.node] = room
         if is_full:
-            self._shrink(user.node, self._used.get(user.node, 0) // 2, _COMES_BACK)
+            self._shrink(user.node, self._num_bytes(user.node) // 2, _COMES_BACK)
+
+    def expect(self, stream: str, node: str) -> None:
+        """Note that a stream's actors will soon be users, and that its node may have a keeper."""
+        if stream not in self._left:
+            self._broken_off[stream] = self._clock()
+            self._seen.setdefault(node, self._clock())
 
     def ask(
         self,
         user: User,
         keys: Sequence[bytes],
-        most: int,
+        limit: int,
         num_bytes: int,
         comes_back: bool,
-    ) -> Turn:
+    ) -> Reply:
         """Return places of finished micro-batches, and claim some that nobody makes, for the user.
 
         Args:
-            most: claims that the user wants.
+            limit: most claims that the user wants.
             num_bytes: bytes of a micro-batch, about.
             comes_back: they are needed again for sure; others do not push them out.
         """
-        found = dict[bytes, Found]()
+        finished = dict[bytes, Found]()
         free = list[bytes]()
         for key in keys:
             if key in self._places:
-                found[key] = self._taken(user, key)
+                finished[key] = self._taken(user, key)
             elif not self._is_made_by_another(user, key):
                 free.append(key)
-        to_make = free[:most]
+        to_make = free[:limit]
         if not self._has_room(user, num_bytes * len(to_make), comes_back):
             # others cannot get them from this user, so they need not wait
-            return Turn(found, free, is_kept=False)
+            return Reply(finished, free, is_kept=False)
         now = self._clock()
         for key in to_make:
             self._claims[key] = _Claim(user, now, num_bytes)
-        return Turn(found, to_make, is_kept=True)
+        return Reply(finished, to_make, is_kept=True)
 
     def _taken(self, user: User, key: bytes) -> Found:
         number, row = self._places[key]
         group = self._groups[number]
         group.taken.add(user.stream)
-        if user.hands_over and group.num_bytes >= LEAST_HANDED_OVER * len(group.keys):
-            group.on_the_way.add((user.stream, key))
         group.used_at = self._clock()
         self._groups.move_to_end(number)
-        return Found(group.ref, row)
+        outline = group.parcel.outlines.get(key)
+        if outline is None or not user.hands_over:
+            return Found(group.ref, row)
+        group.on_the_way.add((user.stream, key))
+        return Found(None, row, outline)
 
     def collect(self, stream: str, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """Return the places of what was handed over to a rank of a stream; some may have been forgotten."""
-        found = dict[bytes, Found]()
+        locations = dict[bytes, Found]()
+        on_nodes = set[str]()
         for key in keys:
             if key in self._places:
                 number, row = self._places[key]
                 group = self._groups[number]
                 group.on_the_way.discard((stream, key))
-                found[key] = Found(group.ref, row)
-        return found
+                on_nodes.add(group.user.node)
+                locations[key] = Found(group.ref, row)
+        for node in on_nodes:
+            self._shrink(node, self._rooms.get(node, 0), _COMES_BACK)
+        return locations
+
+    def is_in_the_making(self, key: bytes) -> bool:
+        """Return whether somebody makes a micro-batch at this time."""
+        claim = self._claims.get(key)
+        if claim is None:
+            return False
+        now = self._clock()
+        _, seen = self._users.get(claim.user.name, (claim.user, claim.since))
+        return now - claim.since < _CLAIM_S and now - seen < _LOST_S
 
     def _is_made_by_another(self, user: User, key: bytes) -> bool:
         claim = self._claims.get(key)
         if claim is None or claim.user.name == user.name:
             return False
-        now = self._clock()
-        _, seen = self._users.get(claim.user.name, (claim.user, claim.since))
-        return now - claim.since < _CLAIM_S and now - seen < _LOST_S
+        return self.is_in_the_making(key)
 
     def _has_room(self, user: User, num_bytes: int, comes_back: bool) -> bool:
         """Return whether micro-batches fit with those in the making, after making room on the user's node."""
@@ -242,34 +285,33 @@ class Ledger:
         limit = self._rooms.get(user.node, 0) - claimed - num_bytes
         if limit >= 0:
             self._shrink(user.node, limit, _COMES_BACK if comes_back else _RECENT)
-        return self._used.get(user.node, 0) <= limit
+        return self._num_bytes(user.node) <= limit
 
-    def put(
-        self,
-        user: User,
-        keys: Sequence[bytes],
-        ref: Any,
-        num_bytes: int,
-        comes_back: bool,
-    ) -> None:
-        """Remember finished micro-batches, which are in one object, in the order of their keys."""
+    def put(self, user: User, parcel: Parcel, ref: Any) -> None:
+        """Remember finished micro-batches, which are in one object."""
+        keys = parcel.keys
         self.give_up(user, keys)
-        if any(key in self._places for key in keys) or user.stream in self._left:
+        if user.stream in self._left:
             return
-        if not self._has_room(user, num_bytes, comes_back):
+        if present := [key for key in keys if key in self._places]:
+            for key in set(present).intersection(parcel.handed_over):
+                self._taken(user, key)
+            return
+        num_bytes = parcel.num_bytes
+        if not self._has_room(user, num_bytes, parcel.comes_back):
             return
         self._num_groups += 1
         number = self._num_groups
         held = sum(
-            group.num_bytes
+            group.parcel.num_bytes
             for group in self._groups.values()
             if group.is_held and group.user.node == user.node
         )
         is_held = held + num_bytes <= _HELD_SHARE * self._rooms.get(user.node, 0)
-        group = _Group(ref, keys, num_bytes, user, comes_back, self._clock(), is_held)
+        group = _Group(ref, parcel, user, self._clock(), is_held)
         group.taken.add(user.stream)
+        group.on_the_way.update((user.stream, key) for key in parcel.handed_over)
         self._groups[number] = group
-        self._used[user.node] = self._used.get(user.node, 0) + num_bytes
         self._places |= {key: (number, row) for row, key in enumerate(keys)}
 
     def give_up(self, user: User, keys: Sequence[bytes]) -> None:
@@ -288,7 +330,7 @@ class Ledger:
 
     def lose_node(self, node: str) -> None:
         """Forget all objects of a node, and free the claims of its users, which may be dead."""
-        self._shrink(node, 0, _ON_THE_WAY)
+        self._shrink(node, -1, _ON_THE_WAY)
         for key, claim in list(self._claims.items()):
             if claim.user.node == node:
                 del self._claims[key]
@@ -320,7 +362,7 @@ class Ledger:
         ]
         for node in empty:
             self.lose_node(node)
-            for by_node in (self._seen, self._rooms, self._used):
+            for by_node in (self._seen, self._rooms):
                 by_node.pop(node, None)
         return empty
 
@@ -337,8 +379,22 @@ class Ledger:
 
     @property
     def used(self) -> dict[str, int]:
-        """Bytes that are remembered, by node."""
-        return {node: num_bytes for node, num_bytes in self._used.items() if num_bytes}
+        """Bytes that are remembered, by node, without those on their way to a rank."""
+        by_node = {node: self._num_bytes(node) for node in self._rooms}
+        return {node: num_bytes for node, num_bytes in by_node.items() if num_bytes}
+
+    def _num_bytes(self, node: str) -> int:
+        """Return the bytes that count for a node's limit: not those in flight, on their way to a rank."""
+        return sum(
+            group.parcel.num_bytes
+            for group in self._groups.values()
+            if group.user.node == node and not self._is_on_the_way(group)
+        )
+
+    def _is_on_the_way(self, group: _Group) -> bool:
+        if not group.on_the_way or self._clock() - group.used_at >= _COLLECT_S:
+            return False
+        return any(stream not in self._left for stream, _ in group.on_the_way)
 
     def _remove(self, user: User) -> None:
         self._users.pop(user.name, None)
@@ -353,9 +409,11 @@ class Ledger:
         """Forget what was used least recently on a node, until so few bytes are left.
 
         Args:
+            num_bytes: limit of those that are not on their way; -1 = forget all.
             most_valued: _SPENT to _ON_THE_WAY; micro-batches of a higher value stay.
         """
-        if self._used.get(node, 0) <= num_bytes:
+        left = self._num_bytes(node)
+        if left <= num_bytes:
             return
         alike: dict[str, set[str]] = {}
         for user, _ in self._users.values():
@@ -367,27 +425,26 @@ class Ledger:
         ]
         groups.sort(key=lambda group: group[0])
         for value, number in groups:
-            if value > most_valued or self._used[node] <= num_bytes:
+            if value > most_valued or left <= num_bytes:
                 return
+            if value < _ON_THE_WAY:
+                left -= self._groups[number].parcel.num_bytes
             self._forget(number)
 
     def _value(self, group: _Group, alike: dict[str, set[str]]) -> int:
-        age_s = self._clock() - group.used_at
-        if age_s < _COLLECT_S and any(
-            stream not in self._left for stream, _ in group.on_the_way
-        ):
+        if self._is_on_the_way(group):
             return _ON_THE_WAY
-        if group.comes_back and group.taken - self._left:
+        if group.parcel.comes_back and group.taken - self._left:
             return _COMES_BACK
         training = group.user.training
         if not training or alike.get(training, set()) <= group.taken:
             return _SPENT
+        age_s = self._clock() - group.used_at
         return _HELD if group.is_held and age_s < _HELD_S else _RECENT
 
     def _forget(self, number: int) -> None:
         group = self._groups.pop(number)
-        self._used[group.user.node] -= group.num_bytes
-        for key in group.keys:
+        for key in group.parcel.keys:
             self._places.pop(key, None)
 
 
@@ -408,8 +465,7 @@ class ClusterLedger:
         Args:
             keeper: handle of the keeper of the user's node; None = it is known.
         """
-        if self._tending is None:
-            self._tending = asyncio.create_task(self._tend())
+        self._begin_tending()
         self._ledger.check_in(user, room, is_full)
         watching = self._watching.get(user.node)
         if keeper is not None and (watching is None or watching.done()):
@@ -417,41 +473,56 @@ class ClusterLedger:
                 self._watch(user.node, keeper)
             )
 
+    async def expect(self, stream: str, node: str) -> None:
+        """See `Ledger.expect`."""
+        self._begin_tending()
+        self._ledger.expect(stream, node)
+
     async def ask(
         self,
         user: User,
         keys: Sequence[bytes],
-        most: int,
+        limit: int,
         num_bytes: int,
         comes_back: bool,
         wait_s: float,
-    ) -> Turn:
-        """See `Ledger.ask`; while others make all that is missing, wait until that changes, within a limit."""
+    ) -> Reply:
+        """See `Ledger.ask`; wait for what others make while nothing else is left to make, within a limit."""
         end = time.monotonic() + wait_s
         while True:
-            turn = self._ledger.ask(user, keys, most, num_bytes, comes_back)
+            reply = self._ledger.ask(user, keys, limit, num_bytes, comes_back)
             left_s = end - time.monotonic()
-            if turn.found or turn.to_make or left_s <= 0:
-                return turn
-            self._changed.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left_s)
+            if reply.to_make or len(reply.finished) == len(keys) or left_s <= 0:
+                return reply
+            await self._change(left_s)
 
-    async def put(
-        self,
-        user: User,
-        keys: Sequence[bytes],
-        refs: list[Any],
-        num_bytes: int,
-        comes_back: bool,
-    ) -> None:
+    async def _change(self, limit_s: float) -> None:
+        """Wait until the ledger has changed."""
+        self._changed.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), limit_s)
+
+    async def put(self, user: User, parcel: Parcel, refs: list[Any]) -> None:
         """See `Ledger.put`; the one reference is in a list, since Ray would replace it by its object."""
-        self._ledger.put(user, keys, refs[0], num_bytes, comes_back)
+        self._ledger.put(user, parcel, refs[0])
         self._changed.set()
 
-    async def collect(self, stream: str, keys: Sequence[bytes]) -> dict[bytes, Found]:
-        """See `Ledger.collect`."""
-        return self._ledger.collect(stream, keys)
+    async def collect(
+        self, stream: str, keys: Sequence[bytes], wait_s: float
+    ) -> dict[bytes, Found]:
+        """See `Ledger.collect`; wait for those that are on their way from an actor, within a limit."""
+        end = time.monotonic() + wait_s
+        while True:
+            locations = self._ledger.collect(stream, keys)
+            is_coming = any(
+                self._ledger.is_in_the_making(key)
+                for key in keys
+                if key not in locations
+            )
+            left_s = end - time.monotonic()
+            if not is_coming or left_s <= 0:
+                return locations
+            await self._change(left_s)
 
     async def give_up(self, user: User, keys: Sequence[bytes]) -> None:
         """See `Ledger.give_up`."""
@@ -480,6 +551,10 @@ class ClusterLedger:
         except ray.exceptions.RayError:
             self._ledger.lose_node(node)
             self._changed.set()
+
+    def _begin_tending(self) -> None:
+        if self._tending is None:
+            self._tending = asyncio.create_task(self._tend())
 
     async def _tend(self) -> None:
         while True:
@@ -510,17 +585,10 @@ class Keeper:
             num_missing = num_missing + 1 if is_missing else 0
         ray.kill(ray.get_runtime_context().current_actor)
 
-    def keep(
-        self,
-        user: User,
-        keys: Sequence[bytes],
-        batches: list[Any],
-        num_bytes: int,
-        comes_back: bool,
-    ) -> None:
+    def keep(self, user: User, parcel: Parcel, batches: list[Stored]) -> None:
         """Put finished micro-batches into the object store, and give their place to the memory."""
         for actor in _named(MEMORY):
-            actor.put.remote(user, keys, [ray.put(batches)], num_bytes, comes_back)
+            actor.put.remote(user, parcel, [ray.put(batches)])
 
     def watch(self, name: str, process: Process) -> None:
         """Watch the process of a user."""
@@ -552,6 +620,7 @@ def memory() -> Any:
         num_cpus=0,
         # On a worker node it would keep the autoscaler from ending the node.
         resources={"node:__internal_head__": 0.001},
+        scheduling_strategy="DEFAULT",  # not in a trial's placement group
         max_concurrency=1000,  # most of them wait
     )
     return actor.remote()
@@ -570,6 +639,13 @@ def keeper() -> Any:
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
     )
     return actor.remote()
+
+
+def start_memory(stream: str) -> None:
+    """Start the cluster's memory, if it is not there, for a stream whose actors are about to start."""
+    node = ray.get_runtime_context().get_node_id()
+    memory().expect.remote(stream, node)
+    keeper()
 
 
 def running_memory() -> Any:

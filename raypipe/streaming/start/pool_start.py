@@ -23,6 +23,7 @@ from raypipe.rayext.startup import Wait
 from raypipe.streaming.memory.alike import Alike
 from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.content import Contents
+from raypipe.streaming.memory.remembered import start_memory
 from raypipe.streaming.remake import copied
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.sample_makers import SampleMakers
@@ -129,23 +130,23 @@ class PoolStart:
 
     def reserve(self) -> None:
         """Tell the Supervisor, before the pool can begin, what this rank makes."""
-        if self._head:
+        pool = self._spec.pool
+        if pool.remember_bytes != 0 and pool.remember != "disk":
+            transforms = copied(self._spec.transforms)
+            recipes = SampleMakers(replace(self._spec, transforms=transforms)).recipes
             stream = stream_name(self.supervisor)
-            pool = self._spec.pool
-            if pool.remember_bytes != 0 and pool.remember != "disk":
-                transforms = copied(self._spec.transforms)
-                recipes = SampleMakers(
-                    replace(self._spec, transforms=transforms)
-                ).recipes
-                content = Contents(self._spec, recipes, stream).of_training()
-                self._alike = Alike(content, stream) if content else None
-            self._look_for_alike(self._head)
+            content = Contents(self._spec, recipes, stream).of_training()
+            self._alike = Alike(content, stream) if content else None
+        self._look_for_alike()
+        if self._head:
             self.supervisor.head_extends.remote(self._head.reserve())
 
-    def _look_for_alike(self, head: HeadStart) -> None:
-        """Keep the head start short where another stream of the cluster makes the same."""
+    def _look_for_alike(self) -> None:
+        """Where another stream of the cluster makes the same, keep the head start short, and start the memory."""
         if self._alike and self._alike.look():
-            head.be_brief()
+            if self._head:
+                self._head.be_brief()
+            start_memory(stream_name(self.supervisor))
             self._alike = None
 
     def run(self, connected: Callable[[Any, int], None]) -> None:
@@ -308,7 +309,7 @@ class PoolStart:
                 if self._is_left.wait(_LOOK_S) or not self._execution_lives():
                     return
                 if time.monotonic() - looked_at >= _LOOK_FOR_ALIKE_S:
-                    self._look_for_alike(head)
+                    self._look_for_alike()
                     looked_at = time.monotonic()
                 asked.append(self._ask(head))
                 answered, asked = ray.wait(asked, num_returns=len(asked), timeout=0)

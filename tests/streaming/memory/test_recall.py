@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.content import Contents
-from raypipe.streaming.memory.recall import Recall, _BlockParts, _num_repeats
+from raypipe.streaming.memory.recall import Recall, _BlockParts, _keep_up, _num_repeats
 from raypipe.streaming.memory.stored import Stored
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import batches_of, block_row
@@ -26,9 +28,16 @@ from pictures import CLASSES, picture  # isort: skip
 
 
 class Shelf:
-    """A memory: what is kept, what others make, and what comes of it at the second question."""
+    """A memory: what is kept, what others make, and what comes of it at the second question.
 
-    def __init__(self) -> None:
+    Args:
+        hands_over: whether the rank collects what is remembered.
+        num_new: and so many new ones.
+    """
+
+    def __init__(self, hands_over: bool = False, num_new: int = 0) -> None:
+        self.hands_over = hands_over
+        self.num_new = num_new
         self.kept = dict[bytes, Stored]()
         self.made_by_others = dict[bytes, Stored | None]()
         self.dropped = set[bytes]()
@@ -45,13 +54,18 @@ class Shelf:
         found = {key: self.kept[key] for key in keys if key in self.kept}
         free = [key for key in keys if key not in (found | self.made_by_others)]
         self.turns.append(len(free[:most]))
+        if self.hands_over:
+            found = {key: stored.outline() for key, stored in found.items()}
         return found, free[:most]
 
     def keep(
         self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
-    ) -> None:
+    ) -> dict[bytes, Stored]:
         self.kept |= finished
         self.dropped |= set(dropped)
+        collected = list(finished)[: self.num_new]
+        self.num_new -= len(collected)
+        return {key: finished[key].outline() for key in collected}
 
 
 def spec_of(bad: tuple[int, ...] = (), **transform: Any) -> StreamSpec:
@@ -162,20 +176,22 @@ def test_an_actor_that_shares_makes_a_few_at_a_time(
 
 
 @pytest.mark.parametrize("remembered", [[], [1, 4], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("num_new", [0, 2, 5])
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_what_is_handed_over_by_its_key_has_the_same_bits(
-    remembered: list[int], is_shared: bool, monkeypatch: pytest.MonkeyPatch
+    remembered: list[int],
+    num_new: int,
+    is_shared: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("raypipe.streaming.memory.recall._TURN_S", 0.0)
-    monkeypatch.setattr("raypipe.streaming.memory.recall.LEAST_HANDED_OVER", 0)
     spec = spec_of()
-    shelf = Shelf()
+    shelf = Shelf(hands_over=True)
     block = block_of("train", 0, 5)
     if remembered:
         recall(spec, shelf).block([block[number] for number in remembered])
-    maker = MicroBatchMaker(spec)
-    contents = Contents(spec, maker.sample_makers.recipes, "s")
-    recalled = Recall(maker.block, contents, shelf, frozenset(), hands_over=True)
+    shelf.num_new = num_new
+    recalled = recall(spec, shelf)
     recalled.is_shared = is_shared
     batches, _, arrays = recalled.block(block)
     row = block_row(batches, arrays)
@@ -187,16 +203,18 @@ def test_what_is_handed_over_by_its_key_has_the_same_bits(
 
     found = [batch_digest(batch) for batch in batches_of(row, collect)]
     assert found == expected(spec, block)[0]
-    assert collected == [block[number] for number in remembered]
+    new = [number for number in range(5) if number not in remembered]
+    numbers = sorted(remembered + new[:num_new])
+    assert collected == [block[number] for number in numbers]
     of_pixels = sum(array.nbytes for array in row.values() if array.ndim > 4)
-    assert of_pixels == (5 - len(remembered)) * 4 * 16 * 16 * 3
+    assert of_pixels == (5 - len(numbers)) * 4 * 16 * 16 * 3
 
 
 def test_made_ones_that_come_out_of_order_are_put_in_order() -> None:
     spec = spec_of()
     block = block_of("train", 0, 5)
     made = dict(enumerate(MicroBatchMaker(spec).block(block)[0]))
-    parts = _BlockParts(block, [bytes([n]) for n in range(5)], 0.0, hands_over=True)
+    parts = _BlockParts(block, [bytes([n]) for n in range(5)], 0.0)
     for number in (3, 0, 4, 1, 2):
         parts.add_made({number: made[number]})
     row = block_row(*parts.in_order())
@@ -221,7 +239,7 @@ def test_what_was_forgotten_on_the_way_is_made_by_the_rank(
 
 def test_parts_of_different_shapes_come_together() -> None:
     spec = spec_of()
-    parts = _BlockParts(block_of("train", 0, 2), [b"0", b"1"], 0.0, hands_over=False)
+    parts = _BlockParts(block_of("train", 0, 2), [b"0", b"1"], 0.0)
     first, second = (
         MicroBatchMaker(spec).make(at)[0] for at in block_of("train", 0, 2)
     )
@@ -258,6 +276,27 @@ def test_a_stream_that_shares_nothing_is_asked_for_no_key() -> None:
     assert not recalled.wants(block_of("train", 0))
     recalled.is_shared = True
     assert recalled.wants(block_of("train", 0))
+
+
+@pytest.mark.parametrize(
+    ("is_alike", "needs_memory", "num_calls"),
+    [(False, False, 0), (True, False, 1), (False, True, 1), (True, True, 1)],
+)
+def test_a_stream_like_no_other_never_calls_the_memory(
+    is_alike: bool,
+    needs_memory: bool,
+    num_calls: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recalled = recall(spec_of(), Shelf())
+    calls = list[str]()
+    cluster: Any = SimpleNamespace(check_in=lambda: calls.append("check in"))
+    alike: Any = SimpleNamespace(look=lambda: is_alike)
+    looks = iter(range(3))  # one in a second
+    monkeypatch.setattr(time, "sleep", lambda _: next(looks))
+    with pytest.raises(StopIteration):
+        _keep_up(recalled, cluster, alike, needs_memory)
+    assert len(calls) == num_calls and recalled.is_shared == is_alike
 
 
 def repeated(bad: tuple[int, ...] = (), train: str = "center") -> tuple[Any, Any]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from raypipe.streaming.memory.remembered import (
-    LEAST_HANDED_OVER,
-    Found,
-    Ledger,
-    Turn,
-    User,
-)
+from raypipe.streaming.memory.remembered import Found, Ledger, Parcel, Reply, User
+from raypipe.streaming.memory.stored import Stored
 
 A = b"a"
 B = b"b"
 C = b"c"
 ROOM = 100
+OUTLINE = Stored(np.zeros(1, np.int64), np.ones(1, np.float32), {}, [], 10)
 
 
 class Cluster:
@@ -39,21 +36,26 @@ class Cluster:
         return user
 
     def put(
-        self, user: User, key: bytes, num_bytes: int = 10, comes_back: bool = False
+        self,
+        user: User,
+        key: bytes,
+        num_bytes: int = 10,
+        comes_back: bool = False,
     ) -> bool:
         if not self.ledger.ask(user, [key], 1, num_bytes, comes_back).is_kept:
             return False
-        self.ledger.put(user, [key], f"object {key!r}", num_bytes, comes_back)
-        return key in self.ledger.ask(user, [key], 0, 0, False).found
+        parcel = Parcel([key], num_bytes, comes_back, {key: OUTLINE})
+        self.ledger.put(user, parcel, f"object {key!r}")
+        return key in self.ledger.ask(user, [key], 0, 0, False).finished
 
-    def ask(self, user: User, *keys: bytes, most: int = 9) -> Turn:
+    def ask(self, user: User, *keys: bytes, most: int = 9) -> Reply:
         return self.ledger.ask(user, keys, most, 0, comes_back=False)
 
     def is_mine(self, user: User, key: bytes) -> bool:
         return self.ask(user, key).to_make == [key]
 
     def has(self, user: User, key: bytes) -> bool:
-        found = self.ask(user, key).found
+        found = self.ask(user, key).finished
         self.ledger.give_up(user, [key])
         return key in found
 
@@ -66,12 +68,12 @@ def cluster() -> Cluster:
 def test_one_makes_what_others_wait_for_and_all_find_it(cluster: Cluster) -> None:
     first, second = cluster.user("first"), cluster.user("second", "n2")
     assert cluster.ask(first, A, B).to_make == [A, B]
-    assert cluster.ask(second, A, C) == Turn({}, [C], is_kept=True)
-    assert cluster.ask(second, A) == Turn({}, [], is_kept=True)
+    assert cluster.ask(second, A, C) == Reply({}, [C], is_kept=True)
+    assert cluster.ask(second, A) == Reply({}, [], is_kept=True)
     assert cluster.is_mine(first, A)  # its own claim
-    cluster.ledger.put(first, [A, B], "object", 20, False)
+    cluster.ledger.put(first, Parcel([A, B], 20), "object")
     found = {A: Found("object", 0), B: Found("object", 1)}
-    assert cluster.ask(second, B, A) == Turn(found, [], is_kept=True)
+    assert cluster.ask(second, B, A) == Reply(found, [], is_kept=True)
     assert cluster.ledger.used == {"n1": 20}
 
 
@@ -139,7 +141,7 @@ def test_what_is_in_the_making_has_its_room(cluster: Cluster) -> None:
     assert cluster.ledger.ask(first, [A, B], 9, 40, False).is_kept
     # no room beside these: it makes C, and others do not wait for it
     refused = cluster.ledger.ask(second, [A, C], 9, 40, False)
-    assert refused == Turn({}, [C], is_kept=False)
+    assert refused == Reply({}, [C], is_kept=False)
     assert cluster.is_mine(first, C)
     cluster.ledger.give_up(first, [B, C])
     assert cluster.ledger.ask(second, [A, C], 9, 40, False).is_kept
@@ -156,12 +158,12 @@ def test_half_of_the_room_is_for_a_stream_alike_that_is_behind(
     for key in (A, B, C):
         assert cluster.put(ahead, key, 10)
     # the first half is held, and of the rest the least recently used goes
-    assert list(cluster.ask(behind, *keys, most=0).found) == [*keys[:5], *keys[7:]]
+    assert list(cluster.ask(behind, *keys, most=0).finished) == [*keys[:5], *keys[7:]]
     for key in (b"d", b"e", b"f", b"g", b"h"):
         # both have taken these: they make room, and the next ones are held
         assert cluster.put(ahead, key, 10)
-    assert not cluster.ask(behind, *keys[:5], most=0).found
-    assert len(cluster.ask(behind, A, B, C, b"d", b"h", most=0).found) == 5
+    assert not cluster.ask(behind, *keys[:5], most=0).finished
+    assert len(cluster.ask(behind, A, B, C, b"d", b"h", most=0).finished) == 5
 
 
 def test_what_is_held_for_a_stream_that_never_comes_goes(cluster: Cluster) -> None:
@@ -174,7 +176,7 @@ def test_what_is_held_for_a_stream_that_never_comes_goes(cluster: Cluster) -> No
         cluster.ledger.check_in(ahead, ROOM)
         cluster.ledger.check_in(behind, ROOM)
     assert cluster.put(ahead, b"d", 50) and cluster.put(ahead, b"e", 50)
-    assert cluster.ask(behind, A, C, most=0).found == {}
+    assert cluster.ask(behind, A, C, most=0).finished == {}
 
 
 def test_the_least_recently_used_go_first_and_validations_last(
@@ -259,6 +261,23 @@ def test_a_killed_stream_finds_all_when_it_is_resumed(
     assert not cluster.ledger.leave("t")
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_memory_waits_for_a_stream_that_is_about_to_start(
+    cluster: Cluster, comes: bool
+) -> None:
+    cluster.ledger.expect("s", "n1")
+    assert cluster.ledger.is_needed and cluster.ledger.nodes == ["n1"]
+    if comes:
+        cluster.now += 59
+        user = cluster.user("first", stream="s")
+        assert cluster.ledger.is_needed and cluster.put(user, A)
+        assert not cluster.ledger.leave("s")
+        cluster.ledger.expect("s", "n1")  # a message that was late
+    else:
+        cluster.now += 61
+    assert not cluster.ledger.is_needed
+
+
 def test_a_killed_stream_is_gone_when_nobody_resumes_it(cluster: Cluster) -> None:
     cluster.user("killed", stream="s")
     cluster.now += 20
@@ -286,7 +305,7 @@ def test_a_validation_that_only_ended_streams_used_goes_first(cluster: Cluster) 
 
 def test_a_lost_object_is_forgotten_with_all_of_its_node(cluster: Cluster) -> None:
     here, there = cluster.user("here"), cluster.user("there", "n2")
-    cluster.ledger.put(here, [A, B], "object", 20, False)
+    cluster.ledger.put(here, Parcel([A, B], 20), "object")
     assert cluster.put(here, b"d", comes_back=True) and cluster.put(there, C)
     cluster.ledger.lost([B, b"unknown"])
     assert cluster.ask(here, A, B, b"d").to_make == [A, B, b"d"]
@@ -296,39 +315,64 @@ def test_a_lost_object_is_forgotten_with_all_of_its_node(cluster: Cluster) -> No
 def test_the_second_of_two_that_made_the_same_is_not_kept(cluster: Cluster) -> None:
     first, second = cluster.user("first"), cluster.user("second")
     assert cluster.put(first, A)
-    cluster.ledger.put(second, [A], "another object", 10, comes_back=False)
-    assert cluster.ask(second, A).found == {A: Found("object b'a'", 0)}
+    cluster.ledger.put(second, Parcel([A], 10), "another object")
+    assert cluster.ask(second, A).finished == {A: Found("object b'a'", 0)}
     assert cluster.ledger.used == {"n1": 10}
 
 
 def test_what_is_on_its_way_to_a_rank_stays_until_that_has_it(cluster: Cluster) -> None:
-    size = LEAST_HANDED_OVER
     maker = cluster.user("maker")
     trial = cluster.user("trial")._replace(hands_over=True)
     for user in (maker, trial):
-        cluster.ledger.check_in(user, 2 * size)
+        cluster.ledger.check_in(user, 20)
     for key in (A, B):
-        assert cluster.put(maker, key, size)
-    assert A in cluster.ask(trial, A).found
-    # only the other one makes room
-    assert cluster.put(maker, C, size)
+        assert cluster.put(maker, key)
+    # the actor gets what it needs, and no reference
+    assert cluster.ask(trial, A).finished == {A: Found(None, 0, OUTLINE)}
+    # it does not count for the limit, and only the other one makes room
+    assert cluster.ledger.used == {"n1": 10}
+    for key in (C, b"d"):
+        assert cluster.put(maker, key)
     assert cluster.has(maker, A) and not cluster.has(maker, B)
+    assert cluster.ledger.used == {"n1": 20}
     assert cluster.ledger.collect(trial.stream, [A, B]) == {A: Found("object b'a'", 0)}
+    # now it counts, and the one that was used longest ago makes room
+    assert cluster.ledger.used == {"n1": 20}
     for key in (B, C):
-        assert cluster.put(maker, key, size)
+        assert cluster.put(maker, key)
     assert not cluster.has(maker, A)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_an_actor_made_stays_until_its_own_rank_has_it(
+    cluster: Cluster, is_known: bool
+) -> None:
+    other = cluster.user("other")
+    maker = cluster.user("maker")._replace(hands_over=True)
+    assert cluster.ask(maker, A).to_make == [A]
+    if is_known:  # another one was faster
+        cluster.ledger.put(other, Parcel([A], 10, outlines={A: OUTLINE}), "object")
+    assert cluster.ledger.is_in_the_making(A) and not cluster.ledger.is_in_the_making(B)
+    parcel = Parcel([A], 10, outlines={A: OUTLINE}, handed_over=[A])
+    cluster.ledger.put(maker, parcel, "object")
+    assert not cluster.ledger.is_in_the_making(A)
+    cluster.ledger.check_in(other, 10)
+    assert cluster.put(other, B) and cluster.put(other, C)
+    assert cluster.ledger.collect(maker.stream, [A]) == {A: Found("object", 0)}
+    assert cluster.put(other, B) and not cluster.has(other, A)
 
 
 @pytest.mark.parametrize("ends", ["time", "stream", "node"])
 def test_what_no_rank_collects_goes(cluster: Cluster, ends: str) -> None:
-    size = LEAST_HANDED_OVER
     maker = cluster.user("maker")
     trial = cluster.user("trial")._replace(hands_over=True)
     for user in (maker, trial):
-        cluster.ledger.check_in(user, size)
-    assert cluster.put(maker, A, size)
-    assert A in cluster.ask(trial, A).found
-    assert not cluster.put(maker, B, size)
+        cluster.ledger.check_in(user, 10)
+    assert cluster.put(maker, A)
+    assert A in cluster.ask(trial, A).finished
+    assert cluster.put(maker, B) and cluster.put(maker, C)
+    assert cluster.has(maker, A)
+    cluster.now += 1
     if ends == "time":
         cluster.now += 3600
     elif ends == "stream":
@@ -336,6 +380,6 @@ def test_what_no_rank_collects_goes(cluster: Cluster, ends: str) -> None:
     else:
         cluster.ledger.lose_node("n1")
         assert not cluster.ledger.used
-    cluster.ledger.check_in(maker, size)
-    assert cluster.put(maker, B, size)
+    cluster.ledger.check_in(maker, 10)
+    assert cluster.put(maker, B)
     assert not cluster.ledger.collect(trial.stream, [A])

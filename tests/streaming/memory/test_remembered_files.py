@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.bad_samples import BadSample
-from raypipe.streaming.memory.remembered_files import RememberedFiles
+from raypipe.streaming.memory.remembered_files import RememberedFiles, _name
 from raypipe.streaming.memory.stored import Stored
 from raypipe.transform.fields import Ragged
 
@@ -57,6 +58,41 @@ def test_another_process_finds_all_fields_and_bad_samples(tmp_path: Path) -> Non
     found, missing = RememberedFiles(folder=tmp_path).find(KEYS[:2], 1, True)
     assert missing == KEYS[1:2]
     assert list(found) == KEYS[:1] and same(found[KEYS[0]], stored(bad=(BAD,)))
+
+
+def large() -> Stored:
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 512, 512, 3), np.uint8)
+    return Stored(np.array([4, 7]), np.ones(2, np.float32), {"image": pixels}, [])
+
+
+def test_an_actor_whose_ranks_have_its_folder_reads_only_heads(tmp_path: Path) -> None:
+    ranks_files = RememberedFiles(folder=tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    name = _name(tmp_path)
+    assert name == _name(tmp_path) != _name(tmp_path / "elsewhere")
+    files = RememberedFiles(folder=tmp_path, ranks_folder=name)
+    made = {KEYS[0]: large(), KEYS[1]: stored(), KEYS[2]: replace(large(), bad=[BAD])}
+    handed_over = files.keep(made, [], comes_back=True)
+    found = found_in(files)
+    assert list(handed_over) == [KEYS[0]] and list(found) == KEYS[:3]
+    for outline in (handed_over[KEYS[0]], found[KEYS[0]]):
+        assert not outline.fields and outline.collected_bytes >= 2 * 512 * 512 * 3
+        assert np.array_equal(outline.index, [4, 7]) and outline.weight.tolist() == [
+            1,
+            1,
+        ]
+    assert all(same(found[key], made[key]) for key in KEYS[1:3])
+    assert same(found_in(ranks_files)[KEYS[0]], large())
+    others = RememberedFiles(folder=tmp_path, ranks_folder="of another machine")
+    assert same(found_in(others)[KEYS[0]], large())
+    path = tmp_path / KEYS[0].hex()
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    assert KEYS[0] in found_in(files)
+    assert KEYS[0] not in found_in(ranks_files) and not path.exists()
+    path.write_bytes(content[:-4096])
+    assert KEYS[0] not in found_in(files) and not path.exists()
 
 
 def test_training_that_never_comes_back_is_not_written(tmp_path: Path) -> None:

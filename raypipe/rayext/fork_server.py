@@ -16,7 +16,7 @@ Generators of random numbers are those of a new process: Python's and NumPy's ar
 equal states would give different objects one id, is not used before; the server tries that out before it serves.
 
 A process can be forked while no thread holds a lock: this one has a single thread of Python's, and the libraries
-that start threads of their own when they are imported (OpenBLAS, Arrow's allocator) end or renew them in a fork.
+that start threads when they are imported (OpenBLAS, Arrow's allocator) end or renew them in a fork.
 It makes no use of CUDA, which a fork cannot continue. If anything fails, workers start by Ray's own command.
 
 It ends with the driver or with the raylet.
@@ -237,7 +237,7 @@ def serve(listener: socket.socket, driver: int) -> _Request | None:
         driver: file that ends with the driver.
     """
     if threading.active_count() > 1 or not _ids_differ():
-        # a module has done what forks cannot share
+        # a module has started a thread or drawn an id
         return None
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
     ends = [driver]

@@ -525,7 +525,8 @@ class PoolConfig(Section, prefix="pool."):
         micro_batches_per_block: micro-batches that Ray moves at a time; 0 = chosen by their size and time.
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
         reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto":
-            "separate" for stores in groups, else "actors".
+            "separate" for stores in groups, else "actors". Groups of tars stay in a node's cache, so on a
+            cluster of one machine, which raypipe has started, the actors read these themselves.
         head_start: micro-batches that each rank makes itself, in a thread, while Ray and the pool start: -1 =
             until the pool is ready; 0 = none. It changes when the first batch comes, and no batch.
         stall_timeout_s: the run ends after this many seconds in which a trainer waited and no micro-batch was

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from local_head import RAY_ON_THIS_MACHINE
@@ -26,6 +27,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A test may import Albumentations before raypipe sets this, and there may be no network.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
+if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 8 << 30:
+    # A disk is waited for at each commit of a store, for minutes where other programs write. With the retention
+    # that pyproject.toml has, little is there at a time.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
+# What hundreds of processes import is compiled once, and not in each of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # All are read when Ray is imported. Metrics are exported every 10 s by default.
 os.environ |= {"RAY_metrics_report_interval_ms": "2000", **RAY_ON_THIS_MACHINE}
 
@@ -37,6 +46,8 @@ from pictures import CLASSES, samples
 from tiers import pytest_addoption, pytest_configure, select  # noqa: F401  the first two are hooks
 
 from raypipe.stores.destination import write_atomically
+
+sys.dont_write_bytecode = False
 
 # on a busy machine an example may take seconds
 hypothesis.settings.register_profile("any pace", deadline=None)
@@ -126,26 +137,33 @@ def cuda_or_pretended() -> Iterator[None]:
     assert not cuda.errors
 
 
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """A local cluster of 4 logical CPUs and a small object store."""
+@pytest.fixture(scope="module")
+def ray_cluster() -> None:
+    """A local cluster of 4 logical CPUs and a small object store: one for all modules that follow each other."""
     import ray
 
     from raypipe.rayext.cluster import connect
 
-    connect(num_cpus=4, object_store_bytes=300 << 20)
-    yield
-    ray.shutdown()
+    if not ray.is_initialized():
+        connect(num_cpus=4, object_store_bytes=300 << 20)
 
 
-@pytest.fixture(autouse=True)
-def no_cluster_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ray that a test started for itself alone, as a command in this process does, is not the next test's."""
-    yield
-    if _group(request.node) == _OWN and "ray" in sys.modules:
-        import ray
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """The shared cluster ends with its last test: an idle one takes a tenth of a core. Ray that a test started for
+    itself alone, as a command in this process does, is not the next test's.
+    """
+    try:
+        yield
+    finally:
+        is_last = nextitem is None or _group(nextitem) not in _SHARED
+        group = _group(item)
+        if (group == _OWN or (group in _SHARED and is_last)) and "ray" in sys.modules:
+            import ray
 
-        ray.shutdown()
+            ray.shutdown()
 
 
 @pytest.fixture

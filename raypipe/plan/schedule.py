@@ -388,6 +388,22 @@ class Plan:
                 )
             first = max(0, first - len(numbers))
 
+    def later(self, micro_batch: MicroBatchId, num: int) -> MicroBatchId | None:
+        """Return the micro-batch that the schedule has so many after one of its own; None = it ends before."""
+        if self.single:
+            cursor = self.start()
+            begin = self.single
+        elif micro_batch.split == "train":
+            cursor = self.cursor(micro_batch.epoch, 0)
+            begin = self.training_of(micro_batch.epoch)
+        else:
+            cursor = self.cursor(micro_batch.epoch, self.steps_per_epoch)
+            begin = Segment("val", micro_batch.epoch, 0, self.val_steps)
+        num_before = begin.number_of(micro_batch.step)
+        assert num_before is not None, f"{micro_batch} is not in the schedule"
+        number = num_before * self.config.per_step + micro_batch.micro
+        return next(self.micro_batches(cursor, number + num), None)
+
     def num_micro_batches(self, cursor: Cursor) -> int:
         """Count the micro-batches from a cursor on."""
         steps = sum(segment.num_delivered for segment in self.segments(cursor))

@@ -252,6 +252,11 @@ class FileStore(ABC, Generic[C]):
         contents = self._contents
         return hasattr(contents, "is_at_hand") and contents.is_at_hand(indices, columns)
 
+    @property
+    def keeps_groups(self) -> bool:
+        """See the function `keeps_groups`."""
+        return hasattr(self._contents, "is_at_hand")
+
     def close(self) -> None:
         self._opened = None
 
@@ -289,6 +294,14 @@ def is_at_hand(store: Store, indices: np.ndarray, columns: tuple[str, ...]) -> b
     if hasattr(store, "is_at_hand"):
         return store.is_at_hand(indices, columns)
     return not is_remote(store.address)
+
+
+def keeps_groups(store: Store) -> bool:
+    """Return whether the groups that are fetched for samples are on the node's disk, for all of its processes.
+
+    Then each can read its own samples. Groups that are decoded as a whole, as of Parquet, are not on disk.
+    """
+    return getattr(store, "keeps_groups", False)
 
 
 def is_class(store: Store) -> bool:

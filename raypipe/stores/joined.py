@@ -25,6 +25,7 @@ from raypipe.stores.base import (
     check_indices,
     is_at_hand,
     join_fingerprints,
+    keeps_groups,
     name_of,
     part_of,
 )
@@ -140,6 +141,13 @@ class JoinedStore:
                 stores[number], indices[positions] - self.offsets[number], columns
             )
             for number, positions in by_part(indices, self.offsets)
+        )
+
+    @property
+    def keeps_groups(self) -> bool:
+        """See `raypipe.stores.base.keeps_groups`."""
+        return all(
+            store.groups is None or keeps_groups(store) for store in self.parts.values()
         )
 
     def close(self) -> None:

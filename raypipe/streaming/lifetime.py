@@ -28,7 +28,7 @@ class HostStream(NamedTuple):
     Attributes:
         batches: the micro-batches.
         actors: most transform actors of the pool, if this rank knows it yet.
-        readers: number of readers at one time; 0 = the actors read the store.
+        readers: returns the number of readers at one time, once Ray runs; 0 = the actors read the store.
         stop: function that makes a thread that waits for a batch leave it.
         draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
             consumer's.
@@ -48,7 +48,7 @@ class HostStream(NamedTuple):
     batches: Iterator[MicroBatch]
     draws_globally: bool = False
     actors: int = 0
-    readers: int = 0
+    readers: Callable[[], int] = lambda: 0
     stop: Callable[[], None] = lambda: None
     end: Callable[[], object] = lambda: None
     starts: Callable[[Callable[[Any, int], None]], None] | None = None

@@ -99,12 +99,13 @@ def block_dataset(
     supervisor.pool_planned.remote(
         actors * pool.cpus_per_actor, pool.min_actors * pool.cpus_per_actor
     )
+    readers = spec.readers(is_local())
     fixed, per_actor, largest = pool.blocks_for(world_size, actors)
     settings = Settings(
         pool,
         fixed,
         per_actor,
-        bool(spec.readers()),
+        bool(readers),
         supervisor,
         world_size,
         spec.run,
@@ -121,7 +122,7 @@ def block_dataset(
     source = MicroBatchSource(
         spec.plan,
         cursor,
-        spec.readers(),
+        readers,
         supervisor,
         spec.wanted,
         ranks=world_size,

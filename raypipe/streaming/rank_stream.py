@@ -118,6 +118,7 @@ class RankStream:
             self.supervisor = supervisor
             self._start_images = start_images * actors
             self._metrics.actors = actors
+            self._metrics.readers = host.readers()
             waited_s = self._metrics.run_log.waited_s
             watchdog = SupervisorWatchdog(supervisor, self._rank, waited_s)
             watchdog.start()
@@ -143,7 +144,6 @@ class RankStream:
         self.has_begun = host.has_begun
         self.supervisor = None
         self._metrics.actors = host.actors
-        self._metrics.readers = host.readers
 
     def check(self) -> None:
         """Raise an error if the stream was not opened, or has ended for good."""

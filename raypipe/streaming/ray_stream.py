@@ -21,6 +21,7 @@ from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.allocation import check_own, cluster_resources, preflight
 from raypipe.rayext.cluster import keep_sigterm
+from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
@@ -131,7 +132,7 @@ class RayStreams:
             stop=pool.leave,
             end=pool.end,
             actors=self._max_actors or 0,
-            readers=int("train" in self._spec.readers()),
+            readers=lambda: int("train" in self._spec.readers(is_local())),
             start_images=_START_IMAGES,
             moves=moves,
             starts=pool.run,

@@ -16,7 +16,7 @@ from raypipe.mistakes import Unlike
 from raypipe.packages import versions
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, keeps_groups
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 from raypipe.transform.device_input import DeviceInput
 from raypipe.transform.ending import Ending
@@ -91,13 +91,18 @@ class StreamSpec(
             self.transform.decode_as == "array",
         )
 
-    def readers(self) -> dict[Split, Store]:
-        """The stores that the read stage reads; the actors read the others themselves."""
+    def readers(self, is_one_machine: bool = False) -> dict[Split, Store]:
+        """The stores that the read stage reads; the actors read the others themselves.
+
+        Args:
+            is_one_machine: whether all actors are on one machine: what one fetches into its cache, all have.
+        """
         if self.pool.reader == "auto":
             return {
                 split: store
                 for split, store in self.stores.items()
                 if store.groups is not None
+                and not (is_one_machine and keeps_groups(store))
             }
         if self.pool.reader == "separate":
             return dict(self.stores)

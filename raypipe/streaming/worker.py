@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import math
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,7 @@ from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.recall import Recall, recall_of
+from raypipe.streaming.read_ahead import ReadAhead
 from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import NO_ORDERS, Orders, stream_name
@@ -74,6 +76,7 @@ class TransformWorker:
         configure_logs(spec.log_format, run=spec.run)
         self._maker = MicroBatchMaker(spec, self._read)
         self._metrics = Recorder(spec.run)
+        self._read_ahead = ReadAhead(spec.plan, spec.stores, spec.wanted)
         self._guard = Guard(supervisor, spec.transform.time_limit_s)
         if differing := differences(spec.versions):
             supervisor.packages_differ.remote(
@@ -163,6 +166,7 @@ class TransformWorker:
         """Read samples for the maker. In a careful block they come one by one, and each is announced first: to
         read it may be what kills."""
         if not self._orders.careful:
+            self._read_ahead.begin(position)
             return self._maker.read_store(position, indices)
         for index in indices[indices != PADDING].tolist():
             self._guard.announce(position, index)
@@ -234,6 +238,9 @@ class Guard:
             ray.actor.exit_actor()
         self._wary = _WARY_FOR if restarted else 0
         self._watched_at = -math.inf
+        # A thread that reads ahead reports progress, too, and must not start the clock of a block that has ended.
+        self._lock = threading.Lock()
+        self._is_in_block = False
 
     @contextlib.contextmanager
     def block(self, block: Block) -> Iterator[Orders]:
@@ -253,12 +260,15 @@ class Guard:
                 raise ResourceError(orders.error)
         # to fetch a shard may take longer than any transform
         retries.on_progress.append(self._watch)
+        self._is_in_block = True
         try:
             yield orders
         finally:
             retries.on_progress.remove(self._watch)
-            faulthandler.cancel_dump_traceback_later()
-            self._watched_at = -math.inf
+            with self._lock:
+                self._is_in_block = False
+                faulthandler.cancel_dump_traceback_later()
+                self._watched_at = -math.inf
         if orders.careful:
             ray.get(self._supervisor.block_finished.remote(self._actor))
 
@@ -270,6 +280,11 @@ class Guard:
         self._watch()
 
     def _watch(self) -> None:
+        with self._lock:
+            if self._is_in_block:
+                self._start_clock()
+
+    def _start_clock(self) -> None:
         # A thread of C's: it works while a transform holds the interpreter, and shows where that was. To start it
         # takes as long as some tiny images, so it is started again only now and then, and waits that much longer.
         now = time.monotonic()

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 from documented import ROOT
+from s3_server import environment
 from small_runs import parse_run
 
 import raypipe
@@ -152,6 +153,9 @@ def test_a_usage_line_and_two_examples_parse(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    # An address of a store or a run is looked at: a bucket of AWS's is a request, six seconds without a network.
+    for variable, value in environment("http://127.0.0.1:9").items():
+        monkeypatch.setenv(variable, value)
     (tmp_path / "run.yaml").write_text("plan: {epochs: 3}\n")
     (tmp_path / "runs/20261121-104600-3fa2").mkdir(parents=True)
     (tmp_path / "runs/20261121-104600-3fa2/config.yaml").write_text(CONFIG_HEAD)

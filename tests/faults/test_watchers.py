@@ -5,6 +5,7 @@ docs/failures.md has the table: who notices, after how many seconds, and what ha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -260,69 +261,76 @@ def test_a_stopped_driver_leaves_the_run_going_and_then_takes_its_signal(
     assert run.ends() == os.EX_TEMPFAIL, "".join(run.lines[-40:])
 
 
-@pytest.mark.system
-@pytest.mark.cluster
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (signal.SIGSTOP, "has not answered for"),
-        (signal.SIGKILL, "is gone, and refuses connections, for"),
-    ],
-    ids=["frozen", "killed"],
-)
-def test_a_lost_head_is_told_and_ends_the_run_at_its_limit(
-    number: int, said: str, tmp_path: Path, ray_folder: str
-) -> None:
-    limit = ["--pool.stall_timeout_s=25"] if number == signal.SIGSTOP else []
-    run = Run(
-        tmp_path,
-        ray_folder,
-        *limit,
-        environment={"RAY_gcs_rpc_server_reconnect_timeout_s": "50"},
-    )
-    try:
-        run.until(lambda: run.step > 0, "its first steps")
-        run.hurts("gcs_server", number)
-        run.until(
-            lambda: run.said(
-                f"the head of the Ray cluster {said} 1. s; the run ends in"
-            ),
-            "a line",
-        )
-        assert run.ends() == 1
-        ended = f"{said} .*: restart the cluster, then continue with: jobs/train.py --resume"
-        assert run.said(ended), "".join(run.lines[-40:])
-        # raypipe status has it too
-        assert re.search(ended, (run.folder / "error.txt").read_text())
-    finally:
-        run.close()
+# Most of the following is waiting, and so two runs wait side by side.
 
 
-@pytest.mark.system
-@pytest.mark.cluster
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_signals", [1, 2])
-def test_a_stop_ends_a_run_whose_storage_does_not_answer(
-    num_signals: int, tmp_path: Path, ray_folder: str
-) -> None:
-    with s3_server.s3_server() as endpoint, s3_server.FaultyProxy(endpoint) as proxy:
-        s3_server.make_bucket(endpoint, "runs")
-        grace = "--train.stop_grace_s=" + ("3" if num_signals == 1 else "1000")
-        environment = s3_server.environment(proxy.endpoint)
-        run = Run(
-            tmp_path,
-            ray_folder,
-            grace,
-            storage="s3://runs/here",
-            environment=environment,
-        )
+@contextlib.contextmanager
+def run_of_its_own(folder: Path, *settings: str, **options: Any) -> Iterator[Run]:
+    folder.mkdir()
+    with tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp") as ray_folder:
+        run = Run(folder, ray_folder, *settings, **options)
         try:
-            run.until(lambda: run.said("step 16/16"), "its first epoch")
-            proxy.outage = lambda authorization: (503, "SlowDown")
-            for _ in range(num_signals):
-                run.signal(signal.SIGTERM)
-                time.sleep(1.5)
-            assert run.ends() == os.EX_TEMPFAIL, "".join(run.lines[-40:])
+            yield run
         finally:
             run.close()
+
+
+@pytest.mark.system
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_a_lost_head_is_told_and_ends_the_run_at_its_limit(tmp_path: Path) -> None:
+    environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": "50"}
+    limit = "--pool.stall_timeout_s=25"
+    with (
+        run_of_its_own(tmp_path / "f", limit, environment=environment) as frozen,
+        run_of_its_own(tmp_path / "k", environment=environment) as killed,
+    ):
+        cases = (
+            (frozen, signal.SIGSTOP, "has not answered for"),
+            (killed, signal.SIGKILL, "is gone, and refuses connections, for"),
+        )
+        for run, number, _ in cases:
+            run.until(lambda run=run: run.step > 0, "its first steps")
+            run.hurts("gcs_server", number)
+        for run, _, said in cases:
+            told = f"the head of the Ray cluster {said} 1. s; the run ends in"
+            run.until(lambda run=run, told=told: run.said(told), "a line")
+        for run, _, said in cases:
+            assert run.ends() == 1
+            ended = f"{said} .*: restart the cluster, then continue with: jobs/train.py --resume"
+            assert run.said(ended), "".join(run.lines[-40:])
+            # raypipe status has it too
+            assert re.search(ended, (run.folder / "error.txt").read_text())
+
+
+@pytest.mark.system
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_a_stop_ends_a_run_whose_storage_does_not_answer(tmp_path: Path) -> None:
+    with s3_server.s3_server() as endpoint, s3_server.FaultyProxy(endpoint) as proxy:
+        environment = s3_server.environment(proxy.endpoint)
+        for bucket in ("once", "twice"):
+            s3_server.make_bucket(endpoint, bucket)
+        with (
+            run_of_its_own(
+                tmp_path / "once",
+                "--train.stop_grace_s=3",
+                storage="s3://once/here",
+                environment=environment,
+            ) as once,
+            run_of_its_own(
+                tmp_path / "twice",
+                "--train.stop_grace_s=1000",
+                storage="s3://twice/here",
+                environment=environment,
+            ) as twice,
+        ):
+            for run in (once, twice):
+                run.until(lambda run=run: run.said("step 16/16"), "its first epoch")
+            proxy.outage = lambda authorization: (503, "SlowDown")
+            once.signal(signal.SIGTERM)
+            twice.signal(signal.SIGTERM)
+            time.sleep(1.5)
+            twice.signal(signal.SIGTERM)
+            for run in (once, twice):
+                assert run.ends() == os.EX_TEMPFAIL, "".join(run.lines[-40:])

@@ -1,6 +1,10 @@
 """Mutated inputs, one after the other, in a process that may die of one.
 
     python run_mutations.py KIND FIRST COUNT FOLDER
+    python run_mutations.py
+
+Without arguments it takes lines of such, each in a forked process: imports take longer than a hundred inputs.
+That process says all in FOLDER/stdout and FOLDER/stderr; the line of the answer is how it ended.
 
 Input number n is a pure function of n. Its number is on stderr before it is used, so the last number there is
 that of the input which the process died of. An input may use a gigabyte more than there was before the first,
@@ -265,5 +269,21 @@ def main(kind: str, first: int, count: int, folder: Path) -> None:
     )
 
 
+def answer_lines() -> None:
+    """Run the inputs of each line of stdin in a process of its own, and print its exit status."""
+    for line in sys.stdin:
+        kind, first, count, folder = line.rstrip("\n").split(" ", 3)
+        if not (child := os.fork()):
+            for number, name in ((1, "stdout"), (2, "stderr")):
+                os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), number)
+            main(kind, int(first), int(count), Path(folder))
+            return
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    if len(sys.argv) == 1:
+        answer_lines()
+    else:
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 from collections import Counter
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pyarrow as pa
 import pytest
@@ -39,7 +40,7 @@ NUM_INPUTS = {
     **{"parquet": 1200, "lmdb": 1400, "tar": 600, "webdataset": 600, "folder": 300},
     **{"columns": 8000, "labels": 9000},  # of damaged values, see mutate_columns
 }
-BATCH = 1000  # per process: a process takes a second to start
+BATCH = 1000  # per process
 PEAK_MIB = 1100  # above what a process had before its first input
 MAX_CPU_S = 8.0
 
@@ -61,32 +62,43 @@ class Report:
         self.peak_mib = max(self.peak_mib, other.peak_mib)
 
 
-def run(kind: str, first: int, count: int, folder: Path) -> Report:
-    """Run inputs in one process; where it dies of one, another goes on behind that."""
-    folder.mkdir(parents=True)
-    program = Path(__file__).with_name("run_mutations.py")
-    command = [sys.executable, str(program), kind, str(first), str(count), str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(Path(raypipe.__file__).parents[1])}
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=500,
-        errors="replace",
-    )
-    if done.returncode == 0:
-        return Report(**json.loads(done.stdout.splitlines()[-1]))
-    numbers = [int(line) for line in done.stderr.splitlines() if line.isdigit()]
-    assert numbers, f"no input was run: {done.stderr[-2000:]}"
-    last = numbers[-1]
-    rest = first + count - last - 1
-    report = run(kind, last + 1, rest, folder / "rest") if rest else Report()
-    report.wrong.insert(
-        0,
-        f"{kind} {last}: the process ended with {done.returncode}: {done.stderr[-1500:]}",
-    )
-    return report
+class Program:
+    """run_mutations.py, which has imported what it needs, and takes inputs in processes that it forks."""
+
+    def __init__(self) -> None:
+        root = str(Path(raypipe.__file__).parents[1])
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("run_mutations.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": root},
+        )
+
+    def run(self, kind: str, first: int, count: int, folder: Path) -> Report:
+        """Run inputs in one process; where it dies of one, another goes on behind that."""
+        folder.mkdir(parents=True)
+        assert self._process.stdin
+        assert self._process.stdout
+        print(kind, first, count, folder, file=self._process.stdin, flush=True)
+        status = int(self._process.stdout.readline())
+        if status == 0:
+            lines = (folder / "stdout").read_text().splitlines()
+            return Report(**json.loads(lines[-1]))
+        said = (folder / "stderr").read_text(errors="replace")
+        numbers = [int(line) for line in said.splitlines() if line.isdigit()]
+        assert numbers, f"no input was run: {said[-2000:]}"
+        last = numbers[-1]
+        rest = first + count - last - 1
+        report = self.run(kind, last + 1, rest, folder / "rest") if rest else Report()
+        report.wrong.insert(
+            0, f"{kind} {last}: the process ended with {status}: {said[-1500:]}"
+        )
+        return report
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +115,17 @@ def reports(
 ) -> Iterator[dict[str, list[Future[Report]]]]:
     """The batches of each kind, on their way in two processes at a time."""
     folder = tmp_path_factory.mktemp("mutations")
+    programs = queue.SimpleQueue[Program]()
+
+    def run(*batch: Any) -> Report:
+        program = programs.get()
+        try:
+            return program.run(*batch)
+        finally:
+            programs.put(program)
+
+    for _ in range(2):
+        programs.put(Program())
     with ThreadPoolExecutor(2) as pool:
         yield {
             kind: [
@@ -118,6 +141,8 @@ def reports(
             for kind, num in num_inputs.items()
         }
         pool.shutdown(cancel_futures=True)
+    for _ in range(2):
+        programs.get().end()
 
 
 def test_there_are_as_many_as_is_said() -> None:

@@ -204,6 +204,15 @@ def test_segments_micro_batches_and_their_number_agree(plan: Plan) -> None:
         assert plan.num_micro_batches(cursor) == len(left)
 
 
+@properties()
+def test_a_later_micro_batch_is_so_many_behind_in_the_schedule(plan: Plan) -> None:
+    stream = whole(plan)
+    for number in {0, len(stream) // 2, len(stream) - 1}:
+        for num in (0, 1, 3, plan.config.per_step + 1, len(stream)):
+            expected = stream[number + num : number + num + 1] or [None]
+            assert [plan.later(stream[number], num)] == expected
+
+
 def test_the_schedule_validates_at_intervals_and_at_the_end() -> None:
     def passes(**config: Any) -> list[str]:
         plan = plan_of(val=3, epochs=5, **config)

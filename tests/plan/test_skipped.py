@@ -51,6 +51,18 @@ def test_steps_that_the_run_does_not_have_are_rejected() -> None:
         plan_of("1..18")
 
 
+def test_steps_that_are_left_out_are_none_of_those_ahead() -> None:
+    plan = plan_of("2..3", 5)
+    stream = places(plan)
+    for number, position in enumerate(stream):
+        for num in (0, 1, 4):
+            expected = stream[number + num : number + num + 1] or [None]
+            assert [plan.later(position, num)] == expected
+    [training, *_] = plan.segments(plan.start())
+    only = places(plan.only(training))
+    assert plan.only(training).later(only[1], 2) == only[3]
+
+
 def test_ranges_may_overlap_and_are_told_as_they_are_written() -> None:
     plan = plan_of("9..11", 3, "4", "10..12")
     assert plan.skipped == Skipped(((2, 4), (8, 12)))

@@ -90,3 +90,16 @@ def test_a_time_limit_ends_with_its_block_also_by_an_error(
         retries.report_progress()
         raise ValueError("of the transform")
     assert process.calls == [(2.25, True), "ended"] and not retries.on_progress
+
+
+def test_a_thread_that_goes_on_starts_no_time_limit_after_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process().installed(monkeypatch)
+    guard = process.guard(2.0)
+    with guard.block((AT,)):
+        (of_block,) = retries.on_progress
+    process.calls.clear()
+    of_block()
+    assert not process.calls
+    assert process.block(guard, 200.0) == [(2.25, True), "ended"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raypipe import kernel, open_stream, packages
+from raypipe import kernel, open_stream
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.maker import MicroBatchMaker
@@ -103,22 +102,16 @@ def opened(
     """
     transform = TransformConfig(**READINGS[reading], max_bad_fraction=float(tolerant))
     own = cornered if reading == "array" else ""
-    with mock.patch.object(packages, "installed_version", _installed_version):
-        return open_stream(
-            address,
-            address,
-            plan=PlanConfig(epochs=1, micro_batch_size=num),
-            transform=transform,
-            pool=PoolConfig(engine="inline"),
-            train_transform=own,
-            val_transform=own,
-            target_column="",
-        )
-
-
-_installed_version = functools.cache(
-    packages.installed_version
-)  # hundreds of streams are opened
+    return open_stream(
+        address,
+        address,
+        plan=PlanConfig(epochs=1, micro_batch_size=num),
+        transform=transform,
+        pool=PoolConfig(engine="inline"),
+        train_transform=own,
+        val_transform=own,
+        target_column="",
+    )
 
 
 def delivered(spec: StreamSpec, *, with_extension: bool = True) -> Outcomes:

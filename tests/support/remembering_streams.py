@@ -5,6 +5,7 @@ python remembering_streams.py TRAIN VAL SECONDS
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -124,7 +125,9 @@ def main() -> None:
         used.append(stats.store_stats.object_store_bytes_used)
         spilled = max(spilled, stats.store_stats.spilled_bytes_total)
         if is_there():
-            remembered += ray.get(memory().used.remote()).values()
+            # it may end in this moment, with its last stream
+            with contextlib.suppress(ray.exceptions.RayActorError):
+                remembered += ray.get(memory().used.remote()).values()
         files = folder.glob("*") if folder.exists() else []
         sizes = [path.stat().st_size for path in files if path.exists()]
         on_disk.append(sum(sizes))

@@ -389,7 +389,7 @@ class Plan:
             first = max(0, first - len(numbers))
 
     def later(self, micro_batch: MicroBatchId, num: int) -> MicroBatchId | None:
-        """Return the micro-batch that the schedule has so many after one of its own; None = it ends before."""
+        """Return the micro-batch that comes so many after another; None = the schedule ends before."""
         if self.single:
             cursor = self.start()
             begin = self.single

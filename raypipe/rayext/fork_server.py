@@ -119,7 +119,7 @@ def address() -> str:
 
 
 def end() -> None:
-    """End the server, if there is one; workers that it has forked go on."""
+    """End the server, if there is one, and the workers that it has forked."""
     while _servers:
         process = _servers.pop().process
         process.kill()

@@ -75,6 +75,6 @@ class ReadAhead:
         return self._thread is not None and self._thread.is_alive()
 
     def _fetch(self, store: Store, indices: np.ndarray) -> None:
-        # whoever needs the samples reads them again, and says what is wrong
+        # The block that needs the samples reads them again, and says what is wrong.
         with contextlib.suppress(Exception):
             read_samples(store, indices, self._wanted)

@@ -270,7 +270,7 @@ def test_tars_in_a_bucket_give_the_digest_of_a_disk_through_killed_actors(
     shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     digests, killed = json.loads((tmp_path / "results.json").read_text())
-    assert killed and "a transform actor died in train-e0000" in done.stderr
+    assert killed and "a transform actor died in train-e000" in done.stderr
     assert digests == expected and len(set(expected)) == 48
 
 

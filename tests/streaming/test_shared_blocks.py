@@ -16,7 +16,7 @@ from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.content import Contents
 from raypipe.streaming.memory.recall import Recall
-from raypipe.streaming.memory.remembered import Ledger, User
+from raypipe.streaming.memory.remembered import Ledger, Parcel, User
 from raypipe.streaming.memory.stored import Stored
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -77,34 +77,34 @@ class Trial(threading.Thread):
                 self.num_remembered += batch.num_remembered
 
     def find(
-        self, keys: Sequence[bytes], most: int, comes_back: bool
+        self, keys: Sequence[bytes], limit: int, comes_back: bool
     ) -> tuple[dict[bytes, Stored], list[bytes]]:
         with self.cluster.changed:
             self.cluster.ledger.check_in(self.user, ROOM)  # a sign of life
-            turn = self.cluster.ledger.ask(self.user, keys, most, 0, comes_back)
-            if not (turn.found or turn.to_make):
+            reply = self.cluster.ledger.ask(self.user, keys, limit, 0, comes_back)
+            if not (reply.finished or reply.to_make):
                 self.cluster.changed.wait(1.0)
-            self.cluster.moved.update(list(turn.found))
+            self.cluster.moved.update(list(reply.finished))
             objects = self.cluster.objects
             stored = {
-                key: objects[place.ref][place.number]
-                for key, place in turn.found.items()
+                key: objects[location.ref][location.number]
+                for key, location in reply.finished.items()
             }
-        return stored, turn.to_make
+        return stored, reply.to_make
 
     def keep(
         self, finished: dict[bytes, Stored], dropped: list[bytes], comes_back: bool
-    ) -> None:
+    ) -> dict[bytes, Stored]:
         assert not dropped
         with self.cluster.changed:
             self.cluster.objects.append(list(finished.values()))
             ref = len(self.cluster.objects) - 1
             num_bytes = sum(stored.num_bytes for stored in finished.values())
-            self.cluster.ledger.put(
-                self.user, list(finished), ref, num_bytes, comes_back
-            )
+            parcel = Parcel(list(finished), num_bytes, comes_back)
+            self.cluster.ledger.put(self.user, parcel, ref)
             self.cluster.made.update(list(finished))
             self.cluster.changed.notify_all()
+        return {}
 
 
 @pytest.fixture(autouse=True)

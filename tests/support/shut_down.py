@@ -46,9 +46,11 @@ if __name__ == "__main__":
         print(error)
     connect(num_cpus=1, object_store_bytes=150 << 20)
     loader.load_state_dict(loader.state_dict())
-    threading.Timer(1.0, _thread.interrupt_main).start()
+    # a pool on one CPU takes longer, however fast its start
+    threading.Timer(0.1, _thread.interrupt_main).start()
     try:
         next(next(loader.epochs()).train)
+        raise SystemExit("the start was over before it was interrupted")
     except KeyboardInterrupt:
         loader.load_state_dict(loader.state_dict())
     print(first.position, next(next(loader.epochs()).train).position)

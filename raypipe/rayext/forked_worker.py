@@ -17,7 +17,8 @@ _PYTHON = "--language=PYTHON"
 # Arguments for `setup_worker.py` of a worker that has the environment of the raylet.
 _PLAIN = (_PYTHON, _ENVIRONMENT, f"{_ENVIRONMENT}{{}}")
 _FOR_SETUP = ("--language", "--serialized-runtime-env-context")
-_ANSWER_S = 40.0  # a raylet gives up a worker after a minute
+# A raylet gives up a worker after a minute, which may have to import all by itself on a busy machine.
+_ANSWER_S = 15.0
 
 
 def worker_arguments(arguments: list[str]) -> list[str] | None:

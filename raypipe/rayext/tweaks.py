@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,19 +133,23 @@ def _with_any_port(start_raylet: Function) -> Function:
     return start
 
 
-def _with_later_agents(start_process: Function) -> Function:
-    """Wrap the function that starts one of Ray's processes: the raylet's agents start later."""
-    waiter = subprocess.list2cmdline([sys.executable, "-I", "-S", later.__file__])
+def _with_arguments(start_process: Function, changed: Callable[[str], str]) -> Function:
+    """Wrap the function that starts one of Ray's processes: change each argument of its command."""
 
     @functools.wraps(start_process)
     def start(command: list[str], *args: Any, **options: Any) -> Any:
-        changed = [
-            _AGENT.sub(lambda option: f"{option[0]}{waiter} ", argument)
-            for argument in command
-        ]
-        return start_process(changed, *args, **options)
+        return start_process(list(map(changed, command)), *args, **options)
 
     return start
+
+
+def _with_later_agents(start_process: Function) -> Function:
+    """Wrap the function that starts one of Ray's processes: the raylet's agents start later."""
+    waiter = subprocess.list2cmdline([sys.executable, "-I", "-S", later.__file__])
+    return _with_arguments(
+        start_process,
+        lambda argument: _AGENT.sub(lambda option: f"{option[0]}{waiter} ", argument),
+    )
 
 
 def _with_forked_workers(start_process: Function) -> Function:
@@ -154,16 +158,12 @@ def _with_forked_workers(start_process: Function) -> Function:
     if not address:
         return start_process
     fork = subprocess.list2cmdline(["-I", "-S", forked_worker.__file__, address])
-
-    @functools.wraps(start_process)
-    def start(command: list[str], *args: Any, **options: Any) -> Any:
-        changed = [
-            _SETUP.sub(lambda found: f"{found[1]} {fork} {found[2]}", argument)
-            for argument in command
-        ]
-        return start_process(changed, *args, **options)
-
-    return start
+    return _with_arguments(
+        start_process,
+        lambda argument: _SETUP.sub(
+            lambda found: f"{found[1]} {fork} {found[2]}", argument
+        ),
+    )
 
 
 def _without_import(find_error: Function) -> Function:

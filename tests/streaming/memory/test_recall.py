@@ -293,7 +293,9 @@ def test_a_stream_like_no_other_never_calls_the_memory(
     cluster: Any = SimpleNamespace(check_in=lambda: calls.append("check in"))
     alike: Any = SimpleNamespace(look=lambda: is_alike)
     looks = iter(range(3))  # one in a second
-    monkeypatch.setattr(time, "sleep", lambda _: next(looks))
+    # of the module alone: other threads of this process sleep, too
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: next(looks))
+    monkeypatch.setattr(f"{_keep_up.__module__}.time", clock)
     with pytest.raises(StopIteration):
         _keep_up(recalled, cluster, alike, needs_memory)
     assert len(calls) == num_calls and recalled.is_shared == is_alike

@@ -1,9 +1,12 @@
-"""Lines of progress, on standard output, as text or JSON, and the timed phases of a run's start."""
+"""Lines of progress, as text or JSON, and the timed phases of a run's start."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from raypipe.logs import is_json, json_line
@@ -20,11 +23,12 @@ class Phase(NamedTuple):
 
 
 _relays = False  # whether another process shows this process's lines of progress
+_spares_output = False  # whether standard output has only a command's result
 _phases: list[Phase] = []
 
 
 def print_progress(logger: logging.Logger, text: str, **values: Any) -> None:
-    """Print a line of progress, on standard output.
+    """Print a line of progress, on standard output, or on standard error in `spared_output`.
 
     Args:
         logger: the module's logger.
@@ -35,7 +39,23 @@ def print_progress(logger: logging.Logger, text: str, **values: Any) -> None:
         text = json_line(logger, text, values)
     elif _relays:
         text = "\n".join(RELAY + line for line in text.split("\n"))
-    print(text, flush=True)
+    print(text, flush=True, file=sys.stderr if _spares_output else sys.stdout)
+
+
+@contextlib.contextmanager
+def spared_output() -> Iterator[None]:
+    """Context manager: progress goes to standard error, so that standard output has only a command's result."""
+    global _spares_output
+    _spares_output = True
+    try:
+        yield
+    finally:
+        _spares_output = False
+
+
+def spares_output() -> bool:
+    """Return whether this process is in `spared_output`."""
+    return _spares_output
 
 
 def relay_progress(relays: bool) -> None:

@@ -212,6 +212,10 @@ def all_cpus_held(idle_cluster: None) -> Iterator[None]:
 
     job = ray.remote(num_cpus=4)(Job).remote()
     ray.get(job.ping.remote(), timeout=60)
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU", 0):  # Ray's state is late
+        assert time.monotonic() < deadline, ray.available_resources()
+        time.sleep(0.1)
     yield
     ray.kill(job)
 

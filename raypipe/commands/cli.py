@@ -1,6 +1,7 @@
 """The command line: `raypipe COMMAND`, see `raypipe --help`.
 
-A command prints text in a terminal. In a pipe, or with --json, the last line of its output is one JSON object.
+A command prints text in a terminal. In a pipe, or with --json, it prints one JSON object, and its progress goes to
+standard error; a run prints its progress, and then one JSON object.
 
 Exit codes: 0 done; 1 an error, a comparison that found a difference, or a failed check of doctor; 2 wrong usage;
 75 a run was stopped, and has a checkpoint to continue from, or found no room in time: the same command continues;
@@ -44,6 +45,7 @@ from raypipe.launch.interrupts import Stopped
 from raypipe.logs import is_json, print_any_letter
 from raypipe.packages import installed_version
 from raypipe.printing import print_table
+from raypipe.progress import spared_output
 
 _END_S = 20.0  # limit for the end of Ray after an error or a signal
 # Libraries that print each of their objects that Python does not collect at its exit.
@@ -176,8 +178,9 @@ def _finish(
     """
     atexit.register(_leave_objects)
     try:
-        result = command()
-        _shutdown()
+        with contextlib.nullcontext() if is_run else spared_output():
+            result = command()
+            _shutdown()
         code = _code_of(result)
         with printing(code if is_run else 1):
             if show and _is_terminal() and not is_json():

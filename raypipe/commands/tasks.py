@@ -18,6 +18,10 @@ from raypipe.rayext.startup import Wait
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
+# Longest start of a task's process. Ray's state of free CPUs may be old: a task that has not begun after this
+# time, on a cluster without a free CPU, waits for one.
+_BEGIN_S = 60.0
+_LOOK_S = 10.0
 # A task stops at its next part once its file is gone.
 _STOP_S = 30.0
 
@@ -59,6 +63,8 @@ def run_tasks(
     }
     task = ray.remote(**options)(_while_wanted)
     pending: list[Any] = []
+    has_begun = False
+    begin = Wait(_BEGIN_S)
     # A file tells tasks to stop: ray.cancel of Ray 2.60 aborts this process at times, where a task is being
     # dispatched meanwhile ("Check failed: Tried to complete task that was not pending").
     try:
@@ -76,20 +82,25 @@ def run_tasks(
                 )
             while pending:
                 ready: list[Any] = ray.wait(
-                    pending, num_returns=1, timeout=10, fetch_local=False
+                    pending, num_returns=1, timeout=_LOOK_S, fetch_local=False
                 )[0]
+                has_begun = has_begun or bool(ready)
+                if not has_begun and not _has_free_cpu(here):
+                    begin.turn(_no_cpu(work, here))
                 for stream in ready:
                     try:
                         report = get(next(stream))
                     except StopIteration:
                         pending.remove(stream)
                         continue
+                    if report is None:
+                        continue
                     if isinstance(report, RaypipeError):
                         raise report
                     bar.advance(shown, report[0])
                     yield report
     finally:
-        if pending:
+        if pending and has_begun:
             ends = [stream.completed() for stream in pending]
             ray.wait(ends, num_returns=len(ends), timeout=_STOP_S, fetch_local=False)
 
@@ -111,7 +122,8 @@ def count_cpus(work: str, here: bool) -> int:
 def _while_wanted(
     marker: Path, function: Callable[..., Iterator[Any]], *arguments: Any
 ) -> Iterator[Any]:
-    """A task: yields what the function yields as long as a file exists, and its error."""
+    """A task: yields None when it begins, what the function yields as long as a file exists, and its error."""
+    yield None
     parts = function(*arguments)
     try:
         while marker.exists() and (report := next(parts, None)) is not None:
@@ -124,12 +136,20 @@ def _while_wanted(
 def _wait_for_cpu(work: str, here: bool) -> None:
     """Raise ResourceError if other jobs keep all CPUs: Ray itself would wait forever, silently."""
     wait = Wait(_SETTLE_S)
+    while not _has_free_cpu(here):
+        wait.turn(_no_cpu(work, here))
+
+
+def _has_free_cpu(here: bool) -> bool:
     own_nodes = {node["NodeID"] for node in _nodes(here)}
-    while not any(cpus >= 1 for node, cpus in free_cpus().items() if node in own_nodes):
-        wait.turn(
-            f"1 CPU for {work}, since other jobs hold all {count_cpus(work, here)} of {_where(here)}. Wait for "
-            "them, or stop them (`ray job list`)"
-        )
+    return any(cpus >= 1 for node, cpus in free_cpus().items() if node in own_nodes)
+
+
+def _no_cpu(work: str, here: bool) -> str:
+    return (
+        f"1 CPU for {work}, since other jobs hold all {count_cpus(work, here)} of {_where(here)}. Wait for "
+        "them, or stop them (`ray job list`)"
+    )
 
 
 def _nodes(here: bool) -> list[dict[str, Any]]:

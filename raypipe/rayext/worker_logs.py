@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from raypipe.logs import is_json
-from raypipe.progress import print_progress
+from raypipe.progress import print_progress, spares_output
 from raypipe.rayext.ray_private import find_private, replace
 from raypipe.rayext.tweaks import sift
 
@@ -72,7 +72,10 @@ def _printing(print_lines: Any) -> Any:
             else:
                 kept.append(line)
         if kept:
-            print_lines({**data, "lines": kept}, *args, **options)
+            # Ray has its own messages on standard output, where a command's result is.
+            is_rays = data.get("pid") in ("raylet", "autoscaler")
+            is_error = data["is_err"] or is_rays or spares_output()
+            print_lines({**data, "lines": kept, "is_err": is_error}, *args, **options)
 
     print_worker_lines.is_raypipes = True  # type: ignore[attr-defined]
     return print_worker_lines

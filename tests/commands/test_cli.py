@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import io
 import json
+import logging
 import os
 import pickle
 import runpy
@@ -30,6 +31,7 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, NoRoomError, RaypipeError, ResourceError
 from raypipe.launch.interrupts import Stopped
 from raypipe.launch.run_folder import CONFIG_HEAD
+from raypipe.progress import print_progress
 from raypipe.section import settings_of
 
 DIGITS: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -499,6 +501,20 @@ def test_a_command_ends_with_text_in_a_terminal_and_json_elsewhere(
     )
     _finish(command)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["store"] == "a.lmdb"
+
+
+def test_a_pipe_gets_the_result_of_a_command_alone_and_the_progress_of_a_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def command() -> dict[str, Any]:
+        print_progress(logging.getLogger("raypipe"), "waiting for 1 CPU")
+        return {"num": 1}
+
+    _finish(command)
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ('{"num": 1}\n', "waiting for 1 CPU\n")
+    _finish(command, is_run=True)
+    assert capsys.readouterr().out == 'waiting for 1 CPU\n{"num": 1}\n'
 
 
 def test_a_model_that_does_not_exist_is_found_before_torch_is_loaded() -> None:

@@ -17,18 +17,18 @@ from raypipe.errors import ConfigError, ResourceError
 def test_a_task_ends_at_its_next_part_when_the_file_is_gone(tmp_path: Path) -> None:
     (tmp_path / "wanted").touch()
     task = _while_wanted(tmp_path / "wanted", counting(), [1, 2, -1])
-    assert next(task) == (1,)
+    assert [next(task), next(task)] == [None, (1,)]
     (tmp_path / "wanted").unlink()
-    assert (
-        list(task) == [] == list(_while_wanted(tmp_path / "wanted", counting(), [-1]))
-    )
+    assert list(task) == []
+    assert list(_while_wanted(tmp_path / "wanted", counting(), [-1])) == [None]
 
 
 def test_a_task_gives_its_error_which_ray_would_print_if_it_raised_it(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "wanted").touch()
-    part, error = _while_wanted(tmp_path / "wanted", counting(), [1, -1, 2])
+    began, part, error = _while_wanted(tmp_path / "wanted", counting(), [1, -1, 2])
+    assert began is None
     assert part == (1,) and isinstance(error, ConfigError)
 
 
@@ -83,3 +83,12 @@ class TestTasks:
             match=f"1 CPU for the count, since other jobs hold all 4 of {where}",
         ):
             list(run_tasks("the count", here, counting(), [([1],)], 1))
+
+    def test_a_cpu_that_was_taken_since_the_look_is_an_error_too(
+        self, all_cpus_held: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tasks, "_wait_for_cpu", lambda work, here: None)
+        monkeypatch.setattr(tasks, "_BEGIN_S", 0.0)
+        monkeypatch.setattr(tasks, "_LOOK_S", 0.5)
+        with pytest.raises(ResourceError, match="1 CPU for the count, since other"):
+            list(run_tasks("the count", True, counting(), [([1],)], 1))

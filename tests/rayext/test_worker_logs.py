@@ -8,6 +8,7 @@ import pytest
 from ray._private import ray_logging, worker
 
 from raypipe.logs import configure_logs
+from raypipe.progress import spared_output
 from raypipe.rayext import worker_logs
 
 NOISE = "Actor with class name: 'MapWorker' has constructor arguments in the object store and max_restarts > 0"
@@ -69,3 +70,24 @@ def test_logs_are_taken_from_a_ray_that_is_connected(
     )
     assert rays_lines == [{"pid": 3, "is_err": True, "lines": ["a user's print"]}]
     assert dispatcher.handlers[1] == ("a user's", other)
+
+
+@pytest.mark.parametrize("pid", ["raylet", "autoscaler"])
+def test_rays_own_messages_are_not_in_the_output_of_a_program(
+    rays_lines: list[dict[str, Any]], pid: str
+) -> None:
+    worker_logs.take_worker_logs()
+    message = {"pid": pid, "is_err": False, "lines": ["a warning"]}
+    worker.print_to_stdstream(message, ignore_prefix=False)
+    assert rays_lines == [message | {"is_err": True}]
+
+
+def test_a_print_of_a_worker_is_in_the_output_of_a_program_but_not_in_a_result(
+    rays_lines: list[dict[str, Any]],
+) -> None:
+    worker_logs.take_worker_logs()
+    line = {"pid": 3, "is_err": False, "lines": ["a user's print"]}
+    worker.print_to_stdstream(line, ignore_prefix=False)
+    with spared_output():
+        worker.print_to_stdstream(line, ignore_prefix=False)
+    assert [data["is_err"] for data in rays_lines] == [False, True]

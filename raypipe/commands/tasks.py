@@ -122,7 +122,7 @@ def count_cpus(work: str, here: bool) -> int:
 def _while_wanted(
     marker: Path, function: Callable[..., Iterator[Any]], *arguments: Any
 ) -> Iterator[Any]:
-    """A task: yields None when it begins, what the function yields as long as a file exists, and its error."""
+    """A task: yields None when it begins, the parts of the function as long as a file exists, and its error."""
     yield None
     parts = function(*arguments)
     try:

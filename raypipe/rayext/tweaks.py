@@ -64,6 +64,8 @@ _NOISE = re.compile(
     r"|failed\. There are infinite retries remaining.*killed by `ray\.kill`"
     # A killed actor's process ends before it has answered.
     r"|Failed to kill actor \w+, return status"
+    # On two cores, several trials at a time have more processes than Ray expects to start.
+    r"|worker processes have been started on node"
     # torch prints this for each process group.
     r"|\[Gloo\] Rank \d+ is connected to"
     # Ray Train and Ray Data log their own progress.

@@ -15,8 +15,8 @@ NOISE = [
     "ID: '43f1' has constructor arguments in the object store and max_restarts > 0. If the arguments …",
     "Task MapWorker(MapBatches(TransformWorker)).submit failed. There are infinite retries remaining, so the "
     "task will be retried. Error: The actor is dead because it was killed by `ray.kill`.",
-    "WARNING: 8 PYTHON worker processes have been started on node: 1b1776d9 with address: 192.0.2.2, which is 4x the "
-    "maximum expected startup concurrency (2). This could be a result of using a large number of actors",
+    "WARNING: 8 PYTHON worker processes have been started on node: 1b1776d9 with address: 192.0.2.2, which is 4x "
+    "the maximum expected startup concurrency (2). This could be a result of using a large number of actors",
     "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1",
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import secrets
@@ -24,12 +25,13 @@ from raypipe.cpus import num_cpus as usable_cpus
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
 from raypipe.rayext import fork_server, priority
-from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_own_node
-from raypipe.rayext.head import Head, wait_for_head
+from raypipe.rayext.cluster_state import LOCAL_CLUSTER, remember_local_node
+from raypipe.rayext.head import Head, leave_note, wait_for_head
 from raypipe.rayext.ray_private import Function, find_private, replace, replaced
 from raypipe.rayext.startup import Wait
 from raypipe.rayext.tweaks import are_on, small_head
 from raypipe.rayext.worker_logs import take_worker_logs
+from raypipe.storage.local_file import boot_id
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ _LOCAL_ENV = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the watcher is an actor that looks for preempted cloud nodes
 }
+
+_SAFE_PATH = "PYTHONSAFEPATH"  # Python's switch for programs that do not import from the current folder
 
 ANSWER_S = 60.0
 """Time that the start of a head may take."""
@@ -103,21 +107,23 @@ def connect(
     }
     if address:
         fork_server.end()  # workers of a cluster are its own
-        wait_for_head(address, wait or Wait(ANSWER_S))
-        closed = {
-            name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ
+        note = wait_for_head(address, wait or Wait(ANSWER_S))
+        local = _read_note(note)
+        needed = _WORKER_ENV | {
+            name: os.environ[name] for name in (_SAFE_PATH,) if name in os.environ
         }
+        if local is None or needed.items() - local.items():
+            # Ray starts an agent for it, and workers that are not forks
+            options["runtime_env"] = {"env_vars": needed}
         try:
             with _auto_start_waits(), _whole_start():
-                ray.init(
-                    address=address,
-                    runtime_env={"env_vars": _WORKER_ENV | closed},
-                    **options,
-                )
+                ray.init(address=address, **options)
         except (RuntimeError, OSError, ray.exceptions.RayError) as error:
             raise ResourceError(
                 f"cannot connect to the Ray cluster at {address}: {error}"
             ) from error
+        if local is not None:
+            remember_local_node(local, is_own=False)
         return
     if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
         # Under `uv run`, Ray would rebuild the project's environment for its workers, which can share this one.
@@ -154,7 +160,8 @@ def connect(
                 "Ray did not start on this machine: its CPUs or memory may be in use, or TMPDIR may be too long "
                 f"or not ASCII: {error}"
             ) from error
-    remember_own_node(inherited)
+    remember_local_node(inherited, is_own=True)
+    leave_note(_written_note(inherited))
 
 
 def prepare_workers(log_format: LogFormat) -> None:
@@ -178,6 +185,26 @@ def _local_environment(log_format: LogFormat) -> dict[str, str]:
     environment = _LOCAL_ENV | (priority.environment() if are_on() else {})
     if log_format == "json":
         environment["RAY_BACKEND_LOG_JSON"] = "1"
+    return environment
+
+
+def _written_note(environment: dict[str, str]) -> bytes:
+    """Return a note for drivers of this machine that join a local cluster: what raypipe set for its processes."""
+    names = [name for name in (*_LOCAL_ENV, _SAFE_PATH) if name in environment]
+    note = {
+        "boot": boot_id(),
+        "user": os.getuid(),
+        "environment": {name: environment[name] for name in names},
+    }
+    return json.dumps(note).encode()
+
+
+def _read_note(text: bytes) -> dict[str, str] | None:
+    """Return variables of the processes of a local cluster of this machine; None for other clusters."""
+    note = json.loads(text) if text and boot_id() else {}
+    if (note.get("boot"), note.get("user")) != (boot_id(), os.getuid()):
+        return None
+    environment: dict[str, str] = note["environment"]
     return environment
 
 

@@ -20,9 +20,11 @@ logger = logging.getLogger(__name__)
 LOCAL_CLUSTER = "RAYPIPE_LOCAL_CLUSTER"
 """Variable in the environment of all processes of a cluster that `connect` started."""
 
-# Id of the node that this process started last, and the environment of that node's processes.
+# Ids of the node that this process started last, and of the node of a local cluster to which it connected last,
+# with variables in the environment of that node's processes.
 _own_node = ""
-_own_environment: dict[str, str] = {}
+_local_node = ""
+_local_environment: dict[str, str] = {}
 
 _OF_RAY_UP = "~/ray_bootstrap_config.yaml"
 _MAX_BYTES = 1 << 20
@@ -30,11 +32,17 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 _ANSWER_S = 5.0  # longest wait for a node's statistics
 
 
-def remember_own_node(environment: dict[str, str]) -> None:
-    """Remember that this process has started the node to which it is connected, with this environment."""
-    global _own_node, _own_environment
-    _own_node = ray.get_runtime_context().get_node_id()
-    _own_environment = environment
+def remember_local_node(environment: dict[str, str], *, is_own: bool) -> None:
+    """Remember that this process is connected to the node of a local cluster, and variables of its processes.
+
+    Args:
+        is_own: whether this process started the node.
+    """
+    global _own_node, _local_node, _local_environment
+    _local_node = ray.get_runtime_context().get_node_id()
+    _local_environment = environment
+    if is_own:
+        _own_node = _local_node
 
 
 def started_here() -> bool:
@@ -42,14 +50,17 @@ def started_here() -> bool:
     return ray.is_initialized() and ray.get_runtime_context().get_node_id() == _own_node
 
 
-def own_environment() -> dict[str, str] | None:
-    """Return the environment of the processes of the cluster, if this process started it."""
-    return _own_environment if started_here() else None
+def local_environment() -> dict[str, str] | None:
+    """Return variables of the processes of the cluster, if `connect` started it on this machine; else None."""
+    is_known = (
+        ray.is_initialized() and ray.get_runtime_context().get_node_id() == _local_node
+    )
+    return _local_environment if is_known else None
 
 
 def is_local() -> bool:
-    """Return whether `connect` started the connected cluster, in this process or in its driver."""
-    return started_here() or LOCAL_CLUSTER in os.environ
+    """Return whether `connect` started the connected cluster on this machine, in whichever process."""
+    return local_environment() is not None or LOCAL_CLUSTER in os.environ
 
 
 def nodes() -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from typing import Any
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
@@ -14,6 +15,7 @@ from raypipe.rayext.startup import Wait
 
 _CONNECT_S = 3.0  # timeout of a connection to a port
 _WRONG_TOKEN = "InvalidAuthToken"  # Ray's error has no type for it, only this word
+_NOTE = b"raypipe"  # a key of Ray's store for a cluster
 _LOST_S = 5.0  # a living head answers at once
 
 
@@ -24,14 +26,17 @@ class Head:
         self._address = address
         self._client: GcsClient | None = None
 
-    def ask(self, timeout_s: float | None = None) -> None:
-        """Return once the head has answered; raise one of many types of errors if it does not."""
+    def ask(self, timeout_s: float | None = None) -> bytes:
+        """Return what `leave_note` left at the head once it has answered; raise one of many types of errors if it
+        does not.
+        """
         try:
             self._client = self._client or GcsClient(address=self._address)
-            self._client.internal_kv_get(b"raypipe", None, timeout=timeout_s)
+            note = self._client.internal_kv_get(_NOTE, None, timeout=timeout_s)
         except Exception:
             self._client = None
             raise
+        return note or b""
 
     def connect(self, timeout_s: float) -> None:
         """Return if the head accepts a connection; raise OSError or ValueError if not."""
@@ -49,8 +54,14 @@ class Head:
         return False
 
 
-def wait_for_head(address: str, wait: Wait) -> None:
-    """Wait until the head of the cluster at an address answers.
+def leave_note(note: bytes) -> None:
+    """Leave a note at the head of the connected cluster, for all who connect to it."""
+    worker: Any = ray.get_runtime_context().worker
+    worker.gcs_client.internal_kv_put(_NOTE, note, True, None)
+
+
+def wait_for_head(address: str, wait: Wait) -> bytes:
+    """Wait until the head of the cluster at an address answers; return the note that was left there, if any.
 
     Ray itself would wait for minutes, without a message, and without reacting to signals.
 
@@ -61,6 +72,7 @@ def wait_for_head(address: str, wait: Wait) -> None:
     ended = threading.Event()
     is_denied = threading.Event()
     reason = ["no answer"]
+    note = [b""]
 
     # In a thread, since signals interrupt the main thread only in Python code.
     def ask() -> None:
@@ -71,7 +83,7 @@ def wait_for_head(address: str, wait: Wait) -> None:
                     head = Head(host_and_port)
                     head.connect(_CONNECT_S)
                     reason[0] = "it accepts connections, but does not answer"
-                    head.ask()
+                    note[0] = head.ask()
                 return answered.set()
             # Host names, sockets and Ray raise different types.
             except Exception as error:
@@ -90,6 +102,7 @@ def wait_for_head(address: str, wait: Wait) -> None:
             wait.turn(f"the Ray cluster at {address} ({reason[0]})", 0)
     finally:
         ended.set()
+    return note[0]
 
 
 def _resolved(address: str) -> str | None:

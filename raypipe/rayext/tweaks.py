@@ -24,7 +24,7 @@ import ray
 from raypipe.environment import variable
 from raypipe.progress import RELAY
 from raypipe.rayext import fork_server, forked_worker, later
-from raypipe.rayext.cluster_state import is_local, own_environment
+from raypipe.rayext.cluster_state import is_local, local_environment
 from raypipe.rayext.data_context import is_ours, stream_settings
 from raypipe.rayext.processes import is_ray_worker
 from raypipe.rayext.ray_private import Function, find_private, replace, replaced
@@ -287,7 +287,7 @@ def without_environment() -> contextlib.AbstractContextManager[None]:
 
     For it Ray would start an agent and a new process, and leave those idle that it has started in advance.
     """
-    inherited = own_environment()
+    inherited = local_environment()
     if not are_on() or inherited is None:
         return contextlib.nullcontext()
 

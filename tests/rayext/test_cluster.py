@@ -1,10 +1,13 @@
-"""What `connect` tells Ray, which does not start here; other tests connect to clusters."""
+"""What `connect` tells Ray, which starts in one of these; other tests connect to clusters, too."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +66,70 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of the cluster that `connect` joins; "local" = it starts one."""
     told: dict[str, Any] = {}
     monkeypatch.setattr(ray, "init", lambda **arguments: told.update(arguments))
-    monkeypatch.setattr(cluster, "wait_for_head", lambda *_: None)
-    monkeypatch.setattr(cluster, "remember_own_node", lambda environment: None)
+    monkeypatch.setattr(cluster, "wait_for_head", lambda *_: b"")
+    monkeypatch.setattr(cluster, "remember_local_node", lambda _, is_own: None)
+    monkeypatch.setattr(cluster, "leave_note", lambda _: None)
     cluster.connect()
     return str(told["address"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "has_environment"),
+    [
+        ({}, False),
+        ({"boot": "another machine's"}, True),
+        ({"user": os.getuid() + 1}, True),
+        ({"environment": {}}, True),  # a later release may need other variables
+    ],
+)
+def test_a_driver_brings_an_environment_unless_a_local_cluster_has_it(
+    changed: dict[str, Any], has_environment: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+    environment = cluster._local_environment("text")
+    note = json.loads(cluster._written_note(environment)) | changed
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **arguments: told.update(arguments))
+    monkeypatch.setattr(cluster, "wait_for_head", lambda *_: json.dumps(note).encode())
+    monkeypatch.setattr(cluster, "remember_local_node", lambda _, is_own: None)
+    cluster.connect("head:6379")
+    assert ("runtime_env" in told) == has_environment
+
+
+def test_a_note_has_no_variables_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = cluster._local_environment("text") | {"AWS_SECRET_ACCESS_KEY": "1"}
+    assert b"AWS" not in cluster._written_note(environment)
+
+
+_SECOND_DRIVER = """
+import os, ray, raypipe
+from pathlib import Path
+from raypipe.rayext.cluster_state import is_local, started_here
+raypipe.connect()
+
+@ray.remote(num_cpus=0)
+def parent():
+    return Path(f"/proc/{os.getppid()}/cmdline").read_text()
+
+print("fork_server" in ray.get(parent.remote()), is_local(), started_here())
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux")
+def test_workers_of_a_second_driver_of_a_local_cluster_are_forks_too(
+    ray_cluster: None,
+) -> None:
+    address = ray.get_runtime_context().gcs_address
+    ended = subprocess.run(
+        [sys.executable, "-c", _SECOND_DRIVER],
+        env=os.environ | {"RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout.split() == ["True", "True", "False"], ended.stderr
 
 
 def test_a_cluster_that_ray_start_runs_on_this_machine_is_joined(

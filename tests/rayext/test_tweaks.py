@@ -62,12 +62,14 @@ def test_a_run_inherits_the_environment_unless_the_driver_changed_it(
         return dict(variables)
 
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
-    monkeypatch.setattr(tweaks, "own_environment", lambda: dict(os.environ))
+    monkeypatch.setattr(tweaks, "local_environment", lambda: dict(os.environ))
     with tweaks.without_environment():
         assert propagated() == {}
-    monkeypatch.setattr(tweaks, "own_environment", dict)
+    monkeypatch.setattr(tweaks, "local_environment", dict)
     with tweaks.without_environment():
         assert propagated()["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] == "1"
-    monkeypatch.setattr(tweaks, "own_environment", lambda: None)  # a cluster of others
+    monkeypatch.setattr(
+        tweaks, "local_environment", lambda: None
+    )  # a cluster of others
     with tweaks.without_environment():
         assert "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC" in propagated()

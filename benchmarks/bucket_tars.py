@@ -7,6 +7,11 @@
 The bucket is benchmarks/slow_bucket.py, with 20 ms before each answer. Each way starts with an empty cache, and
 the ways take turns. CPU time is that of this process and all its descendants, Ray's too, from the first batch on;
 the server's is counted apart. The last line is JSON.
+
+On a node that has run for long, the kernel's cache of files takes all memory, and a new page of the cache is an
+old one of another file. A virtual machine that has just deleted a cache has given its pages back to the host, and
+each takes 8 us or more to come again, as measured here. --fill FILE reads a file before each way, for memory as on
+such a node.
 """
 
 from __future__ import annotations
@@ -78,6 +83,14 @@ def write_shards(folder: Path, num_shards: int, shard_bytes: int, side: int) -> 
                     tar.addfile(member, io.BytesIO(content))
                 number += 1
     return number
+
+
+def fill_memory(file: Path) -> None:
+    """Read a file, so that the kernel's cache of files takes all free memory."""
+    buffer = bytearray(16 << 20)
+    with file.open("rb", buffering=0) as source:
+        while source.readinto(buffer):
+            pass
 
 
 class CpuTimes(threading.Thread):
@@ -230,6 +243,7 @@ def main() -> None:
     parser.add_argument("--preset", default="light")
     parser.add_argument("--latency-ms", type=float, default=20)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fill", type=Path, help="a file as large as the free memory")
     parser.add_argument("--ways", nargs="+", default=list(_WAYS), choices=list(_WAYS))
     options = parser.parse_args()
     shards = options.folder / "bucket" / "shards"
@@ -264,6 +278,9 @@ def main() -> None:
         for _ in range(options.rounds):
             for name in options.ways:
                 place, shuffle, reader = _WAYS[name]
+                shutil.rmtree(cache, ignore_errors=True)
+                if options.fill:
+                    fill_memory(options.fill)
                 rounds[name].append(
                     measure(
                         "s3://bucket/shards" if place == "bucket" else str(shards),

@@ -191,21 +191,25 @@ def _local_environment(log_format: LogFormat) -> dict[str, str]:
 def _written_note(environment: dict[str, str]) -> bytes:
     """Return a note for drivers of this machine that join a local cluster: what raypipe set for its processes."""
     names = [name for name in (*_LOCAL_ENV, _SAFE_PATH) if name in environment]
-    note = {
-        "boot": boot_id(),
-        "user": os.getuid(),
-        "environment": {name: environment[name] for name in names},
-    }
+    note = _identity() | {"environment": {name: environment[name] for name in names}}
     return json.dumps(note).encode()
 
 
 def _read_note(text: bytes) -> dict[str, str] | None:
     """Return variables of the processes of a local cluster of this machine; None for other clusters."""
     note = json.loads(text) if text and boot_id() else {}
-    if (note.get("boot"), note.get("user")) != (boot_id(), os.getuid()):
-        return None
-    environment: dict[str, str] = note["environment"]
-    return environment
+    environment: dict[str, str] = note.pop("environment", {})
+    return environment if note == _identity() else None
+
+
+def _identity() -> dict[str, str | int]:
+    """Return what drivers have in common whose workers may be forks of one process."""
+    return {
+        "boot": boot_id(),
+        "user": os.getuid(),
+        "python": sys.executable,
+        "raypipe": str(Path(__file__).parents[1]),
+    }
 
 
 @functools.cache  # once per process

@@ -79,6 +79,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> str:
         ({}, False),
         ({"boot": "another machine's"}, True),
         ({"user": os.getuid() + 1}, True),
+        ({"raypipe": "/another/checkout/raypipe"}, True),
         ({"environment": {}}, True),  # a later release may need other variables
     ],
 )

@@ -106,32 +106,40 @@ def connect(
         "job_config": job,
     }
     if address:
-        fork_server.end()  # workers of a cluster are its own
-        note = wait_for_head(address, wait or Wait(ANSWER_S))
-        local = _read_note(note)
-        needed = _WORKER_ENV | {
-            name: os.environ[name] for name in (_SAFE_PATH,) if name in os.environ
-        }
-        if local is None or needed.items() - local.items():
-            # Ray starts an agent for it, and workers that are not forks
-            options["runtime_env"] = {"env_vars": needed}
-        try:
-            with _auto_start_waits(), _whole_start():
-                ray.init(address=address, **options)
-        except (RuntimeError, OSError, ray.exceptions.RayError) as error:
-            raise ResourceError(
-                f"cannot connect to the Ray cluster at {address}: {error}"
-            ) from error
-        if local is not None:
-            remember_local_node(local, is_own=False)
-        return
-    if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
-        # Under `uv run`, Ray would rebuild the project's environment for its workers, which can share this one.
-        replace(
-            "ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV",
-            lambda _: False,
-            loss="under `uv run`, Ray makes an environment of its own for its workers",
-        )
+        _join(address, wait or Wait(ANSWER_S), options)
+    else:
+        options["num_cpus"] = num_cpus or _offered_cpus()
+        options["object_store_memory"] = object_store_bytes
+        _start(log_format, options)
+
+
+def _join(address: str, wait: Wait, options: dict[str, Any]) -> None:
+    """Connect to the cluster at an address, with these options of `ray.init`."""
+    fork_server.end()  # workers of a cluster are its own
+    note = wait_for_head(address, wait)
+    local = _read_note(note)
+    needed = _WORKER_ENV | {
+        name: os.environ[name] for name in (_SAFE_PATH,) if name in os.environ
+    }
+    if local is None or needed.items() - local.items():
+        # Ray starts an agent for it, and workers that are not forks
+        options["runtime_env"] = {"env_vars": needed}
+    if local is not None:
+        _share_uv_environment()
+    try:
+        with _auto_start_waits(), _whole_start():
+            ray.init(address=address, **options)
+    except (RuntimeError, OSError, ray.exceptions.RayError) as error:
+        raise ResourceError(
+            f"cannot connect to the Ray cluster at {address}: {error}"
+        ) from error
+    if local is not None:
+        remember_local_node(local, is_own=False)
+
+
+def _start(log_format: LogFormat, options: dict[str, Any]) -> None:
+    """Start a cluster on this machine, with these options of `ray.init`."""
+    _share_uv_environment()
     _keep_token_private()
     environment = _local_environment(log_format)
     if _forks_workers():
@@ -148,8 +156,6 @@ def connect(
         try:
             ray.init(
                 address="local",
-                num_cpus=num_cpus or _offered_cpus(),
-                object_store_memory=object_store_bytes,
                 include_dashboard=False,
                 **options,
             )
@@ -344,6 +350,16 @@ def _offered_cpus() -> int:
         "the quota of a control group of version 1 is unknown",
     )
     return min(usable_cpus(), int(rays()) if rays else usable_cpus())
+
+
+def _share_uv_environment() -> None:
+    """Let workers share this process's environment: under `uv run`, Ray would make another one for them."""
+    if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
+        replace(
+            "ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV",
+            lambda _: False,
+            loss="under `uv run`, Ray makes an environment of its own for its workers",
+        )
 
 
 def _keep_token_private() -> None:

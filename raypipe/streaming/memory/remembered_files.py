@@ -131,19 +131,20 @@ class RememberedFiles:
             return True
         pieces = _packed(stored, key)
         num_bytes = sum(len(piece) for piece in pieces)
-        if not self._has_room(num_bytes):
-            return False
         hidden = self._folder / f".{key.hex()}.{secrets.token_hex(4)}"
         try:
-            with hidden.open("xb") as file:
+            if not self._has_room(num_bytes, hidden):
+                return False
+            with hidden.open("r+b") as file:
                 file.writelines(pieces)
-            hidden.replace(path)
+            with locked(self._folder / _ROOM):  # nobody counts files meanwhile
+                hidden.replace(path)
         finally:
             hidden.unlink(missing_ok=True)
         return True
 
-    def _has_room(self, num_bytes: int) -> bool:
-        """Reserve bytes, after evicting files if need be; return whether they fit."""
+    def _has_room(self, num_bytes: int, hidden: Path) -> bool:
+        """Reserve bytes by a file of that size, after evicting others if need be; return whether they fit."""
         record = self._folder / _ROOM
         with locked(record):
             text = record.read_text()
@@ -156,24 +157,34 @@ class RememberedFiles:
                 return False
             if used + num_bytes > limit:
                 used = self._evicted(int(limit * (1 - _FREED_SHARE)) - num_bytes)
+            if used + num_bytes > limit:  # others are writing too much
+                record.write_text(str(used))
+                return False
+            hidden.touch(exist_ok=False)
+            os.truncate(hidden, num_bytes)
             record.write_text(str(used + num_bytes))
         return True
 
     def _evicted(self, kept: int) -> int:
-        """Remove the files used longest ago until so many bytes are kept, -1 = all; return the rest's bytes."""
+        """Remove the files used longest ago until so many bytes are kept, -1 = all; return the rest's bytes.
+
+        Those that are being written count, and are kept.
+        """
         files = []
+        used = 0
         now = time.time()
         for entry in os.scandir(self._folder):
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 if not entry.name.startswith("."):
                     files.append((status.st_mtime, status.st_size, entry.path))
-                elif (
-                    entry.name not in (_ROOM, _NAME)
-                    and now - status.st_mtime > _WRITTEN_S
-                ):
+                elif entry.name.startswith((_ROOM, _NAME)):
+                    continue
+                elif now - status.st_mtime > _WRITTEN_S:
                     Path(entry.path).unlink(missing_ok=True)
-        used = sum(size for _, size, _ in files)
+                else:
+                    used += status.st_size
+        used += sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if kept < 0 or used <= kept:
                 break

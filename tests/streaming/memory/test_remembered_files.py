@@ -149,6 +149,25 @@ def test_files_stay_below_the_limit_and_the_oldest_go(tmp_path: Path) -> None:
     assert KEYS[6] not in found_in(files)
 
 
+def test_files_that_others_are_writing_count(tmp_path: Path) -> None:
+    kept(RememberedFiles(folder=tmp_path), KEYS[0], stored())
+    one = (tmp_path / KEYS[0].hex()).stat().st_size
+    others = tmp_path / f".{KEYS[1].hex()}.0123"
+    others.touch()
+    os.truncate(others, one)
+    (tmp_path / ".room").write_text("unknown")
+    files = RememberedFiles(3 * one, tmp_path)
+    kept(files, KEYS[2], stored())
+    assert set(found_in(files)) == {KEYS[0], KEYS[2]}
+    kept(files, KEYS[3], stored())  # the limit is reached: one of three may stay
+    assert list(found_in(files)) == [KEYS[3]] and others.exists()
+    os.truncate(others, 3 * one)
+    (tmp_path / ".room").write_text("unknown")
+    kept(files, KEYS[4], stored())
+    assert not found_in(files)
+    assert {path.name for path in tmp_path.iterdir()} == {others.name, ".room"}
+
+
 def test_a_disk_that_fails_is_left_alone(tmp_path: Path) -> None:
     files = RememberedFiles(folder=tmp_path / "missing")
     kept(files, KEYS[0], stored())

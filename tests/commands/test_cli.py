@@ -503,7 +503,7 @@ def test_a_command_ends_with_text_in_a_terminal_and_json_elsewhere(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["store"] == "a.lmdb"
 
 
-def test_a_pipe_gets_the_result_of_a_command_alone_and_the_progress_of_a_run(
+def test_a_pipe_gets_only_the_result_of_a_command_but_a_runs_progress(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def command() -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_rays_own_messages_are_not_in_the_output_of_a_program(
     assert rays_lines == [message | {"is_err": True}]
 
 
-def test_a_print_of_a_worker_is_in_the_output_of_a_program_but_not_in_a_result(
+def test_a_workers_print_is_in_a_programs_output_but_not_in_a_result(
     rays_lines: list[dict[str, Any]],
 ) -> None:
     worker_logs.take_worker_logs()

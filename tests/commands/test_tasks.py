@@ -67,22 +67,16 @@ class TestTasks:
             list(run_tasks("the count", True, counting(), [([1, -1, 2],)], 6))
         assert not list(tmp_path.glob("raypipe-tasks-*"))
 
-    @pytest.mark.parametrize(
-        ("here", "where"), [(True, "this node"), (False, "the cluster")]
-    )
     def test_a_busy_cluster_is_an_error_not_a_wait(
-        self,
-        here: bool,
-        where: str,
-        all_cpus_held: None,
-        monkeypatch: pytest.MonkeyPatch,
+        self, all_cpus_held: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tasks, "_SETTLE_S", 0.5)
-        with pytest.raises(
-            ResourceError,
-            match=f"1 CPU for the count, since other jobs hold all 4 of {where}",
-        ):
-            list(run_tasks("the count", here, counting(), [([1],)], 1))
+        for here, where in ((True, "this node"), (False, "the cluster")):
+            with pytest.raises(
+                ResourceError,
+                match=f"1 CPU for the count, since other jobs hold all 4 of {where}",
+            ):
+                list(run_tasks("the count", here, counting(), [([1],)], 1))
 
     def test_a_cpu_that_was_taken_since_the_look_is_an_error_too(
         self, all_cpus_held: None, monkeypatch: pytest.MonkeyPatch

@@ -18,9 +18,9 @@ from raypipe.rayext.startup import Wait
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
-# Longest start of a task's process. Ray's state of free CPUs may be old: a task that has not begun after this
-# time, on a cluster without a free CPU, waits for one.
-_BEGIN_S = 60.0
+# Twice the longest start of a task's process. Ray's state of free CPUs may be old: a task that has not begun after
+# this time, on a cluster without a free CPU, waits for one.
+_BEGIN_S = 120.0
 _LOOK_S = 10.0
 # A task stops at its next part once its file is gone.
 _STOP_S = 30.0

@@ -165,14 +165,12 @@ def measure(
     address: str,
     shuffle: Any,
     reader: Any,
-    cache: Path,
     endpoint: str,
     cpu_times: CpuTimes,
     epochs: int,
     preset: str,
 ) -> dict[str, Any]:
     """Read epochs of a store through a stream with Ray: what the first batch and each epoch took."""
-    shutil.rmtree(cache, ignore_errors=True)
     sent(endpoint)
     begun = time.perf_counter()
     spec = raypipe.open_stream(
@@ -286,7 +284,6 @@ def main() -> None:
                         "s3://bucket/shards" if place == "bucket" else str(shards),
                         shuffle,
                         reader,
-                        cache,
                         endpoint,
                         cpu_times,
                         options.epochs,

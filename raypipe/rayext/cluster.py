@@ -118,9 +118,9 @@ def _join(address: str, wait: Wait, options: dict[str, Any]) -> None:
     fork_server.end()  # workers of a cluster are its own
     note = wait_for_head(address, wait)
     local = _read_note(note)
-    needed = _WORKER_ENV | {
-        name: os.environ[name] for name in (_SAFE_PATH,) if name in os.environ
-    }
+    needed = dict(_WORKER_ENV)
+    if _SAFE_PATH in os.environ:
+        needed[_SAFE_PATH] = os.environ[_SAFE_PATH]
     if local is None or needed.items() - local.items():
         # Ray starts an agent for it, and workers that are not forks
         options["runtime_env"] = {"env_vars": needed}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
-from typing import Any
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.experimental import internal_kv
 
 from raypipe.errors import ResourceError
 from raypipe.rayext.ray_private import find_private
@@ -55,9 +56,9 @@ class Head:
 
 
 def leave_note(note: bytes) -> None:
-    """Leave a note at the head of the connected cluster, for all who connect to it."""
-    worker: Any = ray.get_runtime_context().worker
-    worker.gcs_client.internal_kv_put(_NOTE, note, True, None)
+    """Leave a note at the head of the connected cluster, for all who connect to it; without Ray's store, none."""
+    with contextlib.suppress(Exception):
+        internal_kv._internal_kv_put(_NOTE, note, overwrite=True)
 
 
 def wait_for_head(address: str, wait: Wait) -> bytes:

@@ -68,8 +68,7 @@ def test_a_run_inherits_the_environment_unless_the_driver_changed_it(
     monkeypatch.setattr(tweaks, "local_environment", dict)
     with tweaks.without_environment():
         assert propagated()["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] == "1"
-    monkeypatch.setattr(
-        tweaks, "local_environment", lambda: None
-    )  # a cluster of others
+    # a cluster of others
+    monkeypatch.setattr(tweaks, "local_environment", lambda: None)
     with tweaks.without_environment():
         assert "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC" in propagated()

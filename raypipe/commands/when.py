@@ -27,9 +27,8 @@ def when(
 ) -> dict[str, Any]:
     """Find the steps of a run that drew a sample, and those that will draw it.
 
-    Steps are counted as in metrics.jsonl and by `raypipe replay`. The order is inverted, so an epoch takes as long
-    for a billion samples as for ten. A name is looked for among all names of the store, and a user's sampler is
-    searched through.
+    Steps are counted as in metrics.jsonl and by `raypipe replay`. All draws of the run are made to find the
+    sample's, some ten million a second. A name is looked for among all names of the store.
 
     Examples:
         raypipe when runs/20261121-104600-3fa2 48211

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +14,7 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.quarantined import BadRecord, read_bad_samples
 from raypipe.history.record_checks import damage_told
-from raypipe.importing import search_here
+from raypipe.importing import check_code
 from raypipe.packages import versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import PADDING, MicroBatchId, Split
@@ -24,11 +22,14 @@ from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.storage.filesystem import is_folder, join_address
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.record.opened import code_digest, modules_in, parts_of, user_code
+from raypipe.streaming.record.opened import code_digest, parts_of, user_code
 from raypipe.streaming.record.recorded_values import restored
 from raypipe.streaming.spec import StreamSpec
 
 _SECTIONS = {"plan": PlanConfig, "transform": TransformConfig}
+# Arguments whose text is never imported: addresses, names of columns, and expressions of them.
+_NAMES_OF_DATA = {"columns", "exclude", "filter", "image_column", "target_column"}
+_NAMES_OF_DATA |= {"train", "val"}
 _INLINE = PoolConfig(engine="inline")
 
 
@@ -131,24 +132,17 @@ class RecordedStream:
         return self._restored_augment(self.record["augment"])
 
     def _check_code(self) -> None:
-        """Raise ConfigError if the run names code in its own folder, which nobody has trusted.
-
-        Whoever made the folder would run code on this machine. An import looks into the current folder, too.
-        """
-        if self._trusts or not self._run_uri.startswith("file://"):
-            return
-        folder = Path(self._run_uri.removeprefix("file://")).resolve()
+        """Raise ConfigError if the run names code that nobody has trusted, see `importing.check_code`."""
         entries = {**self.record["arguments"], "augment": self.record["augment"]}
-        for name in self._given:
-            entries.pop(name, None)
-        search_here()
-        for module in modules_in(entries):
-            for path in _paths_of(module.partition(".")[0]):
-                if path.resolve().is_relative_to(folder):
-                    raise ConfigError(
-                        f"the run names the code {module}, which is in its own folder ({path}): read it, then add "
-                        "--trust-run-code (trust_run_code=True)"
-                    )
+        check_code(
+            {
+                name: entry
+                for name, entry in entries.items()
+                if name not in self._given and name not in _NAMES_OF_DATA
+            },
+            self._run_uri.removeprefix("file://"),
+            self._trusts,
+        )
 
     def _restored_augment(self, entry: Any) -> AugmentConfig | None:
         self._check_code()
@@ -346,18 +340,6 @@ class RecordedStream:
             for name, then in self.record["versions"].items()
             if name in now and now[name] != then
         ]
-
-
-def _paths_of(package: str) -> list[Path]:
-    """The files and folders that a package or a module of a name would be imported from, without importing it."""
-    try:
-        found = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return []
-    if found is None:
-        return []
-    places = [*(found.submodule_search_locations or ()), found.origin or ""]
-    return [Path(place) for place in places if place]
 
 
 def _end(text: str) -> str:

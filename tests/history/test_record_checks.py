@@ -197,7 +197,7 @@ def test_a_step_of_any_size_in_the_records_is_not_a_hang(run: Path) -> None:
     assert {finding["kind"] for finding in result["findings"]} <= {"missing", "root"}
 
 
-def test_code_in_the_folder_of_a_run_needs_the_word_of_trust(
+def test_code_that_a_run_names_needs_the_word_of_trust(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "planted_here.py").write_text(
@@ -209,7 +209,7 @@ def test_code_in_the_folder_of_a_run_needs_the_word_of_trust(
     monkeypatch.syspath_prepend(str(run))
     found = replay_steps(str(run), step="2", output="")
     told = " ".join(found["differences"])
-    assert "planted_here, which is in its own folder" in told
+    assert f"would run {run / 'planted_here.py'}" in told
     assert "--trust-run-code" in told
     assert not (run.parent / "ran").exists()
     replay_steps(str(run), step="2", output="", trust_run_code=True)

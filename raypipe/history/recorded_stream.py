@@ -14,7 +14,7 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.quarantined import BadRecord, read_bad_samples
 from raypipe.history.record_checks import damage_told
-from raypipe.importing import check_code
+from raypipe.importing import check_named_code
 from raypipe.packages import versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import PADDING, MicroBatchId, Split
@@ -27,9 +27,6 @@ from raypipe.streaming.record.recorded_values import restored
 from raypipe.streaming.spec import StreamSpec
 
 _SECTIONS = {"plan": PlanConfig, "transform": TransformConfig}
-# Arguments whose text is never imported: addresses, names of columns, and expressions of them.
-_NAMES_OF_DATA = {"columns", "exclude", "filter", "image_column", "target_column"}
-_NAMES_OF_DATA |= {"train", "val"}
 _INLINE = PoolConfig(engine="inline")
 
 
@@ -132,14 +129,10 @@ class RecordedStream:
         return self._restored_augment(self.record["augment"])
 
     def _check_code(self) -> None:
-        """Raise ConfigError if the run names code that nobody has trusted, see `importing.check_code`."""
+        """Raise ConfigError if the run names code that nobody has trusted, see `importing.check_named_code`."""
         entries = {**self.record["arguments"], "augment": self.record["augment"]}
-        check_code(
-            {
-                name: entry
-                for name, entry in entries.items()
-                if name not in self._given and name not in _NAMES_OF_DATA
-            },
+        check_named_code(
+            {name: entries[name] for name in entries.keys() - self._given.keys()},
             self._run_uri.removeprefix("file://"),
             self._trusts,
         )

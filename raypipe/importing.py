@@ -149,14 +149,19 @@ def own_code(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def names_in(value: Any) -> Iterator[str]:
     """Yield the texts in JSON values that `import_name` would import."""
+    return filter(_ADDRESS.fullmatch, texts_in(value))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in JSON values, but for the contents of recorded objects."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            if key not in ("pickle", "bytes", "object"):  # of a record, never imported
-                yield from names_in(inner)
+            if key not in ("pickle", "bytes", "object"):
+                yield from texts_in(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from names_in(inner)
-    elif isinstance(value, str) and _ADDRESS.fullmatch(value):
+            yield from texts_in(inner)
+    elif isinstance(value, str):
         yield value
 
 

@@ -20,7 +20,7 @@ from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.storage.filesystem import is_folder, join_address
+from raypipe.storage.filesystem import check_named_addresses, is_folder, join_address
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.opened import code_digest, parts_of, user_code
 from raypipe.streaming.record.recorded_values import restored
@@ -129,13 +129,12 @@ class RecordedStream:
         return self._restored_augment(self.record["augment"])
 
     def _check_code(self) -> None:
-        """Raise ConfigError if the run names code that nobody has trusted, see `importing.check_named_code`."""
+        """Raise ConfigError if the run names code or addresses that nobody has trusted."""
         entries = {**self.record["arguments"], "augment": self.record["augment"]}
-        check_named_code(
-            {name: entries[name] for name in entries.keys() - self._given.keys()},
-            self._run_uri.removeprefix("file://"),
-            self._trusts,
-        )
+        named = {name: entries[name] for name in entries.keys() - self._given.keys()}
+        run = self._run_uri.removeprefix("file://")
+        check_named_code(named, run, self._trusts)
+        check_named_addresses(named, self._run_uri, self._trusts)
 
     def _restored_augment(self, entry: Any) -> AugmentConfig | None:
         self._check_code()
@@ -238,7 +237,9 @@ class RecordedStream:
         own = join_address(self._run_uri, "quarantine")
         if is_folder(own):
             return own
-        return str(self.record.get("quarantine", ""))
+        named = str(self.record.get("quarantine", ""))
+        check_named_addresses({"quarantine": named}, self._run_uri, self._trusts)
+        return named
 
     def bad_samples(self, place: MicroBatchId) -> dict[int, BadRecord]:
         """Return the recorded bad samples of a micro-batch by their indices."""

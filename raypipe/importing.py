@@ -1,7 +1,7 @@
 """Code by name, `module:name`: the one function that imports what settings and files name, and what it may import.
 
     import_name("my_code:make", …)   a value by its address
-    check_code(values, file, …)      refuses the code that a file names; called where the file is read
+    check_named_code(values, file, …)      refuses the code that a file names; called where the file is read
 
 A user trusts the code that he names in Python, on the command line, or in a file given by --config. The record of
 a run, the settings of a run that is resumed, and checkpoints may come from anybody, whoever owns their files.
@@ -58,6 +58,10 @@ _STEPS = {
     "torch.optim": "torch.optim:Optimizer",
     "torchvision.transforms": "builtins:object",
 }
+# Settings and recorded arguments whose text is never imported: addresses, names of columns, expressions.
+_DATA = re.compile(
+    r"store\..*|.*_column|train|val|columns|exclude|filter|storage_path|name|resume"
+)
 # Imported names have no separators of paths, so that no module is found outside the search path.
 _ADDRESS = re.compile(r"([^\s:./\\]+(?:\.[^\s:./\\]+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 
@@ -82,7 +86,7 @@ def import_name(address: str, setting: str, *, trusted: bool) -> Any:
         address: `module:name`.
         setting: the setting with the address, for the error.
         trusted: whether the user has named the code: in Python, on the command line, in a file of settings, or by
-            the word of trust. Else only the steps of known libraries are imported. `check_code` looks at the
+            the word of trust. Else only the steps of known libraries are imported. `check_named_code` looks at the
             settings of other files where they are read.
 
     Raises:
@@ -95,7 +99,7 @@ def import_name(address: str, setting: str, *, trusted: bool) -> Any:
             f"{setting} must be module:name, such as {example}, got {address!r}"
         )
     if not trusted:
-        check_code({setting: address}, "a file", trusted)
+        check_named_code({setting: address}, "a file", trusted)
     # Steps are not searched here, nor what their libraries import if it is installed.
     is_open = _is_step(address) or search_here()
     try:
@@ -112,41 +116,52 @@ def import_name(address: str, setting: str, *, trusted: bool) -> Any:
         ) from error
 
 
-def check_code(values: Mapping[str, Any], file: str, trusted: bool) -> None:
+def check_named_code(values: Mapping[str, Any], file: str, trusted: bool) -> None:
     """Check the code that a file names, before anything of it is imported.
 
     Args:
-        values: the file's settings by their names: plain values, as JSON or YAML has them.
+        values: the file's settings by their whole names: plain values, as JSON or YAML has them.
         file: the file or the run, for messages.
         trusted: whether the user has given the word of trust. Then a warning says whose code will run.
 
     Raises:
         ConfigError: it names code other than the steps of known libraries, and is not trusted.
     """
+    for setting, address in own_code(values):
+        names = f"{file} names the code {address!r} ({setting})"
+        place = _place_of(_package(address))
+        if not trusted:
+            raise ConfigError(
+                f"{names}, which would run {place}: read that code, then add --trust-run-code "
+                "(trust_run_code=True), or name it yourself"
+            )
+        logger.warning("%s: %s runs, since you trust it", names, place)
+
+
+def own_code(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the code other than steps of known libraries that settings name, by the setting: its address."""
     for setting, value in values.items():
-        for address in sorted(set(names_in(value))):
-            if _is_step(address):
-                continue
-            names = f"{file} names the code {address!r} ({setting})"
-            place = _place_of(_package(address))
-            if not trusted:
-                raise ConfigError(
-                    f"{names}, which would run {place}: read that code, then add --trust-run-code "
-                    f"(trust_run_code=True), or give {setting} yourself"
-                )
-            logger.warning("%s: %s runs, since you trust it", names, place)
+        if not _DATA.fullmatch(setting):
+            for address in sorted(set(names_in(value))):
+                if not _is_step(address):
+                    yield setting, address
 
 
 def names_in(value: Any) -> Iterator[str]:
     """Yield the texts in JSON values that `import_name` would import."""
+    return filter(_ADDRESS.fullmatch, texts_in(value))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in JSON values, but for the contents of recorded objects."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            if key not in ("pickle", "bytes", "object"):  # of a record, never imported
-                yield from names_in(inner)
+            if key not in ("pickle", "bytes", "object"):
+                yield from texts_in(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from names_in(inner)
-    elif isinstance(value, str) and _ADDRESS.fullmatch(value):
+            yield from texts_in(inner)
+    elif isinstance(value, str):
         yield value
 
 

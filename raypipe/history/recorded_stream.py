@@ -14,22 +14,19 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.quarantined import BadRecord, read_bad_samples
 from raypipe.history.record_checks import damage_told
-from raypipe.importing import check_code
+from raypipe.importing import check_named_code
 from raypipe.packages import user_code, versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.storage.filesystem import is_folder, join_address
+from raypipe.storage.filesystem import check_named_addresses, is_folder, join_address
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.opened import parts_of
 from raypipe.streaming.record.recorded_values import restored
 from raypipe.streaming.spec import StreamSpec
 
 _SECTIONS = {"plan": PlanConfig, "transform": TransformConfig}
-# Arguments whose text is never imported: addresses, names of columns, and expressions of them.
-_NAMES_OF_DATA = {"columns", "exclude", "filter", "image_column", "target_column"}
-_NAMES_OF_DATA |= {"train", "val"}
 _INLINE = PoolConfig(engine="inline")
 
 
@@ -132,17 +129,12 @@ class RecordedStream:
         return self._restored_augment(self.record["augment"])
 
     def _check_code(self) -> None:
-        """Raise ConfigError if the run names code that nobody has trusted, see `importing.check_code`."""
+        """Raise ConfigError if the run names code or addresses that nobody has trusted."""
         entries = {**self.record["arguments"], "augment": self.record["augment"]}
-        check_code(
-            {
-                name: entry
-                for name, entry in entries.items()
-                if name not in self._given and name not in _NAMES_OF_DATA
-            },
-            self._run_uri.removeprefix("file://"),
-            self._trusts,
-        )
+        named = {name: entries[name] for name in entries.keys() - self._given.keys()}
+        run = self._run_uri.removeprefix("file://")
+        check_named_code(named, run, self._trusts)
+        check_named_addresses(named, self._run_uri, self._trusts)
 
     def _restored_augment(self, entry: Any) -> AugmentConfig | None:
         self._check_code()
@@ -245,7 +237,9 @@ class RecordedStream:
         own = join_address(self._run_uri, "quarantine")
         if is_folder(own):
             return own
-        return str(self.record.get("quarantine", ""))
+        named = str(self.record.get("quarantine", ""))
+        check_named_addresses({"quarantine": named}, self._run_uri, self._trusts)
+        return named
 
     def bad_samples(self, place: MicroBatchId) -> dict[int, BadRecord]:
         """Return the recorded bad samples of a micro-batch by their indices."""

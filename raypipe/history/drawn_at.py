@@ -174,7 +174,7 @@ class History:
             for draw in self._bad[split, index]
         }
         draws = {index: list(self._stand_ins(index, split)) for index in indices}
-        for index, place in self.run.plan.places_of(indices, split):
+        for index, place in self.run.plan.places_of_all(indices, split):
             record = bad.get((index, place.micro_batch))
             draws[index].append(self._draw(place, record))
         histories = []

@@ -447,6 +447,12 @@ class Plan:
         )
 
     def places_of(
+        self, index: int, split: Split = "train", epochs: Iterable[int] | None = None
+    ) -> Iterator[SamplePlace]:
+        """Yield where the run draws a sample, in the order of the run; see `places_of_all`."""
+        return (place for _, place in self.places_of_all([index], split, epochs))
+
+    def places_of_all(
         self,
         samples: Sequence[int],
         split: Split = "train",

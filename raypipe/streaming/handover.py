@@ -33,6 +33,7 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import join_train_run
 from raypipe.streaming.record.digest_log import DigestLog
 from raypipe.streaming.record.headspace import HeadspaceRecord, MeasuringFolder
+from raypipe.streaming.record.opened import settings_record
 from raypipe.streaming.resident_stream import ResidentStream
 from raypipe.streaming.saving.checkpoints import Checkpoint, cursor_of, find_start
 from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
@@ -134,9 +135,13 @@ def loader(
     spec.plan.check_workers(world_size)
     device = _device_of(device, in_train)
     run = _run_folder(checked["run_dir"], lease, headspace, in_train, rank)
+    augmented = _augment_config(augment, spec.endings.get("train"))
     digest_log = None
     if log_digest and not headspace:
-        digest_log = DigestLog.of(run.folder, spec.plan, rank, world_size, device)
+        record = settings_record(spec, augmented, dtype)
+        digest_log = DigestLog.of(
+            run.folder, spec.plan, record, rank, world_size, device
+        )
     start = None
     if not headspace:
         start = _start_of(
@@ -157,7 +162,7 @@ def loader(
         device,
         cursor=cursor,
         begins=start is None or cursor is not None,
-        augment=_augment_config(augment, spec.endings.get("train")),
+        augment=augmented,
         dtype=dtype,
         prefetch_factor=prefetch_factor,
         keep_batches=keep_batches,

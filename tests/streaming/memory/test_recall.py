@@ -14,7 +14,7 @@ import pytest
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.content import Contents
@@ -93,12 +93,12 @@ def by_row(recalled: Recall, block: list[MicroBatchId]) -> tuple[list[bytes], in
     batches, bad, arrays = recalled.block(block)
     found = list(batches_of(block_row(batches, arrays)))
     num = sum(batch.num_remembered for batch in found)
-    return [batch_digest(batch) for batch in found], num, bad
+    return [batch_hash(batch) for batch in found], num, bad
 
 
 def expected(spec: StreamSpec, block: list[MicroBatchId]) -> tuple[list[bytes], Any]:
     batches, bad, _ = MicroBatchMaker(spec).block(block)
-    return [batch_digest(batch) for batch in batches], bad
+    return [batch_hash(batch) for batch in batches], bad
 
 
 def test_a_block_of_remembered_and_new_ones_is_that_of_the_maker() -> None:
@@ -201,7 +201,7 @@ def test_what_is_handed_over_by_its_key_has_the_same_bits(
         collected.extend(keys)
         return {at: shelf.kept[key].fields for at, key in keys.items()}
 
-    found = [batch_digest(batch) for batch in batches_of(row, collect)]
+    found = [batch_hash(batch) for batch in batches_of(row, collect)]
     assert found == expected(spec, block)[0]
     new = [number for number in range(5) if number not in remembered]
     numbers = sorted(remembered + new[:num_new])
@@ -218,7 +218,7 @@ def test_made_ones_that_come_out_of_order_are_put_in_order() -> None:
     for number in (3, 0, 4, 1, 2):
         parts.add_made({number: made[number]})
     row = block_row(*parts.in_order())
-    found = [batch_digest(batch) for batch in batches_of(row)]
+    found = [batch_hash(batch) for batch in batches_of(row)]
     assert found == expected(spec, block)[0]
 
 
@@ -234,7 +234,7 @@ def test_what_was_forgotten_on_the_way_is_made_by_the_rank(
     made, _, _ = MicroBatchMaker(spec).block(block)
     for batch in made:
         again = replace(batch, fields=fields[batch.position])
-        assert batch_digest(again) == batch_digest(batch)
+        assert batch_hash(again) == batch_hash(batch)
 
 
 def test_parts_of_different_shapes_come_together() -> None:
@@ -266,7 +266,7 @@ def test_samples_that_a_reader_has_read_stay_with_their_micro_batches() -> None:
 
     recalled.block([block[2]], reads([block[2]]), 1.0)
     batches, _, _ = recalled.block(block, reads(block), 6.0)
-    assert [batch_digest(batch) for batch in batches] == expected(spec, block)[0]
+    assert [batch_hash(batch) for batch in batches] == expected(spec, block)[0]
     assert [round(batch.read_s, 9) for batch in batches] == [1.0] * 6
 
 

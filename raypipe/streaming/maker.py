@@ -295,7 +295,7 @@ class MicroBatchMaker:
 
         if not out.arrays:
             out.learn(self._first_sample(assignment))
-        if is_checked and self.sample_makers.is_unchecked(position.split):
+        if is_checked and self.sample_makers.is_unchecked(sample_maker):
             self._check_user_code(assignment, rows, samples, keys, bad)
         return bad
 

@@ -1,7 +1,7 @@
 """Facts about a store, as values of JSON: two stores with the same facts give the same samples.
 
-A fingerprint that knows only names and sizes may be that of another store too, so the address is a fact too. No
-fingerprint but that of a store in memory shows a change of files in place, so when they were written is one as well.
+A fingerprint that knows only names and sizes may be that of another store too, so the address is a fact too. And no
+fingerprint of files shows all that can be written to them in place, so `written_of` is one as well.
 """
 
 from __future__ import annotations

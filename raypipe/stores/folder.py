@@ -261,7 +261,7 @@ def _kind(entry: os.DirEntry[str]) -> str:
 
 
 def _written_at(path: str) -> tuple[int, ...]:
-    """Return `written_facts` of a file; a size of -1 if unknown. Only fingerprints need it, so readers do not ask."""
+    """Return `written_facts` of a file; a size of -1 if unknown. Only fingerprints need it, readers do not."""
     try:
         return written_facts(Path(path).stat())
     except OSError:

@@ -327,7 +327,7 @@ def _check_size(group: _Group, leaves: list[str]) -> None:
 
 
 def _read_footer(filesystem: pafs.FileSystem, path: str) -> tuple[bytes, str]:
-    """Return the footer's raw bytes, so that its hash does not depend on pyarrow's version, and the file's version."""
+    """Return the footer and the file's version; raw bytes, so that the hash does not depend on pyarrow's version."""
     try:
         with open_input(filesystem, path) as file:
             num_bytes = file.size()

@@ -65,6 +65,7 @@ _THREADS_OF_BLAS = "OPENBLAS_NUM_THREADS"
 _JOB = "RAY_JOB_ID"
 _NO_JOB = "ffffffff"
 _RAYLET = "RAY_RAYLET_PID"
+_OOM_SCORE = "RAY_worker_oom_score_adjustment"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -286,6 +287,10 @@ def _become(request: _Request) -> None:
         name, _, value = variable.partition("=")
         os.environ[name] = value
     os.environ[_JOB] = _NO_JOB
+    # the raylet does so for a process that it starts itself: without memory, the kernel ends workers first
+    with contextlib.suppress(OSError):
+        score = os.environ.get(_OOM_SCORE, "1000")
+        Path("/proc/self/oom_score_adj").write_text(score)
     sys.argv = request.arguments
     sys.path.insert(0, str(Path(request.arguments[0]).parent))
     if "numpy" in sys.modules:

@@ -29,6 +29,7 @@ with open(sys.argv[1] + ".partial", "w") as file:
         "parent": os.getppid(), "path": sys.path[0],
         "variable": os.environ.get("OF_THE_WORKER"), "of_server": "OPENBLAS_NUM_THREADS" in os.environ,
         "imported": {"fractions", "ray.data"} <= sys.modules.keys(), "output": os.readlink("/proc/self/fd/1"),
+        "oom_score": open("/proc/self/oom_score_adj").read().strip(),
         "drawn": [ObjectID.from_random().hex(), random.random(), numpy.random.rand()],
     }, file)
 os.rename(sys.argv[1] + ".partial", sys.argv[1])
@@ -138,6 +139,7 @@ def test_a_fork_is_the_worker_and_ends_with_its_server(
         "variable": "a=b\nc",
         "of_server": False,
         "imported": True,
+        "oom_score": "1000",  # as Ray has it for workers
         "output": str(Path("/proc/self/fd/1").readlink()),
     }
     workers = _children(process.pid)

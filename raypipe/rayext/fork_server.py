@@ -12,6 +12,7 @@ differs from a worker that Ray starts in three ways:
     threads of libraries             OpenBLAS has one, as for an actor with one CPU; torch gets Ray's number in the
                                      train function
 
+The seed of hash() is the server's, the same for all forks and in each run, unless PYTHONHASHSEED is set.
 Generators of random numbers are those of a new process: Python's and NumPy's are seeded again, and Ray's, of which
 equal states would give different objects one id, is not used before; the server tries that out before it serves.
 
@@ -89,7 +90,8 @@ def start(modules: tuple[str, ...], environment: dict[str, str]) -> None:
     if _servers and _servers[0].process.poll() is None:
         return
     end()
-    environment = dict(environment)
+    # Forks share the seed of hash(): with this one, another run on this machine makes the same of a user's set.
+    environment = {"PYTHONHASHSEED": "0", **environment}
     if "OMP_NUM_THREADS" not in environment:
         environment.setdefault(_THREADS_OF_BLAS, "1")
     with contextlib.suppress(OSError):  # workers then start by Ray's own command

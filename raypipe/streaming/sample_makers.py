@@ -151,6 +151,9 @@ class SampleMakers:
         self.probes.append(
             Probe((split, size), kept, (k0, k1), digest_of(originals[0]), strength)
         )
+        for probe in self._spec.probes:
+            if probe.of == (split, size):
+                self.check_probe(probe)
 
     def check_probe(self, probe: Probe) -> str:
         """Compare a sample of another process with this one's; see `remake.check_probe`."""

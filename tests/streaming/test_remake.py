@@ -24,7 +24,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.remake import copied
 
@@ -376,6 +376,21 @@ def test_code_whose_results_hang_on_the_process_is_found_by_two(
             "transform.train is a function, which does not make the same" in done.stderr
         )
         assert "two processes differ" in done.stderr
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_the_samples_that_the_driver_tried_are_compared_in_each_process(
+    is_alike: bool,
+) -> None:
+    spec = spec_of(PURE["lambda"])
+    try_samples(spec, num_classes=1)
+    (probe,) = spec.probes
+    if is_alike:
+        assert len(list(inline_batches(spec, spec.plan.start()))) == 2
+        return
+    spec.probes[:] = [replace(probe, digest="of another process")]
+    with pytest.raises(ConfigError, match="two processes differ"):
+        list(inline_batches(spec, spec.plan.start()))
 
 
 def test_an_actor_asks_the_supervisor_for_the_first_probe_and_compares(

@@ -84,7 +84,7 @@ def built(module: Any) -> Any:
     given = module
     try:
         if isinstance(module, str):
-            given = import_name(module, "augment.module")
+            given = import_name(module, "augment.module", trusted=True)
         is_maker = inspect.isfunction(given) and not inspect.signature(given).parameters
         usable = given() if inspect.isclass(given) or is_maker else given
         inspect.signature(_call_of(usable))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,17 +14,16 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.quarantined import BadRecord, read_bad_samples
 from raypipe.history.record_checks import damage_told
-from raypipe.importing import search_here
+from raypipe.importing import check_named_code
 from raypipe.packages import versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.storage.filesystem import is_folder, join_address
+from raypipe.storage.filesystem import check_named_addresses, is_folder, join_address
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.record.opened import (
     code_digest,
-    modules_in,
     parts_of,
     rewritten,
     user_code,
@@ -138,24 +135,12 @@ class RecordedStream:
         return self._restored_augment(self.record["augment"])
 
     def _check_code(self) -> None:
-        """Raise ConfigError if the run names code in its own folder, which nobody has trusted.
-
-        Whoever made the folder would run code on this machine. An import looks into the current folder, too.
-        """
-        if self._trusts or not self._run_uri.startswith("file://"):
-            return
-        folder = Path(self._run_uri.removeprefix("file://")).resolve()
+        """Raise ConfigError if the run names code or addresses that nobody has trusted."""
         entries = {**self.record["arguments"], "augment": self.record["augment"]}
-        for name in self._given:
-            entries.pop(name, None)
-        search_here()
-        for module in modules_in(entries):
-            for path in _paths_of(module.partition(".")[0]):
-                if path.resolve().is_relative_to(folder):
-                    raise ConfigError(
-                        f"the run names the code {module}, which is in its own folder ({path}): read it, then add "
-                        "--trust-run-code (trust_run_code=True)"
-                    )
+        named = {name: entries[name] for name in entries.keys() - self._given.keys()}
+        run = self._run_uri.removeprefix("file://")
+        check_named_code(named, run, self._trusts)
+        check_named_addresses(named, self._run_uri, self._trusts)
 
     def _restored_augment(self, entry: Any) -> AugmentConfig | None:
         self._check_code()
@@ -262,7 +247,9 @@ class RecordedStream:
         own = join_address(self._run_uri, "quarantine")
         if is_folder(own):
             return own
-        return str(self.record.get("quarantine", ""))
+        named = str(self.record.get("quarantine", ""))
+        check_named_addresses({"quarantine": named}, self._run_uri, self._trusts)
+        return named
 
     def bad_samples(self, place: MicroBatchId) -> dict[int, BadRecord]:
         """Return the recorded bad samples of a micro-batch by their indices."""
@@ -357,18 +344,6 @@ class RecordedStream:
             for name, then in self.record["versions"].items()
             if name in now and now[name] != then
         ]
-
-
-def _paths_of(package: str) -> list[Path]:
-    """The files and folders that a package or a module of a name would be imported from, without importing it."""
-    try:
-        found = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return []
-    if found is None:
-        return []
-    places = [*(found.submodule_search_locations or ()), found.origin or ""]
-    return [Path(place) for place in places if place]
 
 
 def _end(text: str) -> str:

@@ -298,7 +298,7 @@ def _maker_of(
         arguments = dict(setting)
         named = arguments.pop("name")
     if isinstance(named, str):
-        named = import_name(named, "plan.sampler")
+        named = import_name(named, "plan.sampler", trusted=True)
     return partial(named, **arguments)
 
 

@@ -57,7 +57,12 @@ from raypipe.streaming.record.hashes import finished_hash
 from raypipe.streaming.record.opened import stream_record
 from raypipe.streaming.saving.checkpoints import Checkpoint, read_whole_checkpoint
 from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
-from raypipe.streaming.saving.saved_model import SavedModel, input_of, saved_model
+from raypipe.streaming.saving.saved_model import (
+    SavedModel,
+    input_of,
+    saved_model,
+    val_of,
+)
 from raypipe.streaming.saving.stateful import (
     Stateful,
     as_plain_numbers,
@@ -675,7 +680,9 @@ class Loader(Unlike, instead=_INSTEAD):
         if start is None:
             return None
         checkpoint = read_whole_checkpoint(start)
-        saved = saved_model(checkpoint)
+        # the user's own stream may name the same code
+        is_named = checkpoint.input.get("val") == val_of(self._spec)
+        saved = saved_model(checkpoint, is_named)
         restore(parts, saved.state, saved.address)
         return saved
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import platform
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import raypipe
+from raypipe.importing import names_in
 from raypipe.packages import versions
 from raypipe.plan.places import Split
 from raypipe.storage.filesystem import is_remote
@@ -48,7 +48,6 @@ _CODE = (
     "streaming/maker.py",
     "streaming/sample_makers.py",
 )
-_CODE_NAME = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 
 
 def opened_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +141,7 @@ def parts_of(store: Store) -> dict[str, Store]:
 def user_code(entries: Any) -> dict[str, str]:
     """Return the hash of each module whose code the entries name as `module:name`, if it has been imported."""
     hashes = {}
-    for module in sorted(modules_in(entries)):
+    for module in sorted({name.partition(":")[0] for name in names_in(entries)}):
         digest = hash_of_module(module)
         if digest and not module.startswith("raypipe."):
             hashes[module] = digest
@@ -172,23 +171,3 @@ def _absolute(address: Any) -> Any:
     if "://" in text:
         return text
     return str(Path(text).expanduser().absolute())
-
-
-def modules_in(entries: Any) -> set[str]:
-    """Return the modules that JSON values name: those of all texts that look like `module:name`."""
-    return set(_modules_of(entries))
-
-
-def _modules_of(entries: Any) -> Iterator[str]:
-    """Yield the modules of all texts in JSON values that look like `module:name`."""
-    if isinstance(entries, Mapping):
-        for name, value in entries.items():
-            if name not in ("pickle", "bytes", "object"):
-                yield from _modules_of(value)
-    elif isinstance(entries, list):
-        for value in entries:
-            yield from _modules_of(value)
-    elif isinstance(entries, str):
-        match = _CODE_NAME.fullmatch(entries)
-        if match:
-            yield match[1]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
-import importlib
 import json
 import pickle
 import sys
@@ -115,7 +114,7 @@ def restored(entry: RecordedValue, name: str, trusts: bool, section: Any = None)
         content = base64.b64decode(entry["bytes"])
         return np.frombuffer(content, entry["array"]).reshape(entry["shape"])
     if "import" in entry:
-        return import_name(entry["import"], name)
+        return import_name(entry["import"], name, trusted=trusts)
     if "store" in entry:
         return _opened_store(entry, name, trusts)
     if "albumentations" in entry:
@@ -187,12 +186,9 @@ def _store(value: Any, depth: int) -> dict[str, Any] | None:
 
 
 def _opened_store(entry: Mapping[str, Any], name: str, trusts: bool) -> Any:
-    module, _, kind = entry["store"].partition(":")
-    if not module.startswith("raypipe.stores."):
+    if not entry["store"].startswith("raypipe.stores."):
         raise NotRecordedError(f"{name}: {entry['store']} is not a store of raypipe's")
-    make = getattr(importlib.import_module(module), kind, None)
-    if not (isinstance(make, type) and issubclass(make, FileStore)):
-        raise NotRecordedError(f"{name}: {entry['store']} is not a store of raypipe's")
+    make = import_name(entry["store"], name, trusted=False)
     options = [restored(option, name, trusts) for option in entry["options"]]
     return make(entry["address"], *options)
 

@@ -177,7 +177,7 @@ class RemoteFile:
 
     @property
     def written(self) -> tuple[int, str]:
-        """What changes when the object is replaced."""
+        """Facts that change when the object is replaced."""
         return self.num_bytes, self.version
 
     def checked(self, now: RemoteFile) -> RemoteFile:

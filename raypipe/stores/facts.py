@@ -46,5 +46,5 @@ def written_of(store: Store) -> str:
         return store.written
     try:
         return repr(written_facts(Path(store.address).stat()))
-    except (OSError, ValueError):  # a store of the user's that is no file
+    except (OSError, ValueError):  # a user's store, not in a file
         return ""

@@ -141,7 +141,7 @@ class LMDBFile:
         path: as passed.
         num_entries: number of keys that the main database declares, checked against the file's size.
         num_bytes: size of the file when it was opened.
-        written: see `written_facts`; of a local file.
+        written: `written_facts` of a local file.
         declared_bytes: size of all pages that the file counts. An intact file may be shorter, since unused pages
             at its end may never have been written.
     """

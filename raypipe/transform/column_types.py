@@ -269,7 +269,7 @@ def schema_of_values(
             break
         if first == begin + _NUM_AT_ONCE:
             logger.warning(
-                "%s: the first %s samples have no value in %s, and a value tells its type: the search goes on, up "
+                "%s: the first %s samples have no value in %s, and a value tells its type: the search continues, up "
                 "to sample %s. Numbers and lists that the store's schema describes need none",
                 *(store.address, f"{first:,}", ", ".join(sorted(unknown))),
                 f"{len(store):,}",

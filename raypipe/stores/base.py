@@ -228,6 +228,15 @@ class FileStore(ABC, Generic[C]):
     def fingerprint(self) -> str:
         return self._contents.fingerprint
 
+    @property
+    def written(self) -> str:
+        """A hash of sizes, times of change and inodes of the files, or of the objects' versions.
+
+        It differs where they were written or replaced, which the fingerprint may not show. A copy has another one,
+        as has each machine.
+        """
+        return str(self._contents.written)
+
     def __len__(self) -> int:
         return len(self._contents)
 

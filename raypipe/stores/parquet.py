@@ -20,13 +20,13 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import open_input, read_by
+from raypipe.storage.files import open_input, read_by, version_of
 from raypipe.storage.filesystem import errors_as, open_filesystem
 from raypipe.storage.retries import error_reason, in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
 from raypipe.stores.arrow_values import no_rows, take
-from raypipe.stores.base import Columns, FileStore, by_part, part_of
+from raypipe.stores.base import Columns, FileStore, by_part, hash_of_facts, part_of
 
 # more than a hundred groups of the 8 MiB that ParquetWriter makes
 DEFAULT_CACHE_BYTES = 1 << 30
@@ -134,7 +134,9 @@ class _Groups(TableColumns):
         with errors_as(StoreError, f"{address} cannot be opened"):
             self._filesystem, _ = open_filesystem(address)
             paths = [open_filesystem(file.address)[1] for file in files]
-        footers = in_threads(lambda path: _read_footer(self._filesystem, path), paths)
+        read = in_threads(lambda path: _read_footer(self._filesystem, path), paths)
+        footers = [footer for footer, _ in read]
+        self.written = hash_of_facts([version for _, version in read])
         parsed = [
             _parse_footer(path, footer)
             for path, footer in zip(paths, footers, strict=True)
@@ -324,8 +326,8 @@ def _check_size(group: _Group, leaves: list[str]) -> None:
         )
 
 
-def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
-    """Return the footer's raw bytes, so that its hash does not depend on pyarrow's version."""
+def _read_footer(filesystem: pafs.FileSystem, path: str) -> tuple[bytes, str]:
+    """Return the footer and the file's version; raw bytes, so that the hash does not depend on pyarrow's version."""
     try:
         with open_input(filesystem, path) as file:
             num_bytes = file.size()
@@ -335,7 +337,8 @@ def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
                 raise StoreError(
                     f"{path} is truncated or not Parquet: no footer at its end; copy it again"
                 )
-            return file.read_at(num_bytes - _TAIL_BYTES - start, start)
+            footer = file.read_at(num_bytes - _TAIL_BYTES - start, start)
+            return footer, version_of(file, filesystem, path)
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"{path} cannot be read as Parquet: {error}") from error
 

@@ -21,6 +21,7 @@ from raypipe.stores.base import (
     Columns,
     as_text,
     by_part,
+    hash_of_facts,
     join_fingerprints,
     part_of,
 )
@@ -76,6 +77,7 @@ class TarSamples:
         if indexed.facts:
             digests.append(indexed.facts)
         self.fingerprint = join_fingerprints(digests)
+        self.written = hash_of_facts([archive.file.written for archive in archives])
         bounds = np.cumsum([0, *indexed.nums])
         self.groups = self._groups_of(bounds) if in_groups else None
         # Samples from self._bounds[i] on are read from one file or part, of tar self._numbers[i].

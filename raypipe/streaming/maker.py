@@ -295,7 +295,7 @@ class MicroBatchMaker:
 
         if not out.arrays:
             out.learn(self._first_sample(assignment))
-        if is_checked and self.sample_makers.is_unchecked(position.split):
+        if is_checked and self.sample_makers.is_unchecked(sample_maker):
             self._check_user_code(assignment, rows, samples, keys, bad)
         return bad
 
@@ -550,3 +550,4 @@ def try_samples(spec: StreamSpec, num_classes: int) -> None:
                 for i in batch.index.tolist()
             ]
             check_labels(batch[LABEL], num_classes, titles.__getitem__)
+    spec.probes[:] = maker.sample_makers.probes

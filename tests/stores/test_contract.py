@@ -19,10 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from foreign_lmdbs import DUMPS, write_datums, write_folders, write_lsun, write_values
+from rewritten import rewrite
 
 from raypipe.errors import StoreError
 from raypipe.stores import SimpleStore, Store, open_store, open_writer
 from raypipe.stores.base import name_of
+from raypipe.stores.facts import facts_of, written_of
 from raypipe.stores.memory import MemoryStore
 
 CLASSES = ("ant", "bee", "cat")
@@ -329,6 +331,23 @@ def test_pickles_without_its_contents(store: Store, kind: str) -> None:
     store.read(np.arange(10))
     if not kind.startswith("memory"):
         assert len(pickle.dumps(store)) < 500
+
+
+def test_files_that_were_written_in_place_are_told_from_others(
+    store: Store, kind: str, tmp_path: Path
+) -> None:
+    before = store.fingerprint, written_of(store), facts_of(store)
+    store.close()
+    assert (store.fingerprint, written_of(store), facts_of(store)) == before
+    store.close()
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        rewrite(file)
+    fingerprint, written, facts = before
+    is_in_memory = kind.startswith("memory")
+    assert store.fingerprint == fingerprint
+    assert (written_of(store) == written) == is_in_memory
+    # nobody else knows the code of a user's store
+    assert (facts_of(store) == facts) == (is_in_memory or kind == "simple")
 
 
 def test_a_node_with_other_contents_is_found_out(

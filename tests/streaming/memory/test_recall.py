@@ -301,6 +301,34 @@ def test_a_stream_like_no_other_never_calls_the_memory(
     assert len(calls) == num_calls and recalled.is_shared == is_alike
 
 
+def test_an_actor_looks_ever_more_seldom_for_streams_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recalled = recall(spec_of(), Shelf())
+    now = 0.0
+    looks = list[float]()
+    check_ins = list[float]()
+
+    def look() -> bool:
+        looks.append(now)
+        return now > 300
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now >= 600:
+            raise StopIteration
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(f"{_keep_up.__module__}.time", clock)
+    cluster: Any = SimpleNamespace(check_in=lambda: check_ins.append(now))
+    with pytest.raises(StopIteration):
+        _keep_up(recalled, cluster, SimpleNamespace(look=look), needs_memory=True)  # type: ignore[arg-type]
+    assert len(looks) < 40 and max(np.diff(looks)) <= 32
+    assert recalled.is_shared
+    assert max(np.diff(check_ins)) <= 6
+
+
 def repeated(bad: tuple[int, ...] = (), train: str = "center") -> tuple[Any, Any]:
     """Recall of a stream with two repeats of each sample in a step of four micro-batches, and its spec."""
     spec = spec_of(bad, train=train, max_bad_fraction=0.5 if bad else 0)

@@ -134,6 +134,8 @@ class StreamDataModule(pl.LightningDataModule):
 
     def _check_accumulation(self, trainer: Any) -> None:
         needed = self._loader.accumulation_steps
+        if not trainer.lightning_module.automatic_optimization:
+            needed = 1  # the module steps itself, and Lightning demands 1
         if trainer.accumulate_grad_batches != needed:
             raise ConfigError(
                 f"accumulate_grad_batches must be {needed}, got {trainer.accumulate_grad_batches}: an optimizer "

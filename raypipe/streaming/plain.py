@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from raypipe.device.prefetcher import Batch
@@ -15,6 +17,8 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.streaming.epochs import Batches, Epoch
 from raypipe.streaming.loader import Loader
+
+_logger = logging.getLogger(__name__)
 
 Format = Literal["dict", "batch"] | Callable[[Batch], Any]
 """What a plain loader yields: `{"image", "target", "weight"}`, `"views"` where there are any, and columns by their
@@ -77,6 +81,7 @@ class SharedEpochs:
         self._epochs = loader.epochs()
         self._epoch: Epoch | None = None
         self._was_given = False  # the epoch's training, to a loop
+        self._has_warned = False
 
     def next(self, split: Split) -> Batches:
         """The next training, or the validation of the epoch that is being trained."""
@@ -102,12 +107,35 @@ class SharedEpochs:
             return self._epoch.val
         return self.loader.validation()
 
+    def warn_of_padding(self, num_batches: int) -> None:
+        """Warn, once, that batches of a validation have rows that do not count, on some ranks no others."""
+        plan = self.loader.plan
+        num_ranks = self.loader.world_size
+        num_rows = num_batches * num_ranks * plan.config.micro_batch_size
+        if num_rows > plan.num_val and self.loader.rank == 0 and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "the validation's %d samples on %d workers take %d rows, and the last are padding (weight 0, "
+                "target %d): the mean of a batch, or of the batches, is wrong or NaN. Sum over the rows with "
+                "weight, as docs/integrations.md shows",
+                plan.num_val,
+                num_ranks,
+                num_rows,
+                NOT_COUNTED,
+            )
+
+    def put_back(self, train: Batches) -> None:
+        """A loop of a training was left: if it has only looked at the first batch, the epoch is still to come."""
+        if train.put_back() and self._epoch and self._epoch.train is train:
+            self._was_given = False
+
     def go_to(self, epoch: int, num_steps: int) -> None:
         """Let the next training be what comes after so many steps of an epoch; nothing happens if it is."""
         current = self._epoch
         if current is None or current.train.turn != self.loader._turn:
             upcoming = self.loader.cursor.epoch, self.loader.cursor.step
-        elif self._was_given:
+        elif self._was_given or (epoch, num_steps) == (current.number + 1, 0):
+            self._was_given = True
             upcoming = current.number + 1, 0
         elif current.train.segment:
             upcoming = current.number, current.train.segment.first_step
@@ -166,24 +194,66 @@ class PlainLoader:
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches in a whole epoch: in this one, if steps are skipped."""
         if self._split == "train":
-            steps = self._shared.num_steps
-        else:
-            steps = self._loader.plan.val_steps
-        return steps * self._loader.accumulation_steps
+            return self._shared.num_steps * self._loader.accumulation_steps
+        plan = self._loader.plan
+        num_filled = -(-plan.num_val_rows // self.batch_size)
+        per_step = plan.config.per_step
+        steps, rest = divmod(num_filled, per_step)
+        last = -(-rest // self._loader.world_size)
+        return steps * self._loader.accumulation_steps + last
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
         # A stream without validation has an empty one after each epoch.
         if not len(self):
             return
-        batches = self._shared.next(self._split)
-        with _known_to_accelerate(self):
-            for batch in _to_the_end(batches):
-                if self._split == "train":
-                    self.end_of_dataloader = batch.ends_step
-                else:
-                    self.end_of_dataloader = batch.ends_split
+        if self._split == "train":
+            batches = self._training()
+        else:
+            batches = self._validation()
+        with _known_to_accelerate(self), contextlib.closing(batches):
+            for batch in batches:
                 yield self._formed(batch)
+
+    def _training(self) -> Generator[Batch]:
+        train = self._shared.next("train")
+        batches = iter(train)
+        try:
+            for batch in batches:
+                self.end_of_dataloader = batch.ends_step
+                if batch.ends_split:
+                    # their end is asked for with the last one, since loops that count do not ask for it
+                    next(batches, None)
+                yield batch
+        finally:
+            batches.close()
+            self._shared.put_back(train)
+
+    def _validation(self) -> Generator[Batch]:
+        """The batches up to the last one in which any rank has samples; a single rank's without padding."""
+        if self._loader.world_size > 1:
+            self._shared.warn_of_padding(len(self))
+        batches = iter(self._shared.next("val"))
+        for num_left, batch in zip(reversed(range(len(self))), batches, strict=False):
+            self.end_of_dataloader = not num_left
+            rows = self._rows(batch)
+            if len(rows) < len(batch.index) or not (num_left or batch.ends_split):
+                batch = batch.with_rows(rows)
+            if not num_left:
+                batch = replace(batch, ends_step=True, ends_split=True)
+                for _ in batches:
+                    pass
+            if len(rows):
+                yield batch
+
+    def _rows(self, batch: Batch) -> np.ndarray:
+        """The rows of a batch that a loop is given: all, where its shape must be that of other ranks' batches."""
+        counts = np.ones(len(batch.index), bool)
+        if self._loader.world_size == 1:
+            counts &= batch.index >= 0
+            if batch.num_bad:
+                counts &= (batch.weight > 0).cpu().numpy()
+        return np.flatnonzero(counts)
 
     def state_dict(self) -> dict[str, Any]:
         """Like `Loader.state_dict`: both loaders of a run share one place.
@@ -216,15 +286,6 @@ class PlainLoader:
             "weight": batch.weight,
         }
         return entries | ({"views": batch.views} if batch.views else {}) | batch.columns
-
-
-def _to_the_end(batches: Batches) -> Iterator[Batch]:
-    """The batches; their end is asked for with the last one, since loops that count do not ask for it."""
-    taken = iter(batches)
-    for batch in taken:
-        if batch.ends_split:
-            next(taken, None)
-        yield batch
 
 
 @contextlib.contextmanager

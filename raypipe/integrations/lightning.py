@@ -152,6 +152,9 @@ class _LightningLoader(PlainLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
 
+    def check_accumulation(self, num_batches: int) -> None:
+        pass  # Lightning has its own
+
 
 class _LightningEpochs(SharedEpochs):
     """Trainings from the places that Lightning's counters mean."""

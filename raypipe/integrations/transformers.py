@@ -135,6 +135,9 @@ class _TrainLoader(PlainLoader):
         """Return the number of this rank's micro-batches in an epoch of which no step is skipped."""
         return self._loader.plan.steps_per_epoch * self._loader.accumulation_steps
 
+    def check_accumulation(self, num_batches: int) -> None:
+        pass  # a Trainer counts by itself
+
 
 class StreamTrainer(transformers.Trainer):
     """Trainer of Transformers that trains and evaluates on this rank's loader.

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
 from raypipe.rayext.cluster_state import has_labelled_type, nodes
 
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to each node
@@ -22,12 +26,29 @@ def is_labelled(node: dict[str, Any]) -> bool:
     return node.get("Labels", {}).get(LABEL_KEY) == LABEL_VALUE
 
 
-def placement() -> dict[str, Any]:
+def own_group() -> PlacementGroup | None:
+    """Return the placement group that holds resources for what this process starts, as one of Ray Tune does."""
+    if ray.get_runtime_context().should_capture_child_tasks_in_placement_group:
+        return get_current_placement_group()
+    return None
+
+
+def free_cpus(group: PlacementGroup | None) -> float:
+    """Return the CPUs that nobody uses now, of a placement group, or of the cluster."""
+    name = f"CPU_group_{group.id.hex()}" if group else "CPU"
+    return ray.available_resources().get(name, 0.0)
+
+
+def placement(group: PlacementGroup | None = None) -> dict[str, Any]:
     """Return Ray's options for an actor that prefers nodes with the label, and falls back to other existing nodes.
+
+    In a placement group they are any of the group's.
 
     By default, Ray Data spreads actors over all nodes, including GPU hosts. In a cluster without GPUs where the
     label is unknown, the autoscaler may add any node for an actor.
     """
+    if group:
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
     alive = nodes()
     is_label_used = any(
         is_labelled(node) or node["Resources"].get("GPU") for node in alive

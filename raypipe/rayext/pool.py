@@ -292,7 +292,9 @@ class PoolKeeper:
             self._grow(missing, "the first block is finished")
 
     def _grow(self, num: int, reason: str) -> None:
-        self._op._ray_remote_args.update(placement())  # nodes may have changed
+        options = self._op._ray_remote_args
+        if "label_selector" in options:
+            options.update(placement())  # nodes may have changed
         self._pool.scale(ActorPoolScalingRequest.upscale(delta=num, reason=reason))
 
     def _shrink(self, surplus: int) -> None:

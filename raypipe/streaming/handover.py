@@ -131,7 +131,7 @@ def loader(
         spec = replace(spec, traces=True)
     in_train = in_train_function()
     rank, world_size = _rank_and_world_size(in_train, spec.pool.engine)
-    spec.plan.check_workers(world_size)
+    _check_workers(spec, world_size, in_train)
     device = _device_of(device, in_train)
     run = _run_folder(checked["run_dir"], lease, headspace, in_train, rank)
     digest_log = None
@@ -172,12 +172,34 @@ def loader(
     return stream
 
 
+def _check_workers(spec: StreamSpec, world_size: int, in_train: bool) -> None:
+    try:
+        spec.plan.check_workers(world_size)
+    except ConfigError as error:
+        if not in_train:
+            raise
+        raise ConfigError(
+            f"{error}. An elastic trainer takes such a number once you have called "
+            "raypipe.check_resources(spec, scaling_config)"
+        ) from None
+
+
 def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `loader` that have a kind, of that kind; raises ConfigError."""
-    return {
+    checked = {
         name: check(f"raypipe.loader: {name}", arguments[name], kind)
         for name, kind in _KINDS.items()
     }
+    is_inline = checked["spec"].pool.engine == "inline"
+    without_effect = {
+        "lease": checked["lease"] and not checked["run_dir"] and "run_dir",
+        "trace_s": checked["trace_s"] != 60 and not checked["trace"] and "trace",
+        "max_actors": checked["max_actors"] and is_inline and "pool.engine=ray",
+    }
+    for name, needed in without_effect.items():
+        if needed:
+            raise ConfigError(f"raypipe.loader: {name} has no effect without {needed}")
+    return checked
 
 
 def _device_of(device: torch.device | str | None, in_train: bool) -> torch.device:
@@ -355,7 +377,9 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     """Raise within seconds the errors that would end a `TorchTrainer` of this stream; call it before `fit`.
 
     Starts or connects to Ray as `fit` does, unless this process is connected. Ends a stream that this process has
-    left open, if the trainers need its CPUs: they would wait for them forever.
+    left open, if the trainers need its CPUs: they would wait for them forever. An elastic trainer with this
+    configuration then runs on numbers of workers that divide M, and waits no longer for room than
+    `pool.stall_timeout_s`.
 
     Raises:
         ConfigError: the number of workers does not divide M.
@@ -363,6 +387,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
             them.
     """
     from raypipe.rayext.allocation import check_own, cluster_resources, worker_resources
+    from raypipe.rayext.trainer import use_divisors
     from raypipe.streaming.start.room import make_room
 
     # an attribute of Ray Train's version 2 that its type lacks
@@ -372,7 +397,8 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         # 0 = the train function runs in this process
         spec.plan.check_workers(workers or 1)
     else:
-        workers = min(workers)  # elastic
+        workers = spec.plan.fewest_workers(*workers)
+        use_divisors(config, spec.pool.stall_timeout_s, spec.plan.config.per_step)
     if not ray.is_initialized():
         ray.init()
     take_worker_logs()

@@ -81,7 +81,7 @@ class SharedEpochs:
         self._epochs = loader.epochs()
         self._epoch: Epoch | None = None
         self._was_given = False  # the epoch's training, to a loop
-        self._has_warned = False
+        self._told = set[str]()  # warnings
 
     def next(self, split: Split) -> Batches:
         """The next training, or the validation of the epoch that is being trained."""
@@ -107,13 +107,26 @@ class SharedEpochs:
             return self._epoch.val
         return self.loader.validation()
 
+    def check_accumulation(self, num_batches: int) -> None:
+        """Warn, once, that Accelerate makes steps of another number of batches than the plan."""
+        needed = self.loader.accumulation_steps
+        if num_batches != needed and "accumulation" not in self._told:
+            self._told.add("accumulation")
+            _logger.warning(
+                "Accelerator(gradient_accumulation_steps=%d) is not the plan's: a step has %d batches on this "
+                "rank. Give it loader.accumulation_steps, unless your loop steps by itself",
+                num_batches,
+                needed,
+            )
+
     def warn_of_padding(self, num_batches: int) -> None:
         """Warn, once, that batches of a validation have rows that do not count, on some ranks no others."""
         plan = self.loader.plan
         num_ranks = self.loader.world_size
         num_rows = num_batches * num_ranks * plan.config.micro_batch_size
-        if num_rows > plan.num_val and self.loader.rank == 0 and not self._has_warned:
-            self._has_warned = True
+        is_told = self.loader.rank > 0 or "padding" in self._told
+        if num_rows > plan.num_val and not is_told:
+            self._told.add("padding")
             _logger.warning(
                 "the validation's %d samples on %d workers take %d rows, and the last are padding (weight 0, "
                 "target %d): the mean of a batch, or of the batches, is wrong or NaN. Sum over the rows with "
@@ -170,6 +183,10 @@ class SharedEpochs:
 class PlainLoader:
     """Iterable whose iterations are the next epoch's training, after a resume its end; or a whole validation.
 
+    An iteration of a training that is left after its first batch was a look: the next one begins with it again. A
+    validation has no batches without samples and, in one process, no rows without: weights are 1. Ranks of several
+    need batches of one shape and number.
+
     Both loaders of a run share one stream. It costs least in the order of the plan, which validates at the end of
     an epoch; at any other time, and a second time, a validation is made as well.
 
@@ -178,7 +195,8 @@ class PlainLoader:
             `Loader.accumulation_steps`.
         end_of_dataloader: whether the newest batch is the last of a training step, or of a validation. Accelerate
             reads it, and begins to count a step's batches again.
-        remainder: -1, as Accelerate has it for samples that need not be cut off: their weights are 0.
+        remainder: -1, as Accelerate has it for samples that need not be cut off: there are none in one process,
+            and their weights are 0 in several.
     """
 
     end_of_dataloader = False
@@ -255,6 +273,11 @@ class PlainLoader:
                 counts &= (batch.weight > 0).cpu().numpy()
         return np.flatnonzero(counts)
 
+    def check_accumulation(self, num_batches: int) -> None:
+        """Check how many batches Accelerate makes a step of."""
+        if self._split == "train":
+            self._shared.check_accumulation(num_batches)
+
     def state_dict(self) -> dict[str, Any]:
         """Like `Loader.state_dict`: both loaders of a run share one place.
 
@@ -301,6 +324,7 @@ def _known_to_accelerate(loader: PlainLoader) -> Iterator[None]:
     else:
         state = None
     if state:
+        loader.check_accumulation(state.num_steps)
         state._add_dataloader(loader)
     try:
         yield

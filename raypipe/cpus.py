@@ -18,36 +18,31 @@ def num_cpus() -> int:
         allowed = len(os.sched_getaffinity(0))
     else:
         allowed = os.cpu_count() or 1
-    quota = _quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return max(1, min(allowed, int(quota)))
+    return max(
+        1, min(allowed, int(_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))))
+    )
 
 
 def _quota(root: Path, process: Path) -> float:
     """The CPUs of the smallest quota of this process's control group and those above it; a large number = none.
 
     Args:
-        root: where the groups are mounted; those of version 1 in its folder `cpu`.
-        process: the file that names the process's groups: `0::/PATH`, or in version 1 `NUMBER:cpu,…:/PATH`.
+        root: where the groups (version 2) are mounted.
+        process: the file that names the process's group: `0::/PATH`.
     """
+    try:
+        name = next(
+            line[3:]
+            for line in process.read_text().splitlines()
+            if line.startswith("0::")
+        ).strip("/")
+    except (OSError, StopIteration):
+        return _UNLIMITED
     quotas = [float(_UNLIMITED)]
-    with contextlib.suppress(OSError):
-        for line in process.read_text().splitlines():
-            _, controllers, name = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            top = root / "cpu" if controllers else root
-            group = top / name.strip("/")
-            for folder in (group, *group.parents):
-                if folder.is_relative_to(top):
-                    quotas += _quota_of(folder)
-    return min(quotas)
-
-
-def _quota_of(group: Path) -> list[float]:
-    """The quota in the files of a control group of either version; empty = it has none."""
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+    for group in (root / name, *(root / name).parents):
+        if not group.is_relative_to(root):
+            break
         with contextlib.suppress(OSError, ValueError):
-            words = " ".join((group / name).read_text() for name in names).split()
-            quota, period = map(int, words)  # "max" = none, a ValueError
-            return [quota / period] if quota > 0 else []
-    return []
+            quota, period = (group / "cpu.max").read_text().split()
+            quotas.append(int(quota) / int(period))  # "max" = none, a ValueError
+    return min(quotas)

@@ -153,11 +153,9 @@ class Batch(Unlike, instead=_INSTEAD):
         """A copy of some of its rows, which stays valid."""
 
         def chosen(values: Any) -> Any:
-            if isinstance(values, torch.Tensor):
-                return values[torch.from_numpy(rows).to(values.device)]
-            if isinstance(values, np.ndarray):
-                return values[rows]
-            return values and [values[row] for row in rows]
+            if isinstance(values, list):
+                return [values[row] for row in rows]
+            return None if values is None else values[rows]
 
         names = ("weight", "target_host", "index", "source")
         fields = {name: chosen(values) for name, values in self.fields.items()}

@@ -152,9 +152,6 @@ class _LightningLoader(PlainLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
 
-    def check_accumulation(self, num_batches: int) -> None:
-        pass  # Lightning has its own
-
 
 class _LightningEpochs(SharedEpochs):
     """Trainings from the places that Lightning's counters mean."""
@@ -162,6 +159,10 @@ class _LightningEpochs(SharedEpochs):
     def __init__(self, module: StreamDataModule, loader: Loader) -> None:
         super().__init__(loader)
         self._module = module
+
+    def rewind_look(self, is_new_loop: bool) -> None:
+        if self._module.trainer is None:  # else Lightning's counters say where
+            super().rewind_look(is_new_loop)
 
     def next(self, split: Split) -> Batches:
         trainer: Any = self._module.trainer  # its types lack some attributes

@@ -108,7 +108,7 @@ class _PlaceInRun(transformers.TrainerCallback):
         self._note_place(state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if control.should_epoch_stop and not control.should_training_stop:
+        if control.should_epoch_stop:
             state.global_step += -state.global_step % self._plan.steps_per_epoch
             self._note_place(state)
 
@@ -134,9 +134,6 @@ class _TrainLoader(PlainLoader):
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches in an epoch of which no step is skipped."""
         return self._loader.plan.steps_per_epoch * self._loader.accumulation_steps
-
-    def check_accumulation(self, num_batches: int) -> None:
-        pass  # a Trainer counts by itself
 
 
 class StreamTrainer(transformers.Trainer):
@@ -364,17 +361,13 @@ def _check_effects(arguments: Any, given: Mapping[str, Any]) -> None:
     values = vars(arguments.accelerator_config) | vars(arguments) | given
     if arguments.use_cpu:
         values["dataloader_pin_memory"] = True  # which TrainingArguments change
-    names = _OF_TRAINING
-    if given.get("eval_dataset") is None:
-        names += _OF_DATASETS
-    for name in names:
+    names = () if given.get("eval_dataset") else _OF_DATASETS
+    for name in (*_OF_TRAINING, *names):
         if name in defaults and values.get(name) != defaults[name]:
-            reason = "the plan orders the training, and the stream makes its batches"
-            if name in _OF_DATASETS:
-                reason = (
-                    "the stream makes all batches; it is for an eval_dataset of yours"
-                )
-            raise ConfigError(f"{name} has no effect: {reason}. Leave it out")
+            raise ConfigError(
+                f"{name} has no effect, since the stream makes the batches: leave it out, or give the "
+                "eval_dataset for which it is"
+            )
 
 
 def _some(names: Collection[str]) -> str:

@@ -342,26 +342,17 @@ class Plan:
             sizes = " or ".join(
                 str(number * step) for number in (fewer, fewer + 1) if number
             )
-            raise ConfigError(
-                f"{world_size} workers cannot share the {self.config.per_step} micro-batches of a step "
-                f"evenly: use {self._divisors()} workers, or plan.global_batch_size={sizes}"
+            per_step = self.config.per_step
+            divisors = ", ".join(
+                str(number)
+                for number in range(1, per_step + 1)
+                if per_step % number == 0
             )
-
-    def fewest_workers(self, least: int, most: int) -> int:
-        """Return the smallest W from `least` to `most` that divides M. Raises ConfigError where there is none."""
-        for number in range(max(1, least), most + 1):
-            if self.config.per_step % number == 0:
-                return number
-        raise ConfigError(
-            f"no number of workers from {least} to {most} shares the {self.config.per_step} micro-batches of a "
-            f"step evenly: let num_workers of ScalingConfig include one of {self._divisors()}"
-        )
-
-    def _divisors(self) -> str:
-        per_step = self.config.per_step
-        return ", ".join(
-            str(number) for number in range(1, per_step + 1) if per_step % number == 0
-        )
+            raise ConfigError(
+                f"{world_size} workers cannot share the {per_step} micro-batches of a step "
+                f"evenly: use {divisors} workers, or plan.global_batch_size={sizes}. raypipe.check_resources "
+                "keeps an elastic TorchTrainer at these numbers"
+            )
 
     def segments(self, cursor: Cursor) -> Iterator[Segment]:
         """The rest of the schedule, from a cursor on."""

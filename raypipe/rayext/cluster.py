@@ -108,7 +108,7 @@ def connect(
     if address:
         _join(address, wait or Wait(ANSWER_S), options)
     else:
-        options["num_cpus"] = num_cpus or usable_cpus()
+        options["num_cpus"] = num_cpus or _offered_cpus()
         options["object_store_memory"] = object_store_bytes
         _start(log_format, options)
 
@@ -341,6 +341,16 @@ def _address_path() -> Path | None:
         "a cluster that runs on this machine is joined only if RAY_ADDRESS names it",
     )
     return Path(address_file(None)) if address_file else None
+
+
+def _offered_cpus() -> int:
+    """Return the CPUs that this process may use: Ray does not see the limits of `taskset` and Slurm."""
+    rays = find_private(
+        "ray._private.utils.get_num_cpus",
+        "the quota of a control group of version 1 is unknown",
+    )
+    # of a quota below one CPU, Ray's is 0
+    return min(usable_cpus(), max(1, int(rays())) if rays else usable_cpus())
 
 
 def _share_uv_environment() -> None:

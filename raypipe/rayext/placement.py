@@ -27,28 +27,33 @@ def is_labelled(node: dict[str, Any]) -> bool:
 
 
 def own_group() -> PlacementGroup | None:
-    """Return the placement group that holds resources for what this process starts, as one of Ray Tune does."""
-    if ray.get_runtime_context().should_capture_child_tasks_in_placement_group:
-        return get_current_placement_group()
-    return None
+    """Return the placement group that holds CPUs for what this process starts, as Ray Tune does; else None."""
+    context = ray.get_runtime_context()
+    if not context.should_capture_child_tasks_in_placement_group:
+        return None
+    group = get_current_placement_group()
+    assert group
+    held = sum(bundle.get("CPU", 0.0) for bundle in group.bundle_specs)
+    is_more = held - context.get_assigned_resources().get("CPU", 0.0) >= 1
+    return group if is_more else None
 
 
-def free_cpus(group: PlacementGroup | None) -> float:
-    """Return the CPUs that nobody uses now, of a placement group, or of the cluster."""
-    name = f"CPU_group_{group.id.hex()}" if group else "CPU"
-    return ray.available_resources().get(name, 0.0)
+def cpus_name() -> str:
+    """Return Ray's name of the CPUs that actors of this process get: the cluster's, or those of its group."""
+    group = own_group()
+    return f"CPU_group_{group.id.hex()}" if group else "CPU"
 
 
-def placement(group: PlacementGroup | None = None) -> dict[str, Any]:
+def placement() -> dict[str, Any]:
     """Return Ray's options for an actor that prefers nodes with the label, and falls back to other existing nodes.
 
-    In a placement group they are any of the group's.
-
     By default, Ray Data spreads actors over all nodes, including GPU hosts. In a cluster without GPUs where the
-    label is unknown, the autoscaler may add any node for an actor.
+    label is unknown, the autoscaler may add any node for an actor. In a placement group with CPUs for them, actors
+    are in the group.
     """
-    if group:
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
+    if group := own_group():
+        strategy = PlacementGroupSchedulingStrategy(group)
+        return {"ray_remote_args_fn": lambda: {"scheduling_strategy": strategy}}
     alive = nodes()
     is_label_used = any(
         is_labelled(node) or node["Resources"].get("GPU") for node in alive

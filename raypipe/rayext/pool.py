@@ -23,7 +23,7 @@ from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 from raypipe.config import PoolConfig
 from raypipe.errors import NoRoomError, RaypipeError, ResourceError
 from raypipe.rayext.cluster_state import draining, nodes, resource_state
-from raypipe.rayext.placement import is_labelled, placement
+from raypipe.rayext.placement import cpus_name, is_labelled, placement
 
 _WATCH_PERIOD_S = 1.0
 
@@ -491,7 +491,7 @@ def _id_of(actor: Any) -> str:
 
 
 def _free_cpus() -> float:
-    return ray.available_resources().get("CPU", 0.0)
+    return ray.available_resources().get(cpus_name(), 0.0)
 
 
 def _pending_cpus() -> set[float]:

@@ -162,20 +162,21 @@ def use_divisors(scaling_config: Any, timeout_s: float, per_step: int) -> None:
 
 @functools.cache  # once per process
 def _install_divisors() -> None:
-    def dividing(create: Function) -> Function:
-        def policy(scaling_config: Any) -> scaling_policy.ScalingPolicy:
-            limits = getattr(scaling_config, "raypipe_divides", None)
-            if limits and scaling_config.elasticity_enabled:
-                return DivisorScalingPolicy(scaling_config, *limits)
-            return create(scaling_config)
-
-        return policy
-
     replace(
         "ray.train.v2.api.data_parallel_trainer.create_scaling_policy",
-        dividing,
+        _dividing,
         loss="an elastic trainer of your own ends at a number of workers that does not divide M",
     )
+
+
+def _dividing(create: Function) -> Function:
+    def policy(scaling_config: Any) -> scaling_policy.ScalingPolicy:
+        limits = getattr(scaling_config, "raypipe_divides", None)
+        if limits:
+            return DivisorScalingPolicy(scaling_config, *limits)
+        return create(scaling_config)
+
+    return policy
 
 
 def _reason(error: TrainingFailedError) -> str:

@@ -26,8 +26,6 @@ class _Source(Protocol):
 
     def _leave_early(self, batches: Batches) -> None: ...
 
-    def _put_back(self, batches: Batches) -> None: ...
-
 
 class Batches(Iterator[Batch]):
     """This rank's micro-batches of an epoch's training, or of its validation, in order.
@@ -46,14 +44,12 @@ class Batches(Iterator[Batch]):
 
     Attributes:
         begun: whether any batch was asked for.
-        first: the first batch, until another one is taken.
     """
 
     def __init__(self, segment: Segment | None, source: _Source, turn: int) -> None:
         self.segment = segment
         self.turn = turn
         self.begun = False
-        self.first: Batch | None = None
         self._source = source
         self._num_taken = 0
         self._num_loops = 0
@@ -82,21 +78,17 @@ class Batches(Iterator[Batch]):
         self._was_left = True
         self._source._leave_early(self)
 
-    def put_back(self) -> bool:
-        """Let the next loop begin at the start again, if only the first batch was taken, and its loop was left."""
-        is_look = self.first is not None and not (self._num_loops or self._was_left)
-        if is_look:
-            self._num_taken = 0
-            self.begun = False
-            self._source._put_back(self)
-        return is_look
+    def is_look(self, also_in_loop: bool) -> bool:
+        """Return whether only the first batch was taken, by `next(iter(…))`, or also in a loop that goes on."""
+        return self._num_taken == 1 < self._len and (
+            also_in_loop or not self._num_loops
+        )
 
     def __next__(self) -> Batch:
         if self._num_taken == self._len:
             self._source._finish(self)
             raise StopIteration
         batch = self._take(self._num_taken)
-        self.first = None if self._num_taken else batch
         self._num_taken += 1
         return batch
 

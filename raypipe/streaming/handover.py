@@ -131,7 +131,7 @@ def loader(
         spec = replace(spec, traces=True)
     in_train = in_train_function()
     rank, world_size = _rank_and_world_size(in_train, spec.pool.engine)
-    _check_workers(spec, world_size, in_train)
+    spec.plan.check_workers(world_size)
     device = _device_of(device, in_train)
     run = _run_folder(checked["run_dir"], lease, headspace, in_train, rank)
     digest_log = None
@@ -172,32 +172,14 @@ def loader(
     return stream
 
 
-def _check_workers(spec: StreamSpec, world_size: int, in_train: bool) -> None:
-    try:
-        spec.plan.check_workers(world_size)
-    except ConfigError as error:
-        if not in_train:
-            raise
-        raise ConfigError(
-            f"{error}. An elastic trainer takes such a number once you have called "
-            "raypipe.check_resources(spec, scaling_config)"
-        ) from None
-
-
 def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `loader` that have a kind, of that kind; raises ConfigError."""
     checked = {
         name: check(f"raypipe.loader: {name}", arguments[name], kind)
         for name, kind in _KINDS.items()
     }
-    is_inline = checked["spec"].pool.engine == "inline"
-    without_effect = {
-        "lease": checked["lease"] and not checked["run_dir"] and "run_dir",
-        "trace_s": checked["trace_s"] != 60 and not checked["trace"] and "trace",
-        "max_actors": checked["max_actors"] and is_inline and "pool.engine=ray",
-    }
-    for name, needed in without_effect.items():
-        if needed:
+    for name, default, needed in (("lease", "", "run_dir"), ("trace_s", 60, "trace")):
+        if checked[name] != default and not checked[needed]:
             raise ConfigError(f"raypipe.loader: {name} has no effect without {needed}")
     return checked
 
@@ -393,12 +375,13 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     # an attribute of Ray Train's version 2 that its type lacks
     config: Any = scaling_config
     workers = config.num_workers
-    if isinstance(workers, int):
-        # 0 = the train function runs in this process
-        spec.plan.check_workers(workers or 1)
-    else:
-        workers = spec.plan.fewest_workers(*workers)
-        use_divisors(config, spec.pool.stall_timeout_s, spec.plan.config.per_step)
+    if not isinstance(workers, int):  # elastic
+        numbers = range(max(1, min(workers)), max(workers) + 1)
+        per_step = spec.plan.config.per_step
+        workers = next((n for n in numbers if per_step % n == 0), max(workers))
+        use_divisors(config, spec.pool.stall_timeout_s, per_step)
+    # 0 = the train function runs in this process
+    spec.plan.check_workers(workers or 1)
     if not ray.is_initialized():
         ray.init()
     take_worker_logs()

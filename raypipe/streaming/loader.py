@@ -368,10 +368,6 @@ class Loader(Unlike, instead=_INSTEAD):
         ends_step = turn + 1 == self.accumulation_steps
         ends_split = number + 1 == len(batches)
         is_at_end = not is_train and self._is_at_end(batches)
-        if number == 0 and batches.first is not None:
-            # it was put back
-            self._progress.take(position, ends_step, ends_split, is_at_end)
-            return batches.first
         self.metrics.begin_batch(batches.turn, segment.split, self.cursor)
         if turn == 0:
             self.notice.begin_step()
@@ -431,13 +427,6 @@ class Loader(Unlike, instead=_INSTEAD):
             return
         if segment.split == "train" or self._is_at_end(batches):
             self._progress.leave_early(segment.split)
-
-    def _put_back(self, batches: Batches) -> None:
-        """A loop has only looked at a training's first batch: the place is before it."""
-        segment = batches.segment
-        assert segment
-        if batches.turn == self._turn:
-            self._progress.put_back(segment.epoch, segment.first_step)
 
     def _finish(self, batches: Batches) -> None:
         """Batches were taken to their end."""

@@ -97,11 +97,6 @@ class Progress:
         """A loop has left the epoch's batches of a split before their end."""
         self._left = split
 
-    def put_back(self, epoch: int, step: int) -> None:
-        """What was taken of an epoch's training, from a step on, comes again."""
-        self._left = None
-        self._stand_at(epoch, step)
-
     def place(self, is_in_loop: bool) -> Cursor:
         """Return the place from which a resume does what the loop would do next.
 

@@ -19,7 +19,7 @@ from raypipe.plan.places import Cursor
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.iteration import Ended
-from raypipe.rayext.placement import free_cpus, placement
+from raypipe.rayext.placement import cpus_name, placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.retries import patience_s
 from raypipe.streaming.blocks import MAX_BYTES, most_bytes
@@ -32,7 +32,6 @@ from raypipe.transform.sizes import pixel_range
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
-    from ray.util.placement_group import PlacementGroup
 
 # Seconds of an attempt that is begun when the patience ends, see `storage.retries`.
 _LAST_ATTEMPT_S = 60.0
@@ -42,15 +41,15 @@ _LAST_ATTEMPT_S = 60.0
 _READER_CPUS = 0
 
 
-def _pool_of(
-    pool: PoolConfig, max_actors: int, group: PlacementGroup | None
-) -> tuple[PoolConfig, int]:
+def _pool_of(pool: PoolConfig, max_actors: int) -> tuple[PoolConfig, int]:
     """The pool with its largest number of actors, and how many there is room for now.
 
     More nodes come when ranks wait.
     """
     pool = replace(pool, max_actors=max(max_actors, pool.min_actors))
-    room = int(free_cpus(group) / pool.cpus_per_actor + 1e-9)
+    room = int(
+        ray.available_resources().get(cpus_name(), 0.0) / pool.cpus_per_actor + 1e-9
+    )
     return pool, min(max(room, pool.min_actors), pool.max_actors)
 
 
@@ -73,7 +72,6 @@ def block_dataset(
     cursor: Cursor,
     *,
     max_actors: int,
-    group: PlacementGroup | None = None,
     world_size: int = 1,
     supervisor: Any = None,
     head_start: bool = False,
@@ -86,7 +84,6 @@ def block_dataset(
 
     Args:
         max_actors: transform actors that the pool may grow to.
-        group: the placement group whose CPUs they use; None = those of the cluster.
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
         head_start: whether ranks make the first micro-batches, see `raypipe.streaming.start.head_start`.
@@ -94,7 +91,7 @@ def block_dataset(
     """
     supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     spec.plan.check_workers(world_size)
-    pool, actors = _pool_of(spec.pool, max_actors, group)
+    pool, actors = _pool_of(spec.pool, max_actors)
     if any(is_remote(store.address) for store in spec.stores.values()):
         # an outage ends in its own error
         pool = replace(
@@ -161,7 +158,7 @@ def block_dataset(
             # Else later actors ask for the bytes of a block, and the autoscaler finds no node type that has
             # them where the cluster's YAML does not name its memory.
             memory=0,
-            **placement(group),
+            **placement(),
             compute=ray.data.ActorPoolStrategy(
                 min_size=pool.min_actors,
                 max_size=pool.max_actors,
@@ -178,7 +175,6 @@ def splits(
     cursor: Cursor,
     *,
     max_actors: int,
-    group: PlacementGroup | None = None,
     world_size: int = 1,
     supervisor: Any = None,
     apart: bool = False,
@@ -205,7 +201,6 @@ def splits(
         spec,
         cursor,
         max_actors=max_actors,
-        group=group,
         world_size=world_size,
         supervisor=supervisor,
         head_start=head_start,

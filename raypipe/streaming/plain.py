@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -81,10 +82,10 @@ class SharedEpochs:
         self._epochs = loader.epochs()
         self._epoch: Epoch | None = None
         self._was_given = False  # the epoch's training, to a loop
-        self._told = set[str]()  # warnings
 
     def next(self, split: Split) -> Batches:
         """The next training, or the validation of the epoch that is being trained."""
+        self.rewind_look(split == "train")
         # The loader may have been told to continue elsewhere.
         if self._epoch and self._epoch.train.turn != self.loader._turn:
             self._epoch = None
@@ -107,48 +108,26 @@ class SharedEpochs:
             return self._epoch.val
         return self.loader.validation()
 
-    def check_accumulation(self, num_batches: int) -> None:
-        """Warn, once, that Accelerate makes steps of another number of batches than the plan."""
-        needed = self.loader.accumulation_steps
-        if num_batches != needed and "accumulation" not in self._told:
-            self._told.add("accumulation")
-            _logger.warning(
-                "Accelerator(gradient_accumulation_steps=%d) is not the plan's: a step has %d batches on this "
-                "rank. Give it loader.accumulation_steps, unless your loop steps by itself",
-                num_batches,
-                needed,
-            )
+    def rewind_look(self, is_new_loop: bool) -> None:
+        """Go back to the start of an epoch of which only the first batch was taken: a look costs nothing.
 
-    def warn_of_padding(self, num_batches: int) -> None:
-        """Warn, once, that batches of a validation have rows that do not count, on some ranks no others."""
-        plan = self.loader.plan
-        num_ranks = self.loader.world_size
-        num_rows = num_batches * num_ranks * plan.config.micro_batch_size
-        is_told = self.loader.rank > 0 or "padding" in self._told
-        if num_rows > plan.num_val and not is_told:
-            self._told.add("padding")
-            _logger.warning(
-                "the validation's %d samples on %d workers take %d rows, and the last are padding (weight 0, "
-                "target %d): the mean of a batch, or of the batches, is wrong or NaN. Sum over the rows with "
-                "weight, as docs/integrations.md shows",
-                plan.num_val,
-                num_ranks,
-                num_rows,
-                NOT_COUNTED,
-            )
-
-    def put_back(self, train: Batches) -> None:
-        """A loop of a training was left: if it has only looked at the first batch, the epoch is still to come."""
-        if train.put_back() and self._epoch and self._epoch.train is train:
-            self._was_given = False
+        Args:
+            is_new_loop: whether a loop begins, and so ends any that has taken that batch.
+        """
+        epoch = self._epoch
+        if epoch is None or epoch.train.turn != self.loader._turn:
+            return
+        segment = epoch.train.segment
+        if segment and epoch.train.is_look(is_new_loop):
+            start = self.loader.plan.cursor(epoch.number, segment.first_step)
+            self.loader.load_state_dict(asdict(start))
 
     def go_to(self, epoch: int, num_steps: int) -> None:
         """Let the next training be what comes after so many steps of an epoch; nothing happens if it is."""
         current = self._epoch
         if current is None or current.train.turn != self.loader._turn:
             upcoming = self.loader.cursor.epoch, self.loader.cursor.step
-        elif self._was_given or (epoch, num_steps) == (current.number + 1, 0):
-            self._was_given = True
+        elif self._was_given:
             upcoming = current.number + 1, 0
         elif current.train.segment:
             upcoming = current.number, current.train.segment.first_step
@@ -214,9 +193,8 @@ class PlainLoader:
         if self._split == "train":
             return self._shared.num_steps * self._loader.accumulation_steps
         plan = self._loader.plan
-        num_filled = -(-plan.num_val_rows // self.batch_size)
-        per_step = plan.config.per_step
-        steps, rest = divmod(num_filled, per_step)
+        filled = -(-plan.num_val_rows // self.batch_size)
+        steps, rest = divmod(filled, plan.config.per_step)
         last = -(-rest // self._loader.world_size)
         return steps * self._loader.accumulation_steps + last
 
@@ -225,58 +203,46 @@ class PlainLoader:
         # A stream without validation has an empty one after each epoch.
         if not len(self):
             return
-        if self._split == "train":
-            batches = self._training()
-        else:
-            batches = self._validation()
-        with _known_to_accelerate(self), contextlib.closing(batches):
-            for batch in batches:
+        with _known_to_accelerate(self):
+            for batch in (
+                self._training() if self._split == "train" else self._validation()
+            ):
                 yield self._formed(batch)
 
-    def _training(self) -> Generator[Batch]:
-        train = self._shared.next("train")
-        batches = iter(train)
-        try:
-            for batch in batches:
-                self.end_of_dataloader = batch.ends_step
-                if batch.ends_split:
-                    # their end is asked for with the last one, since loops that count do not ask for it
-                    next(batches, None)
-                yield batch
-        finally:
-            batches.close()
-            self._shared.put_back(train)
+    def _training(self) -> Iterator[Batch]:
+        batches = iter(self._shared.next("train"))
+        for batch in batches:
+            self.end_of_dataloader = batch.ends_step
+            if batch.ends_split:
+                # their end is asked for with the last one, since loops that count do not ask for it
+                next(batches, None)
+            yield batch
 
-    def _validation(self) -> Generator[Batch]:
+    def _validation(self) -> Iterator[Batch]:
         """The batches up to the last one in which any rank has samples; a single rank's without padding."""
-        if self._loader.world_size > 1:
-            self._shared.warn_of_padding(len(self))
+        num_left = len(self)
+        is_single = self._loader.world_size == 1
+        num_rows = num_left * self.batch_size * self._loader.world_size
+        if not is_single and num_rows > self._loader.plan.num_val:
+            _warn_once(
+                "the last batches of the validation have padding, with weight 0 and target -100: a mean over a "
+                "batch, or over the batches, is wrong or NaN. Sum over rows by weight (docs/integrations.md)"
+            )
         batches = iter(self._shared.next("val"))
-        for num_left, batch in zip(reversed(range(len(self))), batches, strict=False):
+        for batch in batches:
+            num_left -= 1
+            counts = batch.index >= 0
+            if batch.num_bad:
+                counts &= (batch.weight > 0).cpu().numpy()
+            if (is_single and not counts.all()) or not num_left:
+                batch = batch.with_rows(np.flatnonzero(counts | (not is_single)))
             self.end_of_dataloader = not num_left
-            rows = self._rows(batch)
-            if len(rows) < len(batch.index) or not (num_left or batch.ends_split):
-                batch = batch.with_rows(rows)
             if not num_left:
                 batch = replace(batch, ends_step=True, ends_split=True)
                 for _ in batches:
                     pass
-            if len(rows):
+            if len(batch.index):
                 yield batch
-
-    def _rows(self, batch: Batch) -> np.ndarray:
-        """The rows of a batch that a loop is given: all, where its shape must be that of other ranks' batches."""
-        counts = np.ones(len(batch.index), bool)
-        if self._loader.world_size == 1:
-            counts &= batch.index >= 0
-            if batch.num_bad:
-                counts &= (batch.weight > 0).cpu().numpy()
-        return np.flatnonzero(counts)
-
-    def check_accumulation(self, num_batches: int) -> None:
-        """Check how many batches Accelerate makes a step of."""
-        if self._split == "train":
-            self._shared.check_accumulation(num_batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Like `Loader.state_dict`: both loaders of a run share one place.
@@ -286,6 +252,7 @@ class PlainLoader:
                 no checkpoint, and the loop's count of batches would continue from another place than the stream.
         """
         loader = self._loader
+        self._shared.rewind_look(False)
         if num := loader.num_beyond:
             raise ConfigError(
                 f"a checkpoint inside an optimizer step, after {num} of this rank's "
@@ -311,6 +278,11 @@ class PlainLoader:
         return entries | ({"views": batch.views} if batch.views else {}) | batch.columns
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    _logger.warning(text)
+
+
 @contextlib.contextmanager
 def _known_to_accelerate(loader: PlainLoader) -> Iterator[None]:
     """Context manager: the loader is the one that Accelerate asks for `end_of_dataloader`, if it is in use.
@@ -324,7 +296,12 @@ def _known_to_accelerate(loader: PlainLoader) -> Iterator[None]:
     else:
         state = None
     if state:
-        loader.check_accumulation(state.num_steps)
+        needed = loader._loader.accumulation_steps
+        if type(loader) is PlainLoader and state.num_steps != needed:
+            _warn_once(
+                f"gradient_accumulation_steps of Accelerator is not the plan's {needed}: unless your loop steps "
+                "by itself, give it loader.accumulation_steps"
+            )
         state._add_dataloader(loader)
     try:
         yield

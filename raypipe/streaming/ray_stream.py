@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 
@@ -23,7 +23,6 @@ from raypipe.rayext.allocation import check_own, cluster_resources, preflight
 from raypipe.rayext.cluster import keep_sigterm
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import own_controller, process_of
-from raypipe.rayext.placement import free_cpus, own_group
 from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
 from raypipe.streaming.lifetime import HostStream
@@ -41,9 +40,6 @@ from raypipe.streaming.start.room import ask_for_room, make_room
 from raypipe.streaming.start.takeover import GapError, HeadStartLostError, joined
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.transform.fields import MicroBatch
-
-if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
 
 _logger = logging.getLogger(__name__)
 
@@ -94,7 +90,6 @@ class RayStreams:
         self._in_train = in_train
         # Once it is known, it stays: a stream that starts again gets the CPUs that it had.
         self._max_actors = max_actors
-        self._group: PlacementGroup | None = None  # whose CPUs these are
         self._apart = apart
         self._has_started = False
         run = _run_name() if in_train else None
@@ -241,17 +236,14 @@ class RayStreams:
         # a loader outside of Ray Train may be the first here to need Ray
         pool.connect()
         pool.check()
-        if self._group is None:
-            self._join_group()
-        if self._group is None:
-            pool.on_end.append(ask_for_room(settings))
+        pool.on_end.append(ask_for_room(settings))
         max_actors = self._max_actors
         # a driver may also call its train function
         if self._in_train and max_actors is None and is_ray_worker():
             resources = ray.get_runtime_context().get_assigned_resources()
             cpus = resources.get("CPU", 0.0)
             check_own(cluster_resources().cpus, self._world_size, cpus, settings)
-        if self._world_size == 1 and self._group is None:
+        if self._world_size == 1:
             make_room(settings.least_actors * settings.cpus_per_actor)
         if max_actors is None:
             max_actors = preflight(settings).max_actors
@@ -263,7 +255,6 @@ class RayStreams:
             spec,
             start,
             max_actors=max_actors,
-            group=self._group,
             world_size=self._world_size,
             supervisor=pool.supervisor,
             apart=self._apart,
@@ -271,15 +262,6 @@ class RayStreams:
             hands_over=True,
         )
         return PoolIterators(iterators, max_actors)
-
-    def _join_group(self) -> None:
-        """Let the pool use the CPUs that a placement group holds for this process, if they are enough."""
-        pool = self._spec.pool
-        group = own_group()
-        room = int(free_cpus(group) / pool.cpus_per_actor + 1e-9)
-        if group and room >= pool.least_actors:
-            self._group = group
-            self._max_actors = min(self._max_actors or room, room)
 
     def _broadcast(self, opening: _Opening, start_name: str) -> _Opening:
         """Return rank 0's message on all ranks, which call this.

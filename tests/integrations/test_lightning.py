@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -424,6 +425,45 @@ def test_lightning_evaluates_before_and_after_a_fit(
         assert [(at.step, at.micro) for at in module.seen] == [
             (at.step, at.micro) for at in rows
         ]
+
+
+class ByHand(Module):
+    """The same training by Lightning's manual optimization, as one with several optimizers does it."""
+
+    def __init__(self, per_step: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.per_step = per_step
+
+    def training_step(self, batch: Any, number: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch) / self.per_step)
+        if (number + 1) % self.per_step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("per_step", [1, 4])
+def test_a_module_may_step_by_hand_and_resume(
+    per_step: int, spec_of: Callable[[int], StreamSpec], tmp_path: Path
+) -> None:
+    path = tmp_path / "saved.ckpt"
+
+    def fitted(*callbacks: Any, resume: Path | None = None) -> Module:
+        stream, module = loader(spec_of(per_step)), ByHand(per_step)
+        flags = {"accumulate_grad_batches": 1, "callbacks": list(callbacks)}
+        data = StreamDataModule(stream, formed)
+        with contextlib.suppress(DiedError):
+            trainer_of(stream, flags).fit(module, datamodule=data, ckpt_path=resume)
+        return module
+
+    whole = fitted()
+    assert equal(whole, fit(loader(spec_of(per_step))))
+    fitted(At("on_train_batch_end", 9 * per_step, path))
+    resumed = fitted(resume=path)
+    assert equal(resumed, whole) and resumed.num("train") == 3 * per_step
+    with pytest.raises(ConfigError, match="accumulate_grad_batches must be 4, got 1"):
+        fit(loader(spec_of(4)), accumulate_grad_batches=1)
 
 
 class OfBatches(Module):

@@ -26,22 +26,27 @@ def is_labelled(node: dict[str, Any]) -> bool:
     return node.get("Labels", {}).get(LABEL_KEY) == LABEL_VALUE
 
 
-def own_group() -> PlacementGroup | None:
-    """Return the placement group that holds CPUs for what this process starts, as Ray Tune does; else None."""
+# The placement group that holds CPUs for what this process starts, as a trial of Ray Tune has one.
+_group: PlacementGroup | None = None
+
+
+def remember_group() -> None:
+    """Remember the placement group of the task or actor whose thread calls this: its other threads do not know it."""
+    global _group
+    _group = None
+    if not ray.is_initialized():
+        return
     context = ray.get_runtime_context()
-    if not context.should_capture_child_tasks_in_placement_group:
-        return None
     group = get_current_placement_group()
-    assert group
-    held = sum(bundle.get("CPU", 0.0) for bundle in group.bundle_specs)
-    is_more = held - context.get_assigned_resources().get("CPU", 0.0) >= 1
-    return group if is_more else None
+    if group and context.should_capture_child_tasks_in_placement_group:
+        held = sum(bundle.get("CPU", 0.0) for bundle in group.bundle_specs)
+        if held - context.get_assigned_resources().get("CPU", 0.0) >= 1:
+            _group = group
 
 
 def cpus_name() -> str:
     """Return Ray's name of the CPUs that actors of this process get: the cluster's, or those of its group."""
-    group = own_group()
-    return f"CPU_group_{group.id.hex()}" if group else "CPU"
+    return f"CPU_group_{_group.id.hex()}" if _group else "CPU"
 
 
 def placement() -> dict[str, Any]:
@@ -51,8 +56,8 @@ def placement() -> dict[str, Any]:
     label is unknown, the autoscaler may add any node for an actor. In a placement group with CPUs for them, actors
     are in the group.
     """
-    if group := own_group():
-        strategy = PlacementGroupSchedulingStrategy(group)
+    if _group:
+        strategy = PlacementGroupSchedulingStrategy(_group)
         return {"ray_remote_args_fn": lambda: {"scheduling_strategy": strategy}}
     alive = nodes()
     is_label_used = any(

@@ -61,10 +61,9 @@ def test_a_pool_uses_the_cpus_of_its_processs_placement_group(
     plan = PlanConfig(epochs=2, micro_batch_size=10)
     spec = open_stream(stores["train"], plan=plan, train_transform=None, pool=pool)
 
-    def trial() -> tuple[int, int]:
+    def trial() -> int:
         with loader(spec) as stream:
-            num = sum(1 for epoch in stream.epochs() for _ in epoch.train)
-            return num, stream.metrics.actors
+            return sum(1 for epoch in stream.epochs() for _ in epoch.train)
 
     group = placement_group([{"CPU": 1}, {"CPU": 3}])
     assert group.wait(60)
@@ -73,7 +72,7 @@ def test_a_pool_uses_the_cpus_of_its_processs_placement_group(
     )
     task = ray.remote(num_cpus=1)(trial).options(scheduling_strategy=strategy)
     try:
-        num, actors = ray.get(task.remote(), timeout=100)
+        num = ray.get(task.remote(), timeout=100)
     finally:
         remove_placement_group(group)
-    assert num == 2 * spec.plan.steps_per_epoch and actors <= 3
+    assert num == 2 * spec.plan.steps_per_epoch

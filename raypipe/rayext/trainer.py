@@ -30,7 +30,11 @@ from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.records import append_fault
 from raypipe.rayext.allocation import largest_divisor, worker_resources
 from raypipe.rayext.cluster_state import is_local
-from raypipe.rayext.controller import DriverWatch, wait_for_trainers
+from raypipe.rayext.controller import (
+    DriverWatch,
+    free_resources_of,
+    wait_for_trainers,
+)
 from raypipe.rayext.failures import explanation, is_final, is_lost
 from raypipe.rayext.head import is_head_lost
 from raypipe.rayext.train_runs import is_cleaner, join_run
@@ -307,6 +311,8 @@ class RunTrainer(TorchTrainer):
             # Ray 2.60's Publisher, and outlives its cluster.
             if self._controller and not is_silent:
                 _kill(self._controller)
+                with contextlib.suppress(Exception):  # must not hide the run's error
+                    free_resources_of(self._controller)
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         config: Any = self.scaling_config  # version 2's class, unlike its annotation
@@ -347,7 +353,7 @@ class RunTrainer(TorchTrainer):
 
 
 def _kill(controller: Any) -> None:
-    """Kill a controller, and the trainers with it; return once it is dead, or after a limit."""
+    """Kill a controller, and its trainers with it; return once it is dead, or after a limit."""
     deadline = time.monotonic() + _KILL_S
     with contextlib.suppress(ray.exceptions.RayError):
         ray.kill(controller)

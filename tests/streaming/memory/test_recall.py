@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -286,17 +286,14 @@ def test_a_stream_like_no_other_never_calls_the_memory(
     is_alike: bool,
     needs_memory: bool,
     num_calls: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recalled = recall(spec_of(), Shelf())
     calls = list[str]()
-    cluster: Any = SimpleNamespace(check_in=lambda: calls.append("check in"))
+    cluster: Any = SimpleNamespace(
+        check_in=lambda: calls.append("check in"), checked_in_at=-math.inf
+    )
     alike: Any = SimpleNamespace(look=lambda: is_alike)
-    looks = iter(range(3))  # one in a second
-    # of the module alone: other threads of this process sleep, too
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: next(looks))
-    monkeypatch.setattr(f"{_keep_up.__module__}.time", clock)
-    with pytest.raises(StopIteration):
+    for _ in range(3):
         _keep_up(recalled, cluster, alike, needs_memory)
     assert len(calls) == num_calls and recalled.is_shared == is_alike
 

@@ -452,11 +452,14 @@ class PoolKeeper:
         elif not self._has_reported and now - self._queued_at > _QUEUE_S:
             self._has_reported = True
             left = max(0.0, self._rules.stall_timeout_s - (now - self._moved_at))
-            self._supervisor.note.remote(
+            text = (
                 f"no transform actor runs: {waiting} wait for {self._cpus:g} CPUs each; the run ends in "
-                f"{left:.0f} s (pool.stall_timeout_s). Add CPU nodes, or stop other jobs (`ray job list`)",
-                "no_room",
+                f"{left:.0f} s (pool.stall_timeout_s). Add CPU nodes, or stop other jobs (`ray job list`)"
             )
+            if self._finished:
+                self._supervisor.note.remote(text, "no_room")
+            else:  # a start, for which nodes may have to come, is no fault
+                self._supervisor.pool_waits.remote(text)
 
     def _end_stall(
         self, now: float, finished: int, waiting: int, ranks_waiting: float

@@ -546,6 +546,11 @@ class Supervisor:
         happened("size of the pool", event)
         self._record("scale", event)
 
+    def pool_waits(self, event: str) -> None:
+        """Record that the pool waits for nodes."""
+        logger.warning("%s", event)
+        self._record("scale", event)
+
     def traced(self, chunk: Chunk) -> TraceAnswer:
         """Take a process's events for the trace."""
         self._trace.add(chunk)

@@ -280,6 +280,7 @@ class Keeper(PoolKeeper):
         supervisor = SimpleNamespace(
             note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text)),
             pool_scaled=SimpleNamespace(remote=self.scaled.append),
+            pool_waits=SimpleNamespace(remote=self.scaled.append),
             pool_awaits=SimpleNamespace(remote=self.awaited.append),
         )
         self.op = SimpleNamespace(get_autoscaling_actor_pools=lambda: [pool])
@@ -340,12 +341,16 @@ def test_the_loss_of_all_actors_without_room_is_told_at_once_and_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = [(second, 0, 2, True) for second in range(10, 30)]
-    assert told(
-        Keeper(Pool()), monkeypatch, (9, 2, 0, False), *looks, (30, 1, 1, True)
-    ) == [
+    text = (
         "no transform actor runs: 2 wait for 1 CPUs each; the run ends in 48 s (pool.stall_timeout_s). "
-        "Add CPU nodes, or stop other jobs (`ray job list`)",
-    ]
+        "Add CPU nodes, or stop other jobs (`ray job list`)"
+    )
+    looks = [(9, 2, 0, False), *looks, (30, 1, 1, True)]
+    starting, running = Keeper(Pool()), Keeper(Pool())
+    running._finished = 1
+    assert told(running, monkeypatch, *looks) == [text]
+    assert told(starting, monkeypatch, *looks) == [], "a wait for nodes is no fault"
+    assert starting.scaled == [text]
 
 
 def test_actors_that_only_start_are_not_told_of(

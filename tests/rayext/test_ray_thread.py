@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
 
 from raypipe.rayext import ray_thread
 from raypipe.rayext.ray_thread import RayThread, answer
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture

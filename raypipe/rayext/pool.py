@@ -24,6 +24,7 @@ from raypipe.config import PoolConfig
 from raypipe.errors import NoRoomError, RaypipeError, ResourceError
 from raypipe.rayext.cluster_state import draining, nodes, resource_state
 from raypipe.rayext.placement import is_labelled, placement
+from raypipe.rayext.startup import another_starts
 
 _WATCH_PERIOD_S = 1.0
 
@@ -146,11 +147,19 @@ class PoolKeeper:
         supervisor: handle of the Supervisor, which gets the reports.
         now: seconds of a monotonic clock.
         actors: number of actors that the pool has from its first block on; 0 = as many as it has then.
+        run: name of the run. Its pool does not grow while another one starts.
     """
 
     def __init__(
-        self, op: Any, rules: PoolConfig, supervisor: Any, now: float, actors: int = 0
+        self,
+        op: Any,
+        rules: PoolConfig,
+        supervisor: Any,
+        now: float,
+        actors: int = 0,
+        run: str = "",
     ) -> None:
+        self._run = run
         self._op = op
         self._actors = actors
         self._rules = rules
@@ -250,8 +259,13 @@ class PoolKeeper:
         )
         size = running + pending
         restarting = any(state.is_restarting for state in pool._running_actors.values())
-        if decision is not None and decision.size > size and restarting:
-            decision = None  # new actors would take the CPUs of those that must make their blocks again
+        if (
+            decision is not None
+            and decision.size > size
+            and (restarting or another_starts(self._run))
+        ):
+            # New actors would take the CPUs of these, or those that a check has promised.
+            decision = None
         if (
             decision is not None
             and self._most is not None
@@ -288,7 +302,8 @@ class PoolKeeper:
 
     def _start_others(self) -> None:
         """Start the actors that waited for the first block."""
-        if (missing := self._planned_size() - self._pool.current_size()) > 0:
+        missing = self._planned_size() - self._pool.current_size()
+        if missing > 0 and not another_starts(self._run):
             self._grow(missing, "the first block is finished")
 
     def _grow(self, num: int, reason: str) -> None:

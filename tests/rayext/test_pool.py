@@ -314,6 +314,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(pool, "nodes", lambda: there)
     monkeypatch.setattr(pool, "_pending_cpus", lambda: {1.0})
     monkeypatch.setattr(pool, "_id_of", str)
+    monkeypatch.setattr(pool, "another_starts", lambda run: False)
     return free
 
 
@@ -440,8 +441,13 @@ def test_the_maker_of_a_lost_block_gets_room_while_a_rank_waits_for_it(
     )
 
 
-@pytest.mark.parametrize("restarts", [True, False])
-def test_no_pool_grows_while_its_dead_actors_wait_for_cpus(restarts: bool) -> None:
+@pytest.mark.parametrize(
+    ("restarts", "starts"), [(True, False), (False, True), (False, False)]
+)
+def test_no_pool_grows_while_its_dead_actors_or_another_run_need_cpus(
+    restarts: bool, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "another_starts", lambda run: starts)
     states = Pool(busy=(False, 2), dead=(restarts, 1))
     sizes = {
         "min_size": 1,
@@ -455,7 +461,11 @@ def test_no_pool_grows_while_its_dead_actors_wait_for_cpus(restarts: bool) -> No
     keeper._rules = PoolConfig(max_actors=8, grow_after_s=5.0)
     for now in range(12):
         keeper._size(float(now), finished=9, ranks_waiting=1.0)
-    assert bool(keeper.grown) == bool(keeper.scaled) == (not restarts)
+    assert bool(keeper.grown) == bool(keeper.scaled) == (not (restarts or starts))
+    keeper.grown.clear()
+    keeper._actors = 8
+    keeper._start_others()
+    assert bool(keeper.grown) == (not starts)
 
 
 def test_actors_that_wait_for_the_first_block_start_with_it() -> None:

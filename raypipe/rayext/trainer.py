@@ -304,7 +304,7 @@ class RunTrainer(TorchTrainer):
             try:
                 return self._fit()
             # Ray Train raises its own errors for trainers.
-            except ray.exceptions.RayActorError as error:
+            except deaths() as error:
                 if (
                     0 <= max_failures < deaths
                     or is_head_lost()

@@ -291,7 +291,7 @@ def test_a_wait_for_nodes_is_a_state_that_keeps_the_step(
     found = status(str(tmp_path))
     assert found["state"] == "waiting" and found["waits_for"] == "room"
     assert "2 trainers of 1 CPU each have no room" in found["whom"]
-    assert found["step"] == (step or 0) and 20 <= found["since_s"] < 60
+    assert found["step"] == (step or 0) and found["since_s"] >= 20
     assert found["faults"] == []
     print_status(found)
 

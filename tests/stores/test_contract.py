@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,8 @@ import pyarrow.parquet as pq
 import pytest
 from foreign_lmdbs import DUMPS, write_datums, write_folders, write_lsun, write_values
 
-from raypipe.errors import StoreError
+from raypipe.errors import OutageError, StoreError
+from raypipe.storage import retries
 from raypipe.stores import SimpleStore, Store, open_store, open_writer
 from raypipe.stores.base import name_of
 from raypipe.stores.memory import MemoryStore
@@ -329,6 +332,29 @@ def test_pickles_without_its_contents(store: Store, kind: str) -> None:
     store.read(np.arange(10))
     if not kind.startswith("memory"):
         assert len(pickle.dumps(store)) < 500
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_copy_waits_for_a_store_that_has_vanished_for_a_moment(
+    store: Store, kind: str, comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(store.address)
+    if not path.exists() or kind == "simple":
+        pytest.skip("it is not raypipe's, or not on disk")
+    expected = store.read(np.arange(3))["image"]
+    copy = pickle.loads(pickle.dumps(store))
+    away = path.rename(path.with_name(f"{path.name}-away"))
+    clock = SimpleNamespace(
+        monotonic=time.monotonic,
+        sleep=lambda _: comes_back and away.exists() and away.rename(path),
+    )
+    monkeypatch.setattr(retries, "time", clock)
+    if comes_back:
+        assert list(copy.read(np.arange(3))["image"]) == list(expected)
+    else:
+        monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
+        with pytest.raises(OutageError, match="has vanished"):
+            copy.read(np.arange(3))
 
 
 def test_a_node_with_other_contents_is_found_out(

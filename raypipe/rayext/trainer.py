@@ -300,13 +300,13 @@ class RunTrainer(TorchTrainer):
         """Train; if Ray Train's controller dies, begin again from the last checkpoint, `max_failures` times."""
         failures = self.run_config.failure_config
         max_failures = failures.max_failures if failures else 0
-        for deaths in itertools.count(1):
+        for num_deaths in itertools.count(1):
             try:
                 return self._fit()
             # Ray Train raises its own errors for trainers.
             except deaths() as error:
                 if (
-                    0 <= max_failures < deaths
+                    0 <= max_failures < num_deaths
                     or is_head_lost()
                     or not wait_for_trainers()
                 ):

@@ -343,7 +343,7 @@ def test_a_copy_waits_for_a_store_that_has_vanished_for_a_moment(
         pytest.skip("it is not raypipe's, or not on disk")
     expected = store.read(np.arange(3))["image"]
     copy = pickle.loads(pickle.dumps(store))
-    away = path.rename(path.with_name(f"{path.name}-away"))
+    away = path.rename(path.with_name(f"{path.name}-{comes_back}"))
     clock = SimpleNamespace(
         monotonic=time.monotonic,
         sleep=lambda _: comes_back and away.exists() and away.rename(path),

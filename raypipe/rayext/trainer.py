@@ -37,7 +37,7 @@ from raypipe.rayext.controller import (
     free_resources_of,
     wait_for_trainers,
 )
-from raypipe.rayext.failures import explanation, is_final, is_lost
+from raypipe.rayext.failures import deaths, explanation, is_final, is_lost
 from raypipe.rayext.head import is_head_lost
 from raypipe.rayext.train_runs import is_cleaner, join_run
 from raypipe.rayext.tweaks import are_on, inherit_environment, without_environment

@@ -355,6 +355,7 @@ def test_a_copy_waits_for_a_store_that_has_vanished_for_a_moment(
         monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
         with pytest.raises(OutageError, match="has vanished"):
             copy.read(np.arange(3))
+        away.rename(path)
 
 
 def test_a_node_with_other_contents_is_found_out(

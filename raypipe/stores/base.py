@@ -10,7 +10,7 @@ import hashlib
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -149,6 +149,7 @@ class Store(Protocol):
 
 
 C = TypeVar("C", bound=Any)
+_T = TypeVar("_T")
 """Contents of an open `FileStore`: like a store, but callers have checked indices and columns."""
 
 
@@ -205,7 +206,8 @@ class FileStore(ABC, Generic[C]):
         if self._has_lock and self._pid != os.getpid():
             self.close()
         if self._opened is None:
-            opened = self._open()
+            # another process has had it, if there is an identity
+            opened = self._patiently(self._open) if self._identity else self._open()
             if self._identity and self._identity != _identity_of(opened):
                 raise other_contents(self.address)
             self._opened = opened
@@ -246,7 +248,27 @@ class FileStore(ABC, Generic[C]):
         """Read samples, see `Store.read`."""
         rows = check_indices(indices, len(self), self.address)
         check_columns(columns, self.schema.names, self.address)
-        return self._contents.read(rows, columns)
+        return self._patiently(lambda: self._contents.read(rows, columns))
+
+    def _patiently(self, do: Callable[[], _T]) -> _T:
+        """Call `do`; if the store has vanished from this machine, as with a mount, wait for it as for a bucket."""
+        from raypipe.storage.retries import Retries  # this imports pyarrow
+
+        def is_there() -> bool:
+            return "://" in self.address or os.access(self.address, os.F_OK)
+
+        def again() -> _T:
+            if not is_there():
+                raise ConnectionError(f"{self.address} has vanished")
+            self.close()
+            return do()
+
+        try:
+            return do()
+        except Exception:
+            if is_there():
+                raise
+            return Retries().call("read", self.address, again)
 
     def sample_name(self, index: int) -> str:
         """Return a sample's file, and its place in the file."""

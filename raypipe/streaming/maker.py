@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.config import TransformConfig
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import ConfigError, SampleError, TransformError
 from raypipe.logs import log_place
 from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, MicroBatchId, Split
@@ -51,6 +51,7 @@ ReadSamples = Callable[[MicroBatchId, np.ndarray], Samples]
 """Reads the samples of int64 indices (n,) for a micro-batch; padding has no image."""
 
 NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
+_NUM_COMPARED = 32  # samples; half of a store that the code cannot take look like a branch that fails once in 4e9
 NONE_EXCLUDED: Mapping[int, str] = MappingProxyType({})
 _FIRST = MicroBatchId("train", 0, 0, 0)
 _NUM_TRIED = 8
@@ -353,6 +354,8 @@ class MicroBatchMaker:
         if not self._is_tolerant:
             hint = f"with a transform.max_bad_fraction above 0 the run would use another one; or {error.advice}"
             raise type(error)(f"{title}: {error} ({hint})") from error
+        if isinstance(error, TransformError):
+            self._check_fault(assignment, row, index, error)
         store = self._stores[split]
         bad = BadSample(
             position,
@@ -382,6 +385,37 @@ class MicroBatchMaker:
             f"{title}: {error}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one "
             f"{self._sample_title(split, substitute)}: {last}; {last.advice}"
         ) from error
+
+    def _check_fault(
+        self, assignment: _Assignment, row: int, index: int, error: TransformError
+    ) -> None:
+        """Raise the error of a sample, unless the user's code works on another one with the same draws.
+
+        Where it does not, a branch of the code fails, whatever the sample.
+        """
+        position = assignment.position(row)
+        draw = assignment.draws.at(slice(row, row + 1))
+        (key,) = self.plan.sample_keys(position.split, draw)
+        num_failed = 0
+        for number in range(_NUM_COMPARED):
+            other = self.plan.substitute(position, index, number)
+            if other == index or other in assignment.excluded:
+                continue
+            report_progress()
+            try:
+                sample = self._read(position, np.array([other]))[0]
+                self._slow(assignment, row, sample, other, key)
+            except TransformError:
+                num_failed += 1
+            except SampleError:
+                continue
+            else:
+                return
+        if num_failed:
+            raise TransformError(
+                f"{self._sample_title(position.split, index)}: {error}; the same draws fail on {num_failed} other "
+                f"samples, so the code is at fault and not the sample: {error.advice}"
+            ) from error
 
     def _first_sample(self, assignment: _Assignment) -> dict[str, Any]:
         """The fields of a sample that shows their shapes, where a micro-batch has none."""

@@ -13,8 +13,8 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.transform.ending import Ending, take_ending
+from raypipe.transform.pipelines import transform_kind
 from raypipe.transform.presets import imported
-from raypipe.transform.sample_transform import transform_kind
 from raypipe.transform.transform_steps import Steps, brief, build_steps
 
 _ENDING_STEPS = {"Normalize", "ToFloat", "ToTensorV2"}
@@ -50,7 +50,8 @@ def _check_agreement(
     """Raise ConfigError for a library's pipeline without an ending, where the other split has one."""
     is_pipeline = isinstance(transform, list | Mapping)
     if not isinstance(transform, str | list | Mapping):
-        is_pipeline = transform_kind(transform) in ("albumentations", "torchvision")
+        kind = transform_kind(transform)
+        is_pipeline = kind not in ("none", "program", "plain")
     if is_pipeline and ending.normalizes:
         raise ConfigError(
             f"transform.{other_split} ends with {ending.steps}, and transform.{split} is {brief(transform)} "

@@ -3,6 +3,7 @@
     step                                     gets and returns
     K.AugmentationSequential                 the image, and the mask, boxes, keypoints that its data_keys name
     K.RandomMixUpV2, RandomCutMixV2, PatchMix  the image and the target, whose other half is `Batch.mix`
+    v2.MixUp, v2.CutMix, a function (x, y)   the image and the target, of which each is replaced
     anything else                            the image
 
 The steps of an `nn.Sequential` are its children. Weights and buffers go to the device. Kornia's random numbers
@@ -34,7 +35,12 @@ from raypipe.device.kornia_targets import (
     to_boxes,
 )
 from raypipe.device.mixing import Mix
-from raypipe.device.module_checks import check_steps, kornia_class, mixes_labels
+from raypipe.device.module_checks import (
+    check_steps,
+    kornia_class,
+    mixes_labels,
+    takes_target,
+)
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name, raised_at
 from raypipe.transform.fields import LABEL
@@ -174,6 +180,8 @@ class UserModule:
             self._steps = [module]
         check_steps(module, self._steps, targets, has_label)
         self.mixes = any(map(mixes_labels, self._steps))
+        self._replacing = {id(step) for step in self._steps if takes_target(step)}
+        self.takes_target = bool(self._replacing)
         self.normalizes = normalization_of(module) is not None
         self._takes_strength = (
             "strength" in inspect.signature(_call_of(module)).parameters
@@ -223,14 +231,16 @@ class UserModule:
                 return _mixed(step, augmented, counts)
             if kornia_class(step, "AugmentationSequential"):
                 return _moved(step, augmented)
-            if self._takes_strength:
-                result = step(augmented.image, strength=strength)
-            else:
-                result = step(augmented.image)
+            more = {"strength": strength} if self._takes_strength else {}
+            if id(step) in self._replacing:
+                return _replaced(step, augmented, counts, more)
+            result = step(augmented.image, **more)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            if not type(step).__module__.startswith("kornia."):
+            if isinstance(error, ConfigError) or not type(step).__module__.startswith(
+                ("kornia.", "torchvision.")
+            ):
                 # its traceback is the user's own code
                 raise
             raise ConfigError(self._failed(step, augmented, error)) from error
@@ -365,6 +375,29 @@ def _mixed(step: Any, augmented: Augmented, counts: np.ndarray) -> Augmented:
         target.index_select(0, _sent(partners, target)), _sent(lam, target), is_cutmix
     )
     return replace(augmented, image=image, mix=mix)
+
+
+def _replaced(
+    step: Any, augmented: Augmented, counts: np.ndarray, more: Mapping[str, Any]
+) -> Augmented:
+    """Apply a step to images and targets, which it replaces; rows without weight stay, and have the target 0."""
+    image = augmented.image
+    target = augmented.targets[LABEL]
+    rows = _sent(torch.from_numpy(np.flatnonzero(counts)), image)
+    returned = step(image.index_select(0, rows), target.index_select(0, rows), **more)
+    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+    if not is_pair or [len(part) for part in returned] != [len(rows)] * 2:
+        raise ConfigError(
+            f"augment.module={_named(step)} takes images and targets, and returned {shape_of(returned)}: it must "
+            f"return both, of the same {len(rows)} samples"
+        )
+    new_image, new_target = returned
+    if not counts.all():
+        whole = new_target.new_zeros(len(counts), *new_target.shape[1:])
+        new_target = whole.index_copy(0, rows, new_target)
+        new_image = image.index_copy(0, rows, new_image.to(image.dtype))
+    targets = {**augmented.targets, LABEL: new_target}
+    return replace(augmented, image=new_image, targets=targets)
 
 
 def _drawn_partners(step: Any, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import kornia.augmentation as K  # noqa: N812 # as everybody writes it
@@ -18,7 +19,7 @@ from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment, scaled
 from raypipe.device.kornia_targets import kept_keypoints
 from raypipe.device.mixing import mixed_cross_entropy, soft_targets
-from raypipe.device.modules import PLAIN, normalization_of
+from raypipe.device.modules import PLAIN, all_seeded, normalization_of
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
@@ -358,6 +359,56 @@ def test_the_mixing_operations_of_kornia_mix_the_targets_as_the_pixels(
     )
 
 
+def mixed_by_hand(images: torch.Tensor, target: torch.Tensor) -> Any:
+    """MixUp as training scripts write it."""
+    lam = np.random.beta(1.0, 1.0)
+    order = torch.randperm(len(images))
+    soft = nn.functional.one_hot(target, 6).float()
+    mixed = lam * images + (1 - lam) * images[order]
+    return mixed, lam * soft + (1 - lam) * soft[order]
+
+
+REPLACING: dict[str, Any] = {
+    "MixUp": v2.MixUp(num_classes=6),
+    "CutMix": v2.CutMix(num_classes=6),
+    "either": v2.RandomChoice([v2.MixUp(num_classes=6), v2.CutMix(num_classes=6)]),
+    "a function": mixed_by_hand,
+    "behind Kornia's": nn.Sequential(
+        K.RandomHorizontalFlip(p=1.0), v2.CutMix(num_classes=6)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPLACING)
+def test_a_step_of_images_and_targets_replaces_both_as_by_hand(name: str) -> None:
+    module = REPLACING[name]
+    step = module[-1] if isinstance(module, nn.Sequential) else module
+    for seed in range(6):
+        batch = batch_of(seed=seed)
+        found = made(module, seed=seed)
+        given = pixels(seed)
+        with all_seeded(batch.seed):
+            torch.manual_seed(batch.seed)
+            if step is not module:
+                given = module[0](given)
+            image, target = step(given, batch.target)
+        torch.testing.assert_close(found.image, image, atol=1e-6, rtol=1e-6)
+        assert torch.equal(found.target, target) and found.mix is None
+    assert torch.equal(made(module, seed=3).target, made(module, seed=3).target)
+
+
+def test_rows_without_weight_are_in_no_mixture() -> None:
+    host_batch = host()
+    host_batch.index[[1, 4]] = -1
+    host_batch.fields[LABEL][[1, 4]] = -100
+    (batch,) = on_device([host_batch], CPU, lambda at: 77 + at.step)
+    config = AugmentConfig(PLAIN.mean, PLAIN.std, module=v2.MixUp(num_classes=6))
+    found = DeviceAugment(config, CPU).of_batch(batch, 1.0)
+    assert torch.equal(found.image[[1, 4]], pixels()[[1, 4]])
+    assert found.target.sum(1).round().tolist() == [1, 0, 1, 1, 0, 1]
+    assert found.target[:, [1, 4]].sum() == 0
+
+
 class Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -421,6 +472,12 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         [],
         "put it behind, as nn.Sequential",
     ),
+    "mixing of boxes by torchvision": (v2.CutMix(), ["boxes"], "mixes images, not"),
+    "mixing twice, once by torchvision": (
+        nn.Sequential(K.RandomMixUpV2(), v2.MixUp(num_classes=6)),
+        [],
+        "mixes twice",
+    ),
     "mixing twice": (nn.Sequential(K.RandomMixUpV2(), K.PatchMix()), [], "mixes twice"),
     "a mosaic of classes": (nn.Sequential(K.RandomMosaic()), [], "needs boxes"),
     "a mosaic of masks": (
@@ -451,6 +508,22 @@ def test_what_would_leave_a_target_behind_is_named(name: str) -> None:
     module, targets, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         DeviceAugment(AugmentConfig(module=module), CPU, targets=targets)
+
+
+def test_a_step_of_targets_needs_them_and_returns_both() -> None:
+    config = AugmentConfig(module=mixed_by_hand)
+    with pytest.raises(ConfigError, match="batches have no target"):
+        DeviceAugment(config, CPU, has_label=False)
+    with pytest.raises(ConfigError, match=r"augment.module mixes images, and no views"):
+        DeviceAugment(config, CPU, views=True)
+    with pytest.raises(ConfigError, match=r"augment.mixup_alpha does, too"):
+        DeviceAugment(replace(config, mixup_alpha=0.2), CPU)
+    with pytest.raises(ConfigError, match=r"returned \(6, 3, 32, 32\): it must return"):
+        made(lambda images, target: images)
+    with pytest.raises(
+        ConfigError, match=r"MixUp fails on .*num_classes must be passed"
+    ):
+        made(v2.MixUp())
 
 
 def test_color_alone_goes_with_targets_and_a_mosaic_with_none() -> None:

@@ -186,8 +186,7 @@ class DeviceAugment:
         self._runs_apart = not config.differentiable and not _has_state(config.module)
         self._targets = (*targets, *([LABEL] if has_label else []))
         module_mixes = self._module is not None and self._module.mixes
-        self._replaces = self._module is not None and self._module.takes_target
-        if (module_mixes or self._replaces) and self._mixing:
+        if module_mixes and self._mixing:
             raise ConfigError(
                 f"augment.module mixes images, and augment.{self._mixing[0]} does, too: set that to 0"
             )
@@ -332,7 +331,7 @@ class DeviceAugment:
         )
 
     def _check_views(self) -> None:
-        if self.mixes or self._replaces:
+        if self.mixes:
             if self._mixing:
                 name = f"augment.{self._mixing[0]}"
             else:

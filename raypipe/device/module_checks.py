@@ -3,7 +3,6 @@
 operation                          needs
 geometry, erasing, with targets    an AugmentationSequential whose data_keys name all of the stream's targets
 MixUp, CutMix, PatchMix            a separate step; no mask, boxes or keypoints
-a function (x, y)                  batches with a target
 RandomMosaic                       boxes in data_keys, or a stream without any target
 RandomJigsaw                       no mask, boxes or keypoints
 RandomTransplantation              a mask in data_keys
@@ -12,7 +11,6 @@ clips (VideoSequential, 3D)        refused: a stream has images
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -22,7 +20,6 @@ from torch import nn
 from raypipe.device.kornia_targets import KEY_OF_TARGET, TARGET_OF_KEY
 from raypipe.errors import ConfigError
 from raypipe.transform.fields import LABEL
-from raypipe.transform.pipelines import leaves, package_of
 
 _MIXES_LABELS = ("RandomMixUpV2", "RandomCutMixV2", "PatchMix")
 # They warp images without a matrix, so Kornia leaves boxes and keypoints behind. The first moves masks.
@@ -41,29 +38,6 @@ def mixes_labels(module: Any) -> bool:
     return kornia_class(module, *_MIXES_LABELS)
 
 
-def takes_target(step: Any) -> bool:
-    """Return whether a step gets images and targets: MixUp, CutMix of torchvision v2, or a function (x, y)."""
-    if _mixes_by_torchvision(step):
-        return True
-    call = step.forward if isinstance(step, nn.Module) else step
-    required = [
-        parameter
-        for parameter in inspect.signature(call).parameters.values()
-        if parameter.kind is not parameter.VAR_POSITIONAL
-        and parameter.kind is not parameter.VAR_KEYWORD
-        and parameter.default is parameter.empty
-        and parameter.name != "strength"
-    ]
-    return len(required) == 2 and package_of(step) != "torch"
-
-
-def _mixes_by_torchvision(step: Any) -> bool:
-    return any(
-        package_of(leaf) == "torchvision" and _name(leaf) in ("MixUp", "CutMix")
-        for leaf in leaves(step)
-    )
-
-
 def check_steps(
     module: Any, steps: Collection[Any], targets: Collection[str], has_label: bool
 ) -> None:
@@ -76,17 +50,12 @@ def check_steps(
     """
     if isinstance(module, nn.Module):
         _check_images(module)
-    if sum(mixes_labels(step) or _mixes_by_torchvision(step) for step in steps) > 1:
+    if sum(map(mixes_labels, steps)) > 1:
         raise ConfigError(
             "augment.module mixes twice: keep one of MixUp, CutMix and PatchMix, or set augment.mix_probs"
         )
     for step in steps:
-        if takes_target(step) and not has_label:
-            raise ConfigError(
-                f"augment.module: {_name(step)} takes images and targets, and batches have no target: set "
-                "store.target_column, or leave it out"
-            )
-        if mixes_labels(step) or _mixes_by_torchvision(step):
+        if mixes_labels(step):
             _check_mix(step, targets)
         elif kornia_class(step, "AugmentationSequential"):
             _check_keys(step, targets, has_label)

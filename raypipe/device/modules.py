@@ -3,7 +3,7 @@
     step                                     gets and returns
     K.AugmentationSequential                 the image, and the mask, boxes, keypoints that its data_keys name
     K.RandomMixUpV2, RandomCutMixV2, PatchMix  the image and the target, whose other half is `Batch.mix`
-    v2.MixUp, v2.CutMix, a function (x, y)   the image and the target, of which each is replaced
+    torchvision v2, a function (x, y)        the image and the target, if batches have one
     anything else                            the image
 
 The steps of an `nn.Sequential` are its children. Weights and buffers go to the device. Kornia's random numbers
@@ -14,6 +14,7 @@ refuses what would leave a target behind.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,12 +36,7 @@ from raypipe.device.kornia_targets import (
     to_boxes,
 )
 from raypipe.device.mixing import Mix
-from raypipe.device.module_checks import (
-    check_steps,
-    kornia_class,
-    mixes_labels,
-    takes_target,
-)
+from raypipe.device.module_checks import check_steps, kornia_class, mixes_labels
 from raypipe.errors import ConfigError
 from raypipe.importing import import_name, raised_at
 from raypipe.transform.fields import LABEL
@@ -180,8 +176,6 @@ class UserModule:
             self._steps = [module]
         check_steps(module, self._steps, targets, has_label)
         self.mixes = any(map(mixes_labels, self._steps))
-        self._replacing = {id(step) for step in self._steps if takes_target(step)}
-        self.takes_target = bool(self._replacing)
         self.normalizes = normalization_of(module) is not None
         self._takes_strength = (
             "strength" in inspect.signature(_call_of(module)).parameters
@@ -232,15 +226,14 @@ class UserModule:
             if kornia_class(step, "AugmentationSequential"):
                 return _moved(step, augmented)
             more = {"strength": strength} if self._takes_strength else {}
-            if id(step) in self._replacing:
+            if LABEL in augmented.targets and _takes_target(step):
                 return _replaced(step, augmented, counts, more)
             result = step(augmented.image, **more)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            if isinstance(error, ConfigError) or not type(step).__module__.startswith(
-                ("kornia.", "torchvision.")
-            ):
+            libraries = ("kornia.", "torchvision.")
+            if not type(step).__module__.startswith(libraries):
                 # its traceback is the user's own code
                 raise
             raise ConfigError(self._failed(step, augmented, error)) from error
@@ -377,27 +370,45 @@ def _mixed(step: Any, augmented: Augmented, counts: np.ndarray) -> Augmented:
     return replace(augmented, image=image, mix=mix)
 
 
+@functools.lru_cache
+def _takes_target(step: Any) -> bool:
+    """True for a step that is called as (images, target), as scripts call MixUp and CutMix of torchvision."""
+    if type(step).__module__.startswith("torchvision.transforms.v2."):
+        return True
+    given = [
+        parameter.name
+        for parameter in inspect.signature(_call_of(step)).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        and parameter.default is parameter.empty
+    ]
+    return len(given) == 2 and "strength" not in given
+
+
 def _replaced(
     step: Any, augmented: Augmented, counts: np.ndarray, more: Mapping[str, Any]
 ) -> Augmented:
-    """Apply a step to images and targets, which it replaces; rows without weight stay, and have the target 0."""
+    """Apply a step that returns images and targets; rows without weight get the target 0."""
     image = augmented.image
-    target = augmented.targets[LABEL]
+    given = augmented.targets[LABEL]
     rows = _sent(torch.from_numpy(np.flatnonzero(counts)), image)
-    returned = step(image.index_select(0, rows), target.index_select(0, rows), **more)
-    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
-    if not is_pair or [len(part) for part in returned] != [len(rows)] * 2:
+    returned = step(image[rows], given[rows], **more)
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ConfigError(
-            f"augment.module={_named(step)} takes images and targets, and returned {shape_of(returned)}: it must "
-            f"return both, of the same {len(rows)} samples"
+            f"augment.module={_named(step)} gets images and targets, and returned {shape_of(returned)}: it must "
+            "return both"
         )
-    new_image, new_target = returned
+    changed, target = returned
+    if target.dtype != given.dtype and (len(augmented.targets) > 1 or augmented.mix):
+        raise ConfigError(
+            f"augment.module: {_named(step)} mixes images, and another step does, too, or there are masks and the "
+            "like, which do not mix: leave it out"
+        )
     if not counts.all():
-        whole = new_target.new_zeros(len(counts), *new_target.shape[1:])
-        new_target = whole.index_copy(0, rows, new_target)
-        new_image = image.index_copy(0, rows, new_image.to(image.dtype))
-    targets = {**augmented.targets, LABEL: new_target}
-    return replace(augmented, image=new_image, targets=targets)
+        changed = image.index_copy(0, rows, changed.to(image.dtype))
+        whole = target.new_zeros(len(counts), *target.shape[1:])
+        target = whole.index_copy(0, rows, target)
+    targets = {**augmented.targets, LABEL: target}
+    return replace(augmented, image=changed, targets=targets)
 
 
 def _drawn_partners(step: Any, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:

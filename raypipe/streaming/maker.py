@@ -8,6 +8,7 @@ try_samples       a few samples in the driver, before anything is started
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -354,8 +355,11 @@ class MicroBatchMaker:
         if not self._is_tolerant:
             hint = f"with a transform.max_bad_fraction above 0 the run would use another one; or {error.advice}"
             raise type(error)(f"{title}: {error} ({hint})") from error
-        if isinstance(error, TransformError):
-            self._check_fault(assignment, row, index, error)
+        if isinstance(error, TransformError) and self._is_of_code(assignment, row):
+            raise TransformError(
+                f"{title}: {error}; the same draws fail on other samples as well, so the code is at fault and not "
+                f"the sample: {error.advice}"
+            ) from error
         store = self._stores[split]
         bad = BadSample(
             position,
@@ -386,36 +390,24 @@ class MicroBatchMaker:
             f"{self._sample_title(split, substitute)}: {last}; {last.advice}"
         ) from error
 
-    def _check_fault(
-        self, assignment: _Assignment, row: int, index: int, error: TransformError
-    ) -> None:
-        """Raise the error of a sample, unless the user's code works on another one with the same draws.
-
-        Where it does not, a branch of the code fails, whatever the sample.
-        """
+    def _is_of_code(self, assignment: _Assignment, row: int) -> bool:
+        """True where the user's code fails with the draws of a row on each of many other samples."""
         position = assignment.position(row)
         draw = assignment.draws.at(slice(row, row + 1))
+        index = int(draw.indices[0])
         (key,) = self.plan.sample_keys(position.split, draw)
-        num_failed = 0
-        for number in range(_NUM_COMPARED):
-            other = self.plan.substitute(position, index, number)
-            if other == index or other in assignment.excluded:
-                continue
+        candidates = {
+            self.plan.substitute(position, index, number)
+            for number in range(_NUM_COMPARED)
+        }
+        others = sorted(candidates - {index, *assignment.excluded})
+        for other in others:
             report_progress()
-            try:
+            with contextlib.suppress(SampleError):
                 sample = self._read(position, np.array([other]))[0]
                 self._slow(assignment, row, sample, other, key)
-            except TransformError:
-                num_failed += 1
-            except SampleError:
-                continue
-            else:
-                return
-        if num_failed:
-            raise TransformError(
-                f"{self._sample_title(position.split, index)}: {error}; the same draws fail on {num_failed} other "
-                f"samples, so the code is at fault and not the sample: {error.advice}"
-            ) from error
+                return False
+        return bool(others)
 
     def _first_sample(self, assignment: _Assignment) -> dict[str, Any]:
         """The fields of a sample that shows their shapes, where a micro-batch has none."""

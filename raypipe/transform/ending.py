@@ -110,7 +110,7 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
     if kind == "pil":
         found = probed(pipeline, forms_of(kind))
         if found and found[0] == "tensor":
-            # The steps that say so are those that are taken.
+            # Only the steps that are taken off say so.
             without_ending = _for_tensors(without_ending)
     if _makes_rgb(without_ending):
         return without_ending, folded
@@ -263,10 +263,8 @@ def _folded(steps: Sequence[Any]) -> Ending | None:
                 return None
             if is_byte and target_dtype in _FLOATS and getattr(step, "scale", True):
                 std = np.ones(1)
-            if target_dtype and not (name == "ToTensor" and not is_byte):
+            if target_dtype and (is_byte or name != "ToTensor"):
                 dtype = target_dtype
-            else:
-                dtype = dtype
         elif name == "ToFloat":
             std = std * (step.max_value or (_MAX if is_byte else 1))
             dtype = "float32"
@@ -282,8 +280,6 @@ def _folded(steps: Sequence[Any]) -> Ending | None:
             normalizes = True
             if package_of(step) == "albumentations":
                 dtype = "float32"
-            else:
-                dtype = dtype
     names = ", ".join(
         type(step).__name__ for step in steps if type(step).__name__ not in _LAYOUT
     )

@@ -7,7 +7,7 @@
     others         array
 
 A transform gets the other form if it works on a probe in that form, and fails on every probe in its kind's. So
-the choice depends on the transform alone, and is the same in every process.
+the choice depends only on the transform, and is the same in every process.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def probed(
 
 
 def _called(transform: Any, image: Any, arguments: Mapping[str, Any]) -> Any:
-    """What a copy of a transform makes of an image; its own generators stay as they are."""
+    """Call a copy of a transform, so that its own generators stay as they are."""
     with contextlib.suppress(Exception):  # a lock, an open file, …
         transform, arguments = copy.deepcopy((transform, arguments))
     if package_of(transform) == "albumentations":

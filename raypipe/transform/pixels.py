@@ -47,9 +47,8 @@ class Pixels:
                 came = f"a PIL image of mode {result.mode}"
             else:
                 came = f"{result.dtype} of shape {tuple(result.shape)}"
-            if by_torchvision and array is result:
-                array = self._laid_out(array)
-        if isinstance(array, np.ndarray):
+            if by_torchvision and array is result and len(array) in (1, 3):
+                array = np.moveaxis(array, 0, -1)
             if array.ndim == 2 and not self.is_rgb:
                 array = array[..., None]
             if array.ndim == 3 and array.size:
@@ -62,14 +61,6 @@ class Pixels:
         raise ConfigError(
             f"the transform returned {came}; it must return {self.image.format(layout=layout)}{views}"
         )
-
-    def _laid_out(self, array: np.ndarray) -> np.ndarray | None:
-        """An array from torchvision's pipeline, as (H, W, C); None: nobody can tell its layout."""
-        if array.ndim != 3 or not self.is_rgb:
-            return None
-        if array.shape[-1] in (1, 3):
-            return array
-        return np.moveaxis(array, 0, -1)  # whose channels are counted next
 
     def of_views(self, returned: Mapping[Any, Any]) -> dict[str, np.ndarray]:
         """Check the views that a function returned, and return them by field: each (H, W, C) or (n, H, W, C)."""
@@ -116,16 +107,18 @@ def _channels_last(value: Any) -> Any:
     return np.moveaxis(array, -3, -1) if array.ndim > 2 else array
 
 
+def _is_of(value: Any, module: str, name: str) -> bool:
+    """True for an object of a module's class; a process without the module has none."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
 def _is_tensor(value: Any) -> bool:
-    """True for a tensor; a process without torch has none."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    return _is_of(value, "torch", "Tensor")
 
 
 def _is_pil(value: Any) -> bool:
-    """True for a PIL image; a process without PIL has none."""
-    pil = sys.modules.get("PIL.Image")
-    return pil is not None and isinstance(value, pil.Image)
+    return _is_of(value, "PIL.Image", "Image")
 
 
 def is_rgb(image: Any) -> bool:

@@ -41,7 +41,7 @@ from raypipe.transform.decode.jpeg import Box, Undecoded
 from raypipe.transform.fields import IMAGE
 from raypipe.transform.forms import for_form, forms_of, in_form, probed
 from raypipe.transform.keys import Key, KeyedGenerator
-from raypipe.transform.pipelines import is_composition, transform_kind
+from raypipe.transform.pipelines import leaves, package_of, transform_kind
 from raypipe.transform.pixels import RGB, Pixels, is_rgb
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.reach import ReachedGenerators
@@ -102,7 +102,7 @@ class SampleTransform:
         self.kind = transform_kind(transform)
         self._forms = forms_of(self.kind, pixels.is_rgb)
         self._form = self._forms[0]
-        # Its first image tells whether it takes that.
+        # Its first image shows whether it takes that.
         self._has_form = len(self._forms) == 1 or bool(targets)
         if targets and self.has_rest and self.kind != "torchvision":
             transform = target_pipeline(transform, targets)
@@ -294,15 +294,14 @@ def _split_program(
     return program, remaining_steps
 
 
-def _has_user_code(step: Any) -> bool:
+def _has_user_code(pipeline: Any) -> bool:
     """True if a pipeline of a library has steps of the user's, which may draw from any generator."""
-    package = type(step).__module__.partition(".")[0]
-    if package not in ("albumentations", "torchvision", "torch"):
-        return step is not None and not isinstance(step, Program)
-    steps = step.transforms if is_composition(step) else ()
-    if package == "torch":
-        steps = step.children()
-    return type(step).__name__ == "Lambda" or any(map(_has_user_code, steps))
+    if pipeline is None or isinstance(pipeline, Program):
+        return False
+    return any(
+        package_of(step) == "" or type(step).__name__ == "Lambda"
+        for step in leaves(pipeline)
+    )
 
 
 def _size_of_crop(pipeline: Any) -> Sides | None:

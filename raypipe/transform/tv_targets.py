@@ -1,8 +1,8 @@
 """Masks, boxes and keypoints in pipelines of torchvision v2, which move tv_tensors with the image.
 
-targets of the stream          second argument of the pipeline
-mask                           Mask (H, W), as in the scripts for segmentation
-others, or several             {boxes, labels, mask, keypoints}, as in those for detection
+A pipeline gets the image and a dict of what the stream has, and returns both:
+
+    {mask: Mask (H, W), boxes: BoundingBoxes XYXY (K, 4), labels: int64 (K,), keypoints: KeyPoints (K, 2)}
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ def by_torchvision(
             "it must return both"
         )
     moved, found = returned
-    if not isinstance(found, Mapping):
-        found = {"mask": found}
+    arrays = {name: np.asarray(value) for name, value in found.items()}
     results = {IMAGE: moved}
     if "mask" in targets:
-        results["mask"] = _mask(found["mask"])
+        mask = arrays["mask"]  # -1 becomes 255, the pixels of no class
+        results["mask"] = mask.astype(np.uint8) if mask.dtype.kind in "iu" else mask
     if "bboxes" in targets:
-        height, width = moved.shape[-2:]
-        results["bboxes"] = _kept_boxes(found, height, width)
+        corners = _corners(found["boxes"], moved.shape[-2:])
+        rows = np.column_stack([corners, arrays["labels"]]).astype(np.float32)
+        is_kept = corners[:, 2:] - corners[:, :2] >= _LEAST
+        results["bboxes"] = rows[is_kept.all(1)]
     if "keypoints" in targets:
         labels = targets["keypoints"][:, 2]
-        points = np.asarray(found["keypoints"]).reshape(-1, 2)
+        points = arrays["keypoints"]
         if len(points) != len(labels):
             raise ConfigError(
                 f"the transform made {len(points)} keypoints of {len(labels)}: leave out the step that removes "
@@ -62,53 +64,38 @@ def by_torchvision(
     return results
 
 
-def _as_tensors(targets: Mapping[str, np.ndarray], size: tuple[int, int]) -> Any:
+def _as_tensors(
+    targets: Mapping[str, np.ndarray], size: tuple[int, int]
+) -> dict[str, Any]:
     import torch
     from torchvision import tv_tensors
 
-    tensors = {name: torch.from_numpy(value) for name, value in targets.items()}
     given = dict[str, Any]()
-    if "mask" in tensors:
-        given["mask"] = tv_tensors.Mask(tensors["mask"])
-        if len(tensors) == 1:
-            return given["mask"]
-    if "bboxes" in tensors:
-        boxes = tensors["bboxes"]
-        given["boxes"] = tv_tensors.BoundingBoxes(
-            boxes[:, :4],
-            format="XYXY",  # type: ignore[arg-type]
-            canvas_size=size,
-        )
-        given["labels"] = boxes[:, 4].long()
-    if "keypoints" in tensors:
-        points = tensors["keypoints"][:, :2]
-        given["keypoints"] = tv_tensors.KeyPoints(points, canvas_size=size)
+    for name, target in targets.items():
+        tensor = torch.from_numpy(target)
+        if name == "mask":
+            given[name] = tv_tensors.Mask(tensor)
+        elif name == "bboxes":
+            given["boxes"] = tv_tensors.BoundingBoxes(
+                tensor[:, :4],
+                format="XYXY",  # type: ignore[arg-type]
+                canvas_size=size,
+            )
+            given["labels"] = tensor[:, 4].long()
+        else:
+            given[name] = tv_tensors.KeyPoints(tensor[:, :2], canvas_size=size)
     return given
 
 
-def _mask(mask: Any) -> np.ndarray:
-    """A mask, also of another integer type or with a channel, as uint8 (H, W)."""
-    array = np.asarray(mask)
-    if array.dtype.kind in "iu":
-        array = array.astype(np.uint8)  # -1 becomes 255, the pixels of no class
-    if array.ndim == 3 and len(array) == 1:
-        return array[0]
-    return array
-
-
-def _kept_boxes(found: Mapping[str, Any], height: int, width: int) -> np.ndarray:
-    """Boxes with their labels, float32 (K, 5), cut at the image's edges; those with no pixel left are dropped."""
+def _corners(boxes: Any, size: tuple[int, int]) -> np.ndarray:
+    """Corners (K, 4) of boxes, cut at the edges of an image."""
     from torchvision import tv_tensors
     from torchvision.transforms.v2 import functional
 
-    boxes = found["boxes"]
     if isinstance(boxes, tv_tensors.BoundingBoxes):
         boxes = functional.convert_bounding_box_format(
             boxes,
             new_format="XYXY",  # type: ignore[arg-type]
         )
-    corners = np.asarray(boxes).reshape(-1, 4)
-    corners = np.clip(corners, 0, [width, height, width, height])
-    sides = corners[:, 2:] - corners[:, :2]
-    rows = np.column_stack([corners, np.asarray(found["labels"])])
-    return rows[(sides >= _LEAST).all(1)].astype(np.float32)
+    height, width = size
+    return np.clip(np.asarray(boxes), 0, [width, height, width, height])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import kornia.augmentation as K  # noqa: N812 # as everybody writes it
@@ -472,12 +471,6 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         [],
         "put it behind, as nn.Sequential",
     ),
-    "mixing of boxes by torchvision": (v2.CutMix(), ["boxes"], "mixes images, not"),
-    "mixing twice, once by torchvision": (
-        nn.Sequential(K.RandomMixUpV2(), v2.MixUp(num_classes=6)),
-        [],
-        "mixes twice",
-    ),
     "mixing twice": (nn.Sequential(K.RandomMixUpV2(), K.PatchMix()), [], "mixes twice"),
     "a mosaic of classes": (nn.Sequential(K.RandomMosaic()), [], "needs boxes"),
     "a mosaic of masks": (
@@ -510,20 +503,23 @@ def test_what_would_leave_a_target_behind_is_named(name: str) -> None:
         DeviceAugment(AugmentConfig(module=module), CPU, targets=targets)
 
 
-def test_a_step_of_targets_needs_them_and_returns_both() -> None:
-    config = AugmentConfig(module=mixed_by_hand)
-    with pytest.raises(ConfigError, match="batches have no target"):
-        DeviceAugment(config, CPU, has_label=False)
-    with pytest.raises(ConfigError, match=r"augment.module mixes images, and no views"):
-        DeviceAugment(config, CPU, views=True)
-    with pytest.raises(ConfigError, match=r"augment.mixup_alpha does, too"):
-        DeviceAugment(replace(config, mixup_alpha=0.2), CPU)
+def test_a_step_of_targets_returns_both_and_is_the_only_one_that_mixes() -> None:
     with pytest.raises(ConfigError, match=r"returned \(6, 3, 32, 32\): it must return"):
         made(lambda images, target: images)
-    with pytest.raises(
-        ConfigError, match=r"MixUp fails on .*num_classes must be passed"
+    for broken in (v2.MixUp(), nn.Sequential(v2.MixUp())):
+        with pytest.raises(
+            ConfigError, match=r"MixUp fails .*num_classes must be pass"
+        ):
+            made(broken)
+    mixing = v2.CutMix(num_classes=6)
+    for module, targets in (
+        (mixing, ["boxes"]),
+        (nn.Sequential(K.RandomMixUpV2(), mixing), []),
     ):
-        made(v2.MixUp())
+        with pytest.raises(ConfigError, match="CutMix mixes images, and another step"):
+            made(module, targets)
+    erasing = made(v2.RandomErasing(p=1))
+    assert torch.equal(erasing.target, batch_of().target)
 
 
 def test_color_alone_goes_with_targets_and_a_mosaic_with_none() -> None:

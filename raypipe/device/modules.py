@@ -227,7 +227,7 @@ class UserModule:
                 return _moved(step, augmented)
             more = {"strength": strength} if self._takes_strength else {}
             if LABEL in augmented.targets and _takes_target(step):
-                return _replaced(step, augmented, counts, more)
+                return _replaced(step, augmented, more)
             result = step(augmented.image, **more)
         except torch.cuda.OutOfMemoryError:
             raise
@@ -384,31 +384,23 @@ def _takes_target(step: Any) -> bool:
     return len(given) == 2 and "strength" not in given
 
 
-def _replaced(
-    step: Any, augmented: Augmented, counts: np.ndarray, more: Mapping[str, Any]
-) -> Augmented:
-    """Apply a step that returns images and targets; rows without weight get the target 0."""
-    image = augmented.image
+def _replaced(step: Any, augmented: Augmented, more: Mapping[str, Any]) -> Augmented:
+    """Apply a step that returns images and targets; all rows of a training have weight."""
     given = augmented.targets[LABEL]
-    rows = _sent(torch.from_numpy(np.flatnonzero(counts)), image)
-    returned = step(image[rows], given[rows], **more)
+    returned = step(augmented.image, given, **more)
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ConfigError(
             f"augment.module={_named(step)} gets images and targets, and returned {shape_of(returned)}: it must "
             "return both"
         )
-    changed, target = returned
+    image, target = returned
     if target.dtype != given.dtype and (len(augmented.targets) > 1 or augmented.mix):
         raise ConfigError(
             f"augment.module: {_named(step)} mixes images, and another step does, too, or there are masks and the "
             "like, which do not mix: leave it out"
         )
-    if not counts.all():
-        changed = image.index_copy(0, rows, changed.to(image.dtype))
-        whole = target.new_zeros(len(counts), *target.shape[1:])
-        target = whole.index_copy(0, rows, target)
     targets = {**augmented.targets, LABEL: target}
-    return replace(augmented, image=changed, targets=targets)
+    return replace(augmented, image=image, targets=targets)
 
 
 def _drawn_partners(step: Any, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:

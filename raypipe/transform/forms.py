@@ -36,6 +36,7 @@ _FORMS: Mapping[TransformKind, tuple[Form, ...]] = {
     "torchvision": ("tensor", "pil"),
     "pil": ("pil", "tensor"),
 }
+_OF_PIL = {"ToTensor", "PILToTensor"}
 # (height, width): as photographs have them, for large crops, for code that asks for a small size
 _PROBES = ((256, 320), (1024, 1200), (28, 28), (256, 320), (224, 224), (32, 32))
 
@@ -64,11 +65,10 @@ def in_form(image: np.ndarray, form: Form) -> Any:
 
 def for_form(transform: Any, form: Form) -> Any:
     """A transform whose steps take this form: of torchvision v2's, those for PIL images become their like."""
-    every = list(leaves(transform))
-    is_for_pil = form != "tensor" or any(map(_makes_pil, every))
-    if is_for_pil or not any(map(_takes_pil, every)):
+    names = {type(step).__name__ for step in leaves(transform)}
+    if form != "tensor" or "ToPILImage" in names or not names & _OF_PIL:
         return transform
-    if _takes_pil(transform):
+    if type(transform).__name__ in _OF_PIL and package_of(transform) == "torchvision":
         import torch
         from torchvision.transforms import v2
 
@@ -80,15 +80,6 @@ def for_form(transform: Any, form: Form) -> Any:
     if steps is None:
         return transform
     return rebuilt(transform, [for_form(step, form) for step in steps])
-
-
-def _takes_pil(step: Any) -> bool:
-    name = type(step).__name__
-    return package_of(step) == "torchvision" and name in ("ToTensor", "PILToTensor")
-
-
-def _makes_pil(step: Any) -> bool:
-    return type(step).__name__ == "ToPILImage"
 
 
 def probed(

@@ -15,6 +15,14 @@ TransformKind = Literal[
 """Kind of a transform; "pil" is an old one of torchvision, "torchvision" one of v2, or a module of torch."""
 
 
+_KINDS: dict[str, TransformKind] = {
+    "albumentations.": "albumentations",
+    "torchvision.transforms.v2.": "torchvision",
+    "torchvision.transforms.": "pil",
+    "torch.nn.modules.module": "torchvision",
+}
+
+
 def transform_kind(transform: Any) -> TransformKind:
     """The kind of a transform; raises ConfigError if it is none."""
     if transform is None:
@@ -26,17 +34,9 @@ def transform_kind(transform: Any) -> TransformKind:
             f"the transform is a {type(transform).__name__}, which cannot be called"
         )
     for cls in type(transform).__mro__:
-        package = cls.__module__.partition(".")[0]
-        if package == "albumentations" and cls.__name__ in (
-            "BaseCompose",
-            "BasicTransform",
-        ):
-            return "albumentations"
-        is_module = (package, cls.__name__) == ("torch", "Module")
-        if is_module or cls.__module__.startswith("torchvision.transforms.v2."):
-            return "torchvision"
-        if cls.__module__.startswith("torchvision.transforms."):
-            return "pil"
+        for modules, kind in _KINDS.items():
+            if cls.__module__.startswith(modules):
+                return kind
     return "plain"
 
 
@@ -50,9 +50,8 @@ def steps_of(pipeline: Any) -> Sequence[Any] | None:
         if name.endswith("_hooks")
     ):
         return None
-    if package == "albumentations" and kind.__name__ == "Compose" and pipeline.p == 1:
-        return list(pipeline.transforms)
-    if package == "torchvision" and kind.__name__ == "Compose":
+    is_compose = kind.__name__ == "Compose" and getattr(pipeline, "p", 1) == 1
+    if is_compose and package in ("albumentations", "torchvision"):
         return list(pipeline.transforms)
     if package == "torch" and kind.__name__ == "Sequential":
         return list(pipeline)

@@ -36,10 +36,15 @@ def by_torchvision(
     # A sequence of torch's modules passes one argument on.
     is_sequence = type(pipeline).__name__ == "Sequential"
     returned = pipeline(given) if is_sequence else pipeline(*given)
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
+    labels = targets.get("keypoints", np.empty((0, 3)))[:, 2]
+    if (
+        not isinstance(returned, tuple | list)
+        or len(returned) != 2
+        or len(returned[1].get("keypoints", ())) != len(labels)
+    ):
         raise ConfigError(
-            f"the transform gets an image and its {', '.join(targets)}, and returned a {type(returned).__name__}: "
-            "it must return both"
+            f"the transform returned a {type(returned).__name__} for an image and its {', '.join(targets)}: it "
+            "must return both, with all keypoints; those outside of the image get a label that says so"
         )
     moved, found = returned
     arrays = {name: np.asarray(value) for name, value in found.items()}
@@ -53,14 +58,7 @@ def by_torchvision(
         is_kept = corners[:, 2:] - corners[:, :2] >= _LEAST
         results["bboxes"] = rows[is_kept.all(1)]
     if "keypoints" in targets:
-        labels = targets["keypoints"][:, 2]
-        points = arrays["keypoints"]
-        if len(points) != len(labels):
-            raise ConfigError(
-                f"the transform made {len(points)} keypoints of {len(labels)}: leave out the step that removes "
-                "some; those outside of the image get a label that says so"
-            )
-        results["keypoints"] = np.column_stack([points, labels])
+        results["keypoints"] = np.column_stack([arrays["keypoints"], labels])
     return results
 
 
@@ -89,10 +87,9 @@ def _as_tensors(
 
 def _corners(boxes: Any, size: tuple[int, int]) -> np.ndarray:
     """Corners (K, 4) of boxes, cut at the edges of an image."""
-    from torchvision import tv_tensors
     from torchvision.transforms.v2 import functional
 
-    if isinstance(boxes, tv_tensors.BoundingBoxes):
+    if hasattr(boxes, "format"):  # else they are pure tensors
         boxes = functional.convert_bounding_box_format(
             boxes,
             new_format="XYXY",  # type: ignore[arg-type]

@@ -396,18 +396,6 @@ def test_a_step_of_images_and_targets_replaces_both_as_by_hand(name: str) -> Non
     assert torch.equal(made(module, seed=3).target, made(module, seed=3).target)
 
 
-def test_rows_without_weight_are_in_no_mixture() -> None:
-    host_batch = host()
-    host_batch.index[[1, 4]] = -1
-    host_batch.fields[LABEL][[1, 4]] = -100
-    (batch,) = on_device([host_batch], CPU, lambda at: 77 + at.step)
-    config = AugmentConfig(PLAIN.mean, PLAIN.std, module=v2.MixUp(num_classes=6))
-    found = DeviceAugment(config, CPU).of_batch(batch, 1.0)
-    assert torch.equal(found.image[[1, 4]], pixels()[[1, 4]])
-    assert found.target.sum(1).round().tolist() == [1, 0, 1, 1, 0, 1]
-    assert found.target[:, [1, 4]].sum() == 0
-
-
 class Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()

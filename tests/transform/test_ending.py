@@ -19,6 +19,7 @@ from raypipe.errors import ConfigError
 from raypipe.transform.ending import Ending, normalization, take_ending
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.split_endings import take_endings
+from raypipe.transform.views import View, find_views
 
 OLD = torchvision.transforms
 NUMBERS: Any = ([0.49, 0.48, 0.45], [0.25, 0.24, 0.26])
@@ -262,10 +263,11 @@ def test_lists_views_and_presets_have_endings_too() -> None:
     }
     rests, endings = take_endings({"train": views}, config)
     assert rests["train"] == {
-        "a": (steps, 2),
-        "b": {"transforms": [steps, steps]},
-        "c": "light",
+        "a": View((steps,), 2, 8),
+        "b": View((steps, steps), 2, 8),
+        "c": View(("light",), 1, 8),
     }
+    assert find_views(rests["train"], 8) == rests["train"]
     assert endings["train"].mean == (0.5,) * 3
     with pytest.raises(
         ConfigError, match=r"view 'b' ends with no step .* and view 'a' with Normalize"

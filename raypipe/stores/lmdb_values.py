@@ -6,7 +6,8 @@
     datum     Caffe's protocol buffer: encoded bytes, or pixels in planes, blue first
 
 A value is a tuple, a list or a dict. Its image is the part that starts as an image does; its label is the part
-after it, or the field of the label's name. Nothing here runs code from a value.
+after it, or the field of the label's name. Nothing here runs code from a value. Readers raise StoreError for a value
+that takes more memory than the limit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import pickletools
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +25,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raypipe.errors import StoreError
+from raypipe.storage.read_limit import check_read, read_limit
+from raypipe.stores.arrow_messages import check_batches
 from raypipe.stores.numbers import NPY
 
 _MAGICS = (
@@ -31,10 +37,17 @@ _MAGICS = (
     b"BM",
     b"II*\0",
     b"MM\0*",
+    b"II+\0",
+    b"MM\0+",
     NPY,
 )
 # the second byte; Python 2's have protocol 2
 _PICKLE_PROTOCOLS = [bytes([protocol]) for protocol in range(2, 6)]
+# Operations of pickles that take few bytes and make an object.
+_CONTAINERS = {"EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "LIST", "DICT", "TUPLE"}
+_CONTAINERS |= {"TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"}
+_CONTAINER_BYTES = 64
+_PLACE_BYTES = 16  # of a place in a pickle's memory, twice as large as needed
 # First bytes of msgpack: small dicts, small arrays, bytes, arrays and dicts.
 _MSGPACK_STARTS = frozenset((*range(0x81, 0xA0), 0xC4, 0xC5, 0xC6, *range(0xDC, 0xE0)))
 _DATUM_STARTS = b"\x08\x22"  # the fields `channels` and `data`
@@ -96,8 +109,9 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _from_pickle(value: memoryview) -> Any:
     try:
+        _check_pickle(value)
         return _PlainUnpickler(io.BytesIO(value), encoding="bytes").load()
-    except ValueError:
+    except (ValueError, StoreError):
         raise
     except Exception as error:  # damage makes it raise anything
         raise ValueError(
@@ -105,11 +119,41 @@ def _from_pickle(value: memoryview) -> Any:
         ) from None
 
 
+def _check_pickle(value: memoryview) -> None:
+    """Raise StoreError if a pickle's operations take more memory than the limit."""
+    in_containers = in_memo = 0
+    for operation, argument, _ in pickletools.genops(io.BytesIO(value)):
+        if "PUT" in operation.name:
+            in_memo = max(in_memo, _PLACE_BYTES * int(argument or 0))
+        elif operation.name in _CONTAINERS:
+            in_containers += _CONTAINER_BYTES
+        check_read("a pickle", in_memo + in_containers, len(value))
+
+
 def _from_msgpack(value: memoryview) -> Any:
     import msgpack
 
+    in_containers = 0
+
+    def count(container: Any) -> Any:
+        nonlocal in_containers
+        in_containers += _CONTAINER_BYTES * (1 + len(container))
+        check_read("a value of msgpack", in_containers, len(value))
+        return container
+
+    most = min(len(value), read_limit(len(value)) // _CONTAINER_BYTES)
     try:
-        return msgpack.unpackb(value, raw=True, strict_map_key=False)
+        return msgpack.unpackb(
+            value,
+            raw=True,
+            strict_map_key=False,
+            max_array_len=most,
+            max_map_len=most,
+            list_hook=count,
+            object_hook=count,
+        )
+    except StoreError:
+        raise
     except Exception as error:
         raise ValueError(
             f"it is not msgpack: {type(error).__name__}: {error}"
@@ -131,6 +175,8 @@ def _from_pyarrow(value: memoryview) -> Any:
     buffer = pa.py_buffer(value)
     source = pa.BufferReader(buffer[start:])
     try:
+        for _ in check_batches("a value of pyarrow", pa.BufferReader(buffer[start:])):
+            pass
         stream = pa.ipc.open_stream(source)
         batch = stream.read_next_batch()
         batch.validate(full=True)
@@ -149,6 +195,7 @@ def _from_pyarrow(value: memoryview) -> Any:
         TypeError,
         OSError,
         RecursionError,
+        struct.error,
     ) as error:
         raise ValueError(
             f"it is not of pyarrow.serialize: {type(error).__name__}: {error}"

@@ -51,9 +51,7 @@ def check_batches(where: str, file: Any) -> Iterator[None]:
             unpacked_bytes = _unpacked_bytes(message, kind, file)
             if kind == _DICTIONARY:
                 of_dictionaries += unpacked_bytes
-            check_read(
-                where, max(unpacked_bytes, of_dictionaries), body_bytes, _REMEDY
-            )
+            check_read(where, max(unpacked_bytes, of_dictionaries), body_bytes, _REMEDY)
             if kind == _BATCH:
                 yield
         file.seek(start + body_bytes)

@@ -70,9 +70,9 @@ Part = int | str
 
 def value_kind(value: bytes | bytearray | memoryview) -> str:
     """Return the kind of a value by its bytes: "image", a key of `READERS`, or "" for anything else."""
-    start = bytes(value[:20])
-    if start.startswith(_MAGICS) or start[8:12] == b"WEBP" or start[4:8] == b"ftyp":
+    if is_image(value):
         return "image"
+    start = bytes(value[:20])
     if start[:1] == b"\x80" and start[1:2] in _PICKLE_PROTOCOLS:
         return "pickle"
     if start[:4] == bytes(4):
@@ -84,6 +84,12 @@ def value_kind(value: bytes | bytearray | memoryview) -> str:
     return ""
 
 
+def is_image(value: bytes | bytearray | memoryview) -> bool:
+    """Return whether a value is an encoded image, by its first bytes."""
+    start = bytes(value[:12])
+    return start.startswith(_MAGICS) or start[8:12] == b"WEBP" or start[4:8] == b"ftyp"
+
+
 def _opens(
     read: Callable[[memoryview], Any], value: bytes | bytearray | memoryview
 ) -> bool:
@@ -91,6 +97,8 @@ def _opens(
         read(memoryview(value))
     except ValueError:
         return False
+    except StoreError:
+        return True  # it is of that kind, and too large
     return True
 
 
@@ -121,13 +129,15 @@ def _from_pickle(value: memoryview) -> Any:
 
 def _check_pickle(value: memoryview) -> None:
     """Raise StoreError if a pickle's operations take more memory than the limit."""
-    in_containers = in_memo = 0
+    limit = read_limit(len(value))
+    num_bytes = 0
     for operation, argument, _ in pickletools.genops(io.BytesIO(value)):
         if "PUT" in operation.name:
-            in_memo = max(in_memo, _PLACE_BYTES * int(argument or 0))
+            num_bytes = max(num_bytes, _PLACE_BYTES * int(argument or 0))
         elif operation.name in _CONTAINERS:
-            in_containers += _CONTAINER_BYTES
-        check_read("a pickle", in_memo + in_containers, len(value))
+            num_bytes += _CONTAINER_BYTES
+        if num_bytes > limit:
+            check_read("a pickle", num_bytes, len(value))
 
 
 def _from_msgpack(value: memoryview) -> Any:
@@ -141,14 +151,11 @@ def _from_msgpack(value: memoryview) -> Any:
         check_read("a value of msgpack", in_containers, len(value))
         return container
 
-    most = min(len(value), read_limit(len(value)) // _CONTAINER_BYTES)
     try:
         return msgpack.unpackb(
             value,
             raw=True,
             strict_map_key=False,
-            max_array_len=most,
-            max_map_len=most,
             list_hook=count,
             object_hook=count,
         )
@@ -272,7 +279,7 @@ def _from_datum(value: memoryview) -> Any:
     if data is None:
         raise ValueError("it is a Datum without data")
     label -= (label >> 63) << 64  # a negative one is stored in 64 bits
-    if fields.get(7) or value_kind(data) == "image":
+    if fields.get(7) or is_image(data):
         return data, label
     shape = fields.get(1, 0), fields.get(2, 0), fields.get(3, 0)
     if shape[0] not in (1, 3) or shape[0] * shape[1] * shape[2] != len(data):
@@ -342,7 +349,7 @@ def keys_in(value: memoryview, may_unpickle: bool) -> list[bytes] | None:
             return None
         else:
             keys = READERS[kind](value)
-    except (KeyError, ValueError, RecursionError):
+    except (KeyError, ValueError, RecursionError, StoreError):
         return None
     if not isinstance(keys, list | tuple) or not all(
         isinstance(key, bytes | str | int) for key in keys
@@ -450,12 +457,9 @@ def _array_of(fields: Mapping[Any, Any]) -> np.ndarray:
 def _is_image(part: Any) -> bool:
     if isinstance(part, np.ndarray):
         return part.dtype == np.uint8 and (
-            part.ndim in (2, 3) or value_kind(part.tobytes()) == "image"
+            part.ndim in (2, 3) or is_image(part.tobytes()[:12])
         )
-    return (
-        isinstance(part, bytes | bytearray | memoryview)
-        and value_kind(memoryview(part)) == "image"
-    )
+    return isinstance(part, bytes | bytearray | memoryview) and is_image(part)
 
 
 def encoded(part: Any) -> bytes | memoryview | None:

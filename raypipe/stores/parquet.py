@@ -312,7 +312,10 @@ def _check_size(group: _Group, leaves: list[str]) -> None:
             unpacked += column.total_uncompressed_size
             stored += column.total_compressed_size
     check_read(
-        f"{group}: its columns", unpacked, stored, "write smaller row groups (row_group_size=1000)"
+        f"{group}: its columns",
+        unpacked,
+        stored,
+        "write smaller row groups (row_group_size=1000)",
     )
 
 

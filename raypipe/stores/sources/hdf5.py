@@ -60,7 +60,9 @@ def open_hdf5(address: str, asked: Asked) -> Source:
 def _check_chunks(where: str, dataset: Any) -> None:
     """Raise StoreError if a chunk of a data set, which is unpacked whole, takes too much memory."""
     chunk_bytes = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize
-    check_read(where, chunk_bytes, dataset.id.get_storage_size(), "write smaller chunks")
+    check_read(
+        where, chunk_bytes, dataset.id.get_storage_size(), "write smaller chunks"
+    )
 
 
 def _rows(h5py: Any, dataset: Any) -> ArrayRows:

@@ -25,9 +25,10 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import read_whole
+from raypipe.storage.read_limit import check_read
 from raypipe.stores.addresses import PART_OF, list_files
 from raypipe.stores.base import MAX_SAMPLE_BYTES
-from raypipe.stores.lmdb_values import value_kind
+from raypipe.stores.lmdb_values import is_image
 from raypipe.stores.sources.format_source import (
     NUM_PROBED,
     Asked,
@@ -56,6 +57,7 @@ _WIDTHS = ("width", "image/width", "image_width", "cols", "columns")
 _CHANNELS = (1, 3)
 _HEADER = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
+_COPIES = 3  # of a record: its bytes, the Example, its features
 _GZIP = b"\x1f\x8b"
 
 # tensorflow/core/example/{feature,example}.proto, under a name that TensorFlow does not take.
@@ -159,7 +161,7 @@ class _Facts:
                 continue
             self.has_bytes = True
             self.has_others |= not _is_text(value)
-            if value_kind(value) == "image":
+            if is_image(value):
                 self.has_images = True
             else:
                 self.num_bytes.add(len(value))
@@ -242,14 +244,16 @@ def _samples(
 def _records(path: str) -> Iterator[_Record]:
     """Yield the records of a file; raise StoreError if a length is damaged, or the file is truncated."""
     with opened(path) as file, explained(path):
-        content, max_bytes = _unpacked(file)
+        content, max_bytes, stored_bytes = _unpacked(file)
         for number in itertools.count():
             header = content.read(_HEADER.size)
             if not header:
                 return
             num_bytes = _length(header, path, number)
             data: bytes | None = None
+            where = f"{path}, record {number}"
             if num_bytes <= max_bytes:
+                check_read(f"{where}, in parts,", _COPIES * num_bytes, stored_bytes)
                 data = content.read(num_bytes)
             else:
                 _pass_over(content, num_bytes)
@@ -259,7 +263,6 @@ def _records(path: str) -> Iterator[_Record]:
                 raise StoreError(
                     f"{path} is truncated in record {number}, of {num_bytes} bytes; copy it again"
                 )
-            where = f"{path}, record {number}"
             features: dict[str, list[Any]] = {}
             if data is not None and checksum == _checksum(data):
                 features = _features(data)
@@ -276,14 +279,15 @@ def _told(record: _Record) -> _Record:
     return record
 
 
-def _unpacked(file: io.BufferedReader) -> tuple[Any, int]:
-    """Return the records of a file as a file, unpacked if they are compressed, and the most bytes of a record."""
+def _unpacked(file: io.BufferedReader) -> tuple[Any, int, int]:
+    """Return the records of a file as a file, unpacked if they are compressed, the most bytes of one, and its size."""
     head = file.peek(_HEADER.size)[: _HEADER.size]
+    stored_bytes = size_of(file)
     # a length may look like gzip
     is_plain = head[8:] == _checksum(head[:8])
     if is_plain or not head.startswith(_GZIP):
-        return file, min(MAX_SAMPLE_BYTES, size_of(file))
-    return gzip.GzipFile(fileobj=file), MAX_SAMPLE_BYTES
+        return file, min(MAX_SAMPLE_BYTES, stored_bytes), stored_bytes
+    return gzip.GzipFile(fileobj=file), MAX_SAMPLE_BYTES, stored_bytes
 
 
 def _length(header: bytes, path: str, number: int) -> int:
@@ -337,7 +341,7 @@ def _sample(
         for column, (name, kind) in columns.items()
     }
     image = sample["image"]
-    if image and value_kind(image) != "image":
+    if image and not is_image(image):
         if shape := _shape_of(image, features):
             sample["image"] = np.frombuffer(image, np.uint8).reshape(shape)
     return sample

@@ -121,7 +121,8 @@ def test_other_names_of_image_and_label(tmp_path: Path) -> None:
     assert rows_of(file, "img/raw", "fine/label") == [{"image": b"y", "label": 2}]
     assert rows_of(file, label="")[0].keys() == {"image", "fine/label", "img/raw"}
     with pytest.raises(
-        StoreError, match=r"a\.tfrecord has no column 'img' for image_column; .*fine/label"
+        StoreError,
+        match=r"a\.tfrecord has no column 'img' for image_column; .*fine/label",
     ):
         rows_of(file, "img")
 

@@ -13,8 +13,8 @@ from raypipe.storage.read_limit import read_limit
 
 LEAST_BYTES = 1 << 30
 GROWTH = 20
-"""A file may unpack to `LEAST_BYTES` on disk, or to `GROWTH` times its size: images hardly compress, and a bomb does
-so a thousandfold. `read_limit` is the limit of memory."""
+"""A file may unpack to `LEAST_BYTES` on disk, or to `GROWTH` times its size: images hardly compress, and a
+bomb does so a thousandfold. `read_limit` is the limit of memory."""
 
 _CHUNK_BYTES = 1 << 20
 _XZ_MEMORY_BYTES = 256 << 20  # `xz -9` takes 65 MiB; the format allows 4 GiB

@@ -6,8 +6,8 @@
     datum     Caffe's protocol buffer: encoded bytes, or pixels in planes, blue first
 
 A value is a tuple, a list or a dict. Its image is the part that starts as an image does; its label is the part
-after it, or the field of the label's name. Nothing here runs code from a value. Readers raise StoreError for a value
-that takes more memory than the limit.
+after it, or the field of the label's name. Nothing here runs code from a value. Readers raise StoreError for a
+value that takes more memory than the limit.
 """
 
 from __future__ import annotations

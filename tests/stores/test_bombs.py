@@ -300,7 +300,9 @@ def test_a_value_of_lmdb_that_makes_many_objects_is_refused(
 ) -> None:
     monkeypatch.setenv("RAYPIPE_READ_BYTES", str(LIMIT))
     kind, value = VALUES[name]
-    with pytest.raises(StoreError, match="would unpack to .* raise RAYPIPE_READ_BYTES"):
+    with pytest.raises(
+        StoreError, match=r"would unpack to .* raise RAYPIPE_READ_BYTES"
+    ):
         READERS[kind](memoryview(value))
 
 

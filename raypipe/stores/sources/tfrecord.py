@@ -280,7 +280,7 @@ def _told(record: _Record) -> _Record:
 
 
 def _unpacked(file: io.BufferedReader) -> tuple[Any, int, int]:
-    """Return the records of a file as a file, unpacked if they are compressed, the most bytes of one, and its size."""
+    """Return the records of a file as a file, unpacked, the most bytes of one, and the file's size."""
     head = file.peek(_HEADER.size)[: _HEADER.size]
     stored_bytes = size_of(file)
     # a length may look like gzip
@@ -341,9 +341,8 @@ def _sample(
         for column, (name, kind) in columns.items()
     }
     image = sample["image"]
-    if image and not is_image(image):
-        if shape := _shape_of(image, features):
-            sample["image"] = np.frombuffer(image, np.uint8).reshape(shape)
+    if image and not is_image(image) and (shape := _shape_of(image, features)):
+        sample["image"] = np.frombuffer(image, np.uint8).reshape(shape)
     return sample
 
 

@@ -117,7 +117,7 @@ class TarStore(FileStore[TarSamples]):
         opened = TarSamples(archives, scans, target_column, groups)
         if not self._identity:
             # other processes were sent the store by one that said so
-            tell_left_out(self.address, len(opened), opened.left_out)
+            tell_left_out(self.address, len(opened), *opened.told)
             if any(is_whole):
                 tell_compressed(self.address, archives)
         return opened

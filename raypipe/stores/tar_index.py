@@ -11,6 +11,7 @@ those of any file that somebody else may have written.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -208,7 +209,9 @@ def _check_class_folders(scan: Any, num_bytes: int) -> None:
     nums = about["nums"]
     _require(_are_counts(nums) and len(nums) == len(classes), "classes")
     _check_places(about["places"], sum(nums), num_bytes, scan["sparse"])
-    _check_texts([*classes, *about["of_images"], about["root"]], "names")
+    _check_texts([*classes, about["root"]], "names")
+    splits, folders, *names = about["doubts"]
+    _check_texts([folders, *splits, *itertools.chain(*names)], "doubts")
     flags = about["has_images"], about["is_plain"]
     _require(all(isinstance(flag, bool) for flag in flags), "flags")
     for number, node in scan["others"].items():

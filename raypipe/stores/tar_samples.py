@@ -58,7 +58,7 @@ class TarSamples:
         self._sparse = [scan["sparse"] for scan in scans]
         names = [archive.name for archive in archives]
         if have_class_folders(names, scans):
-            indexed = index_files(names, scans, target_column == "label")
+            indexed = index_files(names, scans, target_column)
         else:
             indexed = index_samples(names, scans)
         # A name in a tar may be bytes that are no UTF-8, which Arrow's names are.
@@ -67,8 +67,9 @@ class TarSamples:
             for name, places in indexed.columns.items()
         }
         self.classes = indexed.classes
-        self.left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
-        self.left_out += indexed.left_out
+        left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
+        left_out += indexed.left_out
+        self.told = left_out, indexed.one_class, indexed.others
         self.schema = pa.schema(
             [(name, _type_of(name, values)) for name, values in self._index.items()]
         )

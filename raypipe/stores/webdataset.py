@@ -59,6 +59,8 @@ class Indexed(NamedTuple):
         nums: samples of each tar.
         left_out: members outside of the samples, beyond those that the scans count.
         facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
+        one_class: the class that all samples have; empty if there are several, or none.
+        others: files next to class folders, which are not read.
     """
 
     columns: dict[str, np.ndarray]
@@ -66,6 +68,8 @@ class Indexed(NamedTuple):
     nums: list[int]
     left_out: LeftOut
     facts: str = ""
+    one_class: str = ""
+    others: Sequence[str] = ()
 
 
 class _Sample(NamedTuple):

@@ -38,7 +38,7 @@ NAMES = [
         "a/.cache/2.png",
         ".git/3.png",
         "root.jpg",
-        "empty/notes.txt",
+        "empty/.keep",
     ),
 ]
 

@@ -19,14 +19,17 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any
 
+import numpy as np
+
 from raypipe.errors import StoreError
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import MAX_SAMPLE_BYTES, as_text
 from raypipe.stores.class_folders import (
     BY_FOLDER,
     LeftOut,
+    check_classes,
     find_classes,
-    refuse_files_of_images,
+    only_class,
     tell_left_out,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, TreeFile
@@ -145,12 +148,14 @@ def _class_folders(address: str, zips: Sequence[_Zip], asked: Asked) -> Source |
     layout = find_classes([_tree_of(zipped) for zipped in zips], address)
     if not any(itertools.chain.from_iterable(layout.samples)):
         return None
-    if asked.label == "label":
-        refuse_files_of_images(address, layout.of_images)
-    num_samples = sum(
-        len(of_class) for by_class in layout.samples for of_class in by_class
+    nums = np.sum([list(map(len, by_class)) for by_class in layout.samples], 0).tolist()
+    num_by_class = dict(zip(layout.classes, nums, strict=True))
+    check_classes(address, asked.label, [layout.doubts], num_by_class)
+    num_samples = sum(nums)
+    one_class = only_class(num_by_class)
+    tell_left_out(
+        address, num_samples, layout.left_out, one_class, layout.doubts.others
     )
-    tell_left_out(address, num_samples, layout.left_out)
 
     def samples() -> Iterator[dict[str, Any]]:
         for zipped, by_class in zip(zips, layout.samples, strict=True):

@@ -32,7 +32,7 @@ from raypipe.storage.filesystem import (
 )
 from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
-from raypipe.stores.base import Columns, ColumnValues, Store
+from raypipe.stores.base import NAME, Columns, ColumnValues, Store
 from raypipe.stores.plain_columns import column_types
 from raypipe.stores.scan import scan
 from raypipe.stores.sources import Asked, Source, open_source
@@ -231,8 +231,14 @@ def _column_types(store: Store, short_side: int) -> dict[str, str]:
     """Return the columns of a store with the types of the writers."""
     from raypipe.commands.ordered_samples import CHUNK
 
-    first = store.read(np.arange(min(len(store), CHUNK)), tuple(store.schema.names))
+    names = [name for name in store.schema.names if name != NAME or _has_names(store)]
+    first = store.read(np.arange(min(len(store), CHUNK)), tuple(names))
     return column_types(_with_later(store, first), store.address, short_side)
+
+
+def _has_names(store: Store) -> bool:
+    """Return whether a store's column `name` is more than the numbers of its rows."""
+    return getattr(store, "has_names", True)
 
 
 def _destination(dst: str, overwrite: bool) -> contextlib.AbstractContextManager[Path]:
@@ -290,7 +296,7 @@ def _with_later(store: Store, first: Columns) -> dict[str, Any]:
     columns = dict(first)
     for field in store.schema:
         name = field.name
-        if name in ("image", "label"):
+        if name in ("image", "label", NAME):
             continue
         kinds = set(map(type, first[name]))
         has_no_value = kinds == {NoneType} and not pa.types.is_string(field.type)

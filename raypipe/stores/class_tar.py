@@ -27,15 +27,15 @@ from raypipe.stores.class_folders import (
     suffix_of,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
-from raypipe.stores.webdataset import Indexed
+from raypipe.stores.webdataset import Indexed, packed
 
 Member = TreeFile | Link | Special | None
 """What a member of a tar is; None = a folder. The value of a file is position, num_bytes, mtime."""
 
 About = dict[str, Any]
 """What a tar is by itself, or among others, as JSON: `root`, `classes`, `left_out`, `doubts`, `has_images` of
-its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each sample, as a flat list; and
-`is_plain`, whether the samples are in the order of their names' parts, which the tar's digest shows."""
+its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each sample, as a flat list; `keys`, their
+paths; and `is_plain`, whether the samples are in the order of their names' parts, which the tar's digest shows."""
 
 
 def find_files(
@@ -146,6 +146,7 @@ def index_files(
         columns,
         classes,
         list(map(len, places)),
+        [about["keys"] for about in abouts],
         left_out,
         facts,
         only_class(num_by_class),
@@ -167,6 +168,7 @@ def _about(layout: Layout) -> list[About]:
         about["places"] = [
             number for files in by_class for _, value in files for number in value[:2]
         ]
+        about["keys"] = packed(paths)
         about["is_plain"] = paths == sorted(paths, key=lambda path: path.split("/"))
         every.append(about)
     every[0] |= {"left_out": layout.left_out, "doubts": layout.doubts}

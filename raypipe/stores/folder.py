@@ -187,6 +187,10 @@ class _Images:
             table["label"] = self._labels[indices]
         return Columns(images, pa.table(table))
 
+    def names(self, indices: np.ndarray) -> list[str]:
+        """Return the paths of samples from the root."""
+        return [self._paths[index] for index in indices.tolist()]
+
     def sample_name(self, index: int) -> str:
         """Return a sample's path or URI."""
         return join_address(self._root, *self._paths[index].split("/"))

@@ -23,7 +23,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import MAX_SAMPLE_BYTES, as_text
+from raypipe.stores.base import MAX_SAMPLE_BYTES, NAME, as_text
 from raypipe.stores.class_folders import (
     BY_FOLDER,
     LeftOut,
@@ -41,6 +41,7 @@ from raypipe.stores.webdataset import (
     Scan,
     find_samples,
     index_samples,
+    unpacked,
 )
 
 logger = logging.getLogger(__name__)
@@ -160,8 +161,9 @@ def _class_folders(address: str, zips: Sequence[_Zip], asked: Asked) -> Source |
     def samples() -> Iterator[dict[str, Any]]:
         for zipped, by_class in zip(zips, layout.samples, strict=True):
             for label, of_class in enumerate(by_class):
-                for _, member in of_class:
-                    yield {"image": zipped.read(member), "label": label}
+                for path, member in of_class:
+                    image = zipped.read(member)
+                    yield {"image": image, "label": label, NAME: path}
 
     return Source(samples(), layout.classes, num_samples)
 
@@ -217,9 +219,12 @@ def _samples_of_pairs(
     columns = dict(indexed.columns)
     labels = columns.pop("label", None)
     numbers = itertools.count()
-    for zipped, of_positions, num in zip(zips, members, indexed.nums, strict=True):
-        for number in itertools.islice(numbers, num):
-            sample: dict[str, Any] = {}
+    for zipped, of_positions, num, keys in zip(
+        zips, members, indexed.nums, indexed.keys, strict=True
+    ):
+        names = unpacked(zipped.path, keys, num)
+        for name, number in zip(names, numbers, strict=False):
+            sample: dict[str, Any] = {NAME: name}
             for column, places in columns.items():
                 content = zipped.read(of_positions.get(int(places[number][0])))
                 is_text = column in TEXT_SUFFIXES

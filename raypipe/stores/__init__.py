@@ -233,7 +233,7 @@ def _refuse_source(address: str, names: set[str] | None = None) -> None:
 
 
 def _are_alike(names: Collection[str]) -> bool:
-    """Return whether each Parquet file has a tar of its name, whose samples it describes, as img2dataset writes."""
+    """Return whether each Parquet file has a tar of its name, which it describes, as those of img2dataset."""
     stems = {
         suffix: {Path(name).stem for name in names if name.endswith(suffix)}
         for suffix in (".parquet", ".tar")

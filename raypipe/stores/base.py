@@ -86,7 +86,7 @@ ColumnValues = Mapping[str, Any]
 """A sample from outside: column → value."""
 
 NAME = "name"
-"""Column of the samples' names, which each store at an address has: a file's path, a key, or the number of a row."""
+"""Column of the samples' names, which each store at an address has: a path, a key, or the number of the row."""
 
 RENAMED = {"image": "image_column", "label": "target_column"}
 """Columns that a store may have under another name → the setting that gives that name."""

@@ -34,8 +34,8 @@ Member = TreeFile | Link | Special | None
 
 About = dict[str, Any]
 """What a tar is by itself, or among others, as JSON: `root`, `classes`, `left_out`, `doubts`, `has_images` of
-its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each sample, as a flat list; `keys`, their
-paths; and `is_plain`, whether the samples are in the order of their names' parts, which the tar's digest shows."""
+its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each sample, as a flat list; `keys`,
+their paths; and `is_plain`, whether they are in the order of their names' parts, which the tar's digest shows."""
 
 
 def find_files(

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError
 from raypipe.section import shown
+from raypipe.stores.arrow_values import is_number
 from raypipe.stores.base import Store
 from raypipe.stores.scan import column_in, field_at, scan
 
@@ -71,6 +72,9 @@ def matching(
     present = store.schema.names
     column_of = {name: column_in(present, name) or name for name in names}
     stored = tuple(dict.fromkeys(column_of.values()))
+    for name, column in column_of.items():
+        if name != column and is_number(store.schema.field(column).type):
+            raise ConfigError(f"{text}: {name!r} is not allowed: {column!r} has numbers")
     for columns in scan(store, stored, setting):
         try:
             arrays = {

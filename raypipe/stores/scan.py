@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from raypipe.errors import ConfigError
 from raypipe.stores.arrow_values import is_number
-from raypipe.stores.base import Columns, Store, missing
+from raypipe.stores.base import NAME, Columns, Store, missing
 
 SIZE_COLUMNS = ("width", "height")
 """Size of an image in pixels, int64; -1 if its header cannot be read. `raypipe convert` writes them."""
@@ -38,6 +38,13 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
             raise ConfigError(f"{missing(store.address, name, allowed, setting)}{add}")
     for first in range(0, len(store), _CHUNK):
         yield store.read(np.arange(first, min(len(store), first + _CHUNK)), columns)
+
+
+def names_in(store: Store) -> Iterator[str | None]:
+    """Yield the names of all samples; none of a store without a column `name`."""
+    if NAME in store.schema.names:
+        for columns in scan(store, (NAME,), ""):
+            yield from columns[NAME]
 
 
 def column_in(present: Collection[str], name: str) -> str | None:

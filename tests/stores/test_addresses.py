@@ -9,7 +9,7 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
-from raypipe.stores.addresses import PART_OF, check_one_split, list_files
+from raypipe.stores.addresses import PART_OF, list_files
 from raypipe.stores.destination import write_atomically
 
 from pictures import CLASSES, samples, write_tar  # isort: skip

@@ -265,7 +265,7 @@ def test_columns_and_classes(store: Store, kind: str) -> None:
         "image",
         "label",
         *(["key"] if kind.startswith("lmdb_of") else []),
-        *(["name"] if kind != "simple" and not kind.startswith("memory") else []),
+        *(["name"] if kind != "simple" else []),
     )
     assert store.classes == (CLASSES if kind not in WITHOUT_CLASSES else None)
 

@@ -32,6 +32,6 @@ def test_without_sizes_the_error_says_how_to_make_them(tmp_path: Path) -> None:
     ):
         matching(open_store(tmp_path / "a.lmdb"), "width > 1")
     with pytest.raises(
-        ConfigError, match=r"no column 'size' for store.filter; its columns are $"
+        ConfigError, match=r"no column 'size' for store.filter; its columns are name$"
     ):
         matching(MemoryStore([b""], None), "size > 1")

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,11 @@ CHUNK = 64
 
 
 @contextlib.contextmanager
-def kept_samples(
-    source: Source, classes: Sequence[str] | None, short_side: int
-) -> Iterator[Path]:
+def kept_samples(source: Source, short_side: int) -> Iterator[Path]:
     """Context manager: the file of a store in the cache folder that keeps the samples, in their order.
 
     Args:
         source: its samples are taken once. One whose image is None may lack the other columns.
-        classes: class names by label; None = the source's.
         short_side: see `column_types`.
     """
     folder = Path(tempfile.mkdtemp(prefix="samples-", dir=make_cache_folder()))
@@ -61,7 +58,7 @@ def kept_samples(
                 for name, kind in columns.items()
             }
             file = folder / "samples.lmdb"
-            with open_writer(file, columns, classes or source.classes) as writer:
+            with open_writer(file, columns, source.classes) as writer:
                 for number, sample in enumerate(
                     itertools.chain(first, itertools.chain.from_iterable(chunks))
                 ):

@@ -270,6 +270,7 @@ def test_columns_and_classes(store: Store, kind: str) -> None:
         "image",
         "label",
         *(["key"] if kind.startswith("lmdb_of") else []),
+        *(["name"] if kind != "simple" else []),
     )
     assert store.classes == (CLASSES if kind not in WITHOUT_CLASSES else None)
 
@@ -284,7 +285,7 @@ NAMES = {
     "lmdb_of_pyarrow": "/data, key 9",
     "lmdb_of_caffe": "/data, key 00000009_image.jpg",
     "parquet": "/data.parquet, row group 3, row 0",
-    "parquet_hf": "/train-1.parquet, row group 0, row 3",
+    "parquet_hf": "/train-1.parquet, row group 0, row 3, 3.png",
     "folder": "/cat/009.PNG",
     "webdataset": "/data.tar, 009.png",
     "webdataset_shards": "/00002.tar, 009.png",

@@ -20,6 +20,7 @@ from raypipe.plan.places import MicroBatchId, SamplePlace, Split
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import exists, join_address
 from raypipe.stores.base import Store, name_of
+from raypipe.stores.scan import names_in
 
 _NUM_NAMED = 3  # samples that an error about a name lists
 _MAX_EPOCHS = 1_000_000  # a longer run is refused
@@ -223,7 +224,7 @@ class History:
 
 
 def index_of(store: Store, name: str) -> int:
-    """Find a sample by the store's name for it, in a pass over all names.
+    """Find a sample by its column `name`, or by its place in the store, in a pass over all of them.
 
     Args:
         name: the name, or its end from a "/" or a blank on.
@@ -231,13 +232,18 @@ def index_of(store: Store, name: str) -> int:
     Raises:
         ConfigError: there is no such sample, or there are several.
     """
-    found = []
-    for index in range(len(store)):
-        full_name = name_of(store, index)
-        if full_name == name:
-            return index
-        if full_name.endswith((f"/{name}", f" {name}")):
-            found.append(index)
+    found: list[int] = []
+    for names in (
+        names_in(store),
+        (name_of(store, index) for index in range(len(store))),
+    ):
+        for index, full_name in enumerate(names):
+            if full_name == name:
+                return index
+            if str(full_name).endswith((f"/{name}", f" {name}")):
+                found.append(index)
+        if found:
+            break
     if len(found) == 1:
         return found[0]
     if found:

@@ -22,7 +22,7 @@ from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.storage.filesystem import check_named_addresses, is_folder, join_address
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.record.opened import parts_of
+from raypipe.streaming.record.opened import parts_of, rewritten, written_files
 from raypipe.streaming.record.recorded_values import restored
 from raypipe.streaming.spec import StreamSpec
 
@@ -192,12 +192,16 @@ class RecordedStream:
         except RaypipeError as error:
             sentences.append(f"The stream cannot be opened: {error}{_end(str(error))}")
         else:
-            sentences += [f"{change}." for change in self._changed_stores(spec)]
-            if not sentences and spec.plan.order_fingerprint != self.record["plan"]:
+            changed = [f"{change}." for change in self._changed_stores(spec)]
+            sentences += changed
+            if not changed and spec.plan.order_fingerprint != self.record["plan"]:
                 sentences.append(
                     f"The plan has the fingerprint {spec.plan.order_fingerprint}, and the run's had "
                     f"{self.record['plan']}: the order or the settings of pixels differ."
                 )
+            if not changed:
+                now = written_files(spec.stores)
+                sentences += rewritten(self.record.get("written"), now)
         return sentences + self._changed_code() + self._changed_versions()
 
     def draws(self, place: MicroBatchId) -> MicroBatchDraws:

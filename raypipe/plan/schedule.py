@@ -351,7 +351,8 @@ class Plan:
             )
             raise ConfigError(
                 f"{world_size} workers cannot share the {per_step} micro-batches of a step "
-                f"evenly: use {divisors} workers, or plan.global_batch_size={sizes}"
+                f"evenly: use {divisors} workers, or plan.global_batch_size={sizes}. raypipe.check_resources "
+                "keeps an elastic TorchTrainer at these numbers"
             )
 
     def segments(self, cursor: Cursor) -> Iterator[Segment]:

@@ -687,7 +687,7 @@ class Loader(Unlike, instead=_INSTEAD):
     def save(self, folder: str | Path) -> None:
         """Write the run's place into a checkpoint's folder, for checkpoints that `report` does not make.
 
-        A later `raypipe.loader` continues from there.
+        A later `raypipe.loader` continues from there: by itself from Ray Train's checkpoint, else by `start_from`.
         """
         with self.metrics.saving(lambda: f"{folder} is written"):
             write_text(join_address(str(folder), CURSOR_FILE), self.place.to_json())

@@ -196,7 +196,8 @@ class RankStream:
             return
         stands = self._remaining.next
         if stands is None:
-            assert self._next() is None, "the stream is longer than the plan"
+            further = self._next()
+            assert further is None, "the stream is longer than the plan"
             if self._moves:
                 self._moves(Move(END, END))
         elif self._moves and not self._moves(

@@ -1,6 +1,6 @@
 """The content of a micro-batch as a key: all that determines its arrays, whichever stream makes it.
 
-    store        fingerprint, schema and options
+    store        fingerprint, schema and options, and when its files were written, as the driver sees them
     transform    each step with its arguments, columns, and the settings of decode and targets
     versions     of the packages that pixels depend on, and of raypipe's own code; but for steps that are exact on
                  any processor, also its model

@@ -2,6 +2,7 @@
 
 {"arguments": {…}}   those of `raypipe.open_stream`, as entries of `recorded_values`; addresses are absolute
 {"stores": {…}}      by split: name, address, fingerprint and number of samples of each store
+{"written": {…}}     when the files of each store were written, by its address and the machine
 {"plan": …}          the plan's fingerprint
 {"quarantine": …}    the folder that records bad samples
 {"augment": …}       the loader's augmentation, as an entry; and its `dtype` and `device`
@@ -16,10 +17,14 @@ import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 from raypipe.packages import user_code, versions
+from raypipe.plan.places import Split
+from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import Store
+from raypipe.stores.facts import written_of
 from raypipe.stores.joined import JoinedStore
 from raypipe.streaming.record.recorded_values import recorded
 
@@ -88,6 +93,7 @@ def stream_record(
             ]
             for split, of_split in spec.stores.items()
         },
+        "written": written_files(spec.stores),
         "quarantine": _absolute(spec.quarantine),
         "device": device.type,
         "code": user_code(),
@@ -132,6 +138,36 @@ def _without_texts(entries: Any) -> Any:
     if isinstance(entries, list | tuple):
         return [_without_texts(value) for value in entries]
     return entries
+
+
+def written_files(stores: Mapping[Split, Store]) -> dict[str, str]:
+    """Return when the files of each store were written, see `written_of`, by its address and this machine."""
+    return {
+        _place_of(store): written_of(store)
+        for of_split in stores.values()
+        for store in parts_of(of_split).values()
+    }
+
+
+def _place_of(store: Store) -> str:
+    if is_remote(store.address):
+        return store.address
+    return f"{store.address} on {gethostname()}"
+
+
+def rewritten(then: Any, now: Mapping[str, str]) -> list[str]:
+    """Describe the stores whose files were written or replaced between two times of `written_files`.
+
+    Args:
+        then: as a record has it, which may be damaged, or of an earlier release.
+    """
+    before = then if isinstance(then, dict) else {}
+    return [
+        f"The files of {place} were written or replaced since the run: if their contents have changed, so have "
+        "its pixels."
+        for place, written in now.items()
+        if before.get(place, written) != written
+    ]
 
 
 def parts_of(store: Store) -> dict[str, Store]:

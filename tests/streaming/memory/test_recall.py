@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,9 +13,11 @@ import pytest
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.plan.places import MicroBatchId
+from raypipe.rayext import kv_store
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.memory.alike import Alike
 from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.content import Contents
 from raypipe.streaming.memory.recall import Recall, _BlockParts, _keep_up, _num_repeats
@@ -286,19 +288,38 @@ def test_a_stream_like_no_other_never_calls_the_memory(
     is_alike: bool,
     needs_memory: bool,
     num_calls: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recalled = recall(spec_of(), Shelf())
     calls = list[str]()
-    cluster: Any = SimpleNamespace(check_in=lambda: calls.append("check in"))
+    cluster: Any = SimpleNamespace(
+        check_in=lambda: calls.append("check in"), checked_in_at=-math.inf
+    )
     alike: Any = SimpleNamespace(look=lambda: is_alike)
-    looks = iter(range(3))  # one in a second
-    # of the module alone: other threads of this process sleep, too
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: next(looks))
-    monkeypatch.setattr(f"{_keep_up.__module__}.time", clock)
-    with pytest.raises(StopIteration):
+    for _ in range(3):
         _keep_up(recalled, cluster, alike, needs_memory)
     assert len(calls) == num_calls and recalled.is_shared == is_alike
+
+
+def test_an_actor_looks_ever_more_seldom_for_streams_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    looks = list[float]()
+
+    def keys(prefix: str) -> list[str]:
+        looks.append(now)
+        return [f"{prefix}other"] if now > 300 else []
+
+    monkeypatch.setattr(kv_store, "publish", lambda *_: None)
+    monkeypatch.setattr(kv_store, "published_keys", keys)
+    monkeypatch.setattr(kv_store, "published", lambda _: now)
+    alike = Alike("content", "stream", clock=lambda: now)
+    found = list[bool]()
+    for second in range(1, 600):
+        now = float(second)
+        found.append(alike.look())
+    assert len(looks) < 40 and max(np.diff(looks)) <= 31
+    assert not any(found[:300]) and all(found[331:])
 
 
 def repeated(bad: tuple[int, ...] = (), train: str = "center") -> tuple[Any, Any]:

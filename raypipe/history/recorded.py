@@ -170,11 +170,6 @@ class RecordedRun:
         return self.stream.plan
 
     @property
-    def world_size(self) -> int:
-        """W of the newest start; see `start_of` for a step's."""
-        return self.starts[-1].workers
-
-    @property
     def differences(self) -> list[str]:
         """Sentences that say what has changed since the run, see `RecordedStream.differences`."""
         return self.stream.differences

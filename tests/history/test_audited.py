@@ -64,7 +64,7 @@ def trained(
             log = loader._digest_log
             assert log
             if loader.global_step < spec.plan.config.epochs * STEPS and lost:
-                del log._batches[-lost:]
+                del log._lines[-lost:]
 
 
 def batches(loader: Any, until: int) -> Iterator[Any]:

@@ -22,7 +22,7 @@ _TILES_A_LINE = 12
 # Rows that are printed; a file takes any number.
 _MAX_ROWS = 4096
 _COLUMNS = ("step", "micro", "row", "index", "label", "weight", "seed", "drawn", "name")
-_MAX_NUMBERS = 8  # of an operation
+_MAX_NUMBERS = 8  # an operation shows these
 _SEED_LETTERS = 8  # the table shows these of 32
 
 
@@ -69,7 +69,7 @@ def replay_steps(
         anyway: make pixels of stores whose contents have changed since the run.
         trust_run_code: open the folder although another user owns it, and run the code that it names.
     """
-    from raypipe.history.recorded import open_run
+    from raypipe.history.recorded import given_of, open_run
     from raypipe.history.replay import Replay
 
     given = given_of(train, val, train_transform, val_transform, augment)
@@ -93,24 +93,6 @@ def replay_steps(
     if output:
         result |= _picture(replay, places, output)
     return result
-
-
-def given_of(
-    train: str | dict[str, str],
-    val: str,
-    train_transform: str = "",
-    val_transform: str = "",
-    augment: str = "",
-) -> dict[str, Any]:
-    """Return the arguments that options give instead of the recorded ones."""
-    values = {
-        "train": train,
-        "val": val,
-        "train_transform": train_transform,
-        "val_transform": val_transform,
-        "augment": augment,
-    }
-    return {name: value for name, value in values.items() if value}
 
 
 def _places(

@@ -3,7 +3,7 @@
     record.check_record()    lines that are missing, foreign or recorded twice; roots and settings that do not fit
     record.compare(places)   hashes of micro-batches, made again in this process, with the recorded ones
 
-Each check adds findings: what is wrong, and where.
+Each check adds findings, which say the fault and its place.
 """
 
 from __future__ import annotations

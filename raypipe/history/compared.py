@@ -128,7 +128,8 @@ def _first_other_pixels(first: Steps, second: Steps, steps: list[int]) -> int | 
 
 def _first_other_loss(one: RecordedRun, other: RecordedRun) -> int | None:
     """The first step that both runs have recorded with different losses; None = they have none."""
-    first, second = _losses(one), _losses(other)
+    first = _losses(one)
+    second = _losses(other)
     different = [step for step in first.keys() & second if first[step] != second[step]]
     return min(different, default=None)
 

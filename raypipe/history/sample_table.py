@@ -164,10 +164,11 @@ class SampleTable:
             return nothing
         assert self._maker is not None
         plan = self._maker.spec.plan
-        size = self._maker.batch(draws.place).image.shape[-2:]
+        height, width = self._maker.batch(draws.place).image.shape[-2:]
         seed = plan.micro_batch_seed(draws.place)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
-        mixing = draw_mix(augment, rng, *size, self._maker.strength_at(draws.place))
+        strength = self._maker.strength_at(draws.place)
+        mixing = draw_mix(augment, rng, height, width, strength)
         if mixing is None:
             return nothing
         share, box = mixing

@@ -70,7 +70,7 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
     return (program, remaining_steps) if native and program.size else (None, [])
 
 
-# Of a step: who draws for it, which raypipe decides, and what follows from its class.
+# A step draws from generators that raypipe seeds; the rest follows from its class or its other attributes.
 _NOT_DECIDING = (
     "seed",
     "random_generator",

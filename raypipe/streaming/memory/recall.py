@@ -43,10 +43,9 @@ _WAIT_S = 1.0
 _WAIT_TURNS = 4
 # A time limit of a micro-batch that is shorter leaves no time to look for it.
 _LEAST_LIMIT_S = 15.0
-# Between two looks of an actor for streams alike, at the head's key-value store, which answers every actor of the
-# cluster. The time doubles while they find the same; a stream that begins later looks at its own start.
+# Between the first looks for streams alike. The head answers those of all actors, so the time grows; a stream
+# that begins later looks at its own start.
 _LOOK_S = 1.0
-_LONGEST_LOOK_S = 30.0
 
 
 class BatchCache(Protocol):
@@ -439,16 +438,10 @@ def _keep_up(
     recall: Recall, cluster: ClusterMemory, alike: Alike | None, needs_memory: bool
 ) -> None:
     checked_in_at = -CHECK_IN_S
-    look_at = 0.0
     look_s = _LOOK_S
     while True:
         try:
-            is_shared = recall.is_shared
-            if alike and time.monotonic() >= look_at:
-                is_shared = alike.look()
-                is_new = is_shared != recall.is_shared
-                look_s = _LOOK_S if is_new else min(2 * look_s, _LONGEST_LOOK_S)
-                look_at = time.monotonic() + look_s
+            is_shared = alike is not None and alike.look()
             is_due = time.monotonic() - checked_in_at >= CHECK_IN_S
             if (is_shared and not recall.is_shared) or (
                 is_due and (is_shared or needs_memory)
@@ -458,7 +451,8 @@ def _keep_up(
             recall.is_shared = is_shared
         except Exception:
             logger.debug("the memory cannot be looked at", exc_info=True)
-        time.sleep(_LOOK_S)
+        time.sleep(look_s)
+        look_s = min(1.5 * look_s, CHECK_IN_S)
 
 
 def _coming_back(spec: StreamSpec, contents: Contents, least: int) -> frozenset[Split]:

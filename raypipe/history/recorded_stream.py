@@ -15,20 +15,14 @@ from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.quarantined import BadRecord, read_bad_samples
 from raypipe.history.record_checks import damage_told
 from raypipe.importing import check_named_code
-from raypipe.packages import versions
+from raypipe.packages import user_code, versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.storage.filesystem import check_named_addresses, is_folder, join_address
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.record.opened import (
-    code_digest,
-    parts_of,
-    rewritten,
-    user_code,
-    written_files,
-)
+from raypipe.streaming.record.opened import parts_of, rewritten, written_files
 from raypipe.streaming.record.recorded_values import restored
 from raypipe.streaming.spec import StreamSpec
 
@@ -65,7 +59,7 @@ class RecordedStream:
     Args:
         run_uri: the run's folder.
         record: from `raypipe.streaming.record.opened.stream_record`.
-        trusts: whether pickles may be opened.
+        trusts: whether code that it names may run.
         given: arguments that are used instead of the recorded ones.
 
     Attributes:
@@ -324,18 +318,12 @@ class RecordedStream:
         return changed
 
     def _changed_code(self) -> list[str]:
-        then = self.record["code"]
-        sentences = []
-        if then["raypipe"] != code_digest():
-            sentences.append(
-                "Raypipe's own code that makes pixels has changed since the run."
-            )
-        entries = {name: self.record[name] for name in ("arguments", "augment")}
-        now = user_code(entries)
-        for module, digest in then.items():
-            if module != "raypipe" and now.get(module, digest) != digest:
-                sentences.append(f"The file of {module} has changed since the run.")
-        return sentences
+        now = user_code()
+        return [
+            f"The file of {module} has changed since the run."
+            for module, digest in self.record["code"].items()
+            if now.get(module, digest) != digest
+        ]
 
     def _changed_versions(self) -> list[str]:
         now = versions()

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -35,6 +36,7 @@ RECORDS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 _MAX_STEP = 1 << 62
 STATUS = "status.json"
+_WAIT_EVERY_S = 15.0  # `record_wait` is called after each try of Ray Train's, of 10 s
 _START = "start"
 _START_LINE = re.compile(rb'^\{"kind": "start".*', re.MULTILINE)
 _HAPPENED = (_START, "phases", "fault", "scale")
@@ -94,6 +96,26 @@ def write_file(folder: Folder, name: str, text: str) -> None:
         write_text(f"{path}/{name}", text)
     else:
         write_synced(filesystem, f"{path}/{name}", text.encode())
+
+
+def record_wait(run_uri: str, whom: str, since: float) -> None:
+    """Write into the run's status that its trainers wait for room since a moment of time.time(); its step stays.
+
+    Args:
+        whom: description of the wait.
+    """
+    now = time.time()
+    address = join_address(run_uri, STATUS)
+    with (
+        contextlib.suppress(pa.ArrowException, OSError, RaypipeError, ValueError),
+        without_retries(),
+    ):
+        place = json.loads(read_whole(address) or b"{}")
+        status = {"step": 0, "to_step": 0, "step_at": now, "workers": 0, **place}
+        status |= {"time": now, "begun": now, "every_s": _WAIT_EVERY_S}
+        status |= {"state": "waiting", "waits_for": "room", "whom": whom}
+        status |= {"since": since, "host": socket.gethostname(), "pid": os.getpid()}
+        write_file(open_filesystem(run_uri), STATUS, json.dumps(status))
 
 
 def append_fault(run_uri: str, text: str, reason: str) -> None:

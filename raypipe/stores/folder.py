@@ -40,8 +40,9 @@ from raypipe.stores.class_folders import (
     Entry,
     FileTree,
     Layout,
+    check_classes,
     find_classes,
-    refuse_files_of_images,
+    only_class,
     tell_left_out,
     words_of,
 )
@@ -94,18 +95,25 @@ class FolderStore(FileStore["_Images"]):
             layout = find_classes([tree], self.address)
         except OSError as error:
             raise StoreError(f"{self.address} cannot be scanned: {error}") from error
-        if target_column == _DEFAULT:
-            refuse_files_of_images(self.address, layout.of_images)
         (by_class,) = layout.samples
+        nums = list(map(len, by_class))
+        num_by_class = dict(zip(layout.classes, nums, strict=True))
         samples = list(itertools.chain.from_iterable(by_class))
         if not samples and layout.flat and not target_column:
             return None, [len(layout.flat)], layout.flat
         if not samples:
             raise StoreError(_nothing(self.address, layout))
+        check_classes(self.address, target_column, [layout.doubts], num_by_class)
         if not self._identity:
             # other processes were sent the store by one that said so
-            tell_left_out(self.address, len(samples), layout.left_out)
-        return layout.classes, list(map(len, by_class)), samples
+            tell_left_out(
+                self.address,
+                len(samples),
+                layout.left_out,
+                only_class(num_by_class),
+                layout.doubts.others,
+            )
+        return layout.classes, nums, samples
 
 
 def _nothing(address: str, layout: Layout) -> str:
@@ -192,6 +200,10 @@ class _Images:
         if "label" in columns:
             table["label"] = self._labels[indices]
         return Columns(images, pa.table(table))
+
+    def names(self, indices: np.ndarray) -> list[str]:
+        """Return the paths of samples from the root."""
+        return [self._paths[index] for index in indices.tolist()]
 
     def sample_name(self, index: int) -> str:
         """Return a sample's path or URI."""

@@ -154,7 +154,6 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
         for name in folders_at(address)
         if DATA_FILE in (names_at(join_address(address, name)) or ())
     )
-    check_one_split(address, folders)
     splits = {
         match["split"] for name in folders if (match := CLASS_OF_LSUN.fullmatch(name))
     }
@@ -164,6 +163,7 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
             f"{address} has LMDBs of several splits: {', '.join(sorted(splits))}. A store is one split: choose "
             f"it, such as {address.rstrip('/')}/*_{split}_lmdb, in quotes"
         )
+    check_one_split(address, folders)
     if not folders:
         raise StoreError(
             f"{address} has no *.lmdb files, and no folder in it has {DATA_FILE}"

@@ -223,6 +223,10 @@ class ForeignShards:
             for number, _ in by_part(indices, self._offsets)
         )
 
+    def names(self, indices: np.ndarray) -> list[str]:
+        """Return the keys of samples."""
+        return self.read(indices, ("key",))["key"]
+
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._offsets, index)
         shard = self._shards[number]

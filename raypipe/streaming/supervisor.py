@@ -463,25 +463,26 @@ class Supervisor:
         self._watch.remove(task)
         self._remember()
 
-    def head_extends(self, num: int) -> tuple[int, bool]:
-        """Rank 0 makes so many micro-batches itself; returns what holds, as `head_ends`."""
+    def head_extends(self, num: int) -> tuple[int, bool, bytes]:
+        """Rank 0 makes so many micro-batches itself; returns what holds, as `takeover`."""
         self._takeover.extend(num)
         self._remember()
-        return self._takeover.num, self._takeover.is_final
+        return self._takeover.state
 
-    def head_ends(self, num: int) -> tuple[int, bool]:
-        """A rank makes no more than so many itself.
-
-        Returns:
-            Micro-batches of each rank behind which the pool takes over, and whether that is final.
-        """
+    def head_ends(self, num: int) -> tuple[int, bool, bytes]:
+        """A rank makes no more than so many itself; returns what holds, as `takeover`."""
         self._takeover.end(num)
         self._remember()
-        return self._takeover.num, self._takeover.is_final
+        return self._takeover.state
 
-    def takeover(self) -> tuple[int, bool]:
-        """Return where the pool takes over, as `head_ends`."""
-        return self._takeover.num, self._takeover.is_final
+    def takeover(self) -> tuple[int, bool, bytes]:
+        """Return where the pool takes over, whether that is final, and the pickled error of a pool that failed."""
+        return self._takeover.state
+
+    def pool_failed(self, error: bytes) -> None:
+        """The pool has failed with a pickled error: all ranks end with it, also those in their head start."""
+        self._takeover.error = self._takeover.error or error
+        self._remember()
 
     def pool_begins(self) -> int | None:
         """Return how many micro-batches of each rank come before the pool's; None = no actor has started yet."""
@@ -545,6 +546,11 @@ class Supervisor:
         """Record a decision on the pool's size."""
         logger.info("%s", event)
         happened("size of the pool", event)
+        self._record("scale", event)
+
+    def pool_waits(self, event: str) -> None:
+        """Record that the pool waits for nodes."""
+        logger.warning("%s", event)
         self._record("scale", event)
 
     def traced(self, chunk: Chunk) -> TraceAnswer:

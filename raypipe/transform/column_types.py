@@ -16,6 +16,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.arrow_values import array_of, array_type, is_bytes, is_list, is_text
 from raypipe.stores.base import RENAMED, Store, is_class, missing, name_of, title_of
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.scan import column_in
 from raypipe.transform.columns import (
     CLASS,
     ColumnMaker,
@@ -331,13 +332,11 @@ def _check_label(store: Store) -> None:
 
 def _path_of(store: Store, name: str) -> tuple[str, ...] | None:
     """A column, or a field within the values of one, `json.caption`; None = there is none."""
-    if name in store.schema.names:
-        return (name,)
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        if (column := ".".join(parts[:end])) in store.schema.names:
-            return column, *parts[end:]
-    return None
+    column = column_in(store.schema.names, name)
+    if column is None:
+        return None
+    fields = name[len(column) + 1 :]
+    return (column, *fields.split(".")) if fields else (column,)
 
 
 def field_of_values(

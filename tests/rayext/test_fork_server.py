@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -110,6 +111,21 @@ def test_without_a_server_a_worker_is_not_forked() -> None:
     fork_server.end()
     assert fork_server.address() == ""
     assert not is_forked("raypipe-nobody-listens-here", _WORKER)
+
+
+def test_a_worker_tells_nothing_to_a_server_of_another_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind("")
+        stranger.listen()
+        address = stranger.getsockname().removeprefix(b"\0").decode()
+        assert not is_forked(address, _WORKER)
+        connection, _ = stranger.accept()
+        with connection:
+            assert connection.recv(1) == b""
 
 
 @pytest.mark.system

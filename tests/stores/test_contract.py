@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,8 @@ import pytest
 from foreign_lmdbs import DUMPS, write_datums, write_folders, write_lsun, write_values
 from rewritten import rewrite
 
-from raypipe.errors import StoreError
+from raypipe.errors import OutageError, StoreError
+from raypipe.storage import retries
 from raypipe.stores import SimpleStore, Store, open_store, open_writer
 from raypipe.stores.base import name_of
 from raypipe.stores.facts import facts_of, written_of
@@ -267,6 +270,7 @@ def test_columns_and_classes(store: Store, kind: str) -> None:
         "image",
         "label",
         *(["key"] if kind.startswith("lmdb_of") else []),
+        *(["name"] if kind != "simple" else []),
     )
     assert store.classes == (CLASSES if kind not in WITHOUT_CLASSES else None)
 
@@ -281,7 +285,7 @@ NAMES = {
     "lmdb_of_pyarrow": "/data, key 9",
     "lmdb_of_caffe": "/data, key 00000009_image.jpg",
     "parquet": "/data.parquet, row group 3, row 0",
-    "parquet_hf": "/train-1.parquet, row group 0, row 3",
+    "parquet_hf": "/train-1.parquet, row group 0, row 3, 3.png",
     "folder": "/cat/009.PNG",
     "webdataset": "/data.tar, 009.png",
     "webdataset_shards": "/00002.tar, 009.png",
@@ -348,6 +352,30 @@ def test_files_that_were_written_in_place_are_told_from_others(
     assert (written_of(store) == written) == is_in_memory
     # nobody else knows the code of a user's store
     assert (facts_of(store) == facts) == (is_in_memory or kind == "simple")
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_copy_waits_for_a_store_that_has_vanished_for_a_moment(
+    store: Store, kind: str, comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(store.address)
+    if not path.exists() or kind == "simple":
+        pytest.skip("it is not raypipe's, or not on disk")
+    expected = store.read(np.arange(3))["image"]
+    copy = pickle.loads(pickle.dumps(store))
+    away = path.rename(path.with_name(f"{path.name}-{comes_back}"))
+    clock = SimpleNamespace(
+        monotonic=time.monotonic,
+        sleep=lambda _: comes_back and away.exists() and away.rename(path),
+    )
+    monkeypatch.setattr(retries, "time", clock)
+    if comes_back:
+        assert list(copy.read(np.arange(3))["image"]) == list(expected)
+    else:
+        monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
+        with pytest.raises(OutageError, match="has vanished"):
+            copy.read(np.arange(3))
+        away.rename(path)
 
 
 def test_a_node_with_other_contents_is_found_out(

@@ -38,7 +38,7 @@ NAMES = [
         "a/.cache/2.png",
         ".git/3.png",
         "root.jpg",
-        "empty/notes.txt",
+        "empty/.keep",
     ),
 ]
 
@@ -80,7 +80,7 @@ def test_a_folder_copied_to_a_bucket_is_the_same_store(
         (tuple(remote.schema.names), remote.classes)
         == (tuple(local.schema.names), local.classes)
         == (
-            ("image", "label"),
+            ("image", "label", "name"),
             ("a", "a-b", "b", "empty", "ä"),
         )
     )

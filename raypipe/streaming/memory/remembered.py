@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe import __version__
 from raypipe.rayext.processes import Process, started_at
+from raypipe.rayext.ray_thread import RayThread
 from raypipe.streaming.memory.stored import Stored
 
 NAMESPACE = "raypipe"
@@ -578,15 +578,14 @@ class Keeper:
 
     def __init__(self) -> None:
         self._processes: dict[str, Process] = {}  # The keys are names of users.
-        threading.Thread(target=self._end_with_memory, daemon=True).start()
+        self._num_missing = 0
+        RayThread(self._end_with_memory, CHECK_IN_S, "raypipe-keeper").start()
 
     def _end_with_memory(self) -> None:
-        num_missing = 0
-        while num_missing < _KEPT_FOR:  # one that has died is soon there again
-            time.sleep(CHECK_IN_S)
-            is_missing = not any(_named(MEMORY))
-            num_missing = num_missing + 1 if is_missing else 0
-        ray.kill(ray.get_runtime_context().current_actor)
+        is_missing = not any(_named(MEMORY))
+        self._num_missing = self._num_missing + 1 if is_missing else 0
+        if self._num_missing > _KEPT_FOR:  # one that has died is soon there again
+            ray.kill(ray.get_runtime_context().current_actor)
 
     def keep(self, user: User, parcel: Parcel, batches: list[Stored]) -> None:
         """Put finished micro-batches into the object store, and give their place to the memory."""

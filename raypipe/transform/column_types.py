@@ -16,7 +16,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.arrow_values import array_of, array_type, is_bytes, is_list, is_text
 from raypipe.stores.base import RENAMED, Store, is_class, missing, name_of, title_of
 from raypipe.stores.joined import JoinedStore
-from raypipe.stores.scan import column_in
+from raypipe.stores.nested import column_in
 from raypipe.transform.columns import (
     CLASS,
     ColumnMaker,

@@ -200,8 +200,8 @@ class RecordedStream:
                     f"{self.record['plan']}: the order or the settings of pixels differ."
                 )
             if not changed:
-                now = written_files(spec.stores)
-                sentences += rewritten(self.record.get("written"), now)
+                now = {"written": written_files(spec.stores)}
+                sentences += rewritten(self.record, now)
         return sentences + self._changed_code() + self._changed_versions()
 
     def draws(self, place: MicroBatchId) -> MicroBatchDraws:

@@ -270,10 +270,9 @@ def schema_of_values(
             break
         if first == begin + _NUM_AT_ONCE:
             logger.warning(
-                "%s: the first %s samples have no value in %s, and a value tells its type: the search continues, up "
-                "to sample %s. Numbers and lists that the store's schema describes need none",
-                *(store.address, f"{first:,}", ", ".join(sorted(unknown))),
-                f"{len(store):,}",
+                "%s: the first %d samples have no value in %s, and a value tells its type: the search continues, "
+                "up to sample %d. Numbers and lists that the store's schema describes need none",
+                *(store.address, first, ", ".join(sorted(unknown)), len(store)),
             )
         later = np.arange(first, min(first + _NUM_AT_ONCE, len(store)))
         for sample in _samples(store, columns, maker, later, reasons):

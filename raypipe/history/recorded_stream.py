@@ -131,7 +131,7 @@ class RecordedStream:
     def _check_code(self) -> None:
         """Raise ConfigError if the run names code or addresses that nobody has trusted."""
         entries = {**self.record["arguments"], "augment": self.record["augment"]}
-        named = {name: entries[name] for name in entries.keys() - self._given.keys()}
+        named = {key: entry for key, entry in entries.items() if key not in self._given}
         run = self._run_uri.removeprefix("file://")
         check_named_code(named, run, self._trusts)
         check_named_addresses(named, self._run_uri, self._trusts)

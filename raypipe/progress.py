@@ -42,7 +42,9 @@ def print_progress(logger: logging.Logger, text: str, **values: Any) -> None:
         text = "\n".join(RELAY + line for line in printable(text).split("\n"))
     else:
         text = printable(text)
-    print(text, flush=True, file=sys.stderr if _spares_output else sys.stdout)
+    # a full disk or a closed pipe behind the output ends no run
+    with contextlib.suppress(OSError):
+        print(text, flush=True, file=sys.stderr if _spares_output else sys.stdout)
 
 
 @contextlib.contextmanager

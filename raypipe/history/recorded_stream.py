@@ -90,6 +90,13 @@ class RecordedStream:
         for name, value in self._given.items():
             if name != "augment":
                 arguments[name] = value
+        named = {
+            split: getattr(TransformConfig, split)
+            for split in ("train", "val")
+            if arguments.get(f"{split}_transform", "") != ""
+        }
+        if arguments.get("transform"):  # what is given holds, and not the settings
+            arguments["transform"] = replace(arguments["transform"], **named)
         # A run keeps the index of its tars next to the quarantine.
         quarantine = join_address(self._run_uri, "quarantine")
         if not is_folder(join_address(self._run_uri, "index")):

@@ -125,7 +125,7 @@ def test_a_resume_runs_code_by_the_word_or_by_its_name(
     )
     with pytest.raises(
         ConfigError,
-        match=r"names the code 'mine:make' \(transform\.train\), which would run .*: read that code, then add "
+        match=r"names the code 'mine:net' \(train\.model\), which would run .*: read that code, then add "
         r"--trust-run-code .*, or name it yourself",
     ):
         parse_run([f"--resume={folder}"], None)

@@ -17,8 +17,8 @@ import torch
 
 from raypipe.config import AtLeast1, AugmentConfig, Seconds
 from raypipe.device.modules import PLAIN
-from raypipe.errors import ConfigError
-from raypipe.metrics.records import Folder
+from raypipe.errors import ConfigError, CursorError
+from raypipe.metrics.records import Folder, read_records
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.rayext.agreement import in_train_function
@@ -26,6 +26,7 @@ from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.files import check_place
 from raypipe.storage.filesystem import as_uri, open_filesystem
+from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
@@ -134,14 +135,18 @@ def loader(
         digest_log = DigestLog.of(
             run.folder, spec.plan, record, rank, world_size, device
         )
-    start = _start_of(
-        cursor,
-        checked["start_from"],
-        run.checkpoints,
-        spec.plan.check,
-        rank,
-        world_size,
-    )
+    try:
+        start = _start_of(
+            cursor,
+            checked["start_from"],
+            run.checkpoints,
+            spec.plan.check,
+            rank,
+            world_size,
+        )
+    except CursorError as error:
+        changed = changed_since(checked["run_dir"] or checked["start_from"], spec)
+        raise CursorError(f"{error}{changed}") from error
     if cursor is None and start:
         cursor = _place_of(start)
     stream = Loader(
@@ -250,6 +255,23 @@ def _start_of(
     elif start_from:
         of_run = find_start(start_from, check)
     return _later(of_train, of_run)
+
+
+def changed_since(folder: str, spec: StreamSpec) -> str:
+    """Return the settings of a stream's order that a run's record has with other values, as an error's end."""
+    records = read_records(as_uri(folder)) if folder else []
+    then: dict[str, Any] = {}
+    for record in records:
+        then |= record.get("settings", {}) if record.get("kind") == "start" else {}
+    now = plain_settings(spec, workers=0, actors=0, from_step=0, to_step=0)
+    names = [
+        name
+        for name in now
+        if name.startswith(("plan.", "store", "left_out"))
+        and then.get(name, now[name]) != now[name]
+    ]
+    listed = ", ".join(f"{name}={now[name]} (was {then[name]})" for name in names)
+    return f". Changed: {listed}" if listed else ""
 
 
 def _later(

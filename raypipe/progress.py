@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from raypipe.logs import is_json, json_line
+from raypipe.printing import printable
 
 RELAY = "\x02"
 """Prefix of a line of progress that another process shows; alone in a line, it ends the progress."""
@@ -40,7 +41,9 @@ def print_progress(logger: logging.Logger, text: str, **values: Any) -> None:
     if is_json():
         text = json_line(logger, text, values)
     elif _relays:
-        text = "\n".join(RELAY + line for line in text.split("\n"))
+        text = "\n".join(RELAY + line for line in printable(text).split("\n"))
+    else:
+        text = printable(text)
     try:
         print(text, flush=True, file=sys.stderr if _spares_output else sys.stdout)
     except OSError as error:

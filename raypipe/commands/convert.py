@@ -32,7 +32,7 @@ from raypipe.storage.filesystem import (
 )
 from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
-from raypipe.stores.base import Columns, ColumnValues, Store
+from raypipe.stores.base import NAME, Columns, ColumnValues, Store
 from raypipe.stores.plain_columns import column_types
 from raypipe.stores.scan import scan
 from raypipe.stores.sources import Asked, Source, open_source
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 # A shard is small enough to be copied and cached as one object, and large enough to be few.
 _SHARD_BYTES = 1 << 30
+_QUALITY = 90
 
 
 def convert_store(
@@ -52,12 +53,13 @@ def convert_store(
     dst: str,
     *,
     short_side: int = 0,
-    quality: int = 90,
+    quality: int = _QUALITY,
     shards: int = 0,
     on_bad_sample: Literal["raise", "skip"] = "raise",
     sizes: bool = True,
     seekable: bool = False,
     overwrite: bool = False,
+    classes: str = "",
 ) -> dict[str, Any]:
     """Copy any store or format into an LMDB or Parquet store, and verify it.
 
@@ -81,6 +83,7 @@ def convert_store(
         sizes: add columns width and height, in pixels; -1 = not in the image's header.
         seekable: store JPEGs so that crops decode faster, with the same pixels.
         overwrite: replace a store at DST.
+        classes: class names, position = label, with commas between; those of the source get these labels.
     """
     return convert(
         src,
@@ -93,9 +96,10 @@ def convert_store(
         shards=shards,
         on_bad_sample=on_bad_sample,
         sizes=sizes,
-        exif=run.transform.apply_exif,
+        exif=run.transform.apply_exif and (sizes or bool(short_side)),
         seekable=seekable,
         overwrite=overwrite,
+        classes=classes.split(",") if classes else None,
     )
 
 
@@ -108,7 +112,7 @@ def convert(
     trust_pickles: bool = False,
     classes: Sequence[str] | None = None,
     short_side: int = 0,
-    quality: int = 90,
+    quality: int = _QUALITY,
     shards: int = 0,
     on_bad_sample: Literal["raise", "skip"] = "raise",
     sizes: bool = True,
@@ -128,7 +132,8 @@ def convert(
         image_column, target_column: the columns at an address that become `image` and `label`; the usual ones are
             found. A target_column of "" = no labels.
         trust_pickles: open pickled values of an LMDB at an address, see `StoreConfig`.
-        classes: class names by label, for samples, a Dataset or a format that has none; a store has its own.
+        classes: class names by label. A source that names its classes gets the labels of these names, so that
+            several copies number their classes alike.
         short_side: decode, and store JPEGs with this shorter side, in pixels; smaller images keep their size; 0 =
             the bytes as they are.
         quality: JPEG quality for short_side, 1 to 100.
@@ -154,11 +159,18 @@ def convert(
         ResourceError: this node has no CPU to spare, or a task died.
     """
     from raypipe.commands.convert_dataset import make_copy
-    from raypipe.commands.copies import CopySettings
+    from raypipe.commands.copies import CopySettings, check_named
     from raypipe.rayext.cluster import connect
 
     dst = str(dst)
     _check_arguments(dst, short_side, quality, shards, seekable)
+    if quality != _QUALITY and not short_side:
+        raise ConfigError(
+            f"quality={quality} has no effect without short_side, which makes new JPEGs"
+        )
+    if exif and not sizes and not short_side:
+        raise ConfigError("exif has no effect without sizes, which it measures")
+    names = None if classes is None else tuple(classes)
     opened = _opened(src, image_column, target_column, trust_pickles)
     settings = CopySettings(
         sizes=sizes,
@@ -167,15 +179,17 @@ def convert(
         exif=exif,
         seekable=seekable,
         on_bad_sample=on_bad_sample,
+        classes=names,
     )
     if _is_dataset(opened):
         connect()
-        names = None if classes is None else tuple(classes)
         return make_copy(opened, dst, shards, overwrite, names, settings)
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(_as_store(opened, classes, short_side))
+        store = stack.enter_context(_as_store(opened, short_side))
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
+        if names is not None:
+            check_named(store, names)
         settings = settings.of_columns(_column_types(store, short_side))
         connect()
         num_shards = _num_shards(store, shards)
@@ -184,9 +198,7 @@ def convert(
 
 
 @contextlib.contextmanager
-def _as_store(
-    opened: Any, classes: Sequence[str] | None, short_side: int
-) -> Iterator[Store]:
+def _as_store(opened: Any, short_side: int) -> Iterator[Store]:
     """Context manager: what `_opened` returns, as a store; samples are kept in the cache folder meanwhile."""
     from raypipe.commands.ordered_samples import kept_samples
 
@@ -194,7 +206,7 @@ def _as_store(
         yield opened
         return
     source = opened if isinstance(opened, Source) else Source(iter(opened))
-    with kept_samples(source, classes, short_side) as path:
+    with kept_samples(source, short_side) as path:
         yield open_store(path)
 
 
@@ -231,8 +243,14 @@ def _column_types(store: Store, short_side: int) -> dict[str, str]:
     """Return the columns of a store with the types of the writers."""
     from raypipe.commands.ordered_samples import CHUNK
 
-    first = store.read(np.arange(min(len(store), CHUNK)), tuple(store.schema.names))
+    names = [name for name in store.schema.names if name != NAME or _has_names(store)]
+    first = store.read(np.arange(min(len(store), CHUNK)), tuple(names))
     return column_types(_with_later(store, first), store.address, short_side)
+
+
+def _has_names(store: Store) -> bool:
+    """Return whether a store's column `name` is more than the numbers of its rows."""
+    return getattr(store, "has_names", True)
 
 
 def _destination(dst: str, overwrite: bool) -> contextlib.AbstractContextManager[Path]:
@@ -278,7 +296,7 @@ def _copy(store: Store, files: list[Path], settings: CopySettings) -> dict[str, 
         )
     return {
         "samples": num_samples - len(skipped),
-        "classes": len(store.classes or ()),
+        "classes": len(settings.classes or store.classes or ()),
         "bytes": num_bytes,
         "skipped": len(skipped),
         "without_size": num_without_size,
@@ -290,7 +308,7 @@ def _with_later(store: Store, first: Columns) -> dict[str, Any]:
     columns = dict(first)
     for field in store.schema:
         name = field.name
-        if name in ("image", "label"):
+        if name in ("image", "label", NAME):
             continue
         kinds = set(map(type, first[name]))
         has_no_value = kinds == {NoneType} and not pa.types.is_string(field.type)
@@ -316,13 +334,18 @@ def _opened(
     """
     if isinstance(src, str | Path):
         source = open_source(src, Asked(image_column, target_column))
+        if source and trust_pickles:
+            raise ConfigError(
+                f"trust_pickles has no effect on {src}: it is for an LMDB; leave it out"
+            )
         return source or open_store(
             src, **store_options(image_column, target_column, trust_pickles)
         )
-    if store_options(image_column, target_column):
+    if options := store_options(image_column, target_column, trust_pickles):
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConfigError(
-            f"image_column={image_column!r} and target_column={target_column!r} are for an address, not for a "
-            f"{type(src).__name__}: give them to raypipe.open_store, or rename the columns of the samples"
+            f"{given}: for an address, not for a {type(src).__name__}: give it to raypipe.open_store, or rename "
+            "the columns of the samples"
         )
     return src
 

@@ -14,7 +14,7 @@ from raypipe.commands.ordered_samples import CHUNK
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.kernel import is_seekable
 from raypipe.stores import open_store
-from raypipe.stores.base import Store
+from raypipe.stores.base import Store, is_class
 from raypipe.stores.plain_columns import plain
 from raypipe.stores.record import Fingerprint, RecordLayout
 from raypipe.stores.scan import SIZE_COLUMNS
@@ -35,7 +35,7 @@ class CopySettings:
     """Settings of a copy of samples.
 
     Attributes:
-        sizes, short_side, quality, exif, seekable, on_bad_sample: see `raypipe.convert`.
+        sizes, short_side, quality, exif, seekable, on_bad_sample, classes: see `raypipe.convert`.
         columns: all columns of the copy, with their types.
         sized: which of SIZE_COLUMNS are made from the images, and not read.
     """
@@ -46,6 +46,7 @@ class CopySettings:
     exif: bool = False
     seekable: bool = False
     on_bad_sample: str = "raise"
+    classes: tuple[str, ...] | None = None
     columns: dict[str, str] = field(default_factory=dict)
     sized: tuple[str, ...] = ()
 
@@ -71,7 +72,9 @@ def write_shard(
     """
     columns = settings.columns
     read = {name: kind for name, kind in columns.items() if name not in settings.sized}
-    with open_writer(file, columns, store.classes) as writer:
+    classes = settings.classes or store.classes
+    renamed = settings.classes and store.classes
+    with open_writer(file, columns, classes) as writer:
         for first, samples in _chunks(store, read, start, stop):
             num_without_size = 0
             num_bytes = 0
@@ -87,6 +90,10 @@ def write_shard(
                         ) from None
                     skipped.append((index, f"sample {index}: {error}"))
                     continue
+                if settings.classes is not None:
+                    sample["label"] = _label_in(
+                        settings.classes, renamed, sample["label"]
+                    )
                 num_without_size += size == NO_SIZE
                 writer.append(sample)
                 num_bytes += len(sample["image"])
@@ -110,6 +117,31 @@ def make_image(sample: dict[str, Any], settings: CopySettings) -> dict[str, int]
     sample["image"] = image
     sample |= {name: size[name] for name in settings.sized}
     return size
+
+
+def check_named(store: Store, classes: tuple[str, ...]) -> None:
+    """Raise ConfigError if classes cannot name the labels of a store."""
+    if "label" not in store.schema.names or not is_class(store):
+        raise ConfigError(
+            f"classes={classes!r:.200}: {store.address} has no integer labels to name: leave it out"
+        )
+    if lacking := [name for name in store.classes or () if name not in classes]:
+        raise ConfigError(
+            f"classes={classes!r:.200}: {store.address} has the class {lacking[0]!r} too: add it"
+        )
+
+
+def _label_in(
+    classes: tuple[str, ...], own_classes: tuple[str, ...] | None, label: int
+) -> int:
+    """Return the label that a sample has among other classes; raise StoreError if it is none of them."""
+    if own_classes and 0 <= label < len(own_classes):
+        return classes.index(own_classes[label])
+    if not 0 <= label < len(classes):
+        raise StoreError(
+            f"a sample has the label {label}, and classes names {len(classes)}: name all of them"
+        )
+    return label
 
 
 def shard_fingerprint(file: Path, columns: dict[str, str]) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores.base import ColumnValues
 from raypipe.stores.plain_columns import column_types, plain
 from raypipe.stores.sources import Source
+from raypipe.stores.sources.format_source import up_to
 from raypipe.stores.writers import open_writer
 
 # Samples per read: a few MB of JPEGs.
@@ -27,14 +28,11 @@ CHUNK = 64
 
 
 @contextlib.contextmanager
-def kept_samples(
-    source: Source, classes: Sequence[str] | None, short_side: int
-) -> Iterator[Path]:
+def kept_samples(source: Source, short_side: int) -> Iterator[Path]:
     """Context manager: the file of a store in the cache folder that keeps the samples, in their order.
 
     Args:
         source: its samples are taken once. One whose image is None may lack the other columns.
-        classes: class names by label; None = the source's.
         short_side: see `column_types`.
     """
     folder = Path(tempfile.mkdtemp(prefix="samples-", dir=make_cache_folder()))
@@ -47,7 +45,7 @@ def kept_samples(
             shown = bar.add_task("the samples", total=source.num_samples)
             chunks = iter(
                 lambda: list(
-                    pool.map(with_encoded_image, itertools.islice(samples, CHUNK))
+                    pool.map(with_encoded_image, up_to(samples, CHUNK, _num_bytes))
                 ),
                 [],
             )
@@ -60,7 +58,7 @@ def kept_samples(
                 for name, kind in columns.items()
             }
             file = folder / "samples.lmdb"
-            with open_writer(file, columns, classes or source.classes) as writer:
+            with open_writer(file, columns, source.classes) as writer:
                 for number, sample in enumerate(
                     itertools.chain(first, itertools.chain.from_iterable(chunks))
                 ):
@@ -77,6 +75,14 @@ def kept_samples(
         yield file
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _num_bytes(sample: ColumnValues) -> int:
+    """Return the bytes of a sample's image; 0 for what is not known to have any."""
+    image = sample.get("image") if isinstance(sample, Mapping) else None
+    if isinstance(image, bytes | bytearray):
+        return len(image)
+    return int(getattr(image, "nbytes", 0))
 
 
 def columns_of(

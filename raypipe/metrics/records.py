@@ -37,6 +37,7 @@ _MAX_STEP = 1 << 62
 STATUS = "status.json"
 _WAIT_EVERY_S = 15.0  # `record_wait` is called after each try of Ray Train's, of 10 s
 _START = "start"
+_START_LINE = b'{"kind": "start"'
 _HAPPENED = (_START, "phases", "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
 
@@ -181,6 +182,9 @@ class RecordWriter:
         settings: the stream's settings, for a run without a config.yaml.
         stream: what opens the stream again, see `raypipe.streaming.record.opened`.
 
+    Attributes:
+        earlier: the `stream` of the start before this one; empty if there is none.
+
     Raises:
         ConfigError: an earlier start's record in object storage cannot be read.
     """
@@ -224,9 +228,18 @@ class RecordWriter:
         start |= {"settings": settings} if settings else {}
         of_samples = dict(start)
         start |= {"stream": stream} if stream else {}
+        self.earlier = self._earlier_stream()
         self._append(RECORDS, [start])
         if (self._folder / SAMPLES).exists():
             self._append(SAMPLES, [of_samples])
+
+    def _earlier_stream(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError, LookupError, RecursionError):
+            lines = (self._folder / RECORDS).read_bytes().split(b"\n")
+            *_, last = (line for line in lines if line.startswith(_START_LINE))
+            stream = json.loads(last)["stream"]
+            return stream if isinstance(stream, dict) else {}
+        return {}
 
     def write_samples(
         self, rows: list[tuple[MicroBatchId, list[int]]], step: int

@@ -385,7 +385,8 @@ def _offered_cpus() -> int:
         "ray._private.utils.get_num_cpus",
         "the quota of a control group of version 1 is unknown",
     )
-    return min(usable_cpus(), int(rays()) if rays else usable_cpus())
+    # of a quota below one CPU, Ray's is 0
+    return min(usable_cpus(), max(1, int(rays())) if rays else usable_cpus())
 
 
 def _share_uv_environment() -> None:

@@ -23,7 +23,7 @@ from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 from raypipe.config import PoolConfig
 from raypipe.errors import NoRoomError, RaypipeError, ResourceError
 from raypipe.rayext.cluster_state import draining, nodes, resource_state
-from raypipe.rayext.placement import is_labelled, placement
+from raypipe.rayext.placement import cpus_name, is_labelled, placement
 from raypipe.rayext.startup import another_starts
 
 _WATCH_PERIOD_S = 1.0
@@ -307,7 +307,9 @@ class PoolKeeper:
             self._grow(missing, "the first block is finished")
 
     def _grow(self, num: int, reason: str) -> None:
-        self._op._ray_remote_args.update(placement())  # nodes may have changed
+        options = self._op._ray_remote_args
+        if "label_selector" in options:
+            options.update(placement())  # nodes may have changed
         self._pool.scale(ActorPoolScalingRequest.upscale(delta=num, reason=reason))
 
     def _shrink(self, surplus: int) -> None:
@@ -507,7 +509,7 @@ def _id_of(actor: Any) -> str:
 
 
 def _free_cpus() -> float:
-    return ray.available_resources().get("CPU", 0.0)
+    return ray.available_resources().get(cpus_name(), 0.0)
 
 
 def _pending_cpus() -> set[float]:

@@ -5,6 +5,7 @@ and bounded waits with log lines.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import re
@@ -39,6 +40,7 @@ from raypipe.rayext.controller import (
 )
 from raypipe.rayext.failures import deaths, explanation, is_final, is_lost
 from raypipe.rayext.head import is_head_lost
+from raypipe.rayext.ray_private import Function, replace
 from raypipe.rayext.train_runs import is_cleaner, join_run
 from raypipe.rayext.tweaks import are_on, inherit_environment, without_environment
 
@@ -159,6 +161,36 @@ class DivisorScalingPolicy(BoundedScalingPolicy, scaling_policy.ElasticScalingPo
         return largest_divisor(
             self._per_step, super()._count_possible_workers(reserved_resources)
         )
+
+
+def use_divisors(scaling_config: Any, timeout_s: float, per_step: int) -> None:
+    """Let a user's elastic TorchTrainer with this configuration run on numbers of workers that divide M.
+
+    Args:
+        timeout_s: longest wait of its trainers for resources, after which the run ends.
+        per_step: M.
+    """
+    scaling_config.raypipe_divides = (timeout_s, per_step)
+    _install_divisors()
+
+
+@functools.cache  # once per process
+def _install_divisors() -> None:
+    replace(
+        "ray.train.v2.api.data_parallel_trainer.create_scaling_policy",
+        _dividing,
+        loss="an elastic trainer of your own ends at a number of workers that does not divide M",
+    )
+
+
+def _dividing(create: Function) -> Function:
+    def policy(scaling_config: Any) -> scaling_policy.ScalingPolicy:
+        limits = getattr(scaling_config, "raypipe_divides", None)
+        if limits:
+            return DivisorScalingPolicy(scaling_config, *limits)
+        return create(scaling_config)
+
+    return policy
 
 
 def _reason(error: TrainingFailedError) -> str:

@@ -232,15 +232,29 @@ def _refuse_source(address: str, names: set[str] | None = None) -> None:
         )
 
 
+def _are_alike(names: Collection[str]) -> bool:
+    """Return whether each Parquet file has a tar of its name, which it describes, as those of img2dataset."""
+    stems = {
+        suffix: {Path(name).stem for name in names if name.endswith(suffix)}
+        for suffix in (".parquet", ".tar")
+    }
+    return stems[".parquet"] <= stems[".tar"]
+
+
 def _kind_of_folder(address: str, names: set[str]) -> str:
     from raypipe.stores.addresses import folders_at
     from raypipe.stores.base import IMAGE_SUFFIXES
     from raypipe.stores.class_folders import suffix_of
 
     suffixes = {Path(name).suffix[1:] for name in names}
-    if {"lmdb", "parquet"} <= suffixes:
+    kinds = sorted(suffixes & {"lmdb", "parquet", "tar"})
+    if kinds == ["parquet", "tar"] and _are_alike(names):
+        return "tar"
+    if len(kinds) > 1:
+        both = " and ".join(f"*.{kind}" for kind in kinds)
         raise StoreError(
-            f"{address} has both *.lmdb and *.parquet files; give the address of one kind"
+            f"{address} has both {both} files; give the address of one kind, such as "
+            f"{address.rstrip('/')}/*.{kinds[-1]}, in quotes"
         )
     if "lmdb" in suffixes or "data.mdb" in names:
         return "lmdb"

@@ -17,6 +17,7 @@ old one:
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -33,16 +34,13 @@ from raypipe.storage.filesystem import (
     open_filesystem,
     split_address,
 )
+from raypipe.stores.splits import split_of
 
 MANIFEST = "_raypipe.json"
 MANIFEST_VERSION = 1
 
 PART_OF = re.compile(r"(?P<split>.+)-(?P<number>\d{5,})-of-(?P<num>\d{5,})(?![^.\-])")
 """train-00000-of-00002.parquet, train-00000-of-00002-0123456789abcdef.parquet, train-00000-of-01024"""
-_SPLIT = re.compile(
-    r"(train|training|test|testing|val|valid|validation|eval|dev)(?![a-z])",
-    re.IGNORECASE,
-)
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 # name of a shard that a conversion uploaded
 _UPLOADED = re.compile(r"\d{5}-[0-9a-f]{8}\.\w+")
@@ -180,8 +178,8 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
     for name in sorted(names):
         if match := PART_OF.match(name):
             splits.setdefault(match["split"], []).append(name)
-        elif match := _SPLIT.match(name):
-            splits.setdefault(match[0].lower(), []).append(name)
+        elif split := split_of(name)[0]:
+            splits.setdefault(split, []).append(name)
     if len(splits) > 1:
         listed = ", ".join(
             f"{split} ({len(files)})" for split, files in sorted(splits.items())
@@ -190,7 +188,11 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
         if len(files) == 1:
             example = files[0]
         else:
-            example = f"{split}*{PurePosixPath(files[0]).suffix}, in quotes"
+            start = _common_start(files).rstrip("0123456789-_.")
+            end = _common_start([name[::-1] for name in files])[::-1]
+            if start:
+                end = PurePosixPath(f"x{end}").suffix
+            example = f"{start}*{end}, in quotes"
         raise StoreError(
             f"{address} has files of several splits: {listed}. A store is one split: choose it, such as "
             f"{address.rstrip('/')}/{example}"
@@ -202,6 +204,13 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
                 f"{address} has only {len(parts)} of the {int(parts[0]['num'])} files of {split}: fetch the rest, "
                 "or choose these with a pattern such as train-0*"
             )
+
+
+def _common_start(names: Iterable[str]) -> str:
+    """Return the letters that names begin with, all of them."""
+    columns = zip(*names, strict=False)
+    alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, columns)
+    return "".join(letters[0] for letters in alike)
 
 
 def _of_manifest(where: str) -> list[RemoteFile]:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
 from raypipe.stores.arrow_values import array_of, is_bytes, is_list, is_number
-from raypipe.stores.base import by_part, stored_names
+from raypipe.stores.base import NAME, by_part, stored_names
 from raypipe.stores.numbers import MAX_LABEL
 
 
@@ -32,7 +32,7 @@ class TableColumns:
         schema: the columns of the store, `image` and `label` first; integer labels are int64.
         fields: name in the store → field in the files.
         leaves: name in the store → which part of a Hugging Face file, "bytes" or "path", the column is. The paths
-            of the files of column X, other than the image, are a column `X.path`.
+            of the files of column X are a column `X.path`, those of the images `name`.
 
     Raises:
         StoreError: schemas differ, or lack the image or the label column.
@@ -68,6 +68,9 @@ class TableColumns:
         for name, field in list(self.fields.items()):
             if name == "image" and pa.types.is_struct(field.type):
                 self.leaves[name] = "bytes"
+                if _is_file(field.type) and NAME not in first.names:
+                    self.leaves[NAME] = "path"
+                    self.fields[NAME] = field
             elif _is_file(field.type):
                 self.leaves[name] = "bytes"
                 if f"{name}.path" not in first.names:

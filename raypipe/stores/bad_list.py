@@ -1,6 +1,7 @@
 """Lists of bad samples, which `raypipe verify STORE` writes and a run can exclude.
 
-The fingerprint ties a list to the contents of its store:
+The fingerprint ties a list to the contents of its store. A list of your own may have only names, {"bad": [{"name":
+"cat/1.jpg"}, …]}, which are those of the store's column `name`:
 
     {"store": address, "fingerprint": …, "num_samples": N, "bad": [{"index": i, "name": "…", "error": "…"}, …]}
 """
@@ -15,6 +16,7 @@ import numpy as np
 from raypipe.errors import ConfigError
 from raypipe.storage.files import read_json, write_json
 from raypipe.stores.base import Store
+from raypipe.stores.scan import names_in
 
 
 def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray:
@@ -32,8 +34,18 @@ def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray
         return np.empty(0, np.int64)
     try:
         content = read_json(address)
-        fingerprint = content["fingerprint"]
-        bad = [entry["index"] for entry in content["bad"]]
+        entries = content["bad"]
+        bad = [entry["index"] for entry in entries if "index" in entry]
+        named = {entry["name"] for entry in entries if "index" not in entry}
+        is_named = bool(named) and not bad
+        fingerprint = store.fingerprint if is_named else content["fingerprint"]
+        if named:
+            found = [
+                (i, name) for i, name in enumerate(names_in(store)) if name in named
+            ]
+            bad += (index for index, _ in found)
+            if lacking := named.difference(name for _, name in found):
+                raise ValueError(f"the store has no sample {min(lacking)!r}")
         if fingerprint != store.fingerprint:
             raise ValueError(
                 f"it was made for {content.get('store')} with fingerprint {fingerprint}"

@@ -85,6 +85,9 @@ else, such as features."""
 ColumnValues = Mapping[str, Any]
 """A sample from outside: column → value."""
 
+NAME = "name"
+"""Column of the samples' names, which each store at an address has: a path, a key, or the number of the row."""
+
 RENAMED = {"image": "image_column", "label": "target_column"}
 """Columns that a store may have under another name → the setting that gives that name."""
 
@@ -149,8 +152,9 @@ class Store(Protocol):
 
 
 C = TypeVar("C", bound=Any)
+"""Contents of an open `FileStore`: like a store, but callers have checked indices and columns. Without a column
+`name`, a method `names(indices: np.ndarray) -> list[str]` makes one; without the method it has the indices."""
 _T = TypeVar("_T")
-"""Contents of an open `FileStore`: like a store, but callers have checked indices and columns."""
 
 
 class FileStore(ABC, Generic[C]):
@@ -172,6 +176,7 @@ class FileStore(ABC, Generic[C]):
             self.address = str(Path(address).absolute())
         self._options = options
         self._opened: C | None = None
+        self._schema: pa.Schema | None = None
         self._pid = 0
         # Listing of a remote store by the process that opened it first: other processes neither list it again nor
         # miss a change.
@@ -211,12 +216,31 @@ class FileStore(ABC, Generic[C]):
             if self._identity and self._identity != _identity_of(opened):
                 raise other_contents(self.address)
             self._opened = opened
+            self._schema = None
             self._pid = os.getpid()
         return self._opened
 
     @property
-    def schema(self) -> pa.Schema:
+    def stored(self) -> pa.Schema:
+        """The columns that the files have; `schema` has `name` too."""
         return self._contents.schema
+
+    @property
+    def schema(self) -> pa.Schema:
+        contents = self._contents
+        if self._schema is None:
+            import pyarrow as pa  # importing it takes time
+
+            schema = contents.schema
+            if NAME not in schema.names:
+                schema = schema.append(pa.field(NAME, pa.string()))
+            self._schema = schema
+        return self._schema
+
+    @property
+    def has_names(self) -> bool:
+        """Tell whether `name` is more than the number of the row."""
+        return NAME in self.stored.names or hasattr(self._contents, "names")
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -230,6 +254,15 @@ class FileStore(ABC, Generic[C]):
     def fingerprint(self) -> str:
         return self._contents.fingerprint
 
+    @property
+    def written(self) -> str:
+        """A hash of sizes, times of change and inodes of the files, or of the objects' versions.
+
+        It differs where they were written or replaced, which the fingerprint may not show. A copy has another one,
+        as has each machine.
+        """
+        return str(self._contents.written)
+
     def __len__(self) -> int:
         return len(self._contents)
 
@@ -239,7 +272,22 @@ class FileStore(ABC, Generic[C]):
         """Read samples, see `Store.read`."""
         rows = check_indices(indices, len(self), self.address)
         check_columns(columns, self.schema.names, self.address)
-        return self._patiently(lambda: self._contents.read(rows, columns))
+        in_files = self._in_files(columns)
+        read = self._patiently(lambda: self._contents.read(rows, in_files))
+        if in_files == columns:
+            return read
+        import pyarrow as pa
+
+        names_of = getattr(self._contents, "names", np.ndarray.tolist)
+        names = pa.array(map(_as_name, names_of(rows)), pa.string())
+        others = dict(zip(read.table.column_names, read.table.columns, strict=True))
+        return Columns(read.images, pa.table({**others, NAME: names}))
+
+    def _in_files(self, columns: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the columns without `name` if the files do not have it."""
+        if NAME not in columns or NAME in self.stored.names:
+            return columns
+        return tuple(column for column in columns if column != NAME)
 
     def _patiently(self, do: Callable[[], _T]) -> _T:
         """Call `do`; if the store has vanished from this machine, as with a mount, wait for it as for a bucket."""
@@ -262,8 +310,12 @@ class FileStore(ABC, Generic[C]):
             return Retries().call("read", self.address, again)
 
     def sample_name(self, index: int) -> str:
-        """Return a sample's file, and its place in the file."""
-        return self._contents.sample_name(index)
+        """Return a sample's file, its place in the file, and the name that is stored there."""
+        place = self._contents.sample_name(index)
+        if NAME not in self.stored.names:
+            return place
+        (name,) = self.read(np.array([index]), (NAME,))[NAME]
+        return f"{place}, {name}"
 
     def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
         """See the function `is_at_hand`. Contents that the node's cache may have tell it themselves."""
@@ -272,7 +324,9 @@ class FileStore(ABC, Generic[C]):
         if not is_remote(self.address):
             return True
         contents = self._contents
-        return hasattr(contents, "is_at_hand") and contents.is_at_hand(indices, columns)
+        return hasattr(contents, "is_at_hand") and contents.is_at_hand(
+            indices, self._in_files(columns)
+        )
 
     @property
     def keeps_groups(self) -> bool:
@@ -337,6 +391,13 @@ def is_class(store: Store) -> bool:
 def title_of(address: object, index: object, name: object) -> str:
     """Return a sample's title in errors and lists; `name` comes from `name_of`."""
     return f"{address or 'store'} sample {index}{f' ({name})' if name else ''}"
+
+
+def _as_name(name: str | int | None) -> str | None:
+    """Return a sample's name as text, also if it is a path whose bytes are not UTF-8."""
+    if name is None:
+        return None
+    return str(name).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def as_text(content: bytes | None) -> str | None:

@@ -6,6 +6,7 @@ The rules are those of a folder, see `raypipe.stores.class_folders`.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,24 +16,26 @@ from raypipe.errors import StoreError
 from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, hash_of_facts
 from raypipe.stores.class_folders import (
+    NO_DOUBTS,
+    Doubts,
     FileTree,
     Layout,
     LeftOut,
+    check_classes,
     find_classes,
-    refuse_files_of_images,
-    refuse_splits,
+    only_class,
     suffix_of,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
-from raypipe.stores.webdataset import Indexed
+from raypipe.stores.webdataset import Indexed, packed
 
 Member = TreeFile | Link | Special | None
 """What a member of a tar is; None = a folder. The value of a file is position, num_bytes, mtime."""
 
 About = dict[str, Any]
-"""What a tar is by itself, or among others, as JSON: `root`, `classes`, `left_out`, `of_images`, `has_images` of
-its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each sample, as a flat list; and
-`is_plain`, whether the samples are in the order of their names' parts, which the tar's digest shows."""
+"""What a tar is by itself, or among others, as JSON: `root`, `classes`, `left_out`, `doubts`, `has_images` of
+its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each sample, as a flat list; `keys`,
+their paths; and `is_plain`, whether they are in the order of their names' parts, which the tar's digest shows."""
 
 
 def find_files(
@@ -107,26 +110,23 @@ def _described(node: Link | Special | None) -> list[str]:
 
 
 def index_files(
-    names: Sequence[str], scans: Sequence[dict[str, Any]], refuse_others: bool
+    names: Sequence[str], scans: Sequence[dict[str, Any]], target_column: str
 ) -> Indexed:
     """Return the samples of several tars, each in the order of a folder; names are for errors.
 
-    Args:
-        refuse_others: files that belong to images by their names are an error.
-
     Raises:
-        StoreError: see `find_classes`.
+        StoreError: see `find_classes` and `check_classes`.
     """
     abouts: list[About] = [scan["about"] for scan in scans]
     if len({(about["root"], about["has_images"]) for about in abouts}) > 1:
         # together they are something else
         abouts = _about(find_classes(list(map(_tree_of, scans)), names[0]))
-    if refuse_others:
-        refuse_files_of_images(
-            names[0], sorted(path for about in abouts for path in about["of_images"])
-        )
-    classes = tuple(sorted({name for about in abouts for name in about["classes"]}))
-    refuse_splits(names[0], classes)
+    num_by_class = Counter[str]()
+    for about in abouts:
+        num_by_class.update(dict(zip(about["classes"], about["nums"], strict=True)))
+    doubts = [Doubts(*about["doubts"]) for about in abouts]
+    check_classes(names[0], target_column, doubts, num_by_class)
+    classes = tuple(sorted(num_by_class))
     number_of = {name: number for number, name in enumerate(classes)}
     labels = [
         np.repeat([number_of[name] for name in about["classes"]], about["nums"])
@@ -141,7 +141,17 @@ def index_files(
     are_plain = [about["is_plain"] for about in abouts]
     is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
     facts = "" if is_known else hash_of_facts((classes, are_plain))
-    return Indexed(columns, classes, list(map(len, places)), left_out, facts)
+    others = [name for doubt in doubts for name in doubt.others]
+    return Indexed(
+        columns,
+        classes,
+        list(map(len, places)),
+        [about["keys"] for about in abouts],
+        left_out,
+        facts,
+        only_class(num_by_class),
+        others,
+    )
 
 
 def _about(layout: Layout) -> list[About]:
@@ -154,13 +164,14 @@ def _about(layout: Layout) -> list[About]:
             "classes": layout.classes,
             "has_images": layout.has_images,
         }
-        about |= {"nums": list(map(len, by_class)), "left_out": {}, "of_images": []}
+        about |= {"nums": list(map(len, by_class)), "left_out": {}, "doubts": NO_DOUBTS}
         about["places"] = [
             number for files in by_class for _, value in files for number in value[:2]
         ]
+        about["keys"] = packed(paths)
         about["is_plain"] = paths == sorted(paths, key=lambda path: path.split("/"))
         every.append(about)
-    every[0] |= {"left_out": layout.left_out, "of_images": layout.of_images}
+    every[0] |= {"left_out": layout.left_out, "doubts": layout.doubts}
     return every
 
 

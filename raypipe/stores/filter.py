@@ -10,7 +10,7 @@ opposite is true, except with None; a quotient by zero has no value.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -20,8 +20,9 @@ import pyarrow.compute as pc
 
 from raypipe.errors import ConfigError
 from raypipe.section import shown
+from raypipe.stores.arrow_values import is_number
 from raypipe.stores.base import Store
-from raypipe.stores.scan import scan
+from raypipe.stores.scan import column_in, field_at, scan
 
 Compiled = Callable[[Mapping[str, pa.Array]], pa.Array | pa.Scalar]
 """Function of columns, by name, that returns the value of an expression for each sample, or one for all."""
@@ -68,9 +69,22 @@ def matching(
     compiled, names = parse(expression, setting)
     parts = list[np.ndarray]()
     text = f"{setting} {shown(expression)}"
-    for columns in scan(store, names, setting):
+    present = store.schema.names
+    column_of = {name: column_in(present, name) or name for name in names}
+    stored = tuple(dict.fromkeys(column_of.values()))
+    for name, column in column_of.items():
+        if name != column and is_number(store.schema.field(column).type):
+            raise ConfigError(
+                f"{text}: {name!r} is not allowed: {column!r} has numbers"
+            )
+    for columns in scan(store, stored, setting):
         try:
-            arrays = {name: _array(columns.table[name]) for name in names}
+            arrays = {
+                name: _array(columns.table[column])
+                if name == column
+                else _fields(columns[column], name[len(column) + 1 :])
+                for name, column in column_of.items()
+            }
             parts.append(_evaluated(compiled, arrays))
         except RecursionError:
             raise ConfigError(f"{text}: {_NESTED}") from None
@@ -86,10 +100,10 @@ def matching(
     return keep
 
 
-def _array(column: pa.ChunkedArray) -> pa.Array:
+def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     """Return a column; numbers as int64 or float64, or as uint64 if int64 is too small."""
     kind = column.type
-    array = column.combine_chunks()
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if pa.types.is_integer(kind):
         if kind == pa.uint64() and (pc.max(array).as_py() or 0) >= 1 << 63:
             return array
@@ -99,6 +113,18 @@ def _array(column: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_dictionary(kind):
         return array.cast(kind.value_type)
     return array
+
+
+def _fields(values: Sequence[Any], path: str) -> pa.Array:
+    """Return a field of each value, which is a struct, or JSON; none where a value is neither."""
+    fields = []
+    for value in values:
+        try:
+            fields.append(field_at(value, path.split(".")))
+        except ValueError:
+            fields.append(None)
+    array = pa.array(fields)
+    return array.cast(pa.float64()) if pa.types.is_null(array.type) else _array(array)
 
 
 def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
@@ -111,9 +137,18 @@ def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
         tree = ast.parse(expression.strip(), mode="eval").body
         names = tuple(
             dict.fromkeys(
-                node.id for node in ast.walk(tree) if isinstance(node, ast.Name)
+                ast.unparse(node)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Name | ast.Attribute)
             )
         )
+        # a field within a column is named after the column
+        inner = {
+            ast.unparse(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+        }
+        names = tuple(name for name in names if name not in inner)
         if not names:
             raise ConfigError("it names no column")
         return _compiled(tree), names
@@ -128,7 +163,8 @@ def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
 
 def _compiled(node: ast.expr) -> Compiled:
     match node:
-        case ast.Name(id=name):
+        case ast.Name() | ast.Attribute():
+            name = ast.unparse(node)
             return lambda columns: columns[name]
         case ast.Constant() | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
             constant = pa.scalar(_constant(node))

@@ -38,6 +38,7 @@ from raypipe.stores.base import (
     Columns,
     FileStore,
     by_part,
+    hash_of_facts,
     join_fingerprints,
     part_of,
     stored_names,
@@ -157,7 +158,6 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
         for name in folders_at(address)
         if DATA_FILE in (names_at(join_address(address, name)) or ())
     )
-    check_one_split(address, folders)
     splits = {
         match["split"] for name in folders if (match := CLASS_OF_LSUN.fullmatch(name))
     }
@@ -167,6 +167,7 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
             f"{address} has LMDBs of several splits: {', '.join(sorted(splits))}. A store is one split: choose "
             f"it, such as {address.rstrip('/')}/*_{split}_lmdb, in quotes"
         )
+    check_one_split(address, folders)
     if not folders:
         raise StoreError(
             f"{address} has no *.lmdb files, and no folder in it has {DATA_FILE}"
@@ -260,6 +261,7 @@ class _Shards:
         )
         if target_column != "label":  # other labels make other contents
             self.fingerprint = join_fingerprints([self.fingerprint, target_column])
+        self.written = hash_of_facts([shard.file.written for shard in shards])
 
     def __len__(self) -> int:
         return int(self._offsets[-1])

@@ -161,6 +161,7 @@ class ForeignShards:
         self.fingerprint = join_fingerprints(
             [*(shard.listing.fingerprint for shard in shards), *facts]
         )
+        self.written = hash_of_facts([shard.file.written for shard in shards])
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
@@ -223,6 +224,10 @@ class ForeignShards:
             self._shards[number].is_at_hand()
             for number, _ in by_part(indices, self._offsets)
         )
+
+    def names(self, indices: np.ndarray) -> list[str]:
+        """Return the keys of samples."""
+        return self.read(indices, ("key",))["key"]
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._offsets, index)

@@ -14,6 +14,7 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_text
 from raypipe.stores.class_folders import refuse_splits
 from raypipe.stores.lmdb_file import Entries
+from raypipe.stores.splits import splits_in
 
 _MAX_LIST_BYTES = 1 << 30  # a list of ten million keys of 100 bytes
 _ROWS_AT_ONCE = 100_000
@@ -162,7 +163,8 @@ def labels_of_folders(where: str, table: KeyTable, must_have: bool) -> Labels:
                 "store.target_column out, or name a list of keys and labels, such as labels.txt"
             )
         return Labels()
-    refuse_splits(where, classes)
+    if not must_have:
+        refuse_splits(where, splits_in(classes))
     rank = {name: number for number, name in enumerate(classes)}
     return Labels(np.array([rank[name] for name in names], np.int64)[numbers], classes)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from raypipe.stores.arrow_values import to_arrow
-from raypipe.stores.base import Columns, check_columns, check_indices
+from raypipe.stores.base import NAME, Columns, check_columns, check_indices
 from raypipe.stores.numbers import exactly
 
 
@@ -47,9 +47,11 @@ class MemoryStore:
                 raise ValueError(
                     f"column {name!r} has {len(column)} values for {len(self)} images"
                 )
-        self._table = pa.table(
-            {name: _arrow_of(name, column) for name, column in values.items()}
-        )
+        self.has_names = NAME in values
+        arrays = {name: _arrow_of(name, column) for name, column in values.items()}
+        if not self.has_names:
+            arrays[NAME] = pa.array(map(str, range(len(self))), pa.string())
+        self._table = pa.table(arrays)
         self.schema = pa.schema([("image", pa.binary()), *self._table.schema])
         self.classes = None if classes is None else tuple(classes)
         self.groups = None if group_size is None else _groups(len(self), group_size)

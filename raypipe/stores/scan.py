@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from raypipe.errors import ConfigError
 from raypipe.stores.arrow_values import is_number
-from raypipe.stores.base import Columns, Store, missing
+from raypipe.stores.base import NAME, Columns, Store, missing
 
 SIZE_COLUMNS = ("width", "height")
 """Size of an image in pixels, int64; -1 if its header cannot be read. `raypipe convert` writes them."""
@@ -36,6 +38,36 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
             raise ConfigError(f"{missing(store.address, name, allowed, setting)}{add}")
     for first in range(0, len(store), _CHUNK):
         yield store.read(np.arange(first, min(len(store), first + _CHUNK)), columns)
+
+
+def names_in(store: Store) -> Iterator[str | None]:
+    """Yield the names of all samples; none of a store without a column `name`."""
+    if NAME in store.schema.names:
+        for columns in scan(store, (NAME,), ""):
+            yield from columns[NAME]
+
+
+def column_in(present: Collection[str], name: str) -> str | None:
+    """Return the column that a name stands for, which may be a field within its values, such as json.caption."""
+    parts = name.split(".")
+    ends = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((column for column in ends if column in present), None)
+
+
+def field_at(value: Any, path: Sequence[str]) -> Any:
+    """Return the field at a path in a value of structs or JSON; None if it is not there.
+
+    Raises:
+        ValueError: a text is not JSON.
+    """
+    for name in path:
+        if isinstance(value, str | bytes):
+            try:
+                value = json.loads(value)
+            except RecursionError as error:
+                raise ValueError(str(error)) from None
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def numbers_of(store: Store, column: str, setting: str) -> np.ndarray:

@@ -42,7 +42,7 @@ _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 _SMALL_BYTES = 64 << 20
 # a remote tar below this size is fetched whole, within a second
 _SMALL_REMOTE_BYTES = 32 << 20
-_SCAN_FILE = "tar-8.json"  # name in the cache, with the version of its layout
+_SCAN_FILE = "tar-9.json"  # name in the cache, with the version of its layout
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 """Ends of names of compressed tars."""
@@ -117,7 +117,7 @@ class TarStore(FileStore[TarSamples]):
         opened = TarSamples(archives, scans, target_column, groups)
         if not self._identity:
             # other processes were sent the store by one that said so
-            tell_left_out(self.address, len(opened), opened.left_out)
+            tell_left_out(self.address, len(opened), *opened.told)
             if any(is_whole):
                 tell_compressed(self.address, archives)
         return opened

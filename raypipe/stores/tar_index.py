@@ -1,8 +1,8 @@
 """Indexes of tars: the scan of each, kept so that it is made once.
 
-    CACHE/scans/HASH-tar-8.json                        of remote and large local tars, for this node
-    FOLDER/_raypipe_index/NAME.tar.HASH-8.index        next to the tars, which `raypipe index` writes
-    RUN/index/NAME.tar.HASH-8.index                    in the folder of a run, for its other nodes
+    CACHE/scans/HASH-tar-9.json                        of remote and large local tars, for this node
+    FOLDER/_raypipe_index/NAME.tar.HASH-9.index        next to the tars, which `raypipe index` writes
+    RUN/index/NAME.tar.HASH-9.index                    in the folder of a run, for its other nodes
 
 An index names the size and version of its tar, and is made again where they differ. Its numbers are checked as
 those of any file that somebody else may have written.
@@ -11,6 +11,7 @@ those of any file that somebody else may have written.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -42,7 +43,7 @@ from raypipe.stores.webdataset import Scan
 logger = logging.getLogger(__name__)
 
 INDEX_FOLDER = "_raypipe_index"
-_VERSION = 8  # the scans' layout has this version
+_VERSION = 9  # the scans' layout has this version
 _SUFFIX = f"-{_VERSION}.index"
 _MAX_STORED_BYTES = 256 << 20
 _MAX_BYTES = 1 << 30  # an index of 14 million samples
@@ -208,7 +209,9 @@ def _check_class_folders(scan: Any, num_bytes: int) -> None:
     nums = about["nums"]
     _require(_are_counts(nums) and len(nums) == len(classes), "classes")
     _check_places(about["places"], sum(nums), num_bytes, scan["sparse"])
-    _check_texts([*classes, *about["of_images"], about["root"]], "names")
+    _check_texts([*classes, about["root"], about["keys"]], "names")
+    splits, folders, *names = about["doubts"]
+    _check_texts([folders, *splits, *itertools.chain(*names)], "doubts")
     flags = about["has_images"], about["is_plain"]
     _require(all(isinstance(flag, bool) for flag in flags), "flags")
     for number, node in scan["others"].items():
@@ -221,7 +224,8 @@ def _check_samples(scan: Any, num_bytes: int) -> None:
     """Check what `webdataset.find_samples` returns."""
     num = scan["num"]
     labels = scan["labels"]
-    _require(_are_counts([num]) and isinstance(scan["first_key"], str), "num")
+    _require(_are_counts([num]), "num")
+    _check_texts([scan["first_key"], scan["keys"]], "keys")
     are_labels = isinstance(labels, list) and len(labels) == num
     _require(labels is None or are_labels, "labels")
     _require("" in scan["places"], "places")

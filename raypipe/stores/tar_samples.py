@@ -14,6 +14,7 @@ from raypipe.storage.byte_ranges import ByteRanges, ByteRangesReader
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.local_cache import LocalCache, Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile
+from raypipe.storage.read_limit import GROWTH, read_limit
 from raypipe.storage.retries import in_threads
 from raypipe.stores.arrow_values import array_type, to_arrow
 from raypipe.stores.base import (
@@ -21,19 +22,21 @@ from raypipe.stores.base import (
     Columns,
     as_text,
     by_part,
+    hash_of_facts,
     join_fingerprints,
     part_of,
 )
 from raypipe.stores.class_folders import LeftOut
 from raypipe.stores.class_tar import have_class_folders, index_files
 from raypipe.stores.tar_index import File
-from raypipe.stores.webdataset import TEXT_SUFFIXES, Scan, index_samples
+from raypipe.stores.webdataset import TEXT_SUFFIXES, Scan, index_samples, unpacked
 
 GROUP_BYTES = 8 << 20
 """Bytes of a group's members, of which the order of a run in windows is a function."""
 # Gaps up to this size are fetched too: a request takes as long as half a MiB or more.
 _GAP_BYTES = 64 << 10
 _MAX_KEPT_RANGES = 4096
+_NUM_WITH_HOLES = 64  # sparse members that a read may have, each of which is almost nothing in its tar
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class TarSamples:
         self._sparse = [scan["sparse"] for scan in scans]
         names = [archive.name for archive in archives]
         if have_class_folders(names, scans):
-            indexed = index_files(names, scans, target_column == "label")
+            indexed = index_files(names, scans, target_column)
         else:
             indexed = index_samples(names, scans)
         # A name in a tar may be bytes that are no UTF-8, which Arrow's names are.
@@ -67,8 +70,9 @@ class TarSamples:
             for name, places in indexed.columns.items()
         }
         self.classes = indexed.classes
-        self.left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
-        self.left_out += indexed.left_out
+        left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
+        left_out += indexed.left_out
+        self.told = left_out, indexed.one_class, indexed.others
         self.schema = pa.schema(
             [(name, _type_of(name, values)) for name, values in self._index.items()]
         )
@@ -76,7 +80,11 @@ class TarSamples:
         if indexed.facts:
             digests.append(indexed.facts)
         self.fingerprint = join_fingerprints(digests)
+        self.written = hash_of_facts([archive.file.written for archive in archives])
         bounds = np.cumsum([0, *indexed.nums])
+        self._keys = indexed.keys
+        self._names: dict[int, list[str]] = {}
+        self._tar_bounds = bounds
         self.groups = self._groups_of(bounds) if in_groups else None
         # Samples from self._bounds[i] on are read from one file or part, of tar self._numbers[i].
         self._bounds = bounds
@@ -96,7 +104,8 @@ class TarSamples:
         """Return the offsets of the groups, which depend only on sizes: about 8 MiB, or whole compressed tars."""
         sizes = np.zeros(bounds[-1], np.int64)
         for name, places in self._index.items():
-            if name != "label":
+            # texts that some samples lack are read with the rest, and move no group
+            if name == "image" or (name != "label" and (places[:, 0] >= 0).all()):
                 sizes += np.clip(places[:, 1], 0, MAX_SAMPLE_BYTES)
         starts = [np.empty(0, np.int64)]
         for archive, first, last in zip(
@@ -222,6 +231,19 @@ class TarSamples:
             for number, _ in by_part(indices, self._bounds)
         )
 
+    def names(self, indices: np.ndarray) -> list[str]:
+        """Return the keys or paths of samples."""
+        places = [part_of(self._tar_bounds, index) for index in indices.tolist()]
+        return [self._names_of(number)[row] for number, row in places]
+
+    def _names_of(self, number: int) -> list[str]:
+        """Return the keys or paths of a tar's samples."""
+        if number not in self._names:
+            num = int(np.diff(self._tar_bounds)[number])
+            name = self._archives[number].name
+            self._names[number] = unpacked(name, self._keys[number], num)
+        return self._names[number]
+
     def sample_name(self, index: int) -> str:
         number = part_of(self._bounds, index)[0]
         archive = self._archives[self._numbers[number]]
@@ -280,12 +302,16 @@ def _content(
     num_bytes: int,
     sparse: Mapping[str, list[list[int]]],
 ) -> bytes | None:
-    """Return the bytes of a member; None for no member, or for more than 512 MiB."""
+    """Return the bytes of a member; None for no member, more than 512 MiB, or holes beyond the limit of a read."""
     if not 0 <= num_bytes <= MAX_SAMPLE_BYTES:
         return None
     parts = sparse.get(str(start)) if sparse else None
     if parts is None:
         content = file.pread(num_bytes, start)
+    elif num_bytes > max(
+        read_limit() // _NUM_WITH_HOLES, GROWTH * sum(length for _, length in parts)
+    ):
+        return None
     else:
         content = _with_holes(file, start, num_bytes, parts)
     if len(content) < num_bytes:

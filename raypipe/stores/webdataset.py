@@ -8,17 +8,20 @@
     000123.npy    a column `npy` of bytes; the same for any other suffix
 
 A suffix is everything after the first dot, in lower case, as in WebDataset. A suffix that all samples have becomes
-a column; others are left out and counted. A key that appears again after a different key starts a new sample.
+a column, one of text also if some lack it; others are left out and counted. A key that appears again after a
+different key starts a new sample.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import itertools
 import json
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -37,6 +40,7 @@ _SIMPLE_IMAGES = frozenset(suffix[1:] for suffix in IMAGE_SUFFIXES)
 _WEBDATASET_SKIPS = re.compile(r"__[^/]*__(/|$)")
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
 _MAX_LABEL_BYTES = 64
+_MAX_KEYS_BYTES = 1 << 30
 _MAX_JSON_BYTES = 1 << 20  # a larger one is not searched for a label
 
 Place = tuple[int, int, float]
@@ -57,15 +61,21 @@ class Indexed(NamedTuple):
             position and num_bytes of each sample's member, -1 for no member.
         classes: class names of class folders; None = they have none.
         nums: samples of each tar.
+        keys: the keys or paths of each tar's samples, see `packed`.
         left_out: members outside of the samples, beyond those that the scans count.
         facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
+        one_class: the class that all samples have; empty if there are several, or none.
+        others: files next to class folders, which are not read.
     """
 
     columns: dict[str, np.ndarray]
     classes: tuple[str, ...] | None
     nums: list[int]
+    keys: list[str]
     left_out: LeftOut
     facts: str = ""
+    one_class: str = ""
+    others: Sequence[str] = ()
 
 
 class _Sample(NamedTuple):
@@ -166,6 +176,7 @@ def find_samples(
         places: suffix → position and num_bytes of each sample's member, as a flat list, -1 for no member; "" is
             the image.
         num, first_key: number of samples, and key of the first, for errors.
+        keys: those of all samples, see `packed`.
         left_out: how many members are neither, by suffix.
         digest: hash over the members' names, sizes and modification times, and the labels.
 
@@ -198,12 +209,32 @@ def find_samples(
     unused = _unused(samples, images, columns, label_column)
     return {
         "num": len(samples),
+        "keys": packed([sample.key for sample in samples]),
         "labels": labels,
         "places": _places(samples, images, columns),
         "first_key": samples[0].key,
         "left_out": Counter(itertools.chain(_uncounted(entries), unused)),
         "digest": _hash(samples, labels),
     }
+
+
+def packed(keys: Sequence[str]) -> str:
+    """Return names as a short text, since a scan is kept in memory, and few need the names of all samples."""
+    return base64.b85encode(zlib.compress(json.dumps(keys).encode(), 1)).decode()
+
+
+def unpacked(name: str, keys: str, num: int) -> list[str]:
+    """Return the names that `packed` was given; raise StoreError if there are not so many."""
+    try:
+        unpacker = zlib.decompressobj()
+        names = json.loads(unpacker.decompress(base64.b85decode(keys), _MAX_KEYS_BYTES))
+        if len(names) == num:
+            return list(map(str, names))
+    except (ValueError, TypeError, zlib.error, RecursionError):
+        pass
+    raise StoreError(
+        f"{name}: its index has damaged names; remove it, or make it again"
+    )
 
 
 def _grouped(
@@ -266,10 +297,13 @@ def _all_have_texts(samples: Sequence[_Sample], images: Sequence[str | None]) ->
 
 
 def _columns_of(samples: Sequence[_Sample], reserved: set[str]) -> list[str]:
-    """Return the suffixes that all samples have, but those reserved for image and label."""
-    first = samples[0].members
-    common = set(first).intersection(*(members for _, members in samples))
-    return [suffix for suffix in first if suffix in common - reserved]
+    """Return the suffixes that all samples have, or of texts some, but those reserved for image and label."""
+    counts = Counter(suffix for _, members in samples for suffix in members)
+    return [
+        suffix
+        for suffix, num in counts.items()
+        if suffix not in reserved and (num == len(samples) or suffix in TEXT_SUFFIXES)
+    ]
 
 
 def _places(
@@ -382,15 +416,17 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
         )
     left_out = LeftOut()
     columns: dict[str, np.ndarray] = {}
-    in_all = set(scans[0]["places"]).intersection(*(scan["places"] for scan in scans))
-    for suffix in scans[0]["places"]:
-        if suffix in in_all:
-            places = [np.array(scan["places"][suffix], np.int64) for scan in scans]
-            columns[suffix or "image"] = np.concatenate(places).reshape(-1, 2)
-            if not suffix and labelled[0]:
-                columns["label"] = _labels_of(names[0], scans)
-    for scan in scans:
-        for suffix in scan["places"]:
-            if suffix not in in_all:
-                left_out[f".{suffix}"] += scan["num"]
-    return Indexed(columns, None, [scan["num"] for scan in scans], left_out)
+    for suffix in dict.fromkeys(itertools.chain(*(scan["places"] for scan in scans))):
+        having = [scan["num"] for scan in scans if suffix in scan["places"]]
+        if len(having) < len(scans) and suffix not in TEXT_SUFFIXES:
+            left_out[f".{suffix}"] += sum(having)
+            continue
+        places = [
+            np.array(scan["places"].get(suffix, [-1, -1] * scan["num"]), np.int64)
+            for scan in scans
+        ]
+        columns[suffix or "image"] = np.concatenate(places).reshape(-1, 2)
+        if not suffix and labelled[0]:
+            columns["label"] = _labels_of(names[0], scans)
+    nums = [scan["num"] for scan in scans]
+    return Indexed(columns, None, nums, [scan["keys"] for scan in scans], left_out)

@@ -89,8 +89,9 @@ class LMDBDatasource(Datasource):
                 f"{path} is not LMDB: see ray.data.read_parquet, read_webdataset and read_images"
             )
         self._store = store
-        self._columns = tuple(self._store.schema.names if columns is None else columns)
-        available = (*self._store.schema.names, *MADE_COLUMNS)
+        stored = self._store.stored.names
+        self._columns = tuple(stored if columns is None else columns)
+        available = (*stored, *MADE_COLUMNS)
         for name in self._columns:
             if name not in available:
                 raise ConfigError(missing(self._store.address, name, available))
@@ -134,7 +135,7 @@ class LMDBDatasource(Datasource):
 
     def _table(self, indices: np.ndarray) -> pa.Table:
         stored = dict.fromkeys(
-            name for name in self._columns if name in self._store.schema.names
+            name for name in self._columns if name in self._store.stored.names
         )
         derived = [name for name in self._columns if name not in stored]
         needed = dict(stored)

@@ -203,7 +203,8 @@ def _check_classes(train: Store, val: Store) -> None:
     if train.classes and val.classes and train.classes != val.classes:
         raise ConfigError(
             f"{train.address} has {len(train.classes)} classes, and {val.address} {len(val.classes)} with other "
-            "names or in another order, so their labels mean different things: convert both with the same classes"
+            "names or in another order, so their labels mean different things: convert both with the same classes "
+            "(raypipe convert --classes A,B), or give a folder an empty folder for each class that it lacks"
         )
 
 

@@ -63,7 +63,9 @@ MAX_ATTEMPTS = 6
 """Deaths at one block, or of readers at one row group, that end the run. Nodes that are lost by chance hardly hit
 one block so often; a block that does not fit in memory is hit each time, at the cost of a process start each."""
 _DEATHS_AT_A_SAMPLE = 2
+# Rank 0 reads events every second. Beyond this number the oldest are forgotten, so many at once.
 _MAX_EVENTS = 10_000
+_FORGOTTEN = 1_000
 _NUM_MEASURED = 32
 _PATIENCE_S = 5.0  # wait for an answer, at a run's end
 _WAITS_S = 1.0  # a rank's wait that counts for the size of the pool
@@ -165,7 +167,7 @@ class Supervisor:
         ] = {}  # task of a reader → what it reads; empty = it has not told
         self._deaths_reading: Counter[str] = Counter()
         self._events: list[tuple[str, str]] = []
-        # number of the first of them; a restarted Supervisor has the last ones
+        # number of the first of them; those before are forgotten
         self._first_event = 0
         # by split
         self._seconds: dict[str, deque[float]] = defaultdict(
@@ -569,8 +571,10 @@ class Supervisor:
         self._trace.end()
 
     def _record(self, kind: str, event: str) -> None:
-        if len(self._events) < _MAX_EVENTS:
-            self._events.append((kind, event))
+        self._events.append((kind, event))
+        if len(self._events) > _MAX_EVENTS:
+            del self._events[:_FORGOTTEN]
+            self._first_event += _FORGOTTEN
         self._remember()
 
     def describe_progress(self) -> str:

@@ -3,6 +3,7 @@ tell, as in JSON, in results of a function, and in numbers that are written as t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.arrow_values import array_of, array_type, is_bytes, is_list, is_text
 from raypipe.stores.base import RENAMED, Store, is_class, missing, name_of, title_of
 from raypipe.stores.joined import JoinedStore
+from raypipe.stores.scan import column_in
 from raypipe.transform.columns import (
     CLASS,
     ColumnMaker,
@@ -28,6 +30,8 @@ from raypipe.transform.columns import (
 )
 from raypipe.transform.fields import IMAGE, LABEL
 from raypipe.transform.process_state import process_kept
+
+logger = logging.getLogger(__name__)
 
 NUM_PROBED = 16  # samples that tell a column's type, if one of them has a value
 _NUM_AT_ONCE = 1024  # samples that are read at a time in search of a value
@@ -260,9 +264,17 @@ def schema_of_values(
             f"none of the first {len(indices)} samples has columns; {reasons[-1]}"
         )
     unknown = {name for name, column in values.items() if all(map(_is_empty, column))}
-    for first in range(int(indices.max()) + 1, len(store), _NUM_AT_ONCE):
+    begin = int(indices.max()) + 1
+    for first in range(begin, len(store), _NUM_AT_ONCE):
         if not unknown:
             break
+        if first == begin + _NUM_AT_ONCE:
+            logger.warning(
+                "%s: the first %s samples have no value in %s, and a value tells its type: the search continues, up "
+                "to sample %s. Numbers and lists that the store's schema describes need none",
+                *(store.address, f"{first:,}", ", ".join(sorted(unknown))),
+                f"{len(store):,}",
+            )
         later = np.arange(first, min(first + _NUM_AT_ONCE, len(store)))
         for sample in _samples(store, columns, maker, later, reasons):
             for name in list(unknown):
@@ -321,13 +333,11 @@ def _check_label(store: Store) -> None:
 
 def _path_of(store: Store, name: str) -> tuple[str, ...] | None:
     """A column, or a field within the values of one, `json.caption`; None = there is none."""
-    if name in store.schema.names:
-        return (name,)
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        if (column := ".".join(parts[:end])) in store.schema.names:
-            return column, *parts[end:]
-    return None
+    column = column_in(store.schema.names, name)
+    if column is None:
+        return None
+    fields = name[len(column) + 1 :]
+    return (column, *fields.split(".")) if fields else (column,)
 
 
 def field_of_values(

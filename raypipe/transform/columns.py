@@ -29,6 +29,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.importing import import_name
 from raypipe.plan.order import Domain
 from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
+from raypipe.stores.scan import field_at
 from raypipe.transform.fields import COLUMN, LABEL, Field
 from raypipe.transform.keys import Key, KeyedGenerator
 from raypipe.transform.process_state import seed_process
@@ -141,7 +142,7 @@ class ColumnMaker:
         self._names = [name for name in columns.types if name not in lengths]
         function = columns.function
         if isinstance(function, str):
-            function = import_name(function, "transform.make_columns")
+            function = import_name(function, "transform.make_columns", trusted=True)
         self._function: MakeColumns | None = function
         self._keyed = KeyedGenerator(Domain.COLUMNS)
         self._rng_name = rng_parameter(function) if function else None
@@ -242,15 +243,10 @@ def length_name(name: str) -> str:
 
 def _field(values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     """Return the value at a path: a column's, or a field of its structs or JSON."""
-    value = values[path[0]]
-    for name in path[1:]:
-        if isinstance(value, str | bytes):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                raise SampleError(f"column {path[0]!r} is no JSON: {error}") from error
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+    try:
+        return field_at(values[path[0]], path[1:])
+    except ValueError as error:
+        raise SampleError(f"column {path[0]!r} is no JSON: {error}") from error
 
 
 def column_numbers(

@@ -51,7 +51,7 @@ def test_a_description_names_what_the_store_is(stores: dict[str, Path]) -> None:
             "store": str(stores[name]),
             "kind": kind,
             "samples": 100,
-            "columns": {"image": "images", "label": "int64"},
+            "columns": {"image": "images", "label": "int64", "name": "text"},
             "classes": 5,
             "groups": groups,
             "fingerprint": store.fingerprint,
@@ -74,7 +74,7 @@ def test_bad_samples_and_empty_stores_are_described_as_well() -> None:
     assert (
         found["image_bytes"][0] == 0
         and found["classes"] is None
-        and [*found["columns"]] == ["image"]
+        and [*found["columns"]] == ["image", "name"]
     )
     rare = [
         bombs.rare_jpeg(),

@@ -221,6 +221,7 @@ def test_columns_are_checked_where_they_are_asked_for_and_described() -> None:
         "image": "images",
         "label": "float64",
         "caption": "text",
+        "name": "text",
         "pair": "float32 (2,)",
         "tags": "lists of int64",
     }

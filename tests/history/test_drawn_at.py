@@ -263,6 +263,7 @@ def test_what_is_not_there_is_named(run_dir: Path) -> None:
 def test_a_name_of_several_samples_is_rejected(tmp_path: Path) -> None:
     class Store:
         address = "store"
+        schema = pa.schema([])
 
         def __len__(self) -> int:
             return 3

@@ -44,8 +44,12 @@ def test_ray_offers_the_cpus_that_this_process_may_use(
     monkeypatch.setattr("raypipe.cpus._quota", lambda *_: 1 << 20)
     assert offered(monkeypatch) == num_cpus() == len(allowed)
     assert offered(monkeypatch, num_cpus=7) == 7
-    monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: 1)
-    assert offered(monkeypatch) == 1
+    # of a container's quota, the second of less than a CPU
+    for quota in (1, 0.5):
+        monkeypatch.setattr(
+            "ray._private.utils.get_num_cpus", lambda quota=quota: quota
+        )
+        assert offered(monkeypatch) == 1
 
 
 class Listener:

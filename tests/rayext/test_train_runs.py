@@ -124,6 +124,34 @@ def test_a_plain_trainer_beside_raypipe_has_rays_defaults(
     }
 
 
+@pytest.mark.system
+def test_an_elastic_loop_of_a_users_own_leaves_out_workers_that_do_not_divide(
+    idle_cluster: None, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    """A step has four micro-batches, and the cluster room for three trainers."""
+
+    def train_fn(config: dict[str, Any]) -> None:
+        stream = raypipe.loader(config["spec"])
+        for epoch in stream.epochs():
+            for _ in epoch.train:
+                pass
+        (tmp_path / str(stream.rank)).write_text(str(stream.world_size))
+
+    plan = raypipe.PlanConfig(micro_batch_size=6, global_batch_size=24)
+    pool = raypipe.PoolConfig(max_actors=1, stall_timeout_s=90)
+    spec = raypipe.open_stream(stores["train"], plan=plan, pool=pool)
+    config = ScalingConfig(num_workers=(1, 3))
+    raypipe.check_resources(spec, config)
+    trainer = TorchTrainer(
+        train_fn,
+        train_loop_config={"spec": spec},
+        scaling_config=config,
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    trainer.fit()
+    assert [(tmp_path / name).read_text() for name in "01"] == ["2", "2"]
+
+
 def controller_of(run_callbacks: list[Any], worker_group: Any) -> Any:
     """A controller of Ray Train, as far as raypipe changes it."""
     return SimpleNamespace(

@@ -78,7 +78,7 @@ def test_images_of_every_physical_type_are_the_same_bytes(
         assert dict(read) == {"image": expected, "mask": expected}
         assert {type(mask) for mask in read["mask"]} == {bytes, type(None)}
         names = {"mask.path"} if image is struct else set()
-        assert set(store.schema.names) == {"image", "mask"} | names
+        assert set(store.schema.names) == {"image", "mask", "name"} | names
         for name in names:
             assert store.read(ORDER, (name,))[name] == [
                 f"{index}.png" for index in ORDER
@@ -133,7 +133,7 @@ def test_without_a_target_a_label_of_any_type_is_no_error(
         len(open_store(path))
     store = open_store(path, **store_options(target_column=""))
     assert (
-        tuple(store.schema.names) == ("image", "width")
+        tuple(store.stored.names) == ("image", "width")
         and store.read(ORDER, ("image",))["image"] == [b"x"] * 7
     )
 

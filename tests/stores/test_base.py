@@ -50,7 +50,8 @@ def test_a_suffix_is_an_images_if_a_decoder_reads_its_files(
     for name in (f"a/1{suffix}", f"b/2{suffix.upper()}", "b/3.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
-    assert len(open_store(tmp_path)) == (3 if suffix in IMAGE_SUFFIXES else 1)
+    store = open_store(tmp_path, target_column="folder")
+    assert len(store) == (3 if suffix in IMAGE_SUFFIXES else 1)
 
 
 def test_suffixes_of_all_decoded_formats_were_tried() -> None:

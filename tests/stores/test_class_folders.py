@@ -307,14 +307,15 @@ def test_what_is_left_out_is_said_in_one_line(
         with caplog.at_level(logging.WARNING):
             assert len(open_store(path)) == 2
         (line,) = caplog.messages
-        start, _, told = line.partition("; left out: ")
+        start, told, not_read = line.split("; ")
+        told = told.removeprefix("left out: ")
         assert start == f"{path}: 2 samples"
         expected = [
             "2 hidden or of the system",
             "2 .ppm",
-            "1 outside the class folders",
             "1 .txt",
         ]
+        assert not_read == "not read: labels.csv"
         assert sorted(told.split(", ")) == sorted(expected)
     write(tmp_path / "clean", *TWO)
     caplog.clear()

@@ -21,11 +21,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from foreign_lmdbs import DUMPS, write_datums, write_folders, write_lsun, write_values
+from rewritten import rewrite
 
 from raypipe.errors import OutageError, StoreError
 from raypipe.storage import retries
 from raypipe.stores import SimpleStore, Store, open_store, open_writer
 from raypipe.stores.base import name_of
+from raypipe.stores.facts import facts_of, written_of
 from raypipe.stores.memory import MemoryStore
 
 CLASSES = ("ant", "bee", "cat")
@@ -268,6 +270,7 @@ def test_columns_and_classes(store: Store, kind: str) -> None:
         "image",
         "label",
         *(["key"] if kind.startswith("lmdb_of") else []),
+        *(["name"] if kind != "simple" else []),
     )
     assert store.classes == (CLASSES if kind not in WITHOUT_CLASSES else None)
 
@@ -282,7 +285,7 @@ NAMES = {
     "lmdb_of_pyarrow": "/data, key 9",
     "lmdb_of_caffe": "/data, key 00000009_image.jpg",
     "parquet": "/data.parquet, row group 3, row 0",
-    "parquet_hf": "/train-1.parquet, row group 0, row 3",
+    "parquet_hf": "/train-1.parquet, row group 0, row 3, 3.png",
     "folder": "/cat/009.PNG",
     "webdataset": "/data.tar, 009.png",
     "webdataset_shards": "/00002.tar, 009.png",
@@ -332,6 +335,23 @@ def test_pickles_without_its_contents(store: Store, kind: str) -> None:
     store.read(np.arange(10))
     if not kind.startswith("memory"):
         assert len(pickle.dumps(store)) < 500
+
+
+def test_files_that_were_written_in_place_are_told_from_others(
+    store: Store, kind: str, tmp_path: Path
+) -> None:
+    before = store.fingerprint, written_of(store), facts_of(store)
+    store.close()
+    assert (store.fingerprint, written_of(store), facts_of(store)) == before
+    store.close()
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        rewrite(file)
+    fingerprint, written, facts = before
+    is_in_memory = kind.startswith("memory")
+    assert store.fingerprint == fingerprint
+    assert (written_of(store) == written) == is_in_memory
+    # nobody else knows the code of a user's store
+    assert (facts_of(store) == facts) == (is_in_memory or kind == "simple")
 
 
 @pytest.mark.parametrize("comes_back", [True, False])

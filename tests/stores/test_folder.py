@@ -138,7 +138,7 @@ def test_images_in_no_folder_are_an_error_that_says_what_to_do(tmp_path: Path) -
     ):
         len(open_store(tmp_path))
     store = open_store(tmp_path, target_column="")
-    assert tuple(store.schema.names) == ("image",) and store.classes is None
+    assert tuple(store.stored.names) == ("image",) and store.classes is None
     assert store.read(np.arange(2), ("image",))["image"] == [b"1.png", b"2.jpg"]
     with pytest.raises(
         ConfigError,

@@ -29,7 +29,7 @@ def test_a_joined_store_reads_its_parts_in_the_order_asked_for() -> None:
     joined = JoinedStore({"a": part(3, 1), "b": part(2, 2), "c": part(4, 3)})
     assert isinstance(joined, Store) and len(joined) == 9
     assert joined.offsets.tolist() == [0, 3, 5, 9]
-    assert tuple(joined.schema.names) == ("image", "label", "text")
+    assert tuple(joined.schema.names) == ("image", "label", "text", "name")
     wanted = np.array([8, 0, 4, 0, 3, 5])
     found = joined.read(wanted, ("image", "label", "text"))
     assert found["image"] == [

@@ -66,7 +66,7 @@ def test_lsun_is_a_store_of_images(tmp_path: Path) -> None:
     )
     for address in (path, path / "data.mdb"):
         store = open_store(address)
-        assert tuple(store.schema.names) == ("image", "key") and store.classes is None
+        assert tuple(store.stored.names) == ("image", "key") and store.classes is None
         assert read(store, "image", "key") == [IMAGES, [key.decode() for key in keys]]
 
 
@@ -92,7 +92,7 @@ def test_folders_in_keys_are_classes(tmp_path: Path) -> None:
     assert store.classes == ("n0", "n1") and read(store, "label") == [[0] * 6 + [1] * 6]
     splits = write_folders(tmp_path / "b.lmdb", IMAGES, LABELS, ("train", "val", "x"))
     with pytest.raises(
-        StoreError, match=r"b\.lmdb has the folders train, val, x, which are splits"
+        StoreError, match=r"b\.lmdb has the folders train, val, which are splits"
     ):
         len(open_store(splits))
     with pytest.raises(StoreError, match=r"not class/name\.jpg of several classes"):
@@ -107,7 +107,7 @@ def test_scene_text_has_its_texts(tmp_path: Path) -> None:
     texts = [f"wörd {number}" for number in range(12)]
     path = write_texts(tmp_path / "a.lmdb", IMAGES, texts)
     store = open_store(path)
-    assert tuple(store.schema.names) == ("image", "text", "key") and read(
+    assert tuple(store.stored.names) == ("image", "text", "key") and read(
         store, "image", "text"
     ) == [IMAGES, texts]
     # Entries beyond num-samples do not count, and a sample may lack its text.
@@ -124,7 +124,7 @@ def test_scene_text_has_its_texts(tmp_path: Path) -> None:
 def test_values_come_in_the_order_of_keys(kind: str, tmp_path: Path) -> None:
     path = write_values(tmp_path / "a", IMAGES, LABELS, DUMPS[kind])
     store = open_store(path, trust_pickles=kind == "pickle")
-    assert tuple(store.schema.names) == ("image", "label", "key")
+    assert tuple(store.stored.names) == ("image", "label", "key")
     assert read(store, "image", "label", "key") == [
         IMAGES,
         LABELS,
@@ -269,7 +269,7 @@ def test_labels_of_a_list_beside(tmp_path: Path) -> None:
     )
     store = open_store(path, target_column="names.csv")
     assert store.classes == ("cat", "dog") and read(store, "label") == [[0, 1] * 6]
-    assert tuple(open_store(path, target_column="").schema.names) == ("image", "key")
+    assert tuple(open_store(path, target_column="").stored.names) == ("image", "key")
     beside.write_text("0 1\n")
     with pytest.raises(
         StoreError,
@@ -513,7 +513,7 @@ def test_without_the_extension_all_stores_are_the_same(
 
 
 @pytest.mark.parametrize("kind", [*READERS, "keys"])
-def test_noise_in_a_value_raises_value_errors_alone(kind: str) -> None:
+def test_noise_in_a_value_raises_the_readers_errors_alone(kind: str) -> None:
     value = (
         datum(IMAGES[0], 1)
         if kind == "datum"
@@ -533,7 +533,7 @@ def test_noise_in_a_value_raises_value_errors_alone(kind: str) -> None:
         if kind in READERS:
             try:
                 READERS[kind](content)
-            except ValueError:
+            except (ValueError, StoreError):
                 continue
 
 

@@ -214,7 +214,7 @@ class TestWriters:
                 }
                 writer.append({**sample, "mask": None if i == 1 else b"m"})
         store = open_store(tmp_path / f"a{suffix}")
-        assert tuple(store.schema.names) == (
+        assert tuple(store.stored.names) == (
             "image",
             "label",
             "caption",
@@ -236,7 +236,7 @@ class TestWriters:
         with open_writer(tmp_path / f"a{suffix}", {"image": "binary"}) as writer:
             writer.append({"image": b"x"})
         store = open_store(tmp_path / f"a{suffix}")
-        assert tuple(store.schema.names) == ("image",)
+        assert tuple(store.stored.names) == ("image",)
         assert store.classes is None
         with pytest.raises(StoreError, match="no column 'label'"):
             store.read(np.array([0]), columns=("label",))

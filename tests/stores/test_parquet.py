@@ -133,7 +133,7 @@ def test_renamed_columns(tmp_path: Path) -> None:
     }
     path = write_table(tmp_path / "a.parquet", metadata, **columns)
     store = ParquetStore(path, image_column="img", target_column="fine")
-    assert tuple(store.schema.names) == ("image", "label", "coarse")
+    assert tuple(store.stored.names) == ("image", "label", "coarse")
     assert store.classes == ("x", "y")
     assert store.read(np.array([1]))["label"].tolist() == [1]
 
@@ -147,7 +147,7 @@ def test_renamed_columns(tmp_path: Path) -> None:
     ):
         len(ParquetStore(path, image_column="img", target_column="fien"))
     without_label = ParquetStore(path, image_column="img")
-    assert tuple(without_label.schema.names) == ("image", "coarse", "fine")
+    assert tuple(without_label.stored.names) == ("image", "coarse", "fine")
     assert without_label.fingerprint != store.fingerprint
     with pytest.raises(
         StoreError, match="no column 'label' for target_column; its columns are image, "
@@ -161,7 +161,7 @@ def test_what_the_datasets_library_wrote_is_read() -> None:
     for split, num_files in (("train", 2), ("test", 1)):
         store = open_store(DATA / "hugging-face" / f"{split}-*.parquet")
         assert store.classes == ("cat", "dog", "owl")
-        assert tuple(store.schema.names) == ("image", "label", "caption")
+        assert tuple(store.stored.names) == ("image", "label", "caption", "name")
         batch = store.read(np.arange(len(store)), tuple(store.schema.names))
         rows = expected[split]
         assert [hashlib.sha256(image).hexdigest() for image in batch["image"]] == [
@@ -237,7 +237,7 @@ def test_extra_columns(tmp_path: Path) -> None:
         "text": pa.array(["x", None, "z"]),
     }
     store = ParquetStore(write_table(tmp_path / "a.parquet", **columns))
-    assert tuple(store.schema.names) == (
+    assert tuple(store.stored.names) == (
         "image",
         "label",
         "weight",
@@ -530,7 +530,7 @@ from raypipe.stores.parquet import ParquetStore
 store = ParquetStore(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
-    values = store.read(np.array([0]), tuple(store.schema.names))
+    values = store.read(np.array([0]), tuple(store.stored.names))
     found = {name: None if values[name][0] is None else len(np.atleast_1d(values[name])) for name in values}
 except StoreError as error:
     found = str(error)
@@ -598,7 +598,7 @@ def read_within(num_bytes: int, path: Path) -> dict[str, Any]:
 def test_a_row_group_that_hardly_shrinks_may_be_as_large_as_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raypipe.stores.parquet.MAX_GROUP_BYTES", 1 << 20)
+    monkeypatch.setenv("RAYPIPE_READ_BYTES", str(1 << 20))
     rng = np.random.default_rng(1)
     for name, images in (
         ("photos", [rng.bytes(1 << 17) for _ in range(32)]),

@@ -38,7 +38,7 @@ NAMES = [
         "a/.cache/2.png",
         ".git/3.png",
         "root.jpg",
-        "empty/notes.txt",
+        "empty/.keep",
     ),
 ]
 
@@ -80,7 +80,7 @@ def test_a_folder_copied_to_a_bucket_is_the_same_store(
         (tuple(remote.schema.names), remote.classes)
         == (tuple(local.schema.names), local.classes)
         == (
-            ("image", "label"),
+            ("image", "label", "name"),
             ("a", "a-b", "b", "empty", "ä"),
         )
     )
@@ -137,7 +137,7 @@ def test_a_listing_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = MemoryTree(missing=0)
     for path, num_bytes in itertools.chain.from_iterable(paths):
         found.add(path, TreeFile(num_bytes))
-    monkeypatch.setattr(folder_module, "_list_objects", lambda address: found)
+    monkeypatch.setattr(folder_module, "_list_objects", lambda address: (found, "v"))
     store = FolderStore("s3://bucket/train")
     assert len(store) == 100_000
     assert len(pickle.dumps(store)) < 6 * 100_000

@@ -28,10 +28,10 @@ def test_without_sizes_the_error_says_how_to_make_them(tmp_path: Path) -> None:
     with open_writer(tmp_path / "a.lmdb") as writer:
         writer.append({"image": b"x", "label": 0})
     with pytest.raises(
-        ConfigError, match=r"'width' .* are label; `raypipe convert` adds it"
+        ConfigError, match=r"'width' .* are label, name; `raypipe convert` adds it"
     ):
         matching(open_store(tmp_path / "a.lmdb"), "width > 1")
     with pytest.raises(
-        ConfigError, match=r"no column 'size' for store.filter; its columns are $"
+        ConfigError, match=r"no column 'size' for store.filter; its columns are name$"
     ):
         matching(MemoryStore([b""], None), "size > 1")

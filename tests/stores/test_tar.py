@@ -74,7 +74,7 @@ def test_odd_members_do_not_count(tmp_path: Path) -> None:
         add(tar, "a/" + "long" * 60 + ".cls")
     store = TarStore(folder / "a.tar")
     assert names_of(store) == ["a/1.png", "a/1.png", "long"]
-    assert store._contents.left_out == {
+    assert store._contents.told[0] == {
         "outside the tar by their names": 4,
         "links to no member": 1,
         "a FIFO": 1,

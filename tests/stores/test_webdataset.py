@@ -29,7 +29,7 @@ def read(store: TarStore) -> dict[str, list[Any]]:
     return {
         name: list(column)
         for name, column in store.read(
-            np.arange(len(store)), tuple(store.schema.names)
+            np.arange(len(store)), tuple(store.stored.names)
         ).items()
     }
 
@@ -56,7 +56,7 @@ def test_what_webdataset_writes_is_read(tmp_path: Path) -> None:
     )
     store = open_store(f"{tmp_path}/x-{{0000..0002}}.tar")
     assert (
-        tuple(store.schema.names) == ("image", "label", "json", "npy", "txt")
+        tuple(store.stored.names) == ("image", "label", "json", "npy", "txt")
         and store.classes is None
     )
     assert read(store) == {
@@ -234,7 +234,7 @@ def test_a_column_is_what_all_samples_of_all_shards_have(tmp_path: Path) -> None
         "npy": [b"n", b"n"],
     }
     make(tmp_path / "b.tar", *members[:3])
-    assert tuple(open_store(tmp_path).schema.names) == ("image", "label", "txt")
+    assert tuple(open_store(tmp_path).stored.names) == ("image", "label", "txt")
 
 
 def test_images_of_another_suffix(tmp_path: Path) -> None:

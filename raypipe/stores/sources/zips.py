@@ -19,14 +19,19 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any
 
+import numpy as np
+
 from raypipe.errors import StoreError
+from raypipe.storage.read_limit import check_read
+from raypipe.storage.unpack import check_unpacked
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import MAX_SAMPLE_BYTES, as_text
+from raypipe.stores.base import NAME, as_text
 from raypipe.stores.class_folders import (
     BY_FOLDER,
     LeftOut,
+    check_classes,
     find_classes,
-    refuse_files_of_images,
+    only_class,
     tell_left_out,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, TreeFile
@@ -38,6 +43,7 @@ from raypipe.stores.webdataset import (
     Scan,
     find_samples,
     index_samples,
+    unpacked,
 )
 
 logger = logging.getLogger(__name__)
@@ -112,11 +118,12 @@ def open_zips(address: str, asked: Asked) -> Source:
 
 
 def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
-    """Raise StoreError for what no zip of images has."""
+    """Raise StoreError for what no zip of images has; the parts of names are parted by slashes from here on."""
     for member in members:
         where = f"{path}: {member.filename!r:.200}"
+        member.filename = member.filename.replace("\\", "/")  # as Windows writes it
         name = PurePosixPath(member.filename)
-        if name.is_absolute() or ".." in name.parts or "\\" in member.filename:
+        if name.is_absolute() or ".." in name.parts:
             raise StoreError(
                 f"{where} leads out of the zip: zip the folder again, from within it (zip -r)"
             )
@@ -124,10 +131,7 @@ def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
             raise StoreError(
                 f"{where} is encrypted: zip the folder again, without a password"
             )
-        if member.file_size > MAX_SAMPLE_BYTES:
-            raise StoreError(
-                f"{where} unpacks to {member.file_size:,} bytes; the limit is {MAX_SAMPLE_BYTES:,}"
-            )
+        check_read(where, member.file_size)
         if member.file_size > _MAX_RATIO * (member.compress_size + 1):
             raise StoreError(
                 f"{where} unpacks to {member.file_size:,} bytes from {member.compress_size:,}: a zip bomb"
@@ -145,18 +149,21 @@ def _class_folders(address: str, zips: Sequence[_Zip], asked: Asked) -> Source |
     layout = find_classes([_tree_of(zipped) for zipped in zips], address)
     if not any(itertools.chain.from_iterable(layout.samples)):
         return None
-    if asked.label == "label":
-        refuse_files_of_images(address, layout.of_images)
-    num_samples = sum(
-        len(of_class) for by_class in layout.samples for of_class in by_class
+    nums = np.sum([list(map(len, by_class)) for by_class in layout.samples], 0).tolist()
+    num_by_class = dict(zip(layout.classes, nums, strict=True))
+    check_classes(address, asked.label, [layout.doubts], num_by_class)
+    num_samples = sum(nums)
+    one_class = only_class(num_by_class)
+    tell_left_out(
+        address, num_samples, layout.left_out, one_class, layout.doubts.others
     )
-    tell_left_out(address, num_samples, layout.left_out)
 
     def samples() -> Iterator[dict[str, Any]]:
         for zipped, by_class in zip(zips, layout.samples, strict=True):
             for label, of_class in enumerate(by_class):
-                for _, member in of_class:
-                    yield {"image": zipped.read(member), "label": label}
+                for path, member in of_class:
+                    image = zipped.read(member)
+                    yield {"image": image, "label": label, NAME: path}
 
     return Source(samples(), layout.classes, num_samples)
 
@@ -212,9 +219,12 @@ def _samples_of_pairs(
     columns = dict(indexed.columns)
     labels = columns.pop("label", None)
     numbers = itertools.count()
-    for zipped, of_positions, num in zip(zips, members, indexed.nums, strict=True):
-        for number in itertools.islice(numbers, num):
-            sample: dict[str, Any] = {}
+    for zipped, of_positions, num, keys in zip(
+        zips, members, indexed.nums, indexed.keys, strict=True
+    ):
+        names = unpacked(zipped.path, keys, num)
+        for name, number in zip(names, numbers, strict=False):
+            sample: dict[str, Any] = {NAME: name}
             for column, places in columns.items():
                 content = zipped.read(of_positions.get(int(places[number][0])))
                 is_text = column in TEXT_SUFFIXES
@@ -234,6 +244,7 @@ def _entries(
     entries = list[tuple[str, Place | None]]()
     of_positions: dict[int, zipfile.ZipInfo] = {}
     ends = (".cls", ".json", ".label", f".{asked.label.lower()}")
+    stored_bytes = 0
     for number, member in enumerate(zipped.archive.infolist()):
         if member.is_dir() or stat.S_ISLNK(member.external_attr >> 16):
             continue
@@ -242,7 +253,9 @@ def _entries(
             member.filename.lower().endswith(ends)
             and member.file_size <= _MAX_LABEL_BYTES
         ):
+            stored_bytes += member.compress_size
             position = labels_file.tell()
+            check_unpacked(f"{zipped.path}: its labels", stored_bytes, position)
             labels_file.write((zipped.read(member) or b"") + b"\0")
         of_positions[position] = member
         entries.append((member.filename, (position, member.file_size, 0.0)))

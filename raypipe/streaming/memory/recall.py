@@ -44,7 +44,9 @@ _WAIT_S = 1.0
 _WAIT_TURNS = 4
 # A time limit of a micro-batch that is shorter leaves no time to look for it.
 _LEAST_LIMIT_S = 15.0
-_LOOK_S = 1.0  # between two looks for streams alike
+# Between two looks of an actor for streams alike, at the head's key-value store, which answers every actor of the
+# cluster. The time doubles while they find the same; a stream that begins later looks at its own start.
+_LOOK_S = 1.0
 
 
 class BatchCache(Protocol):

@@ -82,7 +82,8 @@ def joined(
         GapError: the pool begins later.
     """
     for batch in head:
-        assert batch.position == next(places)
+        place = next(places)
+        assert batch.position == place
         yield batch
     upcoming = next(places, None)
     if upcoming is None:

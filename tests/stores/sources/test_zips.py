@@ -100,7 +100,13 @@ def test_pairs_as_in_a_tar(tmp_path: Path) -> None:
             f"{i}.npy": b"n%d" % i,
         }
     _, rows = opened(write(tmp_path / "a.zip", members))
-    assert rows[2] == {"image": b"2", "label": 0, "txt": "text 2", "npy": b"n2"}
+    assert rows[2] == {
+        "image": b"2",
+        "label": 0,
+        "txt": "text 2",
+        "npy": b"n2",
+        "name": "2",
+    }
     by_json = {
         "a.jpg": b"a",
         "a.json": '{"label": 7, "id": 3}',
@@ -118,7 +124,10 @@ def test_images_alone_need_no_target(tmp_path: Path) -> None:
         match=r"has no labels: the layout is class/image\.jpg, or WebDataset's pairs",
     ):
         open_source(file)
-    assert opened(file, "")[1] == [{"image": b"a"}, {"image": b"b"}]
+    assert opened(file, "")[1] == [
+        {"image": b"a", "name": "a"},
+        {"image": b"b", "name": "b"},
+    ]
 
 
 def test_files_that_may_be_the_labels_are_an_error(tmp_path: Path) -> None:
@@ -164,7 +173,7 @@ def _declaring(file: Path, num_bytes: int) -> Path:
 @pytest.mark.parametrize(
     ("num_bytes", "message"),
     [
-        (600 << 20, r"unpacks to 629,145,600 bytes; the limit is 536,870,912"),
+        (600 << 20, r"would unpack to 629,145,600 bytes; the limit is 536,870,912"),
         (1 << 20, "from 3: a zip bomb"),
     ],
 )

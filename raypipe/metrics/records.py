@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -112,9 +111,8 @@ def record_wait(run_uri: str, whom: str, since: float) -> None:
     ):
         place = json.loads(read_whole(address) or b"{}")
         status = {"step": 0, "to_step": 0, "step_at": now, "workers": 0, **place}
-        status |= {"time": now, "begun": now, "every_s": _WAIT_EVERY_S}
+        status |= {"time": now, "begun": now, "since": since, "every_s": _WAIT_EVERY_S}
         status |= {"state": "waiting", "waits_for": "room", "whom": whom}
-        status |= {"since": since, "host": socket.gethostname(), "pid": os.getpid()}
         write_file(open_filesystem(run_uri), STATUS, json.dumps(status))
 
 

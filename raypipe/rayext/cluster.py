@@ -346,10 +346,7 @@ def _own_text(path: Path) -> str:
     try:
         file = os.open(path.name, os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         with os.fdopen(file) as text:
-            states = [os.fstat(opened) for opened in (folder, file)]
-            if not stat.S_ISREG(states[1].st_mode) or any(
-                state.st_uid != os.getuid() for state in states
-            ):
+            if {os.fstat(each).st_uid for each in (folder, file)} != {os.getuid()}:
                 raise PermissionError(f"{path} is another user's")
             return text.read().strip()
     finally:

@@ -74,7 +74,9 @@ def matching(
     stored = tuple(dict.fromkeys(column_of.values()))
     for name, column in column_of.items():
         if name != column and is_number(store.schema.field(column).type):
-            raise ConfigError(f"{text}: {name!r} is not allowed: {column!r} has numbers")
+            raise ConfigError(
+                f"{text}: {name!r} is not allowed: {column!r} has numbers"
+            )
     for columns in scan(store, stored, setting):
         try:
             arrays = {

@@ -87,9 +87,12 @@ def raypipe_logged(work: Work) -> Start:
     import shutil
     import time
 
-    from raypipe.streaming import ray_stream  # noqa: F401
+    from raypipe.streaming import (
+        hashes,
+        ray_stream,  # noqa: F401
+    )
     from raypipe.streaming.handover import loader
-    from raypipe.streaming.record import digest_log, hashes
+    from raypipe.streaming.record import digest_log
 
     spent = {"read": 0.0, "hash": 0.0, "record": 0.0}
 
@@ -103,13 +106,13 @@ def raypipe_logged(work: Work) -> Start:
         return call
 
     read = timed("read", lambda batch: batch["image"].max())
-    hash_of = timed("hash", hashes.stream_hash)
+    hash_of = timed("hash", hashes.batch_hash)
 
     def read_and_hashed(batch: Any) -> bytes:
         read(batch)
         return hash_of(batch)
 
-    hashes.stream_hash = read_and_hashed
+    hashes.batch_hash = read_and_hashed
     digest_log.DigestLog.add = timed("record", digest_log.DigestLog.add)  # type: ignore[method-assign]
     run = work.folder / "logged"
     shutil.rmtree(run, ignore_errors=True)

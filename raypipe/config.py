@@ -794,7 +794,8 @@ class TrainConfig(Section, prefix="train."):
             ConfigError: it does not exist, or the setting is not one of those.
         """
         check("TrainConfig.imported: setting", setting, Imported)
-        return import_name(getattr(self, setting), f"train.{setting}")
+        address = getattr(self, setting)
+        return import_name(address, f"train.{setting}", trusted=True)
 
     @property
     def checkpoint_steps(self) -> int:

@@ -31,6 +31,10 @@ VARIABLES = {
         "half of the free memory",
         "limit of what all stores of a node keep by store.in_memory, in bytes",
     ),
+    "RAYPIPE_READ_BYTES": Variable(
+        "536870912, or three times the stored size up to 4 GiB",
+        "limit of the memory that one read of a file may take, in bytes; a file that declares more is refused",
+    ),
     "RAYPIPE_STORAGE_PATIENCE_S": Variable(
         "300",
         "seconds for which an outage of object storage is waited out; 0 = fail at once",

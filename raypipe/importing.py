@@ -1,18 +1,33 @@
-"""User code by name, `module:name`, and where in it an error was raised."""
+"""Code by name, `module:name`: the one function that imports what settings and files name, and what it may import.
+
+    import_name("my_code:make", …)   a value by its address
+    check_named_code(values, file, …)      refuses the code that a file names; called where the file is read
+
+A user trusts the code that he names in Python, on the command line, or in a file given by --config. The record of
+a run, the settings of a run that is resumed, and checkpoints may come from anybody, whoever owns their files.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import logging
 import os
+import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from importlib.machinery import PathFinder
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import raypipe
 from raypipe.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _OURS = str(Path(raypipe.__file__).parent) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -31,6 +46,26 @@ _LIBRARIES = {
 }
 
 
+# Classes that files may name: module prefixes, and the class that those of them must have as a base. None of
+# them reads a file, calls an address or runs code when it is made.
+_STEPS = {
+    "albumentations": "albumentations.core.serialization:Serializable",
+    "kornia.augmentation": "torch.nn:Module",
+    "raypipe.stores": "raypipe.stores.base:FileStore",
+    "timm.data.auto_augment": "builtins:object",
+    "timm.data.random_erasing": "builtins:object",
+    "timm.data.transforms": "builtins:object",
+    "torch.optim": "torch.optim:Optimizer",
+    "torchvision.transforms": "builtins:object",
+}
+# Settings and recorded arguments whose text is never imported: addresses, names of columns, expressions.
+_DATA = re.compile(
+    r"store\..*|.*_column|train|val|columns|exclude|filter|storage_path|name|resume"
+)
+# Imported names have no separators of paths, so that no module is found outside the search path.
+_ADDRESS = re.compile(r"([^\s:./\\]+(?:\.[^\s:./\\]+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+
+
 def search_here() -> bool:
     """Append the current folder to the module search path; False if PYTHONSAFEPATH or `python -P` forbids it."""
     folder = str(Path.cwd())
@@ -41,7 +76,7 @@ def search_here() -> bool:
     return True
 
 
-def import_name(address: str, setting: str) -> Any:
+def import_name(address: str, setting: str, *, trusted: bool) -> Any:
     """Import the value of `module:name`; the name may have dots.
 
     The search path of Python comes first. Then comes the current folder, see `search_here`: Python's path has the
@@ -50,21 +85,25 @@ def import_name(address: str, setting: str) -> Any:
     Args:
         address: `module:name`.
         setting: the setting with the address, for the error.
+        trusted: whether the user has named the code: in Python, on the command line, in a file of settings, or by
+            the word of trust. Else only the steps of known libraries are imported. `check_named_code` looks at the
+            settings of other files where they are read.
 
     Raises:
-        ConfigError: it does not exist.
+        ConfigError: it does not exist, or is not trusted.
     """
-    module_name, _, name = address.partition(":")
-    if not (module_name and name):
-        example = f"my_package.training:{name or 'make'}"
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        example = f"my_package.training:{address.partition(':')[2] or 'make'}"
         raise ConfigError(
             f"{setting} must be module:name, such as {example}, got {address!r}"
         )
-    is_open = search_here()
+    if not trusted:
+        check_named_code({setting: address}, "a file", trusted)
+    # Steps are not searched here, nor what their libraries import if it is installed.
+    is_open = _is_step(address) or search_here()
     try:
-        value: Any = importlib.import_module(module_name)
-        for attribute in name.split("."):
-            value = getattr(value, attribute)
+        return _imported(*match.groups())
     except Exception as error:
         reason = with_origin(error)
         if not is_open and isinstance(error, ModuleNotFoundError):
@@ -75,7 +114,98 @@ def import_name(address: str, setting: str) -> Any:
         raise ConfigError(
             f"{setting} {address!r} cannot be imported: {reason}"
         ) from error
-    return value
+
+
+def check_named_code(values: Mapping[str, Any], file: str, trusted: bool) -> None:
+    """Check the code that a file names, before anything of it is imported.
+
+    Args:
+        values: the file's settings by their whole names: plain values, as JSON or YAML has them.
+        file: the file or the run, for messages.
+        trusted: whether the user has given the word of trust. Then a warning says whose code will run.
+
+    Raises:
+        ConfigError: it names code other than the steps of known libraries, and is not trusted.
+    """
+    for setting, address in own_code(values):
+        names = f"{file} names the code {address!r} ({setting})"
+        place = _place_of(_package(address))
+        if not trusted:
+            raise ConfigError(
+                f"{names}, which would run {place}: read that code, then add --trust-run-code "
+                "(trust_run_code=True), or name it yourself"
+            )
+        logger.warning("%s: %s runs, since you trust it", names, place)
+
+
+def own_code(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the code other than steps of known libraries that settings name, by the setting: its address."""
+    for setting, value in values.items():
+        if not _DATA.fullmatch(setting):
+            for address in sorted(set(names_in(value))):
+                if not _is_step(address):
+                    yield setting, address
+
+
+def names_in(value: Any) -> Iterator[str]:
+    """Yield the texts in JSON values that `import_name` would import."""
+    return filter(_ADDRESS.fullmatch, texts_in(value))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in JSON values, but for the contents of recorded objects."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key not in ("pickle", "bytes", "object"):
+                yield from texts_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from texts_in(inner)
+    elif isinstance(value, str):
+        yield value
+
+
+def _package(address: str) -> str:
+    return re.split("[.:]", address)[0]
+
+
+def _imported(module: str, name: str) -> Any:
+    return reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def _is_step(address: str) -> bool:
+    """Return whether an address is a step that files may name; imports only installed libraries of these steps."""
+    module, _, name = address.partition(":")
+
+    def prefix_of(path: str) -> str:
+        found = (step for step in _STEPS if f"{path}.".startswith(f"{step}."))
+        return next(found, "")
+
+    prefix = prefix_of(module)
+    if not prefix:
+        return False
+    folder = Path(_place_of(_package(address))).parent
+    if f"{folder}{os.sep}" != _OURS and folder.parent.name not in _INSTALLED:
+        return False
+    try:
+        kind = _imported(module, name)
+        base = _imported(*_STEPS[prefix].split(":"))
+    except Exception:  # it is not there, or the library cannot be imported
+        return False
+    is_kind = isinstance(kind, type) and issubclass(kind, base)
+    return is_kind and prefix_of(kind.__module__) == prefix
+
+
+def _place_of(package: str) -> str:
+    """Return the file that a package would be imported from, or the current folder has, without importing it."""
+    try:
+        found = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        found = None
+    found = found or PathFinder.find_spec(package, [str(Path.cwd())])
+    if found is None:
+        return f"a module {package}, which is not here"
+    return found.origin or str([*(found.submodule_search_locations or ())])
 
 
 def with_origin(error: BaseException) -> str:

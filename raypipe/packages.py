@@ -1,18 +1,26 @@
-"""Versions of installed packages, and the extras of raypipe."""
+"""What decides pixels besides the settings: versions of packages, and code; and the extras of raypipe.
+
+The record of a run, the memory's keys, the digest's settings and the comparison of actors all use `versions`.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import importlib.util
 import platform
+import sys
+import sysconfig
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 
 import raypipe
 
 DISTRIBUTION = "raypipe-data"
 """Name of raypipe on PyPI, where the package `raypipe` is another project."""
 
-# Packages that read, decode, transform or draw random numbers on the CPU.
+# Packages that read, decode, transform or draw random numbers.
 _PACKAGES = (
     "ray",
     "numpy",
@@ -24,7 +32,26 @@ _PACKAGES = (
     "albucore",
     "torch",
     "torchvision",
+    "kornia",
+    "kornia-rs",
+    "pillow-heif",
+    "tifffile",
+    "imagecodecs",
+    "lmdb",
+    "msgpack",
 )
+# Raypipe's code that decides what a model sees, and its compiled extensions.
+_CODE = (
+    "kernel",
+    "plan",
+    "transform",
+    "stores",
+    "device",
+    "streaming/maker.py",
+    "streaming/sample_makers.py",
+)
+_SUFFIXES = (".py", ".c", ".h")
+_EXTENSIONS = ("_raypipe_kernel", "_raypipe_lmdb")
 
 
 def to_install(extra: str) -> str:
@@ -55,11 +82,48 @@ def differences(driver: Mapping[str, str | None]) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of all packages that pixels may depend on; None = not installed."""
+    """Return the versions of all packages and code that pixels may depend on; None = not installed."""
     # raypipe's version comes from the running sources, since Ray may put a folder of them before an installed one.
-    of_raypipe: dict[str, str | None] = {"raypipe": raypipe.__version__}
+    of_raypipe: dict[str, str | None] = {
+        "raypipe": raypipe.__version__,
+        "raypipe's code": code_digest(),
+    }
     return (
         of_raypipe
         | {name: installed_version(name) for name in _PACKAGES}
         | {"python": platform.python_version()}
     )
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return the hash of raypipe's own code that decides what a model sees: its sources and extensions."""
+    root = Path(raypipe.__file__).parent
+    digest = hashlib.blake2b(digest_size=8)
+    for name in _CODE:
+        path = root / name
+        files = [path] if path.is_file() else sorted(path.rglob("*"))
+        for file in files:
+            if file.suffix in _SUFFIXES:
+                title = f"{file.relative_to(root)}\0"
+                digest.update(title.encode() + file.read_bytes())
+    for name in _EXTENSIONS:
+        found = importlib.util.find_spec(name)
+        if found and found.origin:
+            digest.update(f"{name}\0".encode() + Path(found.origin).read_bytes())
+    return digest.hexdigest()
+
+
+def user_code() -> dict[str, str]:
+    """Return the hash of each imported module that is neither raypipe's, Python's nor an installed package's."""
+    standard = (sysconfig.get_path("stdlib"), str(Path(raypipe.__file__).parent))
+    hashes = {}
+    for name, module in sorted(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        is_installed = {"site-packages", "dist-packages"} & set(path.parts)
+        if path.suffix != ".py" or is_installed or name == "__main__":
+            continue
+        if not str(path).startswith(standard) and path.is_file():
+            content = path.read_bytes()
+            hashes[name] = hashlib.blake2b(content, digest_size=8).hexdigest()
+    return hashes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 # Characters that control a terminal or are invalid in a page: control characters except tab and newline, changes
 # of the writing direction, line separators, and surrogates, which Python uses for bytes that are not UTF-8.
@@ -17,6 +19,41 @@ _UNPRINTABLE = re.compile(
 def printable(text: str) -> str:
     """Return a text with control characters as escapes, since names in it may come from anywhere."""
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+class _Escaping(logging.Handler):
+    """Rewrites raypipe's log records as a terminal can show them, before the handlers of the process's owner."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.msg = printable(record.getMessage())
+        record.args = ()
+        if record.exc_info:
+            text = (self.formatter or logging.Formatter()).formatException(
+                record.exc_info
+            )
+            record.exc_text = printable(text)
+        # This handler must not keep Python from showing records that nobody else handles.
+        last = logging.lastResort
+        is_unhandled = not logging.getLogger().handlers and _LOGGER.handlers == [self]
+        if is_unhandled and last and record.levelno >= last.level:
+            last.handle(record)
+
+
+_LOGGER = logging.getLogger("raypipe")
+_LOGGER.addHandler(_Escaping())
+
+
+class PrintableOutput(io.TextIOBase):
+    """Standard output as a command writes to it: without characters that control a terminal."""
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
+
+    def write(self, text: str) -> int:
+        return self._output.write(printable(text))
+
+    def flush(self) -> None:
+        self._output.flush()
 
 
 def number(value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from raypipe.logs import is_json, json_line
+from raypipe.printing import printable
 
 RELAY = "\x02"
 """Prefix of a line of progress that another process shows; alone in a line, it ends the progress."""
@@ -23,6 +25,7 @@ class Phase(NamedTuple):
 
 
 _relays = False  # whether another process shows this process's lines of progress
+_is_trainer = False  # whether Ray has this process's output, in a file
 _spares_output = False  # whether standard output has only a command's result
 _phases: list[Phase] = []
 
@@ -38,8 +41,15 @@ def print_progress(logger: logging.Logger, text: str, **values: Any) -> None:
     if is_json():
         text = json_line(logger, text, values)
     elif _relays:
-        text = "\n".join(RELAY + line for line in text.split("\n"))
-    print(text, flush=True, file=sys.stderr if _spares_output else sys.stdout)
+        text = "\n".join(RELAY + line for line in printable(text).split("\n"))
+    else:
+        text = printable(text)
+    try:
+        print(text, flush=True, file=sys.stderr if _spares_output else sys.stdout)
+    except OSError as error:
+        # The disk of Ray's logs is full: the line is lost, and the run is not.
+        if error.errno != errno.ENOSPC or not _is_trainer:
+            raise
 
 
 @contextlib.contextmanager
@@ -59,9 +69,10 @@ def spares_output() -> bool:
 
 
 def relay_progress(relays: bool) -> None:
-    """Set whether another process, to which Ray forwards them, shows this process's lines of progress."""
-    global _relays
+    """Set whether another process, to which Ray forwards them, shows this trainer's lines of progress."""
+    global _relays, _is_trainer
     _relays = relays
+    _is_trainer = True
 
 
 def phases() -> list[Phase]:

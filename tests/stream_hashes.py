@@ -102,6 +102,44 @@ def webdataset(images: Path, tar: Path) -> str:
     return str(tar)
 
 
+FORMER = '''
+"""`raypipe digest` with the hash of a micro-batch that it once had, to compare any two states."""
+import hashlib, sys
+from itertools import islice
+import numpy as np
+from raypipe.streaming import digest
+from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, Ragged, in_group
+
+def former(batch):
+    fields, index = batch.arrays(), batch.index
+    image, label = fields.get(IMAGE, np.empty(0, np.uint8)), fields[LABEL]
+    found = hashlib.blake2b(f"{batch.position} {image.shape}".encode(), digest_size=16)
+    arrays = [index, label, batch.weight, image]
+    if image.dtype != np.uint8:
+        found.update(f"image\\0{image.dtype}".encode())
+    arrays += [fields[name] for name in ("mask", "boxes") if name in fields]
+    if label.dtype != np.int64 or label.ndim != 1:
+        found.update(f"label\\0{label.dtype}\\0{label.shape}".encode())
+    for array in arrays:
+        found.update(np.ascontiguousarray(array).data)
+    return found.digest()
+
+def digested(batches):
+    for batch in batches:
+        num = int((batch.weight > 0).sum())
+        yield digest.MicroBatchDigest(str(batch.position), former(batch), num)
+
+def consume(iterator):
+    digests = digested(digest.host_batches(iterator))
+    while chunk := list(islice(digests, 16)):
+        yield chunk
+
+digest._consume = consume
+from raypipe.commands.cli import main
+main(sys.argv[1:])
+'''
+
+
 def cases(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Name and arguments of `raypipe digest`: what the actors make."""
     usual = [
@@ -211,7 +249,8 @@ def main() -> int:
         environment = {**os.environ, **head.environment, **RAY_ON_THIS_MACHINE, **own}
         stores = make_stores(folder, environment)
         commands = [
-            (case, [RAYPIPE, "digest", *arguments]) for case, arguments in cases(stores)
+            (case, [sys.executable, "-c", FORMER, "digest", *arguments])
+            for case, arguments in cases(stores)
         ]
         commands += [
             (case, [sys.executable, "-c", FED, *arguments])

@@ -16,8 +16,8 @@ def test_the_current_folder_is_searched_last_for_modules(
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     (tmp_path / "lies_here.py").write_text("class Outer:\n    inner = 7\n")
     (tmp_path / "json.py").write_text("loads = None\n")
-    assert import_name("lies_here:Outer.inner", "transform.train") == 7
-    assert import_name("json:loads", "transform.train")("3") == 3
+    assert import_name("lies_here:Outer.inner", "transform.train", trusted=True) == 7
+    assert import_name("json:loads", "transform.train", trusted=True)("3") == 3
     del sys.modules["lies_here"]
 
 
@@ -27,7 +27,7 @@ def test_an_address_without_both_parts_says_what_it_must_be(address: str) -> Non
         ConfigError,
         match=r"augment\.module must be module:name, such as my_package\.training:",
     ):
-        import_name(address, "augment.module")
+        import_name(address, "augment.module", trusted=True)
 
 
 @pytest.mark.parametrize("address", ["no_such_module:name", "json:no_such_name"])
@@ -35,7 +35,7 @@ def test_what_is_not_there_is_one_error_with_its_setting(address: str) -> None:
     with pytest.raises(
         ConfigError, match=f"store.layout '{address}' cannot be imported"
     ):
-        import_name(address, "store.layout")
+        import_name(address, "store.layout", trusted=True)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_module_that_fails_is_one_error_with_the_line(
     with pytest.raises(
         ConfigError, match=rf"train.loss 'fails_here:f' cannot be imported: .*{reason}"
     ):
-        import_name("fails_here:f", "train.loss")
+        import_name("fails_here:f", "train.loss", trusted=True)
 
 
 def test_an_error_without_frames_of_others_has_a_place_all_the_same() -> None:

@@ -87,6 +87,7 @@ def test_progress_is_text_or_an_object_on_standard_output(
 def test_configuring_twice_writes_once_and_text_leaves_no_trace(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    before = [*logging.getLogger("raypipe").handlers]
     configure_logs("json", run="mine")
     configure_logs("json", rank=0)
     logger.info("once")
@@ -94,7 +95,11 @@ def test_configuring_twice_writes_once_and_text_leaves_no_trace(
     assert (line["run"], line["rank"]) == ("mine", 0)
     configure_logs("text")
     root = logging.getLogger("raypipe")
-    assert (root.handlers, root.level, root.propagate) == ([], logging.NOTSET, True)
+    assert (root.handlers, root.level, root.propagate) == (
+        before,
+        logging.NOTSET,
+        True,
+    )
 
 
 def test_text_leaves_the_levels_of_whoever_owns_the_process() -> None:

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import importlib
 import re
+import shutil
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 import raypipe
+from raypipe import packages
 from raypipe.packages import DISTRIBUTION, differences, versions
 
 ROOT = Path(__file__).parents[1]
@@ -44,3 +51,51 @@ def test_packages_are_other_ones_by_version_and_not_by_build() -> None:
     assert (
         differences(here | {"numpy": "1.0"}) == f"numpy {here['numpy']} instead of 1.0"
     )
+
+
+def test_each_library_that_makes_pixels_has_its_version() -> None:
+    libraries = {"kornia", "pillow-heif", "tifffile", "imagecodecs", "lmdb", "pillow"}
+    assert libraries <= {name for name, version in versions().items() if version}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "kernel/csrc/color.h",
+        "stores/csrc/lmdb.c",
+        "device/fused.py",
+        "streaming/maker.py",
+        "_raypipe_kernel",
+        "_raypipe_lmdb",
+    ],
+)
+def test_code_that_makes_pixels_is_part_of_its_digest(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(shutil.copytree(ROOT / "raypipe", tmp_path / "raypipe"))
+    for name in ("_raypipe_kernel", "_raypipe_lmdb"):
+        (root / name).write_bytes(b"compiled")
+    monkeypatch.setattr(raypipe, "__file__", str(root / "__init__.py"))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: SimpleNamespace(origin=str(root / name)),
+    )
+    before = packages.code_digest.__wrapped__()
+    path = root / changed
+    path.write_bytes(path.read_bytes() + b"\n")
+    assert packages.code_digest.__wrapped__() != before
+    assert versions()["raypipe's code"] == packages.code_digest()
+
+
+def test_the_code_of_the_user_is_that_of_imported_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    helper = tmp_path / "helper_of_a_user.py"
+    helper.write_text("offset = 1\n")
+    importlib.import_module("helper_of_a_user")
+    before = packages.user_code()
+    assert not {"numpy", "raypipe", "json"} & before.keys()
+    helper.write_text("offset = 2\n")
+    assert packages.user_code()["helper_of_a_user"] != before["helper_of_a_user"]
+    monkeypatch.delitem(sys.modules, "helper_of_a_user")

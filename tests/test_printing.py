@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
+import sys
 import tarfile
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pytest
 from pictures import picture
 
 from raypipe.commands.cli import main
+from raypipe.commands.parser import printing
 from raypipe.printing import number, printable
+from raypipe.progress import print_progress
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,33 @@ def test_names_from_an_archive_do_not_command_the_terminal(
     with pytest.raises(SystemExit):
         main(["inspect", str(tmp_path / os.fsdecode(b"c\x1b[2J\xff"))])
     assert r"c\x1b[2J\udcff contains no store" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_handler", [False, True])
+def test_no_log_line_or_output_commands_the_terminal(
+    has_handler: bool,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also with no handler but Python's last one, which still gets warnings and no more."""
+    handlers = [logging.StreamHandler(sys.stderr)] * has_handler
+    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    evil = "\x1b]0;owned\x07\x9b31m\u202e\udcff"
+    ours = logging.getLogger("raypipe.stores.any")
+    ours.warning("left out: %s", evil)
+    ours.debug("%s", evil)
+    try:
+        raise ValueError(evil)
+    except ValueError:
+        ours.exception("it failed")
+    print_progress(ours, evil)
+    with printing():
+        print(evil)
+    out, err = capfd.readouterr()
+    assert err.count("left out: ") == err.count("it failed") == 1
+    assert f"ValueError: {printable(evil)}" in err
+    assert out.splitlines() == [printable(evil)] * 2
+    assert printable(out + err) == out + err
 
 
 def test_a_name_that_is_no_utf_8_breaks_no_table_and_no_picture(

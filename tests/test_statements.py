@@ -47,3 +47,48 @@ def test_no_line_hides_two_statements_in_one_assignment(folder: Path) -> None:
 def test_swaps_and_unpackings_are_no_parallel_assignments() -> None:
     assert not list(parallel_assignments("a, b = b, a\nc, *d = *e, f\ng, h = i\n"))
     assert list(parallel_assignments("a, b = 1, 2")) == ["line 1: a, b = (1, 2)"]
+
+
+# Calls that change nothing, in an assertion that `python -O` leaves out.
+PURE = {"isinstance", "all", "any", "len", "max", "min"}
+
+
+def hidden_effects(source: str) -> Iterator[str]:
+    """Assertions that do more than look, and those that an `except` is to catch."""
+    tree = ast.parse(source)
+    caught = {
+        statement
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try)
+        for statement in node.body
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assert):
+            continue
+        effects = [
+            part
+            for part in ast.walk(node.test)
+            if isinstance(part, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
+            or (isinstance(part, ast.Call) and ast.unparse(part.func) not in PURE)
+        ]
+        if effects or node in caught:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(
+    "folder", [ROOT, ROOT.parent / "jobs"], ids=["raypipe", "jobs"]
+)
+def test_the_program_is_the_same_without_its_assertions(folder: Path) -> None:
+    found = [
+        f"{path.relative_to(folder)}, {line}"
+        for path in sorted(folder.rglob("*.py"))
+        for line in hidden_effects(path.read_text())
+    ]
+    assert found == []
+
+
+def test_an_assertion_that_moves_an_iterator_has_an_effect() -> None:
+    assert not list(hidden_effects("assert len(a) == 2 and isinstance(a, list), b()"))
+    for effect in ("next(a) == 1", "(b := a)", "a.pop()"):
+        assert list(hidden_effects(f"assert {effect}"))
+    assert list(hidden_effects("try:\n  assert a\nexcept Exception: pass"))

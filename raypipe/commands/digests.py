@@ -43,8 +43,9 @@ def digest(
         compare: compare with such a file; exit code 1 if they differ.
     """
     from raypipe.storage.files import check_place
-    from raypipe.streaming.digest import DigestFile, combine, plain_settings
+    from raypipe.streaming.digest import DigestFile, plain_settings
     from raypipe.streaming.digest import compare as compared_with
+    from raypipe.streaming.hashes import combine
     from raypipe.streaming.opening import spec_of
 
     spec = spec_of(run)

@@ -152,7 +152,7 @@ def _limits() -> tuple[bool, str]:
 
 
 def _ray() -> tuple[bool, str]:
-    """Is RAY_ADDRESS, if set, up (ray status), and of this Ray? Else see /tmp/ray/session_latest/logs."""
+    """Is RAY_ADDRESS, if set, up (ray status), of this Ray? Else see /tmp/ray-UID/ray/session_latest/logs."""
     address = os.environ.get("RAY_ADDRESS")
     if address:
         where = f"the cluster at {address}"

@@ -20,6 +20,7 @@ from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores.base import ColumnValues
 from raypipe.stores.plain_columns import column_types, plain
 from raypipe.stores.sources import Source
+from raypipe.stores.sources.format_source import up_to
 from raypipe.stores.writers import open_writer
 
 # Samples per read: a few MB of JPEGs.
@@ -44,7 +45,7 @@ def kept_samples(source: Source, short_side: int) -> Iterator[Path]:
             shown = bar.add_task("the samples", total=source.num_samples)
             chunks = iter(
                 lambda: list(
-                    pool.map(with_encoded_image, itertools.islice(samples, CHUNK))
+                    pool.map(with_encoded_image, up_to(samples, CHUNK, _num_bytes))
                 ),
                 [],
             )
@@ -74,6 +75,14 @@ def kept_samples(source: Source, short_side: int) -> Iterator[Path]:
         yield file
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _num_bytes(sample: ColumnValues) -> int:
+    """Return the bytes of a sample's image; 0 for what is not known to have any."""
+    image = sample.get("image") if isinstance(sample, Mapping) else None
+    if isinstance(image, bytes | bytearray):
+        return len(image)
+    return int(getattr(image, "nbytes", 0))
 
 
 def columns_of(

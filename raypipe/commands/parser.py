@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from raypipe.config import RunConfig
 from raypipe.errors import without_credentials
 from raypipe.mistakes import DID_YOU_MEAN, did_you_mean
-from raypipe.printing import printable
+from raypipe.printing import PrintableOutput, printable
 from raypipe.section import Setting, described, expected, settings_of
 
 _PLACES = {
@@ -214,7 +214,9 @@ def printing(code: int = 1) -> Iterator[None]:
     Where the output cannot be written, the program says so and ends with an exit code.
     """
     try:
-        yield
+        shown = PrintableOutput(sys.stdout) if sys.stdout else None
+        with contextlib.redirect_stdout(shown):
+            yield
         print(end="", flush=True)
     except BrokenPipeError:
         # Python writes the rest at its end

@@ -275,7 +275,9 @@ def find_draws(
     plan: Plan, epoch: int, indices: Sequence[int]
 ) -> list[tuple[MicroBatchId | None, int]]:
     """Find the first micro-batch of an epoch that draws each sample, and the row there; None = none does."""
-    draws = list[tuple[MicroBatchId | None, int]]()
-    for index in indices:
-        draws.append(next(plan.places_of(index, epochs=[epoch]), (None, 0)))
-    return draws
+    draws: dict[int, tuple[MicroBatchId | None, int]] = {}
+    for index, place in plan.places_of_all(indices, epochs=[epoch]):
+        draws.setdefault(index, (place.micro_batch, place.row))
+        if len(draws) == len(set(indices)):
+            break
+    return [draws.get(index, (None, 0)) for index in indices]

@@ -22,6 +22,7 @@ _TILES_A_LINE = 12
 # Rows that are printed; a file takes any number.
 _MAX_ROWS = 4096
 _COLUMNS = ("step", "micro", "row", "index", "label", "weight", "seed", "drawn", "name")
+_MAX_NUMBERS = 8  # of an operation
 _SEED_LETTERS = 8  # the table shows these of 32
 
 
@@ -66,19 +67,12 @@ def replay_steps(
         val_transform: the same for validations.
         augment: MODULE:NAME of a device augmentation that was an object.
         anyway: make pixels of stores whose contents have changed since the run.
-        trust_run_code: open the folder although another user owns it, and the pickles of objects in it.
+        trust_run_code: open the folder although another user owns it, and run the code that it names.
     """
     from raypipe.history.recorded import open_run
     from raypipe.history.replay import Replay
 
-    values = {
-        "train": train,
-        "val": val,
-        "train_transform": train_transform,
-        "val_transform": val_transform,
-        "augment": augment,
-    }
-    given = {name: value for name, value in values.items() if value}
+    given = given_of(train, val, train_transform, val_transform, augment)
     run = open_run(folder, trust_run_code=trust_run_code, **given)
     replay = Replay(run, anyway)
     if compare:
@@ -99,6 +93,24 @@ def replay_steps(
     if output:
         result |= _picture(replay, places, output)
     return result
+
+
+def given_of(
+    train: str | dict[str, str],
+    val: str,
+    train_transform: str = "",
+    val_transform: str = "",
+    augment: str = "",
+) -> dict[str, Any]:
+    """Return the arguments that options give instead of the recorded ones."""
+    values = {
+        "train": train,
+        "val": val,
+        "train_transform": train_transform,
+        "val_transform": val_transform,
+        "augment": augment,
+    }
+    return {name: value for name, value in values.items() if value}
 
 
 def _places(
@@ -231,15 +243,38 @@ def _captioned(row: dict[str, Any], group: list[Tile]) -> list[Tile]:
     """The tiles of a sample, above its place, its drawn numbers and its partner."""
     label = row["class"] if row["class"] is not None else row["label"]
     shown = "" if label is None else f": {label}"
-    first = (f"step {row['step']}, sample {row['index']}{shown}", *row["drawn"])
+    drawn = map(_operation, row["drawn"])
+    first = (f"step {row['step']}, sample {row['index']}{shown}", *drawn)
     last = group[-1].lines
     if row["mixed"]:
-        last = (*last, row["mixed"].rpartition(" of ")[2])
-    last = (*last, *row["augmented"])
+        last = (*last, _mix(row["mixed"]))
+    last = (*last, *map(_operation, row["augmented"]))
     tiles = [changed(group[0], lines=first), *group[1:]]
     if len(tiles) > 1:
         tiles[-1] = changed(tiles[-1], lines=last)
     return tiles
+
+
+def _operation(entry: dict[str, Any]) -> str:
+    """An operation and its numbers on one line."""
+    named = {name: value for name, value in entry.items() if name not in ("op", "view")}
+    numbers = " ".join(
+        (_numbers(value) if name == "numbers" else f"{name} {_numbers(value)}")
+        for name, value in named.items()
+    )
+    return " ".join(filter(None, [entry.get("view", ""), entry["op"], numbers]))
+
+
+def _numbers(value: Any) -> str:
+    if not isinstance(value, list):
+        return f"{value:.4g}"
+    shown = " ".join(map(_numbers, value[:_MAX_NUMBERS]))
+    return shown + (" …" if len(value) > _MAX_NUMBERS else "")
+
+
+def _mix(mix: dict[str, Any]) -> str:
+    box = f", box {_numbers(list(mix['box']))}" if mix["box"] else ""
+    return f"mixed with row {mix['partner']} (sample {mix['sample']}), share {mix['share']:.2f}{box}"
 
 
 def _compared(first: Replay, second: Replay) -> dict[str, Any]:
@@ -284,8 +319,10 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     label = "" if row["label"] is None else str(row["label"])
     if row["class"] not in (None, label):
         label = f"{label} {row['class']}"
-    phrases = [*row["drawn"], *row["augmented"], row["mixed"]]
-    drawn = "; ".join(filter(None, phrases))
+    operations = [*map(_operation, row["drawn"]), *map(_operation, row["augmented"])]
+    if row["mixed"]:
+        operations.append(_mix(row["mixed"]))
+    drawn = "; ".join(operations)
     if row["bad"]:
         drawn = f"stands in for a bad sample ({row['bad']}); {drawn}"
     cells = {name: str(row[name]) for name in ("step", "micro", "row", "index", "name")}

@@ -17,13 +17,14 @@ import yaml
 
 from raypipe.commands.parser import Parser, fail
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError, RaypipeError
-from raypipe.importing import search_here
+from raypipe.errors import ConfigError, RaypipeError, StoreError
+from raypipe.importing import check_named_code, search_here
 from raypipe.section import build, check, fits, settings_of
 from raypipe.storage.files import read_text
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
 from raypipe.storage.lease import check_owner
 from raypipe.storage.retries import without_retries
+from raypipe.stores import open_store, store_options
 
 # the steps of a transform are 1 MiB at most, see `transform_steps`
 _MAX_CONFIG_BYTES = 16 << 20
@@ -156,7 +157,7 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
     target = given.get("target", "")
     resume = folder_to_resume(values["resume"], values["storage_path"], values["name"])
     base = ""
-    is_of_run = _is_of_run(target)
+    is_of_run = _is_of_run(target, values)
     folder = target if is_of_run else resume
     if folder:
         check_owner(folder, values["trust_run_code"])
@@ -168,6 +169,10 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
         # the digits' own numbers would contradict it
         defaults.pop("augment.mean", None)
         defaults.pop("augment.std", None)
+    named_there = {key: defaults[key] for key in defaults.keys() - given.keys()}
+    check_named_code(
+        named_there if folder else {}, folder, given.get("trust_run_code", False)
+    )
     values |= defaults | given
     values |= {
         "trust_run_code": given.get("trust_run_code", False),
@@ -192,8 +197,11 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
     return values
 
 
-def _is_of_run(target: str) -> bool:
-    """Return whether a target is the folder of a run, whose settings hold, and not a store."""
+def _is_of_run(target: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a target is the folder of a run, whose settings hold, and not a store.
+
+    A store may have a config.yaml of anybody's.
+    """
     from raypipe.launch.run_folder import CONFIG_FILE, has_config
 
     if is_remote(target):
@@ -208,7 +216,13 @@ def _is_of_run(target: str) -> bool:
         contextlib.suppress(RaypipeError, OSError, pa.ArrowException),
         without_retries(),
     ):
-        return has_config(as_uri(target))
+        if not has_config(as_uri(target)):
+            return False
+        names = ("image_column", "target_column", "trust_pickles")
+        options = store_options(*(values[f"store.{name}"] for name in names))
+        with contextlib.suppress(StoreError):
+            return not len(open_store(target, **options))
+        return True
     return False
 
 

@@ -106,7 +106,9 @@ def print_status(run: dict[str, Any]) -> None:
     waits = f"{run['waits_for']} for {run['since_s']:.0f} s: {run['whom']}"
     rows = {
         "state": run["state"],
-        "step": f"{run['step']:,} of {run['to_step']:,}, {run['step_age_s']:.0f} s ago",
+        "step": f"{run['step']:,} of {run['to_step']:,}, {run['step_age_s']:.0f} s ago"
+        if run["to_step"]
+        else "none",
         "speed": _speed(run) or None,
         "waits for": waits if run["waits_for"] else "nothing",
         "first batch": _phases_in_words(run["start_s"]) or None,
@@ -151,7 +153,8 @@ def standing(
 
     Returns:
         Its values, with ages instead of times, and `state`: "running"; "silent": rank 0 has not written for four
-        of its periods, so it is stopped, dead, or cut off from the folder; "restarting": its trainers have ended
+        of its periods, so it is stopped, dead, or cut off from the folder; "waiting": its trainers wait for
+        resources, as for nodes that are about to come; "restarting": its trainers have ended
         and the run has not; "failed": an error ended it; "stopped": it ended before its last step; or "ended".
     """
     times = {
@@ -162,14 +165,15 @@ def standing(
     }
     ages = {name: max(0.0, now - status[moment]) for moment, name in times.items()}
     every_s = status["every_s"]
-    state = "running" if ages["age_s"] <= _LATE * every_s else "silent"
+    is_late = ages["age_s"] > _LATE * every_s
+    state = "silent" if is_late else status.get("state", "running")
     if died_at > status["begun"] or not every_s:
         state = "restarting" if is_held else _end_of(status, error)
     elif error and not is_held:
         state = "failed"
     return {
         "state": state,
-        **{name: status[name] for name in status.keys() - {*times, "every_s"}},
+        **{name: status[name] for name in status.keys() - {*times, "every_s", "state"}},
         **ages,
     }
 

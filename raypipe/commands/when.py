@@ -27,9 +27,8 @@ def when(
 ) -> dict[str, Any]:
     """Find the steps of a run that drew a sample, and those that will draw it.
 
-    Steps are counted as in metrics.jsonl and by `raypipe replay`. The order is inverted, so an epoch takes as long
-    for a billion samples as for ten. A name is looked for among all names of the store, and a user's sampler is
-    searched through.
+    Steps are counted as in metrics.jsonl and by `raypipe replay`. All draws of the run are made to find the
+    sample's, some ten million a second. A name is looked for among all names of the store.
 
     Examples:
         raypipe when runs/20261121-104600-3fa2 48211
@@ -46,7 +45,7 @@ def when(
         split: the store that has the sample, train or val.
         train: the training store, where it is now; {NAME: STORE, …} of a mixture.
         val: the validation store, where it is now.
-        trust_run_code: open the folder although another user owns it, and pickles in it; both run code.
+        trust_run_code: open the folder although another user owns it, and run the code that it names.
 
     Returns:
         `run_dir`, `step` (the steps that are done), `to_step` (the last one), and `samples`: `index`, `name`,
@@ -57,6 +56,7 @@ def when(
     Raises:
         ConfigError: there is no such run or sample.
     """
+    from raypipe.commands.replays import given_of
     from raypipe.history.drawn_at import History
     from raypipe.history.recorded import open_run
     from raypipe.metrics.flags import read_flags
@@ -84,11 +84,6 @@ def when(
         "flags": flags if flagged else None,
         "samples": [_plain(each) for each in samples],
     }
-
-
-def given_of(train: str | dict[str, str], val: str) -> dict[str, Any]:
-    """Return the stores that options name instead of the recorded ones."""
-    return {name: value for name, value in (("train", train), ("val", val)) if value}
 
 
 def index_or_name(text: str) -> int | str:

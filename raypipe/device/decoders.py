@@ -335,14 +335,16 @@ def find_decoder(device: torch.device) -> tuple[str, BoxDecoder]:
         try:
             decode_boxes = load(device)
             (decoded,) = decode_boxes([probe], [(4, 8, 20, 32)])
-            assert decoded is not None, "it decodes no JPEG"
+            if decoded is None:
+                raise ValueError("it decodes no JPEG")
             apart = np.abs(
                 decoded.permute(1, 2, 0).cpu().numpy().astype(int)
                 - decode(probe.numpy().data)[4:20, 8:32]
             )
-            assert apart.mean() < _PROBE_LEVELS, (
-                f"its pixels are {apart.mean():.1f} levels from libjpeg's"
-            )
+            if apart.mean() >= _PROBE_LEVELS:
+                raise ValueError(
+                    f"its pixels are {apart.mean():.1f} levels from libjpeg's"
+                )
         except Exception as error:  # missing, too old, built for another CUDA, …
             reasons.append(f"{name}: {error}")
             continue

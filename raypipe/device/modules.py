@@ -3,6 +3,7 @@
     step                                     gets and returns
     K.AugmentationSequential                 the image, and the mask, boxes, keypoints that its data_keys name
     K.RandomMixUpV2, RandomCutMixV2, PatchMix  the image and the target, whose other half is `Batch.mix`
+    torchvision v2, a function (x, y)        the image and the target, if batches have one
     anything else                            the image
 
 The steps of an `nn.Sequential` are its children. Weights and buffers go to the device. Kornia's random numbers
@@ -13,6 +14,7 @@ refuses what would leave a target behind.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -84,7 +86,7 @@ def built(module: Any) -> Any:
     given = module
     try:
         if isinstance(module, str):
-            given = import_name(module, "augment.module")
+            given = import_name(module, "augment.module", trusted=True)
         is_maker = inspect.isfunction(given) and not inspect.signature(given).parameters
         usable = given() if inspect.isclass(given) or is_maker else given
         inspect.signature(_call_of(usable))
@@ -223,14 +225,15 @@ class UserModule:
                 return _mixed(step, augmented, counts)
             if kornia_class(step, "AugmentationSequential"):
                 return _moved(step, augmented)
-            if self._takes_strength:
-                result = step(augmented.image, strength=strength)
-            else:
-                result = step(augmented.image)
+            more = {"strength": strength} if self._takes_strength else {}
+            if LABEL in augmented.targets and _takes_target(step):
+                return _replaced(step, augmented, more)
+            result = step(augmented.image, **more)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            if not type(step).__module__.startswith("kornia."):
+            libraries = ("kornia.", "torchvision.")
+            if not type(step).__module__.startswith(libraries):
                 # its traceback is the user's own code
                 raise
             raise ConfigError(self._failed(step, augmented, error)) from error
@@ -365,6 +368,39 @@ def _mixed(step: Any, augmented: Augmented, counts: np.ndarray) -> Augmented:
         target.index_select(0, _sent(partners, target)), _sent(lam, target), is_cutmix
     )
     return replace(augmented, image=image, mix=mix)
+
+
+@functools.lru_cache
+def _takes_target(step: Any) -> bool:
+    """True for a step that is called as (images, target), as scripts call MixUp and CutMix of torchvision."""
+    if type(step).__module__.startswith("torchvision.transforms.v2."):
+        return True
+    given = [
+        parameter.name
+        for parameter in inspect.signature(_call_of(step)).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        and parameter.default is parameter.empty
+    ]
+    return len(given) == 2 and "strength" not in given
+
+
+def _replaced(step: Any, augmented: Augmented, more: Mapping[str, Any]) -> Augmented:
+    """Apply a step that returns images and targets; all rows of a training have weight."""
+    given = augmented.targets[LABEL]
+    returned = step(augmented.image, given, **more)
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise ConfigError(
+            f"augment.module={_named(step)} gets images and targets, and returned {shape_of(returned)}: it must "
+            "return both"
+        )
+    image, target = returned
+    if target.dtype != given.dtype and (len(augmented.targets) > 1 or augmented.mix):
+        raise ConfigError(
+            f"augment.module: {_named(step)} mixes images, and another step does, too, or there are masks and the "
+            "like, which do not mix: leave it out"
+        )
+    targets = {**augmented.targets, LABEL: target}
+    return replace(augmented, image=image, targets=targets)
 
 
 def _drawn_partners(step: Any, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:

@@ -149,6 +149,20 @@ class Batch(Unlike, instead=_INSTEAD):
         """A copy with other values of some fields."""
         return replace(self, fields={**self.fields, **fields}, **changes)
 
+    def with_rows(self, rows: np.ndarray) -> Batch:
+        """A copy of some of its rows, which stays valid."""
+
+        def chosen(values: Any) -> Any:
+            if isinstance(values, list):
+                return [values[row] for row in rows]
+            return None if values is None else values[rows]
+
+        names = ("weight", "target_host", "index", "source")
+        fields = {name: chosen(values) for name, values in self.fields.items()}
+        return replace(
+            self, fields=fields, **{name: chosen(getattr(self, name)) for name in names}
+        )
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """A copy on another device, or itself. Libraries call it on whatever their loops get."""
         if self.weight.device == torch.device(device):

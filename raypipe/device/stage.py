@@ -203,5 +203,5 @@ def _line(ending: Ending, splits: str) -> str:
         return f"transform.{splits}: {ending.steps} ({ending.described}) is done on the device; uint8 travels"
     return (
         f"transform.{splits}: {ending.because}, so the CPU makes float32 images, four times the bytes of uint8: "
-        "with all such steps at the end of the pipeline the device does them"
+        "the device does such steps if they end the pipeline, and those before make uint8 RGB"
     )

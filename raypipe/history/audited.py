@@ -1,48 +1,89 @@
-"""Checks a run's record of hashes: its trees, and micro-batches that are made again.
+"""Checks a run's record of hashes, and micro-batches that are made again.
 
-    record.check_tree()            lines that are missing or recorded twice, and roots that do not fit the hashes
-    record.compare(positions)      hashes of micro-batches, made again in this process, with the recorded ones
+    record.check_record()    lines that are missing, foreign or recorded twice; roots and settings that do not fit
+    record.compare(places)   hashes of micro-batches, made again in this process, with the recorded ones
 
-Each check adds findings, which say what is wrong and, as far as it can be told, who changed: the record after the
-run, the batch that the model got, or the store.
+Each check adds findings: what is wrong, and where.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.history.differences import Difference, RemadeBatches, recorded_with
-from raypipe.history.epoch_checks import (
-    EpochSummary,
-    check_lines,
-    check_roots,
-    summary_of,
-)
-from raypipe.history.findings import Finding, Kind, some_named
-from raypipe.history.recorded import RecordedRun
+from raypipe.history.recorded import RecordedRun, Start
 from raypipe.history.recorded_stream import RecordedStream
 from raypipe.history.step_maker import StepMaker
-from raypipe.metrics.records import read_records
-from raypipe.plan.places import MicroBatchId
+from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.schedule import Plan
 from raypipe.storage.filesystem import as_uri, open_filesystem
-from raypipe.stores.base import Store
-from raypipe.streaming.record import merkle
+from raypipe.stores.base import name_of
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.record.digest_log import (
     DIGESTS,
     EpochRecord,
     Hashes,
+    RecordedStart,
     cpu_kind,
+    num_of_epoch,
+    order_of,
     read_epoch,
+    recorded_counts,
     recorded_epochs,
+    steps_of_epoch,
 )
-from raypipe.streaming.record.hashes import finished_hash, stream_hash
+from raypipe.streaming.record.opened import sealed
 
-_MAX_EMPTY = 100  # epochs without a file that are looked at one by one
+_NUM_NAMED = 3  # micro-batches or samples that a finding names, at most
+_MAX_MISSING = 100_000  # micro-batches of an epoch, and epochs, that are looked for
+
+Kind = Literal["missing", "foreign", "twice", "root", "batch", "finished", "store"]
+
+
+class Finding(NamedTuple):
+    """Something wrong with a run or its record.
+
+    Attributes:
+        kind: missing (lines, files or hashes that were recorded are gone, or could not be written), foreign (lines
+            of micro-batches that the run does not have, or of settings that its starts do not have), twice (two
+            hashes for one micro-batch), root (it is not the one of the hashes), batch (a micro-batch has another
+            hash when it is made again), finished (the device stage makes other tensors), store (it has other
+            contents, or cannot be opened).
+        text: a sentence for people.
+        epoch: the epoch; None = it is about the whole run.
+        micro_batch: name of the micro-batch; empty = it is about several.
+    """
+
+    kind: Kind
+    text: str
+    epoch: int | None = None
+    micro_batch: str = ""
+
+
+@dataclass
+class EpochSummary:
+    """An epoch of a record.
+
+    Attributes:
+        micro_batches: number of recorded micro-batches.
+        is_complete: whether these are all of the epoch.
+        root: hash over them and their hashes.
+        fits: whether the recorded root is that one; None = none was recorded.
+    """
+
+    micro_batches: int
+    is_complete: bool
+    root: str
+    fits: bool | None
 
 
 @dataclass
@@ -52,7 +93,7 @@ class AuditedRecord:
     Attributes:
         run: the run.
         findings: all findings, in the order of the checks.
-        epochs: the epochs that `check_tree` has read.
+        epochs: the epochs that `check_record` has read.
         num_compared: micro-batches that were made again and compared.
         num_finished: those of them whose finished tensors were compared, too.
         uncompared: why finished tensors were not compared; empty = they were, or none were recorded.
@@ -68,11 +109,11 @@ class AuditedRecord:
     def __post_init__(self) -> None:
         filesystem, path = open_filesystem(as_uri(self.run.address))
         self._folder = filesystem, f"{path}/{DIGESTS}"
-        self._fingerprint = self.run.stream.record["plan"]
+        self._plan = self.run.stream.record["plan"]
         self._makers: dict[int, StepMaker] = {}
-        self._foreign: dict[int, list[MicroBatchId]] = {}
-        self._files = recorded_epochs(self._folder)
-        if not self._files:
+        self._starts: dict[str, list[Start]] = {}
+        self._read = -1, EpochRecord()
+        if not recorded_epochs(self._folder):
             raise ConfigError(
                 f"{self.run.address} has no hashes: a run records them with train.log_digest=true, your own loop "
                 "with raypipe.loader(…, log_digest=True)"
@@ -85,56 +126,92 @@ class AuditedRecord:
 
     @property
     def root(self) -> str:
-        """Root over those of all epochs, hexadecimal."""
-        leaves = [
-            f"epoch {number} {epoch.root}".encode()
-            for number, epoch in self.epochs.items()
+        """Hash over the roots of all epochs, hexadecimal."""
+        lines = [
+            f"epoch {number} {epoch.root}\n" for number, epoch in self.epochs.items()
         ]
-        return merkle.root(leaves).hex()
+        return hashlib.blake2b("".join(lines).encode(), digest_size=32).hexdigest()
 
-    def epoch_record(self, epoch: int) -> EpochRecord:
-        """Read the record of an epoch, of the micro-batches that the run's plan has."""
-        record = read_epoch(self._folder, epoch, self._fingerprint)
-        foreign = [
-            position for position in record.hashes if not self.run.has_place(position)
-        ]
-        for position in foreign:
-            del record.hashes[position]
-        self._foreign[epoch] = foreign
-        return record
+    def places(self) -> list[MicroBatchId]:
+        """Return all places of the record, in the plan's order."""
+        return [place for epoch in self.epochs for place in self._places_of(epoch)]
 
-    # The trees
+    def choose(self, num: int, seed: int) -> list[MicroBatchId]:
+        """Return random places of the record; all of them if it has no more."""
+        total = self.num_recorded
+        chosen = set(random.Random(seed).sample(range(total), min(num, total)))
+        before = 0
+        places = list[MicroBatchId]()
+        for epoch, summary in self.epochs.items():
+            numbers = range(before, before + summary.micro_batches)
+            if chosen.intersection(numbers):
+                of_epoch = zip(numbers, self._places_of(epoch), strict=True)
+                places += [place for number, place in of_epoch if number in chosen]
+            before = numbers.stop
+        return places
 
-    def check_tree(self) -> None:
-        """Check that no line is missing, that hashes agree, and that the roots are those of the hashes."""
-        begin_epoch, begin_step = self._begin()
-        reached = self._reached()
-        steps_per_epoch = self.run.plan.steps_per_epoch
-        num_epochs = self.run.plan.config.epochs
-        beyond = [epoch for epoch in self._files if epoch >= num_epochs]
-        if beyond:
-            text = f"{DIGESTS}/ has files of epoch {beyond[0]}, and the run has the epochs 0 to {num_epochs - 1}"
-            self.find("foreign", text)
-        files = [epoch for epoch in self._files if epoch < num_epochs]
-        last = min(max([*files, (reached - 1) // steps_per_epoch]), num_epochs - 1)
-        if not any(self.epoch_record(epoch).hashes for epoch in self._files):
-            text = f"no line in {DIGESTS}/ is of the run's plan {self._fingerprint}: other settings made them"
+    def _places_of(self, epoch: int) -> list[MicroBatchId]:
+        return sorted(self._epoch(epoch).hashes, key=order_of)
+
+    def _epoch(self, epoch: int) -> EpochRecord:
+        """Read the record of an epoch, without lines that the run does not have."""
+        if self._read[0] != epoch:
+            record = read_epoch(self._folder, epoch, self._plan)
+            for place in self._foreign(record):
+                del record.hashes[place]
+            self._read = epoch, record
+        return self._read[1]
+
+    # The record by itself
+
+    def check_record(self) -> None:
+        """Check that no line is missing, that hashes agree, and that roots and settings are those of the run."""
+        files = recorded_epochs(self._folder)
+        counts = recorded_counts(self._folder)
+        self._check_ranks(counts)
+        epochs = sorted({*files, *(epoch for of in counts.values() for epoch in of)})
+        self._check_gaps(epochs)
+        ranks = range(self.run.starts[-1].workers)
+        reached = min(max(counts.get(rank, {}), default=0) for rank in ranks)
+        has_lines = False
+        for epoch in epochs:
+            record = read_epoch(self._folder, epoch, self._plan)
+            for rank, num in sorted(
+                (rank, of.get(epoch, 0)) for rank, of in counts.items()
+            ):
+                found = record.num_lines.get(rank, 0)
+                if found < num:
+                    text = (
+                        f"epoch {epoch}: rank {rank} has written {num} lines, and {found} are there: lines were "
+                        "removed, or lost with their machine"
+                    )
+                    self.find("missing", text, epoch)
+            has_lines = has_lines or bool(record.hashes)
+            self._check_epoch(epoch, record, epoch >= reached)
+        if not has_lines:
+            text = f"no line in {DIGESTS}/ is of the run's plan {self._plan}: other settings made them"
             self.find("store", text)
-            return
-        num_empty = 0
-        for epoch in range(begin_epoch, last + 1):
-            num_empty += epoch not in self._files
-            if num_empty > _MAX_EMPTY:
-                text = f"epochs {epoch} to {last}: they were not looked at, since so many before have no line"
-                self.find("missing", text)
-                return
-            record = self.epoch_record(epoch)
-            begin = begin_step if epoch == begin_epoch else 0
-            end = None
-            if not record.roots and (epoch == last or record.was_left):
-                end = 0 if record.was_left else reached - epoch * steps_per_epoch
-            self._check_epoch(epoch, record, begin, end)
 
+    def _check_ranks(self, counts: dict[int, dict[int, int]]) -> None:
+        """Find ranks that have trained, and have no count of their lines."""
+        workers = [start.workers for start in self.run.starts if start.has_trained]
+        for rank in range(max(workers, default=1)):
+            if rank not in counts:
+                text = f"rank {rank} has no {DIGESTS}/rank-{rank:04d}.json, which counts its lines"
+                self.find("missing", text)
+
+    def _check_gaps(self, epochs: Sequence[int]) -> None:
+        """Find epochs without a line before others that have some."""
+        gaps = [
+            epoch
+            for epoch in range(self._begin[0], min(epochs[-1], _MAX_MISSING))
+            if epoch not in epochs and num_of_epoch(self.run.plan, epoch)
+        ]
+        if gaps:
+            text = f"epoch {gaps[0]} has no line, nor do {len(gaps) - 1} others"
+            self.find("missing", text, gaps[0])
+
+    @functools.cached_property
     def _begin(self) -> tuple[int, int]:
         """The epoch and the step in it at which the run has begun."""
         start = min(
@@ -145,144 +222,256 @@ class AuditedRecord:
             return epoch - 1, self.run.plan.steps_per_epoch
         return epoch, step
 
-    def _reached(self) -> int:
-        """The steps that the run has done, by rank 0's record of its training."""
-        records = read_records(as_uri(self.run.address))
-        steps = (record["step"] for record in records if record.get("kind") == "train")
-        return max(map(int, steps), default=0)
+    def _check_epoch(self, epoch: int, record: EpochRecord, is_last: bool) -> None:
+        """Check an epoch's record by itself; all ranks have gone on behind one that is not the last."""
+        unknown = [start for start in record.starts if not self._starts_of(start)]
+        for start in unknown[:1]:
+            text = (
+                f"epoch {epoch}: rank {start.rank} has recorded lines with settings that none of the run's starts "
+                "has: its record was changed"
+            )
+            self.find("foreign", text, epoch)
+        if foreign := self._foreign(record):
+            self._find_places("foreign", foreign, "not of the run's plan")
+        for place in foreign:
+            del record.hashes[place]
+        self._read = epoch, record
+        twice = [
+            place
+            for place, starts in record.twice.items()
+            if not self._may_differ(starts)
+        ]
+        if twice:
+            self._find_places("twice", twice, "recorded twice with different hashes")
+        unfinished = [
+            place
+            for place, hashes in record.hashes.items()
+            if hashes.start.facts["device"] == "cpu" and not hashes.finished
+        ]
+        if unfinished:
+            self._find_places(
+                "missing", unfinished, "without the hash of the finished tensors"
+            )
+        if all(start.facts["plan"] != self._plan for start in record.starts):
+            return
+        plan = self._plan_of(epoch, record)
+        is_whole = bool(record.roots) or not (is_last or record.was_left)
+        missing = list(
+            itertools.islice(self._missing(plan, epoch, record, is_whole), _MAX_MISSING)
+        )
+        if missing:
+            self._find_places("missing", missing, "missing in the record")
+        self._summarize(epoch, record, plan)
 
-    def _check_epoch(
-        self, epoch: int, record: EpochRecord, begin: int, end: int | None
-    ) -> None:
-        """Check an epoch's record by itself; see `check_lines`."""
-        plan = self.run.plan
-        foreign = self._foreign[epoch]
-        if foreign:
-            text = f"epoch {epoch}: {some_named(foreign)} recorded that the run's plan does not have"
-            self.find("foreign", text, epoch, foreign)
-        self.findings += check_lines(plan, epoch, record, begin, end)
-        summary = summary_of(plan, epoch, record)
-        self.epochs[epoch] = summary
-        self.findings += check_roots(epoch, record, summary)
+    def _summarize(self, epoch: int, record: EpochRecord, plan: Plan) -> None:
+        """Compare an epoch's roots with the one of its hashes."""
+        computed = record.computed_root()
+        fits = record.roots == [computed] if record.roots else None
+        if record.twice and not fits:
+            # Once a changed transform has made a part again, an earlier root is of hashes that no longer count.
+            fits = True if computed in record.roots else None
+        if fits is False:
+            text = f"epoch {epoch}: the recorded root is not the one of the recorded hashes"
+            self.find("root", text, epoch)
+        is_complete = computed[0] == num_of_epoch(plan, epoch)
+        self.epochs[epoch] = EpochSummary(*computed[:1], is_complete, computed[1], fits)
+
+    def _missing(
+        self, plan: Plan, epoch: int, record: EpochRecord, is_whole: bool
+    ) -> Iterator[MicroBatchId]:
+        """Yield the places without a line: of the whole epoch, or before others of their number in a step."""
+        recorded = defaultdict[tuple[str, int], set[int]](set)
+        for place in record.hashes:
+            recorded[place.split, place.micro].add(place.step)
+        training = plan.training_of(epoch)
+        for split, steps in steps_of_epoch(plan, epoch).items():
+            first = 0
+            if split == "train" and epoch == self._begin[0]:
+                first = self._begin[1]
+            for micro in range(plan.config.per_step):
+                of_micro = recorded[split, micro]
+                end = steps.stop if is_whole else max(of_micro, default=-1) + 1
+                for step in range(first, end):
+                    is_skipped = split == "train" and training.skipped.has(step)
+                    if step not in of_micro and not is_skipped:
+                        yield MicroBatchId(split, epoch, step, micro)
+
+    def _foreign(self, record: EpochRecord) -> list[MicroBatchId]:
+        """The places that no start of the run had when they were recorded."""
+        return [
+            place
+            for place, hashes in record.hashes.items()
+            if not any(
+                self.run.has_place(place, start)
+                for start in self._starts_of(hashes.start)
+            )
+        ]
+
+    def _plan_of(self, epoch: int, record: EpochRecord) -> Plan:
+        """The plan of the newest start that has recorded an epoch; of several, one with as few micro-batches."""
+        newest = max(record.starts, key=lambda start: start.time)
+        plans = [start.stream.plan for start in self._starts_of(newest)]
+        return min(plans or [self.run.plan], key=lambda plan: num_of_epoch(plan, epoch))
+
+    def _starts_of(self, recorded: RecordedStart) -> list[Start]:
+        """The starts of the run that have the settings of a recorded one, the newest first."""
+        key = f"{recorded.seal} {recorded.facts}"
+        if key not in self._starts:
+            self._starts[key] = [
+                start for start in reversed(self.run.starts) if _fits(start, recorded)
+            ]
+        return self._starts[key]
+
+    def _may_differ(self, starts: Sequence[RecordedStart]) -> bool:
+        """Return whether starts may have made a micro-batch differently: settings, code or versions changed."""
+        of_run = [start for each in starts for start in self._starts_of(each)]
+        has_changed = any(start.described != of_run[0].described for start in of_run)
+        facts = [(start.facts["device"], start.facts["cpu"]) for start in starts]
+        is_elsewhere = any(fact != facts[0] for fact in facts)
+        return len({start.time for start in starts}) > 1 and (
+            has_changed or is_elsewhere
+        )
 
     # Micro-batches that are made again
 
-    def choose(self, num: int, seed: int) -> list[MicroBatchId]:
-        """Return random positions of the record; all of them if it has no more."""
-        total = self.num_recorded
-        chosen = sorted(random.Random(seed).sample(range(total), min(num, total)))
-        positions = list[MicroBatchId]()
-        before = 0
-        for epoch, summary in self.epochs.items():
-            end = before + summary.micro_batches
-            numbers = [number - before for number in chosen if before <= number < end]
-            if numbers:
-                of_epoch = [
-                    position for position, _ in self.epoch_record(epoch).leaves()
-                ]
-                positions += [of_epoch[number] for number in numbers]
-            before = end
-        return positions
-
-    def places(self) -> list[MicroBatchId]:
-        """Return all positions of the record, in the plan's order."""
-        return [
-            position
-            for epoch in self.epochs
-            for position, _ in self.epoch_record(epoch).leaves()
-        ]
-
     def compare(
         self,
-        positions: Sequence[MicroBatchId],
+        places: Sequence[MicroBatchId],
         on_compared: Callable[[], None] = lambda: None,
     ) -> None:
         """Make micro-batches again, and compare their hashes with the recorded ones.
 
         Args:
+            places: in the order of their epochs.
             on_compared: called after each.
         """
-        if not self._can_make(positions):
-            return
-        numbers = sorted({position.epoch for position in positions})
-        records = {epoch: self.epoch_record(epoch) for epoch in numbers}
-        compared = RemadeBatches(self._store_of, self.epochs, records, [], [])
-        for position in positions:
-            record = records[position.epoch]
-            result = self._compare_one(position, record.hashes[position], record)
-            if isinstance(result, Difference):
-                compared.different.append(result)
-            elif result is not None:
-                compared.equal.append((position, result))
+        different: dict[MicroBatchId, np.ndarray] = {}
+        equal: dict[MicroBatchId, np.ndarray] = {}
+        can_make: dict[int, bool] = {}
+        for place in places:
+            hashes = self._epoch(place.epoch).hashes[place]
             on_compared()
-        if compared.different:
-            every = (self.epoch_record(epoch) for epoch in self.epochs)
-            recorded_at = recorded_with(compared.hashes, every)
-            self.findings += compared.explained(recorded_at)
-        self.findings += compared.changed_roots()
+            stream = self._starts_of(hashes.start)[0].stream
+            if id(stream) not in can_make:
+                can_make[id(stream)] = self._can_make(stream)
+            if not can_make[id(stream)]:
+                continue
+            try:
+                self._compare_one(place, hashes, stream, different, equal)
+            except RaypipeError as error:
+                text = f"{place} cannot be made again: {error}"
+                self.find("batch", text, place.epoch, place)
+        splits: tuple[Split, Split] = ("train", "val")
+        for split in splits:
+            self._find_samples(
+                {
+                    place: found
+                    for place, found in different.items()
+                    if place.split == split
+                },
+                [found for place, found in equal.items() if place.split == split],
+            )
 
-    def _store_of(self, position: MicroBatchId) -> Store:
-        return self.run.stream_of(position).spec.stores[position.split]
-
-    def _can_make(self, positions: Sequence[MicroBatchId]) -> bool:
+    def _can_make(self, stream: RecordedStream) -> bool:
         """Find stores that have changed; return whether micro-batches of the same order can still be made."""
-        can_make = True
-        streams = {id(stream): stream for stream in map(self.run.stream_of, positions)}
-        for stream in streams.values():
-            if stream.lacks:
-                self.find("store", stream.lacks)
-            if not stream.is_open or stream.plan is not stream.spec.plan:
-                can_make = False
-        return can_make
+        if stream.lacks:
+            self.find("store", stream.lacks)
+        return stream.is_open and stream.plan is stream.spec.plan
 
     def _compare_one(
-        self, position: MicroBatchId, recorded: Hashes, record: EpochRecord
-    ) -> Difference | np.ndarray | None:
-        """Return the difference, or the samples of an equal micro-batch; None if it cannot be made."""
-        stream = self.run.stream_of(position)
+        self,
+        place: MicroBatchId,
+        recorded: Hashes,
+        stream: RecordedStream,
+        different: dict[MicroBatchId, np.ndarray],
+        equal: dict[MicroBatchId, np.ndarray],
+    ) -> None:
         if id(stream) not in self._makers:
             self._makers[id(stream)] = StepMaker(stream)
         maker = self._makers[id(stream)]
-        try:
-            host = maker.on_cpu(position)
-        except RaypipeError as error:
-            text = f"{position} cannot be made again: {error}"
-            self.find("batch", text, position.epoch, [position])
-            return None
+        host = maker.on_cpu(place)
         self.num_compared += 1
-        remade = stream_hash(host).hex()
+        remade = batch_hash(host).hex()
         if remade != recorded.stream:
-            return Difference(position, recorded.stream, remade, host.index.copy())
-        if recorded.finished and self._can_finish(stream, record):
+            text = (
+                f"{place} has the hash {remade} when it is made again, and {recorded.stream} is recorded: the "
+                "model got other data, or the record or a sample has changed"
+            )
+            self.find("batch", text, place.epoch, place)
+            different[place] = host.index.copy()
+            return
+        equal[place] = host.index.copy()
+        if recorded.finished and self._can_finish(stream, recorded.start):
             self.num_finished += 1
-            arrived = maker.arrive(host)
-            finished = finished_hash(arrived, maker.finish(arrived)).hex()
+            finished = batch_hash(maker.finish(maker.arrive(host))).hex()
             if finished != recorded.finished:
                 text = (
-                    f"{position} came from the CPU transform as it was recorded, and the device stage made other "
-                    "tensors of it: its augmentation, or this part of the record, was another one"
+                    f"{place} came from the CPU transform as it was recorded, and the device stage makes other "
+                    f"tensors of it: they have the hash {finished}, and {recorded.finished} is recorded"
                 )
-                self.find("finished", text, position.epoch, [position])
-        return host.index.copy()
+                self.find("finished", text, place.epoch, place)
 
-    def _can_finish(self, stream: RecordedStream, record: EpochRecord) -> bool:
+    def _can_finish(self, stream: RecordedStream, start: RecordedStart) -> bool:
         """Return whether the device stage can be compared: torch may round differently elsewhere."""
-        kinds = {str(start.get("cpu")) for start in record.starts}
-        if kinds != {cpu_kind()}:
+        if start.facts["cpu"] != cpu_kind():
             self.uncompared = (
-                f"recorded on {', '.join(sorted(kinds))}, and this is {cpu_kind()}"
+                f"recorded on {start.facts['cpu']}, and this is {cpu_kind()}"
             )
         elif stream.differences:
             self.uncompared = stream.differences[0]
-        return not self.uncompared
+        else:
+            return True
+        return False
+
+    def _find_samples(
+        self, different: dict[MicroBatchId, np.ndarray], equal: list[np.ndarray]
+    ) -> None:
+        """Find the samples that all differing micro-batches have, and no equal one."""
+        if not different:
+            return
+        common = set.intersection(
+            *(set(found.tolist()) for found in different.values())
+        )
+        suspects = sorted(
+            common.difference({PADDING}, *(found.tolist() for found in equal))
+        )
+        if not suspects:
+            return
+        place = next(iter(different))
+        recorded = self._epoch(place.epoch).hashes[place].start
+        store = self._starts_of(recorded)[0].stream.spec.stores[place.split]
+        named = [
+            f"{index} ({name_of(store, index)})" for index in suspects[:_NUM_NAMED]
+        ]
+        text = (
+            f"sample {', '.join(named)} of {store.address}: in all {len(different)} micro-batches of "
+            f"{place.split} that differ, and in none of the {len(equal)} that are equal; suspects: {len(suspects)}"
+        )
+        self.find("store", text)
+
+    def _find_places(
+        self, kind: Kind, places: Sequence[MicroBatchId], what: str
+    ) -> None:
+        """Add a finding about places of an epoch."""
+        names = ", ".join(map(str, places[:_NUM_NAMED]))
+        if len(places) > _NUM_NAMED:
+            names += f" and {len(places) - _NUM_NAMED} more"
+        epoch = places[0].epoch
+        place = places[0] if len(places) == 1 else None
+        self.find(kind, f"epoch {epoch}: {names}: {what}", epoch, place)
 
     def find(
         self,
         kind: Kind,
         text: str,
         epoch: int | None = None,
-        positions: Sequence[MicroBatchId] = (),
+        place: MicroBatchId | None = None,
     ) -> None:
         """Add a finding."""
-        name = str(positions[0]) if len(positions) == 1 else ""
-        self.findings.append(Finding(kind, text, epoch, name))
+        self.findings.append(Finding(kind, text, epoch, str(place) if place else ""))
+
+
+def _fits(start: Start, recorded: RecordedStart) -> bool:
+    """Return whether a rank has begun with the settings of a start."""
+    is_same = recorded.facts.get("workers") == start.workers
+    return is_same and sealed(start.described, recorded.facts) == recorded.seal

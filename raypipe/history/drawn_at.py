@@ -1,4 +1,4 @@
-"""Where a run draws a sample, by the inverse of its order, and how much of that has happened."""
+"""Where a run draws samples, and how much of that has happened."""
 
 from __future__ import annotations
 
@@ -127,8 +127,7 @@ class History:
     def of(self, sample: int | str, split: Split = "train") -> SampleHistory:
         """Find the draws of a sample.
 
-        Each epoch costs O(1), or as much as `raypipe.plan.samplers` says; a user's sampler is searched through. A
-        name is looked for among all names of the store.
+        All draws of the run are made to find them. A name is looked for among all names of the store.
 
         Args:
             sample: its index, or the store's name for it, or the end of the name from a "/" or a blank on.
@@ -137,37 +136,58 @@ class History:
         Raises:
             ConfigError: there is no such sample, or there are several of the name.
         """
+        store = self._store(split)
+        index = sample if isinstance(sample, int) else index_of(store, sample)
+        return self._of_indices([index], split)[0]
+
+    def bad(self) -> list[SampleHistory]:
+        """Find the draws of all samples that the run could not use, by its quarantine/."""
+        splits: tuple[Split, Split] = ("train", "val")
+        found = []
+        for split in splits:
+            indices = sorted(index for of, index in self._bad if of == split)
+            if indices:
+                found += self._of_indices(indices, split)
+        return found
+
+    def _store(self, split: Split) -> Store:
         store = self.run.spec.stores.get(split)
         if store is None:
             raise ConfigError(f"{self.run.address} has no validation store")
-        index = sample if isinstance(sample, int) else index_of(store, sample)
-        if not 0 <= index < len(store):
-            raise ConfigError(
-                f"{store.address} has the samples 0 to {len(store) - 1:,}, and no sample {index:,}"
-            )
+        return store
+
+    def _of_indices(self, indices: list[int], split: Split) -> list[SampleHistory]:
+        """The histories of several samples, in one pass over the run's draws."""
+        store = self._store(split)
+        for index in indices:
+            if not 0 <= index < len(store):
+                raise ConfigError(
+                    f"{store.address} has the samples 0 to {len(store) - 1:,}, and no sample {index:,}"
+                )
         num_epochs = self.run.plan.config.epochs
         if num_epochs > _MAX_EPOCHS:
             raise ConfigError(
                 f"{self.run.address} has {num_epochs:,} epochs, and draws are listed for {_MAX_EPOCHS:,} at most"
             )
-        bad = {draw.place: draw.record for draw in self._bad[split, index]}
-        draws = [
-            self._draw(place, bad.get(place.micro_batch))
-            for place in self.run.plan.places_of(index, split)
-        ]
-        draws += self._stand_ins(index, split)
-        draws.sort(key=lambda draw: (draw.epoch, draw.step, draw.micro, draw.row))
-        return SampleHistory(
-            index,
-            name_of(store, index),
-            split,
-            next((record.error for record in bad.values()), ""),
-            draws,
-        )
-
-    def bad(self) -> list[SampleHistory]:
-        """Find the draws of all samples that the run could not use, by its quarantine/."""
-        return [self.of(index, split) for split, index in sorted(self._bad)]
+        bad = {
+            (index, draw.place): draw.record
+            for index in indices
+            for draw in self._bad[split, index]
+        }
+        draws = {index: list(self._stand_ins(index, split)) for index in indices}
+        for index, place in self.run.plan.places_of_all(indices, split):
+            record = bad.get((index, place.micro_batch))
+            draws[index].append(self._draw(place, record))
+        histories = []
+        for index, of_index in draws.items():
+            of_index.sort(
+                key=lambda draw: (draw.epoch, draw.step, draw.micro, draw.row)
+            )
+            errors = [draw.record.error for draw in self._bad[split, index]]
+            name = name_of(store, index)
+            error = errors[0] if errors else ""
+            histories.append(SampleHistory(index, name, split, error, of_index))
+        return histories
 
     def _stand_ins(self, index: int, split: Split) -> Iterator[SampleDraw]:
         """The recorded draws of bad samples that this one has replaced."""

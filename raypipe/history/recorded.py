@@ -13,7 +13,6 @@ A run that was resumed has several starts. The one that holds for a step is the 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -26,15 +25,15 @@ from raypipe.history.record_checks import check_stream, damage_told, whole_numbe
 from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.metrics.records import RECORDS, read_records
 from raypipe.mistakes import choices
-from raypipe.plan.places import MicroBatchId, Split
+from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.storage.filesystem import as_uri, join_address, open_filesystem
 from raypipe.storage.lease import check_owner
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.record.digest_log import place_in
 from raypipe.streaming.spec import StreamSpec
 
 _GIVEN = {*signature(open_stream).parameters, "augment"} - {"pool", "quarantine"}
-_NAME = re.compile(r"(train|val)-e(\d{4,})-s(\d{6,})-m(\d{3,})")
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class Start:
         validates: whether it began with the validation of that step.
         stream: the stream as it was opened.
         settings: the settings of the stream by their whole names, plain values.
+        described: the record of the stream.
+        has_trained: whether the run has records of later steps.
     """
 
     step: int
@@ -54,6 +55,8 @@ class Start:
     validates: bool
     stream: RecordedStream
     settings: dict[str, Any]
+    described: dict[str, Any]
+    has_trained: bool
 
 
 def open_run(
@@ -63,8 +66,7 @@ def open_run(
 
     Args:
         run: folder or URI of a run, by `raypipe train` or your own loop.
-        trust_run_code: open the folder although another user owns it, and the pickles of objects in it; both run
-            code.
+        trust_run_code: open the folder although another user owns it, and run the code that it names.
         given: arguments of `raypipe.open_stream`, or `augment`, to use instead of those in the record: `train="…"`
             for a store that has moved, `train_transform=…` for an object that the folder does not hold.
 
@@ -76,13 +78,14 @@ def open_run(
         name = min(unknown)
         raise ConfigError(f"unknown argument {name!r}{choices(name, sorted(_GIVEN))}")
     run_uri = as_uri(str(run).rstrip("/"))
-    records = _start_records(run, run_uri)
+    records = _records_of(run, run_uri)
     check_owner(run_uri, trust_run_code)
     streams: dict[str, RecordedStream] = {}
     starts = []
+    last = max(record["step"] for record in records)
     for record in records:
         described = record.get("stream")
-        if described is None:
+        if record.get("kind") != "start" or described is None:
             continue
         with damage_told(join_address(run_uri, RECORDS)):
             check_stream(described)
@@ -99,13 +102,15 @@ def open_run(
                 bool(record.get("validates")),
                 streams[text],
                 dict(record.get("settings", {})),
+                described,
+                record["step"] < last,
             )
         starts.append(start)
     return RecordedRun(run_uri, starts)
 
 
-def _start_records(run: str | Path, run_uri: str) -> list[dict[str, Any]]:
-    """The records of a run's starts, the last of which says how its stream was opened.
+def _records_of(run: str | Path, run_uri: str) -> list[dict[str, Any]]:
+    """The records of a run, the last start of which says how its stream was opened.
 
     Raises:
         ConfigError: there are none.
@@ -113,20 +118,19 @@ def _start_records(run: str | Path, run_uri: str) -> list[dict[str, Any]]:
     kind = _kind_of(run_uri)
     records: list[dict[str, Any]] = []
     if kind == pyarrow.fs.FileType.Directory:
-        records = [
-            record for record in read_records(run_uri) if record.get("kind") == "start"
-        ]
+        records = read_records(run_uri)
         found = f"has no start in its {RECORDS}, so it has not begun to train, or it is not the folder of a run"
     elif kind == pyarrow.fs.FileType.File:
         found = "is a file, and not the folder of a run"
     else:
         found = "does not exist"
-    if not records:
+    starts = [record for record in records if record.get("kind") == "start"]
+    if not starts:
         raise ConfigError(
             f"{run} {found}: give the folder of a run, which it printed as run_dir, or which raypipe.loader got "
             "as run_dir"
         )
-    if "stream" not in records[-1]:
+    if "stream" not in starts[-1]:
         raise ConfigError(
             f"{run} does not say how its stream was opened: an older raypipe recorded it"
         )
@@ -272,9 +276,9 @@ class RecordedRun:
                 f"{step:,}"
             )
 
-    def has_place(self, place: MicroBatchId) -> bool:
-        """Return whether the run's plan has a micro-batch of a place."""
-        plan = self.plan
+    def has_place(self, place: MicroBatchId, start: Start | None = None) -> bool:
+        """Return whether the plan of a start, None = the newest, has a micro-batch of a place."""
+        plan = start.stream.plan if start else self.plan
         steps = plan.steps_per_epoch if place.split == "train" else plan.val_steps
         return (
             place.epoch < plan.config.epochs
@@ -321,10 +325,9 @@ def place_of(name: str) -> MicroBatchId:
     Raises:
         ConfigError: the text is not such a name.
     """
-    match = _NAME.fullmatch(name)
-    if match is None:
+    place = place_in(name)
+    if place is None:
         raise ConfigError(
             f"{name!r} does not name a micro-batch, as in train-e0000-s000012-m000"
         )
-    split: Split = "val" if match[1] == "val" else "train"
-    return MicroBatchId(split, int(match[2]), int(match[3]), int(match[4]))
+    return place

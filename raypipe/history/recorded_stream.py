@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +14,15 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.history.quarantined import BadRecord, read_bad_samples
 from raypipe.history.record_checks import damage_told
-from raypipe.importing import search_here
-from raypipe.packages import versions
+from raypipe.importing import check_named_code
+from raypipe.packages import user_code, versions
 from raypipe.plan.compose import StoreArrays
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
-from raypipe.storage.filesystem import is_folder, join_address
+from raypipe.storage.filesystem import check_named_addresses, is_folder, join_address
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.record.opened import code_digest, modules_in, parts_of, user_code
+from raypipe.streaming.record.opened import parts_of, rewritten, written_files
 from raypipe.streaming.record.recorded_values import restored
 from raypipe.streaming.spec import StreamSpec
 
@@ -61,7 +59,7 @@ class RecordedStream:
     Args:
         run_uri: the run's folder.
         record: from `raypipe.streaming.record.opened.stream_record`.
-        trusts: whether pickles may be opened.
+        trusts: whether code that it names may run.
         given: arguments that are used instead of the recorded ones.
 
     Attributes:
@@ -131,24 +129,12 @@ class RecordedStream:
         return self._restored_augment(self.record["augment"])
 
     def _check_code(self) -> None:
-        """Raise ConfigError if the run names code in its own folder, which nobody has trusted.
-
-        Whoever made the folder would run code on this machine. An import looks into the current folder, too.
-        """
-        if self._trusts or not self._run_uri.startswith("file://"):
-            return
-        folder = Path(self._run_uri.removeprefix("file://")).resolve()
+        """Raise ConfigError if the run names code or addresses that nobody has trusted."""
         entries = {**self.record["arguments"], "augment": self.record["augment"]}
-        for name in self._given:
-            entries.pop(name, None)
-        search_here()
-        for module in modules_in(entries):
-            for path in _paths_of(module.partition(".")[0]):
-                if path.resolve().is_relative_to(folder):
-                    raise ConfigError(
-                        f"the run names the code {module}, which is in its own folder ({path}): read it, then add "
-                        "--trust-run-code (trust_run_code=True)"
-                    )
+        named = {name: entries[name] for name in entries.keys() - self._given.keys()}
+        run = self._run_uri.removeprefix("file://")
+        check_named_code(named, run, self._trusts)
+        check_named_addresses(named, self._run_uri, self._trusts)
 
     def _restored_augment(self, entry: Any) -> AugmentConfig | None:
         self._check_code()
@@ -206,12 +192,16 @@ class RecordedStream:
         except RaypipeError as error:
             sentences.append(f"The stream cannot be opened: {error}{_end(str(error))}")
         else:
-            sentences += [f"{change}." for change in self._changed_stores(spec)]
-            if not sentences and spec.plan.order_fingerprint != self.record["plan"]:
+            changed = [f"{change}." for change in self._changed_stores(spec)]
+            sentences += changed
+            if not changed and spec.plan.order_fingerprint != self.record["plan"]:
                 sentences.append(
                     f"The plan has the fingerprint {spec.plan.order_fingerprint}, and the run's had "
                     f"{self.record['plan']}: the order or the settings of pixels differ."
                 )
+            if not changed:
+                now = written_files(spec.stores)
+                sentences += rewritten(self.record.get("written"), now)
         return sentences + self._changed_code() + self._changed_versions()
 
     def draws(self, place: MicroBatchId) -> MicroBatchDraws:
@@ -251,7 +241,9 @@ class RecordedStream:
         own = join_address(self._run_uri, "quarantine")
         if is_folder(own):
             return own
-        return str(self.record.get("quarantine", ""))
+        named = str(self.record.get("quarantine", ""))
+        check_named_addresses({"quarantine": named}, self._run_uri, self._trusts)
+        return named
 
     def bad_samples(self, place: MicroBatchId) -> dict[int, BadRecord]:
         """Return the recorded bad samples of a micro-batch by their indices."""
@@ -326,18 +318,12 @@ class RecordedStream:
         return changed
 
     def _changed_code(self) -> list[str]:
-        then = self.record["code"]
-        sentences = []
-        if then["raypipe"] != code_digest():
-            sentences.append(
-                "Raypipe's own code that makes pixels has changed since the run."
-            )
-        entries = {name: self.record[name] for name in ("arguments", "augment")}
-        now = user_code(entries)
-        for module, digest in then.items():
-            if module != "raypipe" and now.get(module, digest) != digest:
-                sentences.append(f"The file of {module} has changed since the run.")
-        return sentences
+        now = user_code()
+        return [
+            f"The file of {module} has changed since the run."
+            for module, digest in self.record["code"].items()
+            if now.get(module, digest) != digest
+        ]
 
     def _changed_versions(self) -> list[str]:
         now = versions()
@@ -346,18 +332,6 @@ class RecordedStream:
             for name, then in self.record["versions"].items()
             if name in now and now[name] != then
         ]
-
-
-def _paths_of(package: str) -> list[Path]:
-    """The files and folders that a package or a module of a name would be imported from, without importing it."""
-    try:
-        found = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return []
-    if found is None:
-        return []
-    places = [*(found.submodule_search_locations or ()), found.origin or ""]
-    return [Path(place) for place in places if place]
 
 
 def _end(text: str) -> str:

@@ -41,8 +41,7 @@ def replay(
 
     Args:
         run: folder or URI of a run, by `raypipe train` or your own loop.
-        trust_run_code: open the folder although another user owns it, and the pickles of objects in it; both run
-            code.
+        trust_run_code: open the folder although another user owns it, and run the code that it names.
         anyway: make pixels of stores whose contents have changed since the run.
         given: arguments of `raypipe.open_stream`, or `augment`, to use instead of those in the record: `train="…"`
             for a store that has moved, `train_transform=…` for an object that the folder does not hold.
@@ -127,9 +126,10 @@ class Replay:
 
         Returns:
             Rows with `step`, `micro`, `rank`, `row`; `index` and `name` in the store, `label`, `class`, `weight`,
-            `seed` (of the CPU transform), `drawn` and `augmented` (the numbers of the CPU transform and of the
-            augmentation on the device, in words), `mixed` (the partner and the share, in words), and `bad` (why
-            the drawn sample was replaced).
+            `seed` (of the CPU transform), `drawn` and `augmented` (the operations of the CPU transform and of the
+            augmentation on the device with their numbers, see `raypipe.history.sample_table`), `mixed` (`partner`,
+            its `sample`, the own target's `share` and CutMix's `box`; None = not mixed), and `bad` (why the drawn
+            sample was replaced).
 
         Raises:
             ConfigError: the run has no such step, rank or number; or the order cannot be told.

@@ -1,28 +1,40 @@
-"""Samples of a micro-batch as rows: their place in the store, the numbers drawn for them, and their partners."""
+"""Samples of a micro-batch as rows: their place in the store, the numbers drawn for them, and their partners.
+
+An operation that was applied to an image is an entry {"op": name, …} with its numbers:
+
+CPU           "numbers", integers in the units of `raypipe.kernel.ops`; resizes and pads are left out
+preset        the fields of `raypipe.device.fused.FusedParams`
+Kornia        the parameters that its modules keep, once the micro-batch was made again
+
+With several images of a sample, "view" names the one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
+from raypipe.device.augment import DeviceAugment, preset_params, view_seed
 from raypipe.device.mixing import draw_mix, partner_rows
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
-from raypipe.history.device_words import (
-    draws_by_kornia,
-    kornia_words,
-    preset_words,
-    view_words,
-)
 from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.history.step_maker import StepMaker
-from raypipe.history.words import drawn_words
+from raypipe.kernel import Op
 from raypipe.plan.order import Domain
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.base import Store, name_of
 from raypipe.transform.samples import NO_LABEL, Samples, read_samples
 from raypipe.transform.views import makes_views
+
+_ALIKE = (Op.RESIZE, Op.PAD)
+_MOST_NUMBERS = 64  # a parameter of Kornia's with more is left out
+
+Operations = list[dict[str, Any]]
+"""The operations that were applied to an image, see above."""
 
 
 class SampleTable:
@@ -86,57 +98,60 @@ class SampleTable:
             labels = _labels(store, draws.indices)
         return labels, names, store.classes
 
-    def _drawn(self, draws: MicroBatchDraws) -> list[list[str]]:
-        """The numbers that programs drew, in words."""
-        words: list[list[str]] = [[] for _ in draws.indices]
+    def _drawn(self, draws: MicroBatchDraws) -> list[Operations]:
+        """The operations of programs."""
+        found: list[Operations] = [[] for _ in draws.indices]
         if self._maker is None:
-            return words
+            return found
         maker = self._maker.maker
         place = draws.place
         sample_maker = maker.sample_makers.get(place, maker.plan.draw(place))
         if all(transform.program is None for _, transform in sample_maker.transforms):
-            return words
+            return found
         sample_maker.weaken(maker.sample_makers.strength(place))
         samples: Samples = maker.read_store(place, draws.indices)
-        several = len(sample_maker.transforms) > 1
         for field, program, params, is_known in sample_maker.drawn(samples, draws.keys):
+            view = field.partition(".")[2]
             for row in np.flatnonzero(is_known & (draws.weights > 0)).tolist():
-                phrases = drawn_words(program, params[row])
-                if several:
-                    phrases = [f"{field.partition('.')[2]}: {', '.join(phrases)}"]
-                words[row] += phrases
-        return words
+                found[row] += [
+                    {"op": op.name.lower(), **_of_view(view), "numbers": numbers}
+                    for _, op, numbers in program.applied(params[row])
+                    if op not in _ALIKE
+                ]
+        return found
 
-    def _augmented(self, draws: MicroBatchDraws) -> list[list[str]]:
-        """The numbers that the augmentation on the device drew, in words."""
-        nothing: list[list[str]] = [[] for _ in draws.indices]
+    def _augmented(self, draws: MicroBatchDraws) -> list[Operations]:
+        """The operations of the augmentation on the device."""
+        found: list[Operations] = [[] for _ in draws.indices]
         maker = self._maker
         if maker is None or maker.device is None or draws.place.split != "train":
-            return nothing
+            return found
         augment = maker.device
         place = draws.place
         strength = maker.strength_at(place)
-        if makes_views(maker.spec.transforms["train"]):
-            if augment.preset is None:
-                return nothing
-            return view_words(augment, maker.arrive(maker.on_cpu(place)), strength)
-        words = nothing
+        has_views = makes_views(maker.spec.transforms["train"])
         if augment.preset is not None:
-            height, width = self._size_of_host(place)
-            seed = maker.spec.plan.micro_batch_seed(place)
-            shape = (len(draws.indices), height, width)
-            words = preset_words(augment, seed, shape, strength)
-        if draws_by_kornia(augment):
+            if has_views:
+                images = list(_crops(maker.arrive(maker.on_cpu(place))))
+            else:
+                size = (len(draws.indices), *self._size_of_host(place))
+                images = [("", maker.spec.plan.micro_batch_seed(place), size)]
+            for view, seed, shape in images:
+                params = preset_params(augment.preset, seed, shape, strength)
+                for row, operations in enumerate(found):
+                    numbers = {
+                        name: values[row].tolist()
+                        for name, values in vars(params).items()
+                    }
+                    operations.append({"op": "preset", **_of_view(view), **numbers})
+        if not has_views and _draws_by_kornia(augment):
             self._finish(place)
-            of_kornia = kornia_words(augment, len(draws.indices))
-            words = [
-                phrases + others
-                for phrases, others in zip(words, of_kornia, strict=True)
-            ]
-        is_sample = draws.indices != PADDING
+            for row, operations in enumerate(found):
+                operations += _of_kornia(augment, row)
+        is_sample = (draws.indices != PADDING).tolist()
         return [
-            phrases if shows else []
-            for phrases, shows in zip(words, is_sample.tolist(), strict=True)
+            operations if shows else []
+            for operations, shows in zip(found, is_sample, strict=True)
         ]
 
     def _finish(self, place: MicroBatchId) -> Batch:
@@ -146,9 +161,9 @@ class SampleTable:
             self._finished = self._maker.batch(place)
         return self._finished
 
-    def _mixed(self, draws: MicroBatchDraws) -> list[str]:
-        """The partner of each row, and the share of the row's target, where the settings mix."""
-        nothing = [""] * len(draws.indices)
+    def _mixed(self, draws: MicroBatchDraws) -> list[dict[str, Any] | None]:
+        """The partner of each row, the share of the row's own target, and CutMix's box, where the settings mix."""
+        nothing: list[dict[str, Any] | None] = [None] * len(draws.indices)
         augment = self._maker.augment if self._maker else None
         if (
             augment is None
@@ -166,18 +181,16 @@ class SampleTable:
             return nothing
         share, box = mixing
         partners = partner_rows(draws.indices >= 0).tolist()
-        phrases = []
+        rows = list[dict[str, Any] | None]()
         for row, partner in enumerate(partners):
-            other = f"row {partner} (sample {draws.indices[partner]})"
-            if partner == row:
-                phrases.append("")
-            elif box is None:
-                phrases.append(f"MixUp: {share:.2f}, and {1 - share:.2f} of {other}")
-            else:
-                top, bottom, left, right = box
-                where = f"{bottom - top} x {right - left} at ({top}, {left})"
-                phrases.append(f"CutMix: {share:.2f}, and a box of {where} of {other}")
-        return phrases
+            mix = {
+                "partner": partner,
+                "sample": int(draws.indices[partner]),
+                "share": float(share),
+                "box": box,
+            }
+            rows.append(None if partner == row else mix)
+        return rows
 
     def _size(self, place: MicroBatchId) -> tuple[int, int]:
         """The (height, width) of the images that are mixed."""
@@ -211,3 +224,72 @@ def _labels(store: Store, indices: np.ndarray) -> list[int | None]:
         if label != NO_LABEL:
             labels[row] = label
     return labels
+
+
+def _of_view(view: str) -> dict[str, str]:
+    return {"view": view} if view else {}
+
+
+def _crops(arrived: Batch) -> Iterator[tuple[str, int, tuple[int, int, int]]]:
+    """The crops of a batch with views: name, seed and (B, H, W) of each."""
+    for name, view in arrived.views.items():
+        num_crops = 1 if view.ndim == 4 else view.shape[1]
+        for number in range(num_crops):
+            title = name if view.ndim == 4 else f"{name} {number}"
+            shape = (view.shape[0], view.shape[-2], view.shape[-1])
+            yield title, view_seed(name, number, arrived.seed), shape
+
+
+def _draws_by_kornia(augment: DeviceAugment) -> bool:
+    return bool(augment.operations) or isinstance(
+        augment.config.module, torch.nn.Module
+    )
+
+
+def _of_kornia(augment: DeviceAugment, row: int) -> Iterator[dict[str, Any]]:
+    """The operations that Kornia's modules applied to a row of the micro-batch that was augmented last."""
+    for operation in augment.operations:
+        if operation.chosen is None or operation.chosen[row]:
+            yield from _of_params(operation.op, operation.module._params, row)
+    for name, drawn in _kept_params(augment.config.module):
+        yield from _of_params(name, drawn, row)
+
+
+def _kept_params(module: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters that Kornia's operations in a module keep, by their names, in order."""
+    drawn = getattr(module, "_params", None)
+    if drawn and type(module).__module__.startswith("kornia."):
+        # those of a container name the ones of its children
+        yield type(module).__name__, drawn
+    elif isinstance(module, torch.nn.Module):
+        for child in module.children():
+            yield from _kept_params(child)
+
+
+def _of_params(name: str, drawn: Any, row: int) -> Iterator[dict[str, Any]]:
+    """The entry of an operation that was applied to a row, or those of a policy's operations."""
+    if isinstance(drawn, list):
+        for chosen in drawn:
+            # a container numbers its operations
+            title, _, number = chosen.name.rpartition("_")
+            inner = title if number.isdecimal() else chosen.name
+            yield from _of_params(inner, chosen.data, row)
+        return
+    if not isinstance(drawn, Mapping):
+        return
+    probability = drawn.get("batch_prob")
+    if not isinstance(probability, torch.Tensor):
+        return
+    # one for all rows, or one for each
+    if not bool(probability[row if len(probability) > 1 else 0] > 0.5):
+        return
+    numbers = {
+        title: value[row].tolist()
+        for title, value in drawn.items()
+        if title != "batch_prob"
+        and isinstance(value, torch.Tensor)
+        and value.ndim > 0
+        and row < len(value)
+        and value[row].numel() <= _MOST_NUMBERS
+    }
+    yield {"op": name, **numbers}

@@ -134,6 +134,8 @@ class StreamDataModule(pl.LightningDataModule):
 
     def _check_accumulation(self, trainer: Any) -> None:
         needed = self._loader.accumulation_steps
+        if not trainer.lightning_module.automatic_optimization:
+            needed = 1  # the module steps itself, and Lightning demands 1
         if trainer.accumulate_grad_batches != needed:
             raise ConfigError(
                 f"accumulate_grad_batches must be {needed}, got {trainer.accumulate_grad_batches}: an optimizer "
@@ -157,6 +159,10 @@ class _LightningEpochs(SharedEpochs):
     def __init__(self, module: StreamDataModule, loader: Loader) -> None:
         super().__init__(loader)
         self._module = module
+
+    def rewind_look(self, is_new_loop: bool) -> None:
+        if self._module.trainer is None:  # else Lightning's counters say where
+            super().rewind_look(is_new_loop)
 
     def next(self, split: Split) -> Batches:
         trainer: Any = self._module.trainer  # its types lack some attributes

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import json
+import logging
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import get_last_checkpoint
 
 from raypipe.device.prefetcher import Batch
@@ -30,17 +34,48 @@ from raypipe.streaming.plain import (
 
 __all__ = ["StreamTrainer", "image_inputs"]
 
+_logger = logging.getLogger(__name__)
+
 
 def image_inputs(batch: Batch) -> dict[str, Any]:
     """Return inputs of image classifiers: `pixel_values` and `labels`, with -100 for rows that do not count."""
     return {"pixel_values": batch.image, "labels": counted_target(batch)}
 
 
-class _PlaceInRun(transformers.TrainerCallback):
-    """Callback that sets the step and the epoch as the plan counts them.
+_PLACE = "raypipe"
+"""The entry of a checkpoint's state, beside those of callbacks, that has the run's place."""
 
-    The Trainer miscounts a resumed epoch, and does not count the steps of `plan.skip`; the learning rate continues
-    as if they had been done.
+# Arguments without effect where all data is the stream's, and those that order or size a training.
+_OF_DATASETS = (
+    "data_collator",
+    "dataloader_drop_last",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context",
+    "dataloader_in_order",
+    "split_batches",
+    "dispatch_batches",
+    "even_batches",
+    "use_seedable_sampler",
+    "non_blocking",
+)
+_OF_TRAINING = (
+    "train_dataset",
+    "train_sampling_strategy",
+    "group_by_length",
+    "length_column_name",
+    "data_seed",
+    "auto_find_batch_size",
+)
+
+
+class _PlaceInRun(transformers.TrainerCallback):
+    """Callback that sets the step, the epoch and the place as the plan counts them.
+
+    The Trainer miscounts a resumed epoch, and does not count the steps of `plan.skip`, or those that a callback
+    leaves out by ending an epoch.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -70,6 +105,17 @@ class _PlaceInRun(transformers.TrainerCallback):
             step = steps - 1
             self._count_skipped(state, lr_scheduler, (epoch + 1) * steps)
         state.epoch = epoch + (step + 1) / steps
+        self._note_place(state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_epoch_stop:
+            state.global_step += -state.global_step % self._plan.steps_per_epoch
+            self._note_place(state)
+
+    def _note_place(self, state: Any) -> None:
+        state.stateful_callbacks[_PLACE] = asdict(
+            self._plan.cursor_at(state.global_step)
+        )
 
     def _count_skipped(self, state: Any, lr_scheduler: Any, end: int) -> None:
         """Count the skipped steps that come next, up to an end."""
@@ -95,10 +141,11 @@ class StreamTrainer(transformers.Trainer):
 
     The plan sets its arguments for epochs, batch size and accumulation. It evaluates when its arguments or you say
     so: on the stream's validation, or on your dataset. A resumed run continues with the next step, by the
-    step count in the checkpoint, and with all of its weights: a checkpoint of another model is rejected.
+    place in the checkpoint, and with all of its weights: a checkpoint of another model, or of another plan, is
+    rejected.
 
-    Validation rows that do not count have the label -100, which `compute_metrics` must ignore too. The validation
-    loss is the mean over all samples, for any number of workers.
+    The validation loss is the mean over all samples, for any number of workers. With several workers, rows of
+    padding have the label -100, which `compute_metrics` must ignore too.
 
     Args:
         loader: this rank's loader.
@@ -106,16 +153,23 @@ class StreamTrainer(transformers.Trainer):
         args, kwargs: arguments of `transformers.Trainer`, except datasets and collators.
 
     Raises:
-        ConfigError: an argument contradicts the plan; or, from `train`, the weights in the checkpoint do not match
-            the model's.
+        ConfigError: an argument contradicts the plan, or has no effect; or, from `train`, the weights in the
+            checkpoint do not match the model's.
+        CursorError: from `train`: the checkpoint was made under another plan.
     """
 
     def __init__(
         self, *args: Any, loader: Loader, format: Format = image_inputs, **kwargs: Any
     ) -> None:
-        arguments = kwargs.get("args") or (args[1] if len(args) > 1 else None)
-        if arguments is None:
+        signature = inspect.signature(transformers.Trainer.__init__)
+        given = signature.bind(self, *args, **kwargs).arguments
+        del given["self"]
+        if given.get("args") is None:
             raise ConfigError("StreamTrainer needs args, the TrainingArguments")
+        arguments = copy.copy(
+            given["args"]
+        )  # the plan sets some, and they are the user's
+        _check_effects(arguments, given)
         config = loader.plan.config
         num_steps = config.epochs * loader.plan.steps_per_epoch
         if arguments.max_steps > num_steps:
@@ -139,10 +193,7 @@ class StreamTrainer(transformers.Trainer):
                 "plan.global_batch_size",
             ),
         }
-        defaults = {
-            field.name: field.default
-            for field in fields(transformers.TrainingArguments)
-        }
+        defaults = _defaults(transformers.TrainingArguments)
         for name, (needed, setting) in of_plan.items():
             if (value := getattr(arguments, name)) not in (needed, defaults[name]):
                 raise ConfigError(
@@ -163,7 +214,9 @@ class StreamTrainer(transformers.Trainer):
         self._stream_train = _TrainLoader(shared, "train", format)
         self._stream_val = PlainLoader(shared, "val", format)
         self._is_of_stream = True  # the data that it evaluates
-        super().__init__(*args, **{"eval_dataset": self._stream_val} | kwargs)
+        super().__init__(
+            **{"eval_dataset": self._stream_val} | given | {"args": arguments}
+        )
         # It comes first, so that all other callbacks see the epoch that is logged.
         self.callback_handler.callbacks.insert(0, _PlaceInRun(loader.plan))
 
@@ -193,9 +246,9 @@ class StreamTrainer(transformers.Trainer):
         """Call `transformers.Trainer.prediction_step`, and scale the loss to its share of the whole validation."""
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and "labels" in inputs and self._is_of_stream:
-            plan = self._loader.plan
             counted = int((inputs["labels"] != NOT_COUNTED).sum())
-            share = counted * plan.val_steps * plan.config.per_step / plan.num_val
+            num_batches = len(self._stream_val) * self._loader.world_size
+            share = counted * num_batches / self._loader.plan.num_val
             # the mean over zero rows is NaN
             loss = loss * share if counted else loss.new_zeros(())
         return loss, logits, labels
@@ -214,9 +267,16 @@ class StreamTrainer(transformers.Trainer):
             last = resume_from_checkpoint or None
         if last:
             state = json.loads(Path(str(last), "trainer_state.json").read_text())
-            self._loader.load_state_dict(
-                asdict(self._loader.plan.cursor_at(state["global_step"]))
-            )
+            place = state.get("stateful_callbacks", {}).get(_PLACE)
+            if place is None:
+                place = asdict(self._loader.plan.cursor_at(state["global_step"]))
+                _logger.warning(
+                    "%s does not say for which plan it was made: before its step %d, it may have trained other "
+                    "samples than this plan's",
+                    last,
+                    state["global_step"],
+                )
+            self._loader.load_state_dict(place)
         return super().train(last, *args, **kwargs)
 
     def _load_from_checkpoint(
@@ -287,6 +347,26 @@ class StreamTrainer(transformers.Trainer):
             raise ConfigError(
                 f"{self._loaded_from} {' and '.join(wrong)}: build the model that was saved, or start a new run "
                 "in another output_dir"
+            )
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    return {field.name: field.default for field in fields(kind)}
+
+
+def _check_effects(arguments: Any, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError at an argument that would do nothing, since the stream makes the batches."""
+    defaults = {"train_dataset": None, "data_collator": None}
+    defaults |= _defaults(AcceleratorConfig) | _defaults(type(arguments))
+    values = vars(arguments.accelerator_config) | vars(arguments) | given
+    if arguments.use_cpu:
+        values["dataloader_pin_memory"] = True  # which TrainingArguments change
+    names = () if given.get("eval_dataset") else _OF_DATASETS
+    for name in (*_OF_TRAINING, *names):
+        if name in defaults and values.get(name) != defaults[name]:
+            raise ConfigError(
+                f"{name} has no effect, since the stream makes the batches: leave it out, or give the "
+                "eval_dataset for which it is"
             )
 
 

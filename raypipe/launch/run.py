@@ -23,17 +23,19 @@ from raypipe.errors import (
     RunError,
     without_credentials,
 )
+from raypipe.importing import own_code
 from raypipe.launch.interrupts import Interrupts, Stopped
 from raypipe.launch.run_checks import check_augment, check_code, num_classes_of
 from raypipe.launch.run_folder import (
     ERROR_FILE,
     FIGURES_FILE,
+    as_plain,
     located,
     remove_error,
     store_config,
     write_error,
 )
-from raypipe.launch.summary import changes, summarize
+from raypipe.launch.summary import changes, flattened, summarize
 from raypipe.logs import configure_logs
 from raypipe.progress import end_phases, phase, phases, print_progress
 from raypipe.rayext.allocation import Allocation, preflight
@@ -146,13 +148,13 @@ def _train(
             if relays:
                 await_progress()
             if result["stopped"] and folder_stays:
-                print_progress(logger, _how_to_continue(run_uri))
+                print_progress(logger, _how_to_continue(run, run_uri))
         except KeyboardInterrupt as interrupt:
             if interrupts.reason:
-                reason = f"{interrupts.reason}: restart the cluster, then continue with: {_command(run_uri)}"
+                reason = f"{interrupts.reason}: restart the cluster, then continue with: {_command(run, run_uri)}"
                 _record_error(run_uri, reason)
                 raise RunError(reason) from interrupt
-            print_progress(logger, _how_to_continue(run_uri))
+            print_progress(logger, _how_to_continue(run, run_uri))
             raise
         finally:
             _withdraw_stop(run_uri)
@@ -250,7 +252,7 @@ def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:
     }
 
 
-def _how_to_continue(run_uri: str) -> str:
+def _how_to_continue(run: RunConfig, run_uri: str) -> str:
     """Return the message for a stopped run: its checkpoint, and the command to continue."""
     checkpoint = _newest_name(run_uri)
     if checkpoint:
@@ -261,7 +263,7 @@ def _how_to_continue(run_uri: str) -> str:
         state = (
             "stopped while storage does not answer, so the newest checkpoint is unknown"
         )
-    return f"{state}. Continue with: {_command(run_uri)}"
+    return f"{state}. Continue with: {_command(run, run_uri)}"
 
 
 def _newest_name(run_uri: str) -> str | None:
@@ -275,13 +277,14 @@ def _newest_name(run_uri: str) -> str | None:
         return None
 
 
-def _command(run_uri: str) -> str:
+def _command(run: RunConfig, run_uri: str) -> str:
     """Return the command that resumes a run."""
     if Path(sys.argv[0]).name == "train.py":
         command = "jobs/train.py"
     else:
         command = "raypipe train"
-    return f"{command} --resume {shlex.quote(run_uri.removeprefix('file://'))}"
+    word = " --trust-run-code" if any(own_code(flattened(as_plain(run)))) else ""
+    return f"{command} --resume {shlex.quote(run_uri.removeprefix('file://'))}{word}"
 
 
 def _withdraw_stop(run_uri: str) -> None:
@@ -353,11 +356,11 @@ def _fit(
     try:
         trainer.fit()
     except Exception as error:
-        raise _as_run_error(error, run_uri) from error
+        raise _as_run_error(error, run, run_uri) from error
     return read_json(join_address(run_uri, FIGURES_FILE))
 
 
-def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
+def _as_run_error(error: Exception, run: RunConfig, run_uri: str) -> RaypipeError:
     """Return the error of a failed run, and leave it in its folder: raypipe's own, or one with a traceback."""
     cause = cause_of(error)
     if isinstance(cause, RaypipeError):
@@ -366,7 +369,7 @@ def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
     if is_head_lost():
         lost = RunError(
             f"the head of the Ray cluster no longer answers ({explanation(error)}): restart the cluster, then "
-            f"continue with: {_command(run_uri)}"
+            f"continue with: {_command(run, run_uri)}"
         )
         _record_error(run_uri, str(lost))
         return lost

@@ -23,18 +23,18 @@ def changes(run: RunConfig, run_uri: str) -> str:
         )
     except yaml.YAMLError:
         return ""
-    then = _flat(before)
-    now = _flat(as_plain(run))
+    then = flattened(before)
+    now = flattened(as_plain(run))
     names = [name for name in now if name in then and then[name] != now[name]]
     return ", ".join(f"{name}={now[name]} (was {then[name]})" for name in names)
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return settings by whole name, such as `plan.seed`."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= (
-            _flat(value, f"{prefix}{name}.")
+            flattened(value, f"{prefix}{name}.")
             if isinstance(value, dict)
             else {prefix + name: value}
         )
@@ -62,10 +62,10 @@ def summarize(
     actors = f"{run.pool.least_actors} to {allocation.max_actors} actors"
     if run.pool.engine == "inline":
         actors = "in the trainers themselves (pool.engine=inline)"
-    defaults = _flat(as_plain(RunConfig()))
+    defaults = flattened(as_plain(RunConfig()))
     settings = [
         f"{name}={value}"
-        for name, value in _flat(as_plain(run)).items()
+        for name, value in flattened(as_plain(run)).items()
         if value != defaults.get(name)
     ]
     return (

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -34,7 +35,9 @@ RECORDS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 _MAX_STEP = 1 << 62
 STATUS = "status.json"
+_WAIT_EVERY_S = 15.0  # `record_wait` is called after each try of Ray Train's, of 10 s
 _START = "start"
+_START_LINE = b'{"kind": "start"'
 _HAPPENED = (_START, "phases", "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
 
@@ -92,6 +95,26 @@ def write_file(folder: Folder, name: str, text: str) -> None:
         write_text(f"{path}/{name}", text)
     else:
         write_synced(filesystem, f"{path}/{name}", text.encode())
+
+
+def record_wait(run_uri: str, whom: str, since: float) -> None:
+    """Write into the run's status that its trainers wait for room since a moment of time.time(); its step stays.
+
+    Args:
+        whom: description of the wait.
+    """
+    now = time.time()
+    address = join_address(run_uri, STATUS)
+    with (
+        contextlib.suppress(pa.ArrowException, OSError, RaypipeError, ValueError),
+        without_retries(),
+    ):
+        place = json.loads(read_whole(address) or b"{}")
+        status = {"step": 0, "to_step": 0, "step_at": now, "workers": 0, **place}
+        status |= {"time": now, "begun": now, "every_s": _WAIT_EVERY_S}
+        status |= {"state": "waiting", "waits_for": "room", "whom": whom}
+        status |= {"since": since, "host": socket.gethostname(), "pid": os.getpid()}
+        write_file(open_filesystem(run_uri), STATUS, json.dumps(status))
 
 
 def append_fault(run_uri: str, text: str, reason: str) -> None:
@@ -159,6 +182,9 @@ class RecordWriter:
         settings: the stream's settings, for a run without a config.yaml.
         stream: what opens the stream again, see `raypipe.streaming.record.opened`.
 
+    Attributes:
+        earlier: the `stream` of the start before this one; empty if there is none.
+
     Raises:
         ConfigError: an earlier start's record in object storage cannot be read.
     """
@@ -202,9 +228,18 @@ class RecordWriter:
         start |= {"settings": settings} if settings else {}
         of_samples = dict(start)
         start |= {"stream": stream} if stream else {}
+        self.earlier = self._earlier_stream()
         self._append(RECORDS, [start])
         if (self._folder / SAMPLES).exists():
             self._append(SAMPLES, [of_samples])
+
+    def _earlier_stream(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError, LookupError, RecursionError):
+            lines = (self._folder / RECORDS).read_bytes().split(b"\n")
+            *_, last = (line for line in lines if line.startswith(_START_LINE))
+            stream = json.loads(last)["stream"]
+            return stream if isinstance(stream, dict) else {}
+        return {}
 
     def write_samples(
         self, rows: list[tuple[MicroBatchId, list[int]]], step: int

@@ -14,7 +14,6 @@ integers over 2^40.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,23 +21,14 @@ from itertools import accumulate
 
 import numpy as np
 
-from raypipe.plan.order import (
-    NUM_ROUNDS,
-    Domain,
-    derive_keys,
-    permute,
-    shuffled,
-    unpermute,
-)
+from raypipe.plan.order import NUM_ROUNDS, Domain, derive_keys, permute, shuffled
 from raypipe.plan.samplers import (
-    NO_POSITIONS,
     Draws,
     PassSampler,
     Permuted,
     RunSampler,
     Weighted,
     draw_parts,
-    in_range,
 )
 
 ONE = 1 << 40
@@ -150,13 +140,6 @@ class Quotas:
         parts = zip(era.before, era.whole, marks, marks[1:], strict=False)
         return [before + num * whole + b - a for before, whole, a, b in parts]
 
-    def batch_of(self, part: int, number: int, batches: range) -> int:
-        """Return the batch that has a part's place, by its number among the part's places, in O(log batches)."""
-        place = bisect_right(
-            batches, number, key=lambda batch: self.before(batch)[part]
-        )
-        return batches[place - 1]
-
     def _era(self, batch: int) -> _Era:
         return next(era for era in reversed(self._eras) if era.first <= batch)
 
@@ -218,21 +201,6 @@ class Bucketed(PassSampler):
 
         return draw_parts(numbers, draw)._replace(buckets=numbers)
 
-    def positions_in_pass(self, index: int, pass_number: int) -> np.ndarray:
-        """See `PassSampler.positions_in_pass`."""
-        counts = self._counts_in(pass_number)
-        by_bucket = [NO_POSITIONS]
-        begin = 0
-        for number, count in enumerate(counts):
-            bucket = self._bucket(number, count)
-            inside = bucket.positions_in_pass(index, pass_number)
-            by_bucket.append(begin + inside[inside < count * self.unit])
-            begin += count * self.unit
-        places, rows = np.divmod(np.concatenate(by_bucket), self.unit)
-        if self._shuffles:
-            places = unpermute(places, self.num_places, self._keys(pass_number))
-        return places * self.unit + rows
-
     def _counts_in(self, pass_number: int) -> list[int]:
         """Places of each bucket in a pass."""
         return self._quotas.counts(pass_number) if self._quotas else self._counts
@@ -285,38 +253,6 @@ class Mixture(RunSampler):
         if self._are_buckets:
             return draws._replace(buckets=parts)
         return draws
-
-    def positions_of(self, index: int, first: int, end: int) -> np.ndarray:
-        """See `RunSampler.positions_of`."""
-        per_batch = self._quotas.batch_size * self._unit
-        batches = range(first // per_batch, -(-end // per_batch))
-        before = self._quotas.before(batches.start)
-        until = self._quotas.before(batches.stop)
-        found = list[int]()
-        for part, sampler in enumerate(self._parts):
-            if before[part] == until[part]:
-                # a bucket of no samples has no places
-                continue
-            inside = sampler.positions_of(
-                index, before[part] * self._unit, until[part] * self._unit
-            )
-            for number, row in zip(*np.divmod(inside, self._unit), strict=True):
-                place = self._place_of(part, int(number), batches)
-                found.append(place * self._unit + int(row))
-        return in_range(np.array(found, np.int64), first, end)
-
-    def _place_of(self, part: int, number: int, batches: range) -> int:
-        """The place, counted through the run, of a number among a part's places: the inverse of `_parts_at`."""
-        size = self._quotas.batch_size
-        batch = self._quotas.batch_of(part, number, batches)
-        begin = sum(self._quotas.counts(batch)[:part])
-        seat = begin + number - self._quotas.before(batch)[part]
-        keys = derive_keys(NUM_ROUNDS, self._seed, Domain.MIXTURE, batch)
-        if size <= _MAX_SHUFFLED:
-            inside_batch = int(np.flatnonzero(shuffled(size, keys[0]) == seat)[0])
-        else:
-            inside_batch = int(unpermute(np.array([seat]), size, keys)[0])
-        return batch * size + inside_batch
 
     def _parts_at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The parts of int64 places (n,), counted through the run, and their numbers among the part's places."""

@@ -1,12 +1,11 @@
-"""Keyed permutations of [0, N): the number at each position of a pass, and the inverse. Numpy only.
+"""Keyed permutations of [0, N): the number at each position of a pass. Numpy only.
 
 Nothing here holds an array of N: a keyed bijection maps a position to a number, so a pass can start at any
-position at the same cost, and a store of 10^9 samples costs as much as one of 10^4. Its inverse costs the same.
+position at the same cost, and a store of 10^9 samples costs as much as one of 10^4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from enum import IntEnum
 from functools import lru_cache
 from typing import Literal
@@ -110,28 +109,15 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     Returns:
         int64 of the shape of `positions`.
     """
-    return _walk(positions, size, keys, range(NUM_ROUNDS))
-
-
-def unpermute(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Map indices of [0, size) back to the positions that `permute` maps to them, at the same cost."""
-    return _walk(indices, size, keys, reversed(range(NUM_ROUNDS)))
-
-
-def _walk(
-    values: np.ndarray, size: int, keys: np.ndarray, rounds: Iterable[int]
-) -> np.ndarray:
-    """Walk the cycle of each value until it is in range again; in reversed order the rounds undo themselves."""
-    order = list(rounds)
     bits = max(MIN_BITS, (size - 1).bit_length())
     right_bits = _U64(bits - bits // 2)
     masks = [(_U64(1) << width) - _U64(1) for width in (_U64(bits // 2), right_bits)]
-    out = values.astype(np.uint64).ravel()
+    out = positions.astype(np.uint64).ravel()
     pending = np.arange(out.size)
     while pending.size:
         x = out[pending]
         halves = [x >> right_bits, x & masks[1]]
-        for i in order:
+        for i in range(NUM_ROUNDS):
             # even ones change the left half by the right one, odd ones the right half
             changed = i % 2
             unchanged = 1 - i % 2
@@ -141,7 +127,7 @@ def _walk(
         x = (halves[0] << right_bits) | halves[1]
         out[pending] = x
         pending = pending[x >= _U64(size)]
-    return out.astype(np.int64).reshape(values.shape)
+    return out.astype(np.int64).reshape(positions.shape)
 
 
 def shuffled(size: int, key: np.uint64) -> np.ndarray:
@@ -201,29 +187,12 @@ class Shuffle:
         if self.kind == "global":
             return permute(positions, self.size, _order_keys(self.seed, pass_number))
         groups, order, offsets = self.layout(pass_number)
-        rows = self._within_windows(pass_number, positions, permute)
+        rows = self._within_windows(pass_number, positions)
         group = np.searchsorted(offsets, rows, side="right") - 1
         return groups[order[group]] + rows - offsets[group]
 
-    def positions(self, pass_number: int, numbers: np.ndarray) -> np.ndarray:
-        """The positions of a pass, int64 (n,), at which int64 numbers (n,) are: the inverse of `numbers`."""
-        if self.kind == "off":
-            return numbers
-        if self.kind == "global":
-            return unpermute(numbers, self.size, _order_keys(self.seed, pass_number))
-        groups, order, offsets = self.layout(pass_number)
-        stored_group = np.searchsorted(groups, numbers, side="right") - 1
-        group = np.argsort(order)[stored_group]
-        rows = offsets[group] + numbers - groups[stored_group]
-        return self._within_windows(pass_number, rows, unpermute)
-
-    def _within_windows(
-        self,
-        pass_number: int,
-        rows: np.ndarray,
-        mapping: Callable[[np.ndarray, int, np.ndarray], np.ndarray],
-    ) -> np.ndarray:
-        """Rows of the permuted groups, int64 (n,), each mapped within its window by `permute` or `unpermute`."""
+    def _within_windows(self, pass_number: int, rows: np.ndarray) -> np.ndarray:
+        """Rows of the permuted groups, int64 (n,), each permuted within its window."""
         _, _, offsets = self.layout(pass_number)
         starts = np.append(offsets[: -1 : self.window_groups], self.size)
         windows = np.searchsorted(starts, rows, side="right") - 1
@@ -235,7 +204,7 @@ class Shuffle:
             keys = derive_keys(
                 NUM_ROUNDS, self.seed, Domain.WINDOW, pass_number, window
             )
-            mapped[inside] = start + mapping(rows[inside] - start, end - start, keys)
+            mapped[inside] = start + permute(rows[inside] - start, end - start, keys)
         return mapped
 
     def layout(self, pass_number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,12 +1,4 @@
-"""Samplers: positions, counted through a run, → draws of samples, each in O(1); and the inverse. Numpy only.
-
-`draw` gives the samples at positions, and `positions_of` the positions of a sample, which costs:
-
-Permuted     O(1) a pass; with windows O(groups)
-Weighted     O(1) for each draw of the sample, and a search through the table of weights, O(samples)
-Bucketed     as much as each of its buckets
-Mixture      O(log steps) for each draw of the sample
-Custom       a search: it makes all draws of an epoch
+"""Samplers: positions, counted through a run, → draws of samples, each in O(1). Numpy only.
 
 Permuted     each sample of a store, or of a bucket of it, once in a pass
 Weighted     each as often as its weight says
@@ -63,18 +55,6 @@ class RunSampler(Protocol):
         """The draws at int64 positions (n,), counted through the run."""
         ...
 
-    def positions_of(self, index: int, first: int, end: int) -> np.ndarray:
-        """The positions in [first, end), counted through the run, at which a sample is drawn: int64, ascending."""
-        ...
-
-
-NO_POSITIONS = np.empty(0, np.int64)
-
-
-def in_range(positions: np.ndarray, first: int, end: int) -> np.ndarray:
-    """The positions in [first, end), in ascending order."""
-    return np.sort(positions[(positions >= first) & (positions < end)])
-
 
 def draw_parts(parts: np.ndarray, draw: Callable[[int, np.ndarray], Draws]) -> Draws:
     """Draws of several parts, put together.
@@ -111,18 +91,6 @@ class PassSampler(RunSampler):
             lambda pass_number, places: self.draw_pass(pass_number, inside[places]),
         )
 
-    def positions_of(self, index: int, first: int, end: int) -> np.ndarray:
-        """See `RunSampler.positions_of`."""
-        by_pass = [NO_POSITIONS]
-        for pass_number in range(first // self.per_pass, -(-end // self.per_pass)):
-            inside = self.positions_in_pass(index, pass_number)
-            by_pass.append(pass_number * self.per_pass + inside[inside < self.per_pass])
-        return in_range(np.concatenate(by_pass), first, end)
-
-    @abstractmethod
-    def positions_in_pass(self, index: int, pass_number: int) -> np.ndarray:
-        """The positions in [0, size) of a pass that draw a sample, int64, in any order."""
-
     @abstractmethod
     def draw_pass(self, pass_number: int, positions: np.ndarray) -> Draws:
         """The draws at int64 positions (n,), in [0, size), of one pass."""
@@ -152,13 +120,6 @@ class Permuted(PassSampler):
         indices = self._indices(self.shuffle.numbers(pass_number, positions))
         zeros = np.zeros(len(positions), np.int64)
         return Draws(indices, zeros + pass_number, zeros, zeros)
-
-    def positions_in_pass(self, index: int, pass_number: int) -> np.ndarray:
-        """See `PassSampler.positions_in_pass`."""
-        number = self.selection.number_of(index - self._offset)
-        if number is None:
-            return NO_POSITIONS
-        return self.shuffle.positions(pass_number, np.array([number]))
 
     def sample_of(self, key: int, epoch: int) -> int:
         """Return a sample chosen by a key, of any epoch, since each has all samples."""
@@ -220,7 +181,6 @@ class Weighted(PassSampler):
         self.cumulative = np.append(0, np.cumsum(weights))
         self.weight = int(self.cumulative[-1])
         self._pass_shuffle: tuple[int, Shuffle] | None = None
-        self._found = (-1, -1)
 
     def draw_pass(self, pass_number: int, positions: np.ndarray) -> Draws:
         """See `PassSampler.draw_pass`."""
@@ -244,27 +204,6 @@ class Weighted(PassSampler):
             draws - self._first_draws(pass_number, rows),
             zeros,
         )
-
-    def positions_in_pass(self, index: int, pass_number: int) -> np.ndarray:
-        """See `PassSampler.positions_in_pass`."""
-        number = self.selection.number_of(index - self._offset)
-        if number is None or not self.weight or not self.size:
-            return NO_POSITIONS
-        row = self._row_of(number)
-        first, end = self._first_draws(pass_number, np.array([row, row + 1])).tolist()
-        return self._shuffle_of(pass_number).positions(
-            pass_number, np.arange(first, end)
-        )
-
-    def _row_of(self, number: int) -> int:
-        """Return the row of the table in which a sample's weight is, by a search that is kept for other passes."""
-        if self._arranged is None:
-            return number
-        found = self._found
-        if found[0] != number:
-            row = int(np.flatnonzero(self._arranged == number)[0])
-            found = self._found = (number, row)
-        return found[1]
 
     def sample_of(self, key: int, epoch: int) -> int:
         """Return a sample chosen by a key, of any epoch, in proportion to the weights."""
@@ -345,18 +284,6 @@ class Repeated(RunSampler):
         draws = self._inner.draw(runs * self._stride + places)
         return draws._replace(repeats=draws.repeats * self._times + copies)
 
-    def positions_of(self, index: int, first: int, end: int) -> np.ndarray:
-        """See `RunSampler.positions_of`."""
-        of_copies = self._stride * self._times
-        inner = self._inner.positions_of(
-            index,
-            first // of_copies * self._stride,
-            -(-end // of_copies) * self._stride,
-        )
-        runs, places = np.divmod(inner, self._stride)
-        copies = np.arange(self._times)[:, None] * self._stride
-        return in_range((runs * of_copies + places + copies).ravel(), first, end)
-
 
 class Sequential(RunSampler):
     """Sampler that draws each sample once, bucket after bucket, in stored order; padding fills each last place.
@@ -393,17 +320,6 @@ class Sequential(RunSampler):
             )
 
         return draw_parts(numbers, draw)._replace(buckets=numbers)
-
-    def positions_of(self, index: int, first: int, end: int) -> np.ndarray:
-        """See `RunSampler.positions_of`."""
-        begins = (self._ends - self.counts) * self._unit
-        numbers = [bucket.number_of(index) for bucket in self.buckets]
-        positions = [
-            int(begin) + number
-            for begin, number in zip(begins, numbers, strict=True)
-            if number is not None
-        ]
-        return in_range(np.array(positions, np.int64), first, end)
 
 
 def as_integers(weights: np.ndarray) -> np.ndarray:

@@ -8,8 +8,8 @@ A run is one schedule of segments, each made of steps of M micro-batches of B sa
     val e      step 0 | …           ceil(Nval / (M·B)) steps; the last is padded with index -1 (or each bucket's)
     step       micro-batch 0 … M-1  micro-batch m goes to rank m mod W
 
-Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere in O(1). The
-inverse, `Plan.places_of`, finds the places at which the run draws a sample.
+Everything is a pure function of (plan, epoch, step, micro-batch): a stream can start anywhere in O(1).
+`Plan.places_of` makes all draws of the run to find those of some samples.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from raypipe.plan.selection import JoinedSelection, Selection
 from raypipe.plan.skipped import NOTHING, Skipped
 
 _SPLIT_CODE = {"train": 0, "val": 1}
+_NUM_SCANNED = 1 << 18  # draws that `places_of` makes at once
 
 
 @dataclass(frozen=True)
@@ -350,7 +351,8 @@ class Plan:
             )
             raise ConfigError(
                 f"{world_size} workers cannot share the {per_step} micro-batches of a step "
-                f"evenly: use {divisors} workers, or plan.global_batch_size={sizes}"
+                f"evenly: use {divisors} workers, or plan.global_batch_size={sizes}. raypipe.check_resources "
+                "keeps an elastic TorchTrainer at these numbers"
             )
 
     def segments(self, cursor: Cursor) -> Iterator[Segment]:
@@ -448,31 +450,57 @@ class Plan:
     def places_of(
         self, index: int, split: Split = "train", epochs: Iterable[int] | None = None
     ) -> Iterator[SamplePlace]:
-        """Yield where the run draws a sample, in the order of the run: the inverse of `draw`.
+        """Yield where the run draws a sample, in the order of the run; see `places_of_all`."""
+        return (place for _, place in self.places_of_all([index], split, epochs))
 
-        Each epoch costs O(1), or as much as `raypipe.plan.samplers` says; a user's sampler makes all draws of an
-        epoch. Substitutes of bad samples are not among the draws.
+    def places_of_all(
+        self,
+        samples: Sequence[int],
+        split: Split = "train",
+        epochs: Iterable[int] | None = None,
+    ) -> Iterator[tuple[int, SamplePlace]]:
+        """Yield where the run draws samples, in the order of the run, each place with its sample.
+
+        It makes all draws of the epochs, some ten million a second. Substitutes of bad samples are not among them.
 
         Args:
-            index: as in `draw`: in a mixture, counted through its stores, one after the other.
+            samples: as in `draw`: in a mixture, counted through its stores, one after the other.
             epochs: those to look in; None = all of the run. A validation is looked for only where one follows.
         """
+        of_validation = list[tuple[int, int]]()
+        if split == "val":
+            of_validation += self._drawn(samples, split, 0)
         for epoch in range(self.config.epochs) if epochs is None else epochs:
+            found: Iterable[tuple[int, int]] = of_validation
             if split == "train":
-                first = epoch * self.steps_per_epoch * self.global_batch_size
-                size = self.steps_per_epoch * self.global_batch_size
-            else:
-                first = 0
-                size = self.num_val_rows if self.has_val(epoch) else 0
-            if not size:
+                found = self._drawn(samples, split, epoch)
+            elif not self.has_val(epoch):
                 continue
-            found = self._sampler(split).positions_of(index, first, first + size)
-            for position in found.tolist():
-                number, row = divmod(position - first, self.config.micro_batch_size)
+            begin = epoch * self.steps_per_epoch
+            for index, position in found:
+                number, row = divmod(position, self.config.micro_batch_size)
                 step, micro = divmod(number, self.config.per_step)
-                begin = epoch * self.steps_per_epoch
                 if split == "val" or not self.skipped.has(begin + step):
-                    yield SamplePlace(MicroBatchId(split, epoch, step, micro), row)
+                    yield (
+                        index,
+                        SamplePlace(MicroBatchId(split, epoch, step, micro), row),
+                    )
+
+    def _drawn(
+        self, samples: Sequence[int], split: Split, epoch: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yield each draw of some samples in an epoch's training or in a validation: sample, position."""
+        first = 0
+        size = self.num_val_rows
+        if split == "train":
+            size = self.steps_per_epoch * self.global_batch_size
+            first = epoch * size
+        for begin in range(0, size, _NUM_SCANNED):
+            positions = np.arange(begin, min(begin + _NUM_SCANNED, size))
+            indices = self._sampler(split).draw(first + positions).indices
+            for number in np.flatnonzero(np.isin(indices, samples)).tolist():
+                if indices[number] != PADDING:
+                    yield int(indices[number]), begin + number
 
     def bucket_of(self, micro_batch: MicroBatchId) -> Sides | None:
         """Height and width of the bucket that a micro-batch is of; None where its split has none."""

@@ -70,15 +70,6 @@ class Selection:
         before = np.searchsorted(self.listed, _like(self.listed, indices), side="left")
         return before if self.includes else indices - before
 
-    def number_of(self, index: int) -> int | None:
-        """Return the number of a sample; None = it is not drawn from, or not in the store."""
-        if not 0 <= index < self.num_samples:
-            return None
-        number = int(self.numbers(np.array([index]))[0])
-        listed = number if self.includes else index - number
-        is_listed = listed < len(self.listed) and int(self.listed[listed]) == index
-        return number if is_listed == self.includes else None
-
     def signature(self) -> str:
         """A hash of the list; empty if nothing is excluded."""
         if not self.includes and not len(self.listed):

@@ -14,6 +14,7 @@ import ray
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.rayext.cluster_state import autoscaler_limits
+from raypipe.rayext.placement import cpus_name
 from raypipe.rayext.startup import Wait
 
 # CPUs of a run that has just ended become free within seconds; CPUs that stay busy longer belong to another job.
@@ -43,7 +44,10 @@ class Resources:
 
 
 def cluster_resources() -> Resources:
-    """Return the resources of the connected cluster, including nodes that its autoscaler may add, if known."""
+    """Return the resources of the connected cluster, including nodes that its autoscaler may add, if known.
+
+    The CPUs are those of the process's placement group, if it has one for what it starts.
+    """
     total = ray.cluster_resources()
     free = ray.available_resources()
     limit = autoscaler_limits()
@@ -53,7 +57,7 @@ def cluster_resources() -> Resources:
         used = total.get(name, 0.0) - free.get(name, 0.0)
         return possible, possible - used
 
-    (cpus, free_cpus) = amounts("CPU")
+    (cpus, free_cpus) = amounts(cpus_name())
     (gpus, free_gpus) = amounts("GPU")
     return Resources(cpus, gpus, free_cpus, free_gpus)
 

@@ -11,6 +11,7 @@ import secrets
 import signal
 import stat
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -157,6 +158,7 @@ def _start(log_format: LogFormat, options: dict[str, Any]) -> None:
             ray.init(
                 address="local",
                 include_dashboard=False,
+                _temp_dir=_private_folder(),
                 **options,
             )
         except Exception as error:
@@ -315,9 +317,7 @@ def _running_cluster() -> str:
     if path is None:
         return ""
     try:
-        if path.stat().st_uid != os.getuid():
-            return ""
-        address = path.read_text().strip()
+        address = _own_text(path)
         Head(address).connect(_OWN_MACHINE_S)
     except (OSError, ValueError):
         return ""
@@ -332,6 +332,42 @@ def _running_cluster() -> str:
         enable_token(warn_if_disabled=False)
     logger.info("joining the Ray cluster at %s, which runs on this machine", address)
     return address
+
+
+def _own_text(path: Path) -> str:
+    """Return the text of a file of this user in a folder of this user.
+
+    Ray lets everybody write into its folder, so the file that is looked at is the open one, and no link.
+
+    Raises:
+        PermissionError: another user has made the file, the folder, or a link in its place.
+    """
+    folder = os.open(path.parent, os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        file = os.open(path.name, os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        with os.fdopen(file) as text:
+            states = [os.fstat(opened) for opened in (folder, file)]
+            if not stat.S_ISREG(states[1].st_mode) or any(
+                state.st_uid != os.getuid() for state in states
+            ):
+                raise PermissionError(f"{path} is another user's")
+            return text.read().strip()
+    finally:
+        os.close(folder)
+
+
+def _private_folder() -> str:
+    """Return the folder of a local cluster's sockets and logs; no other user can enter the one around it.
+
+    Ray makes its own folders writable for everybody.
+    """
+    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    folder = base / f"ray-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = folder.lstat()
+    if state.st_uid != os.getuid() or state.st_mode != stat.S_IFDIR | 0o700:
+        folder = Path(tempfile.mkdtemp(prefix="ray-", dir=base))
+    return str(folder / "ray")
 
 
 def _address_path() -> Path | None:
@@ -349,7 +385,8 @@ def _offered_cpus() -> int:
         "ray._private.utils.get_num_cpus",
         "the quota of a control group of version 1 is unknown",
     )
-    return min(usable_cpus(), int(rays()) if rays else usable_cpus())
+    # of a quota below one CPU, Ray's is 0
+    return min(usable_cpus(), max(1, int(rays())) if rays else usable_cpus())
 
 
 def _share_uv_environment() -> None:

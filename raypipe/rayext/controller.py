@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray._private import state
+from ray.core.generated import gcs_pb2
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypipe.progress import print_progress
 from raypipe.rayext.head import Head
 from raypipe.rayext.kv_store import publish, published
 from raypipe.rayext.processes import Process, is_stopped, kill_stopped, this_process
+from raypipe.rayext.ray_thread import RayThread
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,19 @@ def wait_for_trainers() -> bool:
     return False
 
 
+def free_resources_of(controller: Any) -> None:
+    """Free what a dead controller has reserved for its trainers.
+
+    Ray frees it with the whole job, which lives on: the next trainers would lack these CPUs and GPUs.
+    """
+    accessor = state.state._connect_and_get_accessor()
+    for entry in accessor.get_placement_group_table():
+        group = gcs_pb2.PlacementGroupTableData.FromString(entry)
+        if group.creator_actor_id == controller._actor_id.binary():
+            group_id = ray.PlacementGroupID(group.placement_group_id)
+            remove_placement_group(PlacementGroup(group_id))
+
+
 class DriverWatch:
     """Watch of a driver while its controller runs, in a thread.
 
@@ -106,16 +121,18 @@ class DriverWatch:
         self._answered_at = time.monotonic()
         self._is_gone = False  # the head's port refuses connections
         self._due_s = _FIRST_TOLD_S
-        self._ended = threading.Event()
+        self._threads: list[RayThread] = []
 
     def start(self) -> None:
         """Start to watch."""
         head = Head(ray.get_runtime_context().gcs_address)
         # A question to a silent head may take longer than it should, so a second thread asks.
-        for run, args in ((self._ask, (head,)), (self._run, ())):
-            threading.Thread(
-                target=run, args=args, name="raypipe-driver-watch", daemon=True
-            ).start()
+        for turn in (
+            lambda: self._ask(head),
+            lambda: self.turn(time.monotonic()),
+        ):
+            self._threads.append(RayThread(turn, _PERIOD_S, "raypipe-driver-watch"))
+            self._threads[-1].start()
 
     def is_head_silent(self) -> bool:
         """Return whether the head has not answered lately; calls to Ray may then never return."""
@@ -123,24 +140,17 @@ class DriverWatch:
 
     def stop(self) -> None:
         """Stop to watch."""
-        self._ended.set()
+        for thread in self._threads:
+            thread.left.set()
 
     def _ask(self, head: Head) -> None:
-        while not self._ended.wait(_PERIOD_S):
-            try:
-                head.ask(_ASK_S)
-                self._answered_at = time.monotonic()
-                self._is_gone = False
-            except Exception:
-                self._is_gone = head.refuses(_ASK_S)
-                logger.debug("the head does not answer", exc_info=True)
-
-    def _run(self) -> None:
-        while not self._ended.wait(_PERIOD_S):
-            try:
-                self.turn(time.monotonic())
-            except Exception:
-                logger.debug("cannot watch the run", exc_info=True)
+        try:
+            head.ask(_ASK_S)
+            self._answered_at = time.monotonic()
+            self._is_gone = False
+        except Exception:
+            self._is_gone = head.refuses(_ASK_S)
+            logger.debug("the head does not answer", exc_info=True)
 
     def turn(self, now: float) -> None:
         """Look at the head's last answer and at the controller's process."""
@@ -153,7 +163,7 @@ class DriverWatch:
             self._due_s = _FIRST_TOLD_S
             self._look_at_controller()
         elif silent_s >= timeout_s:
-            self._ended.set()
+            self.stop()
             self._give_up(self._silence(silent_s))
         elif silent_s >= self._due_s:
             self._due_s = 2 * silent_s

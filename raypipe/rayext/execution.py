@@ -225,6 +225,7 @@ class StreamAutoscaler:
             settings.supervisor,
             time.monotonic(),
             settings.actors,
+            settings.run,
         )
         self._metrics = StreamMetrics(settings.run)
         self._ranks = settings.ranks

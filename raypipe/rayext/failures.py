@@ -16,6 +16,9 @@ from raypipe.errors import OutageError, RaypipeError, ResourceError
 # Ray Data's note about retries at the end of a transform actor's error.
 _ADDED = re.compile(r"\nFailed to .* attempts \(total backoff .*", re.DOTALL)
 
+# The largest process of a node that ran out of memory, in the error of Ray's memory monitor.
+_LARGEST = re.compile(r"MEM\(GB\)\s+COMMAND\s+(\d+)\s+(\S+)\s+(\S.*)")
+
 # some errors of torch have a page, and those of Ray contain their traceback
 _MAX_CHARS = 400
 
@@ -78,7 +81,23 @@ def explanation(error: BaseException) -> str:
     dead = [cause for cause in in_ranks if isinstance(cause, RayError)]
     cause = [*mistakes, *dead, *in_ranks, *causes][0]
     text = " ".join(_ADDED.sub("", str(cause)).split())
-    return f"{type(cause).__name__}: {text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + ' …'}"
+    if len(text) > _MAX_CHARS:
+        text = f"{text[:_MAX_CHARS]} …"
+    if largest := _LARGEST.search(str(cause)):
+        text += f" The largest process was {largest[3].strip()} (pid {largest[1]}, {largest[2]} GB)"
+    return f"{type(cause).__name__}: {text}"
+
+
+def deaths() -> tuple[type[BaseException], ...]:
+    """Return Ray's errors for a process that died, by itself, with its node, or for lack of memory."""
+    from ray import exceptions
+
+    return (
+        exceptions.RayActorError,
+        exceptions.WorkerCrashedError,
+        exceptions.NodeDiedError,
+        exceptions.OutOfMemoryError,
+    )
 
 
 def get(refs: Any) -> Any:

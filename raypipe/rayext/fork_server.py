@@ -12,6 +12,7 @@ differs from a worker that Ray starts in three ways:
     threads of libraries             OpenBLAS has one, as for an actor with one CPU; torch gets Ray's number in the
                                      train function
 
+The seed of hash() is the server's, the same for all forks and in each run, unless PYTHONHASHSEED is set.
 Generators of random numbers are those of a new process: Python's and NumPy's are seeded again, and Ray's, of which
 equal states would give different objects one id, is not used before; the server tries that out before it serves.
 
@@ -65,6 +66,7 @@ _THREADS_OF_BLAS = "OPENBLAS_NUM_THREADS"
 _JOB = "RAY_JOB_ID"
 _NO_JOB = "ffffffff"
 _RAYLET = "RAY_RAYLET_PID"
+_OOM_SCORE = "RAY_worker_oom_score_adjustment"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -88,7 +90,8 @@ def start(modules: tuple[str, ...], environment: dict[str, str]) -> None:
     if _servers and _servers[0].process.poll() is None:
         return
     end()
-    environment = dict(environment)
+    # Forks share the seed of hash(): with this one, another run on this machine makes the same of a user's set.
+    environment = {"PYTHONHASHSEED": "0", **environment}
     if "OMP_NUM_THREADS" not in environment:
         environment.setdefault(_THREADS_OF_BLAS, "1")
     with contextlib.suppress(OSError):  # workers then start by Ray's own command
@@ -286,6 +289,10 @@ def _become(request: _Request) -> None:
         name, _, value = variable.partition("=")
         os.environ[name] = value
     os.environ[_JOB] = _NO_JOB
+    # the raylet does so for a process that it starts itself: without memory, the kernel ends workers first
+    with contextlib.suppress(OSError):
+        score = os.environ.get(_OOM_SCORE, "1000")
+        Path("/proc/self/oom_score_adj").write_text(score)
     sys.argv = request.arguments
     sys.path.insert(0, str(Path(request.arguments[0]).parent))
     if "numpy" in sys.modules:

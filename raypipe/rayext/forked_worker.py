@@ -36,6 +36,12 @@ def _encoded(*lists: list[str]) -> bytes:
     return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
+def _user_of(connection: socket.socket) -> int:
+    """Return the user at the other end: the second of the three integers that Linux gives."""
+    identity = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(identity[4:8], sys.byteorder)
+
+
 def is_forked(address: str, arguments: list[str]) -> bool:
     """Ask the fork server at an abstract address for a worker; return whether it runs."""
     variables = [f"{name}={value}" for name, value in os.environ.items()]
@@ -44,6 +50,9 @@ def is_forked(address: str, arguments: list[str]) -> bool:
         with socket.socket(socket.AF_UNIX) as server:
             server.settimeout(_ANSWER_S)
             server.connect(f"\0{address}")
+            # Once the server has ended, any user may listen there.
+            if _user_of(server) != os.getuid():
+                return False
             outputs = [1, 2]
             socket.send_fds(server, [len(request).to_bytes(8, "big")], outputs)
             server.sendall(request)

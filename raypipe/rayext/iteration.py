@@ -69,7 +69,7 @@ def coordinator_of(iterator: Any) -> Any:
 
 
 class ExecutionWatch:
-    """Notices the death of the actor that runs an execution, while nobody reads from it.
+    """Notices the failure of an execution, and the death of its actor, while nobody reads from it.
 
     Args:
         iterator: a rank's DataIterator. An execution in this process has no actor.
@@ -81,21 +81,32 @@ class ExecutionWatch:
         self._next_at = 0.0
 
     def check(self) -> None:
-        """Ask the actor for a sign of life, once a second, and take its answer; never waits.
+        """Ask the actor about its execution, once a second, and take its answer; never waits.
 
         Raises:
             RayActorError: it has died.
+            Exception: the error that has ended the execution.
         """
         now = time.monotonic()
         if self._coordinator is None or now < self._next_at:
             return
         if self._asked is None:
-            self._asked = self._coordinator.__ray_ready__.remote()
+            self._asked = self._coordinator.__ray_call__.remote(_raise_failure)
         if ray.wait([self._asked], timeout=0)[0]:
             asked = self._asked
             self._asked = None
             self._next_at = now + _ASK_EVERY_S
             ray.get(asked)
+
+
+def _raise_failure(coordinator: Any) -> None:
+    """Raise the error that has ended a coordinator's execution, in its actor; Ray Data tells only who reads."""
+    executor = coordinator._current_executor
+    places = [coordinator, *(getattr(executor, "_output_node", None) or ())]
+    for place in places:
+        for name in ("_gen_epoch_error", "_exception"):
+            if failure := getattr(place, name, None):
+                raise failure
 
 
 def stop_execution(supervisor: Any) -> None:

@@ -16,9 +16,12 @@ from typing import Any
 import ray
 from ray.experimental import internal_kv
 
+from raypipe.rayext.ray_thread import RayThread
+
 logger = logging.getLogger(__name__)
 
 _NAMESPACE = b"raypipe-memory"
+_LOOK_S = 0.2
 
 
 class Memory:
@@ -35,7 +38,7 @@ class Memory:
         self._newest = b""
         self._changed = threading.Event()
         # A thread writes, so that the actor hardly ever waits for the head.
-        threading.Thread(target=self._write, name="raypipe-memory", daemon=True).start()
+        RayThread(self._write, 0.0, "raypipe-memory").start()
 
     def load(self) -> Any:
         """Return what the actor's earlier process has saved; None = nothing."""
@@ -59,7 +62,7 @@ class Memory:
             self._changed.set()
 
     def _write(self) -> None:
-        while self._changed.wait():
+        if self._changed.wait(_LOOK_S):
             self._changed.clear()
             self._put()
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
 from raypipe.rayext.cluster_state import has_labelled_type, nodes
 
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to each node
@@ -22,12 +26,39 @@ def is_labelled(node: dict[str, Any]) -> bool:
     return node.get("Labels", {}).get(LABEL_KEY) == LABEL_VALUE
 
 
+# The placement group that holds CPUs for what this process starts, as a trial of Ray Tune has one.
+_group: PlacementGroup | None = None
+
+
+def remember_group() -> None:
+    """Remember the placement group of the task or actor whose thread calls this: its other threads do not know it."""
+    global _group
+    _group = None
+    if not ray.is_initialized():
+        return
+    context = ray.get_runtime_context()
+    group = get_current_placement_group()
+    if group and context.should_capture_child_tasks_in_placement_group:
+        held = sum(bundle.get("CPU", 0.0) for bundle in group.bundle_specs)
+        if held - context.get_assigned_resources().get("CPU", 0.0) >= 1:
+            _group = group
+
+
+def cpus_name() -> str:
+    """Return Ray's name of the CPUs that actors of this process get: the cluster's, or those of its group."""
+    return f"CPU_group_{_group.id.hex()}" if _group else "CPU"
+
+
 def placement() -> dict[str, Any]:
     """Return Ray's options for an actor that prefers nodes with the label, and falls back to other existing nodes.
 
     By default, Ray Data spreads actors over all nodes, including GPU hosts. In a cluster without GPUs where the
-    label is unknown, the autoscaler may add any node for an actor.
+    label is unknown, the autoscaler may add any node for an actor. In a placement group with CPUs for them, actors
+    are in the group.
     """
+    if _group:
+        strategy = PlacementGroupSchedulingStrategy(_group)
+        return {"ray_remote_args_fn": lambda: {"scheduling_strategy": strategy}}
     alive = nodes()
     is_label_used = any(
         is_labelled(node) or node["Resources"].get("GPU") for node in alive

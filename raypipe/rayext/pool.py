@@ -23,7 +23,8 @@ from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 from raypipe.config import PoolConfig
 from raypipe.errors import NoRoomError, RaypipeError, ResourceError
 from raypipe.rayext.cluster_state import draining, nodes, resource_state
-from raypipe.rayext.placement import is_labelled, placement
+from raypipe.rayext.placement import cpus_name, is_labelled, placement
+from raypipe.rayext.startup import another_starts
 
 _WATCH_PERIOD_S = 1.0
 
@@ -146,11 +147,19 @@ class PoolKeeper:
         supervisor: handle of the Supervisor, which gets the reports.
         now: seconds of a monotonic clock.
         actors: number of actors that the pool has from its first block on; 0 = as many as it has then.
+        run: name of the run. Its pool does not grow while another one starts.
     """
 
     def __init__(
-        self, op: Any, rules: PoolConfig, supervisor: Any, now: float, actors: int = 0
+        self,
+        op: Any,
+        rules: PoolConfig,
+        supervisor: Any,
+        now: float,
+        actors: int = 0,
+        run: str = "",
     ) -> None:
+        self._run = run
         self._op = op
         self._actors = actors
         self._rules = rules
@@ -250,8 +259,13 @@ class PoolKeeper:
         )
         size = running + pending
         restarting = any(state.is_restarting for state in pool._running_actors.values())
-        if decision is not None and decision.size > size and restarting:
-            decision = None  # new actors would take the CPUs of those that must make their blocks again
+        if (
+            decision is not None
+            and decision.size > size
+            and (restarting or another_starts(self._run))
+        ):
+            # New actors would take the CPUs of these, or those that a check has promised.
+            decision = None
         if (
             decision is not None
             and self._most is not None
@@ -288,11 +302,14 @@ class PoolKeeper:
 
     def _start_others(self) -> None:
         """Start the actors that waited for the first block."""
-        if (missing := self._planned_size() - self._pool.current_size()) > 0:
+        missing = self._planned_size() - self._pool.current_size()
+        if missing > 0 and not another_starts(self._run):
             self._grow(missing, "the first block is finished")
 
     def _grow(self, num: int, reason: str) -> None:
-        self._op._ray_remote_args.update(placement())  # nodes may have changed
+        options = self._op._ray_remote_args
+        if "label_selector" in options:
+            options.update(placement())  # nodes may have changed
         self._pool.scale(ActorPoolScalingRequest.upscale(delta=num, reason=reason))
 
     def _shrink(self, surplus: int) -> None:
@@ -452,11 +469,14 @@ class PoolKeeper:
         elif not self._has_reported and now - self._queued_at > _QUEUE_S:
             self._has_reported = True
             left = max(0.0, self._rules.stall_timeout_s - (now - self._moved_at))
-            self._supervisor.note.remote(
+            text = (
                 f"no transform actor runs: {waiting} wait for {self._cpus:g} CPUs each; the run ends in "
-                f"{left:.0f} s (pool.stall_timeout_s). Add CPU nodes, or stop other jobs (`ray job list`)",
-                "no_room",
+                f"{left:.0f} s (pool.stall_timeout_s). Add CPU nodes, or stop other jobs (`ray job list`)"
             )
+            if self._finished:
+                self._supervisor.note.remote(text, "no_room")
+            else:  # a start, for which nodes may have to come, is no fault
+                self._supervisor.pool_waits.remote(text)
 
     def _end_stall(
         self, now: float, finished: int, waiting: int, ranks_waiting: float
@@ -489,7 +509,7 @@ def _id_of(actor: Any) -> str:
 
 
 def _free_cpus() -> float:
-    return ray.available_resources().get("CPU", 0.0)
+    return ray.available_resources().get(cpus_name(), 0.0)
 
 
 def _pending_cpus() -> set[float]:

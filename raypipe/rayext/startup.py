@@ -81,6 +81,10 @@ class _Starting:
         self._driver = driver
         self._reason = ""
 
+    def name(self) -> str:
+        """Return the name of the run."""
+        return self._run
+
     def tell(self, reason: str) -> None:
         """Record what the run waits for."""
         self._reason = reason
@@ -141,7 +145,17 @@ def _kill(actor: Any) -> None:
 
 def _holder() -> str:
     """Return who holds up the start of other runs, for a message; empty if unknown."""
+    state = _told_by_holder("state")
+    return f": {state}" if state else ""
+
+
+def another_starts(run: str) -> bool:
+    """Return whether a run of another name starts, and counts on the CPUs that were free at its check."""
+    return _told_by_holder("name") not in ("", run)
+
+
+def _told_by_holder(method: str) -> str:
     with contextlib.suppress(ValueError, ray.exceptions.RayError):
         actor: Any = ray.get_actor(_STARTING, namespace="raypipe")
-        return f": {ray.get(actor.state.remote(), timeout=_HOLDER_S)}"
+        return str(ray.get(getattr(actor, method).remote(), timeout=_HOLDER_S))
     return ""

@@ -32,6 +32,7 @@ from raypipe.metrics.tracer import (
     end_recording,
 )
 from raypipe.rayext.processes import Process
+from raypipe.rayext.ray_thread import stop_before_end
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,8 @@ class TraceSender:
         )
 
     def start(self) -> None:
-        """Start to send, in a thread, until the trace ends."""
+        """Start to send, in a thread, until the trace or the process ends."""
+        stop_before_end(self)
         self._thread.start()
 
     def stop(self) -> None:

@@ -11,13 +11,14 @@ import os
 from typing import Any
 
 import ray
+from ray._private import state
 from ray.train.v2._internal import constants
 from ray.train.v2._internal.callbacks import placement_group_callback
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.execution.controller import placement_group_cleaner
 from ray.train.v2.api.exceptions import ControllerError
 
 from raypipe.errors import ResourceError
-from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import introduce, own_controller
 from raypipe.rayext.failures import is_final, own_error
 from raypipe.rayext.tweaks import are_on
@@ -111,19 +112,17 @@ def adapt(controller: Any) -> None:
         logging.getLogger(f"ray.train.v2._internal.{name}").addFilter(_is_error)
     if constants.HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
         controller._health_check_interval_s = HEALTH_CHECK_INTERVAL_S
-    group = controller._worker_group
-    callback_lists = [run_callbacks, controller._controller_callbacks]
-    if group:  # the trainers have started
-        callback_lists.append(group._callbacks)
-    for callback in list(run_callbacks):
+    for callback in run_callbacks:
         if hasattr(callback, "_watcher") and _NOTICE_INTERVAL not in os.environ:
             _watch_often(callback)
-        if are_on() and is_local() and is_cleaner(callback):
-            _end_cleaner(callback, callback_lists)
+        if is_cleaner(callback) and callback._cleaner:
+            callback._cleaner.__ray_call__.remote(_ask_head)
+            if controller._worker_group:
+                callback.after_worker_group_start(controller._worker_group)
     errors = FinalErrors()
     run_callbacks.append(errors)
-    if group:
-        group._callbacks.append(errors)
+    if controller._worker_group:  # the trainers have started
+        controller._worker_group._callbacks.append(errors)
 
 
 def _is_error(record: logging.LogRecord) -> bool:
@@ -142,17 +141,20 @@ def _look_often(watcher: Any) -> None:
 
 
 def is_cleaner(callback: Any) -> bool:
-    """Return whether a callback starts an actor that frees the trainers' resources when the driver has died.
-
-    A cluster that raypipe started on one machine dies with its driver, and lacks the dashboard that the actor
-    asks: `fit` would wait 12 s for the actor's end, and log a traceback.
-    """
+    """Return whether a callback starts an actor that frees the resources of a dead controller."""
     return isinstance(callback, placement_group_callback.PlacementGroupCleanerCallback)
 
 
-def _end_cleaner(cleaner: Any, callback_lists: list[list[Any]]) -> None:
-    if cleaner._cleaner:
-        ray.kill(cleaner._cleaner)
-    for callbacks in callback_lists:
-        if cleaner in callbacks:
-            callbacks.remove(cleaner)
+def _ask_head(cleaner: Any) -> None:
+    """Let Ray Train's cleaner ask the head whether the controller lives, in the cleaner's process.
+
+    It asks the dashboard, which a local cluster lacks. Its thread waits for that, or dies where it finds two.
+    """
+    vars(placement_group_cleaner)["is_actor_alive"] = _is_alive
+    cleaner._check_interval_s = HEALTH_CHECK_INTERVAL_S
+    cleaner._monitor_thread = None
+    cleaner.start_monitoring()
+
+
+def _is_alive(actor_id: str, timeout: float) -> bool:
+    return state.actors(actor_id).get("State") != "DEAD"

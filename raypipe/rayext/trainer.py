@@ -5,6 +5,7 @@ and bounded waits with log lines.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import re
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.train.v2._internal import execution
 from ray.train.v2._internal.callbacks import datasets
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution import (
     failure_handling,
     scaling_policy,
@@ -27,12 +30,17 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 from raypipe.errors import NoRoomError
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
-from raypipe.metrics.records import append_fault
+from raypipe.metrics.records import append_fault, record_wait
 from raypipe.rayext.allocation import largest_divisor, worker_resources
 from raypipe.rayext.cluster_state import is_local
-from raypipe.rayext.controller import DriverWatch, wait_for_trainers
-from raypipe.rayext.failures import explanation, is_final, is_lost
+from raypipe.rayext.controller import (
+    DriverWatch,
+    free_resources_of,
+    wait_for_trainers,
+)
+from raypipe.rayext.failures import deaths, explanation, is_final, is_lost
 from raypipe.rayext.head import is_head_lost
+from raypipe.rayext.ray_private import Function, replace
 from raypipe.rayext.train_runs import is_cleaner, join_run
 from raypipe.rayext.tweaks import are_on, inherit_environment, without_environment
 
@@ -59,14 +67,20 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
 
     Args:
         run: the run's name, for the metric of the wait; empty = none.
+        run_uri: the run's folder, for its status; empty = none.
     """
 
     def __init__(
-        self, scaling_config: ray_config.ScalingConfig, timeout_s: float, run: str = ""
+        self,
+        scaling_config: ray_config.ScalingConfig,
+        timeout_s: float,
+        run: str = "",
+        run_uri: str = "",
     ) -> None:
         super().__init__(scaling_config)
         self._timeout_s = timeout_s
         self._run = run
+        self._run_uri = run_uri
         self._since: float | None = None
         self._has_logged = False
 
@@ -81,13 +95,14 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
             raise NoRoomError(
                 self._waiting(f"have had no room for {self._timeout_s:g} s")
             )
-        if waited_s > _LOG_AFTER_S and not self._has_logged:
-            self._has_logged = True
-            logger.warning(
-                self._waiting(
-                    f"have no room; the run ends in {self._timeout_s - waited_s:.0f} s"
-                )
-            )
+        if waited_s > _LOG_AFTER_S:
+            left_s = self._timeout_s - waited_s
+            text = self._waiting(f"have no room; the run ends in {left_s:.0f} s")
+            if not self._has_logged:
+                self._has_logged = True
+                logger.warning(text)
+            if self._run_uri:
+                record_wait(self._run_uri, text, time.time() - waited_s)
         return super().make_decision_for_non_running_worker_group()  # type: ignore[safe-super]
 
     def make_decision_for_running_worker_group(
@@ -137,14 +152,45 @@ class DivisorScalingPolicy(BoundedScalingPolicy, scaling_policy.ElasticScalingPo
         timeout_s: float,
         per_step: int,
         run: str = "",
+        run_uri: str = "",
     ) -> None:
-        super().__init__(scaling_config, timeout_s, run)
+        super().__init__(scaling_config, timeout_s, run, run_uri)
         self._per_step = per_step
 
     def _count_possible_workers(self, reserved_resources: Any) -> int:
         return largest_divisor(
             self._per_step, super()._count_possible_workers(reserved_resources)
         )
+
+
+def use_divisors(scaling_config: Any, timeout_s: float, per_step: int) -> None:
+    """Let a user's elastic TorchTrainer with this configuration run on numbers of workers that divide M.
+
+    Args:
+        timeout_s: longest wait of its trainers for resources, after which the run ends.
+        per_step: M.
+    """
+    scaling_config.raypipe_divides = (timeout_s, per_step)
+    _install_divisors()
+
+
+@functools.cache  # once per process
+def _install_divisors() -> None:
+    replace(
+        "ray.train.v2.api.data_parallel_trainer.create_scaling_policy",
+        _dividing,
+        loss="an elastic trainer of your own ends at a number of workers that does not divide M",
+    )
+
+
+def _dividing(create: Function) -> Function:
+    def policy(scaling_config: Any) -> scaling_policy.ScalingPolicy:
+        limits = getattr(scaling_config, "raypipe_divides", None)
+        if limits:
+            return DivisorScalingPolicy(scaling_config, *limits)
+        return create(scaling_config)
+
+    return policy
 
 
 def _reason(error: TrainingFailedError) -> str:
@@ -187,6 +233,8 @@ def _trainers(ranks: list[int]) -> str:
 class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
     """Ray Train's failure policy, limited to restarts after deaths, which it records and counts.
 
+    Trainers that wait for nodes have not died: they are tried again without a word.
+
     Args:
         failure_config: Ray Train's FailureConfig.
         run: the run's name, for the count.
@@ -207,7 +255,10 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
         ):
             return failure_handling.FailureDecision.RAISE
         decision = super().make_decision(error)
-        if decision != failure_handling.FailureDecision.RAISE:
+        is_wait = isinstance(
+            getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError
+        )
+        if decision != failure_handling.FailureDecision.RAISE and not is_wait:
             # otherwise the error is logged when the run ends
             text = f"restarting the trainers: {who_died(error)}"
             reason = _reason(error)
@@ -232,6 +283,14 @@ class _Setup(ControllerCallback):
 
     def after_controller_start(self, train_run_context: Any) -> None:
         configure_logs(self._log_format, run=self._run)
+        # Ray Train logs a traceback every 10 s while trainers wait for nodes.
+        logging.getLogger(f"{execution.__name__}.controller.controller").addFilter(
+            lambda record: (
+                not isinstance(
+                    (record.exc_info or (None, None))[1], WorkerGroupStartupTimeoutError
+                )
+            )
+        )
 
 
 class RunTrainer(TorchTrainer):
@@ -273,13 +332,13 @@ class RunTrainer(TorchTrainer):
         """Train; if Ray Train's controller dies, begin again from the last checkpoint, `max_failures` times."""
         failures = self.run_config.failure_config
         max_failures = failures.max_failures if failures else 0
-        for deaths in itertools.count(1):
+        for num_deaths in itertools.count(1):
             try:
                 return self._fit()
             # Ray Train raises its own errors for trainers.
-            except ray.exceptions.RayActorError as error:
+            except deaths() as error:
                 if (
-                    0 <= max_failures < deaths
+                    0 <= max_failures < num_deaths
                     or is_head_lost()
                     or not wait_for_trainers()
                 ):
@@ -307,13 +366,17 @@ class RunTrainer(TorchTrainer):
             # Ray 2.60's Publisher, and outlives its cluster.
             if self._controller and not is_silent:
                 _kill(self._controller)
+                with contextlib.suppress(Exception):  # must not hide the run's error
+                    free_resources_of(self._controller)
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         config: Any = self.scaling_config  # version 2's class, unlike its annotation
         options["scaling_policy"] = (
-            DivisorScalingPolicy(config, self._timeout_s, self._per_step, self._run)
+            DivisorScalingPolicy(
+                config, self._timeout_s, self._per_step, self._run, self._run_uri
+            )
             if config.elasticity_enabled
-            else FixedPolicy(config, self._timeout_s, self._run)
+            else FixedPolicy(config, self._timeout_s, self._run, self._run_uri)
         )
         options["failure_policy"] = OnlyDeathsPolicy(
             self.run_config.failure_config, self._run, self._run_uri
@@ -347,7 +410,7 @@ class RunTrainer(TorchTrainer):
 
 
 def _kill(controller: Any) -> None:
-    """Kill a controller, and the trainers with it; return once it is dead, or after a limit."""
+    """Kill a controller, and its trainers with it; return once it is dead, or after a limit."""
     deadline = time.monotonic() + _KILL_S
     with contextlib.suppress(ray.exceptions.RayError):
         ray.kill(controller)

@@ -68,6 +68,8 @@ _NOISE = re.compile(
     r"|worker processes have been started on node"
     # torch prints this for each process group.
     r"|\[Gloo\] Rank \d+ is connected to"
+    # Ray's autoscaler says it when it asks for nodes, which may take minutes, or never come.
+    r'|(:event_summary:|"message": ?")Resized to '
     # Ray Train and Ray Data log their own progress.
     r"|Reporting training result|execution finished in|Registered dataset logger"
 )

@@ -12,8 +12,6 @@ kills one that is stopped. Ray restarts it at once, and it remembers its process
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +20,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.rayext.processes import Process, kill_stopped
-
-logger = logging.getLogger(__name__)
+from raypipe.rayext.ray_thread import RayThread
 
 _PERIOD_S = 0.5
 # Processes are checked after the stream has stalled for so long; the interval then doubles, up to the limit below.
@@ -61,8 +58,11 @@ class StreamWatchdog:
         self._looks: dict[str, Any] = {}  # node → its task
 
     def start(self) -> None:
-        """Start to watch, in a thread that ends with this process."""
-        threading.Thread(target=self._run, name="raypipe-watch", daemon=True).start()
+        """Start to watch, in a thread that ends before this process."""
+        watch = RayThread(
+            lambda: self.turn(time.monotonic()), _PERIOD_S, "raypipe-watch"
+        )
+        watch.start()
 
     def add(self, key: str, process: Process) -> bool:
         """Add a process of the stream; return whether it is new."""
@@ -103,14 +103,6 @@ class StreamWatchdog:
         is_new = execution not in self._still
         self._still[execution] = time.monotonic() - still_s
         return (process is not None and self.add(execution, process)) or is_new
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(_PERIOD_S)
-            try:
-                self.turn(time.monotonic())
-            except Exception:
-                logger.debug("cannot check a stream's processes", exc_info=True)
 
     def turn(self, now: float) -> None:
         """Check the processes, if it is time; report the results of earlier checks."""
@@ -190,9 +182,10 @@ class SupervisorWatchdog:
         self._process: Process | None = None  # where the Supervisor has answered from
         self._asked: Any = None
         self._asked_at = 0.0
-        self._left = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="raypipe-supervisor-watchdog", daemon=True
+        self._thread = RayThread(
+            lambda: self.turn(time.monotonic()),
+            _SUPERVISOR_PERIOD_S,
+            "raypipe-supervisor-watchdog",
         )
 
     def start(self) -> None:
@@ -200,17 +193,8 @@ class SupervisorWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop to watch; a call afterwards would start Ray again."""
-        self._left.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(2 * _SUPERVISOR_PERIOD_S)
-
-    def _run(self) -> None:
-        while not self._left.wait(_SUPERVISOR_PERIOD_S) and ray.is_initialized():
-            try:
-                self.turn(time.monotonic())
-            except Exception:
-                logger.debug("cannot watch a stream's supervisor", exc_info=True)
+        """Stop to watch."""
+        self._thread.stop()
 
     def turn(self, now: float) -> None:
         """Ask the Supervisor for an answer, or take it; check the process of one that gives none."""

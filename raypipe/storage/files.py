@@ -24,7 +24,7 @@ from raypipe.storage.filesystem import (
     is_remote,
     open_filesystem,
 )
-from raypipe.storage.local_file import regular_path
+from raypipe.storage.local_file import regular_path, written_facts
 from raypipe.storage.retrying_filesystem import RetryingFileSystem
 
 _T = TypeVar("_T")
@@ -175,6 +175,11 @@ class RemoteFile:
     version: str = ""
     digest: str = ""
 
+    @property
+    def written(self) -> tuple[int, str]:
+        """Facts that change when the object is replaced."""
+        return self.num_bytes, self.version
+
     def checked(self, now: RemoteFile) -> RemoteFile:
         """Return the object as it is now, with the recorded digest; raise StoreError if its size differs."""
         if self.num_bytes not in (-1, now.num_bytes):
@@ -204,20 +209,26 @@ def look_up(address: str) -> RemoteFile:
 def open_object(address: str) -> Iterator[tuple[pa.NativeFile, RemoteFile]]:
     """Context manager: open an object for ranged reads, with its identity; its errors become StoreError."""
     with errors_as(StoreError, f"{address} cannot be read"):
-        filesystem, path = open_filesystem(address)
+        where = open_filesystem(address)
         try:
-            file = open_input(filesystem, path)
+            file = open_input(*where)
         except FileNotFoundError:
             raise StoreError(f"{address} or its bucket does not exist") from None
         with file:
-            metadata = {
-                name.lower(): value.decode()
-                for name, value in (file.metadata() or {}).items()
-            }
-            version = metadata.get("etag") or str(
-                filesystem.get_file_info(path).mtime_ns
-            )
-            yield file, RemoteFile(address, file.size(), version.strip('"'))
+            yield file, RemoteFile(address, file.size(), version_of(file, *where))
+
+
+def version_of(
+    file: pa.NativeFile, filesystem: pyarrow.fs.FileSystem, path: str
+) -> str:
+    """Return the version of an open object, see `RemoteFile`; for a local file, `written_facts` as a text."""
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        return repr(written_facts(Path(path).stat()))
+    metadata = {
+        name.lower(): value.decode() for name, value in (file.metadata() or {}).items()
+    }
+    version = metadata.get("etag") or str(filesystem.get_file_info(path).mtime_ns)
+    return version.strip('"')
 
 
 def hash_of(file: BufferedReader | BufferedRandom) -> hashlib._Hash:

@@ -22,7 +22,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.importing import texts_in
 from raypipe.storage.retries import error_reason, patience_s
 from raypipe.storage.retrying_filesystem import RetryingFileSystem
 
@@ -66,6 +68,8 @@ _ENVIRONMENT = (
     "HADOOP_",
     "KERBEROS_",
 )
+# The begin of an address, unlike an expression that contains one.
+_REMOTE = re.compile(r"[\w.+:-]+://")
 # Part of the path of Ray's copies of working directories.
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
 
@@ -73,6 +77,33 @@ _RAYS_COPIES = "/runtime_resources/working_dir_files/"
 def is_remote(address: str | Path) -> bool:
     """Return whether an address is not on this machine's file system."""
     return "://" in str(address) and not str(address).startswith("file://")
+
+
+def check_named_addresses(
+    values: Mapping[str, Any], folder: str, trusted: bool
+) -> None:
+    """Check the addresses that a run's record names, before this machine calls them with its user's credentials.
+
+    Args:
+        values: plain values by their names, as JSON has them.
+        folder: URI of the run's folder; addresses in its bucket, or on its host, need no trust.
+        trusted: whether the user has given the word of trust.
+
+    Raises:
+        ConfigError: a remote address is elsewhere, and not trusted.
+    """
+    if trusted:
+        return
+    host = folder.split("/")[:3]
+    for name, value in values.items():
+        for text in texts_in(value):
+            is_elsewhere = is_remote(text) and text.split("/")[:3] != host
+            if _REMOTE.match(text) and is_elsewhere:
+                raise ConfigError(
+                    f"{folder.removeprefix('file://')} names the address {text} ({name}), which would be "
+                    "called with your credentials: give --train or --val (train=…, val=…) if that is a store "
+                    "of yours, or add --trust-run-code (trust_run_code=True)"
+                )
 
 
 def as_uri(address: str) -> str:

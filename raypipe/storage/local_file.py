@@ -62,6 +62,14 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o777) 
     return descriptor
 
 
+def written_facts(status: os.stat_result) -> tuple[int, ...]:
+    """Return what changes when a file is written or replaced, even with its size and times set back.
+
+    A copy differs, too, so the numbers compare only on one machine.
+    """
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
 class OpenFile:
     """A regular file, open for reading; it closes with the object."""
 
@@ -70,6 +78,11 @@ class OpenFile:
         # stays valid if the cache removes the original path
         self.path = Path(f"/dev/fd/{self.descriptor}")
         weakref.finalize(self, os.close, self.descriptor)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """See `written_facts`."""
+        return written_facts(os.fstat(self.descriptor))
 
     def pread(self, num_bytes: int, start: int) -> bytes:
         """Return bytes from an offset on, fewer at the end; threads and forks may share the file."""

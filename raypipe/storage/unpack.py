@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from raypipe.errors import StoreError
+from raypipe.storage.read_limit import read_limit
 
 LEAST_BYTES = 1 << 30
 GROWTH = 20
-"""A file may unpack to `LEAST_BYTES`, or to `GROWTH` times its size: images hardly compress, and a bomb does so a
-thousandfold."""
+"""A file may unpack to `LEAST_BYTES` on disk, or to `GROWTH` times its size: images hardly compress, and a
+bomb does so a thousandfold. `read_limit` is the limit of memory."""
 
 _CHUNK_BYTES = 1 << 20
 _XZ_MEMORY_BYTES = 256 << 20  # `xz -9` takes 65 MiB; the format allows 4 GiB
@@ -60,21 +61,26 @@ def unpack_pieces(
     Raises:
         StoreError: it is in no known format, is damaged, or unpacks to too much.
     """
-    limit = max(LEAST_BYTES, GROWTH * num_bytes)
     total = 0
     try:
         for piece in _content(pieces, name):
             total += len(piece)
-            if total > limit:
-                raise StoreError(
-                    f"{name} unpacks from {num_bytes:,} to more than {limit:,} bytes, which images do not: unpack "
-                    "it yourself if you trust it"
-                )
+            check_unpacked(name, num_bytes, total)
             yield piece
     except (zlib.error, OSError, EOFError, lzma.LZMAError) as error:
         raise StoreError(
             f"{name} cannot be unpacked: {error}; copy it again"
         ) from error
+
+
+def check_unpacked(name: str, stored_bytes: int, num_bytes: int) -> None:
+    """Raise StoreError if content has unpacked, on disk, to more than it may."""
+    limit = max(LEAST_BYTES, GROWTH * stored_bytes, read_limit())
+    if num_bytes > limit:
+        raise StoreError(
+            f"{name} unpacks from {stored_bytes:,} to more than {limit:,} bytes, which images do not: raise "
+            "RAYPIPE_READ_BYTES on every node, or unpack it yourself, if you trust it"
+        )
 
 
 def _content(pieces: Iterator[bytes], name: str) -> Iterator[bytes]:

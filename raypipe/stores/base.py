@@ -10,7 +10,7 @@ import hashlib
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -154,6 +154,7 @@ class Store(Protocol):
 C = TypeVar("C", bound=Any)
 """Contents of an open `FileStore`: like a store, but callers have checked indices and columns. Without a column
 `name`, a method `names(indices: np.ndarray) -> list[str]` makes one; without the method it has the indices."""
+_T = TypeVar("_T")
 
 
 class FileStore(ABC, Generic[C]):
@@ -210,7 +211,8 @@ class FileStore(ABC, Generic[C]):
         if self._has_lock and self._pid != os.getpid():
             self.close()
         if self._opened is None:
-            opened = self._open()
+            # another process has had it, if there is an identity
+            opened = self._patiently(self._open) if self._identity else self._open()
             if self._identity and self._identity != _identity_of(opened):
                 raise other_contents(self.address)
             self._opened = opened
@@ -252,6 +254,15 @@ class FileStore(ABC, Generic[C]):
     def fingerprint(self) -> str:
         return self._contents.fingerprint
 
+    @property
+    def written(self) -> str:
+        """A hash of sizes, times of change and inodes of the files, or of the objects' versions.
+
+        It differs where they were written or replaced, which the fingerprint may not show. A copy has another one,
+        as has each machine.
+        """
+        return str(self._contents.written)
+
     def __len__(self) -> int:
         return len(self._contents)
 
@@ -262,7 +273,7 @@ class FileStore(ABC, Generic[C]):
         rows = check_indices(indices, len(self), self.address)
         check_columns(columns, self.schema.names, self.address)
         in_files = self._in_files(columns)
-        read = self._contents.read(rows, in_files)
+        read = self._patiently(lambda: self._contents.read(rows, in_files))
         if in_files == columns:
             return read
         import pyarrow as pa
@@ -277,6 +288,26 @@ class FileStore(ABC, Generic[C]):
         if NAME not in columns or NAME in self.stored.names:
             return columns
         return tuple(column for column in columns if column != NAME)
+
+    def _patiently(self, do: Callable[[], _T]) -> _T:
+        """Call `do`; if the store has vanished from this machine, as with a mount, wait for it as for a bucket."""
+        from raypipe.storage.retries import Retries  # this imports pyarrow
+
+        def is_there() -> bool:
+            return "://" in self.address or os.access(self.address, os.F_OK)
+
+        def again() -> _T:
+            if not is_there():
+                raise ConnectionError(f"{self.address} has vanished")
+            self.close()
+            return do()
+
+        try:
+            return do()
+        except Exception:
+            if is_there():
+                raise
+            return Retries().call("read", self.address, again)
 
     def sample_name(self, index: int) -> str:
         """Return a sample's file, its place in the file, and the name that is stored there."""

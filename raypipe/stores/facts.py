@@ -1,12 +1,15 @@
 """Facts about a store, as values of JSON: two stores with the same facts give the same samples.
 
-A fingerprint that knows only names and sizes may be that of another store too, so the address is a fact too.
+A fingerprint that knows only names and sizes may be that of another store too, so the address is a fact too. And no
+fingerprint of files shows all that can be written to them in place, so `written_of` is one as well.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from raypipe.storage.local_file import written_facts
 from raypipe.stores.base import FileStore, Store
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
@@ -25,7 +28,23 @@ def facts_of(store: Store) -> Any:
     schema = store.schema.remove_metadata().to_string()
     options = repr(store.options) if isinstance(store, FileStore) else ""
     facts = [type(store).__name__, store.fingerprint, schema, options]
+    facts.append(written_of(store))
     hashes_content = isinstance(store, MemoryStore) or (
         isinstance(store, FileStore) and store.hashes_content
     )
     return facts if hashes_content else [*facts, store.address]
+
+
+def written_of(store: Store) -> str:
+    """Return what is different once a store's files were written or replaced; "" = it has none that are known.
+
+    It compares only on one machine, since a copy has other times; but for a bucket.
+    """
+    if isinstance(store, InMemoryStore):
+        store = store.inner
+    if isinstance(store, FileStore):
+        return store.written
+    try:
+        return repr(written_facts(Path(store.address).stat()))
+    except (OSError, ValueError):  # a user's store, not in a file
+        return ""

@@ -22,7 +22,7 @@ from raypipe.storage.filesystem import (
     join_address,
     open_filesystem,
 )
-from raypipe.storage.local_file import file_kind, open_regular
+from raypipe.storage.local_file import file_kind, open_regular, written_facts
 from raypipe.storage.retries import in_threads, report_progress
 from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import (
@@ -80,10 +80,11 @@ class FolderStore(FileStore["_Images"]):
     def _open(self) -> _Images:
         if not is_remote(self.address):
             return _Images(self.address, *self._samples(_Disk(self.address)))
-        self._listing = self._listing or _packed(
-            *self._samples(_list_objects(self.address))
-        )
-        return _Images(self.address, *_unpacked(self._listing))
+        if self._listing is None:
+            tree, version = _list_objects(self.address)
+            self._listing = _packed(*self._samples(tree)), version
+        packed, version = self._listing
+        return _Images(self.address, *_unpacked(packed), version)
 
     def _samples(
         self, tree: FileTree
@@ -148,8 +149,10 @@ class _Images:
         classes: tuple[str, ...] | None,
         num: Sequence[int],
         files: Sequence[_File],
+        version: str = "",
     ) -> None:
         self._root = root
+        self._version = version
         self.classes = classes
         fields = {"image": pa.binary()}
         if classes is not None:
@@ -167,16 +170,27 @@ class _Images:
         """The hash of classes and paths, for which no file is looked at; see `FileStore`."""
         return hash_of_facts((self.classes, self._paths))
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        digest = hashlib.blake2b(repr(self.classes).encode(), digest_size=16)
-        for path, num_bytes in zip(self._paths, self._sizes.tolist(), strict=True):
-            if is_remote(self._root):
-                size = num_bytes
-            else:
-                size = _size_of(f"{self._root}/{path}")
-            digest.update(f"{path}\0{size}\n".encode(errors="surrogateescape"))
-        return digest.hexdigest()
+        return self._hashes[0]
+
+    @property
+    def written(self) -> str:
+        """See `FileStore.written`."""
+        return self._version or self._hashes[1]
+
+    @cached_property
+    def _hashes(self) -> tuple[str, str]:
+        """The fingerprint, and a hash of what changes when files are written; each file is looked at once."""
+        contents = hashlib.blake2b(repr(self.classes).encode(), digest_size=16)
+        written = hashlib.blake2b(digest_size=16)
+        for path, size in zip(self._paths, self._sizes.tolist(), strict=True):
+            if not self._version:
+                facts = _written_at(f"{self._root}/{path}")
+                size = facts[0]
+                written.update(repr(facts).encode())
+            contents.update(f"{path}\0{size}\n".encode(errors="surrogateescape"))
+        return contents.hexdigest(), written.hexdigest()
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         images = None
@@ -258,12 +272,12 @@ def _kind(entry: os.DirEntry[str]) -> str:
         return FILE
 
 
-def _size_of(path: str) -> int:
-    """Return the size of a file; -1 if unknown. Only the fingerprint needs it, so readers do not ask for it."""
+def _written_at(path: str) -> tuple[int, ...]:
+    """Return `written_facts` of a file; a size of -1 if unknown. Only fingerprints need it, readers do not."""
     try:
-        return Path(path).stat().st_size
+        return written_facts(Path(path).stat())
     except OSError:
-        return -1
+        return (-1,)
 
 
 def _bytes_of(path: str) -> bytes | None:
@@ -280,9 +294,14 @@ def _bytes_of(path: str) -> bytes | None:
 # In an object store
 
 
-def _list_objects(address: str) -> MemoryTree:
-    """List a folder of the object store: its top, then the objects of several of its folders at a time."""
+def _list_objects(address: str) -> tuple[MemoryTree, str]:
+    """List a folder of the object store: its top, then the objects of several of its folders at a time.
+
+    Returns:
+        Its files, and a hash of what changes when one is replaced: their sizes and times.
+    """
     tree = MemoryTree(missing=0)
+    written = hashlib.blake2b(digest_size=16)
     with errors_as(StoreError, f"{address} cannot be listed"):
         filesystem, root = open_filesystem(address)
         top = root
@@ -290,7 +309,7 @@ def _list_objects(address: str) -> MemoryTree:
         while len(folders) == 1:  # a folder around the classes, such as train/
             (top,) = folders
             infos = filesystem.get_file_info(pyarrow.fs.FileSelector(top))
-            _add(tree, root, infos)
+            _add(tree, root, infos, written)
             is_folder = (
                 info for info in infos if info.type == pyarrow.fs.FileType.Directory
             )
@@ -298,8 +317,8 @@ def _list_objects(address: str) -> MemoryTree:
                 info.path for info in is_folder if not is_left_out(info.base_name)
             ]
         for infos in in_threads(lambda folder: _objects(filesystem, folder), folders):
-            _add(tree, root, infos)
-    return tree
+            _add(tree, root, infos, written)
+    return tree, written.hexdigest()
 
 
 def _objects(
@@ -310,7 +329,14 @@ def _objects(
     return infos
 
 
-def _add(tree: MemoryTree, root: str, infos: Sequence[pyarrow.fs.FileInfo]) -> None:
+def _add(
+    tree: MemoryTree,
+    root: str,
+    infos: Sequence[pyarrow.fs.FileInfo],
+    written: hashlib.blake2b,
+) -> None:
+    facts = sorted((info.path, info.size, info.mtime_ns) for info in infos)
+    written.update(repr(facts).encode())
     for info in infos:
         is_file = info.type == pyarrow.fs.FileType.File
         tree.add(

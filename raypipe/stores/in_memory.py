@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -14,7 +13,13 @@ import pyarrow as pa
 
 from raypipe.storage.shared_memory import Arena, open_arena
 from raypipe.stores.arrow_values import array_of, to_arrow
-from raypipe.stores.base import Columns, Store, check_columns, check_indices
+from raypipe.stores.base import (
+    Columns,
+    Store,
+    check_columns,
+    check_indices,
+    hash_of_facts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +127,10 @@ class InMemoryStore:
     def _opened(self) -> Arena:
         if self._arena and self._pid == os.getpid():
             return self._arena
-        facts = repr(
-            (self.inner.fingerprint, tuple(self.inner.schema.names), len(self))
-        )
-        self._key = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        inner = self.inner
+        written = getattr(inner, "written", "")  # in place, maybe
+        facts = inner.fingerprint, written, tuple(inner.schema.names), len(self)
+        self._key = hash_of_facts(facts)
         arena = open_arena(self._key, len(self.inner.schema.names) * len(self))
         if self._is_received:
             _kept_arenas[self._key] = arena

@@ -38,6 +38,7 @@ from raypipe.stores.base import (
     Columns,
     FileStore,
     by_part,
+    hash_of_facts,
     join_fingerprints,
     part_of,
     stored_names,
@@ -260,6 +261,7 @@ class _Shards:
         )
         if target_column != "label":  # other labels make other contents
             self.fingerprint = join_fingerprints([self.fingerprint, target_column])
+        self.written = hash_of_facts([shard.file.written for shard in shards])
 
     def __len__(self) -> int:
         return int(self._offsets[-1])

@@ -36,7 +36,7 @@ import lmdb
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.storage.local_file import open_regular
+from raypipe.storage.local_file import open_regular, written_facts
 from raypipe.stores.base import MAX_SAMPLE_BYTES
 from raypipe.stores.record import METADATA_KEY
 
@@ -141,6 +141,7 @@ class LMDBFile:
         path: as passed.
         num_entries: number of keys that the main database declares, checked against the file's size.
         num_bytes: size of the file when it was opened.
+        written: `written_facts` of a local file.
         declared_bytes: size of all pages that the file counts. An intact file may be shorter, since unused pages
             at its end may never have been written.
     """
@@ -152,7 +153,9 @@ class LMDBFile:
             if source is None:
                 file = open_regular(path)
                 weakref.finalize(self, os.close, file)
-                self.num_bytes = os.fstat(file).st_size
+                status = os.fstat(file)
+                self.num_bytes = status.st_size
+                self.written = written_facts(status)
                 self._pread = partial(os.pread, file)
             else:
                 self.num_bytes = source.size()

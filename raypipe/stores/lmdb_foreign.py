@@ -161,6 +161,7 @@ class ForeignShards:
         self.fingerprint = join_fingerprints(
             [*(shard.listing.fingerprint for shard in shards), *facts]
         )
+        self.written = hash_of_facts([shard.file.written for shard in shards])
 
     def __len__(self) -> int:
         return int(self._offsets[-1])

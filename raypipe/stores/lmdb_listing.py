@@ -347,7 +347,7 @@ def _value_layout(
         try:
             layout = layout or find_layout(kind, value, target or "label")
             labels.append(layout.read(value)[1])
-        except ValueError as error:
+        except (ValueError, StoreError) as error:
             reason = f"at key {key[:40]!r}: {error}"
     if layout is None:
         raise StoreError(

@@ -6,7 +6,8 @@
     datum     Caffe's protocol buffer: encoded bytes, or pixels in planes, blue first
 
 A value is a tuple, a list or a dict. Its image is the part that starts as an image does; its label is the part
-after it, or the field of the label's name. Nothing here runs code from a value.
+after it, or the field of the label's name. Nothing here runs code from a value. Readers raise StoreError for a
+value that takes more memory than the limit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import pickletools
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +25,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raypipe.errors import StoreError
+from raypipe.storage.read_limit import check_read, read_limit
+from raypipe.stores.arrow_messages import check_batches
 from raypipe.stores.numbers import NPY
 
 _MAGICS = (
@@ -31,10 +37,17 @@ _MAGICS = (
     b"BM",
     b"II*\0",
     b"MM\0*",
+    b"II+\0",
+    b"MM\0+",
     NPY,
 )
 # the second byte; Python 2's have protocol 2
 _PICKLE_PROTOCOLS = [bytes([protocol]) for protocol in range(2, 6)]
+# Operations of pickles that take few bytes and make an object.
+_CONTAINERS = {"EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "LIST", "DICT", "TUPLE"}
+_CONTAINERS |= {"TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"}
+_CONTAINER_BYTES = 64
+_PLACE_BYTES = 16  # of a place in a pickle's memory, twice as large as needed
 # First bytes of msgpack: small dicts, small arrays, bytes, arrays and dicts.
 _MSGPACK_STARTS = frozenset((*range(0x81, 0xA0), 0xC4, 0xC5, 0xC6, *range(0xDC, 0xE0)))
 _DATUM_STARTS = b"\x08\x22"  # the fields `channels` and `data`
@@ -57,9 +70,9 @@ Part = int | str
 
 def value_kind(value: bytes | bytearray | memoryview) -> str:
     """Return the kind of a value by its bytes: "image", a key of `READERS`, or "" for anything else."""
-    start = bytes(value[:20])
-    if start.startswith(_MAGICS) or start[8:12] == b"WEBP" or start[4:8] == b"ftyp":
+    if is_image(value):
         return "image"
+    start = bytes(value[:20])
     if start[:1] == b"\x80" and start[1:2] in _PICKLE_PROTOCOLS:
         return "pickle"
     if start[:4] == bytes(4):
@@ -71,6 +84,12 @@ def value_kind(value: bytes | bytearray | memoryview) -> str:
     return ""
 
 
+def is_image(value: bytes | bytearray | memoryview) -> bool:
+    """Return whether a value is an encoded image, by its first bytes."""
+    start = bytes(value[:12])
+    return start.startswith(_MAGICS) or start[8:12] == b"WEBP" or start[4:8] == b"ftyp"
+
+
 def _opens(
     read: Callable[[memoryview], Any], value: bytes | bytearray | memoryview
 ) -> bool:
@@ -78,6 +97,8 @@ def _opens(
         read(memoryview(value))
     except ValueError:
         return False
+    except StoreError:
+        return True  # it is of that kind, and too large
     return True
 
 
@@ -96,8 +117,9 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _from_pickle(value: memoryview) -> Any:
     try:
+        _check_pickle(value)
         return _PlainUnpickler(io.BytesIO(value), encoding="bytes").load()
-    except ValueError:
+    except (ValueError, StoreError):
         raise
     except Exception as error:  # damage makes it raise anything
         raise ValueError(
@@ -105,11 +127,40 @@ def _from_pickle(value: memoryview) -> Any:
         ) from None
 
 
+def _check_pickle(value: memoryview) -> None:
+    """Raise StoreError if a pickle's operations take more memory than the limit."""
+    limit = read_limit(len(value))
+    num_bytes = 0
+    for operation, argument, _ in pickletools.genops(io.BytesIO(value)):
+        if "PUT" in operation.name:
+            num_bytes = max(num_bytes, _PLACE_BYTES * int(argument or 0))
+        elif operation.name in _CONTAINERS:
+            num_bytes += _CONTAINER_BYTES
+        if num_bytes > limit:
+            check_read("a pickle", num_bytes, len(value))
+
+
 def _from_msgpack(value: memoryview) -> Any:
     import msgpack
 
+    in_containers = 0
+
+    def count(container: Any) -> Any:
+        nonlocal in_containers
+        in_containers += _CONTAINER_BYTES * (1 + len(container))
+        check_read("a value of msgpack", in_containers, len(value))
+        return container
+
     try:
-        return msgpack.unpackb(value, raw=True, strict_map_key=False)
+        return msgpack.unpackb(
+            value,
+            raw=True,
+            strict_map_key=False,
+            list_hook=count,
+            object_hook=count,
+        )
+    except StoreError:
+        raise
     except Exception as error:
         raise ValueError(
             f"it is not msgpack: {type(error).__name__}: {error}"
@@ -131,6 +182,8 @@ def _from_pyarrow(value: memoryview) -> Any:
     buffer = pa.py_buffer(value)
     source = pa.BufferReader(buffer[start:])
     try:
+        for _ in check_batches("a value of pyarrow", pa.BufferReader(buffer[start:])):
+            pass
         stream = pa.ipc.open_stream(source)
         batch = stream.read_next_batch()
         batch.validate(full=True)
@@ -149,6 +202,7 @@ def _from_pyarrow(value: memoryview) -> Any:
         TypeError,
         OSError,
         RecursionError,
+        struct.error,
     ) as error:
         raise ValueError(
             f"it is not of pyarrow.serialize: {type(error).__name__}: {error}"
@@ -225,7 +279,7 @@ def _from_datum(value: memoryview) -> Any:
     if data is None:
         raise ValueError("it is a Datum without data")
     label -= (label >> 63) << 64  # a negative one is stored in 64 bits
-    if fields.get(7) or value_kind(data) == "image":
+    if fields.get(7) or is_image(data):
         return data, label
     shape = fields.get(1, 0), fields.get(2, 0), fields.get(3, 0)
     if shape[0] not in (1, 3) or shape[0] * shape[1] * shape[2] != len(data):
@@ -295,7 +349,7 @@ def keys_in(value: memoryview, may_unpickle: bool) -> list[bytes] | None:
             return None
         else:
             keys = READERS[kind](value)
-    except (KeyError, ValueError, RecursionError):
+    except (KeyError, ValueError, RecursionError, StoreError):
         return None
     if not isinstance(keys, list | tuple) or not all(
         isinstance(key, bytes | str | int) for key in keys
@@ -403,12 +457,9 @@ def _array_of(fields: Mapping[Any, Any]) -> np.ndarray:
 def _is_image(part: Any) -> bool:
     if isinstance(part, np.ndarray):
         return part.dtype == np.uint8 and (
-            part.ndim in (2, 3) or value_kind(part.tobytes()) == "image"
+            part.ndim in (2, 3) or is_image(part.tobytes()[:12])
         )
-    return (
-        isinstance(part, bytes | bytearray | memoryview)
-        and value_kind(memoryview(part)) == "image"
-    )
+    return isinstance(part, bytes | bytearray | memoryview) and is_image(part)
 
 
 def encoded(part: Any) -> bytes | memoryview | None:

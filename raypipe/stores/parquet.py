@@ -20,13 +20,14 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from raypipe.errors import StoreError
-from raypipe.storage.files import open_input, read_by
+from raypipe.storage.files import open_input, read_by, version_of
 from raypipe.storage.filesystem import errors_as, open_filesystem
+from raypipe.storage.read_limit import check_read, read_limit
 from raypipe.storage.retries import error_reason, in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
 from raypipe.stores.arrow_values import no_rows, take
-from raypipe.stores.base import Columns, FileStore, by_part, part_of
+from raypipe.stores.base import Columns, FileStore, by_part, hash_of_facts, part_of
 
 # more than a hundred groups of the 8 MiB that ParquetWriter makes
 DEFAULT_CACHE_BYTES = 1 << 30
@@ -37,12 +38,6 @@ _VIEWED = 4
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8  # uint32 size of the footer, then the magic
 
-MAX_GROUP_BYTES = 1 << 29
-"""Largest unpacked size, by the footer, of the requested columns of one row group. Images hardly compress, so
-columns may also unpack to _GROWTH times their stored size, up to _MAX_IMAGE_BYTES."""
-
-_GROWTH = 3
-_MAX_IMAGE_BYTES = 4 << 30
 _VALUE_BYTES = 8  # least unpacked size of a value: equal values may take almost nothing in the file
 
 
@@ -134,7 +129,9 @@ class _Groups(TableColumns):
         with errors_as(StoreError, f"{address} cannot be opened"):
             self._filesystem, _ = open_filesystem(address)
             paths = [open_filesystem(file.address)[1] for file in files]
-        footers = in_threads(lambda path: _read_footer(self._filesystem, path), paths)
+        read = in_threads(lambda path: _read_footer(self._filesystem, path), paths)
+        footers = [footer for footer, _ in read]
+        self.written = hash_of_facts([version for _, version in read])
         parsed = [
             _parse_footer(path, footer)
             for path, footer in zip(paths, footers, strict=True)
@@ -304,11 +301,11 @@ def _joined(
 
 
 def _check_size(group: _Group, leaves: list[str]) -> None:
-    """Raise StoreError if, by the footer, columns of a row group unpack to more than the limits."""
+    """Raise StoreError if, by the footer, columns of a row group unpack to more than the limit."""
     row_group = group.metadata.row_group(group.number)
     unpacked = _VALUE_BYTES * row_group.num_rows * len(leaves)
     stored = 0
-    if row_group.total_byte_size + unpacked <= MAX_GROUP_BYTES:
+    if row_group.total_byte_size + unpacked <= read_limit():
         return
     starts = tuple(f"{leaf}." for leaf in leaves)
     for number in range(row_group.num_columns):
@@ -316,16 +313,16 @@ def _check_size(group: _Group, leaves: list[str]) -> None:
         if column.path_in_schema in leaves or column.path_in_schema.startswith(starts):
             unpacked += column.total_uncompressed_size
             stored += column.total_compressed_size
-    limit = min(max(MAX_GROUP_BYTES, _GROWTH * stored), _MAX_IMAGE_BYTES)
-    if unpacked > limit:
-        raise StoreError(
-            f"{group}: its columns unpack to {unpacked:,} bytes; the limit is {limit:,}: write smaller row groups "
-            "(row_group_size=1000)"
-        )
+    check_read(
+        f"{group}: its columns",
+        unpacked,
+        stored,
+        "write smaller row groups (row_group_size=1000)",
+    )
 
 
-def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
-    """Return the footer's raw bytes, so that its hash does not depend on pyarrow's version."""
+def _read_footer(filesystem: pafs.FileSystem, path: str) -> tuple[bytes, str]:
+    """Return the footer and the file's version; raw bytes, so that the hash does not depend on pyarrow's version."""
     try:
         with open_input(filesystem, path) as file:
             num_bytes = file.size()
@@ -335,7 +332,9 @@ def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
                 raise StoreError(
                     f"{path} is truncated or not Parquet: no footer at its end; copy it again"
                 )
-            return file.read_at(num_bytes - _TAIL_BYTES - start, start)
+            check_read(f"{path}: its footer", num_bytes - _TAIL_BYTES - start)
+            footer = file.read_at(num_bytes - _TAIL_BYTES - start, start)
+            return footer, version_of(file, filesystem, path)
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"{path} cannot be read as Parquet: {error}") from error
 

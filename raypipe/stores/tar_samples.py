@@ -14,6 +14,7 @@ from raypipe.storage.byte_ranges import ByteRanges, ByteRangesReader
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.local_cache import LocalCache, Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile
+from raypipe.storage.read_limit import GROWTH, read_limit
 from raypipe.storage.retries import in_threads
 from raypipe.stores.arrow_values import array_type, to_arrow
 from raypipe.stores.base import (
@@ -21,6 +22,7 @@ from raypipe.stores.base import (
     Columns,
     as_text,
     by_part,
+    hash_of_facts,
     join_fingerprints,
     part_of,
 )
@@ -34,6 +36,7 @@ GROUP_BYTES = 8 << 20
 # Gaps up to this size are fetched too: a request takes as long as half a MiB or more.
 _GAP_BYTES = 64 << 10
 _MAX_KEPT_RANGES = 4096
+_NUM_WITH_HOLES = 64  # sparse members that a read may have, each of which is almost nothing in its tar
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class TarSamples:
         if indexed.facts:
             digests.append(indexed.facts)
         self.fingerprint = join_fingerprints(digests)
+        self.written = hash_of_facts([archive.file.written for archive in archives])
         bounds = np.cumsum([0, *indexed.nums])
         self._keys = indexed.keys
         self._names: dict[int, list[str]] = {}
@@ -298,12 +302,16 @@ def _content(
     num_bytes: int,
     sparse: Mapping[str, list[list[int]]],
 ) -> bytes | None:
-    """Return the bytes of a member; None for no member, or for more than 512 MiB."""
+    """Return the bytes of a member; None for no member, more than 512 MiB, or holes beyond the limit of a read."""
     if not 0 <= num_bytes <= MAX_SAMPLE_BYTES:
         return None
     parts = sparse.get(str(start)) if sparse else None
     if parts is None:
         content = file.pread(num_bytes, start)
+    elif num_bytes > max(
+        read_limit() // _NUM_WITH_HOLES, GROWTH * sum(length for _, length in parts)
+    ):
+        return None
     else:
         content = _with_holes(file, start, num_bytes, parts)
     if len(content) < num_bytes:

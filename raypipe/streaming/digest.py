@@ -1,6 +1,6 @@
-"""The digest of a stream: one hash over index, label, pixels, targets and columns of every micro-batch, in
-order; as a file, and compared with another stream's. Two streams are the same if their digests are, whatever made
-them.
+"""The digest of a stream: a hash of every micro-batch, in order; as a file, and compared with another stream's.
+
+Two streams are the same if their digests are, whatever made them.
 
     {"settings": {name: value}, "micro_batches": {"train-e0000-s000000-m000": 32 hex digits, …}}
 
@@ -12,7 +12,6 @@ two streams differ, they show why. Reading and comparing files needs neither Ray
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,26 +20,15 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.packages import versions
 from raypipe.plan.custom import sampler_content
 from raypipe.plan.places import Cursor
 from raypipe.rayext.failures import get
 from raypipe.storage.files import read_json, write_json
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.row import host_batches
-from raypipe.transform.encoded_map import DATA, MAP
-from raypipe.transform.fields import (
-    COLUMN,
-    IMAGE,
-    LABEL,
-    VIEW,
-    MicroBatch,
-    Ragged,
-    in_group,
-)
-from raypipe.transform.planes import chromas
+from raypipe.transform.fields import MicroBatch
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -51,70 +39,6 @@ if TYPE_CHECKING:
 
 # To send one through Ray takes a millisecond or two.
 _CHUNK = 16
-_NO_IMAGE = np.empty(0, np.uint8)
-# Fields that have been hashed, each in its own way, since before there was a rule.
-_WITHOUT_NAMES = (IMAGE, LABEL, "mask", "boxes", "keypoints")
-
-
-def batch_digest(batch: MicroBatch) -> bytes:
-    """16 bytes over place, index, weight, and all fields of one micro-batch."""
-    image = batch.arrays().get(IMAGE, _NO_IMAGE)
-    digest = hashlib.blake2b(f"{batch.position} {image.shape}".encode(), digest_size=16)
-    arrays = [batch.index, batch[LABEL], batch.weight, image]
-    for header, of_field in (*_targets(batch), *_columns(batch)):
-        digest.update(header.encode())
-        arrays += of_field
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).data)
-    for name, array in sorted(chromas(batch.arrays()).items()):
-        digest.update(f"chroma\0{name}\0{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data)
-    for name, array in batch.arrays(VIEW).items():
-        dtype = "" if array.dtype == np.uint8 else f" {array.dtype}"
-        digest.update(f" {name} {array.shape}{dtype}".encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.digest()
-
-
-def _targets(batch: MicroBatch) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """The headers and arrays of image and target, each in the way of the version that brought it."""
-    fields = batch.arrays()
-    image = fields.get(IMAGE, _NO_IMAGE)
-    label = fields[LABEL]
-    if image.dtype != np.uint8:
-        yield f"image\0{image.dtype}", []
-    yield "", [fields[name] for name in ("mask", "boxes") if name in fields]
-    if "keypoints" in fields:
-        keypoints = fields["keypoints"]
-        yield f"keypoints\0{keypoints.shape}", [keypoints]
-    if label.dtype != np.int64 or label.ndim != 1:  # no classes
-        yield f"label\0{label.dtype}\0{label.shape}", []
-    for name, array in fields.items():  # targets that came later
-        if "." not in name and name not in _WITHOUT_NAMES:
-            yield f"{name}\0{array.dtype}\0{array.shape}", [array]
-
-
-def _columns(batch: MicroBatch) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """The headers and arrays of encoded images and of columns."""
-    encoded = [
-        (name, batch.fields[name]) for name in (DATA, MAP) if name in batch.fields
-    ]
-    for name, column in [*encoded, *sorted(in_group(batch.fields, COLUMN).items())]:
-        if isinstance(column, Ragged):
-            kind: str = column.kind
-            arrays = [column.values, column.offsets]
-        else:
-            kind = "array"
-            arrays = [column]
-        yield f"{name}\0{kind}\0{arrays[0].dtype}\0{arrays[0].shape}", arrays
-
-
-def combine(digests: Iterable[bytes]) -> str:
-    """32 hex digits over the digests of micro-batches, in order."""
-    combined = hashlib.blake2b(digest_size=16)
-    for digest in digests:
-        combined.update(digest)
-    return combined.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -130,7 +54,7 @@ def digested(batches: Iterable[MicroBatch]) -> Iterator[MicroBatchDigest]:
     """The digest of each micro-batch."""
     for batch in batches:
         yield MicroBatchDigest(
-            str(batch.position), batch_digest(batch), int((batch.weight > 0).sum())
+            str(batch.position), batch_hash(batch), int((batch.weight > 0).sum())
         )
 
 

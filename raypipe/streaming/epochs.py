@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from raypipe.device.prefetcher import Batch
-from raypipe.errors import RaypipeError
 from raypipe.mistakes import Unlike
 from raypipe.plan.schedule import Segment
+
+_logger = logging.getLogger(__name__)
 
 
 class _Source(Protocol):
@@ -29,8 +31,8 @@ class Batches(Iterator[Batch]):
     """This rank's micro-batches of an epoch's training, or of its validation, in order.
 
     After a resume only the rest of them, possibly none. A validation may be iterated again, at any time: each
-    `for` loop gets all of it. A training comes once: a second loop continues where the first was left, and after
-    the last batch raises.
+    `for` loop gets all of it. A training comes once: a second loop continues where the first was left, and gets
+    nothing after the last batch, with a warning if one loop has taken them all.
 
     A loop that leaves them is through with them: a state that is saved then continues after them, as the loop
     does. Within the loop, a state is between them.
@@ -52,6 +54,7 @@ class Batches(Iterator[Batch]):
         self._num_taken = 0
         self._num_loops = 0
         self._was_left = False
+        self._was_whole = False  # one loop has taken all of it
         if segment:
             self._len = segment.num_delivered * source.accumulation_steps
         else:
@@ -75,6 +78,12 @@ class Batches(Iterator[Batch]):
         self._was_left = True
         self._source._leave_early(self)
 
+    def is_look(self, also_in_loop: bool) -> bool:
+        """Return whether only the first batch was taken, by `next(iter(…))`, or also in a loop that goes on."""
+        return self._num_taken == 1 < self._len and (
+            also_in_loop or not self._num_loops
+        )
+
     def __next__(self) -> Batch:
         if self._num_taken == self._len:
             self._source._finish(self)
@@ -86,11 +95,12 @@ class Batches(Iterator[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if self.segment and self.segment.split == "val":
             return self._all()
-        if self.segment and self._num_taken == self._len:
-            raise RaypipeError(
-                f"all batches of epoch {self.segment.epoch}'s training were taken, and a training comes once: "
-                "continue with the next epoch of loader.epochs(). To see the same batches again without training, "
-                "make another loader: raypipe.loader(spec, cursor=spec.plan.cursor_at(STEP))"
+        if self.segment and self._num_taken == self._len and self._was_whole:
+            _logger.warning(
+                "all batches of epoch %d's training were taken, and a training comes once: this loop gets none. "
+                "Continue with the next epoch of loader.epochs(). To see the same batches again without training, "
+                "make another loader: raypipe.loader(spec, cursor=spec.plan.cursor_at(STEP))",
+                self.segment.epoch,
             )
         return self._remaining()
 
@@ -107,11 +117,13 @@ class Batches(Iterator[Batch]):
 
     def _remaining(self) -> Iterator[Batch]:
         self._num_loops += 1
+        num_before = self._num_taken
         try:
             while (batch := next(self, None)) is not None:
                 yield batch
         finally:
             self._num_loops -= 1
+            self._was_whole |= not num_before and self._num_taken == self._len
             if not self._num_loops and self._num_taken < self._len:
                 self._source._leave_early(self)
 

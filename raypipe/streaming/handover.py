@@ -33,6 +33,7 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import join_train_run
 from raypipe.streaming.record.digest_log import DigestLog
 from raypipe.streaming.record.headspace import HeadspaceRecord, MeasuringFolder
+from raypipe.streaming.record.opened import settings_record
 from raypipe.streaming.resident_stream import ResidentStream
 from raypipe.streaming.saving.checkpoints import Checkpoint, cursor_of, find_start
 from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
@@ -134,9 +135,13 @@ def loader(
     spec.plan.check_workers(world_size)
     device = _device_of(device, in_train)
     run = _run_folder(checked["run_dir"], lease, headspace, in_train, rank)
+    augmented = _augment_config(augment, spec.endings.get("train"))
     digest_log = None
     if log_digest and not headspace:
-        digest_log = DigestLog.of(run.folder, spec.plan, rank, world_size, device)
+        record = settings_record(spec, augmented, dtype)
+        digest_log = DigestLog.of(
+            run.folder, spec.plan, record, rank, world_size, device
+        )
     start = None
     if not headspace:
         start = _start_of(
@@ -157,7 +162,7 @@ def loader(
         device,
         cursor=cursor,
         begins=start is None or cursor is not None,
-        augment=_augment_config(augment, spec.endings.get("train")),
+        augment=augmented,
         dtype=dtype,
         prefetch_factor=prefetch_factor,
         keep_batches=keep_batches,
@@ -174,10 +179,14 @@ def loader(
 
 def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `loader` that have a kind, of that kind; raises ConfigError."""
-    return {
+    checked = {
         name: check(f"raypipe.loader: {name}", arguments[name], kind)
         for name, kind in _KINDS.items()
     }
+    for name, default, needed in (("lease", "", "run_dir"), ("trace_s", 60, "trace")):
+        if checked[name] != default and not checked[needed]:
+            raise ConfigError(f"raypipe.loader: {name} has no effect without {needed}")
+    return checked
 
 
 def _device_of(device: torch.device | str | None, in_train: bool) -> torch.device:
@@ -355,7 +364,9 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     """Raise within seconds the errors that would end a `TorchTrainer` of this stream; call it before `fit`.
 
     Starts or connects to Ray as `fit` does, unless this process is connected. Ends a stream that this process has
-    left open, if the trainers need its CPUs: they would wait for them forever.
+    left open, if the trainers need its CPUs: they would wait for them forever. An elastic trainer with this
+    configuration then runs on numbers of workers that divide M, and waits no longer for room than
+    `pool.stall_timeout_s`.
 
     Raises:
         ConfigError: the number of workers does not divide M.
@@ -363,16 +374,19 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
             them.
     """
     from raypipe.rayext.allocation import check_own, cluster_resources, worker_resources
+    from raypipe.rayext.trainer import use_divisors
     from raypipe.streaming.start.room import make_room
 
     # an attribute of Ray Train's version 2 that its type lacks
     config: Any = scaling_config
     workers = config.num_workers
-    if isinstance(workers, int):
-        # 0 = the train function runs in this process
-        spec.plan.check_workers(workers or 1)
-    else:
-        workers = min(workers)  # elastic
+    if not isinstance(workers, int):  # elastic
+        numbers = range(max(1, min(workers)), max(workers) + 1)
+        per_step = spec.plan.config.per_step
+        workers = next((n for n in numbers if per_step % n == 0), max(workers))
+        use_divisors(config, spec.pool.stall_timeout_s, per_step)
+    # 0 = the train function runs in this process
+    spec.plan.check_workers(workers or 1)
     if not ray.is_initialized():
         ray.init()
     take_worker_logs()

@@ -48,16 +48,21 @@ from raypipe.stores.base import name_of
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.epochs import Batches, Epoch
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loop_progress import Progress
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.streaming.rank_stream import RankStream
 from raypipe.streaming.record.digest_log import DigestLog
-from raypipe.streaming.record.hashes import finished_hash
 from raypipe.streaming.record.opened import stream_record
 from raypipe.streaming.saving.checkpoints import Checkpoint, read_whole_checkpoint
 from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
-from raypipe.streaming.saving.saved_model import SavedModel, input_of, saved_model
+from raypipe.streaming.saving.saved_model import (
+    SavedModel,
+    input_of,
+    saved_model,
+    val_of,
+)
 from raypipe.streaming.saving.stateful import (
     Stateful,
     as_plain_numbers,
@@ -397,11 +402,9 @@ class Loader(Unlike, instead=_INSTEAD):
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         strength = self.metrics.strength(self.plan.global_step(position))
-        of_stream = batch
-        batch = self._device_stage(of_stream, strength)
-        is_finished_here = batch is not of_stream and self.device.type == "cpu"
-        if self._digest_log and is_finished_here:
-            batch = replace(batch, finished_hash=finished_hash(of_stream, batch))
+        batch = self._device_stage(batch, strength)
+        if self._digest_log and self.device.type == "cpu":
+            batch = replace(batch, finished_hash=batch_hash(batch))
         num_images = int((batch.index >= 0).sum())
         amounts = {
             "images": num_images,
@@ -675,14 +678,16 @@ class Loader(Unlike, instead=_INSTEAD):
         if start is None:
             return None
         checkpoint = read_whole_checkpoint(start)
-        saved = saved_model(checkpoint)
+        # the user's own stream may name the same code
+        is_named = checkpoint.input.get("val") == val_of(self._spec)
+        saved = saved_model(checkpoint, is_named)
         restore(parts, saved.state, saved.address)
         return saved
 
     def save(self, folder: str | Path) -> None:
         """Write the run's place into a checkpoint's folder, for checkpoints that `report` does not make.
 
-        A later `raypipe.loader` continues from there.
+        A later `raypipe.loader` continues from there: by itself from Ray Train's checkpoint, else by `start_from`.
         """
         with self.metrics.saving(lambda: f"{folder} is written"):
             write_text(join_address(str(folder), CURSOR_FILE), self.place.to_json())

@@ -8,6 +8,7 @@ try_samples       a few samples in the driver, before anything is started
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.config import TransformConfig
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import ConfigError, SampleError, TransformError
 from raypipe.logs import log_place
 from raypipe.metrics.tracer import traced
 from raypipe.plan.places import PADDING, MicroBatchId, Split
@@ -51,6 +52,7 @@ ReadSamples = Callable[[MicroBatchId, np.ndarray], Samples]
 """Reads the samples of int64 indices (n,) for a micro-batch; padding has no image."""
 
 NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
+_NUM_COMPARED = 32  # samples; half of a store that the code cannot take look like a branch that fails once in 4e9
 NONE_EXCLUDED: Mapping[int, str] = MappingProxyType({})
 _FIRST = MicroBatchId("train", 0, 0, 0)
 _NUM_TRIED = 8
@@ -295,7 +297,7 @@ class MicroBatchMaker:
 
         if not out.arrays:
             out.learn(self._first_sample(assignment))
-        if is_checked and self.sample_makers.is_unchecked(position.split):
+        if is_checked and self.sample_makers.is_unchecked(sample_maker):
             self._check_user_code(assignment, rows, samples, keys, bad)
         return bad
 
@@ -353,6 +355,11 @@ class MicroBatchMaker:
         if not self._is_tolerant:
             hint = f"with a transform.max_bad_fraction above 0 the run would use another one; or {error.advice}"
             raise type(error)(f"{title}: {error} ({hint})") from error
+        if isinstance(error, TransformError) and self._is_of_code(assignment, row):
+            raise TransformError(
+                f"{title}: {error}; the same draws fail on other samples as well, so the code is at fault and not "
+                f"the sample: {error.advice}"
+            ) from error
         store = self._stores[split]
         bad = BadSample(
             position,
@@ -382,6 +389,25 @@ class MicroBatchMaker:
             f"{title}: {error}; {NUM_SUBSTITUTES} substitutes were bad as well, the last one "
             f"{self._sample_title(split, substitute)}: {last}; {last.advice}"
         ) from error
+
+    def _is_of_code(self, assignment: _Assignment, row: int) -> bool:
+        """True where the user's code fails with the draws of a row on each of many other samples."""
+        position = assignment.position(row)
+        draw = assignment.draws.at(slice(row, row + 1))
+        index = int(draw.indices[0])
+        (key,) = self.plan.sample_keys(position.split, draw)
+        candidates = {
+            self.plan.substitute(position, index, number)
+            for number in range(_NUM_COMPARED)
+        }
+        others = sorted(candidates - {index, *assignment.excluded})
+        for other in others:
+            report_progress()
+            with contextlib.suppress(SampleError):
+                sample = self._read(position, np.array([other]))[0]
+                self._slow(assignment, row, sample, other, key)
+                return False
+        return bool(others)
 
     def _first_sample(self, assignment: _Assignment) -> dict[str, Any]:
         """The fields of a sample that shows their shapes, where a micro-batch has none."""
@@ -550,3 +576,4 @@ def try_samples(spec: StreamSpec, num_classes: int) -> None:
                 for i in batch.index.tolist()
             ]
             check_labels(batch[LABEL], num_classes, titles.__getitem__)
+    spec.probes[:] = maker.sample_makers.probes

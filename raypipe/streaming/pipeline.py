@@ -19,7 +19,7 @@ from raypipe.plan.places import Cursor
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.iteration import Ended
-from raypipe.rayext.placement import placement
+from raypipe.rayext.placement import cpus_name, placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.retries import patience_s
 from raypipe.streaming.blocks import MAX_BYTES, most_bytes
@@ -47,7 +47,9 @@ def _pool_of(pool: PoolConfig, max_actors: int) -> tuple[PoolConfig, int]:
     More nodes come when ranks wait.
     """
     pool = replace(pool, max_actors=max(max_actors, pool.min_actors))
-    room = int(ray.available_resources().get("CPU", 0.0) / pool.cpus_per_actor + 1e-9)
+    room = int(
+        ray.available_resources().get(cpus_name(), 0.0) / pool.cpus_per_actor + 1e-9
+    )
     return pool, min(max(room, pool.min_actors), pool.max_actors)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from raypipe.device.prefetcher import Batch
@@ -15,6 +18,8 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.streaming.epochs import Batches, Epoch
 from raypipe.streaming.loader import Loader
+
+_logger = logging.getLogger(__name__)
 
 Format = Literal["dict", "batch"] | Callable[[Batch], Any]
 """What a plain loader yields: `{"image", "target", "weight"}`, `"views"` where there are any, and columns by their
@@ -80,6 +85,7 @@ class SharedEpochs:
 
     def next(self, split: Split) -> Batches:
         """The next training, or the validation of the epoch that is being trained."""
+        self.rewind_look(split == "train")
         # The loader may have been told to continue elsewhere.
         if self._epoch and self._epoch.train.turn != self.loader._turn:
             self._epoch = None
@@ -101,6 +107,20 @@ class SharedEpochs:
         if self._epoch and has_own:
             return self._epoch.val
         return self.loader.validation()
+
+    def rewind_look(self, is_new_loop: bool) -> None:
+        """Go back to the start of an epoch of which only the first batch was taken: a look costs nothing.
+
+        Args:
+            is_new_loop: whether a loop begins, and so ends any that has taken that batch.
+        """
+        epoch = self._epoch
+        if epoch is None or epoch.train.turn != self.loader._turn:
+            return
+        segment = epoch.train.segment
+        if segment and epoch.train.is_look(is_new_loop):
+            start = self.loader.plan.cursor(epoch.number, segment.first_step)
+            self.loader.load_state_dict(asdict(start))
 
     def go_to(self, epoch: int, num_steps: int) -> None:
         """Let the next training be what comes after so many steps of an epoch; nothing happens if it is."""
@@ -142,6 +162,10 @@ class SharedEpochs:
 class PlainLoader:
     """Iterable whose iterations are the next epoch's training, after a resume its end; or a whole validation.
 
+    An iteration of a training that is left after its first batch was a look: the next one begins with it again. A
+    validation has no batches without samples and, in one process, no rows without: weights are 1. Ranks of several
+    need batches of one shape and number.
+
     Both loaders of a run share one stream. It costs least in the order of the plan, which validates at the end of
     an epoch; at any other time, and a second time, a validation is made as well.
 
@@ -150,7 +174,8 @@ class PlainLoader:
             `Loader.accumulation_steps`.
         end_of_dataloader: whether the newest batch is the last of a training step, or of a validation. Accelerate
             reads it, and begins to count a step's batches again.
-        remainder: -1, as Accelerate has it for samples that need not be cut off: their weights are 0.
+        remainder: -1, as Accelerate has it for samples that need not be cut off: there are none in one process,
+            and their weights are 0 in several.
     """
 
     end_of_dataloader = False
@@ -166,24 +191,58 @@ class PlainLoader:
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches in a whole epoch: in this one, if steps are skipped."""
         if self._split == "train":
-            steps = self._shared.num_steps
-        else:
-            steps = self._loader.plan.val_steps
-        return steps * self._loader.accumulation_steps
+            return self._shared.num_steps * self._loader.accumulation_steps
+        plan = self._loader.plan
+        filled = -(-plan.num_val_rows // self.batch_size)
+        steps, rest = divmod(filled, plan.config.per_step)
+        last = -(-rest // self._loader.world_size)
+        return steps * self._loader.accumulation_steps + last
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
         # A stream without validation has an empty one after each epoch.
         if not len(self):
             return
-        batches = self._shared.next(self._split)
         with _known_to_accelerate(self):
-            for batch in _to_the_end(batches):
-                if self._split == "train":
-                    self.end_of_dataloader = batch.ends_step
-                else:
-                    self.end_of_dataloader = batch.ends_split
+            for batch in (
+                self._training() if self._split == "train" else self._validation()
+            ):
                 yield self._formed(batch)
+
+    def _training(self) -> Iterator[Batch]:
+        batches = iter(self._shared.next("train"))
+        for batch in batches:
+            self.end_of_dataloader = batch.ends_step
+            if batch.ends_split:
+                # their end is asked for with the last one, since loops that count do not ask for it
+                next(batches, None)
+            yield batch
+
+    def _validation(self) -> Iterator[Batch]:
+        """The batches up to the last one in which any rank has samples; a single rank's without padding."""
+        num_left = len(self)
+        is_single = self._loader.world_size == 1
+        num_rows = num_left * self.batch_size * self._loader.world_size
+        if not is_single and num_rows > self._loader.plan.num_val:
+            _warn_once(
+                "the last batches of the validation have padding, with weight 0 and target -100: a mean over a "
+                "batch, or over the batches, is wrong or NaN. Sum over rows by weight (docs/integrations.md)"
+            )
+        batches = iter(self._shared.next("val"))
+        for batch in batches:
+            num_left -= 1
+            counts = batch.index >= 0
+            if batch.num_bad:
+                counts &= (batch.weight > 0).cpu().numpy()
+            if (is_single and not counts.all()) or not num_left:
+                batch = batch.with_rows(np.flatnonzero(counts | (not is_single)))
+            self.end_of_dataloader = not num_left
+            if not num_left:
+                batch = replace(batch, ends_step=True, ends_split=True)
+                for _ in batches:
+                    pass
+            if len(batch.index):
+                yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Like `Loader.state_dict`: both loaders of a run share one place.
@@ -193,6 +252,7 @@ class PlainLoader:
                 no checkpoint, and the loop's count of batches would continue from another place than the stream.
         """
         loader = self._loader
+        self._shared.rewind_look(False)
         if num := loader.num_beyond:
             raise ConfigError(
                 f"a checkpoint inside an optimizer step, after {num} of this rank's "
@@ -218,13 +278,9 @@ class PlainLoader:
         return entries | ({"views": batch.views} if batch.views else {}) | batch.columns
 
 
-def _to_the_end(batches: Batches) -> Iterator[Batch]:
-    """The batches; their end is asked for with the last one, since loops that count do not ask for it."""
-    taken = iter(batches)
-    for batch in taken:
-        if batch.ends_split:
-            next(taken, None)
-        yield batch
+@functools.cache
+def _warn_once(text: str) -> None:
+    _logger.warning(text)
 
 
 @contextlib.contextmanager
@@ -240,6 +296,12 @@ def _known_to_accelerate(loader: PlainLoader) -> Iterator[None]:
     else:
         state = None
     if state:
+        needed = loader._loader.accumulation_steps
+        if type(loader) is PlainLoader and state.num_steps != needed:
+            _warn_once(
+                f"gradient_accumulation_steps of Accelerator is not the plan's {needed}: unless your loop steps "
+                "by itself, give it loader.accumulation_steps"
+            )
         state._add_dataloader(loader)
     try:
         yield

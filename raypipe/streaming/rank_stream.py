@@ -18,6 +18,7 @@ from raypipe.errors import CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Plan, Segment
 from raypipe.rayext.watchdog import SupervisorWatchdog
+from raypipe.streaming.hashes import hashed
 from raypipe.streaming.lifetime import (
     EXHAUSTED,
     GAVE_WAY,
@@ -28,7 +29,6 @@ from raypipe.streaming.lifetime import (
 )
 from raypipe.streaming.metrics import LoaderMetrics
 from raypipe.streaming.moves import END, Move, stream_place
-from raypipe.streaming.record.hashes import hashed
 from raypipe.streaming.remaining import Remaining
 from raypipe.streaming.start.takeover import HeadStartLostError
 
@@ -196,7 +196,8 @@ class RankStream:
             return
         stands = self._remaining.next
         if stands is None:
-            assert self._next() is None, "the stream is longer than the plan"
+            further = self._next()
+            assert further is None, "the stream is longer than the plan"
             if self._moves:
                 self._moves(Move(END, END))
         elif self._moves and not self._moves(

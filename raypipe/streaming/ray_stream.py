@@ -23,6 +23,7 @@ from raypipe.rayext.allocation import check_own, cluster_resources, preflight
 from raypipe.rayext.cluster import keep_sigterm
 from raypipe.rayext.cluster_state import is_local
 from raypipe.rayext.controller import own_controller, process_of
+from raypipe.rayext.placement import remember_group
 from raypipe.rayext.processes import is_ray_worker, this_process
 from raypipe.rayext.tweaks import quiet_broadcasts
 from raypipe.streaming.lifetime import HostStream
@@ -95,6 +96,7 @@ class RayStreams:
         run = _run_name() if in_train else None
         self._marks = Marks(spec.plan.fingerprint, rank, run)
         self._may_head_start = spec.pool.head_start != 0
+        remember_group()
 
     def open(self, start: Cursor, only: Segment | None = None) -> HostStream:
         """Start the stream, on all ranks.

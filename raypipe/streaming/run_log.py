@@ -30,6 +30,7 @@ from raypipe.metrics.observer import Observer
 from raypipe.metrics.records import STATUS, Folder, RecordWriter, write_file
 from raypipe.progress import print_progress
 from raypipe.storage.retries import without_retries
+from raypipe.streaming.record.opened import rewritten
 from raypipe.streaming.stop_file import answer_stop, remove_stop, stop_requested
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class RunLog(Observer):
         self.closed()
         if self._folder:
             of_run = settings()
+            described = stream()
             self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
             self.log = RecordWriter(
                 self._folder,
@@ -149,8 +151,11 @@ class RunLog(Observer):
                 self._world_size,
                 validates,
                 of_run,
-                stream(),
+                described,
             )
+            earlier = self.log.earlier.get("written")
+            for sentence in rewritten(earlier, described.get("written", {})):
+                logger.warning("%s", sentence)
         self.opened(supervisor)
 
     def opened(self, supervisor: Any) -> None:

@@ -35,15 +35,15 @@ class SampleMakers:
     """Makes the sample makers of a stream as their sizes come up, and keeps them.
 
     Attributes:
-        probes: samples by the user's code, one of each split, for other processes to compare.
+        probes: samples by the user's code, one of each maker, for other processes to compare.
     """
 
     def __init__(self, spec: StreamSpec) -> None:
         self._spec = spec
         self._makers: dict[tuple[Split, Size], SampleMaker] = {}
-        # Copies of splits whose code is the user's, until their first samples were made twice, see `remake`.
-        self._unchecked: dict[Split, Callable[[], SampleMaker]] = {}
-        self._checked: set[Split] = set()
+        # Copies of makers whose code is the user's, until their first samples were made twice, see `remake`. Code
+        # that is named gets the size, so each maker has its own.
+        self._unchecked: dict[SampleMaker, Callable[[], SampleMaker]] = {}
         self.probes: list[Probe] = []
 
     def get(self, position: MicroBatchId, draws: Draws) -> SampleMaker:
@@ -66,14 +66,13 @@ class SampleMakers:
         code = spec.transforms[split]
         sample_maker = new(code, columns=spec.columns)
         self._makers[split, size] = sample_maker
-        is_checked = split in self._unchecked or split in self._checked
-        if sample_maker.has_user_code and not is_checked:
+        if sample_maker.has_user_code:
             if isinstance(code, str) and ":" in code:  # it may name an object
                 code = build_transform(code, size)
             # Before its first use, of which it may keep something.
             code = copied(code)
             columns = replace(spec.columns, function=copied(spec.columns.function))
-            self._unchecked[split] = lambda: new(copied(code), columns=columns)
+            self._unchecked[sample_maker] = lambda: new(copied(code), columns=columns)
         return sample_maker
 
     def _size(self, position: MicroBatchId, draws: Draws) -> Size:
@@ -111,9 +110,9 @@ class SampleMakers:
             recipes.append((sample_maker, size, self.strength(position), own_draws))
         return recipes
 
-    def is_unchecked(self, split: Split) -> bool:
-        """True until the first samples of a split whose code is the user's were made twice."""
-        return split in self._unchecked
+    def is_unchecked(self, sample_maker: SampleMaker) -> bool:
+        """True until the first samples of a maker whose code is the user's were made twice."""
+        return sample_maker in self._unchecked
 
     def check(
         self,
@@ -123,7 +122,7 @@ class SampleMakers:
         samples: list[EncodedSample],
         keys: np.ndarray,
     ) -> None:
-        """Make the first samples of a split again; raises ConfigError as `check_remade`.
+        """Make the first samples of a maker again; raises ConfigError as `check_remade`.
 
         Args:
             originals: the fields that `sample_maker` has made of `samples`.
@@ -131,8 +130,7 @@ class SampleMakers:
         split = position.split
         pool = self._spec.pool
         strength = self.strength(position)
-        new_sample_maker = self._unchecked.pop(split)
-        self._checked.add(split)
+        new_sample_maker = self._unchecked.pop(sample_maker)
         has_threads = pool.engine == "inline" and not self.draws_globally
 
         def new_maker() -> Callable[[int], dict[str, Any]]:
@@ -153,6 +151,9 @@ class SampleMakers:
         self.probes.append(
             Probe((split, size), kept, (k0, k1), digest_of(originals[0]), strength)
         )
+        for probe in self._spec.probes:
+            if probe.of == (split, size):
+                self.check_probe(probe)
 
     def check_probe(self, probe: Probe) -> str:
         """Compare a sample of another process with this one's; see `remake.check_probe`."""

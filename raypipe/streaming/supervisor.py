@@ -63,7 +63,9 @@ MAX_ATTEMPTS = 6
 """Deaths at one block, or of readers at one row group, that end the run. Nodes that are lost by chance hardly hit
 one block so often; a block that does not fit in memory is hit each time, at the cost of a process start each."""
 _DEATHS_AT_A_SAMPLE = 2
+# Rank 0 reads events every second. Beyond this number the oldest are forgotten, so many at once.
 _MAX_EVENTS = 10_000
+_FORGOTTEN = 1_000
 _NUM_MEASURED = 32
 _PATIENCE_S = 5.0  # wait for an answer, at a run's end
 _WAITS_S = 1.0  # a rank's wait that counts for the size of the pool
@@ -165,7 +167,7 @@ class Supervisor:
         ] = {}  # task of a reader → what it reads; empty = it has not told
         self._deaths_reading: Counter[str] = Counter()
         self._events: list[tuple[str, str]] = []
-        # number of the first of them; a restarted Supervisor has the last ones
+        # number of the first of them; those before are forgotten
         self._first_event = 0
         # by split
         self._seconds: dict[str, deque[float]] = defaultdict(
@@ -461,25 +463,26 @@ class Supervisor:
         self._watch.remove(task)
         self._remember()
 
-    def head_extends(self, num: int) -> tuple[int, bool]:
-        """Rank 0 makes so many micro-batches itself; returns what holds, as `head_ends`."""
+    def head_extends(self, num: int) -> tuple[int, bool, bytes]:
+        """Rank 0 makes so many micro-batches itself; returns what holds, as `takeover`."""
         self._takeover.extend(num)
         self._remember()
-        return self._takeover.num, self._takeover.is_final
+        return self._takeover.state
 
-    def head_ends(self, num: int) -> tuple[int, bool]:
-        """A rank makes no more than so many itself.
-
-        Returns:
-            Micro-batches of each rank behind which the pool takes over, and whether that is final.
-        """
+    def head_ends(self, num: int) -> tuple[int, bool, bytes]:
+        """A rank makes no more than so many itself; returns what holds, as `takeover`."""
         self._takeover.end(num)
         self._remember()
-        return self._takeover.num, self._takeover.is_final
+        return self._takeover.state
 
-    def takeover(self) -> tuple[int, bool]:
-        """Return where the pool takes over, as `head_ends`."""
-        return self._takeover.num, self._takeover.is_final
+    def takeover(self) -> tuple[int, bool, bytes]:
+        """Return where the pool takes over, whether that is final, and the pickled error of a pool that failed."""
+        return self._takeover.state
+
+    def pool_failed(self, error: bytes) -> None:
+        """The pool has failed with a pickled error: all ranks end with it, also those in their head start."""
+        self._takeover.error = self._takeover.error or error
+        self._remember()
 
     def pool_begins(self) -> int | None:
         """Return how many micro-batches of each rank come before the pool's; None = no actor has started yet."""
@@ -545,6 +548,11 @@ class Supervisor:
         happened("size of the pool", event)
         self._record("scale", event)
 
+    def pool_waits(self, event: str) -> None:
+        """Record that the pool waits for nodes."""
+        logger.warning("%s", event)
+        self._record("scale", event)
+
     def traced(self, chunk: Chunk) -> TraceAnswer:
         """Take a process's events for the trace."""
         self._trace.add(chunk)
@@ -563,8 +571,10 @@ class Supervisor:
         self._trace.end()
 
     def _record(self, kind: str, event: str) -> None:
-        if len(self._events) < _MAX_EVENTS:
-            self._events.append((kind, event))
+        self._events.append((kind, event))
+        if len(self._events) > _MAX_EVENTS:
+            del self._events[:_FORGOTTEN]
+            self._first_event += _FORGOTTEN
         self._remember()
 
     def describe_progress(self) -> str:

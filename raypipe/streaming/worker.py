@@ -25,6 +25,7 @@ from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.tracer import traced
 from raypipe.packages import differences
 from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.rayext.failures import deaths
 from raypipe.rayext.kv_store import was_restarted
 from raypipe.rayext.processes import this_process
 from raypipe.rayext.trace_sender import send_trace
@@ -190,7 +191,7 @@ class TransformWorker:
                     ),
                     timeout=_PROBE_S,
                 )
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            except (*deaths(), ray.exceptions.GetTimeoutError):
                 continue  # it is the Supervisor that has failed, which others notice
             if warning := self._maker.sample_makers.check_probe(first):
                 self._supervisor.packages_differ.remote(warning)
@@ -233,7 +234,7 @@ class Guard:
                     self._actor, str(self._process), was_restarted()
                 )
             )
-        except ray.exceptions.RayActorError:
+        except deaths():
             # the stream ended in the meantime; a traceback would be printed
             ray.actor.exit_actor()
         self._wary = _WARY_FOR if restarted else 0

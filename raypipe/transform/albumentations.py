@@ -1,9 +1,13 @@
-"""Programs in pipelines of Albumentations: the steps that raypipe makes itself."""
+"""Pipelines of Albumentations: the steps that raypipe makes itself, and a description of all steps."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from raypipe.kernel import Program, Step, native_step
 
@@ -64,3 +68,52 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
     program = Program(native)
     remaining_steps = steps[len(native) :]
     return (program, remaining_steps) if native and program.size else (None, [])
+
+
+# Of a step: who draws for it, which raypipe decides, and what follows from its class.
+_NOT_DECIDING = ("seed", "random_generator", "py_random", "_key2func", "params")
+
+
+def described(pipeline: Any) -> dict[str, Any] | None:
+    """Return a pipeline of the library's own steps as JSON, from which `from_dict` makes the same one.
+
+    None: it has steps of the user's, or the library's own description leaves some of their arguments out.
+    """
+    library = sys.modules.get("albumentations")
+    if library is None or not _is_library(pipeline):
+        return None
+    try:
+        description = json.loads(json.dumps(library.to_dict(pipeline)))
+        again = library.from_dict(description)
+    except Exception:  # a library raises any type for steps that it cannot describe
+        return None
+    is_whole = json.dumps(_state(again)) == json.dumps(_state(pipeline))
+    return description if is_whole else None
+
+
+def _is_library(step: Any) -> bool:
+    if not type(step).__module__.startswith("albumentations."):
+        return False
+    return all(map(_is_library, getattr(step, "transforms", ())))
+
+
+def _state(value: Any) -> Any:
+    """What decides the result of a step, or of a value in one, as JSON."""
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.tolist()]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_state(inner) for inner in value]
+    if isinstance(value, Mapping):
+        return {str(key): _state(inner) for key, inner in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value).__module__.startswith("albumentations."):
+        kept = {
+            name: _state(inner)
+            for name, inner in vars(value).items()
+            if name not in _NOT_DECIDING
+        }
+        return [type(value).__name__, kept]
+    return type(value).__name__

@@ -3,6 +3,7 @@ tell, as in JSON, in results of a function, and in numbers that are written as t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,8 @@ from raypipe.transform.columns import (
 )
 from raypipe.transform.fields import IMAGE, LABEL
 from raypipe.transform.process_state import process_kept
+
+logger = logging.getLogger(__name__)
 
 NUM_PROBED = 16  # samples that tell a column's type, if one of them has a value
 _NUM_AT_ONCE = 1024  # samples that are read at a time in search of a value
@@ -261,9 +264,17 @@ def schema_of_values(
             f"none of the first {len(indices)} samples has columns; {reasons[-1]}"
         )
     unknown = {name for name, column in values.items() if all(map(_is_empty, column))}
-    for first in range(int(indices.max()) + 1, len(store), _NUM_AT_ONCE):
+    begin = int(indices.max()) + 1
+    for first in range(begin, len(store), _NUM_AT_ONCE):
         if not unknown:
             break
+        if first == begin + _NUM_AT_ONCE:
+            logger.warning(
+                "%s: the first %s samples have no value in %s, and a value tells its type: the search continues, up "
+                "to sample %s. Numbers and lists that the store's schema describes need none",
+                *(store.address, f"{first:,}", ", ".join(sorted(unknown))),
+                f"{len(store):,}",
+            )
         later = np.arange(first, min(first + _NUM_AT_ONCE, len(store)))
         for sample in _samples(store, columns, maker, later, reasons):
             for name in list(unknown):

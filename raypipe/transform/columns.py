@@ -142,7 +142,7 @@ class ColumnMaker:
         self._names = [name for name in columns.types if name not in lengths]
         function = columns.function
         if isinstance(function, str):
-            function = import_name(function, "transform.make_columns")
+            function = import_name(function, "transform.make_columns", trusted=True)
         self._function: MakeColumns | None = function
         self._keyed = KeyedGenerator(Domain.COLUMNS)
         self._rng_name = rng_parameter(function) if function else None

@@ -10,8 +10,7 @@ A pipeline without them makes uint8, a quarter of the bytes, and may be a progra
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,15 @@ import numpy as np
 
 from raypipe.config import AugmentConfig
 from raypipe.errors import ConfigError
+from raypipe.transform.forms import forms_of, probed
+from raypipe.transform.pipelines import (
+    leaves,
+    package_of,
+    rebuilt,
+    steps_of,
+    transform_kind,
+)
+from raypipe.transform.pixels import RGB, is_rgb
 
 _LAYOUT = {"ToTensorV2", "ToImage", "ToPureTensor", "PILToTensor", "RGB"}
 """Steps that change neither the values nor the dtype of an RGB image."""
@@ -71,30 +79,62 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
         ConfigError: Normalize has a wrong number of channels, or gets uint8 images.
     """
     without_ending, steps = _split(pipeline)
-    leaves = list(_leaves(pipeline))
-    if any(type(step).__name__ == "FromFloat" for step in leaves):
+    every = list(leaves(pipeline))
+    if any(type(step).__name__ == "FromFloat" for step in every):
         return pipeline, None  # its floats become bytes again
     middle = next(
         (
             number
-            for number, step in enumerate(leaves[: -len(steps) or None])
+            for number, step in enumerate(every[: -len(steps) or None])
             if _makes_floats(step)
         ),
         -1,
     )
     if middle >= 0:
-        return pipeline, _by_library(leaves, middle)
+        return pipeline, _by_library(every, middle)
     if not steps:
         return pipeline, None
     folded = _folded(steps)
     if folded is None:
-        if all(_package(step) and type(step).__name__ != "Lambda" for step in leaves):
+        if all(package_of(step) and type(step).__name__ != "Lambda" for step in every):
             raise ConfigError(
                 "torchvision's Normalize needs float images, and these are uint8: write "
                 "v2.ToDtype(torch.float32, scale=True) before it"
             )
         return pipeline, None  # a step of the user's may make floats
-    return without_ending, folded if folded.dtype != "uint8" else None
+    if folded.dtype == "uint8":
+        return without_ending, None
+    if without_ending is None:
+        return None, folded
+    kind = transform_kind(pipeline)
+    if kind == "pil":
+        found = probed(pipeline, forms_of(kind))
+        if found and found[0] == "tensor":
+            # Only the steps that are taken off say so.
+            without_ending = _for_tensors(without_ending)
+    if _makes_rgb(without_ending):
+        return without_ending, folded
+    first = folded.steps.partition(",")[0]
+    because = f"the steps before {first} do not make uint8 RGB"
+    return pipeline, replace(folded, on_device=False, because=because)
+
+
+def _for_tensors(pipeline: Any) -> Any:
+    from torchvision.transforms import v2
+
+    return v2.Compose([pipeline])
+
+
+def _makes_rgb(pipeline: Any) -> bool:
+    """False if a pipeline makes something else than uint8 RGB of a probe; True also where it fails on probes."""
+    kind = transform_kind(pipeline)
+    found = probed(pipeline, forms_of(kind))
+    if found is None:
+        return True
+    try:
+        return is_rgb(RGB.of_image(found[1], kind))
+    except ConfigError:
+        return False
 
 
 def normalization(
@@ -138,26 +178,9 @@ def normalization(
     )
 
 
-def for_tensors(transform: Any) -> Any:
-    """A pipeline of torchvision whose steps take tensors: those for PIL images are replaced by their like."""
-    if not any(_is_for_pil(step) for step in _leaves(transform)):
-        return transform
-    if _is_for_pil(transform):
-        import torch
-        from torchvision.transforms import v2
-
-        is_scaling = type(transform).__name__ == "ToTensor"
-        if is_scaling:
-            return v2.ToDtype(torch.float32, scale=True)
-        return v2.Identity()
-    return _rebuilt(
-        transform, [for_tensors(step) for step in _steps_of(transform) or ()]
-    )
-
-
 def _split(pipeline: Any) -> tuple[Any, list[Any]]:
     """The pipeline without its last steps of this module, and these; None: nothing is left."""
-    steps = _steps_of(pipeline)
+    steps = steps_of(pipeline)
     if steps is None:
         if _is_ending(pipeline):
             return (None, [pipeline])
@@ -178,74 +201,17 @@ def _split(pipeline: Any) -> tuple[Any, list[Any]]:
     is_more = getattr(pipeline, "processors", None) or getattr(
         pipeline, "additional_targets", None
     )
-    return _rebuilt(pipeline, kept) if kept or is_more else None, ending
-
-
-def _steps_of(pipeline: Any) -> Sequence[Any] | None:
-    """The steps of a plain sequence of steps; None: it is something else."""
-    kind = type(pipeline)
-    package = kind.__module__.partition(".")[0]
-    if any(
-        value
-        for name, value in getattr(pipeline, "__dict__", {}).items()
-        if name.endswith("_hooks")
-    ):
-        return None
-    if package == "albumentations" and kind.__name__ == "Compose" and pipeline.p == 1:
-        return list(pipeline.transforms)
-    if package == "torchvision" and kind.__name__ == "Compose":
-        return list(pipeline.transforms)
-    if package == "torch" and kind.__name__ == "Sequential":
-        return list(pipeline)
-    return None
-
-
-def _rebuilt(pipeline: Any, steps: list[Any]) -> Any:
-    kind = type(pipeline)
-    if kind.__name__ == "Sequential":
-        return kind(*steps)
-    if kind.__module__.startswith("torchvision."):
-        return kind(steps)
-    pipeline = copy.copy(pipeline)  # the copy keeps its boxes and other targets
-    pipeline.transforms = steps
-    return pipeline
-
-
-def _leaves(pipeline: Any) -> Iterator[Any]:
-    """The steps of a pipeline, and of the pipelines in it."""
-    steps = _steps_of(pipeline)
-    if steps is None and is_composition(pipeline):  # one of several, or by chance
-        steps = getattr(pipeline, "transforms", None)
-    if not isinstance(steps, list | tuple):
-        yield pipeline
-        return
-    for step in steps:
-        yield from _leaves(step)
-
-
-def is_composition(step: Any) -> bool:
-    """True for a library's step that is made of others, not of functions as Albumentations' ColorJitter."""
-    if _package(step) == "albumentations":
-        return any(kind.__name__ == "BaseCompose" for kind in type(step).__mro__)
-    return _package(step) != "" and hasattr(step, "transforms")
-
-
-def _package(step: Any) -> str:
-    """The library that a step is of; empty: it is the user's."""
-    package = type(step).__module__.partition(".")[0]
-    if package in ("albumentations", "torchvision", "torch"):
-        return package
-    return ""
+    return rebuilt(pipeline, kept) if kept or is_more else None, ending
 
 
 def _is_ending(step: Any) -> bool:
     name = type(step).__name__
-    if _package(step) == "torchvision":
+    if package_of(step) == "torchvision":
         return name in _OF_TORCHVISION and not (
             name == "ToDtype" and _dtype_of(step) not in _KNOWN_DTYPES
         )
     if (
-        _package(step) != "albumentations"
+        package_of(step) != "albumentations"
         or name not in _OF_ALBUMENTATIONS
         or step.p < 1
     ):
@@ -253,18 +219,11 @@ def _is_ending(step: Any) -> bool:
     return name != "Normalize" or step.normalization == "standard"
 
 
-def _is_for_pil(step: Any) -> bool:
-    return _package(step) == "torchvision" and type(step).__name__ in (
-        "ToTensor",
-        "PILToTensor",
-    )
-
-
 def _makes_floats(step: Any) -> bool:
     name = type(step).__name__
-    if _package(step) == "albumentations":
+    if package_of(step) == "albumentations":
         return name in ("Normalize", "ToFloat")
-    if _package(step) != "torchvision":
+    if package_of(step) != "torchvision":
         return False
     return name == "ToTensor" or (name in _CONVERTS and _dtype_of(step) in _FLOATS)
 
@@ -304,43 +263,39 @@ def _folded(steps: Sequence[Any]) -> Ending | None:
                 return None
             if is_byte and target_dtype in _FLOATS and getattr(step, "scale", True):
                 std = np.ones(1)
-            if target_dtype and not (name == "ToTensor" and not is_byte):
+            if target_dtype and (is_byte or name != "ToTensor"):
                 dtype = target_dtype
-            else:
-                dtype = dtype
         elif name == "ToFloat":
             std = std * (step.max_value or (_MAX if is_byte else 1))
             dtype = "float32"
-        elif _package(step) == "torchvision" and is_byte:
+        elif package_of(step) == "torchvision" and is_byte:
             return None
         else:
-            if _package(step) == "albumentations":
+            if package_of(step) == "albumentations":
                 whole = step.max_pixel_value
             else:
                 whole = 1
             mean = mean + std * _numbers(step, "mean") * whole
             std = std * _numbers(step, "std") * whole
             normalizes = True
-            if _package(step) == "albumentations":
+            if package_of(step) == "albumentations":
                 dtype = "float32"
-            else:
-                dtype = dtype
     names = ", ".join(
         type(step).__name__ for step in steps if type(step).__name__ not in _LAYOUT
     )
     return Ending(names, dtype, _for_channels(mean), _for_channels(std), normalizes)
 
 
-def _by_library(leaves: Sequence[Any], first: int) -> Ending:
+def _by_library(every: Sequence[Any], first: int) -> Ending:
     """The ending of a pipeline that makes floats before it ends."""
-    name = type(leaves[first]).__name__
-    behind = [step for step in leaves[first + 1 :] if not _is_ending(step)]
+    name = type(every[first]).__name__
+    behind = [step for step in every[first + 1 :] if not _is_ending(step)]
     because = f"{name} is applied by chance, or depends on the image"
     if behind:
         because = f"{name} stands before {type(behind[0]).__name__}"
-    float_steps = [step for step in leaves[first:] if _is_ending(step)]
+    float_steps = [step for step in every[first:] if _is_ending(step)]
     folded = _folded(float_steps)
-    normalizes = any(type(step).__name__ == "Normalize" for step in leaves)
+    normalizes = any(type(step).__name__ == "Normalize" for step in every)
     if folded is None or folded.dtype == "uint8":
         return Ending(
             name, "float32", (0.0,) * 3, (1.0,) * 3, normalizes, False, because

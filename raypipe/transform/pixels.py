@@ -15,6 +15,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError
 from raypipe.transform.fields import VIEW
+from raypipe.transform.pipelines import TransformKind
 
 
 @dataclass(frozen=True)
@@ -32,26 +33,33 @@ class Pixels:
     image: str
     view: str
 
-    def of_image(self, result: Any, by_torchvision: bool = False) -> np.ndarray:
-        """Check the image that a transform returned, and return it as it travels: (H, W, C).
+    def of_image(self, result: Any, kind: TransformKind = "plain") -> np.ndarray:
+        """Check the image that a transform of this kind returned, and return it as it travels: (H, W, C).
 
-        Tensors, and images of torchvision, have their channels first; arrays have them last.
+        Tensors have their channels first; arrays have them last, or, from torchvision's, maybe first.
         """
+        by_torchvision = kind in ("torchvision", "pil")
         layout = "CHW" if by_torchvision or _is_tensor(result) else "HWC"
-        array = None
-        if layout == "HWC" or _is_tensor(result):
-            array = _channels_last(result)
+        array = _channels_last(result)
         came = f"a {type(result).__name__}"
         if isinstance(array, np.ndarray):
-            came = f"{result.dtype} of shape {tuple(result.shape)}"
+            if _is_pil(result):
+                came = f"a PIL image of mode {result.mode}"
+            else:
+                came = f"{result.dtype} of shape {tuple(result.shape)}"
+            if by_torchvision and array is result and len(array) in (1, 3):
+                array = np.moveaxis(array, 0, -1)
             if array.ndim == 2 and not self.is_rgb:
                 array = array[..., None]
             if array.ndim == 3 and array.size:
                 taken = self.taken(array)
                 if taken is not None:
                     return taken
+        views = ""
+        if isinstance(result, list | tuple):
+            views = ", or several views as a dict, {name: image, …}"
         raise ConfigError(
-            f"the transform returned {came}; it must return {self.image.format(layout=layout)}"
+            f"the transform returned {came}; it must return {self.image.format(layout=layout)}{views}"
         )
 
     def of_views(self, returned: Mapping[Any, Any]) -> dict[str, np.ndarray]:
@@ -88,7 +96,9 @@ def _view(given: Any) -> Any:
 
 
 def _channels_last(value: Any) -> Any:
-    """A tensor (…, C, H, W) as an array (…, H, W, C); an array, or anything else, as it is."""
+    """A tensor (…, C, H, W) as an array (…, H, W, C), as is a PIL image; an array, or anything else, as it is."""
+    if _is_pil(value):
+        return np.array(value)
     if not _is_tensor(value):
         return value
     if value.dtype == sys.modules["torch"].bfloat16:  # numpy has no such type
@@ -97,10 +107,18 @@ def _channels_last(value: Any) -> Any:
     return np.moveaxis(array, -3, -1) if array.ndim > 2 else array
 
 
+def _is_of(value: Any, module: str, name: str) -> bool:
+    """True for an object of a module's class; a process without the module has none."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
 def _is_tensor(value: Any) -> bool:
-    """True for a tensor; a process without torch has none."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    return _is_of(value, "torch", "Tensor")
+
+
+def _is_pil(value: Any) -> bool:
+    return _is_of(value, "PIL.Image", "Image")
 
 
 def is_rgb(image: Any) -> bool:

@@ -242,7 +242,7 @@ def _by_torchvision(preset: str, size: Size) -> Transform:
 
 def imported(address: str, size: Size) -> Transform:
     """Return the transform of `module:name`: the object itself, or a function's result for the size."""
-    imported_object = import_name(address, "transform")
+    imported_object = import_name(address, "transform", trusted=True)
     # A class or function is called with the size; an object (a Compose, a module) is the transform itself.
     transform: Any = imported_object
     if isinstance(imported_object, type) or hasattr(imported_object, "__code__"):

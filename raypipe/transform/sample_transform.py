@@ -8,6 +8,7 @@ only for users of them:
     Albumentations   image=uint8 HWC, from the first step    its own generators, shared and rewound; with steps
                      on that is not known here               that are the user's code, the global ones as well
     torchvision      tv_tensors.Image, uint8 CHW             torch's, random's and numpy's global ones
+    pil              a PIL image: torchvision's old ones     the same
     plain, rng=      uint8 HWC and rng=numpy Generator       the one that it is handed
     plain            uint8 HWC                               random's, numpy's and torch's global ones
 
@@ -16,7 +17,8 @@ finds them, and they are seeded for each sample as well.
 
 With `transform.decode_as: array`, all of them get and may return images of any dtype and number of channels.
 
-A plain one may return several images by name, see `raypipe.transform.views`.
+The last three get another form where they fail on this one, see `raypipe.transform.forms`. They may return several
+images by name, see `raypipe.transform.views`.
 """
 
 from __future__ import annotations
@@ -26,29 +28,28 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 
 from raypipe import kernel
-from raypipe.errors import ConfigError
 from raypipe.kernel import DONE, POINTS, Job, Program, follow
 from raypipe.plan.places import Sides
 from raypipe.transform.albumentations import find_program
 from raypipe.transform.decode.jpeg import Box, Undecoded
-from raypipe.transform.ending import for_tensors, is_composition
 from raypipe.transform.fields import IMAGE
+from raypipe.transform.forms import for_form, forms_of, in_form, probed
 from raypipe.transform.keys import Key, KeyedGenerator
+from raypipe.transform.pipelines import leaves, package_of, transform_kind
 from raypipe.transform.pixels import RGB, Pixels, is_rgb
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
-from raypipe.transform.user_code import rng_parameter
+from raypipe.transform.tv_targets import by_torchvision
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE, rng_parameter
 
 _NOTHING = contextlib.nullcontext()
-
-TransformKind = Literal["none", "program", "albumentations", "torchvision", "plain"]
 
 
 class Transformed(NamedTuple):
@@ -99,19 +100,21 @@ class SampleTransform:
         if remaining_steps:
             transform = sys.modules["albumentations"].Compose(remaining_steps)
         self.kind = transform_kind(transform)
-        if self.kind == "torchvision":
-            transform = for_tensors(transform)
-        if targets and self.has_rest:
+        self._forms = forms_of(self.kind, pixels.is_rgb)
+        self._form = self._forms[0]
+        # Its first image shows whether it takes that.
+        self._has_form = len(self._forms) == 1 or bool(targets)
+        if targets and self.has_rest and self.kind != "torchvision":
             transform = target_pipeline(transform, targets)
         elif self.kind == "albumentations":
             transform = copy.deepcopy(transform)
-        self.transform = transform
+        self.transform = for_form(transform, self._form)
         self.has_user_code = self.kind == "plain" or _has_user_code(self.transform)
         self._hand_generators()
         self.crop_target: Sides | None = None
         if self.program and pixels.is_rgb:
             self.crop_target = self.program.crop_target
-        elif pixels.is_rgb:
+        elif pixels.is_rgb and not targets:
             self.crop_target = _size_of_crop(self.transform)
 
     def _hand_generators(self) -> None:
@@ -119,7 +122,7 @@ class SampleTransform:
         self._keyed = KeyedGenerator()
         self._random = random.Random()
         self._rng = dict[str, np.random.Generator]()
-        self.draws_globally = self.kind == "torchvision"
+        self.draws_globally = self.kind in ("torchvision", "pil")
         if self.kind == "plain":
             name = rng_parameter(self.transform)
             if name:
@@ -217,33 +220,49 @@ class SampleTransform:
                 result = self._run(kept, targets, key)
         else:
             result = self._run(image, targets, key)
-        if self.kind == "albumentations":
+        if self.kind == "albumentations" or targets:
             return Transformed({IMAGE: self._checked(result[IMAGE])}, result)
         # A function that returns only `image` has mistaken Albumentations' result for the image.
-        if (
-            self.kind == "plain"
-            and isinstance(result, Mapping)
-            and [*result] != [IMAGE]
-        ):
+        if isinstance(result, Mapping) and [*result] != [IMAGE]:
             return Transformed(self._pixels.of_views(result), {})
         return Transformed({IMAGE: self._checked(result)}, {})
 
     def _checked(self, result: Any) -> np.ndarray:
-        return self._pixels.of_image(result, self.kind == "torchvision")
+        return self._pixels.of_image(result, self.kind)
 
     def _run(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> Any:
+        if self._has_form:
+            return self._called(image, targets, key)
+        self._has_form = True
+        kept = image.copy()
+        try:
+            return self._called(image, targets, key)
+        except NOT_OF_A_SAMPLE:
+            raise
+        except Exception:
+            if not self._finds_form():
+                raise
+            return self._called(kept, targets, key)
+
+    def _finds_form(self) -> bool:
+        """Change to another form, if the transform takes that and not this one."""
+        transform = self._given[0]
+        found = probed(transform, self._forms, **self._rng)
+        if found is None or found[0] == self._form:
+            return False
+        self._form = found[0]
+        self.transform = for_form(transform, self._form)
+        return True
+
+    def _called(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> Any:
         self._seed(key)
         with self._keyed_reach(key):
             if self.kind == "albumentations":
                 return by_pipeline(self.transform, image, targets)
-            if self.kind == "torchvision":
-                import torch
-                from torchvision import tv_tensors
-
-                return self.transform(
-                    tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1))
-                )
-            return self.transform(image, **self._rng)
+            given = in_form(image, self._form)
+            if targets:
+                return by_torchvision(self.transform, given, targets)
+            return self.transform(given, **self._rng)
 
     def _keyed_reach(self, key: Key) -> contextlib.AbstractContextManager[None]:
         if self._reached:
@@ -275,38 +294,14 @@ def _split_program(
     return program, remaining_steps
 
 
-def transform_kind(transform: Any) -> TransformKind:
-    """The kind of a transform; raises ConfigError if it is none."""
-    if transform is None:
-        return "none"
-    if isinstance(transform, Program):
-        return "program"
-    if not callable(transform):
-        raise ConfigError(
-            f"the transform is a {type(transform).__name__}, which cannot be called"
-        )
-    for cls in type(transform).__mro__:
-        package = cls.__module__.partition(".")[0]
-        if package == "albumentations" and cls.__name__ in (
-            "BaseCompose",
-            "BasicTransform",
-        ):
-            return "albumentations"
-        is_module = (package, cls.__name__) == ("torch", "Module")
-        if is_module or cls.__module__.startswith("torchvision.transforms."):
-            return "torchvision"
-    return "plain"
-
-
-def _has_user_code(step: Any) -> bool:
+def _has_user_code(pipeline: Any) -> bool:
     """True if a pipeline of a library has steps of the user's, which may draw from any generator."""
-    package = type(step).__module__.partition(".")[0]
-    if package not in ("albumentations", "torchvision", "torch"):
-        return step is not None and not isinstance(step, Program)
-    steps = step.transforms if is_composition(step) else ()
-    if package == "torch":
-        steps = step.children()
-    return type(step).__name__ == "Lambda" or any(map(_has_user_code, steps))
+    if pipeline is None or isinstance(pipeline, Program):
+        return False
+    return any(
+        package_of(step) == "" or type(step).__name__ == "Lambda"
+        for step in leaves(pipeline)
+    )
 
 
 def _size_of_crop(pipeline: Any) -> Sides | None:

@@ -13,9 +13,10 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.transform.ending import Ending, take_ending
+from raypipe.transform.pipelines import transform_kind
 from raypipe.transform.presets import imported
-from raypipe.transform.sample_transform import transform_kind
 from raypipe.transform.transform_steps import Steps, brief, build_steps
+from raypipe.transform.views import find_views
 
 _ENDING_STEPS = {"Normalize", "ToFloat", "ToTensorV2"}
 
@@ -50,7 +51,8 @@ def _check_agreement(
     """Raise ConfigError for a library's pipeline without an ending, where the other split has one."""
     is_pipeline = isinstance(transform, list | Mapping)
     if not isinstance(transform, str | list | Mapping):
-        is_pipeline = transform_kind(transform) in ("albumentations", "torchvision")
+        kind = transform_kind(transform)
+        is_pipeline = kind not in ("none", "program", "plain")
     if is_pipeline and ending.normalizes:
         raise ConfigError(
             f"transform.{other_split} ends with {ending.steps}, and transform.{split} is {brief(transform)} "
@@ -60,10 +62,9 @@ def _check_agreement(
 
 
 def _taken(transform: Any, size: int) -> tuple[Any, Ending | None]:
-    if transform is None or isinstance(transform, str):
-        if transform is None or ":" not in transform:
-            return transform, None
-        # actors build it by its name
+    if _is_named(transform):
+        return transform, None
+    if isinstance(transform, str):  # actors build it by its name
         return transform, take_ending(imported(transform, size))[1]
     if isinstance(transform, Mapping):
         return _taken_from_views(transform, size)
@@ -90,41 +91,28 @@ def _taken_from_views(
 ) -> tuple[dict[str, Any], Ending | None]:
     """Split views, which must end alike; presets among them follow the others."""
     rests = dict[str, Any]()
-    ending_by_view = dict[str, Ending | None]()
+    endings = list[tuple[str, Ending | None]]()
+    for name, view in find_views(views, size).items():
+        taken = [_taken(transform, size) for transform in view.transforms]
+        rests[name] = replace(view, transforms=tuple(rest for rest, _ in taken))
+        endings += [
+            (name, ending)
+            for transform, (_, ending) in zip(view.transforms, taken, strict=True)
+            if not _is_named(transform)
+        ]
+    for name, ending in endings:
+        first_name, first = endings[0]
+        if (ending and ending.described) != (first and first.described):
+            raise ConfigError(
+                f"view {name!r} ends with {_described(ending)}, and view {first_name!r} with {_described(first)}: "
+                "end the pipelines of all views alike"
+            )
+    return rests, next((ending for _, ending in endings if ending), None)
 
-    def taken(name: str, transform: Any) -> Any:
-        without_ending, ending = _taken(transform, size)
-        is_preset = transform is None or (
-            isinstance(transform, str) and ":" not in transform
-        )
-        if not is_preset:
-            before = ending_by_view.setdefault(name, ending)
-            first = next(iter(ending_by_view.values()))
-            if (ending and ending.described) != (
-                first and first.described
-            ) or before != ending:
-                raise ConfigError(
-                    f"view {name!r} ends with {_described(ending)}, and view {next(iter(ending_by_view))!r} with "
-                    f"{_described(first)}: end the pipelines of all views alike"
-                )
-        return without_ending
 
-    for name, entry in views.items():
-        if isinstance(entry, tuple) and len(entry) == 2:
-            rests[name] = (taken(name, entry[0]), entry[1])
-        elif not isinstance(entry, Mapping):
-            rests[name] = taken(name, entry)
-        elif isinstance(entry.get("transforms"), list | tuple):
-            rests[name] = {
-                **entry,
-                "transforms": [
-                    taken(name, entry_transform)
-                    for entry_transform in entry["transforms"]
-                ],
-            }
-        else:
-            rests[name] = {**entry, "transform": taken(name, entry.get("transform"))}
-    return rests, next(filter(None, ending_by_view.values()), None)
+def _is_named(transform: Any) -> bool:
+    """True for a preset, or nothing."""
+    return transform is None or (isinstance(transform, str) and ":" not in transform)
 
 
 def _described(ending: Ending | None) -> str:

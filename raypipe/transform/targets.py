@@ -404,8 +404,8 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
         kind = f"{package}.{type(transform).__name__}".removeprefix("builtins.")
         raise ConfigError(
             f"{', '.join(f'transform.{name}_column' for name in sorted(targets))} needs an albumentations."
-            f"Compose, and the transform is a {kind}: name a preset of raypipe's own, wrap it in "
-            "albumentations.Compose([…]), or leave it out"
+            "Compose or a pipeline of torchvision.transforms.v2, and the transform is a "
+            f"{kind}: write it as one of these, name a preset, or leave it out"
         )
     processor = transform.processors.get("bboxes")
     params = None

@@ -229,10 +229,12 @@ def _check_plain(content: Any, where: str) -> None:
         if isinstance(inner, list | tuple):
             todo += [(child, depth + 1) for child in inner]
         elif not isinstance(value, str | int | float | None):
-            if hasattr(value, "available_keys"):
-                hint = "; objects go into an albumentations.Compose"
-            else:
-                hint = ""
+            hint = ""
+            if callable(value):
+                hint = (
+                    "; objects go into an albumentations.Compose, or one of torchvision's, and the pipelines of "
+                    "views into a dict, {name: pipeline, …}"
+                )
             kind = type(value).__name__
             raise ConfigError(
                 f"{where}: {_cut(value)} is a {kind}, which is not a valid argument{hint}"

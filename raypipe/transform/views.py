@@ -145,6 +145,8 @@ def _view(name: object, entry: Any, size: int) -> View:
         raise ConfigError(
             f"transform: {name!r} is not a valid name of a view: use letters, digits, _ and -"
         )
+    if isinstance(entry, View):
+        return entry
     where = f"transform, view {name!r}"
     if isinstance(entry, tuple) and len(entry) == 2:
         entry = {"transform": entry[0], "count": entry[1]}

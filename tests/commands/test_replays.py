@@ -52,7 +52,10 @@ def test_a_step_is_a_table_and_a_picture(
     assert head.split() == [
         *("step", "micro", "row", "index", "label", "weight", "seed", "drawn", "name")
     ]
-    assert "MixUp" in rows[0] and f", key {result['samples'][0]['index']}" in rows[0]
+    assert (
+        "mixed with row" in rows[0]
+        and f", key {result['samples'][0]['index']}" in rows[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -96,12 +96,23 @@ PROGRAM = (
 )
 
 
-def test_a_resume_of_ones_own_run_needs_no_word(tmp_path: Path) -> None:
+def test_a_resume_runs_code_by_the_word_or_by_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = write_run(
         tmp_path / "run", transform={"train": "mine:make"}, train={"model": "mine:net"}
     )
-    run = parse_run([f"--resume={folder}"], None)
-    assert (run.transform.train, run.train.model) == ("mine:make", "mine:net")
+    with pytest.raises(
+        ConfigError,
+        match=r"names the code 'mine:make' \(transform\.train\), which would run .*: read that code, then add "
+        r"--trust-run-code .*, or name it yourself",
+    ):
+        parse_run([f"--resume={folder}"], None)
+    named = ["--transform.train=mine:make", "--train.model=mine:net"]
+    for given in (["--trust-run-code"], named):
+        run = parse_run([f"--resume={folder}", *given], None)
+        assert (run.transform.train, run.train.model) == ("mine:make", "mine:net")
+    assert "names the code 'mine:net' (train.model): a module mine" in caplog.text
 
 
 # Where it is

@@ -42,7 +42,8 @@ from raypipe.launch.run import launch
 from raypipe.metrics.records import read_records
 from raypipe.rayext.cluster import connect
 from raypipe.stores.destination import write_atomically
-from raypipe.streaming.digest import combine, digested, iterate_digests
+from raypipe.streaming.digest import digested, iterate_digests
+from raypipe.streaming.hashes import combine
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits

@@ -18,7 +18,7 @@ from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment, scaled
 from raypipe.device.kornia_targets import kept_keypoints
 from raypipe.device.mixing import mixed_cross_entropy, soft_targets
-from raypipe.device.modules import PLAIN, normalization_of
+from raypipe.device.modules import PLAIN, all_seeded, normalization_of
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
@@ -358,6 +358,44 @@ def test_the_mixing_operations_of_kornia_mix_the_targets_as_the_pixels(
     )
 
 
+def mixed_by_hand(images: torch.Tensor, target: torch.Tensor) -> Any:
+    """MixUp as training scripts write it."""
+    lam = np.random.beta(1.0, 1.0)
+    order = torch.randperm(len(images))
+    soft = nn.functional.one_hot(target, 6).float()
+    mixed = lam * images + (1 - lam) * images[order]
+    return mixed, lam * soft + (1 - lam) * soft[order]
+
+
+REPLACING: dict[str, Any] = {
+    "MixUp": v2.MixUp(num_classes=6),
+    "CutMix": v2.CutMix(num_classes=6),
+    "either": v2.RandomChoice([v2.MixUp(num_classes=6), v2.CutMix(num_classes=6)]),
+    "a function": mixed_by_hand,
+    "behind Kornia's": nn.Sequential(
+        K.RandomHorizontalFlip(p=1.0), v2.CutMix(num_classes=6)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPLACING)
+def test_a_step_of_images_and_targets_replaces_both_as_by_hand(name: str) -> None:
+    module = REPLACING[name]
+    step = module[-1] if isinstance(module, nn.Sequential) else module
+    for seed in range(6):
+        batch = batch_of(seed=seed)
+        found = made(module, seed=seed)
+        given = pixels(seed)
+        with all_seeded(batch.seed):
+            torch.manual_seed(batch.seed)
+            if step is not module:
+                given = module[0](given)
+            image, target = step(given, batch.target)
+        torch.testing.assert_close(found.image, image, atol=1e-6, rtol=1e-6)
+        assert torch.equal(found.target, target) and found.mix is None
+    assert torch.equal(made(module, seed=3).target, made(module, seed=3).target)
+
+
 class Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -451,6 +489,25 @@ def test_what_would_leave_a_target_behind_is_named(name: str) -> None:
     module, targets, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         DeviceAugment(AugmentConfig(module=module), CPU, targets=targets)
+
+
+def test_a_step_of_targets_returns_both_and_is_the_only_one_that_mixes() -> None:
+    with pytest.raises(ConfigError, match=r"returned \(6, 3, 32, 32\): it must return"):
+        made(lambda images, target: images)
+    for broken in (v2.MixUp(), nn.Sequential(v2.MixUp())):
+        with pytest.raises(
+            ConfigError, match=r"MixUp fails .*num_classes must be pass"
+        ):
+            made(broken)
+    mixing = v2.CutMix(num_classes=6)
+    for module, targets in (
+        (mixing, ["boxes"]),
+        (nn.Sequential(K.RandomMixUpV2(), mixing), []),
+    ):
+        with pytest.raises(ConfigError, match="CutMix mixes images, and another step"):
+            made(module, targets)
+    erasing = made(v2.RandomErasing(p=1))
+    assert torch.equal(erasing.target, batch_of().target)
 
 
 def test_color_alone_goes_with_targets_and_a_mosaic_with_none() -> None:

@@ -42,8 +42,8 @@ from raypipe.device.prefetcher import Batch
 from raypipe.rayext.trainer import RunTrainer
 from raypipe.storage.files import write_bytes
 from raypipe.stores.destination import write_atomically
-from raypipe.streaming.digest import batch_digest, combine
 from raypipe.streaming.handover import loader
+from raypipe.streaming.hashes import batch_hash, combine
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
@@ -154,7 +154,7 @@ def digest_of(batch: Batch) -> bytes:
         "image": batch.image.permute(0, 2, 3, 1).numpy(),
         "label": batch.target_host,
     }
-    return batch_digest(
+    return batch_hash(
         MicroBatch(batch.position, batch.index, batch.weight.numpy(), {**fields})
     )
 
@@ -162,7 +162,7 @@ def digest_of(batch: Batch) -> bytes:
 def without_ray(spec: StreamSpec) -> list[tuple[str, bytes]]:
     """Places and digests of a stream, made in this process."""
     maker, places = MicroBatchMaker(spec), spec.plan.micro_batches(spec.plan.start())
-    return [(str(at), batch_digest(maker.batch(at).in_rgb())) for at in places]
+    return [(str(at), batch_hash(maker.batch(at).in_rgb())) for at in places]
 
 
 @dataclass

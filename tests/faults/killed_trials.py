@@ -25,7 +25,7 @@ import ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.iteration import begun
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
@@ -67,7 +67,7 @@ class Stream:
 
     def take(self, num: int) -> None:
         for batch in islice(self.batches, num):
-            self.digests.append(batch_digest(batch))
+            self.digests.append(batch_hash(batch))
             self.num_remembered += batch.num_remembered
 
     def end(self) -> None:
@@ -117,7 +117,7 @@ def main(store: str) -> None:
             remembered[name] = share(streams)
         for stream in streams:
             expected = without_ray.host_batches(stream.spec)
-            digests = map(batch_digest, islice(expected, len(stream.digests)))
+            digests = map(batch_hash, islice(expected, len(stream.digests)))
             assert stream.digests == list(digests)
             stream.end()
         killed.wait()

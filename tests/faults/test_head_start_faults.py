@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch.distributed
 import without_ray
 from ray import cloudpickle
 from signalled import own_processes
@@ -63,22 +64,44 @@ class Patient:
         return np.ascontiguousarray(image[:9, :9])
 
 
+class Unusable:
+    """A transform that no actor of the pool gets: to receive it takes for ever, or fails."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return np.ascontiguousarray(image[:9, :9])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "TransformWorker" in Path("/proc/self/cmdline").read_text():
+            if self.fails:
+                raise ValueError("no actor can have it")
+            time.sleep(_LIMIT_S)
+
+
 def stream(
     stores: dict[str, Path],
     transform: Any,
     actors: int = 1,
     head_start: int = -1,
     epochs: int = 2,
+    global_batch_size: int = 24,
+    stall_timeout_s: float = _LIMIT_S,
 ) -> StreamSpec:
     return open_stream(
         stores["train"],
-        plan=PlanConfig(epochs=epochs, micro_batch_size=6, global_batch_size=24),
+        plan=PlanConfig(
+            epochs=epochs, micro_batch_size=6, global_batch_size=global_batch_size
+        ),
         transform=TransformConfig(crop_decode="off"),
         pool=PoolConfig(
             min_actors=actors,
             max_actors=actors,
             cpus_per_actor=0.5,
             head_start=head_start,
+            stall_timeout_s=stall_timeout_s,
         ),
         train_transform=transform,
     )
@@ -109,6 +132,14 @@ def train_fn(config: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     path = folder / f"rank{one.rank}"
     path.write_text(json.dumps([got, one.metrics.num_bad]))
+
+
+def synchronous_fn(config: dict[str, Any]) -> None:
+    """Wait for the other ranks after each micro-batch, as DDP does."""
+    one = loader(config["spec"])
+    for _ in without_ray.every_batch(one):
+        if one.world_size > 1:
+            torch.distributed.barrier()
 
 
 def resumed_fn(config: dict[str, Any]) -> None:
@@ -232,6 +263,23 @@ def test_a_coordinator_killed_in_the_head_start_restarts_the_trainers(
     expected = expected_lines(spec)
     for rank in range(2):
         assert got_by(tmp_path, rank)[0] == expected[rank::2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_ranks_in_their_head_start_end_with_the_error_of_their_pool(
+    stores: dict[str, Path], tmp_path: Path, cluster: None, workers: int, fails: bool
+) -> None:
+    spec = stream(
+        stores,
+        Unusable(fails),
+        epochs=100_000,
+        global_batch_size=36,
+        stall_timeout_s=10,
+    )
+    error = "no actor can have it" if fails else "the stream has stalled"
+    with pytest.raises(Exception, match=error):
+        fit(spec, tmp_path, workers=workers, function=synchronous_fn)
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from raypipe.commands.replays import replay_steps
 from raypipe.commands.when import print_when, when
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import RaypipeError
+from raypipe.storage.filesystem import open_filesystem
 
 
 @pytest.fixture(scope="module")
@@ -180,13 +182,9 @@ def test_places_that_the_run_does_not_have_are_findings_not_a_hang(run: Path) ->
         file.write(json.dumps(line) + "\n")
     (run / "digests" / f"epoch-{10**12}-rank-0000.jsonl").write_text("")
     result = audit(str(run), samples=0)
-    texts = [
-        finding["text"]
-        for finding in result["findings"]
-        if finding["kind"] == "foreign"
-    ]
-    assert len(texts) == 2
-    assert f"s{10**18}" in texts[1] and str(10**12) in texts[0]
+    missing, foreign = result["findings"]
+    assert "has no line, nor do" in missing["text"]
+    assert f"s{10**18}" in foreign["text"]
 
 
 def test_a_step_of_any_size_in_the_records_is_not_a_hang(run: Path) -> None:
@@ -197,7 +195,7 @@ def test_a_step_of_any_size_in_the_records_is_not_a_hang(run: Path) -> None:
     assert {finding["kind"] for finding in result["findings"]} <= {"missing", "root"}
 
 
-def test_code_in_the_folder_of_a_run_needs_the_word_of_trust(
+def test_code_that_a_run_names_needs_the_word_of_trust(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "planted_here.py").write_text(
@@ -209,15 +207,29 @@ def test_code_in_the_folder_of_a_run_needs_the_word_of_trust(
     monkeypatch.syspath_prepend(str(run))
     found = replay_steps(str(run), step="2", output="")
     told = " ".join(found["differences"])
-    assert "planted_here, which is in its own folder" in told
+    assert f"would run {run / 'planted_here.py'}" in told
     assert "--trust-run-code" in told
     assert not (run.parent / "ran").exists()
     replay_steps(str(run), step="2", output="", trust_run_code=True)
     assert (run.parent / "ran").exists()
 
 
-def test_a_pickle_in_the_folder_of_a_run_is_not_opened(run: Path) -> None:
-    entry = {"object": "x", "pickle": "Y3Bvc2l4CnN5c3RlbQooUydleGl0IDEnCnRSLg=="}
-    altered_start(run, (*ARGUMENTS, "train_transform"), entry)
-    found = replay_steps(str(run), step="2", output="")
-    assert "a pickle runs code" in " ".join(found["differences"])
+@pytest.mark.parametrize("place", [(*ARGUMENTS, "train"), ("stream", "quarantine")])
+def test_an_address_that_a_run_names_is_called_by_the_word_of_trust(
+    place: tuple[str, ...], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def opened(address: str) -> Any:
+        called.extend([address] * ("stranger" in address))
+        return open_filesystem(address)
+
+    for module in ("stores.addresses", "history.quarantined"):
+        monkeypatch.setattr(f"raypipe.{module}.open_filesystem", opened)
+    altered_start(run, place, "gone://stranger/a.tar")
+    shutil.rmtree(run / "quarantine")
+    told = str([used(run), audit(str(run), samples=0)])
+    assert "names the address gone://stranger/a.tar" in told and not called
+    with contextlib.suppress(RaypipeError):
+        when(str(run), bad=True, trust_run_code=True)
+    assert called

@@ -214,4 +214,4 @@ def test_a_resume_before_a_validation_trains_nothing_and_validates(
     Loop(loader(spec), folder, every=24, dies_at=24).run()
     resumed = Loop(loader(spec), folder, validates=True).run()
     assert {epoch for epoch, *_ in resumed.seen} == {1} and len(resumed.seen) == 24
-    assert resumed.num_val == 2 * 4 * spec.plan.val_steps
+    assert resumed.num_val == 2 * -(-spec.plan.num_val // 4)

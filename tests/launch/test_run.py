@@ -295,13 +295,13 @@ def test_other_codes_errors_are_a_message_with_the_traceback_in_a_file(
     try:
         raise ValueError("in the user's code")
     except ValueError as error:
-        told = _as_run_error(error, tmp_path.as_uri())
+        told = _as_run_error(error, RUN, tmp_path.as_uri())
     assert (
         str(told) == f"ValueError: in the user's code (traceback: {tmp_path}/error.txt)"
     )
     assert "Traceback (most recent call last)" in (tmp_path / "error.txt").read_text()
     ours = ConfigError("plan.epochs")
-    assert _as_run_error(ours, tmp_path.as_uri()) is ours
+    assert _as_run_error(ours, RUN, tmp_path.as_uri()) is ours
     assert (tmp_path / "error.txt").read_text() == "plan.epochs\n"
 
 

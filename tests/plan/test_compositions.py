@@ -538,13 +538,13 @@ def check_places(made: Composition, found: Found) -> None:
         for row, (index, *_) in enumerate(drawn):
             places[at.split, index].append(SamplePlace(at, row))
     for split, size in ("train", len(made.labels)), ("val", len(made.val_keep)):
-        for index in range(size if split == "train" or plan.num_val else 0):
-            expected = places[split, index]
-            assert list(plan.places_of(index, split)) == expected
-            of_epoch = [place for place in expected if place.micro_batch.epoch == 1]
-            assert list(plan.places_of(index, split, [1])) == of_epoch
-        for index in (-1, size) if split == "train" or plan.num_val else ():
-            assert not list(plan.places_of(index, split))
+        samples = range(-1, size + 1)
+        found_in_run = list(plan.places_of_all(samples, split))
+        for index in samples:
+            of_index = [place for number, place in found_in_run if number == index]
+            assert of_index == ([] if index in (-1, size) else places[split, index])
+        of_epoch = [each for each in found_in_run if each[1].micro_batch.epoch == 1]
+        assert list(plan.places_of_all(samples, split, [1])) == of_epoch
 
 
 def check(made: Composition) -> None:

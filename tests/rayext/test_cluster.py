@@ -44,8 +44,12 @@ def test_ray_offers_the_cpus_that_this_process_may_use(
     monkeypatch.setattr("raypipe.cpus._quota", lambda *_: 1 << 20)
     assert offered(monkeypatch) == num_cpus() == len(allowed)
     assert offered(monkeypatch, num_cpus=7) == 7
-    monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: 1)
-    assert offered(monkeypatch) == 1
+    # of a container's quota, the second of less than a CPU
+    for quota in (1, 0.5):
+        monkeypatch.setattr(
+            "ray._private.utils.get_num_cpus", lambda quota=quota: quota
+        )
+        assert offered(monkeypatch) == 1
 
 
 class Listener:
@@ -158,6 +162,40 @@ def test_another_users_cluster_is_not_joined(
     monkeypatch.setattr(os, "getuid", lambda: running.file.stat().st_uid + 1)
     with running.socket:
         assert joined(monkeypatch) == "local"
+
+
+@pytest.mark.parametrize("linked", ["file", "folder"])
+def test_an_address_is_read_from_the_file_itself_and_not_through_a_link(
+    linked: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running = Listener(monkeypatch, tmp_path)
+    place = running.file if linked == "file" else running.file.parent
+    place.symlink_to(place.rename(tmp_path / "moved"))
+    assert running.file.read_text()
+    with running.socket:
+        assert joined(monkeypatch) == "local"
+
+
+@pytest.mark.parametrize("found", ["nothing", "own", "open", "link", "another's"])
+def test_no_other_user_can_enter_the_folder_of_a_local_cluster(
+    found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    usual = tmp_path / f"ray-{os.getuid()}"
+    if found == "link":
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir(0o700)
+        usual.symlink_to(elsewhere)
+    elif found != "nothing":
+        usual.mkdir(0o755 if found == "open" else 0o700)
+    if found == "another's":
+        user = os.getuid() + 1
+        usual.rename(tmp_path / f"ray-{user}")
+        monkeypatch.setattr(os, "getuid", lambda: user)
+    folder = Path(cluster._private_folder()).parent
+    assert folder.parent == tmp_path
+    assert folder.lstat().st_mode == stat.S_IFDIR | 0o700
+    assert (folder == usual) == (found in ("nothing", "own"))
 
 
 @pytest.mark.parametrize(

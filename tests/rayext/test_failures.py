@@ -12,7 +12,10 @@ from ray.exceptions import (
     NodeDiedError,
     ObjectLostError,
     OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
     RayTaskError,
+    WorkerCrashedError,
 )
 from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckFailedError,
@@ -29,7 +32,7 @@ from raypipe.errors import (
     ResourceError,
     SampleError,
 )
-from raypipe.rayext.failures import cause_of, explanation, is_final
+from raypipe.rayext.failures import cause_of, deaths, explanation, is_final
 from raypipe.rayext.trainer import OnlyDeathsPolicy
 
 LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
@@ -57,6 +60,32 @@ def test_what_ray_data_adds_to_an_error_of_ours_is_taken_away() -> None:
         str(cause_of(of_a_task(SampleError(f"sample 3: it is cut off{added}"))))
         == "sample 3: it is cut off"
     )
+
+
+def test_the_largest_process_is_named_where_memory_was_short() -> None:
+    killed = OutOfMemoryError(
+        "Memory on the node was 12.3GB used / 13GB limit. "
+        + "Ray killed this. " * 40
+        + "Top 10 memory users: PID\tMEM(GB)\tCOMMAND\n410\t8.47\tray::MapWorker(x)\n411\t0.2\tray::IDLE"
+    )
+    assert explanation(killed).endswith(
+        "… The largest process was ray::MapWorker(x) (pid 410, 8.47 GB)"
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RayActorError(),
+        ActorDiedError(),
+        NodeDiedError("its node"),
+        WorkerCrashedError(),
+        OutOfMemoryError("its node has no memory left"),
+    ],
+    ids=repr,
+)
+def test_a_dead_process_is_known_by_each_of_rays_errors(error: Exception) -> None:
+    assert isinstance(error, deaths()) and not is_final([error])
 
 
 @pytest.mark.parametrize(

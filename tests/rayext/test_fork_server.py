@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +31,8 @@ with open(sys.argv[1] + ".partial", "w") as file:
         "parent": os.getppid(), "path": sys.path[0],
         "variable": os.environ.get("OF_THE_WORKER"), "of_server": "OPENBLAS_NUM_THREADS" in os.environ,
         "imported": {"fractions", "ray.data"} <= sys.modules.keys(), "output": os.readlink("/proc/self/fd/1"),
+        "hash": hash("a name"),
+        "oom_score": open("/proc/self/oom_score_adj").read().strip(),
         "drawn": [ObjectID.from_random().hex(), random.random(), numpy.random.rand()],
     }, file)
 os.rename(sys.argv[1] + ".partial", sys.argv[1])
@@ -109,6 +113,21 @@ def test_without_a_server_a_worker_is_not_forked() -> None:
     assert not is_forked("raypipe-nobody-listens-here", _WORKER)
 
 
+def test_a_worker_tells_nothing_to_a_server_of_another_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind("")
+        stranger.listen()
+        address = stranger.getsockname().removeprefix(b"\0").decode()
+        assert not is_forked(address, _WORKER)
+        connection, _ = stranger.accept()
+        with connection:
+            assert connection.recv(1) == b""
+
+
 @pytest.mark.system
 def test_a_fork_is_the_worker_and_ends_with_its_server(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +157,8 @@ def test_a_fork_is_the_worker_and_ends_with_its_server(
         "variable": "a=b\nc",
         "of_server": False,
         "imported": True,
+        "hash": int(_printed("print(hash('a name'))", PYTHONHASHSEED="0")),
+        "oom_score": "1000",  # as Ray has it for workers
         "output": str(Path("/proc/self/fd/1").readlink()),
     }
     workers = _children(process.pid)
@@ -148,6 +169,12 @@ def test_a_fork_is_the_worker_and_ends_with_its_server(
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not is_forked(server, arguments)
+
+
+def _printed(program: str, **variables: str) -> str:
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, **variables}
+    return subprocess.check_output(command, text=True, env=environment)
 
 
 def _awaited(path: Path) -> str:

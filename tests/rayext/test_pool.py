@@ -280,6 +280,7 @@ class Keeper(PoolKeeper):
         supervisor = SimpleNamespace(
             note=SimpleNamespace(remote=lambda text, kind: self.notes.append(text)),
             pool_scaled=SimpleNamespace(remote=self.scaled.append),
+            pool_waits=SimpleNamespace(remote=self.scaled.append),
             pool_awaits=SimpleNamespace(remote=self.awaited.append),
         )
         self.op = SimpleNamespace(get_autoscaling_actor_pools=lambda: [pool])
@@ -313,6 +314,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(pool, "nodes", lambda: there)
     monkeypatch.setattr(pool, "_pending_cpus", lambda: {1.0})
     monkeypatch.setattr(pool, "_id_of", str)
+    monkeypatch.setattr(pool, "another_starts", lambda run: False)
     return free
 
 
@@ -340,12 +342,16 @@ def test_the_loss_of_all_actors_without_room_is_told_at_once_and_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = [(second, 0, 2, True) for second in range(10, 30)]
-    assert told(
-        Keeper(Pool()), monkeypatch, (9, 2, 0, False), *looks, (30, 1, 1, True)
-    ) == [
+    text = (
         "no transform actor runs: 2 wait for 1 CPUs each; the run ends in 48 s (pool.stall_timeout_s). "
-        "Add CPU nodes, or stop other jobs (`ray job list`)",
-    ]
+        "Add CPU nodes, or stop other jobs (`ray job list`)"
+    )
+    looks = [(9, 2, 0, False), *looks, (30, 1, 1, True)]
+    starting, running = Keeper(Pool()), Keeper(Pool())
+    running._finished = 1
+    assert told(running, monkeypatch, *looks) == [text]
+    assert told(starting, monkeypatch, *looks) == [], "a wait for nodes is no fault"
+    assert starting.scaled == [text]
 
 
 def test_actors_that_only_start_are_not_told_of(
@@ -435,8 +441,13 @@ def test_the_maker_of_a_lost_block_gets_room_while_a_rank_waits_for_it(
     )
 
 
-@pytest.mark.parametrize("restarts", [True, False])
-def test_no_pool_grows_while_its_dead_actors_wait_for_cpus(restarts: bool) -> None:
+@pytest.mark.parametrize(
+    ("restarts", "starts"), [(True, False), (False, True), (False, False)]
+)
+def test_no_pool_grows_while_its_dead_actors_or_another_run_need_cpus(
+    restarts: bool, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "another_starts", lambda run: starts)
     states = Pool(busy=(False, 2), dead=(restarts, 1))
     sizes = {
         "min_size": 1,
@@ -450,7 +461,11 @@ def test_no_pool_grows_while_its_dead_actors_wait_for_cpus(restarts: bool) -> No
     keeper._rules = PoolConfig(max_actors=8, grow_after_s=5.0)
     for now in range(12):
         keeper._size(float(now), finished=9, ranks_waiting=1.0)
-    assert bool(keeper.grown) == bool(keeper.scaled) == (not restarts)
+    assert bool(keeper.grown) == bool(keeper.scaled) == (not (restarts or starts))
+    keeper.grown.clear()
+    keeper._actors = 8
+    keeper._start_others()
+    assert bool(keeper.grown) == (not starts)
 
 
 def test_actors_that_wait_for_the_first_block_start_with_it() -> None:

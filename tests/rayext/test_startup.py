@@ -15,7 +15,7 @@ from raypipe.errors import ResourceError
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.head import is_head_lost, wait_for_head
 from raypipe.rayext.processes import Process, _stat
-from raypipe.rayext.startup import Wait, _Starting, only_start
+from raypipe.rayext.startup import Wait, _Starting, another_starts, only_start
 
 
 def test_a_wait_ends_with_what_it_was_for_and_lines_tell_of_it(
@@ -107,6 +107,7 @@ def test_of_two_runs_that_start_together_one_waits_for_the_other() -> None:
             ("room: 9 CPUs", ", which waits for room: 9 CPUs"),
         ):
             ray.get(first.tell.remote(thing))
+            assert another_starts("second") and not another_starts("first")
             told = another + rf"\(process {os.getpid()} on \S+, node \w+\){why}$"
             with (
                 pytest.raises(ResourceError, match=told),
@@ -127,6 +128,7 @@ def test_of_two_runs_that_start_together_one_waits_for_the_other() -> None:
     assert order == ["killed", "started"]
     with only_start(Wait(60.0)):  # each has given up the name
         pass
+    assert not another_starts("second")
 
 
 @pytest.mark.cluster

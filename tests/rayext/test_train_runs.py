@@ -6,6 +6,7 @@ import logging.config
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +30,12 @@ from ray.train.v2._internal.execution.worker_group.poll import (
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError
 from ray.train.v2.api.preemption import PreemptionInfo
+from ray.util.placement_group import placement_group, placement_group_table
 
 import raypipe
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.rayext import train_runs
-from raypipe.rayext.controller import own_controller
+from raypipe.rayext.controller import free_resources_of, own_controller
 from raypipe.rayext.failures import cause_of
 from raypipe.rayext.train_runs import FinalErrors, adapt
 
@@ -122,6 +124,34 @@ def test_a_plain_trainer_beside_raypipe_has_rays_defaults(
     }
 
 
+@pytest.mark.system
+def test_an_elastic_loop_of_a_users_own_leaves_out_workers_that_do_not_divide(
+    idle_cluster: None, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    """A step has four micro-batches, and the cluster room for three trainers."""
+
+    def train_fn(config: dict[str, Any]) -> None:
+        stream = raypipe.loader(config["spec"])
+        for epoch in stream.epochs():
+            for _ in epoch.train:
+                pass
+        (tmp_path / str(stream.rank)).write_text(str(stream.world_size))
+
+    plan = raypipe.PlanConfig(micro_batch_size=6, global_batch_size=24)
+    pool = raypipe.PoolConfig(max_actors=1, stall_timeout_s=90)
+    spec = raypipe.open_stream(stores["train"], plan=plan, pool=pool)
+    config = ScalingConfig(num_workers=(1, 3))
+    raypipe.check_resources(spec, config)
+    trainer = TorchTrainer(
+        train_fn,
+        train_loop_config={"spec": spec},
+        scaling_config=config,
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    trainer.fit()
+    assert [(tmp_path / name).read_text() for name in "01"] == ["2", "2"]
+
+
 def controller_of(run_callbacks: list[Any], worker_group: Any) -> Any:
     """A controller of Ray Train, as far as raypipe changes it."""
     return SimpleNamespace(
@@ -193,6 +223,8 @@ def test_the_death_of_a_trainer_is_a_line_and_no_traceback_of_rays(
 # Errors of raypipe's own in a TorchTrainer
 
 LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
+PLAN = raypipe.PlanConfig(micro_batch_size=6, global_batch_size=12)
+POOL = raypipe.PoolConfig(engine="inline")
 NO_ROOM = ResourceError("2 trainers and 1 transform actor need 3 CPUs")
 
 
@@ -251,11 +283,61 @@ def test_an_error_of_raypipe_ends_an_own_loop_at_its_first_try(
     with pytest.raises(ControllerError, match=r"raypipe\.loader: spec"):
         trainer.fit()
     assert (tmp_path / "tries").read_text() == "tried\n"
-    # It would wait for a dashboard, which a local cluster has not, and end `fit` late, with a traceback.
-    assert "PlacementGroupCleaner" not in {
+    # It asks a dashboard, which a local cluster has not.
+    while "PlacementGroupCleaner" in {
         actor["ActorClassName"]
         for actor in state.actors(actor_state_name="ALIVE").values()
-    }
+    }:
+        time.sleep(0.1)
+
+
+# What a controller leaves behind that was killed
+
+
+@pytest.mark.system
+def test_what_a_dead_controller_had_reserved_is_free_again(ray_cluster: None) -> None:
+    class Reserving:
+        def reserve(self) -> Any:
+            group = placement_group([{"CPU": 1}])
+            ray.get(group.ready())
+            return group
+
+    dead, alive = [ray.remote(num_cpus=0)(Reserving).remote() for _ in range(2)]
+    groups = ray.get([actor.reserve.remote() for actor in (dead, alive)])
+    ray.kill(dead)
+    free_resources_of(dead)
+    states = [placement_group_table(group)["state"] for group in groups]
+    free_resources_of(alive)
+    ray.kill(alive)
+    assert states == ["REMOVED", "CREATED"]
+
+
+@pytest.mark.system
+@pytest.mark.timeout(200)
+def test_an_own_loop_whose_controller_was_killed_has_room_for_its_next_try(
+    ray_cluster: None, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    def train_fn(config: dict[str, Any]) -> None:
+        marker = Path(config["marker"])
+        raypipe.loader(raypipe.open_stream(config["store"], plan=PLAN, pool=POOL))
+        if not marker.exists():
+            marker.touch()
+            ray.kill(own_controller())
+            time.sleep(100)
+
+    trainer = TorchTrainer(
+        train_fn,
+        train_loop_config={
+            "marker": str(tmp_path / "marker"),
+            "store": str(stores["train"]),
+        },
+        # the cluster has room for one such group
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1.5}),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    with pytest.raises(RayActorError):
+        trainer.fit()
+    trainer.fit()
 
 
 def test_what_dies_after_a_notice_is_preempted_and_not_before() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import logging.config
 import pickle
@@ -15,6 +16,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 from ray.train import FailureConfig, RunConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
@@ -34,6 +36,7 @@ from ray.train.v2.api.exceptions import (
 )
 from ray.train.v2.api.preemption import PreemptionInfo
 
+from raypipe.commands.status import print_status, status
 from raypipe.errors import ResourceError
 from raypipe.metrics.records import read_records
 from raypipe.rayext.controller import DriverWatch
@@ -43,6 +46,7 @@ from raypipe.rayext.trainer import (
     FixedPolicy,
     OnlyDeathsPolicy,
     RunTrainer,
+    use_divisors,
     who_died,
 )
 
@@ -68,6 +72,21 @@ def decided(
         return None
     assert isinstance(decision, ResizeDecision)
     return decision.num_workers
+
+
+def test_an_elastic_trainer_of_a_users_own_takes_divisors() -> None:
+    from ray.train.v2.api import data_parallel_trainer
+
+    checked, other = (ScalingConfig(num_workers=(1, 4)) for _ in range(2))
+    use_divisors(checked, 900, 4)
+    use_divisors(checked, 60, 12)  # checked again, for another stream
+    policy = data_parallel_trainer.create_scaling_policy(checked)
+    assert isinstance(policy, DivisorScalingPolicy)
+    assert (policy._timeout_s, policy._per_step) == (60, 12)
+    others = [other, ScalingConfig(num_workers=2)]
+    for config in others:
+        policy = data_parallel_trainer.create_scaling_policy(config)
+        assert type(policy).__module__.startswith("ray.")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +195,7 @@ def test_restarts_of_the_trainers_are_counted_by_reason(
     for error in (
         WorkerGroupError("a trainer died", {0: gone}),
         WorkerGroupError("a node was preempted", {0: gone, 1: preempted}),
-        ControllerError(WorkerGroupStartupTimeoutError(2)),
+        ControllerError(WorkerGroupStartupFailedError("a node was lost")),
         WorkerGroupError(
             "a mistake", {0: ValueError("x")}
         ),  # would come again: no restart
@@ -261,6 +280,36 @@ def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(
     (fault,) = found[2:]
     assert abs(fault.pop("time") - time.time()) < 60
     assert fault == {"kind": "fault", "step": 7, "text": text, "reason": "died"}
+
+
+def test_a_wait_for_nodes_is_neither_a_restart_nor_a_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="raypipe")
+    policy = OnlyDeathsPolicy(FailureConfig(max_failures=0), "run", tmp_path.as_uri())
+    for _ in range(20):
+        no_room = ControllerError(WorkerGroupStartupTimeoutError(2))
+        assert policy.make_decision(no_room).name == "RETRY"
+    assert not read_records(tmp_path.as_uri()) and not caplog.records
+
+
+@pytest.mark.parametrize("step", [None, 7])
+def test_a_wait_for_nodes_is_a_state_that_keeps_the_step(
+    step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if step is not None:
+        place = {"step": step, "to_step": 90, "step_at": 1.0, "every_s": 0}
+        (tmp_path / "status.json").write_text(json.dumps(place))
+    policy = FixedPolicy(ScalingConfig(num_workers=2), 60, run_uri=tmp_path.as_uri())
+    monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
+    policy._since = time.monotonic() - 20
+    policy.make_decision_for_non_running_worker_group()
+    found = status(str(tmp_path))
+    assert found["state"] == "waiting" and found["waits_for"] == "room"
+    assert "2 trainers of 1 CPU each have no room" in found["whom"]
+    assert found["step"] == (step or 0) and found["since_s"] >= 20
+    assert found["faults"] == []
+    print_status(found)
 
 
 # The end of a run

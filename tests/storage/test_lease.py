@@ -293,10 +293,11 @@ def test_a_resume_from_another_users_run_needs_trust(
         (folder / name).parent.mkdir()
         (folder / name).write_bytes(b"")
     (folder / "tune/link").symlink_to("tuner.pkl")
-    parse_run([f"--resume={folder}"], None)
+    resumes = [f"--resume={folder}", "--augment.module=planted:module"]
+    parse_run(resumes, None)
     give_away(folder / whose, monkeypatch)
     with pytest.raises(SystemExit):
-        _finish(lambda: launch(parse_run([f"--resume={folder}"], None)))
+        _finish(lambda: launch(parse_run(resumes, None)))
     shown = capfd.readouterr().err
     assert (
         f"{folder}" in shown

@@ -63,6 +63,7 @@ def test_a_bomb_ends_at_its_limit_and_takes_no_memory(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unpack, "LEAST_BYTES", 8 << 20)
+    monkeypatch.setenv("RAYPIPE_READ_BYTES", "1")
     bomb = PACKERS[kind](bytes(64 << 20))
     assert unpack.GROWTH * len(bomb) < 64 << 20
     tracemalloc.start()

@@ -192,14 +192,12 @@ def test_a_resume_in_mid_epoch_goes_on_with_the_same_for_any_w(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYPIPE_CACHE", str(tmp_path / "of a new node"))
         assert without_ray.digests(spec_of(tars[1]), from_step=3) == whole[6:]
-    from raypipe.streaming.digest import batch_digest
+    from raypipe.streaming.hashes import batch_hash
     from raypipe.streaming.inline import inline_batches
 
     cursor = spec.plan.cursor_at(3)
     ranks = [inline_batches(spec, cursor, rank, 2) for rank in range(2)]
-    of_both = [
-        batch_digest(batch) for pair in zip(*ranks, strict=True) for batch in pair
-    ]
+    of_both = [batch_hash(batch) for pair in zip(*ranks, strict=True) for batch in pair]
     assert of_both == whole[6:]
 
 

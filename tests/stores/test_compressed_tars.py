@@ -105,6 +105,7 @@ def test_damage_and_bombs_are_one_error(
     with pytest.raises(StoreError, match=r"a\.tar\.gz is not gzip, bzip2 or xz"):
         len(open_store(path))
     monkeypatch.setattr(unpack, "LEAST_BYTES", 1000)
+    monkeypatch.setenv("RAYPIPE_READ_BYTES", "1")
     monkeypatch.setattr(unpack, "GROWTH", 2)
     write_tar(path, [(bytes(100_000), 1)], mode="w:gz")
     with pytest.raises(

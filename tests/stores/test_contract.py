@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from foreign_lmdbs import DUMPS, write_datums, write_folders, write_lsun, write_values
+from rewritten import rewrite
 
-from raypipe.errors import StoreError
+from raypipe.errors import OutageError, StoreError
+from raypipe.storage import retries
 from raypipe.stores import SimpleStore, Store, open_store, open_writer
 from raypipe.stores.base import name_of
+from raypipe.stores.facts import facts_of, written_of
 from raypipe.stores.memory import MemoryStore
 
 CLASSES = ("ant", "bee", "cat")
@@ -330,6 +335,47 @@ def test_pickles_without_its_contents(store: Store, kind: str) -> None:
     store.read(np.arange(10))
     if not kind.startswith("memory"):
         assert len(pickle.dumps(store)) < 500
+
+
+def test_files_that_were_written_in_place_are_told_from_others(
+    store: Store, kind: str, tmp_path: Path
+) -> None:
+    before = store.fingerprint, written_of(store), facts_of(store)
+    store.close()
+    assert (store.fingerprint, written_of(store), facts_of(store)) == before
+    store.close()
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        rewrite(file)
+    fingerprint, written, facts = before
+    is_in_memory = kind.startswith("memory")
+    assert store.fingerprint == fingerprint
+    assert (written_of(store) == written) == is_in_memory
+    # nobody else knows the code of a user's store
+    assert (facts_of(store) == facts) == (is_in_memory or kind == "simple")
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_copy_waits_for_a_store_that_has_vanished_for_a_moment(
+    store: Store, kind: str, comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(store.address)
+    if not path.exists() or kind == "simple":
+        pytest.skip("it is not raypipe's, or not on disk")
+    expected = store.read(np.arange(3))["image"]
+    copy = pickle.loads(pickle.dumps(store))
+    away = path.rename(path.with_name(f"{path.name}-{comes_back}"))
+    clock = SimpleNamespace(
+        monotonic=time.monotonic,
+        sleep=lambda _: comes_back and away.exists() and away.rename(path),
+    )
+    monkeypatch.setattr(retries, "time", clock)
+    if comes_back:
+        assert list(copy.read(np.arange(3))["image"]) == list(expected)
+    else:
+        monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
+        with pytest.raises(OutageError, match="has vanished"):
+            copy.read(np.arange(3))
+        away.rename(path)
 
 
 def test_a_node_with_other_contents_is_found_out(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import without_ray
 from pictures import picture
+from rewritten import rewrite
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
@@ -108,6 +109,16 @@ def test_processes_share_one_copy_by_content() -> None:
     third.close()
     other = MemoryStore([b"other"] * NUM, np.arange(NUM))
     assert InMemoryStore(other).read(np.arange(NUM))["image"] == [b"other"] * NUM
+
+
+def test_a_store_that_was_written_in_place_is_read_again(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    file = tmp_path / "a" / "0.png"
+    file.write_bytes(b"before")
+    old, new = (InMemoryStore(raypipe.open_store(tmp_path)) for _ in range(2))
+    assert old.read(np.array([0]))["image"] == [b"before"]
+    rewrite(file, b"before", b"behind")
+    assert new.read(np.array([0]))["image"] == [b"behind"]
 
 
 def test_beyond_the_limit_the_rest_is_read_from_the_store(

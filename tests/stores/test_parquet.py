@@ -598,7 +598,7 @@ def read_within(num_bytes: int, path: Path) -> dict[str, Any]:
 def test_a_row_group_that_hardly_shrinks_may_be_as_large_as_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raypipe.stores.parquet.MAX_GROUP_BYTES", 1 << 20)
+    monkeypatch.setenv("RAYPIPE_READ_BYTES", str(1 << 20))
     rng = np.random.default_rng(1)
     for name, images in (
         ("photos", [rng.bytes(1 << 17) for _ in range(32)]),

@@ -137,7 +137,7 @@ def test_a_listing_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = MemoryTree(missing=0)
     for path, num_bytes in itertools.chain.from_iterable(paths):
         found.add(path, TreeFile(num_bytes))
-    monkeypatch.setattr(folder_module, "_list_objects", lambda address: found)
+    monkeypatch.setattr(folder_module, "_list_objects", lambda address: (found, "v"))
     store = FolderStore("s3://bucket/train")
     assert len(store) == 100_000
     assert len(pickle.dumps(store)) < 6 * 100_000

@@ -25,7 +25,7 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores import MemoryStore, open_store
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import batches_of, block_row
@@ -103,7 +103,7 @@ def test_presets_that_move_pixels_take_any_channels_and_are_seeded(
     )
     # nothing went by 8 bits, or was cut off at 1
     assert max(batch["image"].max() for batch in batches) > 255
-    assert without_ray.digests(spec) == list(map(batch_digest, batches))
+    assert without_ray.digests(spec) == list(map(batch_hash, batches))
     made = {
         index: pixels
         for batch in batches
@@ -139,13 +139,13 @@ def test_a_row_of_the_stream_keeps_dtype_and_channels() -> None:
     assert (
         row["image"].shape == (1, 3, 4, 16, 16, 5) and row["image"].dtype == np.float32
     )
-    assert list(map(batch_digest, batches_of(row))) == without_ray.digests(spec)
+    assert list(map(batch_hash, batches_of(row))) == without_ray.digests(spec)
 
 
 def test_a_digest_knows_the_dtype() -> None:
     batch = next(without_ray.host_batches(spec_of(store_of("uint16", 2))))
     other = with_fields(batch, {"image": batch["image"].view(np.int16)})
-    assert batch_digest(batch) != batch_digest(other)
+    assert batch_hash(batch) != batch_hash(other)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import without_ray
 from full_disk import fill
+from torchvision.transforms import v2
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError, TransformError
@@ -172,7 +173,7 @@ def test_faulty_user_code_is_named_by_line_in_error_record_and_log(
     }
     for fraction, advice in (
         (0, "pool.engine=inline"),
-        (1, "8 substitutes were bad as well.*pool.engine=inline"),
+        (1, "fail on other samples as well, so the code .*pool.engine=inline"),
     ):
         spec = open_stream(
             str(folder),
@@ -209,6 +210,27 @@ def test_faulty_user_code_is_named_by_line_in_error_record_and_log(
         re.search(place, record["error"]) for record in of_transform
     )
     assert any(re.search(place, text) for text in caplog.messages)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_code_that_fails_in_a_branch_ends_the_run_at_once(
+    folder: Path, split: str
+) -> None:
+    """Old torchvision's blur of PIL images on tensors: a quarter of the images, whatever they are, draw it."""
+    blur = v2.Lambda(lambda image: image.filter(None))
+    code = v2.Compose([v2.CenterCrop(16), v2.RandomApply([blur], p=0.25)])
+    spec = open_stream(
+        str(folder),
+        str(folder),
+        plan=PlanConfig(epochs=2, micro_batch_size=4),
+        transform=TransformConfig(size=16, max_bad_fraction=1),
+        **{
+            f"{split}_transform": code,
+            f"{'val' if split == 'train' else 'train'}_transform": "center",
+        },
+    )
+    with pytest.raises(TransformError, match=r"'filter'.*so the code is at fault"):
+        digests(spec)
 
 
 def test_budget_grows_with_what_was_seen() -> None:

@@ -12,8 +12,8 @@ from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.blocks import cut
-from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import batches_of, block_row
@@ -44,7 +44,7 @@ def test_micro_batches_have_their_buckets_shape_and_validations_their_own() -> N
         if batch.position.split == "train"
     )
     tail = digests(spec_of(), 4)
-    assert tail == [batch_digest(batch) for batch in found][-len(tail) :] and 0 < len(
+    assert tail == [batch_hash(batch) for batch in found][-len(tail) :] and 0 < len(
         tail
     ) < len(found)
 
@@ -61,7 +61,7 @@ def test_rows_of_unlike_shapes_hold_the_bits_of_each_micro_batch(size: int) -> N
         flat += "image:shapes" in row
         assert all(column.shape[0] == 1 for column in row.values())
         found += batches_of(row)
-    assert list(map(batch_digest, found)) == digests(spec)
+    assert list(map(batch_hash, found)) == digests(spec)
     assert (flat > 3) == (size == 3)
 
 
@@ -84,7 +84,7 @@ def test_masks_go_with_images_of_each_shape() -> None:
     block = list(spec.plan.micro_batches(spec.plan.start()))
     batches, _, arrays = maker.block(block)
     found = list(batches_of(block_row(batches, arrays)))
-    assert shapes(found) == SIDES and list(map(batch_digest, found)) == digests(spec)
+    assert shapes(found) == SIDES and list(map(batch_hash, found)) == digests(spec)
     for batch in found:
         assert batch["mask"].shape == batch["image"].shape[:3]
         assert (batch["mask"] == (batch.index % 200)[:, None, None]).all()

@@ -21,7 +21,8 @@ from raypipe.errors import BadSamplesError, CursorError, SampleError
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.writers import open_writer
 from raypipe.streaming.decoding import Decoding
-from raypipe.streaming.digest import batch_digest, plain_settings
+from raypipe.streaming.digest import plain_settings
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.saving.saved_model import SavedModel, input_of
@@ -125,7 +126,7 @@ def test_the_digest_covers_the_encoded_bytes_and_the_maps(store: Path) -> None:
     other[0] ^= 1
     changed = [{MAP: maps}, {DATA: data._replace(values=other)}]  # type: ignore[union-attr]
     digests = {
-        batch_digest(replace(first, fields={**first.fields, **fields}))
+        batch_hash(replace(first, fields={**first.fields, **fields}))
         for fields in ({}, *changed)
     }
     assert len(digests) == 3
@@ -170,7 +171,7 @@ def test_the_roads_do_not_resume_each_other(store: Path) -> None:
 def test_a_row_of_ray_has_the_encoded_images_of_its_micro_batches(store: Path) -> None:
     hosts = list(without_ray.host_batches(open_spec(store)))[:3]
     again = list(batches_of(block_row(hosts)))
-    assert [*map(batch_digest, again)] == [*map(batch_digest, hosts)]
+    assert [*map(batch_hash, again)] == [*map(batch_hash, hosts)]
     num_bytes = sum(column.nbytes for column in block_row(hosts).values())
     assert (
         num_bytes

@@ -6,98 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import without_ray
-from micro_batches import with_fields
 
 from raypipe.commands import cli
 from raypipe.commands.verify import verify
 from raypipe.config import PlanConfig, RunConfig, StoreConfig, TransformConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.launch.run_folder import store_config
-from raypipe.plan.places import MicroBatchId
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import (
     DigestFile,
-    batch_digest,
-    combine,
     compare,
     iterate_digests,
     plain_settings,
 )
+from raypipe.streaming.hashes import combine
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.pipeline import splits
-from raypipe.transform.fields import MicroBatch
 
 from pictures import CLASSES, samples  # isort: skip
-
-BATCH = MicroBatch(
-    position=MicroBatchId("train", 0, 1, 2),
-    index=np.array([7, 8]),
-    weight=np.ones(2, np.float32),
-    fields={
-        "image": np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3),
-        "label": np.array([3, 4]),
-    },
-)
-
-
-def flipped(array: np.ndarray) -> np.ndarray:
-    changed = array.copy()
-    changed.flat[-1] += 1
-    return changed
-
-
-def test_golden_digests() -> None:
-    assert batch_digest(BATCH).hex() == "8a1e5b905f132e445f95f9e3c819ba10"
-    assert combine([b"a" * 16, b"b" * 16]) == "3106330ede3673ae78e9b017358c794a"
-
-
-def test_one_changed_value_changes_the_digest() -> None:
-    changed = [
-        replace(BATCH, **{name: flipped(getattr(BATCH, name))})
-        for name in ("weight", "index")
-    ]
-    changed += [
-        with_fields(BATCH, {name: flipped(BATCH[name])}) for name in ("image", "label")
-    ]
-    assert len({batch_digest(batch) for batch in (BATCH, *changed)}) == 5
-
-
-def test_masks_and_boxes_are_part_of_the_digest_where_there_are_any() -> None:
-    mask, boxes = np.zeros((2, 2, 2), np.uint8), np.zeros((2, 1, 5), np.float32)
-    kinds = [
-        {},
-        {"mask": mask},
-        {"mask": flipped(mask)},
-        {"boxes": boxes},
-        {"boxes": flipped(boxes)},
-    ]
-    kinds.append({"mask": mask, "boxes": boxes})
-    assert len({batch_digest(with_fields(BATCH, kind)) for kind in kinds}) == len(kinds)
-
-
-def test_the_place_and_the_shape_are_part_of_the_digest() -> None:
-    assert batch_digest(
-        replace(BATCH, position=MicroBatchId("val", 0, 1, 2))
-    ) != batch_digest(BATCH)
-    assert batch_digest(
-        with_fields(BATCH, {"image": BATCH["image"].reshape(2, 1, 4, 3)})
-    ) != batch_digest(BATCH)
-
-
-def test_read_only_memory_gives_the_same_digest() -> None:
-    frozen = BATCH["image"].copy()
-    frozen.flags.writeable = False
-    assert batch_digest(with_fields(BATCH, {"image": frozen})) == batch_digest(BATCH)
-
-
-def test_combine_is_of_the_order() -> None:
-    assert combine([b"a", b"b"]) != combine([b"b", b"a"])
-    assert combine(iter([b"a", b"b"])) == combine([b"a", b"b"])
-
 
 # Files
 

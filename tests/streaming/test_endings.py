@@ -23,7 +23,8 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import batch_digest, plain_settings
+from raypipe.streaming.digest import plain_settings
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.saving.checkpoints import write_checkpoint
 from raypipe.streaming.saving.saved_model import input_of
@@ -91,7 +92,7 @@ def test_an_ending_changes_the_plan_and_not_the_pixels_that_travel() -> None:
         for last in ([A.Normalize(**NUMBERS), ToTensorV2()], [])
     )
     digests = [
-        [*map(batch_digest, inline_batches(spec, spec.plan.start()))]
+        [*map(batch_hash, inline_batches(spec, spec.plan.start()))]
         for spec in (with_ending, without)
     ]
     assert (

@@ -21,8 +21,8 @@ from torchvision.transforms import v2
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import TransformError
-from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream
@@ -48,7 +48,7 @@ def test_it_has_the_bits_of_a_cluster_from_any_step(
     threaded = replace(spec, pool=PoolConfig(engine="inline", max_actors=threads))
     for step in (0, 3):
         found = [
-            batch_digest(batch)
+            batch_hash(batch)
             for batch in inline_batches(threaded, spec.plan.cursor_at(step))
         ]
         assert found == without_ray.digests(spec, step)

@@ -18,8 +18,8 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import SourceRow, batches_of, block_row
@@ -150,11 +150,11 @@ def test_ring_and_readers_have_the_same_keypoints_with_room() -> None:
     unpacked = SourceRow.unpacked(SourceRow(block, reads).packed()).reads
     batches, _, arrays = maker.block(block, unpacked)
     row = block_row(batches, arrays)
-    assert [batch_digest(batch) for batch in batches_of(row)] == [
-        batch_digest(batch) for batch in hosts[:2]
+    assert [batch_hash(batch) for batch in batches_of(row)] == [
+        batch_hash(batch) for batch in hosts[:2]
     ]
     moved = with_fields(hosts[0], {"keypoints": hosts[0]["keypoints"] + 1})
-    assert batch_digest(moved) != batch_digest(hosts[0])
+    assert batch_hash(moved) != batch_hash(hosts[0])
 
 
 def test_a_reader_ships_keypoints_only_where_there_are_any() -> None:

@@ -13,7 +13,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.stores.base import Columns
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.bad_samples import BadSample
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import NONE_EXCLUDED, MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.transform.at_once import KernelImages
@@ -90,7 +90,7 @@ def test_one_by_one_each_sample_is_read_alone_and_no_excluded_one(
     maker = maker_of(store, micro_batch, read=read)
     found = batches(maker, excluded={0: DEAD}, one_by_one=True)
     for (made, _), (same, _) in zip(found, expected, strict=True):
-        assert batch_digest(made) == batch_digest(same)
+        assert batch_hash(made) == batch_hash(same)
     reads = [number for number, (what, _) in enumerate(store.notes) if what == "read"]
     assert len(reads) >= 30 and all(
         store.notes[n - 1] == ("asked for", store.notes[n][1]) for n in reads
@@ -145,5 +145,5 @@ def test_micro_batches_made_in_one_call_are_those_made_alone(
         calls.clear()
         assert bad_of_all == [sample for _, bad in alone for sample in bad]
         for number, ((batch, _), same) in enumerate(zip(alone, together, strict=True)):
-            assert batch_digest(batch) == batch_digest(same)
+            assert batch_hash(batch) == batch_hash(same)
             assert np.array_equal(arrays["image"][number], batch["image"])

@@ -239,8 +239,7 @@ class Program:
         if not self.epoch or not len(self.epoch.train):
             return
         if self.epoch.train._num_taken == len(self.epoch.train):
-            with pytest.raises(RaypipeError, match="a training comes once"):
-                iter(self.epoch.train)
+            assert list(self.epoch.train) == []
             return
         num = self.random.choice([1, 2, 5, 100])
         if held and self.held is None:

@@ -33,8 +33,9 @@ from raypipe.rayext.iteration import begun
 from raypipe.stores import open_store
 from raypipe.stores.memory import MemoryStore
 from raypipe.stores.writers import ParquetWriter
-from raypipe.streaming.digest import batch_digest, iterate_digests
+from raypipe.streaming.digest import iterate_digests
 from raypipe.streaming.handover import loader
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import block_dataset, splits
 from raypipe.streaming.remake import NUM_REMADE
@@ -192,7 +193,7 @@ def test_executions_in_an_actor_and_with_growing_blocks_have_one_digest(
         one.digest for one in iterate_digests(spec.plan, start, in_an_actor)
     ] == alone
     rows = list(block_dataset(spec, start, max_actors=1).iter_batches(batch_size=None))
-    assert [batch_digest(batch) for row in rows for batch in batches_of(row)] == alone
+    assert [batch_hash(batch) for row in rows for batch in batches_of(row)] == alone
     sizes = [row["micro"].shape[1] for row in rows]
     assert sizes[:16] == [1] * 16 and max(sizes) > 2, (
         "they grow as soon as it is known what a micro-batch takes"
@@ -286,7 +287,7 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(
     assert digests_of(in_actors, spec.plan.start(), max_actors=1, world_size=2) == alone
     # Of Parquet a task of its own reads.
     seen = list(without_ray.every_batch(loader(spec, max_actors=1)))
-    assert [batch_digest(in_host_memory(batch)) for batch in seen] == alone
+    assert [batch_hash(in_host_memory(batch)) for batch in seen] == alone
     train, val = (
         [batch for batch in seen if batch.position.split == split]
         for split in ("train", "val")

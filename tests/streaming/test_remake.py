@@ -24,7 +24,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.remake import copied
 
@@ -249,6 +249,67 @@ def test_targets_and_padding_are_compared_by_their_fields() -> None:
     assert len(list(inline_batches(spec, spec.plan.start()))) == 2
 
 
+def pure_at(size: Any) -> Callable[[np.ndarray], np.ndarray]:
+    height, width = size if isinstance(size, tuple) else (size, size)
+    return lambda image: image[:height, :width]
+
+
+def counting_at_the_second_size(size: Any) -> Callable[[np.ndarray], np.ndarray]:
+    calls = iter(range(1000))
+    pure = pure_at(size)
+    if size in (4, (4, 8)):
+        return pure
+    return lambda image: (pure(image) + np.uint8(next(calls))).astype(np.uint8)
+
+
+SIZED: dict[str, dict[str, Any]] = {
+    "growing sizes": {"transform": TransformConfig(size={0: 4, 1: 8})},
+    "buckets": {"buckets": ("4x8", "8x4")},
+}
+
+
+def sized_spec(kind: str, code: Callable[[Any], Any], threads: int = 0) -> Any:
+    store = MemoryStore(
+        [picture(number) for number in range(8)],
+        np.zeros(8, np.int64),
+        columns={"width": [8, 4] * 4, "height": [4, 8] * 4},
+    )
+    options = dict(SIZED[kind])
+    transform = options.pop("transform", TransformConfig(size=8))
+    return open_stream(
+        store,
+        plan=PlanConfig(epochs=2, micro_batch_size=2, **options),
+        transform=replace(transform, train=f"{__name__}:{code.__name__}"),
+        pool=PoolConfig(engine="inline", max_actors=threads),
+    )
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("kind", SIZED)
+def test_pure_code_of_a_size_starts_anywhere_in_any_process(
+    kind: str, threads: int
+) -> None:
+    spec = sized_spec(kind, pure_at, threads)
+    assert len(list(inline_batches(spec, spec.plan.start()))) == 8
+    first = {batch.position: batch for batch in inline_batches(spec, spec.plan.start())}
+    probes = []
+    for place in spec.plan.micro_batches(spec.plan.start()):
+        maker = MicroBatchMaker(sized_spec(kind, pure_at))
+        batch = maker.batch(place)
+        assert np.array_equal(batch["image"], first[place]["image"])
+        probes += maker.sample_makers.probes
+    assert len({probe.of for probe in probes}) == 2
+    for probe in probes:
+        assert maker.sample_makers.check_probe(probe) == ""
+
+
+@pytest.mark.parametrize("kind", SIZED)
+def test_code_that_keeps_state_at_one_size_only_is_found(kind: str) -> None:
+    spec = sized_spec(kind, counting_at_the_second_size)
+    with pytest.raises(ConfigError, match="does not make the same of the same sample"):
+        list(inline_batches(spec, spec.plan.start()))
+
+
 IN_A_PROCESS = """
     import pickle, sys
     from pathlib import Path
@@ -315,6 +376,21 @@ def test_code_whose_results_hang_on_the_process_is_found_by_two(
             "transform.train is a function, which does not make the same" in done.stderr
         )
         assert "two processes differ" in done.stderr
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_the_samples_that_the_driver_tried_are_compared_in_each_process(
+    is_alike: bool,
+) -> None:
+    spec = spec_of(PURE["lambda"])
+    try_samples(spec, num_classes=1)
+    (probe,) = spec.probes
+    if is_alike:
+        assert len(list(inline_batches(spec, spec.plan.start()))) == 2
+        return
+    spec.probes[:] = [replace(probe, digest="of another process")]
+    with pytest.raises(ConfigError, match="two processes differ"):
+        list(inline_batches(spec, spec.plan.start()))
 
 
 def test_an_actor_asks_the_supervisor_for_the_first_probe_and_compares(

@@ -12,7 +12,7 @@ import pytest
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.content import Contents
 from raypipe.streaming.memory.recall import Recall
@@ -73,7 +73,7 @@ class Trial(threading.Thread):
                     self.cluster.changed.notify_all()
                 return
             for batch in self.recall.block(block)[0]:
-                self.digests.append(batch_digest(batch))
+                self.digests.append(batch_hash(batch))
                 self.num_remembered += batch.num_remembered
 
     def find(
@@ -128,7 +128,7 @@ def spec_of(**plan: Any) -> StreamSpec:
 def expected(spec: StreamSpec) -> list[bytes]:
     maker = MicroBatchMaker(spec)
     places = spec.plan.micro_batches(spec.plan.start())
-    return [batch_digest(maker.make(place)[0]) for place in places]
+    return [batch_hash(maker.make(place)[0]) for place in places]
 
 
 def finish(trials: Sequence[Trial]) -> None:

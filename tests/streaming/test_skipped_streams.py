@@ -16,7 +16,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import CursorError
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.spec import StreamSpec
 
@@ -80,9 +80,7 @@ def test_all_other_batches_are_the_same_bit_for_bit(val_interval: int) -> None:
 
 def test_the_makers_of_a_stream_get_no_skipped_micro_batch() -> None:
     whole = list(without_ray.host_batches(spec_of([])))
-    expected = [
-        batch_digest(batch) for batch in whole if not is_left_out(batch.position)
-    ]
+    expected = [batch_hash(batch) for batch in whole if not is_left_out(batch.position)]
     assert without_ray.digests(spec_of()) == expected
 
 

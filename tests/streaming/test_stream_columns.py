@@ -27,7 +27,8 @@ from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import batch_digest, iterate_digests, plain_settings
+from raypipe.streaming.digest import iterate_digests, plain_settings
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream, renamed, spec_of
 from raypipe.streaming.pipeline import splits
@@ -138,8 +139,8 @@ def test_images_and_order_are_those_without_columns() -> None:
         plain = dataclasses.replace(
             one, fields={name: one.fields[name] for name in two.fields}
         )
-        assert batch_digest(plain) == batch_digest(two)
-        assert batch_digest(one) != batch_digest(two)
+        assert batch_hash(plain) == batch_hash(two)
+        assert batch_hash(one) != batch_hash(two)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +183,7 @@ def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(
             batches, _, arrays = maker.block(block, reads)
             for batch in batches_of(through_arrow(block_row(batches, arrays))):
                 check(batch)
-                assert batch_digest(batch) == batch_digest(
-                    expected[str(batch.position)]
-                )
+                assert batch_hash(batch) == batch_hash(expected[str(batch.position)])
                 assert (
                     batch["label"].tolist()
                     == np.where(batch.index < 0, 0, batch.index / 2).tolist()
@@ -253,7 +252,7 @@ def test_a_resume_and_two_ranks_give_the_same_columns() -> None:
         for rank in range(2)
     ]
     assert [
-        batch_digest(batch) for pair in zip(*ranks, strict=True) for batch in pair
+        batch_hash(batch) for pair in zip(*ranks, strict=True) for batch in pair
     ] == whole
 
 

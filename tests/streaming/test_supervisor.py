@@ -10,6 +10,7 @@ import ray
 from raypipe.metrics.chrome_trace import Chunk
 from raypipe.metrics.tracer import Event, TracedProcess
 from raypipe.rayext.processes import Process
+from raypipe.streaming import supervisor as supervisor_module
 from raypipe.streaming.moves import Move
 from raypipe.streaming.run_log import events_of
 from raypipe.streaming.supervisor import (
@@ -382,6 +383,21 @@ def test_a_reader_that_keeps_dying_of_one_thing_ends_the_run_there() -> None:
 def test_ranks_that_leave_are_counted_once_each() -> None:
     supervisor = Supervisor(max_attempts=3)
     assert [supervisor.rank_done(rank) for rank in (1, 0, 1, 2)] == [1, 2, 2, 3]
+
+
+def test_a_reader_misses_no_event_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_MAX_EVENTS", 20)
+    monkeypatch.setattr(supervisor_module, "_FORGOTTEN", 5)
+    supervisor = Supervisor(3)
+    read: list[tuple[str, str]] = []
+    for number in range(100):
+        supervisor.pool_scaled(str(number))
+        if number % 7 == 6 or number == 99:
+            read += supervisor.events(len(read))
+    assert read == [("scale", str(number)) for number in range(100)]
+    assert len(supervisor.events(0)) <= 20
 
 
 @pytest.mark.cluster

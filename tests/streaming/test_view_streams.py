@@ -23,8 +23,8 @@ from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError
 from raypipe.launch.run_checks import num_classes_of
 from raypipe.plan.order import Domain
-from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
@@ -70,13 +70,13 @@ def test_any_number_of_ranks_threads_and_any_start_have_the_same_bits(
 ) -> None:
     start = spec.plan.start()
     ranks = [
-        [batch_digest(each) for each in inline_batches(spec, start, rank, 2)]
+        [batch_hash(each) for each in inline_batches(spec, start, rank, 2)]
         for rank in range(2)
     ]
     assert [digest for pair in zip(*ranks, strict=True) for digest in pair] == expected
     threads = replace(spec, pool=PoolConfig(engine="inline", max_actors=2))
     resumed = [
-        batch_digest(each) for each in inline_batches(threads, spec.plan.cursor_at(5))
+        batch_hash(each) for each in inline_batches(threads, spec.plan.cursor_at(5))
     ]
     assert resumed == expected[10:]
     assert len(set(expected)) > 32, "but for the validations', they all differ"
@@ -101,7 +101,7 @@ def test_a_block_is_its_micro_batches_whether_the_actor_or_a_reader_reads(
     assert row["view.global"].shape == (1, 3, 6, 2, 16, 16, 3) and row[
         "view.whole"
     ].shape == (1, 3, 6, 12, 12, 3)
-    assert [batch_digest(batch) for batch in batches_of(row)] == expected[:6:2]
+    assert [batch_hash(batch) for batch in batches_of(row)] == expected[:6:2]
     assert [*next(batches_of(row)).arrays("view")] == [*VIEWS]
 
 
@@ -116,7 +116,7 @@ def test_the_digest_knows_names_and_shapes_of_views(spec: StreamSpec) -> None:
         if not name.startswith("view.")
     }
     found = [
-        batch_digest(
+        batch_hash(
             replace(
                 batch,
                 fields={

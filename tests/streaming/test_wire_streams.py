@@ -22,8 +22,9 @@ from raypipe.commands.preview_tiles import Preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.kernel import yuv420
-from raypipe.streaming.digest import batch_digest, iterate_digests, plain_settings
+from raypipe.streaming.digest import iterate_digests, plain_settings
 from raypipe.streaming.handover import loader
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
@@ -131,7 +132,7 @@ def test_blocks_in_one_memory_or_of_unlike_sizes_hold_equal_bits(
         batches, _, arrays = maker.block(block)
         row = block_row(batches, arrays)
         assert set(json.loads(row["forms"].tobytes()).values()) == forms
-        assert [batch_digest(batch) for batch in batches_of(row)] == expected[
+        assert [batch_hash(batch) for batch in batches_of(row)] == expected[
             : len(block)
         ]
 
@@ -142,13 +143,13 @@ def test_any_number_of_ranks_threads_and_any_start_have_the_same_bits(
     spec = spec_of(stores, **kind)
     expected, start = without_ray.digests(spec), spec.plan.start()
     ranks = [
-        [batch_digest(each) for each in inline_batches(spec, start, rank, 2)]
+        [batch_hash(each) for each in inline_batches(spec, start, rank, 2)]
         for rank in range(2)
     ]
     assert [digest for pair in zip(*ranks, strict=True) for digest in pair] == expected
     threads = replace(spec, pool=PoolConfig(engine="inline", max_actors=2))
     resumed = [
-        batch_digest(each) for each in inline_batches(threads, spec.plan.cursor_at(5))
+        batch_hash(each) for each in inline_batches(threads, spec.plan.cursor_at(5))
     ]
     assert resumed == expected[10:]
 
@@ -170,7 +171,7 @@ def test_planes_are_half_the_bytes_and_part_of_fingerprint_and_digest(
     changed = batch["chroma.image"].copy()
     changed[-1, -1, -1, -1] ^= 1
     spoilt = replace(batch, fields={**batch.fields, "chroma.image": changed})
-    assert batch_digest(spoilt) != batch_digest(batch)
+    assert batch_hash(spoilt) != batch_hash(batch)
 
 
 def test_a_ring_makes_the_same_images(stores: dict[str, Path]) -> None:

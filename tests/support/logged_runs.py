@@ -21,6 +21,7 @@ from raypipe.streaming.record.digest_log import (
     EpochRecord,
     read_epoch,
 )
+from raypipe.streaming.record.opened import settings_record
 from raypipe.streaming.spec import StreamSpec
 
 CPU = torch.device("cpu")
@@ -56,7 +57,14 @@ def logging_loader(
         cursor=cursor or spec.plan.start(),
         augment=augment,
         folder=folder,
-        digest_log=DigestLog.of(folder, spec.plan, rank, world_size, CPU),
+        digest_log=DigestLog.of(
+            folder,
+            spec.plan,
+            settings_record(spec, augment, None),
+            rank,
+            world_size,
+            CPU,
+        ),
     )
 
 
@@ -79,6 +87,7 @@ def run_logged(
         train_all(logging_loader(spec, run, rank, world_size, **options))
 
 
-def record_of(spec: StreamSpec, run: Path, epoch: int = 0) -> EpochRecord:
+def record_of(plan: str, run: Path, epoch: int = 0) -> EpochRecord:
+    """The record of an epoch under a plan, by its fingerprint."""
     filesystem, path = open_filesystem(run.as_uri())
-    return read_epoch((filesystem, f"{path}/{DIGESTS}"), epoch, spec.plan.fingerprint)
+    return read_epoch((filesystem, f"{path}/{DIGESTS}"), epoch, plan)

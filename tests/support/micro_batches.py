@@ -91,7 +91,7 @@ class GivenPlan:
         if number == 0:
             row = self.indices.tolist().index(index)
             assert self.candidates, "the test gives no substitutes"
-            self._candidates = iter(self.candidates(row))
+            self._candidates = itertools.cycle(self.candidates(row))
         sample, substitute, key = next(self._candidates)
         self.store.content[substitute] = sample
         self._substitutes[substitute] = sample, substitute, key

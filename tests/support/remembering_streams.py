@@ -21,7 +21,7 @@ from ray._private.internal_api import node_stats
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.remembered import MEMORY, NAMESPACE, memory
 from raypipe.streaming.opening import open_stream
@@ -93,7 +93,7 @@ class Stream(threading.Thread):
         collect = Collector(spec, stream_name(supervisor))
         digests = []
         for batch in host_batches(iterators[0], collect):
-            digests.append(batch_digest(batch))
+            digests.append(batch_hash(batch))
             self.num_batches += 1
             self.num_remembered += batch.num_remembered
         end_actors(supervisor, iterators, 0, 1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from raypipe.config import PoolConfig, RunConfig
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
@@ -31,7 +31,7 @@ def every_batch(loader: Any) -> Iterator[Any]:
 
 
 def digests(spec: StreamSpec, from_step: int = 0) -> list[bytes]:
-    return [batch_digest(batch) for batch in host_batches(spec, from_step)]
+    return [batch_hash(batch) for batch in host_batches(spec, from_step)]
 
 
 @contextlib.contextmanager

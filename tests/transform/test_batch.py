@@ -234,7 +234,7 @@ def test_no_transform_returns_the_image_as_it_is() -> None:
             v2.Lambda(lambda image: image.int()),
             r"int32 of shape \(3, 48, 48\); it must return uint8 CHW",
         ),
-        (v2.ToPILImage(), "a Image; it must return uint8 CHW"),
+        (v2.Compose([v2.ToPILImage(), v2.Grayscale(1)]), "a PIL image of mode L; it"),
         (v2.Grayscale(1), r"uint8 of shape \(1, 48, 48\)"),
     ],
 )

@@ -96,6 +96,19 @@ def test_samples_of_nothing_at_the_start_do_not_change_a_type(
             )
 
 
+@pytest.mark.parametrize("num_empty", [NUM_PROBED, 500, 1040, 3000])
+def test_a_long_search_for_a_value_is_said_once(
+    num_empty: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = in_memory(tmp_path, [None] * num_empty + ["[1, 2]"] * 5)
+    assert type_in(store, options={"length": 2}).dtype == "int64"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (num_empty >= 1040)
+    for line in said:
+        assert "first 1,040 samples have no value in t" in line
+        assert f"up to sample {num_empty + 5:,}" in line
+
+
 @pytest.mark.parametrize("make", STORES, ids=lambda make: make.__name__)
 def test_a_padded_column_has_the_type_of_its_first_number(
     make: Make, tmp_path: Path

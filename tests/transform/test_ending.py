@@ -19,6 +19,7 @@ from raypipe.errors import ConfigError
 from raypipe.transform.ending import Ending, normalization, take_ending
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.split_endings import take_endings
+from raypipe.transform.views import View, find_views
 
 OLD = torchvision.transforms
 NUMBERS: Any = ([0.49, 0.48, 0.45], [0.25, 0.24, 0.26])
@@ -167,6 +168,44 @@ def test_floats_in_the_middle_are_made_by_the_library(
     assert made.dtype == np.float32 and made.shape == IMAGE.shape
 
 
+def halves(image: np.ndarray, **_: Any) -> np.ndarray:
+    return image / np.float32(2)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "channels"),
+    [
+        (OLD.Compose([OLD.Grayscale(), OLD.ToTensor(), OLD.Normalize(0.1, 0.3)]), 1),
+        (OLD.Compose([lambda pil: pil.convert("L"), OLD.ToTensor()]), 1),
+        (v2.Compose([v2.Grayscale(), FLOAT, v2.Normalize([0.1], [0.3])]), 1),
+        (A.Compose([A.ToGray(1, p=1), A.Normalize((0.1,), (0.3,)), ToTensorV2()]), 1),
+        (A.Compose([A.Lambda(image=halves, name="halves"), A.Normalize()]), 3),
+    ],
+    ids=["Grayscale", "convert L", "v2", "ToGray", "own floats"],
+)
+def test_an_ending_stays_where_the_steps_before_make_no_uint8_rgb(
+    pipeline: Any, channels: int
+) -> None:
+    rest, ending = take_ending(pipeline)
+    assert rest is pipeline and ending and not ending.on_device
+    assert "do not make uint8 RGB" in ending.because
+    made = SampleTransform(rest)(IMAGE.copy(), (1, 2))
+    assert made.dtype == np.float32 and made.shape == (*IMAGE.shape[:2], channels)
+
+
+def test_looking_at_a_pipeline_leaves_its_generators_as_they_are() -> None:
+    pipeline = A.Compose([A.RandomCrop(8, 8), A.Normalize(), ToTensorV2()], seed=3)
+    twin = A.Compose([A.RandomCrop(8, 8), A.Normalize(), ToTensorV2()], seed=3)
+    torch.manual_seed(1)
+    take_ending(pipeline)
+    take_ending(v2.Compose([v2.RandomCrop(8), FLOAT]))
+    found = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(found, torch.rand(3))
+    images = (each(image=IMAGE)["image"] for each in (pipeline, twin))
+    assert torch.equal(next(images), next(images))
+
+
 def test_a_normalize_on_uint8_is_an_error_with_the_step_to_add() -> None:
     with pytest.raises(
         ConfigError,
@@ -224,10 +263,11 @@ def test_lists_views_and_presets_have_endings_too() -> None:
     }
     rests, endings = take_endings({"train": views}, config)
     assert rests["train"] == {
-        "a": (steps, 2),
-        "b": {"transforms": [steps, steps]},
-        "c": "light",
+        "a": View((steps,), 2, 8),
+        "b": View((steps, steps), 2, 8),
+        "c": View(("light",), 1, 8),
     }
+    assert find_views(rests["train"], 8) == rests["train"]
     assert endings["train"].mean == (0.5,) * 3
     with pytest.raises(
         ConfigError, match=r"view 'b' ends with no step .* and view 'a' with Normalize"

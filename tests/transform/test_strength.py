@@ -15,7 +15,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.kernel import COLOR_STEPS, GEOMETRY_STEPS, Program, native_step
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
@@ -118,9 +118,7 @@ def digests(spec: StreamSpec, step: int = 0, world_size: int = 1) -> dict[str, b
     ranks = [
         inline_batches(spec, start, rank, world_size) for rank in range(world_size)
     ]
-    return {
-        str(batch.position): batch_digest(batch) for rank in ranks for batch in rank
-    }
+    return {str(batch.position): batch_hash(batch) for rank in ranks for batch in rank}
 
 
 def test_the_strength_follows_the_run_whatever_the_workers_and_the_start() -> None:
@@ -138,9 +136,7 @@ def test_the_strength_follows_the_run_whatever_the_workers_and_the_start() -> No
     # A block may hold micro-batches of several steps.
     places = [*rising.plan.micro_batches(rising.plan.start())][:6]
     batches, _, _ = MicroBatchMaker(rising).block(places)
-    assert [batch_digest(batch) for batch in batches] == [
-        found[str(at)] for at in places
-    ]
+    assert [batch_hash(batch) for batch in batches] == [found[str(at)] for at in places]
 
 
 def test_images_that_the_device_decodes_have_a_strength() -> None:

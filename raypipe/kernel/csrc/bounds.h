@@ -21,8 +21,10 @@ typedef struct {
     size_t left;
 } Writer;
 
-static inline Reader reader_of(const void *bytes, size_t size) { return (Reader){bytes, size}; }
-static inline Writer writer_of(void *bytes, size_t size) { return (Writer){bytes, size}; }
+/* Nothing is a place too: no offset, not even 0, may be added to NULL. */
+static uint8_t nowhere[1];
+static inline Reader reader_of(const void *bytes, size_t size) { return (Reader){bytes ? bytes : nowhere, size}; }
+static inline Writer writer_of(void *bytes, size_t size) { return (Writer){bytes ? bytes : nowhere, size}; }
 
 /* Part of some bytes, by its place among them. */
 static inline int part_of(const Reader *whole, uint64_t place, uint64_t num, Reader *part)

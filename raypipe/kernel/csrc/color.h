@@ -50,9 +50,12 @@ INLINE int16_t blend(int16_t x, int16_t base, int16_t whole, int16_t part)
 INLINE void blend_base_body(Planes *planes, int num, int base, int factor)
 {
     const int16_t whole = (int16_t)((factor + 32768) >> 16), part = (int16_t)(factor - whole * 65536);
-    for (int c = 0; c < CHANNELS; c++)
+    for (int c = 0; c < CHANNELS; c++) {
+        /* By a pointer: an index of the array would be checked (-fsanitize=bounds), and no vector loop be made. */
+        int16_t *restrict channel = planes->channels[c];
         for (int i = 0; i < num; i++)
-            planes->channels[c][i] = blend(planes->channels[c][i], (int16_t)base, whole, part);
+            channel[i] = blend(channel[i], (int16_t)base, whole, part);
+    }
 }
 VERSIONS(blend_base, (Planes * planes, int num, int base, int factor), (planes, num, base, factor))
 

@@ -26,7 +26,7 @@ static void pad_row(const uint8_t *row, int width, int radius, int border, uint8
 INLINE void blur_columns_body(const uint8_t *padded, const int32_t *coefficients, int radius, int num, uint16_t *to)
 {
     enum { BLOCK_BYTES = 512 };
-    int32_t sums[BLOCK_BYTES];
+    int32_t block[BLOCK_BYTES], *restrict sums = block; /* a pointer, as in blend_base */
     for (int start = 0; start < num; start += BLOCK_BYTES) {
         const int count = num - start < BLOCK_BYTES ? num - start : BLOCK_BYTES;
         const uint8_t *middle = padded + start + radius * CHANNELS;
@@ -48,7 +48,7 @@ VERSIONS(blur_columns, (const uint8_t *padded, const int32_t *coefficients, int 
 INLINE void blur_rows_body(uint16_t *const *rows, const int32_t *coefficients, int radius, int num, uint8_t *to)
 {
     enum { BLOCK_BYTES = 512 };
-    int32_t sums[BLOCK_BYTES];
+    int32_t block[BLOCK_BYTES], *restrict sums = block; /* a pointer, as in blend_base */
     for (int start = 0; start < num; start += BLOCK_BYTES) {
         const int count = num - start < BLOCK_BYTES ? num - start : BLOCK_BYTES;
         for (int i = 0; i < count; i++)

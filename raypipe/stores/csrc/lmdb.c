@@ -534,7 +534,7 @@ typedef struct {
 
 static int append(Growing *to, Reader bytes)
 {
-    if (to->room - to->num < bytes.left) {
+    if (to->room - to->num <= bytes.left) { /* also before the first bytes, be they none: there is a place then */
         const size_t room = 2 * (to->num + bytes.left) + 65536;
         uint8_t *at = realloc(to->at, room);
         if (!at)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.storage.read_limit import check_read
 from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
 from raypipe.stores.sources.format_source import (
     MAX_CHUNK_BYTES,
@@ -35,7 +36,6 @@ _LABELS = {"label", "labels", "target", "targets", "y", "class", "classes"}
 _SPLIT = re.compile(r"(.*?)_?(train|training|val|valid|validation|test)(?:_set)?_?(.*)")
 _CHANNELS = (1, 3)
 _MAX_ROWS = 1024
-_ENCODED_BYTES = 1 << 20  # a guess, for rows whose sizes differ
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ArrayRows:
     def row_bytes(self) -> int:
         if self.dtype is not None:
             return self.dtype.itemsize * math.prod(self.shape[1:])
-        return _ENCODED_BYTES
+        return MAX_CHUNK_BYTES  # rows whose sizes differ are read one by one
 
     def __str__(self) -> str:
         return f"{self.dtype if self.kind == 'numbers' else self.kind} {self.shape}"
@@ -118,6 +118,7 @@ def _samples(
     where: str, columns: Mapping[str, ArrayRows], as_hwc: tuple[int, ...]
 ) -> Iterator[dict[str, Any]]:
     row_bytes = sum(rows.row_bytes for rows in columns.values())
+    check_read(f"{where}: a row of {', '.join(columns)}", row_bytes)
     num_rows = columns["image"].num
     step = max(1, min(_MAX_ROWS, MAX_CHUNK_BYTES // row_bytes))
     for start in range(0, num_rows, step):

@@ -19,6 +19,7 @@ from raypipe.storage.filesystem import is_remote, join_address, open_filesystem
 from raypipe.storage.local_file import regular_path
 from raypipe.stores.addresses import folders_at, list_files, names_at
 from raypipe.stores.arrow_columns import TableColumns, chunked_taker
+from raypipe.stores.arrow_messages import check_batches
 from raypipe.stores.base import Columns
 from raypipe.stores.sources.format_source import Asked, Source, explained
 
@@ -65,8 +66,9 @@ def open_arrow(address: str, asked: Asked) -> Source:
 
 def _samples(paths: list[str], columns: TableColumns) -> Iterator[dict[str, Any]]:
     for path in paths:
-        with _reader(path) as reader:
-            while (batch := _next(path, reader)) is not None:
+        with _reader(path) as reader, _file(path) as file:
+            checks = check_batches(path, file)
+            while (batch := _next(path, reader, checks)) is not None:
                 rows = np.arange(batch.num_rows)
                 opened = {
                     name: columns.opened(
@@ -82,8 +84,9 @@ def _samples(paths: list[str], columns: TableColumns) -> Iterator[dict[str, Any]
                     yield dict(zip(values, row, strict=True))
 
 
-def _next(path: str, reader: Any) -> pa.RecordBatch | None:
+def _next(path: str, reader: Any, checks: Iterator[None]) -> pa.RecordBatch | None:
     with explained(path):
+        next(checks, None)
         try:
             batch = reader.read_next_batch()
         except StopIteration:
@@ -94,20 +97,27 @@ def _next(path: str, reader: Any) -> pa.RecordBatch | None:
 
 @contextlib.contextmanager
 def _reader(path: str) -> Iterator[Any]:
-    """Context manager: a reader of a file's batches; a local file is mapped into memory."""
-    with contextlib.ExitStack() as stack, explained(path):
-        if is_remote(path):
-            file = stack.enter_context(open_input(*open_filesystem(path)))
-        else:
-            file = stack.enter_context(
-                pa.memory_map(stack.enter_context(regular_path(path)))
-            )
+    """Context manager: a reader of a file's batches."""
+    with _file(path) as file, explained(path):
         if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC:
             raise StoreError(
                 f"{path} is an Arrow file with a footer, not a stream, as the datasets library writes it"
             )
         file.seek(0)
-        yield stack.enter_context(pa.ipc.open_stream(file))
+        with pa.ipc.open_stream(file) as reader:
+            yield reader
+
+
+@contextlib.contextmanager
+def _file(path: str) -> Iterator[Any]:
+    """Context manager: an open file; a local one is mapped into memory."""
+    with contextlib.ExitStack() as stack, explained(path):
+        if is_remote(path):
+            yield stack.enter_context(open_input(*open_filesystem(path)))
+        else:
+            yield stack.enter_context(
+                pa.memory_map(stack.enter_context(regular_path(path)))
+            )
 
 
 def _check_embedded(path: str, batch: pa.RecordBatch, columns: TableColumns) -> None:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from raypipe.errors import ConfigError, RaypipeError, StoreError
 from raypipe.packages import to_install
@@ -19,7 +27,12 @@ from raypipe.stores.base import RENAMED, ColumnValues, missing
 MAX_CHUNK_BYTES = 32 << 20
 """Bytes of rows that are read at a time."""
 
+NUM_PROBED = 64
+"""Samples that show what the columns of a format are."""
+
 _READ_BYTES = 1 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,20 @@ def explained(where: str) -> Iterator[None]:
         raise StoreError(
             f"{where} cannot be read: {type(error).__name__}: {error_reason(error)}; copy it again"
         ) from error
+
+
+def up_to(
+    samples: Iterator[T], num_most: int, num_bytes_of: Callable[[T], int]
+) -> list[T]:
+    """Return the next samples, fewer where they are large, so that few of them are in memory."""
+    taken: list[T] = []
+    num_bytes = 0
+    for sample in itertools.islice(samples, num_most):
+        taken.append(sample)
+        num_bytes += num_bytes_of(sample)
+        if num_bytes >= MAX_CHUNK_BYTES:
+            break
+    return taken
 
 
 def size_of(file: io.BufferedReader) -> int:

@@ -7,6 +7,7 @@ trusts its files: one that is damaged in its middle may end the process.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import regular_path
+from raypipe.storage.read_limit import check_read
 from raypipe.stores.sources.arrays import ArrayRows, arrays_source
 from raypipe.stores.sources.format_source import (
     Asked,
@@ -42,6 +44,7 @@ def open_hdf5(address: str, asked: Asked) -> Source:
 
         def note(name: str, dataset: Any) -> None:
             if isinstance(dataset, h5py.Dataset):
+                _check_chunks(f"{address}: {name!r}", dataset)
                 arrays[name] = _rows(h5py, dataset)
 
         file.visititems(note)  # hard links only
@@ -52,6 +55,14 @@ def open_hdf5(address: str, asked: Asked) -> Source:
             yield from source.samples
 
     return Source(samples(), None, source.num_samples, source.arrays)
+
+
+def _check_chunks(where: str, dataset: Any) -> None:
+    """Raise StoreError if a chunk of a data set, which is unpacked whole, takes too much memory."""
+    chunk_bytes = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize
+    check_read(
+        where, chunk_bytes, dataset.id.get_storage_size(), "write smaller chunks"
+    )
 
 
 def _rows(h5py: Any, dataset: Any) -> ArrayRows:

@@ -20,9 +20,9 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address
+from raypipe.storage.read_limit import check_read
 from raypipe.stores.sources.format_source import Asked, Source, explained
 from raypipe.stores.sources.shards import (
-    MAX_SHARD_BYTES,
     read_shard,
     samples_in,
     unpacked,
@@ -69,7 +69,9 @@ def open_litdata(address: str, asked: Asked, index: dict[str, Any]) -> Source:
         for name, num_samples in chunks:
             with explained(join_address(address, name)):
                 if codec and level == "batch":
-                    content = _of_frames(read_shard(address, name))
+                    content = _of_frames(
+                        join_address(address, name), read_shard(address, name)
+                    )
                 else:
                     content = read_shard(address, name, codec)
             yield from samples_in(
@@ -94,7 +96,7 @@ def _leaves(spec: Any, above: tuple[str, ...] = ()) -> Iterator[str]:
         yield from _leaves(child, (*above, str(name)))
 
 
-def _of_frames(packed: bytes) -> bytes:
+def _of_frames(where: str, packed: bytes) -> bytes:
     """Return a chunk that is compressed in batches as it would be without compression."""
     magic, version, _, num_samples, _, num_frames = _FRAMES_HEAD.unpack_from(packed)
     if (magic, version) != (_FRAMES_MAGIC, 1):
@@ -105,8 +107,8 @@ def _of_frames(packed: bytes) -> bytes:
     frames = np.frombuffer(
         packed, _FRAME, num_frames, _FRAMES_HEAD.size + offsets.nbytes
     )
-    if frames["unpacked"].sum(dtype=np.int64) > MAX_SHARD_BYTES:
-        raise ValueError(f"it unpacks to more than {MAX_SHARD_BYTES:,} bytes")
+    num_bytes = int(frames["unpacked"].sum(dtype=np.int64))
+    check_read(where, num_bytes, len(packed), "write smaller chunks")
     table = np.concatenate(
         [[num_samples], offsets.astype(np.int64) + 4 * (num_samples + 2)]
     )
@@ -115,6 +117,7 @@ def _of_frames(packed: bytes) -> bytes:
         start = int(frame["place"])
         parts.append(
             unpacked(
+                where,
                 packed[start : start + int(frame["packed"])],
                 "zstd",
                 int(frame["unpacked"]),

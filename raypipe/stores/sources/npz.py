@@ -16,6 +16,7 @@ from raypipe.stores.sources.arrays import ArrayRows, arrays_source
 from raypipe.stores.sources.format_source import Asked, Source, explained, opened
 
 _MAX_HEADER_BYTES = 10_000  # numpy's own default
+_STEP_BYTES = 1 << 20  # unpacked at a time, into the rows' memory
 
 
 def open_npz(address: str, asked: Asked) -> Source:
@@ -78,9 +79,11 @@ def _values(
 ) -> np.ndarray:
     """Return the next rows; `start` is where the last call ended."""
     num_bytes = (stop - start) * dtype.itemsize * math.prod(row_shape)
-    content = file.read(num_bytes)
-    if len(content) < num_bytes:
-        raise StoreError(
-            f"{file.name} is truncated in row {start + len(content) // max(1, num_bytes)}; copy it again"
-        )
-    return np.frombuffer(content, dtype).reshape(stop - start, *row_shape)
+    content = np.empty(num_bytes, np.uint8)
+    free = memoryview(content)
+    while free and (num := file.readinto(free[:_STEP_BYTES])):
+        free = free[num:]
+    if free:
+        row = start + (num_bytes - len(free)) * (stop - start) // num_bytes
+        raise StoreError(f"{file.name} is truncated in row {row}; copy it again")
+    return content.view(dtype).reshape(stop - start, *row_shape)

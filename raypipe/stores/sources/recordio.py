@@ -25,11 +25,13 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import read_text
 from raypipe.stores.base import MAX_SAMPLE_BYTES
 from raypipe.stores.sources.format_source import (
+    NUM_PROBED,
     Asked,
     Source,
     no_option,
     opened,
     size_of,
+    up_to,
 )
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,6 @@ _HEAD = struct.Struct("<II")
 _IMAGE_HEAD = struct.Struct("<IfQQ")
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 _MAX_INDEX_BYTES = 1 << 30
-_NUM_PROBED = 64
 
 
 def open_recordio(address: str, asked: Asked) -> Source:
@@ -50,7 +51,7 @@ def open_recordio(address: str, asked: Asked) -> Source:
             raise no_option("MXNet RecordIO", option, value)
     num_records = _num_in_index(address)
     samples = _samples(address, num_records, has_label=bool(asked.label))
-    first = list(itertools.islice(samples, _NUM_PROBED))
+    first = up_to(samples, NUM_PROBED, lambda sample: len(sample["image"]))
     labels = [sample["label"] for sample in first if "label" in sample]
     are_whole = all(
         np.ndim(label) == 0 and float(label).is_integer() for label in labels

@@ -29,12 +29,18 @@ import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address
+from raypipe.storage.read_limit import check_read, read_limit
 from raypipe.stores.base import RENAMED
-from raypipe.stores.sources.format_source import Asked, opened, others, stored_as
+from raypipe.stores.sources.format_source import (
+    Asked,
+    opened,
+    others,
+    size_of,
+    stored_as,
+)
 
 logger = logging.getLogger(__name__)
 
-MAX_SHARD_BYTES = 1 << 30
 CODECS = {
     "zstd": "zstd",
     "gz": "gzip",
@@ -44,6 +50,7 @@ CODECS = {
 }
 """Name in an index → pyarrow's."""
 
+_SMALLER = "write smaller shards"
 _PICKLES = ("pkl", "pickle")
 _PIL_HEAD = struct.Struct("<III")
 _PIL_MODES = {b"L", b"RGB", b"RGBA", b"CMYK", b"1", b"LA"}
@@ -191,12 +198,15 @@ def _offsets(name: str, num_samples: int, content: bytes) -> np.ndarray:
 
 
 def read_shard(
-    folder: str, name: str, codec: str = "", max_bytes: int = MAX_SHARD_BYTES
+    folder: str, name: str, codec: str = "", num_bytes: int | None = None
 ) -> bytes:
     """Return a shard, unpacked by one of `CODECS`.
 
+    Args:
+        num_bytes: what the index says that it unpacks to; None = nothing.
+
     Raises:
-        StoreError: its name leads out of the folder, it cannot be read, or has more bytes than are allowed.
+        StoreError: its name leads out of the folder, it cannot be read, or it unpacks to more than the limit.
     """
     path = PurePosixPath(name)
     if (
@@ -211,30 +221,33 @@ def read_shard(
         )
     address = join_address(folder, *path.parts)
     with opened(address) as file:
-        content = file.read(MAX_SHARD_BYTES + 1)
-        if len(content) > MAX_SHARD_BYTES:
-            raise StoreError(
-                f"{address} has more than {MAX_SHARD_BYTES:,} bytes: write smaller shards"
-            )
-        return unpacked(content, codec, max_bytes) if codec else content
+        stored_bytes = size_of(file)
+        check_read(address, stored_bytes, stored_bytes, _SMALLER)
+        content = file.read()
+        return unpacked(address, content, codec, num_bytes) if codec else content
 
 
-def unpacked(packed: bytes, codec: str, max_bytes: int) -> bytes:
-    """Return what compressed bytes unpack to; raise ValueError beyond the limit."""
+def unpacked(where: str, packed: bytes, codec: str, num_bytes: int | None) -> bytes:
+    """Return what compressed bytes unpack to.
+
+    Raises:
+        ValueError: the codec is unknown, or they unpack to more than `num_bytes`.
+        StoreError: they unpack to more than the limit.
+    """
     if codec.partition(":")[0] not in CODECS:
         raise ValueError(
             f"its compression is {codec!r}; raypipe reads {', '.join(CODECS)}"
         )
-    if not 0 <= max_bytes <= MAX_SHARD_BYTES:
-        raise ValueError(
-            f"it unpacks to {max_bytes:,} bytes; the limit is {MAX_SHARD_BYTES:,}"
-        )
+    check_read(where, num_bytes or 0, len(packed), _SMALLER)
+    max_bytes = read_limit(len(packed)) if num_bytes is None else max(0, num_bytes)
     kind = CODECS[codec.partition(":")[0]]
     if kind == "snappy":  # pyarrow unpacks it at once, and needs its size
         return bytes(pa.decompress(packed, max_bytes, kind, asbytes=True))
     with pa.CompressedInputStream(pa.BufferReader(packed), kind) as stream:
         content = bytes(stream.read(max_bytes + 1))  # a bomb unpacks no further
-    if len(content) > max_bytes:
+    if num_bytes is None:
+        check_read(where, len(content), len(packed), _SMALLER)
+    elif len(content) > max_bytes:
         raise ValueError(f"it unpacks to more than {max_bytes:,} bytes")
     return content
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,15 @@ import numpy as np
 from raypipe.errors import StoreError
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_file import regular_path
+from raypipe.storage.read_limit import check_read
 from raypipe.stores.sources.arrays import ArrayRows, arrays_source
-from raypipe.stores.sources.format_source import Asked, Source, explained, opened
+from raypipe.stores.sources.format_source import (
+    Asked,
+    Source,
+    explained,
+    opened,
+    size_of,
+)
 
 
 def open_tensors(address: str, asked: Asked) -> Source:
@@ -44,7 +53,8 @@ def open_tensors(address: str, asked: Asked) -> Source:
 
 
 def _local(torch: Any, address: str) -> Any:
-    with regular_path(address) as path:
+    with regular_path(address) as path, Path(path).open("rb") as file:
+        _check_zip(address, file)
         try:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except RuntimeError:  # the format before torch 1.6 cannot be mapped
@@ -53,7 +63,20 @@ def _local(torch: Any, address: str) -> Any:
 
 def _remote(torch: Any, address: str) -> Any:
     with opened(address) as file:
+        _check_zip(address, file)
         return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _check_zip(address: str, file: Any) -> None:
+    """Raise StoreError if the parts of a file, which torch stores as they are, are compressed to far less."""
+    if zipfile.is_zipfile(file):
+        num_bytes = sum(
+            member.file_size
+            for member in zipfile.ZipFile(file).infolist()
+            if member.compress_type != zipfile.ZIP_STORED
+        )
+        check_read(address, num_bytes, size_of(file))
+    file.seek(0)
 
 
 def _rows(torch: Any, tensor: Any) -> ArrayRows:

@@ -2,7 +2,8 @@
 
     uint64 length | uint32 masked CRC32C of the length | data | uint32 masked CRC32C of the data
 
-All features become columns: one value in each of the first records is a number, text or bytes, several are a list.
+All features of the first records, 64 and 64 MiB of them, become columns: one value in each is a number, text or
+bytes, several are a list. Raw pixels are images if features have their height and width.
 Numbers stay as they are stored: `image/class/label` of TF-Slim's ImageNet begins at 1.
 """
 
@@ -13,16 +14,23 @@ import gzip
 import io
 import itertools
 import logging
+import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import read_whole
+from raypipe.storage.read_limit import check_read
 from raypipe.stores.addresses import PART_OF, list_files
 from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.lmdb_values import is_image
 from raypipe.stores.sources.format_source import (
+    NUM_PROBED,
     Asked,
     Source,
     beside,
@@ -37,11 +45,19 @@ from raypipe.stores.sources.format_source import (
 logger = logging.getLogger(__name__)
 
 _SUFFIX = re.compile(r"\.(tfrecords?|tfrec)(-\d+-of-\d+)?(\.gz)?$", re.IGNORECASE)
-_USUAL = {"image": ("image/encoded", "image_raw"), "label": ("image/class/label",)}
+_USUAL = {
+    "image": ("image/encoded", "image_raw", "jpg", "jpeg", "png", "img"),
+    "label": ("image/class/label", "image/label", "class", "cls", "target"),
+}
 _COUNTED_FROM_1 = "image/class/label"
-_NUM_PROBED = 64  # records that say what each feature is
+_PROBED_BYTES = 64 << 20  # of records that say what each feature is
+# Usual names of the sides of raw pixels.
+_HEIGHTS = ("height", "image/height", "image_height", "rows")
+_WIDTHS = ("width", "image/width", "image_width", "cols", "columns")
+_CHANNELS = (1, 3)
 _HEADER = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
+_COPIES = 3  # of a record: its bytes, the Example, its features
 _GZIP = b"\x1f\x8b"
 
 # tensorflow/core/example/{feature,example}.proto, under a name that TensorFlow does not take.
@@ -70,8 +86,8 @@ message_type {
 }
 """
 
-_Record = tuple[str, dict[str, list[Any]]]
-"""Its place, for errors, and its features by name; none if the record is bad."""
+_Record = tuple[str, dict[str, list[Any]], int]
+"""Its place, for errors, its features by name, none if the record is bad, and its number of bytes."""
 
 
 def is_tfrecord(name: str) -> bool:
@@ -88,20 +104,12 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
     A record over 512 MiB, with a wrong checksum, or that is no Example, is a sample without an image.
     """
     paths = [file.address for file in list_files(address, is_tfrecord, "TFRecord")]
-    records = itertools.chain.from_iterable(map(_records, paths))
-    first = list(itertools.islice(records, _NUM_PROBED))
-    good = [features for _, features in first if features]
-    if not good:
-        raise StoreError(
-            f"{address} has no tf.train.Example with features among its first {len(first)} records"
-        )
-    every = sorted({name for features in good for name in features})
-    kinds = {
-        name: _kind_of([features.get(name, []) for features in good]) for name in every
-    }
-    names = stored_as(first[0][0], kinds, asked, _USUAL)
+    probed = _probe(address, itertools.chain.from_iterable(map(_records, paths)))
+    kinds = {name: facts.kind() for name, facts in sorted(probed.items())}
+    names = stored_as(paths[0], kinds, asked, _USUAL)
     if kinds[names["image"]] == "text":
         kinds[names["image"]] = "bytes"
+    _check_images(paths[0], names["image"], probed[names["image"]])
     left_out = {
         name for name in others(kinds, names) if kinds[name] == "lists of bytes"
     }
@@ -119,24 +127,133 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
         )
     names |= {name: name for name in others(kinds, names) if name not in left_out}
     columns = {column: (name, kinds[name]) for column, name in names.items()}
-    samples = (
-        _sample(where, features, columns)
-        for where, features in itertools.chain(first, records)
-    )
+    records = itertools.chain.from_iterable(map(_records, paths))
+    samples = _samples(map(_told, records), columns, set(kinds))
     return Source(samples, _classes_of(paths[0], names.get("label", "")))
+
+
+@dataclass
+class _Facts:
+    """What the first records say about a feature.
+
+    Attributes:
+        num_bytes: sizes of its values that are no encoded images.
+        are_pixels: whether such values had as many bytes as height and width say.
+        is_missing: whether a record lacks it.
+    """
+
+    is_list: bool = False
+    has_values: bool = False
+    has_bytes: bool = False
+    has_others: bool = False
+    has_images: bool = False
+    are_pixels: bool = False
+    is_missing: bool = False
+    num_bytes: set[int] = field(default_factory=set)
+
+    def add(self, values: Sequence[Any], features: Mapping[str, list[Any]]) -> None:
+        self.is_list |= len(values) > 1
+        self.has_values |= bool(values)
+        self.is_missing |= not values
+        for value in values:
+            if not isinstance(value, bytes):
+                self.has_others = True
+                continue
+            self.has_bytes = True
+            self.has_others |= not _is_text(value)
+            if is_image(value):
+                self.has_images = True
+            else:
+                self.num_bytes.add(len(value))
+                self.are_pixels |= bool(_shape_of(value, features))
+
+    def kind(self) -> str:
+        """Return what the feature is."""
+        if not self.has_bytes:
+            if self.is_list or not self.has_values:
+                return "lists"
+            return "numbers, or none" if self.is_missing else "numbers"
+        kind = "bytes" if self.has_others else "text"
+        return f"lists of {kind}" if self.is_list else kind
+
+
+def _probe(address: str, records: Iterator[_Record]) -> dict[str, _Facts]:
+    """Return the features that the first records have; none of their values stays in memory."""
+    probed: dict[str, _Facts] = {}
+    num_records = num_good = num_bytes = 0
+    for _, features, record_bytes in records:
+        num_records += 1
+        num_bytes += record_bytes
+        num_good += bool(features)
+        for name in features.keys() - probed.keys():
+            probed[name] = _Facts(is_missing=num_good > 1)
+        for name, facts in probed.items():
+            if features:
+                facts.add(features.get(name, []), features)
+        if num_records >= NUM_PROBED and num_bytes >= _PROBED_BYTES:
+            break
+    if not probed:
+        raise StoreError(
+            f"{address} has no tf.train.Example with features among its first {num_records} records"
+        )
+    return probed
+
+
+def _check_images(path: str, name: str, facts: _Facts) -> None:
+    """Raise StoreError if the values are raw pixels whose height and width no feature has."""
+    is_known = facts.has_images or facts.are_pixels or not facts.has_others
+    if not is_known and len(facts.num_bytes) == 1 and min(facts.num_bytes) >= 64:
+        raise StoreError(
+            f"{path}: the feature {name!r} has {facts.num_bytes.pop():,} bytes in each record, and is no encoded "
+            "image: raw pixels need the features height and width, and have 1 or 3 channels. Set "
+            "store.image_column, or yield the pixels from your own function, MODULE:NAME"
+        )
+
+
+def _shape_of(
+    value: bytes, features: Mapping[str, list[Any]]
+) -> tuple[int, int, int] | None:
+    """Return height, width and channels of raw pixels, by other features; None for anything else."""
+    sides = []
+    for usual in (_HEIGHTS, _WIDTHS):
+        found = (features[name] for name in usual if name in features)
+        sides.append(next((side for [side] in found if isinstance(side, int)), 0))
+    height, width = sides
+    for channels in _CHANNELS:
+        if value and height > 0 and height * width * channels == len(value):
+            return height, width, channels
+    return None
+
+
+def _samples(
+    records: Iterator[_Record], columns: dict[str, tuple[str, str]], known: set[str]
+) -> Iterator[dict[str, Any]]:
+    known = set(known)
+    for where, features, _ in records:
+        if later := sorted(features.keys() - known):
+            known.update(later)
+            logger.warning(
+                "%s: left out, as none of the first records has them: %s. Convert from your own function, "
+                "MODULE:NAME, to keep them",
+                where,
+                ", ".join(later),
+            )
+        yield _sample(where, features, columns)
 
 
 def _records(path: str) -> Iterator[_Record]:
     """Yield the records of a file; raise StoreError if a length is damaged, or the file is truncated."""
     with opened(path) as file, explained(path):
-        content, max_bytes = _unpacked(file)
+        content, max_bytes, stored_bytes = _unpacked(file)
         for number in itertools.count():
             header = content.read(_HEADER.size)
             if not header:
                 return
             num_bytes = _length(header, path, number)
             data: bytes | None = None
+            where = f"{path}, record {number}"
             if num_bytes <= max_bytes:
+                check_read(f"{where}, in parts,", _COPIES * num_bytes, stored_bytes)
                 data = content.read(num_bytes)
             else:
                 _pass_over(content, num_bytes)
@@ -146,26 +263,31 @@ def _records(path: str) -> Iterator[_Record]:
                 raise StoreError(
                     f"{path} is truncated in record {number}, of {num_bytes} bytes; copy it again"
                 )
-            where = f"{path}, record {number}"
             features: dict[str, list[Any]] = {}
             if data is not None and checksum == _checksum(data):
                 features = _features(data)
-            if not features:
-                logger.warning(
-                    "%s: its checksum is wrong, it is over 512 MiB, or no Example",
-                    where,
-                )
-            yield where, features
+            yield where, features, num_bytes
 
 
-def _unpacked(file: io.BufferedReader) -> tuple[Any, int]:
-    """Return the records of a file as a file, unpacked if they are compressed, and the most bytes of a record."""
+def _told(record: _Record) -> _Record:
+    """Return a record; a bad one is said."""
+    where, features, _ = record
+    if not features:
+        logger.warning(
+            "%s: its checksum is wrong, it is over 512 MiB, or no Example", where
+        )
+    return record
+
+
+def _unpacked(file: io.BufferedReader) -> tuple[Any, int, int]:
+    """Return the records of a file as a file, unpacked, the most bytes of one, and the file's size."""
     head = file.peek(_HEADER.size)[: _HEADER.size]
+    stored_bytes = size_of(file)
     # a length may look like gzip
     is_plain = head[8:] == _checksum(head[:8])
     if is_plain or not head.startswith(_GZIP):
-        return file, min(MAX_SAMPLE_BYTES, size_of(file))
-    return gzip.GzipFile(fileobj=file), MAX_SAMPLE_BYTES
+        return file, min(MAX_SAMPLE_BYTES, stored_bytes), stored_bytes
+    return gzip.GzipFile(fileobj=file), MAX_SAMPLE_BYTES, stored_bytes
 
 
 def _length(header: bytes, path: str, number: int) -> int:
@@ -201,16 +323,6 @@ def _features(data: bytes) -> dict[str, list[Any]]:
         return {}
 
 
-def _kind_of(every: Sequence[list[Any]]) -> str:
-    """Return what a feature is, by its values in several records."""
-    values = [value for values in every for value in values]
-    is_list = any(len(values) > 1 for values in every)
-    if not any(isinstance(value, bytes) for value in values):
-        return "lists" if is_list or not values else "numbers"
-    kind = "text" if all(map(_is_text, values)) else "bytes"
-    return f"lists of {kind}" if is_list else kind
-
-
 def _is_text(value: Any) -> bool:
     try:
         text = value.decode()
@@ -224,10 +336,14 @@ def _sample(
 ) -> dict[str, Any]:
     if not features:
         return {"image": None}
-    return {
+    sample = {
         column: _value(where, name, kind, features.get(name, []))
         for column, (name, kind) in columns.items()
     }
+    image = sample["image"]
+    if image and not is_image(image) and (shape := _shape_of(image, features)):
+        sample["image"] = np.frombuffer(image, np.uint8).reshape(shape)
+    return sample
 
 
 def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:
@@ -239,6 +355,8 @@ def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:
         if len(values) > 1:
             raise ValueError(f"{len(values)} values")
         value = values[0] if values else None
+        if kind == "numbers, or none":
+            return math.nan if value is None else float(value)
         if kind == "text" and value is not None:
             return value.decode()
         return value

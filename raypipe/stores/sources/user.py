@@ -15,7 +15,7 @@ def open_user(address: str, asked: Asked) -> Source:
     for option, value in (("image", asked.image), ("label", asked.label)):
         if value not in (option, ""):
             raise no_option("your own function", option, value)
-    value = import_name(address, "the source")
+    value = import_name(address, "the source", trusted=True)
     samples: Any = value() if callable(value) else value
     if not isinstance(samples, Iterable):
         raise ConfigError(

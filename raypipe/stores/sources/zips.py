@@ -22,8 +22,10 @@ from typing import IO, Any
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.storage.read_limit import check_read
+from raypipe.storage.unpack import check_unpacked
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import MAX_SAMPLE_BYTES, NAME, as_text
+from raypipe.stores.base import NAME, as_text
 from raypipe.stores.class_folders import (
     BY_FOLDER,
     LeftOut,
@@ -116,11 +118,12 @@ def open_zips(address: str, asked: Asked) -> Source:
 
 
 def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
-    """Raise StoreError for what no zip of images has."""
+    """Raise StoreError for what no zip of images has; the parts of names are parted by slashes from here on."""
     for member in members:
         where = f"{path}: {member.filename!r:.200}"
+        member.filename = member.filename.replace("\\", "/")  # as Windows writes it
         name = PurePosixPath(member.filename)
-        if name.is_absolute() or ".." in name.parts or "\\" in member.filename:
+        if name.is_absolute() or ".." in name.parts:
             raise StoreError(
                 f"{where} leads out of the zip: zip the folder again, from within it (zip -r)"
             )
@@ -128,10 +131,7 @@ def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
             raise StoreError(
                 f"{where} is encrypted: zip the folder again, without a password"
             )
-        if member.file_size > MAX_SAMPLE_BYTES:
-            raise StoreError(
-                f"{where} unpacks to {member.file_size:,} bytes; the limit is {MAX_SAMPLE_BYTES:,}"
-            )
+        check_read(where, member.file_size)
         if member.file_size > _MAX_RATIO * (member.compress_size + 1):
             raise StoreError(
                 f"{where} unpacks to {member.file_size:,} bytes from {member.compress_size:,}: a zip bomb"
@@ -244,6 +244,7 @@ def _entries(
     entries = list[tuple[str, Place | None]]()
     of_positions: dict[int, zipfile.ZipInfo] = {}
     ends = (".cls", ".json", ".label", f".{asked.label.lower()}")
+    stored_bytes = 0
     for number, member in enumerate(zipped.archive.infolist()):
         if member.is_dir() or stat.S_ISLNK(member.external_attr >> 16):
             continue
@@ -252,7 +253,9 @@ def _entries(
             member.filename.lower().endswith(ends)
             and member.file_size <= _MAX_LABEL_BYTES
         ):
+            stored_bytes += member.compress_size
             position = labels_file.tell()
+            check_unpacked(f"{zipped.path}: its labels", stored_bytes, position)
             labels_file.write((zipped.read(member) or b"") + b"\0")
         of_positions[position] = member
         entries.append((member.filename, (position, member.file_size, 0.0)))

@@ -14,6 +14,9 @@ from raypipe.rayext import kv_store
 _PREFIX = "stream:"
 _PUBLISH_S = 30.0
 _OLD_S = 4 * _PUBLISH_S
+# Each look lists the head's keys, so looks become rarer while nothing changes.
+_FIRST_LOOK_S = 1.0
+_LONGEST_LOOK_S = 30.0
 
 
 class Alike:
@@ -32,10 +35,15 @@ class Alike:
         self._stream = stream
         self._clock = clock
         self._published_at = 0.0
+        self._is_there = False
+        self._look_s = _FIRST_LOOK_S
+        self._look_at = 0.0
 
     def look(self) -> bool:
-        """Publish the stream, if due, and return whether there are others that make the same."""
+        """Return whether there are others that make the same; publish the stream, and look for them, if due."""
         now = self._clock()
+        if now < self._look_at:
+            return self._is_there
         if now - self._published_at >= _PUBLISH_S:
             kv_store.publish(self._prefix + self._stream, now)
             self._published_at = now
@@ -48,6 +56,11 @@ class Alike:
                 is_there = True
             else:
                 kv_store.withdraw(key)
+        self._look_s = min(2 * self._look_s, _LONGEST_LOOK_S)
+        if is_there != self._is_there:
+            self._look_s = _FIRST_LOOK_S
+        self._is_there = is_there
+        self._look_at = now + self._look_s
         return is_there
 
 

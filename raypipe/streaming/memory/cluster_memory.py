@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import time
@@ -21,6 +22,7 @@ import ray
 from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.cluster_state import object_store_of
 from raypipe.rayext.processes import this_process
+from raypipe.rayext.ray_thread import answer
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.remembered import (
     Found,
@@ -107,13 +109,16 @@ class Connection:
 
 
 class ClusterMemory(Connection):
-    """The memory of the cluster, as one transform actor uses it; another thread calls `check_in`.
+    """The memory of the cluster, as one transform actor uses it; a RayThread calls `check_in`.
 
     Args:
         stream: name of the stream.
         num_bytes: limit of the node; None = a tenth of its object store.
         training: see `User`.
         hands_over: whether the actor gives its ranks only the keys of large micro-batches, which they collect.
+
+    Attributes:
+        checked_in_at: time of the last sign of life.
     """
 
     def __init__(
@@ -137,6 +142,7 @@ class ClusterMemory(Connection):
         self._num_bytes = num_bytes
         self._room = num_bytes or 0
         self._num_check_ins = 0
+        self.checked_in_at = -math.inf
         self._keeper: Any = None
         self._puts: dict[Any, list[bytes]] = {}
         self._bytes_each = 0  # the latest micro-batches had so many
@@ -156,10 +162,10 @@ class ClusterMemory(Connection):
             if self._memory is None:
                 connected = self._keeper = keeper()
                 watched = connected.watch.remote(self._user.name, self._process)
-                ray.get(watched, timeout=_START_S)
-            ray.get(
+                answer(watched, _START_S)
+            answer(
                 handle.check_in.remote(self._user, self._room, is_full, connected),
-                timeout=_START_S,
+                _START_S,
             )
             self._memory = handle
         except ray.exceptions.RayError as error:

@@ -1,6 +1,6 @@
 """The content of a micro-batch as a key: all that determines its arrays, whichever stream makes it.
 
-    store        fingerprint, schema and options
+    store        fingerprint, schema and options, and when its files were written, as the driver sees them
     transform    each step with its arguments, columns, and the settings of decode and targets
     versions     of the packages that pixels depend on, and of raypipe's own code; but for steps that are exact on
                  any processor, also its model
@@ -13,38 +13,27 @@ Code of the user's has no key beyond its stream: two functions may differ in a d
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import pickle
 import platform
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-import raypipe
 from raypipe.packages import versions
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.samplers import Draws
 from raypipe.streaming.remake import processor
 from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.albumentations import described
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import Size
 
 _KEY_BYTES = 16
 # Settings that the key has in another form, or that decide nothing in a micro-batch.
 _ELSEWHERE = ("train", "val", "size", "strength", "max_bad_fraction", "time_limit_s")
-# Folders of raypipe's code that decides pixels.
-_CODE = (
-    "kernel",
-    "transform",
-    "stores",
-    "streaming/maker.py",
-    "streaming/sample_makers.py",
-)
 
 
 class Code(Protocol):
@@ -172,7 +161,7 @@ def _content_of(
         {name: settings[name] for name in settings if name not in _ELSEWHERE},
         repr(columns),
         spec.transform.max_bad_fraction > 0,
-        _environment(),
+        {"machine": platform.machine(), "versions": versions()},
         "" if is_exact and is_public else processor(),
         "" if is_public else stream,
     ]
@@ -198,7 +187,10 @@ def _described(transform: SampleTransform) -> str | None:
                 ]
             )
         if transform.has_rest and transform.kind == "albumentations":
-            parts.append(sys.modules["albumentations"].to_dict(transform.transform))
+            pipeline = described(transform.transform)
+            if pipeline is None:
+                return None
+            parts.append(pipeline)
         elif transform.has_rest:
             # None, or modules of torchvision and torch, which pickle as their arguments
             content = pickle.dumps(transform.transform, protocol=4)
@@ -226,19 +218,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} has no description")
-
-
-@functools.cache
-def _environment() -> dict[str, Any]:
-    """The code and the packages of this process that pixels depend on."""
-    root = Path(raypipe.__file__).parent
-    digest = hashlib.blake2b(digest_size=_KEY_BYTES)
-    for name in _CODE:
-        folder = root / name
-        for path in [folder] if folder.is_file() else sorted(folder.rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return {
-        "code": digest.hexdigest(),
-        "machine": platform.machine(),
-        "versions": versions(),
-    }

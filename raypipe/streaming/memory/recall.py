@@ -7,8 +7,8 @@ recall_of     the recall of an actor, with the memory of the cluster or the file
 
 from __future__ import annotations
 
+import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from raypipe.plan.places import MicroBatchId, Split
+from raypipe.rayext.ray_thread import RayThread
 from raypipe.storage.retries import report_progress
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.memory.alike import Alike
@@ -43,7 +44,9 @@ _WAIT_S = 1.0
 _WAIT_TURNS = 4
 # A time limit of a micro-batch that is shorter leaves no time to look for it.
 _LEAST_LIMIT_S = 15.0
-_LOOK_S = 1.0  # between two looks for streams alike
+# Between two looks of an actor for streams alike, at the head's key-value store, which answers every actor of the
+# cluster. The time doubles while they find the same; a stream that begins later looks at its own start.
+_LOOK_S = 1.0
 
 
 class BatchCache(Protocol):
@@ -392,12 +395,8 @@ def recall_of(
     recall = Recall(make, contents, cluster, splits, num_repeats)
     needs_memory = bool(splits) or num_repeats > 1
     if needs_memory or alike:
-        threading.Thread(
-            target=_keep_up,
-            args=(recall, cluster, alike, needs_memory),
-            name="raypipe-memory",
-            daemon=True,
-        ).start()
+        turn = functools.partial(_keep_up, recall, cluster, alike, needs_memory)
+        RayThread(turn, _LOOK_S, "raypipe-memory").start()
     return recall
 
 
@@ -435,20 +434,12 @@ def _num_repeats(spec: StreamSpec, contents: Contents) -> int:
 def _keep_up(
     recall: Recall, cluster: ClusterMemory, alike: Alike | None, needs_memory: bool
 ) -> None:
-    checked_in_at = -CHECK_IN_S
-    while True:
-        try:
-            is_shared = alike is not None and alike.look()
-            is_due = time.monotonic() - checked_in_at >= CHECK_IN_S
-            if (is_shared and not recall.is_shared) or (
-                is_due and (is_shared or needs_memory)
-            ):
-                cluster.check_in()
-                checked_in_at = time.monotonic()
-            recall.is_shared = is_shared
-        except Exception:
-            logger.debug("the memory cannot be looked at", exc_info=True)
-        time.sleep(_LOOK_S)
+    is_shared = alike is not None and alike.look()
+    is_due = time.monotonic() - cluster.checked_in_at >= CHECK_IN_S
+    if (is_shared and not recall.is_shared) or (is_due and (is_shared or needs_memory)):
+        cluster.check_in()
+        cluster.checked_in_at = time.monotonic()
+    recall.is_shared = is_shared
 
 
 def _coming_back(spec: StreamSpec, contents: Contents, least: int) -> frozenset[Split]:

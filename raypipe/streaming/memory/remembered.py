@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe import __version__
 from raypipe.rayext.processes import Process, started_at
+from raypipe.rayext.ray_thread import RayThread
 from raypipe.streaming.memory.stored import Stored
 
 NAMESPACE = "raypipe"
@@ -293,12 +293,13 @@ class Ledger:
         self.give_up(user, keys)
         if user.stream in self._left:
             return
-        if present := [key for key in keys if key in self._places]:
-            for key in set(present).intersection(parcel.handed_over):
-                self._taken(user, key)
-            return
+        new = [key for key in keys if key not in self._places]
+        for key in set(parcel.handed_over).difference(new):
+            self._taken(user, key)
         num_bytes = parcel.num_bytes
-        if not self._has_room(user, num_bytes, parcel.comes_back):
+        awaited = set(new).intersection(parcel.handed_over)
+        has_room = new and self._has_room(user, num_bytes, parcel.comes_back)
+        if not has_room and not awaited:
             return
         self._num_groups += 1
         number = self._num_groups
@@ -310,9 +311,10 @@ class Ledger:
         is_held = held + num_bytes <= _HELD_SHARE * self._rooms.get(user.node, 0)
         group = _Group(ref, parcel, user, self._clock(), is_held)
         group.taken.add(user.stream)
-        group.on_the_way.update((user.stream, key) for key in parcel.handed_over)
+        group.on_the_way.update((user.stream, key) for key in awaited)
         self._groups[number] = group
-        self._places |= {key: (number, row) for row, key in enumerate(keys)}
+        for row, key in enumerate(keys):
+            self._places.setdefault(key, (number, row))
 
     def give_up(self, user: User, keys: Sequence[bytes]) -> None:
         """End the user's claims on keys."""
@@ -444,8 +446,9 @@ class Ledger:
 
     def _forget(self, number: int) -> None:
         group = self._groups.pop(number)
-        for key in group.parcel.keys:
-            self._places.pop(key, None)
+        for row, key in enumerate(group.parcel.keys):
+            if self._places.get(key) == (number, row):
+                del self._places[key]
 
 
 class ClusterLedger:
@@ -575,15 +578,14 @@ class Keeper:
 
     def __init__(self) -> None:
         self._processes: dict[str, Process] = {}  # The keys are names of users.
-        threading.Thread(target=self._end_with_memory, daemon=True).start()
+        self._num_missing = 0
+        RayThread(self._end_with_memory, CHECK_IN_S, "raypipe-keeper").start()
 
     def _end_with_memory(self) -> None:
-        num_missing = 0
-        while num_missing < _KEPT_FOR:  # one that has died is soon there again
-            time.sleep(CHECK_IN_S)
-            is_missing = not any(_named(MEMORY))
-            num_missing = num_missing + 1 if is_missing else 0
-        ray.kill(ray.get_runtime_context().current_actor)
+        is_missing = not any(_named(MEMORY))
+        self._num_missing = self._num_missing + 1 if is_missing else 0
+        if self._num_missing > _KEPT_FOR:  # one that has died is soon there again
+            ray.kill(ray.get_runtime_context().current_actor)
 
     def keep(self, user: User, parcel: Parcel, batches: list[Stored]) -> None:
         """Put finished micro-batches into the object store, and give their place to the memory."""

@@ -2,33 +2,37 @@
 
     RUN/digests/epoch-0003-rank-0001.jsonl      one file for each epoch and rank, which only grows:
 
-    {"kind": "start", "plan": …, "rank": …, "workers": …, …}        a rank begins, maybe again
+    {"kind": "start", "seal": …, "rank": …, "device": …, "cpu": …, …}   a rank begins, maybe again
     {"micro_batch": "train-e0003-s000000-m001", "hash": …, "finished": …}
     {"kind": "left"}                                                the loop has left the epoch before its end
-    {"kind": "root", "micro_batches": n, "root": …, "finished_root": …}
+    {"kind": "root", "micro_batches": n, "root": …}
 
-The hashes are those of `raypipe.streaming.record.hashes`. The roots are those of
-`raypipe.streaming.record.merkle` over all ranks' micro-batches in the plan's order, so they do not depend on W. A
+    RUN/digests/rank-0001.json                  {epoch: number of lines in its file}, written after the lines
+
+The hashes are those of `raypipe.streaming.hashes`: of the micro-batch as it reached the rank, and as the device
+stage finished it on a CPU. The root is a hash over the sorted lines of all ranks, so it does not depend on W. A
 rank that ends its part of an epoch reads the files of all ranks; the one that ends last finds all micro-batches,
 and writes the root. No rank waits for another.
 
-Steps that a run does over again are recorded again, the same. A line that a crash cut off does not count: its step
-comes after the last checkpoint, before which all lines are written.
+Steps that a run does over again are recorded again. A line that a crash cut off does not count: its step comes
+after the last checkpoint, before which all lines are written. A start's seal names the settings under which its
+lines were written, see `raypipe.streaming.record.opened`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import platform
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.fs
@@ -43,45 +47,51 @@ from raypipe.plan.schedule import Plan
 from raypipe.storage.files import open_input, write_synced
 from raypipe.storage.filesystem import errors_as
 from raypipe.storage.retries import without_retries
-from raypipe.streaming.record import merkle
+from raypipe.streaming.record.opened import sealed
 
 logger = logging.getLogger(__name__)
 
 DIGESTS = "digests"
+FACTS = ("plan", "rank", "workers", "device", "cpu")
+"""Facts that the line of a start has, and its seal covers."""
 _FILE = re.compile(r"epoch-(\d{4,})-rank-(\d{4,})\.jsonl")
+_COUNTS = re.compile(r"rank-(\d{4,})\.json")
 _PLACE = re.compile(r"(train|val)-e(\d{4,})-s(\d{6,})-m(\d{3,})")
 _HASH = re.compile(r"[0-9a-f]{32}")
-_ROOT = re.compile(r"[0-9a-f]{64}")
 _FLUSH_S = 1.0
 _FLUSH_REMOTE_S = (
     60.0  # in object storage each is a request, with all of the epoch's lines
 )
 
 
+class RecordedStart(NamedTuple):
+    """A line that says that a rank begins.
+
+    Attributes:
+        rank: the rank, as the file's name has it.
+        seal: see `raypipe.streaming.record.opened.sealed`.
+        facts: see `FACTS`.
+        time: when, seconds of Unix time.
+    """
+
+    rank: int
+    seal: str
+    facts: dict[str, Any]
+    time: float
+
+
 class Hashes(NamedTuple):
-    """The recorded hashes of a micro-batch, hexadecimal, see `raypipe.streaming.record.hashes`.
+    """The recorded hashes of a micro-batch, hexadecimal.
 
     Attributes:
         stream: as it reached the rank.
         finished: as the model got it; empty = not recorded.
+        start: the start that recorded it.
     """
 
     stream: str
-    finished: str = ""
-
-
-class EpochRoot(NamedTuple):
-    """The roots of an epoch, hexadecimal.
-
-    Attributes:
-        num_micro_batches: number of leaves of `root`.
-        root: root over the hashes of the stream.
-        finished_root: root over those of finished micro-batches; empty = there are none.
-    """
-
-    num_micro_batches: int
-    root: str
-    finished_root: str = ""
+    finished: str
+    start: RecordedStart
 
 
 @dataclass
@@ -90,69 +100,38 @@ class EpochRecord:
 
     Attributes:
         hashes: the hashes by place, the newest of each.
-        disagreeing: places with two different hashes, with those of the first.
-        roots: roots that were recorded.
+        twice: places that one start, or two, have recorded with different hashes: each with both starts.
+        roots: number of micro-batches and root, as they were recorded.
         was_left: whether the loop has left the epoch before its end.
-        starts: facts about the starts that wrote it.
-        num_foreign: micro-batches that were recorded under other plans, and do not count.
+        starts: the starts that wrote it.
+        num_lines: number of lines of each rank's file.
     """
 
     hashes: dict[MicroBatchId, Hashes] = field(default_factory=dict)
-    disagreeing: dict[MicroBatchId, Hashes] = field(default_factory=dict)
-    roots: list[EpochRoot] = field(default_factory=list)
+    twice: dict[MicroBatchId, list[RecordedStart]] = field(default_factory=dict)
+    roots: list[tuple[int, str]] = field(default_factory=list)
     was_left: bool = False
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    num_foreign: int = 0
+    starts: list[RecordedStart] = field(default_factory=list)
+    num_lines: dict[int, int] = field(default_factory=dict)
 
-    def leaves(self) -> list[tuple[MicroBatchId, bytes]]:
-        """Return the places in the plan's order, with the content of each one's leaf."""
-        return [
-            (place, leaf_of(place, self.hashes[place].stream))
-            for place in sorted(self.hashes, key=_order)
-        ]
-
-    def computed_root(self) -> EpochRoot:
-        """The roots of the hashes."""
+    def computed_root(self) -> tuple[int, str]:
+        """The root of the hashes, see `root_of`."""
         return root_of(
-            {
-                _order(place): _leaves_of(str(place), hashes)
-                for place, hashes in self.hashes.items()
-            }
+            _line(str(place), hashes.stream, hashes.finished)
+            for place, hashes in self.hashes.items()
         )
 
 
-def leaf_of(place: MicroBatchId | str, hash_hex: str) -> bytes:
-    """The content of the leaf of a micro-batch, or of its name, in the tree of its epoch."""
-    return f"{place} {hash_hex}".encode()
+def root_of(lines: Iterable[str]) -> tuple[int, str]:
+    """Return the number of an epoch's lines, without repeats, and 64 hex digits over them."""
+    different = sorted(set(lines))
+    digest = hashlib.blake2b("".join(different).encode(), digest_size=32)
+    return len(different), digest.hexdigest()
 
 
-Order = tuple[bool, int, int]
-"""The order of an epoch's micro-batches in the plan: its training, then its validation."""
-Leaves = tuple[bytes, bytes]
-"""The contents of a micro-batch's leaves in the two trees of its epoch; the second is empty if it has none."""
-
-
-def _order(place: MicroBatchId) -> Order:
+def order_of(place: MicroBatchId) -> tuple[bool, int, int]:
+    """The order of an epoch's micro-batches in the plan: its training, then its validation."""
     return place.split == "val", place.step, place.micro
-
-
-def _leaves_of(name: str, hashes: Hashes) -> Leaves:
-    of_finished = b""
-    if hashes.finished:
-        of_finished = leaf_of(name, hashes.finished)
-    return leaf_of(name, hashes.stream), of_finished
-
-
-def root_of(leaves: Mapping[Order, Leaves]) -> EpochRoot:
-    """Return the roots of an epoch's leaves."""
-    in_order = [leaves[order] for order in sorted(leaves)]
-    of_stream = [leaf for leaf, _ in in_order]
-    of_finished = [leaf for _, leaf in in_order if leaf]
-    return EpochRoot(
-        len(of_stream),
-        merkle.root(of_stream).hex(),
-        merkle.root(of_finished).hex() if of_finished else "",
-    )
 
 
 def steps_of_epoch(plan: Plan, epoch: int) -> dict[Split, range]:
@@ -183,27 +162,27 @@ class DigestLog(Observer):
         folder: the run's folder, which all ranks share.
         plan: the run's plan.
         rank: number of this rank.
-        facts: more facts for the lines of a start, besides the plan, the rank and the time.
+        start: the line of a start: its seal and facts.
     """
 
     def __init__(
-        self, folder: Folder, plan: Plan, rank: int, facts: Mapping[str, Any]
+        self, folder: Folder, plan: Plan, rank: int, start: Mapping[str, Any]
     ) -> None:
         self._filesystem, run = folder
         self._folder = f"{run}/{DIGESTS}"
         self._plan = plan.without_draws()
         self._rank = rank
-        self._start = {"plan": plan.order_fingerprint, "rank": rank, **facts}
+        self._start = {"kind": "start", **start}
         self._is_local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._epoch = -1
         self._ended = set[Split]()  # splits whose last micro-batch was handed out
-        # What this rank has added to the epoch since it began. Python's collector soon leaves plain tuples out.
-        self._leaves = dict[Order, Leaves]()
-        self._root: EpochRoot | None = None  # the one that was written last
-        self._is_synced = True
+        # What this rank has added to the epoch since it began.
+        self._added = list[str]()
         self._lines = list[str]()
         # Lines are made of them once a second, in a loop: one at a time it takes longer.
-        self._added = list[tuple[MicroBatchId, bytes, bytes]]()
+        self._batches = list[tuple[MicroBatchId, bytes, bytes]]()
+        self._counts = dict[str, int]()
+        self._is_synced = True
         # In object storage a file is written as a whole.
         self._content = b""
         self._flushed_at = 0.0
@@ -214,11 +193,15 @@ class DigestLog(Observer):
     def of(
         folder: Folder | None,
         plan: Plan,
+        record: Mapping[str, Any],
         rank: int,
         world_size: int,
         device: torch.device,
     ) -> DigestLog:
-        """Return a rank's record, with the facts that finished micro-batches depend on.
+        """Return a rank's record.
+
+        Args:
+            record: what decides the stream, see `opened.settings_record`.
 
         Raises:
             ConfigError: there is no folder.
@@ -227,8 +210,14 @@ class DigestLog(Observer):
             raise ConfigError(
                 "log_digest writes into the run's folder: name one, raypipe.loader(spec, run_dir=…)"
             )
-        facts = {"workers": world_size, "device": device.type, "cpu": cpu_kind()}
-        return DigestLog(folder, plan, rank, facts)
+        facts = {
+            "plan": record["plan"],
+            "rank": rank,
+            "workers": world_size,
+            "device": device.type,
+            "cpu": cpu_kind(),
+        }
+        return DigestLog(folder, plan, rank, {**facts, "seal": sealed(record, facts)})
 
     def add(self, batch: Batch) -> None:
         """Record a batch that is handed out."""
@@ -236,7 +225,7 @@ class DigestLog(Observer):
         with self._one_by_one:
             if position.epoch != self._epoch:
                 self._turn_to(position.epoch)
-            self._added.append((position, batch.stream_hash, batch.finished_hash))
+            self._batches.append((position, batch.stream_hash, batch.finished_hash))
             if batch.ends_split:
                 self._ended.add(position.split)
                 self._end_part()
@@ -253,7 +242,7 @@ class DigestLog(Observer):
             if epoch != self._epoch:
                 self._turn_to(epoch)
             if not splits <= self._ended:
-                self._write_added()
+                self._write_batches()
                 self._lines.append('{"kind": "left"}\n')
                 self.flush()
 
@@ -270,13 +259,13 @@ class DigestLog(Observer):
         self.flush(synced=True)
 
     def flush(self, synced: bool = False) -> None:
-        """Write the lines so far.
+        """Write the lines so far, and then how many there are.
 
         Args:
             synced: also wait until a local disk has them.
         """
         with self._one_by_one:
-            self._write_added()
+            self._write_batches()
             if not self._lines and (self._is_synced or not synced):
                 return
             lines = "".join(self._lines).encode()
@@ -292,20 +281,30 @@ class DigestLog(Observer):
                             self._filesystem, self._path, self._content + lines
                         )
                     self._content += lines
+                self._counts[str(self._epoch)] += len(self._lines)
                 self._lines.clear()
+                self._write_counts()
             self._flushed_at = time.monotonic()
 
-    def _write_added(self) -> None:
+    def _write_counts(self) -> None:
+        path = f"{self._folder}/rank-{self._rank:04d}.json"
+        text = json.dumps(self._counts)
+        if self._is_local:
+            # a crash leaves the old or the new one
+            new = Path(f"{path}.new")
+            new.write_text(text)
+            new.replace(path)
+        else:
+            with without_retries():
+                write_synced(self._filesystem, path, text.encode())
+
+    def _write_batches(self) -> None:
         """Make lines of the micro-batches that were added."""
-        for place, stream, finished in self._added:
-            name = str(place)
-            hashes = Hashes(stream.hex(), finished.hex())
-            self._leaves[_order(place)] = _leaves_of(name, hashes)
-            line = f'{{"micro_batch": "{name}", "hash": "{hashes.stream}"'
-            if finished:
-                line += f', "finished": "{hashes.finished}"'
-            self._lines.append(line + "}\n")
-        self._added.clear()
+        for place, stream, finished in self._batches:
+            line = _line(str(place), stream.hex(), finished.hex())
+            self._added.append(line)
+            self._lines.append(line)
+        self._batches.clear()
 
     @property
     def _path(self) -> str:
@@ -317,115 +316,140 @@ class DigestLog(Observer):
         self._lines.clear()
         self._epoch = epoch
         self._ended.clear()
-        self._leaves = {}
-        self._root = None
-        self._content = b""
+        self._added = []
+        content = b""
+        with self._best_effort():
+            if not self._counts:
+                counts = json.loads(
+                    _read(
+                        self._filesystem, f"{self._folder}/rank-{self._rank:04d}.json"
+                    )
+                    or b"{}"
+                )
+                self._counts = {str(name): int(num) for name, num in counts.items()}
+            content = _read(self._filesystem, self._path)
+        # A machine that was lost may have lost lines, too: those that are there count.
+        self._counts[str(epoch)] = content.count(b"\n")
         if not self._is_local:
-            with (
-                self._best_effort(),
-                contextlib.suppress(FileNotFoundError),
-                open_input(self._filesystem, self._path) as file,
-            ):
-                self._content = file.read()
-            if self._content and not self._content.endswith(b"\n"):
+            self._content = content
+            if content and not content.endswith(b"\n"):
                 self._content += b"\n"
-        start = {"kind": "start", **self._start, "time": time.time()}
-        self._lines.append(json.dumps(start) + "\n")
+        self._lines.append(json.dumps({**self._start, "time": time.time()}) + "\n")
 
     def _end_part(self) -> None:
         """This rank has ended a part of the epoch: write the epoch's root if no micro-batch is missing."""
         num = num_of_epoch(self._plan, self._epoch)
-        self._write_added()
-        if len(self._leaves) == num:
-            self._add_root(root_of(self._leaves))
+        self._write_batches()
+        root = root_of(self._added)
+        if root[0] == num:
+            self._add_root(root)
             self.flush(synced=True)
             return
         self.flush(synced=True)
         with self._best_effort():
             folder = (self._filesystem, self._folder)
-            record = read_epoch(folder, self._epoch, self._plan.order_fingerprint)
-            if len(record.hashes) < num:
-                return
+            record = read_epoch(folder, self._epoch, self._start["plan"])
             root = record.computed_root()
-            if root not in record.roots:
+            if root[0] == num and root not in record.roots:
                 self._add_root(root)
                 self.flush(synced=True)
 
-    def _add_root(self, root: EpochRoot) -> None:
-        if root == self._root:
-            return
-        self._root = root
-        line = {
-            "kind": "root",
-            "micro_batches": root.num_micro_batches,
-            "root": root.root,
-            "finished_root": root.finished_root,
-        }
+    def _add_root(self, root: tuple[int, str]) -> None:
+        line = {"kind": "root", "micro_batches": root[0], "root": root[1]}
         self._lines.append(json.dumps(line) + "\n")
 
     @contextlib.contextmanager
     def _best_effort(self) -> Iterator[None]:
         try:
             yield
-        except (pa.ArrowException, OSError, RaypipeError) as error:
+        except (pa.ArrowException, OSError, RaypipeError, ValueError) as error:
             if not self._has_warned:
                 text = "hashes cannot be recorded in %s: %s; the run goes on, and its record has gaps"
                 logger.warning(text, self._folder, error)
             self._has_warned = True
 
 
-def recorded_epochs(folder: Folder) -> dict[int, list[str]]:
-    """The epochs of a folder of digests, with the names of their files, in order; empty where there is none."""
+def _line(name: str, stream: str, finished: str) -> str:
+    line = f'{{"micro_batch": "{name}", "hash": "{stream}"'
+    if finished:
+        line += f', "finished": "{finished}"'
+    return line + "}\n"
+
+
+def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
+    """The content of a file; empty if there is none."""
+    try:
+        with open_input(filesystem, path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+
+
+def recorded_epochs(folder: Folder) -> dict[int, dict[int, str]]:
+    """The epochs of a folder of digests, in order: rank → path of its file; empty where there is none."""
+    epochs = dict[int, dict[int, str]]()
+    for name, path in _files(folder):
+        if match := _FILE.fullmatch(name):
+            epochs.setdefault(int(match[1]), {})[int(match[2])] = path
+    return dict(sorted(epochs.items()))
+
+
+def recorded_counts(folder: Folder) -> dict[int, dict[int, int]]:
+    """How many lines each rank has written: rank → epoch → number.
+
+    Raises:
+        ConfigError: a file cannot be read, or is damaged.
+    """
+    counts = dict[int, dict[int, int]]()
+    for name, path in _files(folder):
+        if match := _COUNTS.fullmatch(name):
+            with errors_as(ConfigError, f"{path} cannot be read"):
+                content = _read(folder[0], path)
+            try:
+                of_rank = {
+                    int(key): int(num) for key, num in json.loads(content).items()
+                }
+            except (ValueError, AttributeError, TypeError, RecursionError) as error:
+                raise ConfigError(f"{path} is damaged: {error}") from None
+            counts[int(match[1])] = of_rank
+    return counts
+
+
+def _files(folder: Folder) -> list[tuple[str, str]]:
+    """The names and paths of a folder's files, in order."""
     filesystem, path = folder
     with errors_as(ConfigError, f"{path} cannot be read"):
-        infos = filesystem.get_file_info(
-            pyarrow.fs.FileSelector(path, allow_not_found=True)
-        )
-    epochs = dict[int, list[str]]()
-    for name in sorted(info.base_name for info in infos):
-        if match := _FILE.fullmatch(name):
-            epochs.setdefault(int(match[1]), []).append(name)
-    return dict(sorted(epochs.items()))
+        selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
+        infos = filesystem.get_file_info(selector)
+    return sorted((info.base_name, info.path) for info in infos)
 
 
 def read_epoch(folder: Folder, epoch: int, fingerprint: str) -> EpochRecord:
     """Read all ranks' record of an epoch, in a folder of digests.
 
     Args:
-        fingerprint: the plan's; other plans' lines do not count.
+        fingerprint: the plan's; lines of other plans do not count.
 
     Raises:
         ConfigError: a file cannot be read.
     """
-    filesystem, path = folder
     record = EpochRecord()
-    times = dict[MicroBatchId, float]()
-    for name in recorded_epochs(folder).get(epoch, []):
-        with (
-            errors_as(ConfigError, f"{path}/{name} cannot be read"),
-            open_input(filesystem, f"{path}/{name}") as file,
-        ):
-            content = file.read()
-        _read_lines(content, epoch, fingerprint, record, times)
+    for rank, path in recorded_epochs(folder).get(epoch, {}).items():
+        with errors_as(ConfigError, f"{path} cannot be read"):
+            content = _read(folder[0], path)
+        _read_lines(content, epoch, rank, fingerprint, record)
     return record
 
 
 def _read_lines(
-    content: bytes,
-    epoch: int,
-    fingerprint: str,
-    record: EpochRecord,
-    times: dict[MicroBatchId, float],
+    content: bytes, epoch: int, rank: int, fingerprint: str, record: EpochRecord
 ) -> None:
-    """Add the lines of a file to a record; other lines are left out.
-
-    Args:
-        times: when the start of each place's hashes was.
-    """
-    is_of_plan = False
-    started = 0.0
+    """Add the lines of a file to a record; other lines are left out."""
+    start = RecordedStart(rank, "", {}, 0.0)
     # The last line counts once it has its end.
-    for text in content.split(b"\n")[:-1]:
+    texts = content.split(b"\n")[:-1]
+    record.num_lines[rank] = len(texts)
+    for text in texts:
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
@@ -434,59 +458,49 @@ def _read_lines(
             continue
         kind = line.get("kind")
         if kind == "start":
-            is_of_plan = line.get("plan") == fingerprint
-            started = _number(line.get("time"))
-            if is_of_plan:
-                record.starts.append(line)
-        elif not is_of_plan:
-            record.num_foreign += "micro_batch" in line
+            start = _start_of(line, rank)
+            record.starts.append(start)
+        elif start.facts.get("plan") != fingerprint:
+            continue
         elif kind == "left":
             record.was_left = True
         elif kind == "root":
-            if (root := _root_of(line)) and root not in record.roots:
+            root = (line.get("micro_batches", 0), str(line.get("root")))
+            if root not in record.roots:
                 record.roots.append(root)
-        elif (found := _hashes_of(line)) and found[0].epoch == epoch:
-            _put(record, times, *found, started)
+        elif (place := place_in(line.get("micro_batch"))) and place.epoch == epoch:
+            hashes = [line.get("hash"), line.get("finished", "")]
+            if _is_hash(hashes[0]) and (hashes[1] == "" or _is_hash(hashes[1])):
+                _put(record, place, Hashes(hashes[0], hashes[1], start))
 
 
-def _put(
-    record: EpochRecord,
-    times: dict[MicroBatchId, float],
-    place: MicroBatchId,
-    hashes: Hashes,
-    started: float,
-) -> None:
-    """Add the hashes of a place; if several differ, the newest count."""
+def _start_of(line: dict[str, Any], rank: int) -> RecordedStart:
+    facts = {name: line.get(name) for name in FACTS}
+    started = line.get("time")
+    if not isinstance(started, int | float):
+        started = 0.0
+    return RecordedStart(rank, str(line.get("seal")), facts, started)
+
+
+def _put(record: EpochRecord, place: MicroBatchId, hashes: Hashes) -> None:
+    """Add the hashes of a place; if several differ, the newest start's count."""
     before = record.hashes.get(place)
-    if before is not None and before.stream != hashes.stream:
-        record.disagreeing[place] = before
-    if before is None or started >= times[place]:
+    if before is not None and not _agree(before, hashes):
+        starts = record.twice.setdefault(place, [])
+        starts += [before.start, hashes.start]
+    if before is None or hashes.start.time >= before.start.time:
         record.hashes[place] = hashes
-        times[place] = started
 
 
-def _hashes_of(line: dict[str, Any]) -> tuple[MicroBatchId, Hashes] | None:
-    place = _place_of(line.get("micro_batch"))
-    stream = line.get("hash")
-    finished = line.get("finished", "")
-    if place is None or not _is_hex(stream, _HASH):
-        return None
-    if finished != "" and not _is_hex(finished, _HASH):
-        return None
-    return place, Hashes(stream, finished)
+def _agree(one: Hashes, other: Hashes) -> bool:
+    """Return whether two records of a place are the same, as far as both have it."""
+    if one.start is not other.start and not (one.finished and other.finished):
+        return one.stream == other.stream
+    return one[:2] == other[:2]
 
 
-def _root_of(line: dict[str, Any]) -> EpochRoot | None:
-    num = line.get("micro_batches")
-    root = line.get("root")
-    finished = line.get("finished_root", "")
-    if not isinstance(num, int) or not _is_hex(root, _ROOT):
-        return None
-    return EpochRoot(num, root, finished if _is_hex(finished, _ROOT) else "")
-
-
-def _place_of(name: Any) -> MicroBatchId | None:
-    """The place of a micro-batch by its name; None = it does not name one."""
+def place_in(name: Any) -> MicroBatchId | None:
+    """The place of a micro-batch by its name, train-e0000-s000012-m000; None = it does not name one."""
     match = _PLACE.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         return None
@@ -494,9 +508,5 @@ def _place_of(name: Any) -> MicroBatchId | None:
     return MicroBatchId(split, *map(int, match.groups()[1:]))
 
 
-def _is_hex(value: Any, kind: re.Pattern[str]) -> TypeGuard[str]:
-    return isinstance(value, str) and kind.fullmatch(value) is not None
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and _HASH.fullmatch(value) is not None

@@ -2,28 +2,31 @@
 
 {"arguments": {…}}   those of `raypipe.open_stream`, as entries of `recorded_values`; addresses are absolute
 {"stores": {…}}      by split: name, address, fingerprint and number of samples of each store
+{"written": {…}}     when the files of each store were written, by its address and the machine
 {"plan": …}          the plan's fingerprint
 {"quarantine": …}    the folder that records bad samples
 {"augment": …}       the loader's augmentation, as an entry; and its `dtype` and `device`
-{"code": …}          the hash of raypipe's code that decides pixels, and of the user's modules by their names
-{"versions": {…}}    of the packages that pixels depend on, and the machine
+{"code": …}          the hashes of the user's modules by their names
+{"versions": {…}}    of the packages and of raypipe's code that pixels depend on, and the machine
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import json
 import platform
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-import raypipe
-from raypipe.packages import versions
+from raypipe.packages import user_code, versions
+from raypipe.plan.places import Split
+from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import Store
+from raypipe.stores.facts import written_of
 from raypipe.stores.joined import JoinedStore
-from raypipe.streaming.record.recorded_values import hash_of_module, recorded
+from raypipe.streaming.record.recorded_values import recorded
 
 if TYPE_CHECKING:
     import torch
@@ -33,17 +36,8 @@ if TYPE_CHECKING:
 
 # Arguments that decide nothing in a stream, or that a replay sets itself.
 _NOT_RECORDED = ("pool", "quarantine", "run", "log_format", "in_memory")
-# Raypipe's code that decides what a model sees.
-_CODE = (
-    "kernel",
-    "plan",
-    "transform",
-    "stores",
-    "device",
-    "streaming/maker.py",
-    "streaming/sample_makers.py",
-)
-_CODE_NAME = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
+# Settings that decide how long a run is, and nothing that is in its micro-batches.
+_NOT_SEALED = ("epochs", "val_interval")
 
 
 def opened_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,13 +50,10 @@ def opened_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def stream_record(
-    spec: StreamSpec,
-    augment: AugmentConfig | None,
-    dtype: torch.dtype | None,
-    device: torch.device,
+def settings_record(
+    spec: StreamSpec, augment: AugmentConfig | None, dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """Return what a run's folder records of its stream, as JSON.
+    """Return the part of a stream's record that decides its batches, the same in all ranks.
 
     Args:
         augment: the user's augmentation on the device; None = none.
@@ -72,10 +63,23 @@ def stream_record(
     weights = spec.plan.config.weights
     if isinstance(weights, str) and weights.endswith(".npy"):
         arguments["plan"]["settings"]["weights"] = recorded(_absolute(weights))
-    augmented = recorded(augment)
-    entries = {"arguments": arguments, "augment": augmented}
     return {
-        **entries,
+        "arguments": arguments,
+        "augment": recorded(augment),
+        "plan": spec.plan.order_fingerprint,
+        "dtype": str(dtype).removeprefix("torch.") if dtype else None,
+    }
+
+
+def stream_record(
+    spec: StreamSpec,
+    augment: AugmentConfig | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return what a run's folder records of its stream, as JSON; see `settings_record`."""
+    return {
+        **settings_record(spec, augment, dtype),
         "stores": {
             split: [
                 {
@@ -89,41 +93,86 @@ def stream_record(
             ]
             for split, of_split in spec.stores.items()
         },
-        "plan": spec.plan.order_fingerprint,
+        "written": written_files(spec.stores),
         "quarantine": _absolute(spec.quarantine),
-        "dtype": str(dtype).removeprefix("torch.") if dtype else None,
         "device": device.type,
-        "code": {"raypipe": code_digest(), **user_code(entries)},
+        "code": user_code(),
         "versions": {**versions(), "machine": platform.machine()},
     }
+
+
+def sealed(record: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """Return the seal of a rank's start: a hash over the settings of its stream, and facts about the rank.
+
+    Args:
+        record: from `settings_record` or `stream_record`.
+        facts: see `digest_log.FACTS`.
+    """
+    arguments = dict(record["arguments"])
+    plan = arguments["plan"]
+    kept = {
+        name: value
+        for name, value in plan["settings"].items()
+        if name not in _NOT_SEALED
+    }
+    arguments["plan"] = {**plan, "settings": kept}
+    content = [
+        arguments,
+        record["augment"],
+        record["plan"],
+        record["dtype"],
+        sorted(facts.items()),
+    ]
+    text = json.dumps(_without_texts(content), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _without_texts(entries: Any) -> Any:
+    """Entries without the texts of objects, which may differ between processes."""
+    if isinstance(entries, Mapping):
+        return {
+            name: _without_texts(value)
+            for name, value in entries.items()
+            if name != "text"
+        }
+    if isinstance(entries, list | tuple):
+        return [_without_texts(value) for value in entries]
+    return entries
+
+
+def written_files(stores: Mapping[Split, Store]) -> dict[str, str]:
+    """Return when the files of each store were written, see `written_of`, by its address and this machine."""
+    return {
+        _place_of(store): written_of(store)
+        for of_split in stores.values()
+        for store in parts_of(of_split).values()
+    }
+
+
+def _place_of(store: Store) -> str:
+    if is_remote(store.address):
+        return store.address
+    return f"{store.address} on {gethostname()}"
+
+
+def rewritten(then: Any, now: Mapping[str, str]) -> list[str]:
+    """Describe the stores whose files were written or replaced between two times of `written_files`.
+
+    Args:
+        then: as a record has it, which may be damaged, or of an earlier release.
+    """
+    before = then if isinstance(then, dict) else {}
+    return [
+        f"The files of {place} were written or replaced since the run: if their contents have changed, so have "
+        "its pixels."
+        for place, written in now.items()
+        if before.get(place, written) != written
+    ]
 
 
 def parts_of(store: Store) -> dict[str, Store]:
     """Return the stores of a mixture by their names, or a single store by an empty one."""
     return store.parts if isinstance(store, JoinedStore) else {"": store}
-
-
-def user_code(entries: Any) -> dict[str, str]:
-    """Return the hash of each module whose code the entries name as `module:name`, if it has been imported."""
-    hashes = {}
-    for module in sorted(modules_in(entries)):
-        digest = hash_of_module(module)
-        if digest and not module.startswith("raypipe."):
-            hashes[module] = digest
-    return hashes
-
-
-@functools.cache
-def code_digest() -> str:
-    """Return the hash of raypipe's own code that decides what a model sees."""
-    root = Path(raypipe.__file__).parent
-    digest = hashlib.blake2b(digest_size=8)
-    for name in _CODE:
-        folder = root / name
-        files = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
-        for path in files:
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _absolute(address: Any) -> Any:
@@ -136,23 +185,3 @@ def _absolute(address: Any) -> Any:
     if "://" in text:
         return text
     return str(Path(text).expanduser().absolute())
-
-
-def modules_in(entries: Any) -> set[str]:
-    """Return the modules that JSON values name: those of all texts that look like `module:name`."""
-    return set(_modules_of(entries))
-
-
-def _modules_of(entries: Any) -> Iterator[str]:
-    """Yield the modules of all texts in JSON values that look like `module:name`."""
-    if isinstance(entries, Mapping):
-        for name, value in entries.items():
-            if name not in ("pickle", "bytes", "object"):
-                yield from _modules_of(value)
-    elif isinstance(entries, list):
-        for value in entries:
-            yield from _modules_of(value)
-    elif isinstance(entries, str):
-        match = _CODE_NAME.fullmatch(entries)
-        if match:
-            yield match[1]

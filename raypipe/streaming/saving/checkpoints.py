@@ -197,10 +197,18 @@ def find_start(
 ) -> Checkpoint:
     """The checkpoint at an address or, at a run's, its newest, for another run to start from; see `find_newest`.
 
+    A folder that has a place and no checkpoint of raypipe's has no state that raypipe can load.
+
     Raises:
         ConfigError: there is none.
     """
-    newest, _ = _newest_in(as_uri(address), check, with_state)
+    uri = as_uri(address)
+    newest, _ = _newest_in(uri, check, with_state)
+    # `Loader.save` adds the place to a checkpoint that the user's code writes
+    is_own = not _FOLDER.fullmatch(split_address(uri)[1])
+    if newest is None and is_own and (cursor := cursor_of(open_filesystem(uri))):
+        check(cursor)
+        newest = Checkpoint(uri, cursor, {}, "")
     if newest is None:
         raise ConfigError(
             f"start_from: no raypipe checkpoint at {address}, or in that folder"

@@ -16,6 +16,7 @@ import torch
 from raypipe.config import AugmentConfig, TransformConfig
 from raypipe.device.decoders import DeviceDecoder
 from raypipe.errors import ConfigError, SampleError
+from raypipe.importing import check_named_code
 from raypipe.plan.places import Split
 from raypipe.storage.filesystem import as_uri
 from raypipe.streaming.saving.checkpoints import Checkpoint, find_newest
@@ -41,7 +42,7 @@ def input_of(
         `augment` or the pipeline's own, None if the loop normalizes; `dtype`; and `model`, its name.
     """
     store = spec.stores["train"]
-    val = spec.transforms.get("val", spec.transform.val)
+    val = val_of(spec)
     split: Split = "val" if "val" in spec.endings else "train"
     ending = spec.endings.get(split)
     augment = normalization(augment, ending, split)
@@ -54,6 +55,11 @@ def input_of(
         "dtype": ending.dtype if ending else "float32",
         "model": model,
     }
+
+
+def val_of(spec: StreamSpec) -> Any:
+    """Return the transform of a stream's validations."""
+    return spec.transforms.get("val", spec.transform.val)
 
 
 def _is_plain(value: Any) -> bool:
@@ -89,6 +95,7 @@ class SavedModel:
     model: str
     settings: Mapping[str, Any] = field(repr=False)
     _input: Mapping[str, Any] = field(repr=False)
+    _trusts: bool = field(repr=False)
 
     def prepare(self, image: bytes) -> torch.Tensor:
         """Make the model's input of one encoded image, as the run's validations do.
@@ -99,7 +106,7 @@ class SavedModel:
 
         Raises:
             SampleError: the image cannot be decoded.
-            ConfigError: the validations' transform was an object.
+            ConfigError: the validations' transform was an object, or is code that nobody has trusted.
         """
         fields = self._sample_maker.slow(EncodedSample(image), _ANY_KEY)
         if IMAGE in fields:
@@ -141,6 +148,7 @@ class SavedModel:
                 f"{self.address} was trained with a validation transform that is an object, which a checkpoint "
                 "does not hold: apply it to the pixels yourself"
             )
+        check_named_code({"transform.val": val}, self.address, self._trusts)
         sizes = self.settings["size"]
         if isinstance(sizes, dict):
             size = {int(epoch): side for epoch, side in sizes.items()}
@@ -151,11 +159,12 @@ class SavedModel:
         return SampleMaker(val, TransformConfig(size=size, **kept))
 
 
-def read_checkpoint(address: str | Path) -> SavedModel:
+def read_checkpoint(address: str | Path, *, trust_run_code: bool = False) -> SavedModel:
     """Read the newest whole checkpoint of a run, or one checkpoint, to use its model.
 
     Args:
         address: the folder or URI of a run, by `raypipe train` or your own loop, or of one of its checkpoints.
+        trust_run_code: let `SavedModel.prepare` run the code that the checkpoint names as the transform.
 
     Raises:
         ConfigError: there is none, or all are damaged.
@@ -169,11 +178,15 @@ def read_checkpoint(address: str | Path) -> SavedModel:
         raise ConfigError(
             f"{newest.address} does not describe its model's input: an older raypipe made it"
         )
-    return saved_model(newest)
+    return saved_model(newest, trust_run_code)
 
 
-def saved_model(checkpoint: Checkpoint) -> SavedModel:
-    """Return the model of a checkpoint that was read with its state."""
+def saved_model(checkpoint: Checkpoint, trusts: bool) -> SavedModel:
+    """Return the model of a checkpoint that was read with its state.
+
+    Args:
+        trusts: whether `SavedModel.prepare` may run the code that it names.
+    """
     described = {
         "classes": None,
         "transform": {},
@@ -192,4 +205,5 @@ def saved_model(checkpoint: Checkpoint) -> SavedModel:
         model=described["model"],
         settings=described["transform"],
         _input=described,
+        _trusts=trusts,
     )

@@ -13,6 +13,7 @@ import ray
 
 from raypipe.errors import ConfigError
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
+from raypipe.rayext.failures import cause_of
 from raypipe.rayext.iteration import (
     ExecutionWatch,
     begun,
@@ -270,10 +271,14 @@ class PoolStart:
                 self._clean()
 
     def _fail(self, error: BaseException) -> None:
-        """Let the rank end with an error of the pool, after what it has made itself: nobody takes over."""
+        """Let all ranks end with an error of the pool, after what they have made themselves: nobody takes over."""
         self._error = error
+        self._is_ready.set()
         if self._head:
             self._head.hear(self._head.num_claimed, is_final=True)
+        if self._world_size > 1:
+            # A peer that waits for this rank in a collective would not end by itself.
+            self.supervisor.pool_failed.remote(ray.cloudpickle.dumps(error))
 
     def _start(self, connected: Callable[[Any, int], None]) -> None:
         iterators, max_actors = self._make_iterators(self)
@@ -314,25 +319,29 @@ class PoolStart:
                 asked.append(self._ask(head))
                 answered, asked = ray.wait(asked, num_returns=len(asked), timeout=0)
                 if answered:
-                    num, is_final = ray.get(answered[-1])
+                    num, is_final, error = ray.get(answered[-1])
+                    if error:
+                        self._fail(ray.cloudpickle.loads(error))
+                        return
                     head.hear(num, is_final)
                     self._has_taken_over = is_final
             if head.sample_makers:
                 self._compare(head.sample_makers)
 
     def _execution_lives(self) -> bool:
-        """Return whether the pool's execution has not died: the rank reads nothing from it yet."""
+        """Return whether the pool's execution has not ended: the rank reads nothing from it yet."""
         try:
             if self._watch:
                 self._watch.check()
-        except ray.exceptions.RayActorError as error:
+        except Exception as error:
             if not self._is_left.is_set():
-                if self._rank == 0:
+                is_death = not isinstance(error, ray.exceptions.RayTaskError)
+                if is_death and self._rank == 0:
                     self.supervisor.note.remote(
                         "the coordinator of the stream died while the ranks made their first micro-batches",
                         "coordinator_died",
                     )
-                self._fail(error)
+                self._fail(cause_of(error))
             return False
         return True
 

@@ -19,11 +19,13 @@ class Takeover:
     Attributes:
         num: micro-batches that each rank makes before it.
         is_final: whether it has been told to the pool, and so no longer changes.
+        error: the pickled error with which the pool has failed; empty = it has not.
     """
 
     def __init__(self) -> None:
         self.num = 0
         self.is_final = False
+        self.error = b""
         self._may_grow = True
 
     def extend(self, num: int) -> None:
@@ -36,6 +38,11 @@ class Takeover:
         if not self.is_final:
             self.num = min(self.num, num)
             self._may_grow = False
+
+    @property
+    def state(self) -> tuple[int, bool, bytes]:
+        """The attributes, for a rank."""
+        return self.num, self.is_final, self.error
 
     def fix(self) -> int:
         """The pool begins; returns the place."""
@@ -75,7 +82,8 @@ def joined(
         GapError: the pool begins later.
     """
     for batch in head:
-        assert batch.position == next(places)
+        place = next(places)
+        assert batch.position == place
         yield batch
     upcoming = next(places, None)
     if upcoming is None:

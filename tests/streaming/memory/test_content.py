@@ -18,6 +18,7 @@ from raypipe.streaming.memory.content import Contents
 from raypipe.streaming.opening import open_stream
 
 from pictures import CLASSES, picture  # isort: skip
+from rewritten import rewrite  # isort: skip
 
 IMAGES = [picture(number) for number in range(12)]
 LABELS = [number % 5 for number in range(12)]
@@ -94,6 +95,25 @@ def test_another_content_has_other_keys(changes: dict[str, Any]) -> None:
         assert differs[3]
     else:
         assert all(differs[:3])
+
+
+def test_a_store_that_was_written_in_place_has_other_keys(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(IMAGES[0])
+
+    def of_folder() -> list[bytes]:
+        store = open_store(tmp_path)
+        plan = PlanConfig(micro_batch_size=2)
+        spec = open_stream(store, store, plan=plan)
+        made = Contents(spec, MicroBatchMaker(spec).sample_makers.recipes, "s")
+        assert made.of_split("val").is_public
+        return made.keys([MicroBatchId("val", 0, 0, 0)])
+
+    before = of_folder()
+    assert of_folder() == before
+    rewrite(tmp_path / "b" / "0.png", IMAGES[0][-9:], bytes(9))
+    assert of_folder() != before
 
 
 def test_arguments_of_a_librarys_pipeline_are_part_of_the_key() -> None:
@@ -179,7 +199,8 @@ def test_folders_with_equal_names_and_sizes_have_keys_of_their_own(
         (tmp_path / name / "a").mkdir(parents=True, exist_ok=True)
         for number in range(4):
             image = np.full((20, 20, 3), value + number, np.uint8)
-            cv2.imwrite(str(tmp_path / name / "a" / f"{number}.bmp"), image)
+            if len(found) < 2:
+                cv2.imwrite(str(tmp_path / name / "a" / f"{number}.bmp"), image)
         spec = open_stream(
             str(tmp_path / name),
             plan=PlanConfig(micro_batch_size=2),

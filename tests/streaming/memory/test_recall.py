@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,9 +13,11 @@ import pytest
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.plan.places import MicroBatchId
+from raypipe.rayext import kv_store
 from raypipe.stores.memory import MemoryStore
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.memory.alike import Alike
 from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.content import Contents
 from raypipe.streaming.memory.recall import Recall, _BlockParts, _keep_up, _num_repeats
@@ -93,12 +95,12 @@ def by_row(recalled: Recall, block: list[MicroBatchId]) -> tuple[list[bytes], in
     batches, bad, arrays = recalled.block(block)
     found = list(batches_of(block_row(batches, arrays)))
     num = sum(batch.num_remembered for batch in found)
-    return [batch_digest(batch) for batch in found], num, bad
+    return [batch_hash(batch) for batch in found], num, bad
 
 
 def expected(spec: StreamSpec, block: list[MicroBatchId]) -> tuple[list[bytes], Any]:
     batches, bad, _ = MicroBatchMaker(spec).block(block)
-    return [batch_digest(batch) for batch in batches], bad
+    return [batch_hash(batch) for batch in batches], bad
 
 
 def test_a_block_of_remembered_and_new_ones_is_that_of_the_maker() -> None:
@@ -201,7 +203,7 @@ def test_what_is_handed_over_by_its_key_has_the_same_bits(
         collected.extend(keys)
         return {at: shelf.kept[key].fields for at, key in keys.items()}
 
-    found = [batch_digest(batch) for batch in batches_of(row, collect)]
+    found = [batch_hash(batch) for batch in batches_of(row, collect)]
     assert found == expected(spec, block)[0]
     new = [number for number in range(5) if number not in remembered]
     numbers = sorted(remembered + new[:num_new])
@@ -218,7 +220,7 @@ def test_made_ones_that_come_out_of_order_are_put_in_order() -> None:
     for number in (3, 0, 4, 1, 2):
         parts.add_made({number: made[number]})
     row = block_row(*parts.in_order())
-    found = [batch_digest(batch) for batch in batches_of(row)]
+    found = [batch_hash(batch) for batch in batches_of(row)]
     assert found == expected(spec, block)[0]
 
 
@@ -234,7 +236,7 @@ def test_what_was_forgotten_on_the_way_is_made_by_the_rank(
     made, _, _ = MicroBatchMaker(spec).block(block)
     for batch in made:
         again = replace(batch, fields=fields[batch.position])
-        assert batch_digest(again) == batch_digest(batch)
+        assert batch_hash(again) == batch_hash(batch)
 
 
 def test_parts_of_different_shapes_come_together() -> None:
@@ -266,7 +268,7 @@ def test_samples_that_a_reader_has_read_stay_with_their_micro_batches() -> None:
 
     recalled.block([block[2]], reads([block[2]]), 1.0)
     batches, _, _ = recalled.block(block, reads(block), 6.0)
-    assert [batch_digest(batch) for batch in batches] == expected(spec, block)[0]
+    assert [batch_hash(batch) for batch in batches] == expected(spec, block)[0]
     assert [round(batch.read_s, 9) for batch in batches] == [1.0] * 6
 
 
@@ -286,19 +288,38 @@ def test_a_stream_like_no_other_never_calls_the_memory(
     is_alike: bool,
     needs_memory: bool,
     num_calls: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recalled = recall(spec_of(), Shelf())
     calls = list[str]()
-    cluster: Any = SimpleNamespace(check_in=lambda: calls.append("check in"))
+    cluster: Any = SimpleNamespace(
+        check_in=lambda: calls.append("check in"), checked_in_at=-math.inf
+    )
     alike: Any = SimpleNamespace(look=lambda: is_alike)
-    looks = iter(range(3))  # one in a second
-    # of the module alone: other threads of this process sleep, too
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: next(looks))
-    monkeypatch.setattr(f"{_keep_up.__module__}.time", clock)
-    with pytest.raises(StopIteration):
+    for _ in range(3):
         _keep_up(recalled, cluster, alike, needs_memory)
     assert len(calls) == num_calls and recalled.is_shared == is_alike
+
+
+def test_an_actor_looks_ever_more_seldom_for_streams_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    looks = list[float]()
+
+    def keys(prefix: str) -> list[str]:
+        looks.append(now)
+        return [f"{prefix}other"] if now > 300 else []
+
+    monkeypatch.setattr(kv_store, "publish", lambda *_: None)
+    monkeypatch.setattr(kv_store, "published_keys", keys)
+    monkeypatch.setattr(kv_store, "published", lambda _: now)
+    alike = Alike("content", "stream", clock=lambda: now)
+    found = list[bool]()
+    for second in range(1, 600):
+        now = float(second)
+        found.append(alike.look())
+    assert len(looks) < 40 and max(np.diff(looks)) <= 31
+    assert not any(found[:300]) and all(found[331:])
 
 
 def repeated(bad: tuple[int, ...] = (), train: str = "center") -> tuple[Any, Any]:

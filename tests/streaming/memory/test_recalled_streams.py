@@ -18,7 +18,7 @@ import without_ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.iteration import begun
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.remembered import NAMESPACE, keeper, memory
 from raypipe.streaming.opening import open_stream
@@ -80,7 +80,7 @@ class Stream:
 
     def take(self, num: int | None = None) -> None:
         for batch in islice(self.batches, num):
-            self.digests.append(batch_digest(batch))
+            self.digests.append(batch_hash(batch))
             if batch.num_remembered:
                 self.remembered.append(batch.position.split)
 
@@ -148,7 +148,7 @@ def test_a_validation_on_disk_serves_the_next_run(
         assert recall is not None
         runs.append(
             [
-                (batch_digest(batch), batch.num_remembered)
+                (batch_hash(batch), batch.num_remembered)
                 for position in run.plan.micro_batches(run.plan.start())
                 if recall.wants([position])
                 for batch in recall.block([position])[0]
@@ -248,7 +248,7 @@ def trained(stores: dict[str, Path], **pool: Any) -> tuple[int, list[float], Any
     good = 0
     seen = 0
     for batch in stream.batches:
-        stream.digests.append(batch_digest(batch))
+        stream.digests.append(batch_hash(batch))
         num_remembered += batch.num_remembered
         batch = batch.in_rgb()
         images = torch.from_numpy(batch["image"].copy()).flatten(1).float() / 255

@@ -362,6 +362,30 @@ def test_what_an_actor_made_stays_until_its_own_rank_has_it(
     assert cluster.put(other, B) and not cluster.has(other, A)
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_what_a_rank_was_told_to_collect_is_kept_beside_what_is_known(
+    cluster: Cluster, has_room: bool
+) -> None:
+    other = cluster.user("other")
+    maker = cluster.user("maker")._replace(hands_over=True)
+    assert cluster.ask(maker, A, B, C).to_make == [A, B, C]
+    # another one was faster
+    cluster.ledger.put(other, Parcel([A], 10, outlines={A: OUTLINE}), "fast")
+    if not has_room:
+        cluster.ledger.check_in(maker, 15)
+    outlines = {A: OUTLINE, B: OUTLINE}
+    parcel = Parcel([A, B, C], 30, outlines=outlines, handed_over=[A, B])
+    cluster.ledger.put(maker, parcel, "slow")
+    found = cluster.ledger.collect(maker.stream, [A, B])
+    assert found == {A: Found("fast", 0), B: Found("slow", 1)}
+    # what goes with one object leaves the other's places
+    cluster.ledger.check_in(maker, 1000)
+    if has_room:
+        assert cluster.put(other, b"d", 25) and cluster.has(other, A)
+    cluster.ledger.lose_node("n1")
+    assert not cluster.ledger.collect(maker.stream, [A, B, C])
+
+
 @pytest.mark.parametrize("ends", ["time", "stream", "node"])
 def test_what_no_rank_collects_goes(cluster: Cluster, ends: str) -> None:
     maker = cluster.user("maker")

@@ -23,15 +23,16 @@ import raypipe
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor, MicroBatchId
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.record import merkle
 from raypipe.streaming.record.digest_log import (
     DigestLog,
-    leaf_of,
+    EpochRecord,
     read_epoch,
+    recorded_counts,
     recorded_epochs,
 )
-from raypipe.streaming.record.hashes import stream_hash
+from raypipe.streaming.record.opened import settings_record
 from raypipe.streaming.spec import StreamSpec
 
 PER_EPOCH = 4 * 4 + 4  # micro-batches of training and validation
@@ -48,24 +49,25 @@ def spec(stores: dict[str, Path]) -> StreamSpec:
     )
 
 
+def recorded(spec: StreamSpec, run: Path, epoch: int = 0) -> EpochRecord:
+    return record_of(spec.plan.order_fingerprint, run, epoch)
+
+
 def lines_of(run: Path) -> list[dict[str, str]]:
-    files = sorted((run / "digests").iterdir())
+    files = sorted((run / "digests").glob("epoch-*"))
     return [
         json.loads(line) for path in files for line in path.read_text().splitlines()
     ]
 
 
-def test_the_root_is_of_the_streams_hashes_in_the_plans_order(
-    spec: StreamSpec, tmp_path: Path
-) -> None:
+def test_the_root_is_of_the_streams_hashes(spec: StreamSpec, tmp_path: Path) -> None:
     run_logged(spec, tmp_path)
     of_epoch = [batch for batch in host_batches(spec) if batch.position.epoch == 1]
-    leaves = [leaf_of(batch.position, stream_hash(batch).hex()) for batch in of_epoch]
-    record = record_of(spec, tmp_path, epoch=1)
-    assert len(leaves) == PER_EPOCH
-    assert [leaf for _, leaf in record.leaves()] == leaves
+    hashes = {batch.position: batch_hash(batch).hex() for batch in of_epoch}
+    record = recorded(spec, tmp_path, epoch=1)
+    assert {place: each.stream for place, each in record.hashes.items()} == hashes
     (root,) = record.roots
-    assert root == record.computed_root() == (PER_EPOCH, merkle.root(leaves).hex(), "")
+    assert root == record.computed_root() and root[0] == len(hashes) == PER_EPOCH
 
 
 def test_one_rank_and_two_give_one_root_with_device_augmentation(
@@ -76,12 +78,9 @@ def test_one_rank_and_two_give_one_root_with_device_augmentation(
     for world_size in (1, 2):
         run = tmp_path / str(world_size)
         run_logged(spec, run, world_size, augment=augment)
-        assert len(list((run / "digests").iterdir())) == 2 * world_size
-        roots.append([record_of(spec, run, epoch).roots for epoch in range(2)])
-    assert roots[0] == roots[1]
-    assert all(
-        len(of_epoch) == 1 and of_epoch[0].finished_root for of_epoch in roots[0]
-    )
+        assert len(list((run / "digests").iterdir())) == 3 * world_size
+        roots.append([recorded(spec, run, epoch).roots for epoch in range(2)])
+    assert roots[0] == roots[1] and all(len(of_epoch) == 1 for of_epoch in roots[0])
 
 
 def test_a_killed_run_that_goes_on_with_two_ranks_has_the_same_root(
@@ -100,15 +99,15 @@ def test_a_killed_run_that_goes_on_with_two_ranks_has_the_same_root(
             break
     shutil.copytree(killed, resumed)  # as a kill would leave it
     loader.close()
-    (file,) = (resumed / "digests").iterdir()
+    (file,) = (resumed / "digests").glob("epoch-*")
     assert len(lines_of(resumed)) >= 1 + 9, "all that the state is behind is written"
     with file.open("a") as record:
         record.write('{"micro_batch": "train-e0000-s0000')
-    assert not record_of(spec, resumed).roots
+    assert not recorded(spec, resumed).roots
     run_logged(spec, resumed, 2, cursor=Cursor.from_dict(state))
     for number in range(2):
-        expected, found = (record_of(spec, run, number) for run in (whole, resumed))
-        assert found.hashes == expected.hashes and not found.disagreeing
+        expected, found = (recorded(spec, run, number) for run in (whole, resumed))
+        assert found.computed_root() == expected.computed_root() and not found.twice
         assert found.roots == expected.roots and len(found.roots) == 1
 
 
@@ -122,7 +121,7 @@ def test_an_epoch_that_a_loop_leaves_has_a_note_and_no_root(
                     break
             if epoch.number:
                 assert sum(1 for _ in epoch.val) == 4
-    left, whole = (record_of(spec, tmp_path, number) for number in range(2))
+    left, whole = (recorded(spec, tmp_path, number) for number in range(2))
     assert left.was_left and not left.roots and 9 <= len(left.hashes) < PER_EPOCH
     assert not whole.was_left and len(whole.roots) == 1
 
@@ -131,7 +130,7 @@ def test_what_is_no_line_of_this_plans_record_does_not_count(
     spec: StreamSpec, tmp_path: Path
 ) -> None:
     run_logged(spec, tmp_path)
-    expected = record_of(spec, tmp_path)
+    expected = recorded(spec, tmp_path)
     place = '"micro_batch": "train-e0000-s000000-m000"'
     foreign = [
         "[1, 2]",
@@ -139,16 +138,15 @@ def test_what_is_no_line_of_this_plans_record_does_not_count(
         f'{{{place}, "hash": "g"}}',
         f'{{{place}, "hash": 5}}',
         '{"micro_batch": "train-e0001-s000000-m000", "hash": "' + "0" * 32 + '"}',
-        '{"kind": "root", "micro_batches": "x", "root": "' + "0" * 64 + '"}',
         '{"kind": "start", "plan": "another"}',
         f'{{{place}, "hash": "{"0" * 32}"}}',
     ]
     file = next((tmp_path / "digests").glob("epoch-0000-*"))
     with file.open("a") as record:
         record.write("\n".join(foreign) + "\n" + f'{{{place}, "hash": "{"1" * 32}"}}')
-    found = record_of(spec, tmp_path)
+    found = recorded(spec, tmp_path)
     assert found.hashes == expected.hashes and found.roots == expected.roots
-    assert found.num_foreign == 1 and not found.disagreeing
+    assert not found.twice
 
 
 def test_of_two_hashes_of_one_place_the_newest_starts_counts(
@@ -156,8 +154,8 @@ def test_of_two_hashes_of_one_place_the_newest_starts_counts(
 ) -> None:
     run_logged(spec, tmp_path)
     (place,) = [MicroBatchId("train", 0, 1, 2)]
-    first = record_of(spec, tmp_path).hashes[place]
-    start = {"kind": "start", "plan": spec.plan.fingerprint}
+    first = recorded(spec, tmp_path).hashes[place]
+    start = {"kind": "start", "plan": spec.plan.order_fingerprint}
     for number, time in enumerate((1e12, 1.0)):  # files are read in the order of ranks
         lines = [
             json.dumps({**start, "time": time}),
@@ -165,9 +163,9 @@ def test_of_two_hashes_of_one_place_the_newest_starts_counts(
         ]
         path = tmp_path / f"digests/epoch-0000-rank-000{number + 1}.jsonl"
         path.write_text("\n".join(lines) + "\n")
-    record = record_of(spec, tmp_path)
+    record = recorded(spec, tmp_path)
     assert record.hashes[place].stream == "0" * 32
-    assert place in record.disagreeing and first != record.hashes[place]
+    assert place in record.twice and first != record.hashes[place]
 
 
 def test_a_file_in_object_storage_is_continued(
@@ -181,15 +179,21 @@ def test_a_file_in_object_storage_is_continued(
     run_logged(spec, whole)
     batches = train_all(logging_loader(spec, tmp_path / "unused"))
     for part in (batches[:7], batches[5:]):
-        log = DigestLog.of((elsewhere, "run"), spec.plan, 0, 1, CPU)
+        record = settings_record(spec, None, None)
+        log = DigestLog.of((elsewhere, "run"), spec.plan, record, 0, 1, CPU)
         for batch in part:
             log.add(batch)
         log.closed()
     assert [*recorded_epochs((elsewhere, "run/digests"))] == [0, 1]
     for epoch in range(2):
-        found = read_epoch((elsewhere, "run/digests"), epoch, spec.plan.fingerprint)
-        expected = record_of(spec, whole, epoch)
-        assert (found.hashes, found.roots) == (expected.hashes, expected.roots)
+        fingerprint = spec.plan.order_fingerprint
+        found = read_epoch((elsewhere, "run/digests"), epoch, fingerprint)
+        expected = recorded(spec, whole, epoch)
+        assert found.computed_root() == expected.computed_root()
+        assert found.roots == expected.roots
+    (counts,) = recorded_counts((elsewhere, "run/digests")).values()
+    num_repeated = 2
+    assert counts == {0: PER_EPOCH + num_repeated + 3, 1: PER_EPOCH + 2}
 
 
 def test_a_record_that_cannot_be_written_does_not_end_the_run(
@@ -210,8 +214,8 @@ def test_an_own_loop_records_into_its_run_folder(
         batch = next(iter(next(loader.epochs()).train))
         loader.checkpoint()
     assert len(batch.stream_hash) == 16
-    (hashes,) = record_of(spec, tmp_path).hashes.values()
-    assert hashes == (batch.stream_hash.hex(), "")
+    (hashes,) = recorded(spec, tmp_path).hashes.values()
+    assert hashes[:2] == (batch.stream_hash.hex(), batch.finished_hash.hex())
     with raypipe.loader(spec, run_dir=tmp_path / "without") as loader:
         assert next(iter(next(loader.epochs()).train)).stream_hash == b""
     assert not (tmp_path / "without/digests").exists()

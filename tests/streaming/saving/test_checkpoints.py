@@ -235,6 +235,23 @@ def test_a_new_run_starts_from_another_run_or_its_checkpoint(
         find_newest(f"{own}s", check, start_from=str(tmp_path_factory.mktemp("none")))
 
 
+def test_a_run_starts_from_a_place_beside_what_a_user_saved(tmp_path: Path) -> None:
+    own = tmp_path / "checkpoint_000003"  # as Ray Tune names it
+    own.mkdir()
+    (own / "state.pt").write_bytes(b"the user's")
+    place = Cursor(1, 4, PLAN)
+    (own / "cursor.json").write_text(place.to_json())
+    for address in (str(own), own.as_uri()):
+        found = find_start(address, check)
+        assert found.cursor == place and not found.state
+        with pytest.raises(ConfigError, match="restore it as you made it"):
+            read_whole_checkpoint(found)
+    # one of raypipe's own that was cut off
+    cut = own.rename(tmp_path / "checkpoint_0001_0000004_0a1b2c3d")
+    with pytest.raises(ConfigError, match="no raypipe checkpoint"):
+        find_start(str(cut), check)
+
+
 def test_if_all_were_cut_off_the_run_starts_from_its_beginning(run: Path) -> None:
     for path in run.glob("checkpoint_*"):
         (path / "checkpoint.json").unlink()

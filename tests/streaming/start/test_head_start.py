@@ -23,7 +23,7 @@ import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import RaypipeError
 from raypipe.stores.parquet import ParquetStore
-from raypipe.streaming.digest import batch_digest
+from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
@@ -65,7 +65,7 @@ def test_a_rank_and_a_pool_behind_it_make_the_stream_of_one_process(
         head.start()
         places = micro_batches_of_rank(spec, start, rank, world_size)
         got = list(joined(head.batches(), iter(expected[head_start:]), places))
-        assert list(map(batch_digest, got)) == list(map(batch_digest, expected))
+        assert list(map(batch_hash, got)) == list(map(batch_hash, expected))
         assert head.num_claimed == min(head_start, len(expected))
 
 
@@ -88,8 +88,8 @@ def test_a_rank_reads_groups_as_readers_do_and_frees_them(
             head = HeadStart(spec, start, rank, world_size)
             head.start()
             got = list(head.batches())
-            assert list(map(batch_digest, got)) == list(
-                map(batch_digest, expected[:head_start])
+            assert list(map(batch_hash, got)) == list(
+                map(batch_hash, expected[:head_start])
             )
             head.stop()
             assert parquet._opened is None
@@ -100,18 +100,18 @@ def test_a_rank_makes_only_a_few_where_other_streams_make_the_same(
 ) -> None:
     spec = stream(stores)
     start = spec.plan.start()
-    expected = list(map(batch_digest, inline_batches(spec, start)))
+    expected = list(map(batch_hash, inline_batches(spec, start)))
     head = HeadStart(spec, start, 0, 1)
     head.be_brief()
     assert head.reserve() == 4
     head.start()
     batches = head.batches()
-    got = [batch_digest(batch) for batch in islice(batches, 4)]
+    got = [batch_hash(batch) for batch in islice(batches, 4)]
     time.sleep(0.2)
     assert head.num_claimed == 4 and head.reserve() == 4
     # what the pool counts on is made all the same
     head.hear(6, is_final=True)
-    assert got + list(map(batch_digest, batches)) == expected[:6]
+    assert got + list(map(batch_hash, batches)) == expected[:6]
     head.stop()
     asked_for = HeadStart(stream(stores, pool=PoolConfig(head_start=7)), start, 0, 1)
     asked_for.be_brief()
@@ -146,7 +146,7 @@ def test_a_rank_makes_what_the_node_has_cached_of_a_bucket(
     assert head.reserve() == 1
     head.start()
     got = list(islice(head.batches(), len(expected)))
-    assert list(map(batch_digest, got)) == list(map(batch_digest, expected))
+    assert list(map(batch_hash, got)) == list(map(batch_hash, expected))
     head.stop()
 
 
@@ -163,8 +163,8 @@ def test_a_rank_fetches_what_others_count_on(
     while not head.is_short:
         time.sleep(0.01)
     head.hear(2, is_final=True)
-    got = list(map(batch_digest, head.batches()))
-    assert got == list(map(batch_digest, islice(inline_batches(spec, start, 1, 2), 2)))
+    got = list(map(batch_hash, head.batches()))
+    assert got == list(map(batch_hash, islice(inline_batches(spec, start, 1, 2), 2)))
 
 
 def test_a_rank_makes_no_more_than_it_has_heard_of(stores: dict[str, Path]) -> None:

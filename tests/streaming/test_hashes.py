@@ -12,7 +12,7 @@ import xxhash
 from raypipe.device.mixing import Mix
 from raypipe.device.prefetcher import Batch
 from raypipe.plan.places import MicroBatchId
-from raypipe.streaming.record.hashes import finished_hash, stream_hash
+from raypipe.streaming.hashes import batch_hash, combine
 from raypipe.transform.fields import Field, MicroBatch, Ragged
 
 PLACE = MicroBatchId("train", 0, 3, 1)
@@ -38,7 +38,7 @@ def test_a_hash_is_xxh3_of_each_array_under_its_name() -> None:
     batch = MicroBatch(PLACE, np.array([4]), np.ones(1, np.float32), {})
     parts = b"index <i8 (1,)\n" + xxhash.xxh3_128_digest(batch.index.data)
     parts += b"weight <f4 (1,)\n" + xxhash.xxh3_128_digest(batch.weight.data)
-    assert stream_hash(batch) == xxhash.xxh3_128_digest(parts)
+    assert batch_hash(batch) == xxhash.xxh3_128_digest(parts)
 
 
 def test_every_change_of_a_micro_batch_changes_its_hash() -> None:
@@ -56,7 +56,7 @@ def test_every_change_of_a_micro_batch_changes_its_hash() -> None:
         replace(batch, index=np.array([11, 10])),
         replace(batch, weight=np.array([1, 0], np.float32)),
     ]
-    hashes = {stream_hash(one) for one in (batch, *changed)}
+    hashes = {batch_hash(one) for one in (batch, *changed)}
     assert len(hashes) == 1 + len(changed)
 
 
@@ -67,7 +67,7 @@ def test_a_hash_does_not_depend_on_the_place_or_on_the_memory() -> None:
     wide[:, :, ::2] = batch["image"]
     strided = with_field("image", wide[:, :, ::2])
     backwards = replace(batch, fields=dict(reversed(batch.fields.items())))
-    hashes = {stream_hash(one) for one in (batch, elsewhere, strided, backwards)}
+    hashes = {batch_hash(one) for one in (batch, elsewhere, strided, backwards)}
     assert len(hashes) == 1
 
 
@@ -78,19 +78,23 @@ def batch_of(image: torch.Tensor) -> Batch:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_finished_hash_is_of_what_the_device_stage_made(dtype: torch.dtype) -> None:
-    before = batch_of(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
-    assert finished_hash(before, before) == b""
+def test_the_hash_of_a_batch_on_the_device_is_of_every_byte(dtype: torch.dtype) -> None:
     image = torch.rand(2, 3, 32, 32).to(dtype)
-    after = before.with_fields({"image": image})
-    first = finished_hash(before, after)
+    batch = batch_of(image)
+    first = batch_hash(batch)
     channels_last = image.to(memory_format=torch.channels_last)
-    same = before.with_fields({"image": channels_last})
-    assert len(first) == 16 and finished_hash(before, same) == first
-    for row in (0, 30):
+    assert batch_hash(batch_of(channels_last)) == first and len(first) == 16
+    hashes = {first}
+    for row in range(32):
         other = image.clone()
         other[1, 2, row, 31] += 1
-        changed = before.with_fields({"image": other})
-        assert finished_hash(before, changed) != first
-    mixed = replace(after, mix=Mix(torch.tensor([7, 5]), 0.3, False))
-    assert finished_hash(before, mixed) != first
+        hashes.add(batch_hash(batch_of(other)))
+    hashes.add(batch_hash(replace(batch, mix=Mix(torch.tensor([7, 5]), 0.3, False))))
+    hashes.add(batch_hash(replace(batch, weight=torch.zeros(2))))
+    assert len(hashes) == 35
+
+
+def test_combined_hashes_are_of_the_order() -> None:
+    assert combine([b"a", b"b"]) != combine([b"b", b"a"])
+    assert combine(iter([b"a", b"b"])) == combine([b"a", b"b"])
+    assert combine([b"a" * 16, b"b" * 16]) == "3106330ede3673ae78e9b017358c794a"

@@ -1,35 +1,21 @@
-"""Where a sample is drawn, by the inverse of the order, against passes over whole plans."""
+"""Where samples are drawn, against passes over whole plans."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from raypipe.config import PlanConfig
-from raypipe.plan.mixture import Mixture, Quotas, as_shares
-from raypipe.plan.order import (
-    NUM_ROUNDS,
-    Domain,
-    Shuffle,
-    derive_keys,
-    permute,
-    unpermute,
-)
+from raypipe.plan import schedule
 from raypipe.plan.places import PADDING, SamplePlace, Split
-from raypipe.plan.samplers import PassSampler, Permuted
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.planning import make_plan
-
-NUM_QUERIES = 1000
 
 
 class Skewed:
@@ -101,63 +87,29 @@ def enumerated(plan: Plan) -> dict[tuple[Split, int], list[SamplePlace]]:
 
 
 @pytest.mark.parametrize("kind", PLANS)
-def test_random_samples_are_found_where_a_pass_over_the_run_has_them(kind: str) -> None:
+def test_samples_are_found_where_a_pass_over_the_run_has_them(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "_NUM_SCANNED", 100)
     plan = PLANS[kind]()
     places = enumerated(plan)
-    rng = np.random.default_rng(0)
-    size = plan.kept["train"].num_samples
-    num_drawn = 0
-    for index in rng.integers(0, size, NUM_QUERIES // len(PLANS) + 1).tolist():
-        found = list(plan.places_of(index))
-        assert found == places["train", index]
-        num_drawn += len(found)
-    assert num_drawn > 0
-    for index in range(45):
-        assert list(plan.places_of(index, "val")) == places["val", index]
+    split: Split
+    for split, size in ("train", plan.kept["train"].num_samples), ("val", 45):
+        found = defaultdict(list)
+        for index, place in plan.places_of_all(range(-1, size + 2), split):
+            found[split, index].append(place)
+        assert found == {
+            key: value
+            for key, value in places.items()
+            if key[0] == split and key[1] != PADDING
+        }
+        assert found
 
 
 def test_a_sample_that_is_left_out_or_does_not_exist_has_no_places() -> None:
-    plan = plan_of([997])
-    for index in (0, 7, -1, PADDING, 997, 1 << 40):
-        assert not list(plan.places_of(index))
+    assert not list(plan_of([997]).places_of_all([0, 7, -1, PADDING, 997, 1 << 40]))
 
 
 def test_some_epochs_are_searched_alone() -> None:
-    plan = plan_of([997])
-    places = [place.micro_batch.epoch for place in plan.places_of(5, epochs=[3, 1])]
-    assert places == [3, 1]
-
-
-def test_a_store_of_a_billion_samples_is_inverted_at_once() -> None:
-    sampler = Permuted(Shuffle("global", 10**9, 7), Selection([5], 10**9 + 1))
-    positions = np.array([0, 123_456_789, 10**9 - 1])
-    for index, position in zip(
-        sampler.draw_pass(3, positions).indices.tolist(), positions, strict=True
-    ):
-        assert sampler.positions_in_pass(index, 3).tolist() == [position]
-
-
-@given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
-def test_unpermute_is_the_inverse_of_permute(size: int, seed: int) -> None:
-    keys = derive_keys(NUM_ROUNDS, seed, Domain.ORDER, 0)
-    positions = np.arange(size)
-    assert np.array_equal(
-        unpermute(permute(positions, size, keys), size, keys), positions
-    )
-
-
-def test_a_mixture_of_large_batches_is_inverted() -> None:
-    parts: list[PassSampler] = []
-    for offset, size in ((0, 3000), (3000, 4000)):
-        shuffle = Shuffle("global", size, offset)
-        parts.append(Permuted(shuffle, Selection([], size), offset))
-    mixture = Mixture(parts, Quotas({0: as_shares([1, 3])}, 5000, 1), 1)
-    indices = mixture.draw(np.arange(15_000)).indices
-    for index in (0, 17, 2999, 3000, 6999):
-        found = mixture.positions_of(index, 2000, 14_000)
-        expected = [at for at in occurrences(indices, index) if 2000 <= at < 14_000]
-        assert found.tolist() == expected
-
-
-def occurrences(indices: np.ndarray, index: int) -> Iterator[int]:
-    yield from np.flatnonzero(indices == index).tolist()
+    found = plan_of([997]).places_of_all([5], epochs=[3, 1])
+    assert [place.micro_batch.epoch for _, place in found] == [3, 1]

@@ -1,0 +1,112 @@
+"""Threads that call Ray: they end before their process does.
+
+A thread that is in Ray's core while the core is taken apart ends its process with a segmentation fault. So each
+such thread ends when Ray shuts down its actor, or at Python's exit, before Ray does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import ray
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+_END_S = 5.0  # time for a thread to finish its current call to Ray
+_SHUTDOWN = "__ray_shutdown__"  # Ray calls this method of an actor before it ends
+
+
+class Stoppable(Protocol):
+    """Owner of a thread that calls Ray."""
+
+    def stop(self) -> None:
+        """Stop the thread, and wait for its end."""
+
+
+_stoppable = weakref.WeakSet[Stoppable]()
+
+
+class RayThread(threading.Thread):
+    """Thread that calls Ray again and again, until it is stopped or its process is about to end.
+
+    Args:
+        turn: called at once, and after each period; an error of it is only logged.
+        period_s: seconds between two calls.
+        name: name of the thread.
+    """
+
+    def __init__(self, turn: Callable[[], object], period_s: float, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._turn = turn
+        self._period_s = period_s
+        self.left = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread."""
+        stop_before_end(self)
+        super().start()
+
+    def run(self) -> None:
+        """Call `turn` again and again."""
+        while not self.left.is_set() and ray.is_initialized():
+            try:
+                self._turn()
+            except Exception:
+                logger.debug("a turn of %s failed", self.name, exc_info=True)
+            self.left.wait(self._period_s)
+
+    def stop(self) -> None:
+        """Stop the thread, and wait for its end; a call to Ray afterwards would start Ray again."""
+        self.left.set()
+        if self.is_alive() and self is not threading.current_thread():
+            self.join(_END_S)
+
+
+def answer(reference: Any, timeout_s: float) -> Any:
+    """Call ray.get with a limit; a RayThread that is stopped waits no longer.
+
+    Raises:
+        GetTimeoutError: there is no answer.
+    """
+    left = getattr(threading.current_thread(), "left", None)
+    deadline = time.monotonic() + timeout_s
+    while not ray.wait([reference], timeout=_LOOK_S)[0]:
+        if time.monotonic() > deadline or (left and left.is_set()):
+            raise ray.exceptions.GetTimeoutError(f"no answer for {timeout_s:g} s")
+    return ray.get(reference)
+
+
+def stop_before_end(owner: Stoppable) -> None:
+    """Call `owner.stop()` before this process ends, and before Ray does; owners are not kept alive."""
+    _prepare_end()
+    _stoppable.add(owner)
+
+
+def _stop_all() -> None:
+    for owner in list(_stoppable):
+        owner.stop()
+
+
+@functools.cache  # once per process
+def _prepare_end() -> None:
+    atexit.register(_stop_all)
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    if context is None or context.get_actor_id() is None:
+        return
+    for actor in context.worker.actors.values():  # the one of this process
+        shut_down = getattr(actor, _SHUTDOWN, None)
+
+        def ending(shut_down: Callable[[], None] | None = shut_down) -> None:
+            _stop_all()
+            if shut_down:
+                shut_down()
+
+        setattr(actor, _SHUTDOWN, ending)

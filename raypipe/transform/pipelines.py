@@ -1,0 +1,97 @@
+"""Pipelines of the libraries that raypipe knows by the names of their classes, and need not import."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from raypipe.errors import ConfigError
+from raypipe.kernel import Program
+
+TransformKind = Literal[
+    "none", "program", "albumentations", "torchvision", "pil", "plain"
+]
+"""Kind of a transform; "pil" is an old one of torchvision, "torchvision" one of v2, or a module of torch."""
+
+
+_KINDS: dict[str, TransformKind] = {
+    "albumentations.": "albumentations",
+    "torchvision.transforms.v2.": "torchvision",
+    "torchvision.transforms.": "pil",
+    "torch.nn.modules.module": "torchvision",
+}
+
+
+def transform_kind(transform: Any) -> TransformKind:
+    """The kind of a transform; raises ConfigError if it is none."""
+    if transform is None:
+        return "none"
+    if isinstance(transform, Program):
+        return "program"
+    if not callable(transform):
+        raise ConfigError(
+            f"the transform is a {type(transform).__name__}, which cannot be called"
+        )
+    for cls in type(transform).__mro__:
+        for modules, kind in _KINDS.items():
+            if cls.__module__.startswith(modules):
+                return kind
+    return "plain"
+
+
+def steps_of(pipeline: Any) -> Sequence[Any] | None:
+    """The steps of a plain sequence of steps; None: it is something else."""
+    kind = type(pipeline)
+    package = kind.__module__.partition(".")[0]
+    if any(
+        value
+        for name, value in getattr(pipeline, "__dict__", {}).items()
+        if name.endswith("_hooks")
+    ):
+        return None
+    is_compose = kind.__name__ == "Compose" and getattr(pipeline, "p", 1) == 1
+    if is_compose and package in ("albumentations", "torchvision"):
+        return list(pipeline.transforms)
+    if package == "torch" and kind.__name__ == "Sequential":
+        return list(pipeline)
+    return None
+
+
+def rebuilt(pipeline: Any, steps: list[Any]) -> Any:
+    """A pipeline like another one, of other steps."""
+    kind = type(pipeline)
+    if kind.__name__ == "Sequential":
+        return kind(*steps)
+    if kind.__module__.startswith("torchvision."):
+        return kind(steps)
+    pipeline = copy.copy(pipeline)  # the copy keeps its boxes and other targets
+    pipeline.transforms = steps
+    return pipeline
+
+
+def leaves(pipeline: Any) -> Iterator[Any]:
+    """The steps of a pipeline, and of the pipelines in it."""
+    steps = steps_of(pipeline)
+    if steps is None and is_composition(pipeline):  # one of several, or by chance
+        steps = getattr(pipeline, "transforms", None)
+    if not isinstance(steps, list | tuple):
+        yield pipeline
+        return
+    for step in steps:
+        yield from leaves(step)
+
+
+def is_composition(step: Any) -> bool:
+    """True for a library's step that is made of others, not of functions as Albumentations' ColorJitter."""
+    if package_of(step) == "albumentations":
+        return any(kind.__name__ == "BaseCompose" for kind in type(step).__mro__)
+    return package_of(step) != "" and hasattr(step, "transforms")
+
+
+def package_of(step: Any) -> str:
+    """The library that a step is of; empty: it is the user's."""
+    package = type(step).__module__.partition(".")[0]
+    if package in ("albumentations", "torchvision", "torch"):
+        return package
+    return ""

@@ -285,3 +285,15 @@ def test_an_unknown_suffix_or_field_is_told_with_the_known_ones(tmp_path: Path) 
                 target_column="species",
             )
         )
+
+
+@pytest.mark.parametrize("shard", ["a.tar", "b.tar"])
+def test_a_caption_that_is_missing_is_none_and_the_others_stay(
+    shard: str, tmp_path: Path
+) -> None:
+    members = [("1.jpg", b"a"), ("1.cls", b"1"), ("1.txt", b"one")]
+    make(tmp_path / "a.tar", *members)
+    without = [("2.jpg", b"b"), ("2.cls", b"2")]
+    make(tmp_path / shard, *(members if shard == "a.tar" else []), *without)
+    store = open_store(tmp_path)
+    assert store.read(np.arange(2), ("txt",))["txt"] == ["one", None]

@@ -819,7 +819,7 @@ class RunConfig(Section, prefix=""):
         name: name of the run; empty = made from the date.
         resume: folder or URI of a run, which continues from its latest checkpoint; "auto" = the run called `name`,
             or a new one if there is none.
-        trust_run_code: resume a run whose folder another user owns, with the code that it names.
+        trust_run_code: run the code that the settings of a resumed run name, also of another user's run.
         log_format: "text", or "json": progress and logs as JSON objects with time, run, rank, epoch and step.
     """
 

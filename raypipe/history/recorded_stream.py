@@ -95,7 +95,7 @@ class RecordedStream:
             for split in ("train", "val")
             if arguments.get(f"{split}_transform", "") != ""
         }
-        if arguments.get("transform"):  # what is given holds, and not the settings
+        if arguments.get("transform"):  # a given transform replaces the settings'
             arguments["transform"] = replace(arguments["transform"], **named)
         # A run keeps the index of its tars next to the quarantine.
         quarantine = join_address(self._run_uri, "quarantine")

@@ -382,7 +382,7 @@ def _offered_cpus() -> int:
         "ray._private.utils.get_num_cpus",
         "the quota of a control group of version 1 is unknown",
     )
-    # of a quota below one CPU, Ray's is 0
+    # Ray finds 0 CPUs in a quota below one
     return min(usable_cpus(), max(1, int(rays())) if rays else usable_cpus())
 
 

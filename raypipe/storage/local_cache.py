@@ -78,11 +78,6 @@ class Unpacked(NamedTuple):
     def address(self) -> str:
         return self.file.address
 
-    @property
-    def written(self) -> tuple[int, str]:
-        """See `RemoteFile.written`."""
-        return self.file.written
-
 
 CacheEntry = RemoteFile | ByteRanges | Unpacked
 

@@ -71,7 +71,14 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
 
 
 # Of a step: who draws for it, which raypipe decides, and what follows from its class.
-_NOT_DECIDING = ("seed", "random_generator", "py_random", "_key2func", "params")
+_NOT_DECIDING = (
+    "seed",
+    "random_generator",
+    "py_random",
+    "_key2func",
+    "params",
+    "invalid_args",
+)
 
 
 def described(pipeline: Any) -> dict[str, Any] | None:
@@ -87,14 +94,18 @@ def described(pipeline: Any) -> dict[str, Any] | None:
         again = library.from_dict(description)
     except Exception:  # a library raises any type for steps that it cannot describe
         return None
-    is_whole = json.dumps(_state(again)) == json.dumps(_state(pipeline))
+    is_whole = _state(again) == _state(pipeline)
     return description if is_whole else None
 
 
 def _is_library(step: Any) -> bool:
     if not type(step).__module__.startswith("albumentations."):
         return False
-    return all(map(_is_library, getattr(step, "transforms", ())))
+    # a step may have a list of functions of this name
+    steps = [
+        each for each in getattr(step, "transforms", ()) if hasattr(each, "to_dict")
+    ]
+    return all(map(_is_library, steps))
 
 
 def _state(value: Any) -> Any:

@@ -7,6 +7,7 @@ such thread ends when Ray shuts down its actor, or at Python's exit, before Ray 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import threading
@@ -93,5 +94,7 @@ def _prepare_end() -> None:
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return
     for actor in ray.get_runtime_context().worker.actors.values():  # one
-        shut_down = getattr(actor, _SHUTDOWN, lambda: None)
-        setattr(actor, _SHUTDOWN, lambda then=shut_down: (_stop_all(), then()))
+        ends = contextlib.ExitStack()  # the last one that was added comes first
+        ends.callback(getattr(actor, _SHUTDOWN, lambda: None))
+        ends.callback(_stop_all)
+        setattr(actor, _SHUTDOWN, ends.close)

@@ -76,7 +76,7 @@ def status(folder: str) -> dict[str, Any]:
     records = read_records(run_uri)
     error = read_error(run_uri)
     told = read_json(join_address(run_uri, STATUS))
-    run = {
+    run: dict[str, Any] = {
         "run_dir": folder,
         "error": error,
         "held_by": held_by,

@@ -78,6 +78,10 @@ class Unpacked(NamedTuple):
     def address(self) -> str:
         return self.file.address
 
+    @property
+    def written(self) -> tuple[int, str]:
+        return self.file.written
+
 
 CacheEntry = RemoteFile | ByteRanges | Unpacked
 

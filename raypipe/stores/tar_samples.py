@@ -80,8 +80,7 @@ class TarSamples:
         if indexed.facts:
             digests.append(indexed.facts)
         self.fingerprint = join_fingerprints(digests)
-        stored = [getattr(archive.file, "file", archive.file) for archive in archives]
-        self.written = hash_of_facts([file.written for file in stored])
+        self.written = hash_of_facts([archive.file.written for archive in archives])
         bounds = np.cumsum([0, *indexed.nums])
         self._keys = indexed.keys
         self._names: dict[int, list[str]] = {}

@@ -728,8 +728,6 @@ class TrainConfig(Section, prefix="train."):
             hashes at each epoch's end, for `raypipe audit`.
         trace_s: seconds from the first batch on that are traced, with what comes before: RUN/trace.json then has
             Chrome trace events of all processes of the stream, for https://ui.perfetto.dev; 0 = no trace.
-        headspace: train on a few micro-batches that stay on the device, to see what a faster input would gain; the
-            run's weights are useless.
     """
 
     model: str = "resnet50"
@@ -760,7 +758,6 @@ class TrainConfig(Section, prefix="train."):
     log_samples: bool = False
     log_digest: bool = False
     trace_s: Annotated[float, Limits(0, 1e9)] = 0.0
-    headspace: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -822,7 +819,7 @@ class RunConfig(Section, prefix=""):
         name: name of the run; empty = made from the date.
         resume: folder or URI of a run, which continues from its latest checkpoint; "auto" = the run called `name`,
             or a new one if there is none.
-        trust_run_code: resume a run whose folder another user owns, with the code that it names.
+        trust_run_code: run the code that the settings of a resumed run name, also of another user's run.
         log_format: "text", or "json": progress and logs as JSON objects with time, run, rank, epoch and step.
     """
 

@@ -98,10 +98,11 @@ def import_name(address: str, setting: str, *, trusted: bool) -> Any:
         raise ConfigError(
             f"{setting} must be module:name, such as {example}, got {address!r}"
         )
-    if not trusted:
-        check_named_code({setting: address}, "a file", trusted)
+    is_step = _is_step(address)
+    if not trusted and not is_step:
+        raise ConfigError(_untrusted(setting, address, "a file"))
     # Steps are not searched here, nor what their libraries import if it is installed.
-    is_open = _is_step(address) or search_here()
+    is_open = is_step or search_here()
     try:
         return _imported(*match.groups())
     except Exception as error:
@@ -128,14 +129,19 @@ def check_named_code(values: Mapping[str, Any], file: str, trusted: bool) -> Non
         ConfigError: it names code other than the steps of known libraries, and is not trusted.
     """
     for setting, address in own_code(values):
-        names = f"{file} names the code {address!r} ({setting})"
-        place = _place_of(_package(address))
         if not trusted:
-            raise ConfigError(
-                f"{names}, which would run {place}: read that code, then add --trust-run-code "
-                "(trust_run_code=True), or name it yourself"
-            )
-        logger.warning("%s: %s runs, since you trust it", names, place)
+            raise ConfigError(_untrusted(setting, address, file))
+        place = _place_of(_package(address))
+        logger.warning("%s names %r (%s): %s runs", file, address, setting, place)
+
+
+def _untrusted(setting: str, address: str, file: str) -> str:
+    """Return the error about code that a file names."""
+    return (
+        f"{file} names the code {address!r} ({setting}), which would run "
+        f"{_place_of(_package(address))}: read that code, then add --trust-run-code (trust_run_code=True), or "
+        "name it yourself"
+    )
 
 
 def own_code(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import sys
 import time
@@ -25,7 +24,6 @@ class Phase(NamedTuple):
 
 
 _relays = False  # whether another process shows this process's lines of progress
-_is_trainer = False  # whether Ray has this process's output, in a file
 _spares_output = False  # whether standard output has only a command's result
 _phases: list[Phase] = []
 
@@ -44,12 +42,9 @@ def print_progress(logger: logging.Logger, text: str, **values: Any) -> None:
         text = "\n".join(RELAY + line for line in printable(text).split("\n"))
     else:
         text = printable(text)
-    try:
+    # a full disk or a closed pipe behind the output ends no run
+    with contextlib.suppress(OSError):
         print(text, flush=True, file=sys.stderr if _spares_output else sys.stdout)
-    except OSError as error:
-        # The disk of Ray's logs is full: the line is lost, and the run is not.
-        if error.errno != errno.ENOSPC or not _is_trainer:
-            raise
 
 
 @contextlib.contextmanager
@@ -70,9 +65,8 @@ def spares_output() -> bool:
 
 def relay_progress(relays: bool) -> None:
     """Set whether another process, to which Ray forwards them, shows this trainer's lines of progress."""
-    global _relays, _is_trainer
+    global _relays
     _relays = relays
-    _is_trainer = True
 
 
 def phases() -> list[Phase]:

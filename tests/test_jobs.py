@@ -448,6 +448,22 @@ def test_a_submitted_run_stopped_and_resumed_ends_with_equal_weights(
     assert_as_unbroken(done, runs / "digits", digits_run)
 
 
+@pytest.mark.soak
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_no_process_of_five_submitted_runs_crashes(tmp_path: Path) -> None:
+    with LocalHead(3, {"RAYPIPE_CACHE": str(tmp_path)}) as head:
+        for number in range(5):
+            runs = ["--storage_path", str(tmp_path / f"runs{number}")]
+            submit = ["job", "submit", "--working-dir", str(ROOT), "--"]
+            head.run(*submit, *TRAIN, *DIGITS, *runs, timeout_s=300)
+        logs = Path(head._folder, "ray", "session_latest", "logs").resolve()
+        texts = {path: path.read_text(errors="replace") for path in logs.glob("*.*")}
+    crashed = re.compile("SIGSEGV|SIGABRT|Segmentation fault|Fatal Python error")
+    assert not [path for path, text in texts.items() if crashed.search(text)]
+    assert any("worker" in path.name for path in texts)
+
+
 HALF_WRITTEN = "checkpoint_0099_0000001_01234567"
 
 

@@ -63,7 +63,6 @@ def bench(
     images_per_s: float = 0.0,
     core_hour_price: float = 0.0,
     gb_price: float = 0.0,
-    headspace: bool = False,
 ) -> dict[str, Any]:
     """Measure the stream against the ceiling of this machine.
 
@@ -71,7 +70,6 @@ def bench(
 
     Examples:
         raypipe bench train.lmdb --transform.train heavy --repeats 3
-        raypipe bench runs/20261121-104600-3fa2 --headspace
         raypipe bench train.lmdb --images-per-s 20000 --core-hour-price 0.04 --gb-price 0.01
 
     Args:
@@ -82,14 +80,7 @@ def bench(
         images_per_s: a rate of all GPUs together, for which to compute CPUs and network; 0 = none.
         core_hour_price: dollars for a CPU core for an hour, to compute dollars per million images.
         gb_price: dollars for a gigabyte that CPU nodes send to trainers, for the same.
-        headspace: instead, train with these settings, from the stream and with data for nothing, and say what a
-            faster input would gain. The target may be a run's folder, whose settings hold, and which keeps the
-            result for its diagnosis.
     """
-    if headspace:
-        from raypipe.commands.bench_headspace import bench_headspace
-
-        return bench_headspace(run, target, seconds, repeats)
     from raypipe.streaming.opening import open_train
 
     opened = open_train(run)

@@ -6,17 +6,19 @@ as bad. In a store that is read in groups, damage to the images of a group count
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from raypipe.errors import RaypipeError, SampleError
-from raypipe.stores.base import Store
+from raypipe.errors import ConfigError, RaypipeError, SampleError
+from raypipe.stores.base import Store, name_of
 from raypipe.stores.numbers import NPY
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode.array import decode_any
+from raypipe.transform.decode.array import decode_any, decode_array
 from raypipe.transform.decode.image_header import image_kind
 from raypipe.transform.samples import WRONG_LABEL
 from raypipe.transform.targets import decode_targets
@@ -36,6 +38,7 @@ class CheckedSample:
         num_bytes: size of the encoded image; 0 = no image.
         height, width: pixels of the image; 0 where it cannot be decoded.
         error: why a run cannot use it; "" = it can.
+        largest: the largest value of an image of more than 8 bits; 0 = it has 8.
     """
 
     index: int
@@ -44,6 +47,7 @@ class CheckedSample:
     height: int
     width: int
     error: str
+    largest: int = 0
 
 
 def spread(store: Store, num_most: int) -> np.ndarray:
@@ -103,9 +107,36 @@ def check_samples(
                 except SampleError as error:
                     reason = str(error)
             image = bytes(sample["image"] or b"")
+            if not image:
+                reason = _broken_link(store, index) or reason
             yield CheckedSample(
-                index, _format(image), len(image), height, width, reason
+                index,
+                _format(image),
+                len(image),
+                height,
+                width,
+                reason,
+                0 if reason else _largest(image),
             )
+
+
+def _broken_link(store: Store, index: int) -> str:
+    """Say that a sample is a link to a file that does not exist; empty if it is none."""
+    path = Path(name_of(store, index))
+    if path.is_symlink() and not path.exists():
+        return f"a broken link, to {path.readlink()}"
+    return ""
+
+
+def _largest(image: bytes) -> int:
+    """Return the largest value of a PNG or TIFF of whole numbers of 16 bits; 0 for any other image."""
+    is_deep = image_kind(image) == "TIFF" or image[12:16] + image[24:25] == b"IHDR\x10"
+    if is_deep:
+        with contextlib.suppress(ConfigError, SampleError):  # the extra is missing
+            pixels = decode_array(image)
+            if pixels.dtype == np.uint16:
+                return int(pixels.max())
+    return 0
 
 
 def read_each(

@@ -344,8 +344,8 @@ def _opened(
     if options := store_options(image_column, target_column, trust_pickles):
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConfigError(
-            f"{given}: for an address, not for a {type(src).__name__}: give it to raypipe.open_store, or rename "
-            "the columns of the samples"
+            f"{given} are for an address, not for a {type(src).__name__}: give them to raypipe.open_store, or "
+            "rename the columns of the samples"
         )
     return src
 

@@ -50,7 +50,8 @@ def describe(
         `columns` (what each holds, by name), `classes` and `groups` (how many, None where it has none),
         `fingerprint`; and of `sampled` samples that were decoded: `formats` (kind → how many), `image_bytes`,
         `height_px` and `width_px`
-        ([least, median, most], None without any), and `bad`, how many of them are bad.
+        ([least, median, most], None without any), and `bad_samples`, how many of them are bad; `16_bits`, a
+        sentence, if any have 16.
 
     Raises:
         StoreError: it cannot be opened.
@@ -67,6 +68,13 @@ def describe(
     )
     sizes = [sample.num_bytes for sample in samples]
     good = [sample for sample in samples if not sample.error]
+    deep = [sample.largest for sample in good if sample.largest]
+    notes: dict[str, str] = {}
+    if deep:
+        notes["16_bits"] = (
+            f"{len(deep)} of the sampled images have 16 bits, largest value {max(deep)}, and a run gets the "
+            "highest 8 bits: set transform.decode_as: array"
+        )
     return {
         "store": store.address,
         "kind": type(store).__name__.removesuffix("Store").lower(),
@@ -82,6 +90,7 @@ def describe(
         "height_px": _range([sample.height for sample in good]),
         "width_px": _range([sample.width for sample in good]),
         "bad_samples": len(samples) - len(good),
+        **notes,
     }
 
 

@@ -28,6 +28,7 @@ from raypipe.stores import open_store, store_options
 
 # the steps of a transform are 1 MiB at most, see `transform_steps`
 _MAX_CONFIG_BYTES = 16 << 20
+_MAX_DEPTH = 100  # the steps of a transform are at most 32 deep, in lists and mappings
 
 
 def parse_command(
@@ -94,6 +95,19 @@ def _flat(
 
 class _Loader(yaml.SafeLoader):
     """YAML's with the numbers and words of its version 1.2: 1e-3 is a number, `off` and a date are words."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise yaml.MarkedYAMLError(
+                problem=f"it is nested more than {_MAX_DEPTH} deep",
+                problem_mark=self.peek_event().start_mark,
+            )
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -169,7 +183,7 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
         # the digits' own numbers would contradict it
         defaults.pop("augment.mean", None)
         defaults.pop("augment.std", None)
-    named_there = {key: defaults[key] for key in defaults.keys() - given.keys()}
+    named_there = {key: value for key, value in defaults.items() if key not in given}
     check_named_code(
         named_there if folder else {}, folder, given.get("trust_run_code", False)
     )

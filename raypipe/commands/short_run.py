@@ -24,7 +24,6 @@ from raypipe.storage.filesystem import (
     join_address,
     open_filesystem,
 )
-from raypipe.streaming.record.headspace import HEADSPACE_FOLDER
 from raypipe.streaming.stop_file import request_stop
 
 logger = logging.getLogger(__name__)
@@ -40,29 +39,20 @@ class ShortRun:
         run: its configuration; its name is not used, and nothing is resumed.
         name: the first part of its folder's name.
         seconds: how long it trains.
-        min_records: records of its training that it has at least, however long they take.
 
     Attributes:
         uri: its folder.
-        records: records of its training, as they were when it was asked to stop.
         figures: its result, see `raypipe.launch.run.launch`.
     """
 
-    def __init__(
-        self, run: RunConfig, name: str, seconds: float, min_records: int = 1
-    ) -> None:
+    def __init__(self, run: RunConfig, name: str, seconds: float) -> None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self._run = dataclasses.replace(
             run, name=f"{name}-{now}-{secrets.token_hex(2)}", resume=""
         )
         self.uri = join_address(as_uri(run.storage_path), self._run.name)
-        self._records_uri = self.uri
-        if run.train.headspace:
-            self._records_uri = join_address(self.uri, HEADSPACE_FOLDER)
         self._seconds = seconds
-        self._min_records = min_records
         self._ended = threading.Event()
-        self.records: list[dict[str, Any]] = []
         self.figures: dict[str, Any] = {}
 
     @contextlib.contextmanager
@@ -85,29 +75,21 @@ class ShortRun:
             self._remove()
 
     def _stop_in_time(self) -> None:
-        self._wait_for_records(1)
+        self._wait_for_a_record()
         self._ended.wait(self._seconds)
-        self._wait_for_records(self._min_records)
-        # a run that has ended may have removed them
-        self.records = self._trained() or self.records
         if not self._ended.is_set():
             request_stop(self.uri)
 
-    def _wait_for_records(self, num: int) -> None:
-        """Wait until the training has so many records, or has ended."""
+    def _wait_for_a_record(self) -> None:
+        """Wait until the training has a record, or has ended."""
         look_s = _LOOK_REMOTE_S if is_remote(self.uri) else _LOOK_S
-        while not self._ended.is_set():
-            trained = [
-                record for record in self._trained() if record["kind"] == "train"
-            ]
-            if len(trained) >= num:
-                return
+        while not (self._ended.is_set() or self._trained()):
             self._ended.wait(look_s)
 
     def _trained(self) -> list[dict[str, Any]]:
         """The records of the training so far, with those of its starts."""
         try:
-            records = read_records(self._records_uri)
+            records = read_records(self.uri)
         except RaypipeError:
             return []
         trained = [record for record in records if record["kind"] == "train"]

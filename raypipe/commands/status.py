@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 from raypipe.errors import ConfigError
-from raypipe.metrics.records import STATUS, read_records
+from raypipe.history.record_checks import damage_told
+from raypipe.metrics.records import RECORDS, STATUS, read_records
 from raypipe.printing import print_table
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import as_uri, exists, join_address
@@ -74,25 +75,25 @@ def status(folder: str) -> dict[str, Any]:
     held_by = holder(run_uri)
     records = read_records(run_uri)
     error = read_error(run_uri)
-    died_at = max(
-        (record["time"] for record in records if "reason" in record), default=0.0
-    )
-    return {
+    told = read_json(join_address(run_uri, STATUS))
+    run: dict[str, Any] = {
         "run_dir": folder,
-        **standing(
-            read_json(join_address(run_uri, STATUS)),
-            time.time(),
-            bool(held_by),
-            died_at,
-            error,
-        ),
         "error": error,
         "held_by": held_by,
         "checkpoint": newest_name(run_uri) or None,
         "stop_requested": stop_requested(run_uri),
-        "faults": [record["text"] for record in records if record["kind"] == "fault"],
-        "start_s": _start_of(records),
     }
+    with damage_told(f"{folder}: {STATUS} or {RECORDS}"):
+        died_at = max(
+            (record["time"] for record in records if "reason" in record), default=0.0
+        )
+        run |= standing(told, time.time(), bool(held_by), died_at, error)
+        run["faults"] = [
+            record["text"] for record in records if record["kind"] == "fault"
+        ]
+        run["start_s"] = _start_of(records)
+        _rows_of(run)
+    return run
 
 
 def _start_of(records: list[dict[str, Any]]) -> dict[str, float]:
@@ -103,8 +104,13 @@ def _start_of(records: list[dict[str, Any]]) -> dict[str, float]:
 
 def print_status(run: dict[str, Any]) -> None:
     """Print the result of `status` in some lines, and the error of a run that has failed."""
+    print_table(run["run_dir"], _rows_of(run))
+
+
+def _rows_of(run: dict[str, Any]) -> dict[str, str | None]:
+    """Return the lines of a run; raises other errors than raypipe's where a value has the wrong kind."""
     waits = f"{run['waits_for']} for {run['since_s']:.0f} s: {run['whom']}"
-    rows = {
+    return {
         "state": run["state"],
         "step": f"{run['step']:,} of {run['to_step']:,}, {run['step_age_s']:.0f} s ago"
         if run["to_step"]
@@ -116,7 +122,6 @@ def print_status(run: dict[str, Any]) -> None:
         "last fault": run["faults"][-1] if run["faults"] else "none",
         "error": run["error"] or None,
     }
-    print_table(run["run_dir"], rows)
 
 
 def _phases_in_words(seconds: dict[str, float]) -> str:

@@ -233,11 +233,11 @@ def index_of(store: Store, name: str) -> int:
         ConfigError: there is no such sample, or there are several.
     """
     found: list[int] = []
-    for names in (
+    for full_names in (
         names_in(store),
         (name_of(store, index) for index in range(len(store))),
     ):
-        for index, full_name in enumerate(names):
+        for index, full_name in enumerate(full_names):
             if full_name == name:
                 return index
             if str(full_name).endswith((f"/{name}", f" {name}")):

@@ -90,6 +90,13 @@ class RecordedStream:
         for name, value in self._given.items():
             if name != "augment":
                 arguments[name] = value
+        named = {
+            split: getattr(TransformConfig, split)
+            for split in ("train", "val")
+            if arguments.get(f"{split}_transform", "") != ""
+        }
+        if arguments.get("transform"):  # a given transform replaces the settings'
+            arguments["transform"] = replace(arguments["transform"], **named)
         # A run keeps the index of its tars next to the quarantine.
         quarantine = join_address(self._run_uri, "quarantine")
         if not is_folder(join_address(self._run_uri, "index")):
@@ -131,7 +138,7 @@ class RecordedStream:
     def _check_code(self) -> None:
         """Raise ConfigError if the run names code or addresses that nobody has trusted."""
         entries = {**self.record["arguments"], "augment": self.record["augment"]}
-        named = {name: entries[name] for name in entries.keys() - self._given.keys()}
+        named = {key: entry for key, entry in entries.items() if key not in self._given}
         run = self._run_uri.removeprefix("file://")
         check_named_code(named, run, self._trusts)
         check_named_addresses(named, self._run_uri, self._trusts)
@@ -193,8 +200,8 @@ class RecordedStream:
                     f"The plan has the fingerprint {fingerprint}, and the run's had "
                     f"{self.record['plan']}: the order or the settings of pixels differ."
                 )
-            now = written_files(self.spec.stores)
-            sentences += rewritten(self.record.get("written"), now)
+            now = {"written": written_files(self.spec.stores)}
+            sentences += rewritten(self.record, now)
         return sentences + self._changed_code() + self._changed_versions()
 
     def draws(self, place: MicroBatchId) -> MicroBatchDraws:

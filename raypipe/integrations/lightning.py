@@ -161,7 +161,7 @@ class _LightningEpochs(SharedEpochs):
         self._module = module
 
     def rewind_look(self, is_new_loop: bool) -> None:
-        if self._module.trainer is None:  # else Lightning's counters say where
+        if self._module.trainer is None:  # otherwise Lightning's counters say where
             super().rewind_look(is_new_loop)
 
     def next(self, split: Split) -> Batches:

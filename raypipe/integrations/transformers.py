@@ -360,7 +360,7 @@ def _check_effects(arguments: Any, given: Mapping[str, Any]) -> None:
     defaults |= _defaults(AcceleratorConfig) | _defaults(type(arguments))
     values = vars(arguments.accelerator_config) | vars(arguments) | given
     if arguments.use_cpu:
-        values["dataloader_pin_memory"] = True  # which TrainingArguments change
+        values["dataloader_pin_memory"] = True  # TrainingArguments change it
     names = () if given.get("eval_dataset") else _OF_DATASETS
     for name in (*_OF_TRAINING, *names):
         if name in defaults and values.get(name) != defaults[name]:

@@ -25,7 +25,12 @@ from raypipe.errors import (
 )
 from raypipe.importing import own_code
 from raypipe.launch.interrupts import Interrupts, Stopped
-from raypipe.launch.run_checks import check_augment, check_code, num_classes_of
+from raypipe.launch.run_checks import (
+    check_augment,
+    check_code,
+    check_continues,
+    num_classes_of,
+)
 from raypipe.launch.run_folder import (
     ERROR_FILE,
     FIGURES_FILE,
@@ -105,7 +110,7 @@ def _train(
     configure_logs(run.log_format, run=run.name)
     spec, num_classes = _checked(run, run_uri)
     stop_was_asked = stop_requested(run_uri)  # an old request, from before this resume
-    newest = _newest(run, run_uri, spec)
+    newest = _newest(run, run_uri, spec, num_classes)
     if newest and _has_ended(spec, newest):
         print_progress(
             logger,
@@ -177,16 +182,22 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     return spec, num_classes
 
 
-def _newest(run: RunConfig, run_uri: str, spec: StreamSpec) -> Checkpoint | None:
-    """Return the checkpoint that a run continues from, if any; the trainers log why newer ones are skipped."""
+def _newest(
+    run: RunConfig, run_uri: str, spec: StreamSpec, num_classes: int
+) -> Checkpoint | None:
+    """Return the checkpoint that a run continues from, if any; the trainers log why newer ones are skipped.
+
+    Raises:
+        RaypipeError: the settings, or the code of the model, do not fit it.
+    """
     changed = changes(run, run_uri) if run.resume else ""
     find = functools.partial(
         find_newest, run_uri, spec.plan.check, start_from=run.train.start_from
     )
     try:
-        newest, _ = find()
-        if _has_ended(spec, newest):  # no trainer will check its state
-            newest, _ = find(with_state=True)
+        newest, _ = find(with_state=True)
+        if newest and not _has_ended(spec, newest):
+            check_continues(run, num_classes, newest)
     except CursorError as error:
         raise CursorError(f"{error}{changed and f'. Changed: {changed}'}") from error
     if run.resume:
@@ -194,7 +205,7 @@ def _newest(run: RunConfig, run_uri: str, spec: StreamSpec) -> Checkpoint | None
         print_progress(logger, f"resumed from {start}{changed and f', with {changed}'}")
     elif newest:
         print_progress(logger, f"starting from {newest.address}")
-    return newest
+    return newest and newest._replace(state=b"")
 
 
 def _allocated(

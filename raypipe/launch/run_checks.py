@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
+
 from raypipe.config import AugmentConfig, Imported, RunConfig, TrainConfig
 from raypipe.device.mixing import check_mixable
 from raypipe.errors import ConfigError
 from raypipe.launch.model_names import check_model
+from raypipe.streaming.saving.checkpoints import Checkpoint
+from raypipe.streaming.saving.stateful import loaded
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.learning import NO_VIEWS
+from raypipe.train.learning import NO_VIEWS, Learner
 from raypipe.train.models import build_metric
 from raypipe.transform.columns import ColumnType
 from raypipe.transform.views import makes_views
@@ -24,6 +28,29 @@ def check_code(config: TrainConfig, channels: int) -> None:
         elif name == "model":
             check_model(address, channels)
     build_metric(config)
+
+
+def check_continues(run: RunConfig, num_classes: int, start: Checkpoint) -> None:
+    """Raise ConfigError if a run's model or optimizer is not the one of the checkpoint that it starts from.
+
+    The trainers load it as well. By then the run's folder has the new settings.
+
+    Args:
+        start: with its state.
+    """
+    was = start.input.get("model")
+    if was and was != run.train.model:
+        raise ConfigError(
+            f"train.model={run.train.model} cannot continue {start.name}, which has train.model={was}: leave it "
+            "out, or start a new run"
+        )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            learner = Learner(run, num_classes, torch.device("cpu"), 1)
+        state = loaded(start.state)
+    except Exception:  # where the trainers fail like this, they say more
+        return
+    learner.load(state)
 
 
 def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
@@ -93,8 +120,6 @@ def check_augment(
             "file, such as my_code.py, and name it my_code:augment; your own loop takes the object"
         )
     if config.ops or config.preset != "none" or config.module:
-        import torch
-
         from raypipe.device.augment import DeviceAugment
 
         DeviceAugment(

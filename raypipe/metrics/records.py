@@ -10,8 +10,8 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -37,7 +37,7 @@ _MAX_STEP = 1 << 62
 STATUS = "status.json"
 _WAIT_EVERY_S = 15.0  # `record_wait` is called after each try of Ray Train's, of 10 s
 _START = "start"
-_START_LINE = b'{"kind": "start"'
+_START_LINE = re.compile(rb'^\{"kind": "start".*', re.MULTILINE)
 _HAPPENED = (_START, "phases", "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
 
@@ -111,9 +111,8 @@ def record_wait(run_uri: str, whom: str, since: float) -> None:
     ):
         place = json.loads(read_whole(address) or b"{}")
         status = {"step": 0, "to_step": 0, "step_at": now, "workers": 0, **place}
-        status |= {"time": now, "begun": now, "every_s": _WAIT_EVERY_S}
+        status |= {"time": now, "begun": now, "since": since, "every_s": _WAIT_EVERY_S}
         status |= {"state": "waiting", "waits_for": "room", "whom": whom}
-        status |= {"since": since, "host": socket.gethostname(), "pid": os.getpid()}
         write_file(open_filesystem(run_uri), STATUS, json.dumps(status))
 
 
@@ -168,6 +167,13 @@ def append_whole(path: Path, lines: bytes, synced: bool = False) -> None:
             os.fsync(file.fileno())
 
 
+def _last_start(path: Path) -> dict[str, Any]:
+    """Return the last start in a file of records; empty if there is none."""
+    with contextlib.suppress(OSError, ValueError, LookupError, RecursionError):
+        return json.loads(_START_LINE.findall(path.read_bytes())[-1])
+    return {}
+
+
 class RecordWriter:
     """Rank 0's record of a run. Local runs are written in place; remote ones are copied at each `sync`.
 
@@ -183,7 +189,7 @@ class RecordWriter:
         stream: what opens the stream again, see `raypipe.streaming.record.opened`.
 
     Attributes:
-        earlier: the `stream` of the start before this one; empty if there is none.
+        earlier: the `stream` of the start before this one, as its record has it; None if there is none.
 
     Raises:
         ConfigError: an earlier start's record in object storage cannot be read.
@@ -228,18 +234,10 @@ class RecordWriter:
         start |= {"settings": settings} if settings else {}
         of_samples = dict(start)
         start |= {"stream": stream} if stream else {}
-        self.earlier = self._earlier_stream()
+        self.earlier = _last_start(self._folder / RECORDS).get("stream")
         self._append(RECORDS, [start])
         if (self._folder / SAMPLES).exists():
             self._append(SAMPLES, [of_samples])
-
-    def _earlier_stream(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError, LookupError, RecursionError):
-            lines = (self._folder / RECORDS).read_bytes().split(b"\n")
-            *_, last = (line for line in lines if line.startswith(_START_LINE))
-            stream = json.loads(last)["stream"]
-            return stream if isinstance(stream, dict) else {}
-        return {}
 
     def write_samples(
         self, rows: list[tuple[MicroBatchId, list[int]]], step: int

@@ -346,10 +346,7 @@ def _own_text(path: Path) -> str:
     try:
         file = os.open(path.name, os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         with os.fdopen(file) as text:
-            states = [os.fstat(opened) for opened in (folder, file)]
-            if not stat.S_ISREG(states[1].st_mode) or any(
-                state.st_uid != os.getuid() for state in states
-            ):
+            if {os.fstat(each).st_uid for each in (folder, file)} != {os.getuid()}:
                 raise PermissionError(f"{path} is another user's")
             return text.read().strip()
     finally:
@@ -385,7 +382,7 @@ def _offered_cpus() -> int:
         "ray._private.utils.get_num_cpus",
         "the quota of a control group of version 1 is unknown",
     )
-    # of a quota below one CPU, Ray's is 0
+    # Ray finds 0 CPUs in a quota below one
     return min(usable_cpus(), max(1, int(rays())) if rays else usable_cpus())
 
 

@@ -87,9 +87,10 @@ def free_resources_of(controller: Any) -> None:
 
     Ray frees it with the whole job, which lives on: the next trainers would lack these CPUs and GPUs.
     """
+    protocol: Any = gcs_pb2  # its classes are made at run time
     accessor = state.state._connect_and_get_accessor()
     for entry in accessor.get_placement_group_table():
-        group = gcs_pb2.PlacementGroupTableData.FromString(entry)
+        group = protocol.PlacementGroupTableData.FromString(entry)
         if group.creator_actor_id == controller._actor_id.binary():
             group_id = ray.PlacementGroupID(group.placement_group_id)
             remove_placement_group(PlacementGroup(group_id))

@@ -88,11 +88,12 @@ def explanation(error: BaseException) -> str:
     return f"{type(cause).__name__}: {text}"
 
 
-def deaths() -> tuple[type[BaseException], ...]:
-    """Return Ray's errors for a process that died, by itself, with its node, or for lack of memory."""
+def deaths(*others: type[BaseException]) -> tuple[type[BaseException], ...]:
+    """Return Ray's errors for a process that died, by itself, with its node, or for lack of memory, and others."""
     from ray import exceptions
 
     return (
+        *others,
         exceptions.RayActorError,
         exceptions.WorkerCrashedError,
         exceptions.NodeDiedError,

@@ -31,7 +31,7 @@ _group: PlacementGroup | None = None
 
 
 def remember_group() -> None:
-    """Remember the placement group of the task or actor whose thread calls this: its other threads do not know it."""
+    """Remember the placement group of the calling thread's task or actor: other threads do not know it."""
     global _group
     _group = None
     if not ray.is_initialized():

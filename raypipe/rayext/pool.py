@@ -475,7 +475,7 @@ class PoolKeeper:
             )
             if self._finished:
                 self._supervisor.note.remote(text, "no_room")
-            else:  # a start, for which nodes may have to come, is no fault
+            else:  # a start, for which nodes may have to come, is not a fault
                 self._supervisor.pool_waits.remote(text)
 
     def _end_stall(

@@ -7,13 +7,14 @@ such thread ends when Ray shuts down its actor, or at Python's exit, before Ray 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
@@ -23,15 +24,7 @@ _LOOK_S = 0.2
 _END_S = 5.0  # time for a thread to finish its current call to Ray
 _SHUTDOWN = "__ray_shutdown__"  # Ray calls this method of an actor before it ends
 
-
-class Stoppable(Protocol):
-    """Owner of a thread that calls Ray."""
-
-    def stop(self) -> None:
-        """Stop the thread, and wait for its end."""
-
-
-_stoppable = weakref.WeakSet[Stoppable]()
+_owners = weakref.WeakSet[Any]()
 
 
 class RayThread(threading.Thread):
@@ -84,29 +77,24 @@ def answer(reference: Any, timeout_s: float) -> Any:
     return ray.get(reference)
 
 
-def stop_before_end(owner: Stoppable) -> None:
+def stop_before_end(owner: Any) -> None:
     """Call `owner.stop()` before this process ends, and before Ray does; owners are not kept alive."""
     _prepare_end()
-    _stoppable.add(owner)
+    _owners.add(owner)
 
 
 def _stop_all() -> None:
-    for owner in list(_stoppable):
+    for owner in list(_owners):
         owner.stop()
 
 
 @functools.cache  # once per process
 def _prepare_end() -> None:
     atexit.register(_stop_all)
-    context = ray.get_runtime_context() if ray.is_initialized() else None
-    if context is None or context.get_actor_id() is None:
+    if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return
-    for actor in context.worker.actors.values():  # the one of this process
-        shut_down = getattr(actor, _SHUTDOWN, None)
-
-        def ending(shut_down: Callable[[], None] | None = shut_down) -> None:
-            _stop_all()
-            if shut_down:
-                shut_down()
-
-        setattr(actor, _SHUTDOWN, ending)
+    for actor in ray.get_runtime_context().worker.actors.values():  # one
+        ends = contextlib.ExitStack()  # the last one that was added comes first
+        ends.callback(getattr(actor, _SHUTDOWN, lambda: None))
+        ends.callback(_stop_all)
+        setattr(actor, _SHUTDOWN, ends.close)

@@ -80,7 +80,6 @@ class Unpacked(NamedTuple):
 
     @property
     def written(self) -> tuple[int, str]:
-        """See `RemoteFile.written`."""
         return self.file.written
 
 

@@ -1,6 +1,6 @@
 """Lists of bad samples, which `raypipe verify STORE` writes and a run can exclude.
 
-The fingerprint ties a list to the contents of its store. A list of your own may have only names, {"bad": [{"name":
+The fingerprint ties a list to the contents of its store. Your own list may have only names, {"bad": [{"name":
 "cat/1.jpg"}, …]}, which are those of the store's column `name`:
 
     {"store": address, "fingerprint": …, "num_samples": N, "bad": [{"index": i, "name": "…", "error": "…"}, …]}

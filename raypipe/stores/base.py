@@ -202,11 +202,6 @@ class FileStore(ABC, Generic[C]):
         return self._options
 
     @property
-    def hashes_content(self) -> bool:
-        """Tell whether the fingerprint is a hash of all samples, not only of their names and sizes."""
-        return False
-
-    @property
     def _contents(self) -> C:
         if self._has_lock and self._pid != os.getpid():
             self.close()

@@ -15,7 +15,7 @@ A folder, its copy in an object store and its tar are one data set, by the same 
 Samples are sorted by class, then by path. A folder at the end of several links counts once per class, under its
 shortest and then first path. `LeftOut` counts the entries that are left out.
 
-`Doubts` has the reasons why the folders may be no classes; `check_classes` makes errors of them. They are splits,
+`Doubts` has the reasons why the folders may not be classes; `check_classes` makes errors of them. They are splits,
 or hold the classes, or images and masks; or all samples have one class, and other files may have the labels.
 """
 
@@ -50,7 +50,7 @@ BY_FOLDER = "folder"
 """The value of target_column that takes the folders for classes whatever else is in them."""
 
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
-# Names, only of letters, of folders of images or of their labels, which are no classes next to each other.
+# Names, only of letters, of folders of images or of their labels, which are not classes next to each other.
 _IMAGES_OR_LABELS = frozenset(
     {
         *("image", "images", "img", "imgs", "jpegimages", "pngimages", "leftimgbit"),
@@ -94,11 +94,11 @@ class FileTree(Protocol):
 
 
 class Doubts(NamedTuple):
-    """Reasons why folders may be no classes.
+    """Reasons why folders may not be classes.
 
     Attributes:
         splits: folders that are splits.
-        folders: why folders are no classes, in words.
+        folders: why folders are not classes, in words.
         others: files and folders that are not read, and that may have labels.
         of_images: other files that belong to images by their names.
     """
@@ -120,7 +120,7 @@ class Layout(NamedTuple):
         classes: class names.
         samples: the samples of each tree, by class.
         left_out: all other entries.
-        doubts: why they may be no classes.
+        doubts: why they may not be classes.
         has_images: False if the samples are arrays.
         flat: images that are in no folder.
         has_tars: whether there are tars next to the folders.
@@ -266,7 +266,7 @@ def words_of(left_out: LeftOut) -> str:
 def _top(
     trees: Sequence[FileTree], root: str
 ) -> tuple[list[TreeSample], set[str], LeftOut, list[str]]:
-    """Return a folder's own images, the names of its folders, what is hidden in it, and its other files."""
+    """Return a folder's own images, the names of its folders, the hidden entries, and its other files."""
     flat = list[TreeSample]()
     names = set[str]()
     hidden = LeftOut()
@@ -435,7 +435,7 @@ def _folders_in(full: Collection[str], root: str) -> dict[str, set[str]]:
 
 
 def _no_classes(parent: str, within: dict[str, set[str]], full: Collection[str]) -> str:
-    """Return why folders next to each other are no classes, in words; empty if they may be."""
+    """Return why folders next to each other are not classes, in words; empty if they may be."""
 
     def inner(folder: str) -> set[str]:
         """Return the names of the folders in a folder, or in the only one that it has."""
@@ -476,7 +476,7 @@ def check_classes(
     doubts: Sequence[Doubts],
     num_by_class: Mapping[str, int],
 ) -> None:
-    """Raise StoreError if folders are no classes, unless the target column takes them for classes in any case.
+    """Raise StoreError if folders are not classes, unless the target column takes them for classes in any case.
 
     Args:
         doubts: of each tree of the store.

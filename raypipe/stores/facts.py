@@ -1,7 +1,7 @@
 """Facts about a store, as values of JSON: two stores with the same facts give the same samples.
 
-A fingerprint that knows only names and sizes may be that of another store too, so the address is a fact too. And no
-fingerprint of files shows all that can be written to them in place, so `written_of` is one as well.
+A fingerprint may be that of another store, too, or of one that was written in place: it may know only names and
+sizes. So `written_of` is a fact as well, which no other files have.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from raypipe.storage.local_file import written_facts
 from raypipe.stores.base import FileStore, Store
 from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
-from raypipe.stores.memory import MemoryStore
 
 
 def facts_of(store: Store) -> Any:
@@ -27,12 +26,8 @@ def facts_of(store: Store) -> Any:
         return None
     schema = store.schema.remove_metadata().to_string()
     options = repr(store.options) if isinstance(store, FileStore) else ""
-    facts = [type(store).__name__, store.fingerprint, schema, options]
-    facts.append(written_of(store))
-    hashes_content = isinstance(store, MemoryStore) or (
-        isinstance(store, FileStore) and store.hashes_content
-    )
-    return facts if hashes_content else [*facts, store.address]
+    written = written_of(store)
+    return [type(store).__name__, store.fingerprint, schema, options, written]
 
 
 def written_of(store: Store) -> str:

@@ -22,7 +22,8 @@ from raypipe.errors import ConfigError
 from raypipe.section import shown
 from raypipe.stores.arrow_values import is_number
 from raypipe.stores.base import Store
-from raypipe.stores.scan import column_in, field_at, scan
+from raypipe.stores.nested import column_in, field_at
+from raypipe.stores.scan import scan
 
 Compiled = Callable[[Mapping[str, pa.Array]], pa.Array | pa.Scalar]
 """Function of columns, by name, that returns the value of an expression for each sample, or one for all."""

@@ -300,25 +300,30 @@ def _list_objects(address: str) -> tuple[MemoryTree, str]:
     Returns:
         Its files, and a hash of what changes when one is replaced: their sizes and times.
     """
-    tree = MemoryTree(missing=0)
-    written = hashlib.blake2b(digest_size=16)
+    infos = list[pyarrow.fs.FileInfo]()
     with errors_as(StoreError, f"{address} cannot be listed"):
         filesystem, root = open_filesystem(address)
         top = root
         folders = [root]
         while len(folders) == 1:  # a folder around the classes, such as train/
             (top,) = folders
-            infos = filesystem.get_file_info(pyarrow.fs.FileSelector(top))
-            _add(tree, root, infos, written)
+            of_top = filesystem.get_file_info(pyarrow.fs.FileSelector(top))
+            infos += of_top
             is_folder = (
-                info for info in infos if info.type == pyarrow.fs.FileType.Directory
+                info for info in of_top if info.type == pyarrow.fs.FileType.Directory
             )
             folders = [
                 info.path for info in is_folder if not is_left_out(info.base_name)
             ]
-        for infos in in_threads(lambda folder: _objects(filesystem, folder), folders):
-            _add(tree, root, infos, written)
-    return tree, written.hexdigest()
+        for below in in_threads(lambda folder: _objects(filesystem, folder), folders):
+            infos += below
+    tree = MemoryTree(missing=0)
+    for info in infos:
+        is_file = info.type == pyarrow.fs.FileType.File
+        path = info.path.removeprefix(f"{root}/")
+        tree.add(path, TreeFile(info.size) if is_file else None)
+    written = sorted((info.path, info.size, info.mtime_ns) for info in infos)
+    return tree, hash_of_facts(written)
 
 
 def _objects(
@@ -327,21 +332,6 @@ def _objects(
     infos = filesystem.get_file_info(pyarrow.fs.FileSelector(folder, recursive=True))
     report_progress()
     return infos
-
-
-def _add(
-    tree: MemoryTree,
-    root: str,
-    infos: Sequence[pyarrow.fs.FileInfo],
-    written: hashlib.blake2b,
-) -> None:
-    facts = sorted((info.path, info.size, info.mtime_ns) for info in infos)
-    written.update(repr(facts).encode())
-    for info in infos:
-        is_file = info.type == pyarrow.fs.FileType.File
-        tree.add(
-            info.path.removeprefix(f"{root}/"), TreeFile(info.size) if is_file else None
-        )
 
 
 _Packed = tuple[tuple[str, ...] | None, list[int], bytes, bytes]

@@ -110,10 +110,6 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
             )
         return _Shards(opened, target_column or "label")
 
-    @property
-    def hashes_content(self) -> bool:
-        return isinstance(self._contents, _Shards)
-
     def close(self) -> None:
         super().close()
         if self._listing:

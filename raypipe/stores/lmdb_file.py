@@ -211,6 +211,11 @@ class LMDBFile:
             raise self._damaged("", error) from None
 
     def _damaged(self, where: str, error: Exception) -> StoreError:
+        if "named databases" in str(error):
+            return StoreError(
+                f"{self.path} has named databases{where}, and raypipe reads only the main one: read them with the "
+                "library lmdb, and give the samples to `raypipe.convert`, as docs/formats.md shows"
+            )
         return StoreError(
             f"{self.path} is damaged{where}: {error}; copy or convert it again"
         )

@@ -96,10 +96,8 @@ def _open(listed: RemoteFile, options: Options) -> _Shard:
         file: LMDBFile = shared_cache().get(listed, LMDBFile)
         return _Shard(where, listed, listing_of(file, where, astuple(listed), options))
     file = LMDBFile(address)
-    status = Path(address).stat()
-    version = status.st_size, status.st_mtime_ns, status.st_ino
     try:
-        return _Shard(where, file, listing_of(file, where, version, options))
+        return _Shard(where, file, listing_of(file, where, file.written, options))
     except StoreError as error:
         if file.num_bytes < file.declared_bytes and "is damaged" in str(error):
             raise StoreError(

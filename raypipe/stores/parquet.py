@@ -322,7 +322,7 @@ def _check_size(group: _Group, leaves: list[str]) -> None:
 
 
 def _read_footer(filesystem: pafs.FileSystem, path: str) -> tuple[bytes, str]:
-    """Return the footer and the file's version; raw bytes, so that the hash does not depend on pyarrow's version."""
+    """Return the raw bytes of the footer, whose hash no release of pyarrow changes, and the file's version."""
     try:
         with open_input(filesystem, path) as file:
             num_bytes = file.size()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -45,29 +43,6 @@ def names_in(store: Store) -> Iterator[str | None]:
     if NAME in store.schema.names:
         for columns in scan(store, (NAME,), ""):
             yield from columns[NAME]
-
-
-def column_in(present: Collection[str], name: str) -> str | None:
-    """Return the column that a name stands for, which may be a field within its values, such as json.caption."""
-    parts = name.split(".")
-    ends = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((column for column in ends if column in present), None)
-
-
-def field_at(value: Any, path: Sequence[str]) -> Any:
-    """Return the field at a path in a value of structs or JSON; None if it is not there.
-
-    Raises:
-        ValueError: a text is not JSON.
-    """
-    for name in path:
-        if isinstance(value, str | bytes):
-            try:
-                value = json.loads(value)
-            except RecursionError as error:
-                raise ValueError(str(error)) from None
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
 
 
 def numbers_of(store: Store, column: str, setting: str) -> np.ndarray:

@@ -278,8 +278,7 @@ def _kept_path(archive: Archive, options: Sequence[Any]) -> Path | None:
     elif isinstance(file, Unpacked):
         version = ("unpacked", *astuple(file.file))
     else:
-        status = os.fstat(file.descriptor)
-        version = archive.name, status.st_size, status.st_mtime_ns, status.st_ino
+        version = archive.name, *file.written
     try:
         folder = make_cache_folder("scans")
     except OSError:

@@ -1,4 +1,4 @@
-"""Samples of a tar of WebDataset: consecutive members whose names are equal up to the first dot.
+"""Samples of a tar of WebDataset: members whose names are equal up to the first dot.
 
     000123.jpg    the image: the first member with an image suffix
     000123.cls    the label, an integer in ASCII; without it, the field `label` of 000123.json, which may also be
@@ -8,8 +8,8 @@
     000123.npy    a column `npy` of bytes; the same for any other suffix
 
 A suffix is everything after the first dot, in lower case, as in WebDataset. A suffix that all samples have becomes
-a column, one of text also if some lack it; others are left out and counted. A key that appears again after a
-different key starts a new sample.
+a column, one of text also if some lack it; others are left out and counted. A key that appears again, with a suffix
+that its sample has already, starts a new sample.
 """
 
 from __future__ import annotations
@@ -242,6 +242,7 @@ def _grouped(
 ) -> tuple[list[_Sample], str]:
     """Return the samples of a tar's members, and which one has a suffix twice, in words; empty if none has."""
     samples: list[_Sample] = []
+    by_key: dict[str, _Sample] = {}
     problem = ""
     for key, group in itertools.groupby(_counted(entries), key=lambda file: file[0]):
         members: dict[str, Place] = {}
@@ -249,7 +250,12 @@ def _grouped(
             if suffix in members:
                 problem = problem or f"sample {key!r} has two members .{suffix}"
             members[suffix] = location
-        samples.append(_Sample(key, members))
+        before = by_key.get(key)
+        if before is not None and before.members.keys().isdisjoint(members):
+            before.members.update(members)  # the tar is not sorted by name
+            continue
+        by_key[key] = _Sample(key, members)
+        samples.append(by_key[key])
     return samples, problem
 
 
@@ -401,7 +407,7 @@ def _image_of(members: Mapping[str, Place], suffix: str) -> str | None:
 def _bad(name: str, problem: str, target_column: str) -> StoreError:
     return StoreError(
         f"{name}: {problem}. Each sample of a WebDataset tar has one .cls or one field "
-        f"{target_column!r} in its .json, and its members must be consecutive (tar --sort=name)"
+        f"{target_column!r} in its .json"
     )
 
 

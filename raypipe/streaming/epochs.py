@@ -78,8 +78,8 @@ class Batches(Iterator[Batch]):
         self._was_left = True
         self._source._leave_early(self)
 
-    def is_look(self, also_in_loop: bool) -> bool:
-        """Return whether only the first batch was taken, by `next(iter(…))`, or also in a loop that goes on."""
+    def _is_look(self, also_in_loop: bool) -> bool:
+        """Return whether only the first batch was taken, by `next(iter(…))`, or also in a loop that continues."""
         return self._num_taken == 1 < self._len and (
             also_in_loop or not self._num_loops
         )

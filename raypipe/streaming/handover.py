@@ -17,9 +17,8 @@ import torch
 
 from raypipe.config import AtLeast1, AugmentConfig, Seconds
 from raypipe.device.modules import PLAIN
-from raypipe.device.ring import numbered
-from raypipe.errors import ConfigError
-from raypipe.metrics.records import Folder
+from raypipe.errors import ConfigError, CursorError
+from raypipe.metrics.records import Folder, read_records
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.rayext.agreement import in_train_function
@@ -27,14 +26,13 @@ from raypipe.rayext.worker_logs import take_worker_logs
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.files import check_place
 from raypipe.storage.filesystem import as_uri, open_filesystem
+from raypipe.streaming.digest import plain_settings
 from raypipe.streaming.inline import open_inline
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import join_train_run
 from raypipe.streaming.record.digest_log import DigestLog
-from raypipe.streaming.record.headspace import HeadspaceRecord, MeasuringFolder
 from raypipe.streaming.record.opened import settings_record
-from raypipe.streaming.resident_stream import ResidentStream
 from raypipe.streaming.saving.checkpoints import Checkpoint, cursor_of, find_start
 from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
 from raypipe.streaming.saving.stateful import latest_of_train
@@ -59,7 +57,6 @@ _KINDS: dict[str, Any] = {
     "keep_batches": Annotated[int, Limits(0, MAX_INT)],
     "trace": str,
     "trace_s": Seconds,
-    "headspace": bool,
 }
 
 
@@ -80,7 +77,6 @@ def loader(
     log_digest: bool = False,
     trace: str | Path = "",
     trace_s: float = 60.0,
-    headspace: bool = False,
 ) -> Loader:
     """Return this rank's loader. Call it once per rank, first in the train function, so the pool starts while
     you build the model.
@@ -114,9 +110,6 @@ def loader(
         trace: file of Chrome trace events, which https://ui.perfetto.dev shows: a path or a URI. Rank 0 writes
             there what the stream's processes do, from now to `trace_s` after the first batch. Empty = no trace.
         trace_s: seconds.
-        headspace: train on a few micro-batches that stay on the device, at the places of the whole run: no loop
-            can be faster. The run begins at its start, its checkpoints are removed at the end, and its speed is
-            kept in `run_dir`, for the diagnosis at the end of a run from the stream.
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
@@ -134,16 +127,15 @@ def loader(
     rank, world_size = _rank_and_world_size(in_train, spec.pool.engine)
     spec.plan.check_workers(world_size)
     device = _device_of(device, in_train)
-    run = _run_folder(checked["run_dir"], lease, headspace, in_train, rank)
+    run = _run_folder(checked["run_dir"], lease, in_train)
     augmented = _augment_config(augment, spec.endings.get("train"))
     digest_log = None
-    if log_digest and not headspace:
+    if log_digest:
         record = settings_record(spec, augmented, dtype)
         digest_log = DigestLog.of(
             run.folder, spec.plan, record, rank, world_size, device
         )
-    start = None
-    if not headspace:
+    try:
         start = _start_of(
             cursor,
             checked["start_from"],
@@ -152,11 +144,14 @@ def loader(
             rank,
             world_size,
         )
+    except CursorError as error:
+        changed = changed_since(checked["run_dir"] or checked["start_from"], spec)
+        raise CursorError(f"{error}{changed}") from error
     if cursor is None and start:
         cursor = _place_of(start)
     stream = Loader(
         spec,
-        _opening(spec, rank, world_size, device, in_train, max_actors, headspace),
+        _opening(spec, rank, world_size, device, in_train, max_actors),
         rank,
         world_size,
         device,
@@ -173,7 +168,6 @@ def loader(
         trace=trace_address,
         trace_s=trace_s,
     )
-    _record_headspace(stream, run, headspace)
     return stream
 
 
@@ -209,49 +203,20 @@ class _RunFolder(NamedTuple):
     """The folder of a run, as one rank uses it.
 
     Attributes:
-        uri: what `run_dir` names; empty = nothing.
         folder: where rank 0 records the run; None = nowhere.
         checkpoints: those of the loop; None = it cannot write any.
-        measuring: the folder for a run with data for nothing; None = this is none, or has no `run_dir`.
     """
 
-    uri: str
     folder: Folder | None = None
     checkpoints: RunCheckpoints | None = None
-    measuring: MeasuringFolder | None = None
 
 
-def _run_folder(
-    run_dir: str, lease: str, headspace: bool, in_train: bool, rank: int
-) -> _RunFolder:
-    """The folder that `run_dir` names, or that of Ray Train's run, which has no checkpoints of the loop's own.
-
-    A run with data for nothing gets another one, which rank 0 empties.
-    """
+def _run_folder(run_dir: str, lease: str, in_train: bool) -> _RunFolder:
+    """The folder that `run_dir` names, or that of Ray Train's run, which has no checkpoints of the loop's own."""
     if not run_dir:
-        is_of_train = in_train and not headspace
-        return _RunFolder("", _folder_of_train() if is_of_train else None)
-    uri = as_uri(run_dir)
-    measuring = None
-    checkpoints = RunCheckpoints(uri, lease)
-    if headspace:
-        measuring = MeasuringFolder(uri)
-        checkpoints = RunCheckpoints(measuring.uri)
-        if rank == 0:
-            measuring.clear()
-    folder = open_filesystem(checkpoints.run_uri)
-    return _RunFolder(uri, folder, checkpoints, measuring)
-
-
-def _record_headspace(stream: Loader, run: _RunFolder, headspace: bool) -> None:
-    """Let rank 0 record the loop's speed with data for nothing, or compare its own with it."""
-    metrics = stream.metrics
-    if stream.rank == 0 and (run.uri or headspace):
-        metrics.headspace = HeadspaceRecord(run.uri, stream.world_size, headspace)
-    if run.measuring:
-        metrics.run_log.obey(open_filesystem(run.uri))
-        if stream.rank == 0:
-            metrics.observers.append(run.measuring)
+        return _RunFolder(_folder_of_train() if in_train else None)
+    checkpoints = RunCheckpoints(as_uri(run_dir), lease)
+    return _RunFolder(open_filesystem(checkpoints.run_uri), checkpoints)
 
 
 def _opening(
@@ -261,11 +226,8 @@ def _opening(
     device: torch.device,
     in_train: bool,
     max_actors: int | None,
-    headspace: bool,
 ) -> Callable[..., HostStream]:
-    """Return the function that starts this rank's stream at a place: with Ray, inline, or of data for nothing."""
-    if headspace:
-        return ResidentStream(spec, rank, world_size, numbered(device)).open
+    """Return the function that starts this rank's stream at a place, with Ray or inline."""
     if spec.pool.engine == "inline":
         return functools.partial(open_inline, spec, rank, world_size)
     from raypipe.streaming.ray_stream import RayStreams  # this imports ray.data
@@ -293,6 +255,23 @@ def _start_of(
     elif start_from:
         of_run = find_start(start_from, check)
     return _later(of_train, of_run)
+
+
+def changed_since(folder: str, spec: StreamSpec) -> str:
+    """Return the settings of a stream's order that a run's record has with other values, as an error's end."""
+    records = read_records(as_uri(folder)) if folder else []
+    then: dict[str, Any] = {}
+    for record in records:
+        then |= record.get("settings", {}) if record.get("kind") == "start" else {}
+    now = plain_settings(spec, workers=0, actors=0, from_step=0, to_step=0)
+    names = [
+        name
+        for name in now
+        if name.startswith(("plan.", "store", "left_out"))
+        and then.get(name, now[name]) != now[name]
+    ]
+    listed = ", ".join(f"{name}={now[name]} (was {then[name]})" for name in names)
+    return f". Changed: {listed}" if listed else ""
 
 
 def _later(

@@ -13,7 +13,7 @@ from raypipe.streaming.moves import Move
 from raypipe.transform.fields import MicroBatch
 
 if TYPE_CHECKING:
-    from raypipe.device.prefetcher import Batch
+    pass
 
 EXHAUSTED = ""
 MOVED = "it goes on at another place"
@@ -42,7 +42,6 @@ class HostStream(NamedTuple):
         has_begun: whether the pool has its CPUs, as far as it needs them for a first batch.
         start_images: images that the source, or each of its actors, makes in the time that its start takes. A
             skip of fewer reads on; a longer one starts the source again, behind them.
-        resident: batches that are on the device already; None = `batches` are brought there.
     """
 
     batches: Iterator[MicroBatch]
@@ -57,7 +56,6 @@ class HostStream(NamedTuple):
     has_begun: Callable[[], bool] = lambda: True
     start_images: int = 0
     moves: Callable[[Move], bool] | None = None
-    resident: Iterator[Batch] | None = None
 
 
 class Lifetime:

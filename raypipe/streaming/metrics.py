@@ -21,7 +21,6 @@ from raypipe.metrics.utilization import Utilization, UtilizationSum
 from raypipe.plan.places import Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.cluster_state import spilled_bytes
-from raypipe.streaming.record.headspace import HeadspaceRecord
 from raypipe.streaming.record.rank_trace import RankTrace
 from raypipe.streaming.run_log import RunLog
 
@@ -50,7 +49,6 @@ class LoaderMetrics:
         actors: transform actors that the pool has at most; 0 = trainers make the stream themselves.
         readers: number of readers at one time; 0 = the actors read the store.
         is_run: whether `raypipe train` trains, and no loop of the user's own.
-        headspace: the loop's speed with data for nothing; None = this rank does not ask.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class LoaderMetrics:
         self.actors = 0
         self.readers = 0
         self.is_run = False
-        self.headspace: HeadspaceRecord | None = None
         self._plan = plan
         self._saved_at = time.perf_counter()
         self._device = device
@@ -302,9 +299,6 @@ class LoaderMetrics:
         )
         remembered = _remembered(times, self.times("val"))
         sentences = [*diagnose(times, situation), *_in_words(remembered)]
-        if self.headspace and times.step_s:
-            images_per_s = times.images * self._world_size / times.step_s
-            sentences.append(self.headspace.told(images_per_s))
         text = " ".join(filter(None, sentences))
         is_last = epoch + 1 == self._plan.config.epochs
         values = {**asdict(times), **_utilized(used), "text": text}

@@ -44,6 +44,7 @@ from raypipe.transform.columns import MakeColumns, SampleColumns
 from raypipe.transform.ending import Ending
 from raypipe.transform.fields import LABEL
 from raypipe.transform.split_endings import take_endings
+from raypipe.transform.transform_steps import brief
 
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
@@ -215,6 +216,14 @@ def _transforms_of(
     val: UserTransform,
 ) -> tuple[dict[Split, UserTransform], dict[Split, Ending]]:
     """Return the transform of each split, and its ending; an empty one is that of the settings."""
+    for split, given in (("train", train), ("val", val)):
+        setting = getattr(config, split)
+        # "none" names no transform either
+        if given != "" and setting not in ("none", getattr(TransformConfig, split)):
+            raise ConfigError(
+                f"{split}_transform and TransformConfig({split}={brief(setting)}) are both given, and only one "
+                "can hold: leave one out"
+            )
     chosen: dict[Split, UserTransform] = {
         "train": config.train if train == "" else train,
         "val": config.val if val == "" else val,

@@ -118,7 +118,7 @@ class SharedEpochs:
         if epoch is None or epoch.train.turn != self.loader._turn:
             return
         segment = epoch.train.segment
-        if segment and epoch.train.is_look(is_new_loop):
+        if segment and epoch.train._is_look(is_new_loop):
             start = self.loader.plan.cursor(epoch.number, segment.first_step)
             self.loader.load_state_dict(asdict(start))
 

@@ -97,7 +97,7 @@ class RankStream:
             plan.segments(start), plan.config.per_step, self._rank, self._world_size
         )
         self._take_facts(host)
-        batches = host.resident or self._transferred(host)
+        batches = self._transferred(host)
         self._batches = batches
         watchdogs = list[SupervisorWatchdog]()
         ends = ExitStack()

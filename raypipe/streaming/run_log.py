@@ -153,8 +153,7 @@ class RunLog(Observer):
                 of_run,
                 described,
             )
-            earlier = self.log.earlier.get("written")
-            for sentence in rewritten(earlier, described.get("written", {})):
+            for sentence in rewritten(self.log.earlier, described):
                 logger.warning("%s", sentence)
         self.opened(supervisor)
 

@@ -43,7 +43,7 @@ class SampleMakers:
         self._makers: dict[tuple[Split, Size], SampleMaker] = {}
         # Copies of makers whose code is the user's, until their first samples were made twice, see `remake`. Code
         # that is named gets the size, so each maker has its own.
-        self._unchecked: dict[SampleMaker, Callable[[], SampleMaker]] = {}
+        self._unchecked: dict[SampleMaker, tuple[Size, Callable[[], SampleMaker]]] = {}
         self.probes: list[Probe] = []
 
     def get(self, position: MicroBatchId, draws: Draws) -> SampleMaker:
@@ -72,7 +72,10 @@ class SampleMakers:
             # Before its first use, of which it may keep something.
             code = copied(code)
             columns = replace(spec.columns, function=copied(spec.columns.function))
-            self._unchecked[sample_maker] = lambda: new(copied(code), columns=columns)
+            self._unchecked[sample_maker] = (
+                size,
+                lambda: new(copied(code), columns=columns),
+            )
         return sample_maker
 
     def _size(self, position: MicroBatchId, draws: Draws) -> Size:
@@ -130,7 +133,7 @@ class SampleMakers:
         split = position.split
         pool = self._spec.pool
         strength = self.strength(position)
-        new_sample_maker = self._unchecked.pop(sample_maker)
+        size, new_sample_maker = self._unchecked.pop(sample_maker)
         has_threads = pool.engine == "inline" and not self.draws_globally
 
         def new_maker() -> Callable[[int], dict[str, Any]]:
@@ -144,9 +147,6 @@ class SampleMakers:
         check_remade(originals, new_maker, self.title(split), num_threads)
         image = bytes(samples[0].image or b"")
         kept = samples[0]._replace(image=image, columns=dict(samples[0].columns))
-        size = next(
-            size for (_, size), maker in self._makers.items() if maker is sample_maker
-        )
         k0, k1 = keys[0].tolist()
         self.probes.append(
             Probe((split, size), kept, (k0, k1), digest_of(originals[0]), strength)

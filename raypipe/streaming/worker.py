@@ -191,7 +191,7 @@ class TransformWorker:
                     ),
                     timeout=_PROBE_S,
                 )
-            except (*deaths(), ray.exceptions.GetTimeoutError):
+            except deaths(ray.exceptions.GetTimeoutError):
                 continue  # it is the Supervisor that has failed, which others notice
             if warning := self._maker.sample_makers.check_probe(first):
                 self._supervisor.packages_differ.remote(warning)

@@ -221,8 +221,11 @@ class Learner:
         try:
             self._model.load_state_dict(state["model"])
         except RuntimeError as error:
+            # torch names every parameter
             raise ConfigError(
-                f"the checkpoint has a different model: {_shortened(error)}"
+                f"the checkpoint's model is not that of train.model={self._config.model} with "
+                f"{self._num_classes} outputs: leave train.model and train.num_classes as they were, or start a "
+                f"new run ({textwrap.shorten(str(error), 200, placeholder=' …')})"
             ) from error
         self._load_optimizer(state["optimizer"])
         if state.get("scaler"):  # empty if it was disabled
@@ -258,11 +261,6 @@ def _shape_of(result: object) -> tuple[int, ...] | str:
     if isinstance(result, torch.Tensor):
         return tuple(result.shape)
     return type(result).__name__
-
-
-def _shortened(error: Exception) -> str:
-    """Return the beginning of an error, since torch names every parameter of a model."""
-    return textwrap.shorten(str(error), 400, placeholder=" …")
 
 
 def _made_fast(model: nn.Module) -> nn.Module:

@@ -106,7 +106,6 @@ class Trainer:
             start_from=run.train.start_from,
             lease=lease,
             log_digest=run.train.log_digest,
-            headspace=run.train.headspace,
             **trace,
         )
         stream.model_name = run.train.model

@@ -16,7 +16,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.arrow_values import array_of, array_type, is_bytes, is_list, is_text
 from raypipe.stores.base import RENAMED, Store, is_class, missing, name_of, title_of
 from raypipe.stores.joined import JoinedStore
-from raypipe.stores.scan import column_in
+from raypipe.stores.nested import column_in
 from raypipe.transform.columns import (
     CLASS,
     ColumnMaker,
@@ -270,10 +270,9 @@ def schema_of_values(
             break
         if first == begin + _NUM_AT_ONCE:
             logger.warning(
-                "%s: the first %s samples have no value in %s, and a value tells its type: the search continues, up "
-                "to sample %s. Numbers and lists that the store's schema describes need none",
-                *(store.address, f"{first:,}", ", ".join(sorted(unknown))),
-                f"{len(store):,}",
+                "%s: the first %d samples have no value in %s, and a value tells its type: the search continues, "
+                "up to sample %d. Numbers and lists that the store's schema describes need none",
+                *(store.address, first, ", ".join(sorted(unknown)), len(store)),
             )
         later = np.arange(first, min(first + _NUM_AT_ONCE, len(store)))
         for sample in _samples(store, columns, maker, later, reasons):

@@ -28,8 +28,8 @@ from raypipe.config import ColumnOptions
 from raypipe.errors import ConfigError, SampleError
 from raypipe.importing import import_name
 from raypipe.plan.order import Domain
+from raypipe.stores.nested import field_at
 from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
-from raypipe.stores.scan import field_at
 from raypipe.transform.fields import COLUMN, LABEL, Field
 from raypipe.transform.keys import Key, KeyedGenerator
 from raypipe.transform.process_state import seed_process

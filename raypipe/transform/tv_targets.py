@@ -89,7 +89,7 @@ def _corners(boxes: Any, size: tuple[int, int]) -> np.ndarray:
     """Corners (K, 4) of boxes, cut at the edges of an image."""
     from torchvision.transforms.v2 import functional
 
-    if hasattr(boxes, "format"):  # else they are pure tensors
+    if hasattr(boxes, "format"):  # pure tensors have none
         boxes = functional.convert_bounding_box_format(
             boxes,
             new_format="XYXY",  # type: ignore[arg-type]

@@ -48,12 +48,10 @@ def without_sizes(src: str | Store, dst: Path, **options: Any) -> dict[str, int]
 
 
 def contents(store: Store) -> dict[str, list[Any]]:
-    return {
-        name: list(values)
-        for name, values in store.read(
-            np.arange(len(store)), tuple(store.schema.names)
-        ).items()
-    }
+    """All columns but the names, which a copy has from its source."""
+    columns = tuple(name for name in store.schema.names if name != "name")
+    read = store.read(np.arange(len(store)), columns)
+    return {name: list(values) for name, values in read.items()}
 
 
 def names(folder: Path) -> list[str]:

@@ -134,7 +134,7 @@ def test_a_value_beyond_the_first_samples_decides_the_type() -> None:
         "none": [None] * 100,
     }
     store = MemoryStore([b"x"] * 100, [0] * 100, columns=later)
-    first = store.read(np.arange(64), tuple(store.schema.names))
+    first = store.read(np.arange(64), tuple(store.schema.names[:-1]))
     types = column_types(_with_later(store, first), "x")
     assert list(types.items())[2:] == [
         ("year", "float64"),

@@ -364,4 +364,8 @@ def test_webdataset_on_files_of_its_own_library(
             tar.write({"__key__": f"{i:02}", "jpg": image, "cls": i % 3})
     store = converted(capsys, tmp_path / "w.tar", tmp_path / "w.lmdb")
     assert store.classes is None
-    assert contents(store) == {"image": IMAGES, "label": [i % 3 for i in range(30)]}
+    assert contents(store) == {
+        "image": IMAGES,
+        "label": [i % 3 for i in range(30)],
+        "name": [f"{i:02}" for i in range(30)],
+    }

@@ -132,10 +132,10 @@ class TestCommands:
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (found["samples"], found["without_size"]) == (4, 0)
         copy = open_store(tmp_path / "b.parquet")
-        assert copy.schema.names == ["image", "height", "width"]
+        assert copy.stored.names == ["image", "height", "width"]
         read = copy.read(np.arange(4), ("height", "width"))
         assert read["height"] == ["tall"] * 4 and read["width"].tolist() == [
             width for width, _ in STORED
         ]
         cli.main(["convert", f"{tmp_path}/a.lmdb", f"{tmp_path}/c.lmdb", "--no-sizes"])
-        assert open_store(tmp_path / "c.lmdb").schema.names == ["image", "height"]
+        assert open_store(tmp_path / "c.lmdb").stored.names == ["image", "height"]

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import bombs
+import cv2
 import numpy as np
 import pytest
 
 from raypipe.commands import cli
+from raypipe.commands.checked_samples import check_samples
 from raypipe.commands.inspection import describe
 from raypipe.commands.verify import _reasons, print_verified, task_bounds, verify
 from raypipe.config import PlanConfig
@@ -264,3 +266,23 @@ class TestVerify:
     def test_a_list_that_cannot_be_written_is_told_first(self, damaged: Path) -> None:
         with pytest.raises(ConfigError, match=r"nowhere/bad\.json cannot be written"):
             verify(open_store(damaged), "nowhere/bad.json")
+
+
+def test_images_of_16_bits_are_told(tmp_path: Path) -> None:
+    for name, largest in (("dark", 4095), ("plain", 255)):
+        (tmp_path / name).mkdir()
+        dtype = np.uint16 if largest > 255 else np.uint8
+        pixels = np.linspace(0, largest, 64).astype(dtype).reshape(8, 8)
+        (tmp_path / name / "a.png").write_bytes(
+            cv2.imencode(".png", pixels)[1].tobytes()
+        )
+    note = describe(open_store(tmp_path))["16_bits"]
+    assert note.startswith("1 of the sampled images have 16 bits, largest value 4095")
+    assert note.endswith("set transform.decode_as: array")
+
+
+def test_a_broken_link_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "a.png").symlink_to("nowhere.png")
+    (sample,) = check_samples(open_store(tmp_path), np.array([0]))
+    assert sample.error == "a broken link, to nowhere.png"

@@ -88,6 +88,27 @@ def test_a_resume_of_what_is_no_run_says_which_line_a_run_has(tmp_path: Path) ->
         parse_run([f"--resume={tmp_path}"], None)
 
 
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- "])
+def test_a_deep_configuration_is_refused_where_it_is_too_deep(
+    opening: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deep.yaml").write_text(f"plan: \n  {opening * 100_000}")
+    with pytest.raises(SystemExit):
+        parse_run([f"--config={tmp_path / 'deep.yaml'}"], None)
+    assert "deep.yaml is not YAML: it is nested more" in capsys.readouterr().err
+
+
+def test_a_store_with_a_config_of_a_run_beside_its_images_is_a_store(
+    downloaded: Path,
+) -> None:
+    write_run(downloaded, transform={"train": "planted:make"}, plan={"epochs": 7})
+    run = parse(str(downloaded))
+    assert (run.store.train, run.plan.epochs) == (
+        str(downloaded),
+        RunConfig().plan.epochs,
+    )
+
+
 # Whose code it names
 
 
@@ -104,7 +125,7 @@ def test_a_resume_runs_code_by_the_word_or_by_its_name(
     )
     with pytest.raises(
         ConfigError,
-        match=r"names the code 'mine:make' \(transform\.train\), which would run .*: read that code, then add "
+        match=r"names the code 'mine:net' \(train\.model\), which would run .*: read that code, then add "
         r"--trust-run-code .*, or name it yourself",
     ):
         parse_run([f"--resume={folder}"], None)
@@ -112,7 +133,7 @@ def test_a_resume_runs_code_by_the_word_or_by_its_name(
     for given in (["--trust-run-code"], named):
         run = parse_run([f"--resume={folder}", *given], None)
         assert (run.transform.train, run.train.model) == ("mine:make", "mine:net")
-    assert "names the code 'mine:net' (train.model): a module mine" in caplog.text
+    assert "names 'mine:net' (train.model): a module mine" in caplog.text
 
 
 # Where it is

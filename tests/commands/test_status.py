@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from raypipe.commands.cli import main
-from raypipe.commands.status import print_status, standing
+from raypipe.commands.status import print_status, standing, status
+from raypipe.errors import ConfigError
 from raypipe.launch.run_folder import write_error
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.lease import lease
@@ -170,3 +171,12 @@ def test_a_run_that_has_not_begun_to_train_is_told(
         "config.yaml cannot be used: [Errno 20] Not a directory"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    "content", [[], {}, 5, None, {"step": "x"}, WROTE | {"step": "x"}]
+)
+def test_a_damaged_status_is_one_error(content: Any, tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"status\.json or metrics\.jsonl is damaged"):
+        status(str(tmp_path))

@@ -9,7 +9,7 @@ import pytest
 
 from raypipe.commands.short_run import ShortRun, check_has_settings
 from raypipe.commands.trace import trace
-from raypipe.config import RunConfig, TrainConfig
+from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.launch.run_folder import CONFIG_HEAD
 from raypipe.metrics.chrome_trace import Chunk, chrome_trace, to_json
@@ -62,10 +62,8 @@ def test_a_short_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_the_records_of_a_short_run_are_read_where_its_loop_writes_them(
     tmp_path: Path,
 ) -> None:
-    train = TrainConfig(headspace=True)
-    run = RunConfig(storage_path=str(tmp_path), train=train)
-    short = ShortRun(run, "headspace", 1.0)
-    folder = Path(short.uri.removeprefix("file://")) / "headspace"
+    short = ShortRun(RunConfig(storage_path=str(tmp_path)), "trace", 1.0)
+    folder = Path(short.uri.removeprefix("file://"))
     folder.mkdir(parents=True)
     lines = [
         {"kind": "start", "step": 0, "workers": 2},

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import without_ray
 import yaml
 from small_runs import parse_run, small_run
@@ -22,7 +24,7 @@ from raypipe.config import (
     TrainConfig,
     TransformConfig,
 )
-from raypipe.errors import ConfigError, CursorError
+from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.launch.interrupts import Stopped
 from raypipe.launch.run import _as_run_error, _withdraw_stop, launch
 from raypipe.launch.run_checks import num_classes_of
@@ -36,7 +38,9 @@ from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.saving.checkpoints import write_checkpoint
+from raypipe.streaming.saving.stateful import saved, states_of
 from raypipe.streaming.spec import StreamSpec
+from raypipe.train.learning import Learner
 
 RUN = RunConfig(
     store=StoreConfig(train="train.lmdb", val="val.lmdb"),
@@ -277,6 +281,64 @@ def test_a_resume_that_is_refused_changes_nothing(
     with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read"):
         launch(resumed)
     assert tree(tmp_path) == found
+
+
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "seed": ("plan", {"seed": 7}, "made under plan"),
+    "batch": ("plan", {"micro_batch_size": 4}, "made under plan"),
+    "skip": ("plan", {"skip": ["1..1"]}, "plan.skip may change only"),
+    "store": ("store", {"train": "val"}, "made under plan"),
+    "no store": ("store", {"train": "nowhere"}, "nowhere does not exist"),
+    "filter": ("store", {"filter": "nothing > 3"}, "nothing"),
+    "model": ("train", {"model": "resnet18"}, "has train.model=small: leave it out"),
+    "outputs": ("train", {"num_classes": 9}, "train.num_classes as they were"),
+    "own model": ("train", {"model": "lost:net"}, "train.model 'lost:net'"),
+    "optimizer": ("train", {"optimizer": "adamw"}, "set train.optimizer to sgd"),
+    "own optimizer": ("train", {"optimizer": "lost:sgd"}, "'lost:sgd' cannot be"),
+    "loss": ("train", {"loss": "lost:loss"}, "'lost:loss' cannot be imported"),
+    "transform": ("transform", {"train": "lost:make"}, "'lost:make' cannot be"),
+    "module": ("augment", {"module": "lost:make"}, "'lost:make' cannot be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_of_a_resume_leaves_every_file_as_it_was(
+    name: str, stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No refusal comes after the connection to Ray, before which nothing is written."""
+    monkeypatch.setattr("raypipe.launch.run.connect", lambda **options: 1 / 0)
+    store = StoreConfig(str(stores["train"]), str(stores["val"]))
+    small = TrainConfig(model="small", num_classes=5)
+    run = dataclasses.replace(
+        RUN, store=store, train=small, storage_path=str(tmp_path), resume=""
+    )
+    uri = (tmp_path / "mine").as_uri()
+    store_config(run, uri)
+    learner = Learner(run, 5, torch.device("cpu"), 1)
+    for parameter in learner._model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    learner._optimizer.step()
+    state = saved(states_of(learner.parts()))
+    write_checkpoint(
+        uri,
+        Cursor(0, 1, spec_of(run, uri).plan.fingerprint),
+        state,
+        {"steps": 1},
+        described={"model": "small"},
+    )
+    (tmp_path / "mine" / "error.txt").write_text("an earlier one\n")
+    (tmp_path / "mine" / "stop").touch()
+    found = tree(tmp_path)
+    resumed = dataclasses.replace(run, resume=str(tmp_path / "mine"))
+    section, values, told = REFUSED[name]
+    if values.get("train") in stores:
+        values = {"train": str(stores[values["train"]])}
+    changed = dataclasses.replace(getattr(run, section), **values)
+    with pytest.raises(RaypipeError, match=re.escape(told)):
+        launch(dataclasses.replace(resumed, **{section: changed}))
+    assert tree(tmp_path) == found
+    with pytest.raises(ZeroDivisionError):
+        launch(resumed)
 
 
 def test_a_request_that_cannot_be_removed_hides_neither_result_nor_error(

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -194,3 +197,22 @@ def test_a_text_is_no_number_in_arithmetic() -> None:
     ):
         with pytest.raises(ConfigError, match="cannot be evaluated"):
             matching(store, expression)
+
+
+@pytest.mark.parametrize("as_json", [True, False], ids=["JSON", "structs"])
+def test_a_filter_takes_fields_within_a_column(as_json: bool) -> None:
+    values: list[dict[str, Any]] = [
+        {"similarity": 0.2, "by": {"name": "a"}},
+        {"similarity": None, "by": {"name": "b"}},
+        {"similarity": 1, "by": None},
+    ]
+    meta = list(map(json.dumps, values)) if as_json else values
+    store = MemoryStore([b""] * 3, None, columns={"meta": meta})
+    for expression, expected in (
+        ("meta.similarity > 0.3", [False, False, True]),
+        ("meta.by.name == 'b' or meta.similarity < 0.3", [True, True, False]),
+        ("meta.by.name == None", [False, False, True]),
+    ):
+        assert matching(store, expression).tolist() == expected
+    with pytest.raises(ConfigError, match="is true for none"):
+        matching(store, "meta.none == 1")

@@ -126,7 +126,7 @@ def test_a_list_of_bad_samples_may_have_names(tmp_path: Path) -> None:
     file.write_text(json.dumps({"bad": [{"name": "b/1.png"}, {"name": "a/0.png"}]}))
     assert read_bad_list(file, store, "store.exclude").tolist() == [0, 2]
     file.write_text(json.dumps({"bad": [{"name": "c.png"}]}))
-    with pytest.raises(ConfigError, match="the store has no sample 'c.png'"):
+    with pytest.raises(ConfigError, match=r"the store has no sample 'c\.png'"):
         read_bad_list(file, store, "store.exclude")
 
 

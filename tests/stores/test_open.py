@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from raypipe.errors import ConfigError, StoreError
@@ -17,7 +19,7 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.tar import TarStore
 
-from pictures import write_tar  # isort: skip
+from pictures import samples, write_tar  # isort: skip
 
 SAMPLES = [{"image": b"x", "label": 1}]
 
@@ -301,3 +303,16 @@ def test_a_name_near_the_missing_one_is_proposed(tmp_path: Path) -> None:
         StoreError, match=r"trian\.lmdb does not exist; did you mean .*/train\.lmdb\?$"
     ):
         open_store(tmp_path / "trian.lmdb")
+
+
+def test_a_folder_of_img2dataset_is_its_tars(tmp_path: Path) -> None:
+    for number in range(2):
+        write_tar(tmp_path / f"0000{number}.tar", samples(2))
+        pq.write_table(pa.table({"key": ["0"]}), tmp_path / f"0000{number}.parquet")
+    (tmp_path / "00000_stats.json").write_text("{}")
+    assert len(open_store(tmp_path)) == 4
+    pq.write_table(pa.table({"key": ["0"]}), tmp_path / "00002.parquet")
+    with pytest.raises(
+        StoreError, match=r"both \*\.parquet and \*\.tar files; .* such as .*/\*\.tar"
+    ):
+        open_store(tmp_path)

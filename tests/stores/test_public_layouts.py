@@ -331,10 +331,6 @@ def files_of(pattern: str) -> list[str]:
     return every
 
 
-def told_of(stores: list[str], caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [line for line in caplog.messages if line.startswith(tuple(stores))]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_public_layout_is_read_right_or_refused_by_name(
     layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -362,6 +358,6 @@ def test_a_public_layout_is_read_right_or_refused_by_name(
     with pytest.raises(StoreError, match=expected):
         len(open_store(root))
     is_flat = expected == FLAT  # archives name their other layouts too
-    for open_archive, path in ((open_store, "a.tar"), (open_source, "a.zip")):
+    for open_archive, name in ((open_store, "a.tar"), (open_source, "a.zip")):
         with pytest.raises(StoreError, match="has no labels" if is_flat else expected):
-            len(open_archive(tmp_path / path))  # type: ignore[arg-type]
+            len(open_archive(tmp_path / name))  # type: ignore[arg-type]

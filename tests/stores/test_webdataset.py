@@ -133,7 +133,7 @@ def test_labels_are_of_cls_of_another_member_or_of_json(
         ([("2.cls", b"1"), ("2.cls", b"2")], r"sample '2' has two members \.cls"),
         (
             [("x.jpg", b""), ("2.cls", b"1")],
-            "sample '2' has no label.*must be consecutive",
+            "sample 'x' has no label",
         ),
     ],
 )
@@ -285,3 +285,27 @@ def test_an_unknown_suffix_or_field_is_told_with_the_known_ones(tmp_path: Path) 
                 target_column="species",
             )
         )
+
+
+@pytest.mark.parametrize("shard", ["a.tar", "b.tar"])
+def test_a_caption_that_is_missing_is_none_and_the_others_stay(
+    shard: str, tmp_path: Path
+) -> None:
+    members = [("1.jpg", b"a"), ("1.cls", b"1"), ("1.txt", b"one")]
+    make(tmp_path / "a.tar", *members)
+    without = [("2.jpg", b"b"), ("2.cls", b"2")]
+    make(tmp_path / shard, *(members if shard == "a.tar" else []), *without)
+    store = open_store(tmp_path)
+    assert store.read(np.arange(2), ("txt",))["txt"] == ["one", None]
+
+
+@pytest.mark.parametrize("label", ["cls", "json"])
+def test_a_samples_members_need_not_be_next_to_each_other(
+    label: str, tmp_path: Path
+) -> None:
+    labels = [b"7", b"5"] if label == "cls" else [b'{"label": 7}', b'{"label": 5}']
+    members = [("a.jpg", b"A"), ("b.jpg", b"B")]
+    members += [(f"b.{label}", labels[1]), (f"a.{label}", labels[0])]
+    store = make(tmp_path / "a.tar", *members)
+    read = store.read(np.arange(len(store)))
+    assert read["image"] == [b"A", b"B"] and read["label"].tolist() == [7, 5]

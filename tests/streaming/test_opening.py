@@ -216,3 +216,14 @@ def test_stores_of_other_classes_are_refused_unless_nobody_asks() -> None:
             ]
             is val
         )
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_transform_that_would_be_dropped_is_an_error(split: str) -> None:
+    store = MemoryStore([b""] * 4, [0] * 4)
+    config = TransformConfig(**{split: "heavy"})
+    given = {f"{split}_transform": "none"}
+    with pytest.raises(
+        ConfigError, match=rf"{split}_transform and TransformConfig.*: leave one out"
+    ):
+        open_stream(store, store, transform=config, **given)

@@ -17,7 +17,7 @@ from raypipe.config import PlanConfig, PoolConfig
 @pytest.fixture(scope="module")
 def pixels() -> np.ndarray:
     small = np.random.default_rng(3).integers(0, 256, (8, 7, 3), np.uint8)
-    return np.array(Image.fromarray(small).resize((56, 48), Image.BICUBIC))
+    return np.array(Image.fromarray(small).resize((56, 48), Image.Resampling.BICUBIC))
 
 
 @pytest.fixture(scope="module")

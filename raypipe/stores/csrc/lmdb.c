@@ -51,7 +51,7 @@
 #define MAX_VALUE (1u << 29) /* MAX_SAMPLE_BYTES of raypipe/stores/base.py */
 #define MAX_FIXED (MAX_VALUE / 8)
 #define NO_VALUE 0xFFFFFFFFu /* a length that says None */
-enum { BRANCH_PAGE = 1, LEAF_PAGE = 2, OVERFLOW_PAGE = 4, LONG_VALUE = 1 };
+enum { BRANCH_PAGE = 1, LEAF_PAGE = 2, OVERFLOW_PAGE = 4, LONG_VALUE = 1, NAMED_DATABASE = 2 };
 
 /* Branch pages that are kept. A page of 4 KiB has about 200 children, so two levels of six million keys are 200. */
 #define NUM_KEPT 1024
@@ -326,8 +326,10 @@ static int value_of(Call *call, Reader page, Node *node, Value *value)
 {
     const size_t start = page.left - node->behind.left;
     *value = (Value){.is_there = 1, .is_long = node->flags == LONG_VALUE, .num = node->low};
+    if (node->flags == NAMED_DATABASE)
+        return damaged(call, "it has named databases");
     if (node->flags > LONG_VALUE)
-        return damaged(call, "its flags are %#llx: a nested database, or damage", (unsigned long long)node->flags);
+        return damaged(call, "its flags are %#llx", (unsigned long long)node->flags);
     if (value->is_long ? take_little(&node->behind, 8, &value->number)
                        : take(&node->behind, value->num, &value->inside))
         return 1;

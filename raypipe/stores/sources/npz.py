@@ -80,7 +80,7 @@ def _values(
     """Return the next rows; `start` is where the last call ended."""
     num_bytes = (stop - start) * dtype.itemsize * math.prod(row_shape)
     content = np.empty(num_bytes, np.uint8)
-    free = memoryview(content)
+    free = content.data
     while free and (num := file.readinto(free[:_STEP_BYTES])):
         free = free[num:]
     if free:

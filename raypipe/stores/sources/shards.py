@@ -3,6 +3,7 @@
     uint32 n | uint32 offsets (n + 1) | … | samples, from one offset to the next
 
     bytes, jpeg, png, …       as they are
+    jpeg_array, list[jpeg]    the one image of a list
     str, json, str_int, …     text in UTF-8
     int, uint8, float32, …    little-endian
     pil                       uint32 width, height and length of the mode's name | name | pixels
@@ -31,6 +32,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import join_address
 from raypipe.storage.read_limit import check_read, read_limit
 from raypipe.stores.base import RENAMED
+from raypipe.stores.lmdb_values import is_image
 from raypipe.stores.sources.format_source import (
     Asked,
     opened,
@@ -272,6 +274,10 @@ def _decoder(encoding: str) -> Decode | None:
 _DECODERS: dict[str, Decode] = {
     **dict.fromkeys(("bytes", "jpeg", "png", "tifffile", "file", "image"), bytes),
     **dict.fromkeys(("str", "text", "str_decimal"), bytes.decode),
+    **dict.fromkeys(
+        ("jpeg_array", "jpegarray", "list[jpeg]", "list[png]"),
+        lambda data: _one_of(data),
+    ),
     "str_int": int,
     "str_float": float,
     "json": json.loads,
@@ -292,6 +298,16 @@ def _array_of(details: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | Non
     name, _, axes = details.partition(":")
     dtype = _NUMBERS[name] if name else None
     return dtype, tuple(map(int, axes.split(","))) if axes else None
+
+
+def _one_of(data: bytes) -> bytes:
+    """Return the image of a list of one: uint32 number | uint32 sizes | images."""
+    if is_image(data):
+        return data
+    (num,) = struct.unpack_from("<I", data)
+    if num != 1:
+        raise ValueError(f"it has {num} images, and a sample has one")
+    return data[8:]
 
 
 def _picture(data: bytes) -> bytes:

@@ -142,30 +142,29 @@ def _without_texts(entries: Any) -> Any:
 
 def written_files(stores: Mapping[Split, Store]) -> dict[str, str]:
     """Return when the files of each store were written, see `written_of`, by its address and this machine."""
+    host = gethostname()
     return {
-        _place_of(store): written_of(store)
+        store.address if is_remote(store.address) else f"{store.address} on {host}": (
+            written_of(store)
+        )
         for of_split in stores.values()
         for store in parts_of(of_split).values()
     }
 
 
-def _place_of(store: Store) -> str:
-    if is_remote(store.address):
-        return store.address
-    return f"{store.address} on {gethostname()}"
-
-
-def rewritten(then: Any, now: Mapping[str, str]) -> list[str]:
-    """Describe the stores whose files were written or replaced between two times of `written_files`.
+def rewritten(then: Any, now: Mapping[str, Any]) -> list[str]:
+    """Describe the stores whose files were written or replaced between two records of a stream.
 
     Args:
-        then: as a record has it, which may be damaged, or of an earlier release.
+        then: the earlier one, which may be damaged, or of an earlier release.
     """
-    before = then if isinstance(then, dict) else {}
+    before: Any = then.get("written") if isinstance(then, dict) else {}
+    if not isinstance(before, dict):
+        before = {}
     return [
         f"The files of {place} were written or replaced since the run: if their contents have changed, so have "
         "its pixels."
-        for place, written in now.items()
+        for place, written in now.get("written", {}).items()
         if before.get(place, written) != written
     ]
 

@@ -46,6 +46,7 @@ _BITS = 258
 _PHOTOMETRIC = 262
 _SAMPLE_FORMAT = 339
 _WHITE_IS_ZERO = 0
+_BIG_MOTOROLA = b"MM\0+"
 _SIGNED = 2
 _OTHER_TIFF = "store 8 or 16 bits of gray or RGB, or set transform.decode_as='array'"
 
@@ -130,7 +131,9 @@ def stored_orientation(data: bytes) -> int:
 def stored_bytes(data: bytes | bytearray | memoryview | None) -> bytes:
     """Return a sample's stored bytes; raise SampleError if there are none."""
     if data is None:
-        raise SampleError("no value")
+        raise SampleError(
+            "no value: it is missing, cannot be read, or has over 512 MiB"
+        )
     if not isinstance(data, bytes | bytearray | memoryview):
         raise SampleError(f"the value is a {type(data).__name__}, not bytes")
     if not data:
@@ -208,6 +211,10 @@ def _opened(data: bytes, kind: str) -> Any:
     try:
         return open_pillow(data, kind)
     except SyntaxError as error:
+        if data.startswith(_BIG_MOTOROLA):
+            raise SampleError(
+                f"BigTIFF with the highest bytes first, which Pillow does not read: {_OTHER_TIFF}"
+            ) from error
         if str(error) == "unknown pixel mode":
             # Pillow does not know it, damaged or not
             raise SampleError(
@@ -244,5 +251,7 @@ def _rgb(image: Any, bits: int = 16, is_inverted: bool = False) -> np.ndarray:
             gray = (np.asarray(band) >> (bits - 8)).astype(np.uint8)
             pixels[top : top + rows] = (~gray if is_inverted else gray)[:, :, None]
         else:
+            if image.mode == "La":  # gray multiplied by alpha
+                band = band.convert("LA")
             pixels[top : top + rows] = np.asarray(band.convert("RGB"))
     return pixels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store
 from raypipe.stores.sources import Asked, kind_at, open_source
+from raypipe.stores.sources.shards import values_of
 
 DATA = Path(__file__).parents[1] / "data"
 JPEGS = json.loads((DATA / "jpegs.json").read_text())
@@ -251,3 +253,14 @@ def test_a_dataset_dict_asks_for_a_split(tmp_path: Path) -> None:
         StoreError, match=rf"has the splits test, train\. .*{tmp_path}/test"
     ):
         open_source(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["jpeg_array", "list[jpeg]", "jpeg"])
+def test_a_list_of_one_image_is_the_image(encoding: str) -> None:
+    decode = values_of("a", {"image": encoding}, Asked())["image"].decode
+    image = b"\xff\xd8\xff" + bytes(20)
+    assert decode(image) == image
+    if encoding != "jpeg":
+        assert decode(struct.pack("<II", 1, len(image)) + image) == image
+        with pytest.raises(ValueError, match="it has 2 images, and a sample has one"):
+            decode(struct.pack("<III", 2, 3, 3) + b"abcdef")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypipe.errors import StoreError
@@ -193,3 +195,47 @@ def test_a_length_beyond_the_file_takes_no_memory(tmp_path: Path) -> None:
         StoreError, match="is truncated in record 1, of 419430400 bytes"
     ):
         rows_of(tmp_path / "a.tfrecord")
+
+
+@pytest.mark.parametrize("name", ["class", "image__label", "target", "cls"])
+def test_usual_names_of_labels_are_found(tmp_path: Path, name: str) -> None:
+    rows = rows_of(write(tmp_path / "a.tfrecord", example(image=b"x", **{name: 3})))
+    assert rows == [{"image": b"x", "label": 3}]
+
+
+def test_a_feature_that_begins_late_is_a_column(tmp_path: Path) -> None:
+    late = example(image=b"x", label=1, text=b"a", score=2)
+    file = write(tmp_path / "a.tfrecord", *[example(image=b"x", label=0)] * 99, late)
+    rows = rows_of(file)
+    assert [row["text"] for row in rows] == [None] * 99 + ["a"]
+    assert math.isnan(rows[0]["score"]) and rows[-1]["score"] == 2.0
+
+
+def test_a_feature_that_begins_too_late_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tfrecord, "_PROBED_BYTES", 0)
+    late = example(image=b"x", label=1, text=b"a")
+    rows = rows_of(
+        write(tmp_path / "a.tfrecord", *[example(image=b"x", label=0)] * 64, late, late)
+    )
+    assert len(rows) == 66 and "text" not in rows[-1]
+    assert caplog.text.count("record 64: left out, as none of the first") == 1
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_raw_pixels_are_images_by_their_height_and_width(
+    tmp_path: Path, channels: int
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 12, channels), np.uint8)
+    record = example(image_raw=pixels.tobytes(), height=10, width=12, label=1)
+    (row,) = rows_of(write(tmp_path / "a.tfrecord", record))
+    assert (row["image"] == pixels).all()
+
+
+def test_raw_pixels_of_unknown_sides_are_refused(tmp_path: Path) -> None:
+    record = example(image_raw=bytes(range(256)) * 12, label=1)
+    with pytest.raises(
+        StoreError, match="'image_raw' has 3,072 bytes in each record, a"
+    ):
+        rows_of(write(tmp_path / "a.tfrecord", record))

@@ -222,3 +222,13 @@ def test_a_cut_off_zip(tmp_path: Path) -> None:
         StoreError, match=r"a\.zip cannot be read: BadZipFile: .*copy it again"
     ):
         open_source(file)
+
+
+def test_names_of_windows_are_parted_by_backslashes(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.zip", {"cat\\a.jpg": b"a", "train\\..\\dog\\b.jpg": b""})
+    with pytest.raises(StoreError, match="leads out of the zip"):
+        open_source(file)
+    file = write(tmp_path / "a.zip", {"cat\\a.jpg": b"a", "dog\\b.jpg": b"b"})
+    source, rows = opened(file)
+    assert source.classes == ("cat", "dog")
+    assert rows == [{"image": b"a", "label": 0}, {"image": b"b", "label": 1}]

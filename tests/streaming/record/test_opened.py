@@ -89,7 +89,10 @@ def test_a_resume_and_a_replay_say_that_files_were_written_and_go_on(
     assert (SAID in caplog.text) == is_said
 
 
-@pytest.mark.parametrize("then", [None, 3, [], {"a on another": "v"}])
+@pytest.mark.parametrize(
+    "then", [None, 3, {}, {"written": 3}, {"written": {"a on another": "v"}}]
+)
 def test_a_record_that_tells_nothing_of_files_is_not_compared(then: Any) -> None:
-    assert opened.rewritten(then, {"a on m": "w"}) == []
-    assert opened.rewritten({"a on m": "v"}, {"a on m": "w"})
+    now = {"written": {"a on m": "w"}}
+    assert opened.rewritten(then, now) == opened.rewritten(then, {}) == []
+    assert opened.rewritten({"written": {"a on m": "v"}}, now)

@@ -20,6 +20,7 @@ import bombs
 import cv2
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image, ImageOps
 
 from raypipe.errors import SampleError
@@ -537,3 +538,27 @@ def test_importing_decode_brings_no_torch_ray_pillow_or_albumentations() -> None
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == "set()"
+
+
+def gray_alpha(extra: str) -> bytes:
+    out = io.BytesIO()
+    pixels = np.arange(96, dtype=np.uint8).reshape(6, 8, 2) + 100
+    pixels[..., 1] = 255
+    options = {"photometric": "minisblack", "planarconfig": "contig"}
+    tifffile.imwrite(out, pixels, extrasamples=[extra], **options)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("extra", ["unassalpha", "assocalpha", "unspecified"])
+def test_gray_with_alpha_is_gray_in_a_tiff(extra: str) -> None:
+    pixels = decode(gray_alpha(extra))
+    assert (pixels == np.arange(100, 196, 2).reshape(6, 8, 1)).all()
+
+
+def test_a_bigtiff_of_motorola_is_not_called_damaged() -> None:
+    out = io.BytesIO()
+    tifffile.imwrite(out, np.zeros((6, 8, 3), np.uint8), bigtiff=True, byteorder=">")
+    with pytest.raises(
+        SampleError, match=r"^BigTIFF with the highest .*decode_as='arr"
+    ):
+        decode(out.getvalue())

@@ -77,7 +77,7 @@ def audit(
         "not_compared_finished": record.uncompared,
         "seed": None if all else seed,
         "findings": [finding._asdict() for finding in record.findings],
-        "differences": run.differences if record.findings else [],
+        "differences": run.differences,
         "seconds": time.perf_counter() - begun,
     }
 

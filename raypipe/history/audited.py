@@ -190,7 +190,7 @@ class AuditedRecord:
         workers = [start.workers for start in self.run.starts if start.has_trained]
         for rank in range(max(workers, default=1)):
             if rank not in counts:
-                text = f"rank {rank} has no {DIGESTS}/rank-{rank:04d}.json, which counts its lines"
+                text = f"rank {rank} has no {DIGESTS}/count-{rank:04d}.json, which counts its lines"
                 self.find("missing", text)
 
     def _check_gaps(self, epochs: Sequence[int]) -> None:
@@ -395,8 +395,8 @@ class AuditedRecord:
             self.uncompared = (
                 f"recorded on {start.facts['cpu']}, and this is {cpu_kind()}"
             )
-        elif stream.differences:
-            self.uncompared = stream.differences[0]
+        elif stream.changed_code:
+            self.uncompared = stream.changed_code[0]
         else:
             return True
         return False

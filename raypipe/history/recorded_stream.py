@@ -202,7 +202,12 @@ class RecordedStream:
                 )
             now = {"written": written_files(self.spec.stores)}
             sentences += rewritten(self.record, now)
-        return sentences + self._changed_code() + self._changed_versions()
+        return sentences + self.changed_code
+
+    @functools.cached_property
+    def changed_code(self) -> list[str]:
+        """Sentences that say which code and versions have changed since the run."""
+        return self._changed_modules() + self._changed_versions()
 
     def draws(self, place: MicroBatchId) -> MicroBatchDraws:
         """Return the samples of a micro-batch, see `RecordedRun.draws`."""
@@ -317,7 +322,7 @@ class RecordedStream:
                     )
         return changed
 
-    def _changed_code(self) -> list[str]:
+    def _changed_modules(self) -> list[str]:
         now = user_code()
         return [
             f"The file of {module} has changed since the run."

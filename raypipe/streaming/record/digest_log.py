@@ -7,7 +7,7 @@
     {"kind": "left"}                                                the loop has left the epoch before its end
     {"kind": "root", "micro_batches": n, "root": …}
 
-    RUN/digests/rank-0001.json                  {epoch: number of lines in its file}, written after the lines
+    RUN/digests/count-0001.json                 {epoch: number of lines in its file}, written after the lines
 
 The hashes are those of `raypipe.streaming.hashes`: of the micro-batch as it reached the rank, and as the device
 stage finished it on a CPU. The root is a hash over the sorted lines of all ranks, so it does not depend on W. A
@@ -55,7 +55,7 @@ DIGESTS = "digests"
 FACTS = ("plan", "rank", "workers", "device", "cpu")
 """Facts that the line of a start has, and its seal covers."""
 _FILE = re.compile(r"epoch-(\d{4,})-rank-(\d{4,})\.jsonl")
-_COUNTS = re.compile(r"rank-(\d{4,})\.json")
+_COUNTS = re.compile(r"count-(\d{4,})\.json")
 _PLACE = re.compile(r"(train|val)-e(\d{4,})-s(\d{6,})-m(\d{3,})")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _FLUSH_S = 1.0
@@ -278,7 +278,7 @@ class DigestLog(Observer):
             self._flushed_at = time.monotonic()
 
     def _write_counts(self) -> None:
-        path = f"{self._folder}/rank-{self._rank:04d}.json"
+        path = f"{self._folder}/count-{self._rank:04d}.json"
         text = json.dumps(self._counts)
         if self._is_local:
             # a crash leaves the old or the new one
@@ -304,7 +304,7 @@ class DigestLog(Observer):
             if not self._counts:
                 counts = json.loads(
                     _read(
-                        self._filesystem, f"{self._folder}/rank-{self._rank:04d}.json"
+                        self._filesystem, f"{self._folder}/count-{self._rank:04d}.json"
                     )
                     or b"{}"
                 )

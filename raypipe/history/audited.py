@@ -252,7 +252,7 @@ class AuditedRecord:
         computed = record.computed_root()
         fits = record.roots == [computed] if record.roots else None
         if record.twice and not fits:
-            # Once a changed transform has made a part again, an earlier root is of hashes that no longer count.
+            # Once a changed transform has made a part again, an earlier root covers hashes that no longer count.
             fits = True if computed in record.roots else None
         if fits is False:
             text = f"epoch {epoch}: the recorded root is not the one of the recorded hashes"
@@ -263,7 +263,7 @@ class AuditedRecord:
     def _missing(
         self, plan: Plan, epoch: int, record: EpochRecord, is_whole: bool
     ) -> Iterator[MicroBatchId]:
-        """Yield the places without a line: of the whole epoch, or before others of their number in a step."""
+        """Yield the places without a line, in the whole epoch or before others with their number in a step."""
         recorded = defaultdict[tuple[str, int], set[int]](set)
         for place in record.hashes:
             recorded[place.split, place.micro].add(place.step)
@@ -286,7 +286,7 @@ class AuditedRecord:
         return any(self.run.has_place(place, start) for start in starts)
 
     def _plan_of(self, epoch: int, record: EpochRecord) -> Plan:
-        """The plan of the newest start that has recorded an epoch; of several, one with as few micro-batches."""
+        """The plan of the newest start that has recorded an epoch; among several, the shortest."""
         newest = max(record.starts, key=lambda start: start.time)
         plans = [start.stream.plan for start in self._starts_of(newest)]
         return min(plans or [self.run.plan], key=lambda plan: num_of_epoch(plan, epoch))

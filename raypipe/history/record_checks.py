@@ -89,7 +89,7 @@ def check_stream(described: Any) -> None:
 
 
 def _check(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless a value is of a kind: a type, or the types of a mapping's entries."""
+    """Raise ValueError unless a value has a type, or a mapping's entries have their types."""
     if not isinstance(value, dict if isinstance(kind, dict) else kind):
         raise ValueError(f"{name} must be of another kind than {_shown(value)}")
     if isinstance(kind, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -91,11 +92,26 @@ def described(pipeline: Any) -> dict[str, Any] | None:
         return None
     try:
         description = json.loads(json.dumps(library.to_dict(pipeline)))
-        again = library.from_dict(description)
+        if _state(library.from_dict(description)) == _state(pipeline):
+            return description
+        _complete(pipeline, description["transform"])
+        is_whole = _state(library.from_dict(description)) == _state(pipeline)
     except Exception:  # a library raises any type for steps that it cannot describe
         return None
-    is_whole = _state(again) == _state(pipeline)
     return description if is_whole else None
+
+
+def _complete(step: Any, description: dict[str, Any]) -> None:
+    """Add the arguments of steps that the library's own description leaves out."""
+    for name in inspect.signature(type(step)).parameters:
+        value = vars(step).get(name)
+        is_plain = isinstance(value, bool | int | float | str | list | tuple)
+        if is_plain and name not in {*description, *_NOT_DECIDING}:
+            description[name] = value
+    for inner, of_inner in zip(
+        getattr(step, "transforms", ()), description.get("transforms", ()), strict=False
+    ):
+        _complete(inner, of_inner)
 
 
 def _is_library(step: Any) -> bool:

@@ -9,10 +9,10 @@
 
     RUN/digests/count-0001.json                 {epoch: number of lines in its file}, written after the lines
 
-The hashes are those of `raypipe.streaming.hashes`: of the micro-batch as it reached the rank, and as the device
-stage finished it on a CPU. The root is a hash over the sorted lines of all ranks, so it does not depend on W. A
-rank that ends its part of an epoch reads the files of all ranks; the one that ends last finds all micro-batches,
-and writes the root. No rank waits for another.
+The hashes are those of `raypipe.streaming.hashes`, taken when the micro-batch reached the rank, and once the
+device stage has finished it on a CPU. The root is a hash over the sorted lines of all ranks, so W does not
+change it. A rank that ends its part of an epoch reads the files of all ranks; the one that ends last finds all
+micro-batches, and writes the root. No rank waits for another.
 
 Steps that a run does over again are recorded again. A line that a crash cut off does not count: its step comes
 after the last checkpoint, before which all lines are written. A start's seal names the settings under which its

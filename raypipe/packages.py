@@ -1,4 +1,4 @@
-"""What decides pixels besides the settings: versions of packages, and code; and the extras of raypipe.
+"""Versions of packages and code, which decide pixels besides the settings; and the extras of raypipe.
 
 The record of a run, the memory's keys, the digest's settings and the comparison of actors all use `versions`.
 """

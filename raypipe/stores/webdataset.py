@@ -8,8 +8,8 @@
     000123.npy    a column `npy` of bytes; the same for any other suffix
 
 A suffix is everything after the first dot, in lower case, as in WebDataset. A suffix that all samples have becomes
-a column, one of text also if some lack it; others are left out and counted. A key that appears again, with a suffix
-that its sample has already, starts a new sample.
+a column, one of text also if some lack it; others are left out and counted. A key that appears again, with a
+suffix that its sample has already, starts a new sample.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _arrays(name: str, value: Any, is_image: bool) -> Iterator[tuple[str, np.nda
         if is_image:
             # in the order of its memory
             tensor = tensor.movedim(-3, -1)
-        # as bytes, since numpy lacks some of torch's types
+        # numpy lacks some of torch's types, so the hash takes bytes
         whole = tensor.contiguous().unsqueeze(-1)
         yield f"{name} {tensor.dtype}", whole.view(torch.uint8).numpy()
 

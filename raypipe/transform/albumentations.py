@@ -125,7 +125,7 @@ def _is_library(step: Any) -> bool:
 
 
 def _state(value: Any) -> Any:
-    """What decides the result of a step, or of a value in one, as JSON."""
+    """Return the values that decide the result of a step, or of a value in one, as JSON."""
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.tolist()]
     if isinstance(value, np.generic):

@@ -50,14 +50,14 @@ _USUAL = {
     "label": ("image/class/label", "image/label", "class", "cls", "target"),
 }
 _COUNTED_FROM_1 = "image/class/label"
-_PROBED_BYTES = 64 << 20  # of records that say what each feature is
+_PROBED_BYTES = 64 << 20  # records up to here show the kind of each feature
 # Usual names of the sides of raw pixels.
 _HEIGHTS = ("height", "image/height", "image_height", "rows")
 _WIDTHS = ("width", "image/width", "image_width", "cols", "columns")
 _CHANNELS = (1, 3)
 _HEADER = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-_COPIES = 3  # of a record: its bytes, the Example, its features
+_COPIES = 3  # a record's bytes, the Example and its features
 _GZIP = b"\x1f\x8b"
 
 # tensorflow/core/example/{feature,example}.proto, under a name that TensorFlow does not take.
@@ -134,10 +134,10 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
 
 @dataclass
 class _Facts:
-    """What the first records say about a feature.
+    """Facts about a feature in the first records.
 
     Attributes:
-        num_bytes: sizes of its values that are no encoded images.
+        num_bytes: sizes of its values other than encoded images.
         are_pixels: whether such values had as many bytes as height and width say.
         is_missing: whether a record lacks it.
     """
@@ -204,8 +204,8 @@ def _check_images(path: str, name: str, facts: _Facts) -> None:
     is_known = facts.has_images or facts.are_pixels or not facts.has_others
     if not is_known and len(facts.num_bytes) == 1 and min(facts.num_bytes) >= 64:
         raise StoreError(
-            f"{path}: the feature {name!r} has {facts.num_bytes.pop():,} bytes in each record, and is no encoded "
-            "image: raw pixels need the features height and width, and have 1 or 3 channels. Set "
+            f"{path}: the feature {name!r} has {facts.num_bytes.pop():,} bytes in each record, and they are not an "
+            "encoded image: raw pixels need the features height and width, and have 1 or 3 channels. Set "
             "store.image_column, or yield the pixels from your own function, MODULE:NAME"
         )
 

@@ -366,7 +366,7 @@ def recorded_epochs(folder: Folder) -> dict[int, dict[int, str]]:
 
 
 def recorded_counts(folder: Folder) -> dict[int, dict[int, int]]:
-    """How many lines each rank has written: rank → epoch → number.
+    """Return the number of lines that each rank has written: rank → epoch → number.
 
     Raises:
         ConfigError: a file cannot be read, or is damaged.

@@ -170,6 +170,7 @@ def test_each_build_has_the_pixels_of_the_reference_and_refuses_the_same(
     assert at_each_level(build, inputs) == installed
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("file", ["color.h", "filter.h"])
 def test_hardened_loops_over_pixels_are_vectorized(file: str, tmp_path: Path) -> None:
     """Both versions of each loop. An index that -fsanitize=bounds checks keeps GCC from it: take a pointer."""

@@ -52,6 +52,7 @@ def test_actors_prefer_the_label_and_else_take_nodes_that_are_there(
     }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("head_start", [0, 2])
 def test_a_pool_uses_the_cpus_of_its_processs_placement_group(
     head_start: int, idle_cluster: None, stores: dict[str, Path]

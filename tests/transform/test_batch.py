@@ -39,6 +39,7 @@ from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample
 
+NO_VALUE = "no value: it is missing, cannot be read, or has over 512 MiB"
 RNG = np.random.default_rng(0)
 IMAGES = [
     cv2.resize(RNG.integers(0, 256, (5, 7, 3), dtype=np.uint8), (int(w), int(h)))
@@ -382,7 +383,7 @@ def test_substitution_is_the_same_every_time_and_recorded() -> None:
     assert first.index.tolist() == [20, 53, 22, 55, 24]
     assert first["label"].tolist() == [0, 530, 6, 550, 12]
     assert first.weight.tolist() == [1] * 5
-    reasons = {21: (53, "no value"), 23: (55, "empty value (0 bytes)")}
+    reasons = {21: (53, NO_VALUE), 23: (55, "empty value (0 bytes)")}
     assert bad == [
         {
             "store": "x.lmdb",
@@ -434,7 +435,7 @@ def test_bad_substitutes_end_after_some_attempts() -> None:
             asked.append((row, number))
             yield EncodedSample(b"worse"), 90 + number, (0, 0)
 
-    message = r"x.lmdb sample 21: no value; 8 substitutes were bad as well, the last one x.lmdb sample 97: not an"
+    message = rf"x.lmdb sample 21: {NO_VALUE}; 8 substitutes were bad as well, the last one x.lmdb sample 97: not an"
     with pytest.raises(SampleError, match=message):
         batch(made(FLIP, store_address="x.lmdb"), [JPEGS[0], None], hopeless)
     assert asked == [(1, attempt) for attempt in range(NUM_SUBSTITUTES)]

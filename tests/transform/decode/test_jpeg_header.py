@@ -243,5 +243,3 @@ def test_kernel_and_python_have_the_same_limits() -> None:
     assert not kernel.sizes([over])[0].any()
     with pytest.raises(SampleError, match=f"limit is {MAX_PIXELS}"):
         jpeg_size(over)
-    with pytest.raises(SampleError, match=f"limit is {MAX_PIXELS}"):
-        decode_box(over, BOX)

@@ -138,7 +138,7 @@ def _check_views(config: TransformConfig, split: Split) -> None:
     """Raise ConfigError where something does not go with a split's views."""
     if config.target_columns:
         raise ConfigError(
-            f"transform.{split} makes views, and {config.target_settings} is of one image: leave it out"
+            f"transform.{split} makes views, and {config.target_settings} goes with one image: leave it out"
         )
 
 

@@ -121,7 +121,7 @@ class SampleMaker:
 
     @property
     def _crops_first(self) -> bool:
-        """Whether crops are taken of undecoded JPEGs; views share one decoding of the whole image."""
+        """True if crops are taken of undecoded JPEGs; views share one decoding of the whole image."""
         if self._has_views or self._config.crop_decode == "off":
             return False
         return self._transforms[0].crop_target is not None

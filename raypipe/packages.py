@@ -121,7 +121,7 @@ def user_code() -> dict[str, str]:
     for name, module in sorted(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")
         is_installed = {"site-packages", "dist-packages"} & set(path.parts)
-        if path.suffix != ".py" or is_installed or name == "__main__":
+        if path.suffix != ".py" or is_installed or name.startswith("__"):
             continue
         if not str(path).startswith(standard) and path.is_file():
             content = path.read_bytes()

@@ -44,13 +44,18 @@ def batch_hash(batch: MicroBatch | Batch) -> bytes:
 
 
 def _arrays(name: str, value: Any, is_image: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a field's arrays with their names; lists, which only a batch on a device has, are left out."""
+    """Yield a field's arrays with their names; a batch on a device has lists of arrays, text and the like."""
     if isinstance(value, Ragged):
         yield f"{name} {value.kind}", value.values
         yield f"{name} offsets", value.offsets
     elif isinstance(value, np.ndarray):
         yield name, value
-    elif not isinstance(value, list):
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            if not isinstance(one, np.ndarray):
+                one = np.frombuffer(str(one).encode(errors="surrogatepass"), np.uint8)
+            yield f"{name} {number}", one
+    else:
         import torch
 
         tensor = value.detach()

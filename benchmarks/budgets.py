@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.wire import merge_planes
 from raypipe.train.models import build_model
 from raypipe.train.ordered import StepBatchNorm
 
@@ -117,13 +116,6 @@ def augmented(rows: int, size: int, **config: Any) -> Callable[[int], Any]:
     return lambda seed: augment(image, target, counts, seed=seed)
 
 
-def from_planes(rows: int, size: int) -> Callable[[int], Any]:
-    """Makes the images of one micro-batch of the planes that have traveled."""
-    shapes = (rows, size, size, 1), (rows, size // 2, size // 2, 2)
-    luma, chroma = (torch.zeros(shape, dtype=torch.uint8) for shape in shapes)
-    return lambda seed: merge_planes(luma, chroma)
-
-
 def batch_norm(model: str, device: str) -> Callable[[int], Any]:
     """The statistics of a step of one micro-batch, without the model's own forward."""
     with torch.device(device):
@@ -159,7 +151,6 @@ def budgets(rows: int = 8, size: int = 32) -> Iterator[tuple[str, Budget]]:
     """The name and the counts of each part."""
     for name, config in CONFIGS.items():
         yield name, counted(augmented(rows, size, **config), rows * size * size * 3)
-    yield "yuv420", counted(from_planes(rows, size), rows * size * size * 3)
     # Nothing is computed on "meta": the counts are the same.
     yield "statistics of ResNet-50", counted(batch_norm("resnet50", "meta"))
 
@@ -187,7 +178,6 @@ def main() -> None:
         name: augmented(args.rows, args.size, **config)
         for name, config in CONFIGS.items()
     }
-    parts["yuv420"] = from_planes(args.rows, args.size)
     parts["statistics of ResNet-50"] = batch_norm("resnet50", "cpu")
     found = {}
     print("| of one micro-batch | operations | passes | images moved | host ms |")

@@ -67,7 +67,7 @@ def main() -> None:
     options = parser.parse_args()
     cv2.setNumThreads(1)  # as in an actor
     samples = samples_of(options.store, options.samples)
-    names: list[CropDecode] = ["off", "exact", "scaled"]
+    names: list[CropDecode] = ["off", "exact"]
     configs = {
         name: TransformConfig(size=options.size, crop_decode=name) for name in names
     }

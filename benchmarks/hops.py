@@ -1,10 +1,10 @@
-"""What each image costs on its way to the GPUs, hop by hop, and which hop a target fills first, for both wires.
+"""What each image costs on its way to the GPUs, hop by hop, and which hop a target fills first.
 
     python benchmarks/hops.py [--images-per-s 24000 --gpus 8 --micro-batch-size 256 --size 224 --repeats 3]
     python benchmarks/hops.py --settings         # also with other RAY_object_manager_* settings: some minutes
     python benchmarks/hops.py --address auto     # the object store between two nodes of a cluster that runs
 
-Measured here: into the object store; blocks of each wire from one raylet to another on this machine, 1, 2 and 4
+Measured here: into the object store; blocks from one raylet to another on this machine, 1, 2 and 4
 of them in flight, which is a lower bound of what two machines do (these have one machine's cores, and the loopback
 for a network); and the host's copy into what pinned memory would be, which it is with a CUDA device, whose PCIe is
 measured, too. Also how long training stands still for a checkpoint of ResNet-50. Figures of other pages, and
@@ -31,14 +31,12 @@ import raypipe  # noqa: F401  # isort: skip
 import numpy as np
 import torch
 
-from raypipe.kernel import chroma_shape
 from raypipe.plan.places import Cursor
 from raypipe.streaming.blocks import MAX_BYTES, MAX_SECONDS
 from raypipe.streaming.saving.run_checkpoints import RunCheckpoints
 
 from transfers import IN_FLIGHT, SETTINGS, Transfer, measure  # isort: skip
 
-WIRES = ("rgb", "yuv420")
 PLACES = {"the host": 0.0, "CPU nodes": 1.0, "both": 0.5}
 """Where actors are: the share of the images that come from CPU nodes, with both half of them."""
 
@@ -88,18 +86,13 @@ class Target:
     micro_batch_size: int
     size: int
 
-    def image_bytes(self, of: str) -> int:
-        pixels = self.size**2
-        chroma = chroma_shape((self.size, self.size, 3))
-        if of == "rgb":
-            return pixels * 3
-        return pixels + int(np.prod(chroma))
+    @property
+    def image_bytes(self) -> int:
+        return 3 * self.size**2
 
-    def per_block(
-        self, of: str, actor_cpus: float = float("inf"), known: Known = KNOWN
-    ) -> int:
+    def per_block(self, actor_cpus: float = float("inf"), known: Known = KNOWN) -> int:
         """Micro-batches in a block: what fits MAX_BYTES, and what an actor makes in MAX_SECONDS."""
-        of_bytes = MAX_BYTES / (self.micro_batch_size * self.image_bytes(of))
+        of_bytes = MAX_BYTES / (self.micro_batch_size * self.image_bytes)
         return max(
             1,
             int(
@@ -117,80 +110,75 @@ class Hop:
 
     Attributes:
         name: of it.
-        needs: what the target asks of it, of each wire, and place of the actors, in `unit`.
+        needs: what the target asks of it, by the place of the actors, in `unit`.
         has: what there is.
         moves: what gives it more room.
     """
 
     name: str
-    needs: dict[tuple[str, str], float]
+    needs: dict[str, float]
     has: float
     unit: str
     moves: str
 
-    def used(self, of: str, place: str) -> float:
-        return self.needs[of, place] / self.has
+    def used(self, place: str) -> float:
+        return self.needs[place] / self.has
 
 
 def hops(
     target: Target,
-    transfers: dict[str, Transfer],
+    moved: Transfer,
     copied: dict[str, float],
     known: Known = KNOWN,
 ) -> list[Hop]:
     """The hops of a stream to all GPUs.
 
     Args:
-        transfers: from one raylet to another, of each wire.
+        moved: from one raylet to another.
         copied: the result of `copies`.
     """
     per_s = target.images_per_s
     gpus = target.gpus
     rows = target.micro_batch_size
     cores = per_s / known.per_actor
-    gb_per_s = {of: per_s * target.image_bytes(of) / 1e9 for of in WIRES}
-    rgb = transfers["rgb"]
+    gb_per_s = per_s * target.image_bytes / 1e9
     fewer = "actors on the host; transform.size"
     cpus = len(os.sched_getaffinity(0))
     # by CPU time, since other processes may be busy
-    both = cpus / (rgb.source_cpu_s + rgb.sink_cpu_s)
+    both = cpus / (moved.source_cpu_s + moved.sink_cpu_s)
     if math.isnan(both):  # they are on other machines
-        both = rgb.gb_per_s
+        both = moved.gb_per_s
 
-    def needs(by: Callable[[str, float], float]) -> dict[tuple[str, str], float]:
-        return {
-            (of, place): by(of, share)
-            for of in WIRES
-            for place, share in PLACES.items()
-        }
+    def needs(by: Callable[[float], float]) -> dict[str, float]:
+        return {place: by(share) for place, share in PLACES.items()}
 
-    def execution_ms(of: str, cpus: int) -> float:
+    def execution_ms(cpus: int) -> float:
         """CPU time for a micro-batch."""
-        return known.block_ms / target.per_block(of, cpus, known) + known.place_ms
+        return known.block_ms / target.per_block(cpus, known) + known.place_ms
 
     def execution(cpus: int) -> Hop:
         return Hop(
             f"execution, actors of {cpus} CPU{'s' * (cpus > 1)}",
-            needs(lambda of, share: per_s / rows / 1000 * execution_ms(of, cpus)),
+            needs(lambda share: per_s / rows / 1000 * execution_ms(cpus)),
             1.0,
             "core",
             "pool.cpus_per_actor; pool.micro_batches_per_block",
         )
 
-    to_host = needs(lambda of, share: gb_per_s[of] * share)
-    to_rank = needs(lambda of, share: gb_per_s[of] / gpus)
+    to_host = needs(lambda share: gb_per_s * share)
+    to_rank = needs(lambda share: gb_per_s / gpus)
     return [
         Hop(
             "read and transform, on the host",
-            needs(lambda of, share: cores * (1 - share)),
+            needs(lambda share: cores * (1 - share)),
             known.host_cpus - 8 * gpus,
             "cores",
             "CPU nodes; --short-side; convert --seekable",
         ),
         Hop(
             "into the object store",
-            needs(lambda of, share: gb_per_s[of] / cores),
-            rgb.put_gb_per_s,
+            needs(lambda share: gb_per_s / cores),
+            moved.put_gb_per_s,
             "GB/s an actor",
             "more actors",
         ),
@@ -207,14 +195,14 @@ def hops(
         Hop(
             "object manager: its busiest thread",
             to_host,
-            1 / rgb.thread_cpu_s,
+            1 / moved.thread_cpu_s,
             "GB/s",
             fewer,
         ),
         Hop(
             f"object manager: CPU time of {known.transfer_threads} threads",
             to_host,
-            known.transfer_threads / rgb.sink_cpu_s,
+            known.transfer_threads / moved.sink_cpu_s,
             "GB/s",
             "RAY_object_manager_rpc_threads_num",
         ),
@@ -236,7 +224,7 @@ def hops(
         ),
         Hop(
             "interpreter of a rank",
-            needs(lambda of, share: per_s / rows / gpus),
+            needs(lambda share: per_s / rows / gpus),
             1000 / known.rank_ms,
             "micro-batches/s",
             "larger micro-batches; a lighter preset",
@@ -246,25 +234,20 @@ def hops(
 
 def show_hops(measured: list[Hop]) -> None:
     """One table, in Markdown, the fullest first."""
-    columns = [(of, place) for of in WIRES for place in PLACES]
-    titles = " | ".join(f"{of}: {place}" for of, place in columns)
     print(
-        f"| hop | there is | {titles} | what moves it |\n| --- | ---: |{' ---: |' * len(columns)} --- |"
+        f"| hop | there is | {' | '.join(PLACES)} | what moves it |\n| --- | ---: |{' ---: |' * len(PLACES)} --- |"
     )
-    for hop in sorted(
-        measured, key=lambda hop: -max(hop.used(*column) for column in columns)
-    ):
+    for hop in sorted(measured, key=lambda hop: -max(map(hop.used, PLACES))):
         used = " | ".join(
-            f"{hop.used(*column):.0%}" if hop.needs[column] else ""
-            for column in columns
+            f"{hop.used(place):.0%}" if hop.needs[place] else "" for place in PLACES
         )
         print(f"| {hop.name} | {hop.has:,.2f} {hop.unit} | {used} | {hop.moves} |")
 
 
-def show_transfers(rows: list[tuple[str, str, int, Transfer]]) -> None:
-    """A table of transfers, each with settings, a wire, and bytes of an image."""
+def show_transfers(rows: list[tuple[str, int, int, Transfer]]) -> None:
+    """A table of transfers, each with settings, blocks in flight, and bytes of an image."""
     print(
-        "| settings | wire, in flight | GB/s | images/s | CPU s for a GB: put, source, sink | busiest thread |"
+        "| settings | in flight | GB/s | images/s | CPU s for a GB: put, source, sink | busiest thread |"
     )
     print("| --- | --- | ---: | ---: | ---: | ---: |")
     for settings, case, num_bytes, moved in rows:
@@ -284,13 +267,10 @@ def show_prices(
         f"\n| a million images, {hours:.2f} core-hours | CPU nodes | the same and traffic between zones |"
     )
     print("| --- | ---: | ---: |")
-    for of in WIRES:
-        traffic = target.image_bytes(of) * 1e6 / 1e9 * gb
-        for place, share in PLACES.items():
-            nodes = share * hours * core_hour
-            print(
-                f"| {of}, actors on {place} | ${nodes:.3f} | ${nodes + share * traffic:.2f} |"
-            )
+    traffic = target.image_bytes * 1e6 / 1e9 * gb
+    for place, share in PLACES.items():
+        nodes = share * hours * core_hour
+        print(f"| actors on {place} | ${nodes:.3f} | ${nodes + share * traffic:.2f} |")
 
 
 def rate(repeats: int, num_bytes: int, action: Callable[[], object]) -> float:
@@ -352,31 +332,19 @@ def checkpoint(repeats: int) -> dict[str, float]:
 
 def object_store(
     target: Target, repeats: int, address: str, with_settings: bool
-) -> tuple[dict[str, Transfer], list[tuple[str, str, int, Transfer]]]:
-    """Blocks of both wires between two nodes: the fastest of each wire, and all, for `show_transfers`."""
-    num_bytes = {of: target.image_bytes(of) for of in WIRES}
-    blocks = {
-        of: target.per_block(of) * target.micro_batch_size * num_bytes[of]
-        for of in WIRES
-    }
-    cases = [(of, in_flight) for of in WIRES for in_flight in IN_FLIGHT]
-    moved = measure(
-        [(blocks[of], in_flight) for of, in_flight in cases], repeats, address
-    )
+) -> tuple[Transfer, list[tuple[str, int, int, Transfer]]]:
+    """Blocks between two nodes: the fastest, and all, for `show_transfers`."""
+    block = target.per_block() * target.micro_batch_size * target.image_bytes
+    moved = measure([(block, in_flight) for in_flight in IN_FLIGHT], repeats, address)
     rows = [
-        ("Ray's own", f"{of}, {in_flight}", num_bytes[of], transfer)
-        for (of, in_flight), transfer in zip(cases, moved, strict=True)
+        ("Ray's own", in_flight, target.image_bytes, transfer)
+        for in_flight, transfer in zip(IN_FLIGHT, moved, strict=True)
     ]
-    best: dict[str, Transfer] = {}
-    for (of, _), transfer in zip(cases, moved, strict=True):
-        best[of] = max(best.get(of, transfer), transfer, key=lambda one: one.gb_per_s)
     for settings in SETTINGS if with_settings else []:
-        (transfer,) = measure([(blocks["yuv420"], 2)], repeats, settings=settings)
+        (transfer,) = measure([(block, 2)], repeats, settings=settings)
         name = ", ".join(f"{name} {int(value):,}" for name, value in settings.items())
-        rows.append(
-            (name or "Ray's own, again", "yuv420, 2", num_bytes["yuv420"], transfer)
-        )
-    return best, rows
+        rows.append((name or "Ray's own, again", 2, target.image_bytes, transfer))
+    return max(moved, key=lambda one: one.gb_per_s), rows
 
 
 def main() -> None:
@@ -417,14 +385,13 @@ def main() -> None:
         target, args.repeats, args.address, args.settings and not args.address
     )
     show_transfers(rows)
-    copied = copies(target.micro_batch_size * target.image_bytes("rgb"), args.repeats)
+    copied = copies(target.micro_batch_size * target.image_bytes, args.repeats)
     measured = hops(target, best, copied)
     print()
     show_hops(measured)
     show_prices(target, args.core_hour_price, args.gb_price)
     used = {
-        hop.name: {" ".join(key): hop.used(*key) for key in hop.needs}
-        for hop in measured
+        hop.name: {place: hop.used(place) for place in hop.needs} for hop in measured
     }
     figures = {"copies": copied, "checkpoint": checkpoint(args.repeats), "used": used}
     figures |= {

@@ -2,14 +2,13 @@
 
 A loader is a function of the Work. It imports what it needs, which is not timed, and returns a function that, when
 called, starts it and yields an iterator of batches for each epoch. A batch is (image uint8 (B, size, size, 3) or
-(B, 3, size, size), or the brightness of planes (B, size, size, 1), label (B,)). All shuffle; all use as many
+(B, 3, size, size), label (B,)). All shuffle; all use as many
 workers; all that let one choose decode with simplejpeg (libjpeg-turbo) and transform with Albumentations, by the
 same pipelines.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -134,31 +133,8 @@ def raypipe_off(work: Work) -> Start:
     return raypipe_exact(work, crop_decode="off")
 
 
-def raypipe_scaled(work: Work) -> Start:
-    return raypipe_exact(work, crop_decode="scaled")
-
-
 def raypipe_seekable(work: Work) -> Start:
     return raypipe_exact(work, store="seekable.lmdb")
-
-
-def raypipe_yuv420(work: Work) -> Start:
-    """Planes as they reach the host: a GPU would make RGB of them, as it normalises what the others hand out."""
-    from raypipe.rayext.cluster import connect
-    from raypipe.streaming.pipeline import splits
-    from raypipe.streaming.row import host_batches
-
-    def start() -> Epochs:
-        connect()
-        spec = _spec(work, wire="yuv420")
-        (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
-        with contextlib.closing(host_batches(iterator)) as stream:
-            for _, batches in itertools.groupby(
-                stream, lambda batch: batch.position.epoch
-            ):
-                yield ((batch["image"], batch["label"]) for batch in batches)
-
-    return start
 
 
 def _ray_init() -> None:
@@ -536,7 +512,6 @@ def spdl(work: Work) -> Start:
 
 def grain(work: Work) -> Start:
     """Processes, each of which makes whole batches; one iterator over all epochs, so that they start once."""
-    import itertools
 
     import grain
 
@@ -606,10 +581,8 @@ def lancedb(work: Work) -> Start:
 
 LOADERS: dict[str, Callable[[Work], Start]] = {
     "raypipe": raypipe_exact,
-    "raypipe, crop_decode=scaled": raypipe_scaled,
     "raypipe, crop_decode=off": raypipe_off,
     "raypipe, seekable": raypipe_seekable,
-    "raypipe, yuv420": raypipe_yuv420,
     "raypipe, log_digest": raypipe_logged,
     "torch DataLoader": torch_dataloader,
     "WebDataset": webdataset,

@@ -135,15 +135,6 @@ def verdicts(
                 steady,
                 bars.best_peer,
             )
-            if case == "photos" and "steady" in (
-                scaled := rows.get(f"{OURS}, crop_decode=scaled", {})
-            ):
-                ratio(
-                    "photos: the same, crop_decode=scaled",
-                    scaled["steady"],
-                    steady,
-                    bars.best_peer,
-                )
         if others and bars.cpu and bars.cpu_of in ("", *others):
             cpu = {name: rows[name]["cpu_s_per_1000"] for name in others}
             least = bars.cpu_of or min(

@@ -209,11 +209,7 @@ def variants(work: Work, names: list[str]) -> tuple[list[str], list[str]]:
         ]
     return [
         "exact",
-        *(
-            mode
-            for mode in ("off", "scaled")
-            if f"raypipe, crop_decode={mode}" in names
-        ),
+        *["off"] * ("raypipe, crop_decode=off" in names),
     ], names
 
 

@@ -4,8 +4,8 @@
 
 Two nodes of a Ray cluster on this machine, each in a network namespace of its own, joined by a pair of virtual
 interfaces that `tc` shapes (token bucket): a head with the consumer, as the GPUs' host has it, and a CPU node with
-two actors. Their transform costs nothing, so that the link is the limit, or the object manager. For each speed and
-wire: images/s, bytes on the link, and how full the object stores of both nodes are at most. A table; the last line
+two actors. Their transform costs nothing, so that the link is the limit, or the object manager. For each speed:
+images/s, bytes on the link, and how full the object stores of both nodes are at most. A table; the last line
 is JSON.
 """
 
@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("RAY_TMPDIR", tempfile.mkdtemp(prefix="rp-"))
 
@@ -34,7 +33,7 @@ import psutil
 import ray
 from ray._private.internal_api import node_stats
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig
 from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
@@ -152,13 +151,12 @@ def cluster(namespaces: tuple[str, str]) -> Iterator[None]:
             process.wait()
 
 
-def spec_of(wire: Any) -> StreamSpec:
+def spec_of() -> StreamSpec:
     image = cv2.imencode(".png", np.zeros((4, 4, 3), np.uint8))[1].tobytes()
     result = np.random.default_rng(0).integers(0, 256, (_SIDE, _SIDE, 3), np.uint8)
     return open_stream(
         RepeatedStore(MemoryStore([image], [0]), 4_000_000),
         plan=PlanConfig(epochs=1, micro_batch_size=_ROWS),
-        transform=TransformConfig(wire=wire),
         train_transform=lambda image: result,
         pool=PoolConfig(min_actors=2, max_actors=2),
     )
@@ -168,7 +166,7 @@ def _received() -> int:
     return int(Path("/sys/class/net/rp0/statistics/rx_bytes").read_text())
 
 
-def measure(wire: str, seconds: float) -> dict[str, float]:
+def measure(seconds: float) -> dict[str, float]:
     """A stream from a CPU node into this one; in the namespace of the head."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(
@@ -182,7 +180,7 @@ def measure(wire: str, seconds: float) -> dict[str, float]:
             for node in ray.nodes()
             if node["Alive"]
         }
-    spec = spec_of(wire)
+    spec = spec_of()
     (iterator,) = splits(spec, spec.plan.start(), max_actors=2)
     batches = host_batches(iterator)
 
@@ -232,45 +230,39 @@ def main() -> None:
     )
     parser.add_argument("--gbit-per-s", type=float, nargs="+", default=[1.0, 10.0])
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
         status = 1
         try:
-            print(json.dumps(measure(args.inside, args.seconds)), flush=True)
+            print(json.dumps(measure(args.seconds)), flush=True)
             status = 0
         except Exception:
             traceback.print_exc()
         os._exit(status)  # the execution goes on until the nodes end
     rows = []
     print(
-        "| link, Gbit/s | wire | images/s | Gbit/s on it | store at the consumer, MB | at the actors, MB |"
+        "| link, Gbit/s | images/s | Gbit/s on it | store at the consumer, MB | at the actors, MB |"
     )
-    print("| ---: | --- | ---: | ---: | ---: | ---: |", flush=True)
+    print("| ---: | ---: | ---: | ---: | ---: |", flush=True)
     for gbit_per_s in args.gbit_per_s:
-        for wire in ("rgb", "yuv420"):
-            with link(gbit_per_s) as namespaces, cluster(namespaces):
-                inside = [
-                    sys.executable,
-                    __file__,
-                    "--inside",
-                    wire,
-                    "--seconds",
-                    str(args.seconds),
-                ]
-                command = ["ip", "netns", "exec", namespaces[0], *inside]
-                done = subprocess.run(
-                    command, stdout=subprocess.PIPE, text=True, timeout=200, check=True
-                )
-            row = {
-                "link": gbit_per_s,
-                "wire": wire,
-                **json.loads(done.stdout.splitlines()[-1]),
-            }
-            rows.append(row)
-            rates = f"{row['images_per_s']:,.0f} | {row['gbit_per_s']:.2f}"
-            stores = f"{row['consumer_store_mb']:,.0f} | {row['actors_store_mb']:,.0f}"
-            print(f"| {gbit_per_s:g} | {wire} | {rates} | {stores} |", flush=True)
+        with link(gbit_per_s) as namespaces, cluster(namespaces):
+            inside = [
+                sys.executable,
+                __file__,
+                "--inside",
+                "--seconds",
+                str(args.seconds),
+            ]
+            command = ["ip", "netns", "exec", namespaces[0], *inside]
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, timeout=200, check=True
+            )
+        row = {"link": gbit_per_s, **json.loads(done.stdout.splitlines()[-1])}
+        rows.append(row)
+        rates = f"{row['images_per_s']:,.0f} | {row['gbit_per_s']:.2f}"
+        stores = f"{row['consumer_store_mb']:,.0f} | {row['actors_store_mb']:,.0f}"
+        print(f"| {gbit_per_s:g} | {rates} | {stores} |", flush=True)
     print(json.dumps(rows))
 
 

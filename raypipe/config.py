@@ -13,7 +13,7 @@ from raypipe.importing import import_name
 from raypipe.logs import LogFormat
 from raypipe.section import ANY_NUMBER, MAX_INT, Limits, Section, check, kinds_of, shown
 
-CropDecode = Literal["off", "exact", "scaled"]
+CropDecode = Literal["off", "exact"]
 
 _MAX_PIXELS = (5 << 28) // 6  # the most pixels of an image, before and after decoding
 
@@ -377,13 +377,10 @@ class TransformConfig(Section, prefix="transform."):
             device decodes, crops and resizes: fewer bytes, little work for CPUs, and that device's own pixels.
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
             (docs/targets.md).
-        crop_decode: "exact": decode only the crop of a JPEG, with the same pixels as "off"; "scaled": decode the
-            crop at a reduced size; "off": decode the whole image.
+        crop_decode: "exact": decode only the crop of a JPEG; "off": decode the whole image; with the same pixels.
         strength: factor of the probabilities and magnitudes of training transforms, a number or a ramp as
             augment.strength; for raypipe's presets, and lists of steps that raypipe makes itself. At 0 a random
             crop is a central one.
-        wire: how images travel to the device: "rgb", or "yuv420": in half the bytes, with color at half the
-            resolution.
         apply_exif: rotate images by their EXIF orientation, or else by XMP's, as Pillow does; masks, boxes and
             keypoints must then be those of the upright image; off = use the pixels as stored, as torchvision does.
         mask_column: column with a mask for each sample, a PNG of one channel, transformed together with the image;
@@ -411,7 +408,6 @@ class TransformConfig(Section, prefix="transform."):
     decode_as: Literal["rgb", "array"] = "rgb"
     crop_decode: CropDecode = "exact"
     strength: Share | tuple[Share, ...] = 1.0
-    wire: Literal["rgb", "yuv420"] = "rgb"
     apply_exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
@@ -442,30 +438,13 @@ class TransformConfig(Section, prefix="transform."):
                 True,
                 "False with transform.decode_as='array'",
             )
-            ok = self.crop_decode != "scaled"
-            self._require(
-                ok,
-                "crop_decode",
-                "scaled",
-                "'exact' or 'off' with transform.decode_as='array'",
-            )
-        if self.wire == "yuv420":  # it converts uint8 RGB
-            ok = self.decode_as == "rgb"
-            self._require(
-                ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'"
-            )
         if self.decode == "device":
-            fits = {
-                "decode_as": ("rgb",),
-                "wire": ("rgb",),
-                "crop_decode": ("exact", "off"),
-            }
-            for name, values in fits.items():
-                value = getattr(self, name)
-                expected = (
-                    f"{' or '.join(map(repr, values))} with transform.decode='device'"
-                )
-                self._require(value in values, name, value, expected)
+            self._require(
+                self.decode_as == "rgb",
+                "decode_as",
+                self.decode_as,
+                "'rgb' with transform.decode='device'",
+            )
 
     def strength_at(self, progress: float) -> float:
         """Return the strength at a share of the run, in [0, 1]."""

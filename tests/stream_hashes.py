@@ -186,7 +186,6 @@ print(found.hexdigest())
 def fed(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Name and arguments of FED: what the device gets, on the CPU."""
     yield "fed", [stores["lmdb"], "{}", "{}"]
-    yield "fed, scaled crops", [stores["lmdb"], '{"crop_decode": "scaled"}', "{}"]
     mixing = (
         '{"preset": "strong", "mixup_alpha": 0.4, "cutmix_alpha": 1.0, "mix_prob": 0.9}'
     )

@@ -219,7 +219,7 @@ def ceiling(
 
     Returns:
         `images_per_s` of all of them together; and of an image `read_cpu_s_per_image` and
-        `transform_cpu_s_per_image`, CPU time in s, `encoded_bytes_per_image` and `jpeg_420_share`: means.
+        `transform_cpu_s_per_image`, CPU time in s, and `encoded_bytes_per_image`: means.
     """
     arguments = store, transform, pool.kernel_threads, micro_batch, seconds
     processes = pool.max_actors
@@ -292,18 +292,7 @@ def _alone(
         "read_cpu_s_per_image": read_cpu_s / len(encoded),
         "transform_cpu_s_per_image": (time.process_time() - began_cpu) / done,
         "encoded_bytes_per_image": sum(map(len, encoded)) / len(encoded),
-        "jpeg_420_share": sum(map(_is_420, encoded)) / len(encoded),
     }
-
-
-def _is_420(image: bytes) -> bool:
-    """Return whether an image is a JPEG with color at half resolution, which transform.wire=yuv420 keeps best."""
-    import simplejpeg
-
-    try:
-        return simplejpeg.decode_jpeg_header(image)[3] == "420"
-    except ValueError:  # not a JPEG, or damaged
-        return False
 
 
 def stream_once(
@@ -383,14 +372,12 @@ def _image_bytes(batch: MicroBatch) -> int:
     """Return the bytes of a micro-batch's images, or of its encoded ones if the device decodes."""
     from raypipe.transform.encoded_map import DATA, MAP
     from raypipe.transform.fields import Ragged, images_in
-    from raypipe.transform.planes import chromas
 
     arrays = batch.arrays()
     encoded = batch.fields.get(DATA)
     if isinstance(encoded, Ragged):
         return encoded.values.nbytes + arrays[MAP].nbytes
-    images = [*images_in(arrays).values(), *chromas(arrays).values()]
-    return sum(array.nbytes for array in images)
+    return sum(array.nbytes for array in images_in(arrays).values())
 
 
 def timed_by_torch(

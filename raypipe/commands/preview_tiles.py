@@ -121,7 +121,7 @@ class Preview:
     ) -> tuple[dict[str, np.ndarray], Mix | None, dict[str, np.ndarray]]:
         """Images (B, H, W, C) of a micro-batch by stage or crop, the other half of its targets if mixed, and masks
         and the like as they are behind the last stage."""
-        micro_batch, batch = batch.position, batch.in_rgb()
+        micro_batch = batch.position
         strength = self.augment.strength_at(
             self.plan.progress(self.plan.global_step(micro_batch))
         )

@@ -23,7 +23,6 @@ from raypipe.device.ambient import pinned
 from raypipe.device.decoders import Decoded
 from raypipe.device.mixing import Mix
 from raypipe.device.ring import OnCopied, Ring, hand_over, uses_ring, view
-from raypipe.device.wire import merge_planes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import (
@@ -36,7 +35,6 @@ from raypipe.transform.fields import (
     images_in,
     in_group,
 )
-from raypipe.transform.planes import chromas, from_planes
 from raypipe.transform.samples import check_labels
 
 _INSTEAD = (
@@ -222,9 +220,7 @@ def on_device(
     def of_ring(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         with pinned(through.device):
             batch = made(host, tensors)
-        # on the current stream
-        is_made_here = decode is not None or bool(chromas(host.fields))
-        if is_made_here:
+        if decode is not None:  # the image is made on the current stream
             return batch
         return replace(batch, copied=through.copied)
 
@@ -283,8 +279,7 @@ def _batch(
 ) -> Batch:
     """The batch of a micro-batch whose arrays, in the order of `_arrays`, are on the device."""
     weight, *field_tensors = device_arrays
-    named = dict(zip(host.arrays(), field_tensors, strict=True))
-    tensors = from_planes(named, merge_planes)
+    tensors = dict(zip(host.arrays(), field_tensors, strict=True))
     images = images_in(tensors)
     fields: dict[str, Any] = {}
     for name, values in host.fields.items():

@@ -5,7 +5,6 @@
     apply_all                             the same pixels by NumPy and OpenCV, one image at a time
     follow                                boxes, keypoints and masks, moved as the image's pixels are
     is_seekable, is_intact, to_seekable   JPEGs that a crop enters at any row
-    planes, rgb, chroma_shape             luma and chroma of finished images
 
 README.md defines each operation. Nothing here imports the rest of raypipe, which imports nothing but these names.
 """
@@ -17,15 +16,12 @@ from raypipe.kernel.extension import (
     DONE,
     EXTRA_COLUMNS,
     NO_MEMORY,
-    SCALES,
     SKIPPED,
     UNREADABLE,
-    WHOLE,
     WRONG_SIZE,
     Job,
     available,
     decode_crop,
-    planes,
     run,
     sizes,
     to_seekable,
@@ -45,38 +41,22 @@ from raypipe.kernel.program import Program, native_step, program_of
 from raypipe.kernel.reference import apply_all
 from raypipe.kernel.seekable import is_intact, is_seekable
 from raypipe.kernel.step import Step
-from raypipe.kernel.yuv420 import (
-    BLUE_OF_CB,
-    GREEN_OF_CB,
-    GREEN_OF_CR,
-    ONE_BITS,
-    RED_OF_CR,
-    chroma_shape,
-    rgb,
-)
 
 __all__ = [
     "BAD_PARAMS",
-    "BLUE_OF_CB",
     "COLOR_STEPS",
     "CUBIC",
     "DONE",
     "EXTRA_COLUMNS",
     "GEOMETRY_STEPS",
-    "GREEN_OF_CB",
-    "GREEN_OF_CR",
     "LINEAR",
     "MAX_DECODE_BYTES",
     "MAX_PIXELS",
     "NEAREST",
     "NO_MEMORY",
-    "ONE_BITS",
     "POINTS",
-    "RED_OF_CR",
-    "SCALES",
     "SKIPPED",
     "UNREADABLE",
-    "WHOLE",
     "WRONG_SIZE",
     "Job",
     "Op",
@@ -85,15 +65,12 @@ __all__ = [
     "Step",
     "apply_all",
     "available",
-    "chroma_shape",
     "decode_crop",
     "follow",
     "is_intact",
     "is_seekable",
     "native_step",
-    "planes",
     "program_of",
-    "rgb",
     "run",
     "sizes",
     "sizes_behind",

@@ -1,8 +1,7 @@
 """Compiled kernel: makes the images of a micro-batch in one call, with several threads (csrc/kernel.c).
 
     sizes    heights and widths by the headers, of its kinds of images
-    run      encoded images, or pixels → uint8 (B, H, W, 3), or their planes, by programs of integer operations
-    planes   pixels → the planes that travel instead, see `raypipe.kernel.yuv420`
+    run      encoded images, or pixels → uint8 (B, H, W, 3), by programs of integer operations
 
 It is used only after it has agreed with simplejpeg and with OpenCV in this process. Images that it rejects are
 left to the caller: `decode.decode` and `reference` make the same pixels, and decide on bad samples. Without the
@@ -20,13 +19,9 @@ import cv2
 import numpy as np
 import simplejpeg
 
-from raypipe.kernel import native, yuv420
+from raypipe.kernel import native
 from raypipe.kernel.ops import Op
 
-WHOLE = 8
-"""Eighths: full scale."""
-SCALES = (1, 2, 4)
-"""Eighths: 1/8, 1/4 and 1/2, whose inverse DCTs libjpeg-turbo has SIMD code for."""
 EXTRA_COLUMNS = 39
 """Of `decode_crop`: it decodes 4 more on each side, and begins at a block's edge, up to 31 before."""
 
@@ -44,20 +39,11 @@ class Job(NamedTuple):
         ops: int32 (n, 2), C-contiguous: codes, and where in a row of params the `apply` of each is.
         params: int64 (B, P), C-contiguous.
         out: uint8 (B, H, W, 3), writable, C-contiguous but for its first axis.
-        chroma: uint8 (B, H/2, W/2, 2), rounded up, if `out` is luma, (B, H, W, 1); None = RGB.
     """
 
     ops: np.ndarray
     params: np.ndarray
     out: np.ndarray
-    chroma: np.ndarray | None = None
-
-    def put(self, row: int, image: np.ndarray) -> None:
-        """Fill a row of the results with an image, uint8 (H, W, 3)."""
-        if self.chroma is None:
-            self.out[row] = image
-        else:
-            self.out[row], self.chroma[row] = planes(image)
 
 
 def sizes(images: Sequence[Image]) -> tuple[np.ndarray, np.ndarray]:
@@ -91,22 +77,6 @@ def run(
             [SKIPPED if image is None else UNREADABLE for image in images], np.uint8
         )
     return np.frombuffer(_extension().run(images, jobs, threads, to_end), np.uint8)
-
-
-def planes(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`yuv420.numpy_planes` of uint8 (…, H, W, 3), by the kernel where there is one."""
-    flat = np.ascontiguousarray(images).reshape(-1, *images.shape[-3:])
-    luma = np.empty((*flat.shape[:-1], 1), np.uint8)
-    chroma = np.empty(yuv420.chroma_shape(flat.shape), np.uint8)
-    job = Job(
-        np.empty((0, 2), np.int32), np.empty((len(flat), 0), np.int64), luma, chroma
-    )
-    if (run([*flat], [job]) != DONE).any():
-        return yuv420.numpy_planes(images)
-    batch_shape = images.shape[:-3]
-    return luma.reshape(*batch_shape, *luma.shape[1:]), chroma.reshape(
-        *batch_shape, *chroma.shape[1:]
-    )
 
 
 def available() -> bool:
@@ -147,44 +117,25 @@ def _extension() -> ModuleType:
 
 
 def _decodes_alike(sampling: str) -> bool:
-    """True if it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients; seekable
-    too."""
+    """True if it gives simplejpeg's pixels on noise, which uses all coefficients; seekable too."""
     noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
     data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
     try:
         seekable = to_seekable(data)
     except Exception:
         return False
-    for eighths in (*SCALES, WHOLE):
-        short = -(-69 * eighths // WHOLE) if eighths < WHOLE else 0  # libjpeg rounds up
-        factor = 2.0 if short else 1.0
-        whole = simplejpeg.decode_jpeg(
-            data, "RGB", min_height=short, min_width=short, min_factor=factor
-        )
-        rows, columns = whole.shape[:2]
-        top = rows // 3
-        left = columns // 2
-        height = rows // 2
-        width = columns // 3
-        pixels = np.empty((height, width + EXTRA_COLUMNS, 3), np.uint8)
-        for file in (data, seekable):
-            try:
-                first = decode_crop(
-                    file,
-                    left,
-                    top,
-                    width,
-                    height,
-                    eighths,
-                    True,
-                    pixels,
-                    width + EXTRA_COLUMNS,
-                )
-            except Exception:
-                return False
-            crop = pixels[:, first : first + width]
-            if not np.array_equal(crop, whole[top : top + height, left : left + width]):
-                return False
+    whole = simplejpeg.decode_jpeg(data, "RGB")
+    top, left, height, width = 23, 42, 34, 28
+    pixels = np.empty((height, width + EXTRA_COLUMNS, 3), np.uint8)
+    box = left, top, width, height
+    for file in (data, seekable):
+        try:
+            first = decode_crop(file, *box, True, pixels, width + EXTRA_COLUMNS)
+        except Exception:
+            return False
+        crop = pixels[:, first : first + width]
+        if not np.array_equal(crop, whole[top : top + height, left : left + width]):
+            return False
     return True
 
 

@@ -6,7 +6,7 @@ import functools
 import importlib
 from types import ModuleType
 
-INTERFACE_VERSION = 7
+INTERFACE_VERSION = 8
 """Version of the extension's interface that this program calls; the same as in csrc/kernel.c."""
 
 

@@ -27,17 +27,16 @@ class Op(IntEnum):
     """Codes of the operations; csrc/kernel.c has the same."""
 
     CROP = 1  # top, left, height, width
-    CROP_SCALED = 2  # the same at a scale of eighths/8, eighths
-    RESIZE = 3  # height, width, interpolation
-    PAD = 4  # top, bottom, left, right, border, fill × 3
-    TURN = 5  # code, see `geometry_steps.Turn`
-    AFFINE = 6  # the matrix of the inverse in Q32 × 6, interpolation, border, fill × 3
-    DROPOUT = 7  # fill × 3, number of boxes, (top, left, bottom, right) × that
-    JITTER = 8  # order × 4, factors in Q16 × 3, hue in Q16 sextants
-    GRAY = 9
-    TABLE = 10  # SOLARIZE or POSTERIZE, numbers × 3
-    BLUR = 11  # radius, border, coefficients in Q14 × (MAX_RADIUS + 1)
-    FILTER = 12  # side, border, coefficients in Q14 × MAX_FILTER²
+    RESIZE = 2  # height, width, interpolation
+    PAD = 3  # top, bottom, left, right, border, fill × 3
+    TURN = 4  # code, see `geometry_steps.Turn`
+    AFFINE = 5  # the matrix of the inverse in Q32 × 6, interpolation, border, fill × 3
+    DROPOUT = 6  # fill × 3, number of boxes, (top, left, bottom, right) × that
+    JITTER = 7  # order × 4, factors in Q16 × 3, hue in Q16 sextants
+    GRAY = 8
+    TABLE = 9  # SOLARIZE or POSTERIZE, numbers × 3
+    BLUR = 10  # radius, border, coefficients in Q14 × (MAX_RADIUS + 1)
+    FILTER = 11  # side, border, coefficients in Q14 × MAX_FILTER²
 
 
 SOLARIZE = 0
@@ -45,7 +44,6 @@ POSTERIZE = 1
 
 NUM_PARAMS = {
     Op.CROP: 4,
-    Op.CROP_SCALED: 5,
     Op.RESIZE: 3,
     Op.PAD: 8,
     Op.TURN: 1,

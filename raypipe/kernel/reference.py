@@ -175,7 +175,7 @@ OPERATIONS: dict[int, Operation] = {
     Op.DROPOUT: dropout,
     **COLOR,
 }
-"""By code; CROP_SCALED is the decoder's."""
+"""By code."""
 
 
 def apply_all(image: np.ndarray, ops: np.ndarray, params: np.ndarray) -> np.ndarray:

@@ -475,8 +475,8 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
             f"{situation.ready:.0%} of the time"
         )
         advice = (
-            "send fewer bytes (transform.wire=yuv420 or decode=device, a smaller transform.size), run actors on "
-            "the trainers' own nodes, or give these a faster link"
+            "send fewer bytes (transform.decode=device, a smaller transform.size), run actors on the trainers' "
+            "own nodes, or give these a faster link"
         )
     elif times.work_s and needed <= actors:
         cause = "The stream brings micro-batches late although its actors could make them in time"
@@ -487,7 +487,7 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
     else:
         cause = "Decoding and transforming on CPUs limits the run"
         advice = (
-            "raise pool.max_actors and give the cluster the CPUs, convert the store with --short-side, set "
-            "transform.crop_decode=scaled, or choose a lighter transform"
+            "raise pool.max_actors and give the cluster the CPUs, convert the store with --short-side, or "
+            "choose a lighter transform"
         )
     return f"{cause}, {times.wait_fraction:.0%} of the {name}'s time goes by waiting: {advice}."

@@ -164,7 +164,6 @@ class SampleWorker:
 
 def samples_of(batch: MicroBatch, channels_first: bool = False) -> dict[str, Any]:
     """Return the columns of a micro-batch's samples: arrays (B, …), or lists of B values."""
-    batch = batch.in_rgb()
     fields = dict(batch.fields)
     if channels_first:
         for name, image in images_in(batch.arrays()).items():

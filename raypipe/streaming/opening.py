@@ -176,8 +176,6 @@ def _pixel_settings(
     sizes = list(transform.size_by_epoch.items())
     if len(sizes) > 1:
         yield {"sizes": sizes}
-    if transform.wire != "rgb":
-        yield {"wire": transform.wire}
     if transform.strength != 1:
         is_ramp = isinstance(transform.strength, tuple)
         yield {"strength": transform.strength, "epochs": epochs if is_ramp else 0}

@@ -19,16 +19,12 @@ from raypipe import kernel
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.kernel import DONE, Job, Op
-from raypipe.plan.places import Sides
-from raypipe.transform.decode.jpeg import scaled_boxes
 from raypipe.transform.decode.jpeg_header import jpeg_orientation
 from raypipe.transform.decode.rgb import stored_bytes
 from raypipe.transform.fields import IMAGE
 from raypipe.transform.samples import Samples
 from raypipe.transform.view_images import ViewImage
 
-_NO_OPS = np.empty((0, 2), np.int32)
-_NO_PARAMS = np.empty((0, 0), np.int64)
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
 
 
@@ -68,9 +64,6 @@ class KernelImages:
         self._config = config
         self._decode = decode
         self._threads = threads
-        self._target: Sides | None = None
-        if config.crop_decode == "scaled":
-            self._target = views[0].transform.crop_target
 
     def make(
         self,
@@ -94,7 +87,7 @@ class KernelImages:
         sizes[~is_wanted] = 0
         is_wanted = is_wanted.copy()
         if sizes.any():
-            finished = self._run(samples.images, sizes, keys, arrays, self._target)
+            finished = self._run(samples.images, sizes, keys, arrays)
             is_wanted[finished[0]] = False
             yield finished
         for decoded in self._decoded(samples, is_wanted):
@@ -109,13 +102,8 @@ class KernelImages:
         sizes: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
-        target: Sides | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Make the images of the rows that have sizes; returns as `make` yields.
-
-        Args:
-            target: decode crops at a reduced scale, not below this (height, width).
-        """
+        """Make the images of the rows that have sizes; returns as `make` yields."""
         (rows,) = np.nonzero(sizes[:, 0])
         if len(rows) < len(images):
             has_size = (sizes[:, 0] > 0).tolist()
@@ -125,9 +113,7 @@ class KernelImages:
             ]
         jobs = [_job_of(view, rows, sizes, keys, arrays) for view in self._views]
         called = jobs
-        if target:
-            called = [_scaled(job, sizes, target) for job in jobs]
-        elif self._config.crop_decode == "off":
+        if self._config.crop_decode == "off":
             called = list(map(_whole, jobs))
         done = kernel.run(images, called, self._threads) == DONE
         for row in rows[~done[rows]].tolist():
@@ -158,8 +144,8 @@ class KernelImages:
             yield images
 
     def _pixels(self, image: bytes | memoryview | None) -> np.ndarray | None:
-        if not image or (self._target and image[:3] == b"\xff\xd8\xff"):
-            return None  # a target gives a crop's scale by its box: `slow` decodes it
+        if not image:
+            return None
         try:
             return self._decode(stored_bytes(image))
         except SampleError:
@@ -184,20 +170,7 @@ def _job_of(
     if view.transform.has_rest:
         out = np.empty((len(keys), *(program.size or ()), 3), np.uint8)
         return Job(program.ops, params, out)
-    return Job(program.ops, params, *view.outputs(arrays))
-
-
-def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
-    """A job that begins with a crop, by which the crop is decoded at a scale."""
-    applies = job.params[:, :1]
-    boxes = job.params[:, 1:5]
-    other_params = job.params[:, 5:]
-    boxes, eighths = scaled_boxes(boxes, sizes, target)
-    ops = job.ops + np.array([0, 1], np.int32)
-    ops[0] = Op.CROP_SCALED, 0
-    return job._replace(
-        ops=ops, params=np.column_stack([applies, boxes, eighths, other_params])
-    )
+    return Job(program.ops, params, view.output(arrays))
 
 
 def _whole(job: Job) -> Job:
@@ -212,7 +185,7 @@ def _whole(job: Job) -> Job:
 def _by_reference(image: np.ndarray, jobs: Sequence[Job], row: int) -> bool:
     try:
         for job in jobs:
-            job.put(row, kernel.apply_all(image, job.ops, job.params[row]))
+            job.out[row] = kernel.apply_all(image, job.ops, job.params[row])
     except ValueError:
         return False
     return True
@@ -231,8 +204,7 @@ def _finish(
         images: made by the program, (B, H, W, 3).
         done: bool (B,), the rows that are made; those that fail here are cleared.
     """
-    out, chroma = view.outputs(arrays)
-    result = Job(_NO_OPS, _NO_PARAMS, out, chroma)
+    out = view.output(arrays)
     row_keys = view.keys(keys).tolist()
     for row in np.flatnonzero(done).tolist():
         try:
@@ -243,4 +215,4 @@ def _finish(
         # a row of another form stays unwritten
         done[row] = image.dtype == out.dtype and image.shape[:2] == out.shape[1:3]
         if done[row]:
-            result.put(row, image)
+            out[row] = image

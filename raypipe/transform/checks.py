@@ -136,16 +136,10 @@ def check_follows(transform: Any, config: TransformConfig) -> None:
 
 def _check_views(config: TransformConfig, split: Split) -> None:
     """Raise ConfigError where something does not go with a split's views."""
-    reason = ""
     if config.target_columns:
-        reason = f"{config.target_settings} is of one image: leave it out"
-    elif config.crop_decode == "scaled":
-        reason = (
-            "transform.crop_decode='scaled' decodes each crop by itself, where views share one decoding: leave it "
-            "out, or convert the store with --short-side"
+        raise ConfigError(
+            f"transform.{split} makes views, and {config.target_settings} goes with one image: leave it out"
         )
-    if reason:
-        raise ConfigError(f"transform.{split} makes views, and {reason}")
 
 
 def check_sizes(

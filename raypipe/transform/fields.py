@@ -8,8 +8,7 @@
     label                int64, or the target's array         (B,), (B, …)
     column.NAME          see `raypipe.transform.columns`      (B, …), or `Ragged`
 
-`stream_fields` in `raypipe.transform.sample_maker` lists those of a stream. Arrays go to the training device,
-images in the form of `raypipe.transform.planes`.
+`stream_fields` in `raypipe.transform.sample_maker` lists those of a stream. Arrays go to the training device.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import numpy as np
 
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.block_memory import reused_arrays
-from raypipe.transform.planes import black, from_planes
 
 FieldKind = Literal["array", "ragged", "text", "bytes", "json"]
 _Value = TypeVar("_Value")
@@ -167,10 +165,6 @@ class MicroBatch:
             if isinstance(values, np.ndarray)
         }
 
-    def in_rgb(self) -> MicroBatch:
-        """Return the micro-batch with its images as RGB, whichever form they travel in."""
-        return replace(self, fields=from_planes(self.fields))
-
     def __getitem__(self, name: str) -> np.ndarray:
         """An array among the fields."""
         values = self.fields[name]
@@ -272,7 +266,7 @@ def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
         # views, where an image was expected
         fields.pop(IMAGE, None)
     for name, value in sample.items():
-        field = fields.get(name) or Field(fill=black(name))
+        field = fields.get(name) or Field()
         if field.kind == "array" and field.shape is None:
             fields[name] = replace(field, dtype=value.dtype.name, shape=value.shape)
 

@@ -37,7 +37,6 @@ from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, learn
 from raypipe.transform.keys import Key
 from raypipe.transform.pixels import pixels_of
-from raypipe.transform.planes import packer
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform, Transformed
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
@@ -93,7 +92,6 @@ class SampleMaker:
         self._config = config
         self._sides = sides
         self._targets = config.target_columns
-        self._pack = packer(config.wire)
         pixels = pixels_of(config.decode_as)
         built = build_transform(
             transform, size or config.final_size, by_library=not pixels.is_rgb
@@ -110,7 +108,7 @@ class SampleMaker:
         self.has_user_code = columns.function is not None or any(
             transform.has_user_code for transform in self._transforms
         )
-        self._open = opener_of(config, self._crop_target)
+        self._open = opener_of(config, self._crops_first)
         self._images: dict[str, Field] = {}
         self._kernel: KernelImages | None = None
         self._encoded: EncodedImages | None = None
@@ -122,11 +120,11 @@ class SampleMaker:
             self._use_kernel(threads)
 
     @property
-    def _crop_target(self) -> Sides | None:
-        """The (height, width) that crops of undecoded JPEGs get; None: images are decoded whole, as for views."""
+    def _crops_first(self) -> bool:
+        """True if crops are taken of undecoded JPEGs; views share one decoding of the whole image."""
         if self._has_views or self._config.crop_decode == "off":
-            return None
-        return self._transforms[0].crop_target
+            return False
+        return self._transforms[0].crop_target is not None
 
     def _use_kernel(self, threads: int) -> None:
         """Have the kernel make the images, if all of them begin with a program."""
@@ -223,7 +221,7 @@ class SampleMaker:
         self._check(images)
         if not self._images:
             self._learn(images)
-        fields = self._pack(images)
+        fields = images
         if targets:
             shape = images[IMAGE].shape
             fields = fields | self._finished(transformed.targets, targets, shape)
@@ -396,7 +394,7 @@ class SampleMaker:
         """Note an image, or views, as which all others must be."""
         self._images = _fields_of(images)
         self._check(images)
-        learn(self.fields, self._pack(images))
+        learn(self.fields, images)
 
     def _check(self, images: dict[str, np.ndarray]) -> None:
         """Raise ConfigError unless an image, or views, have the size that is asked for, and are as the others."""

@@ -12,7 +12,6 @@ from raypipe.errors import ConfigError
 from raypipe.plan.order import mix64
 from raypipe.transform.fields import IMAGE, VIEW
 from raypipe.transform.pixels import RGB, Pixels
-from raypipe.transform.planes import outputs
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.views import view_key
 
@@ -39,16 +38,10 @@ class ViewImage:
             return keys
         return mix64(self.key ^ keys)
 
-    def outputs(
-        self, arrays: Mapping[str, np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The memory of this image of B samples, see `planes.outputs`, among the arrays of a micro-batch."""
-        out, chroma = outputs(arrays, self.field)
-        if self.crop is None:
-            return out, chroma
-        if chroma is not None:
-            chroma = chroma[:, self.crop]
-        return out[:, self.crop], chroma
+    def output(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The memory of this image of B samples among the arrays of a micro-batch."""
+        out = arrays[self.field]
+        return out if self.crop is None else out[:, self.crop]
 
 
 def view_images(

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import simplejpeg
 
 from raypipe.commands.bench import (
     ceiling,
@@ -196,21 +195,6 @@ def test_the_ceiling_measures_the_costs_of_an_image(stores: dict[str, Path]) -> 
         one["encoded_bytes_per_image"]
         == sum(len(sample["image"]) for sample in samples(100)) / 100
     )  # type: ignore[arg-type]
-
-
-def test_the_ceiling_measures_the_share_of_images_with_halved_color() -> None:
-    pixels = np.zeros((16, 16, 3), np.uint8)
-    images = [
-        simplejpeg.encode_jpeg(pixels, 90, "RGB", kind)
-        for kind in ("420", "444", "420", "420")
-    ]
-    config = TransformConfig(train="center", size=16)
-    assert (
-        ceiling(MemoryStore(images, [0] * 4), config, PoolConfig(max_actors=1), 4, 0.1)[
-            "jpeg_420_share"
-        ]
-        == 0.75
-    )
 
 
 @pytest.mark.cluster

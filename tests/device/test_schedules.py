@@ -31,7 +31,6 @@ import raypipe.device.prefetcher
 import raypipe.device.ring
 from raypipe.device.decoders import BoxDecoder, DeviceDecoder
 from raypipe.errors import ConfigError
-from raypipe.kernel import yuv420
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.encoded_map import DATA, MAP, CropBox
 from raypipe.transform.fields import MicroBatch
@@ -93,16 +92,12 @@ def changed(module: str, old: str, new: str) -> Code:
 
 
 @functools.cache
-def host_batch(
-    number: int, size: int = 3, targets: bool = False, has_planes: bool = False
-) -> MicroBatch:
+def host_batch(number: int, size: int = 3, targets: bool = False) -> MicroBatch:
     rng = np.random.default_rng([number, size])
     fields: dict[str, Any] = {
         "image": rng.integers(0, 256, (size, 4, 5, 3), dtype=np.uint8),
         "label": rng.integers(0, 1 << 40, size),
     }
-    if has_planes:
-        fields["image"], fields["chroma.image"] = yuv420.numpy_planes(fields["image"])
     weight, index = rng.random(size, np.float32), np.arange(size)
     if targets:
         fields |= {"mask": rng.integers(0, 256, (size, 4, 5), dtype=np.uint8)}
@@ -195,7 +190,6 @@ def use_batch(consumer: Consumer, batch: Any, host: MicroBatch) -> None:
     assert (
         batch.position == host.position and batch.index.tolist() == host.index.tolist()
     )
-    host = host.in_rgb()
     consumer.use(batch.image, host["image"].transpose(0, 3, 1, 2))
     consumer.use(batch.target, host["label"])
     consumer.use(batch.weight, host.weight)
@@ -212,14 +206,11 @@ def micro_batches(code: Code, cuda: Cuda) -> None:
     """The ring: several signatures, batches that are kept, rings after and beside one another, and left early."""
     rng, consumer, marks = cuda.rng, Consumer(cuda), []
     sizes = rng.choice([(3,), (3, 2), (3, 1, 2, 4, 5, 6)])
-    targets, has_planes = rng.random() < 0.3, rng.random() < 0.3
+    targets = rng.random() < 0.3
 
     def ring(first: int) -> tuple[Iterator[Any], list[MicroBatch], int]:
         num = rng.randrange(1, 8)
-        given = [
-            host_batch(first + n, rng.choice(sizes), targets, has_planes)
-            for n in range(num)
-        ]
+        given = [host_batch(first + n, rng.choice(sizes), targets) for n in range(num)]
         depth, keep = rng.randrange(1, 4), rng.choice([0, 0, 1, 2])
         on_copied = lambda start, end: marks.append((start, end))  # noqa: E731
         batches = code.prefetcher.on_device(

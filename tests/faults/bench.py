@@ -1,6 +1,6 @@
 """Kills real processes and nodes of a local cluster under a stream, and compares what comes out with what should.
 
-    python tests/faults/bench.py --scenarios 36 --seed 0 [--kinds actor,node,…] [--wire yuv420]
+    python tests/faults/bench.py --scenarios 36 --seed 0 [--kinds actor,node,…]
 
 Each scenario is one stream with one randomised fault. `delivered` counts the micro-batches that reach the consumer
 (after a restart of the trainers: those that count, up to the checkpoint that they resume from), `delay` is the
@@ -37,7 +37,7 @@ from ray.train.collective import broadcast_from_rank_zero
 from rich.console import Console
 from rich.table import Table
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PlanConfig, PoolConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.rayext.trainer import RunTrainer
 from raypipe.storage.files import write_bytes
@@ -130,14 +130,13 @@ def make_stores(folder: str, num_samples: int, names: list[str]) -> dict[str, st
     return paths
 
 
-def spec_of(store: str, wire: Any, max_actors: int, kind: str = "") -> StreamSpec:
+def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
     # A pool that has all CPUs when a node goes has none to be restarted on.
     min_actors, block = 4 if kind == "node for good" else 1, BLOCKS.get(kind, 0)
     return open_stream(
         store,
         store,
         plan=PLAN,
-        transform=TransformConfig(wire=wire),
         train_transform=enlarged if kind in LARGE else crop,
         val_transform=enlarged if kind in LARGE else crop,
         pool=PoolConfig(
@@ -162,7 +161,7 @@ def digest_of(batch: Batch) -> bytes:
 def without_ray(spec: StreamSpec) -> list[tuple[str, bytes]]:
     """Places and digests of a stream, made in this process."""
     maker, places = MicroBatchMaker(spec), spec.plan.micro_batches(spec.plan.start())
-    return [(str(at), batch_hash(maker.batch(at).in_rgb())) for at in places]
+    return [(str(at), batch_hash(maker.batch(at))) for at in places]
 
 
 @dataclass
@@ -480,7 +479,6 @@ def run(
     seed: int,
     num_samples: int,
     names: list[str],
-    wire: str,
     max_actors: int,
     show: Callable[[Outcome], None],
 ) -> list[Outcome]:
@@ -501,14 +499,14 @@ def run(
             local = make_stores(f"{folder}/bucket", num_samples, ["parquet"])["parquet"]
             write_bytes(stores["bucket"], Path(local).read_bytes())
         undisturbed = {
-            (name, large): without_ray(spec_of(path, wire, max_actors, large))
+            (name, large): without_ray(spec_of(path, max_actors, large))
             for name, path in stores.items()
             for large in {kind if kind in LARGE else "" for kind in kinds}
         }
         for kind in kinds:
             store = "parquet" if "reader" in kind else choose.choice(names)
             store = "bucket" if kind == "storage outage" else store
-            spec = spec_of(stores[store], wire, max_actors, kind)
+            spec = spec_of(stores[store], max_actors, kind)
             expected = undisturbed[store, kind if kind in LARGE else ""]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
             # it still has work
@@ -581,7 +579,6 @@ def main() -> None:
         default=",".join(STORES),
         help="comma-separated; the reader needs parquet",
     )
-    parser.add_argument("--wire", default="rgb", choices=["rgb", "yuv420"])
     parser.add_argument(
         "--max-actors",
         type=int,
@@ -600,7 +597,6 @@ def main() -> None:
         args.seed,
         args.samples,
         args.stores.split(","),
-        args.wire,
         args.max_actors,
         lambda outcome: print(f"{asdict(outcome)}", file=sys.stderr, flush=True),
     )

@@ -13,11 +13,9 @@ import torch
 from waiting import waiting_is_an_error
 
 from raypipe.config import AugmentConfig, TrainConfig
-from raypipe.device import wire as device_wire
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
-from raypipe.kernel import yuv420
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import Ema
 from raypipe.train.models import build_optimizer, small_model
@@ -144,21 +142,6 @@ def test_a_module_goes_to_the_device_and_draws_on_the_host() -> None:
     assert not found.requires_grad or weight.grad is None
     assert torch.equal(found, run(augment, cuda(), 7)[0])
     torch.testing.assert_close(found.cpu(), on_cpu, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("size", [(32, 32), (33, 32), (31, 33)])
-def test_planes_become_the_images_of_numpy_and_the_host_never_waits(
-    size: tuple[int, int],
-) -> None:
-    (height, width), rng = size, np.random.default_rng(0)
-    luma = rng.integers(0, 256, (ROWS, height, width, 1), np.uint8)
-    chroma = rng.integers(
-        0, 256, (ROWS, (height + 1) // 2, (width + 1) // 2, 2), np.uint8
-    )
-    planes = [torch.from_numpy(plane).to(cuda()) for plane in (luma, chroma)]
-    with waiting_is_an_error():
-        images = device_wire.merge_planes(*planes)
-    assert np.array_equal(images.cpu().numpy(), yuv420.rgb(luma, chroma))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -28,14 +28,12 @@ pytestmark = [
 STRONG = AugmentConfig(preset="strong", mixup_alpha=0.4, cutmix_alpha=1.0)
 
 
-def spec_of(
-    stores: dict[str, Path], actors: int = 1, wire: Any = "rgb", block: int = 0
-) -> StreamSpec:
+def spec_of(stores: dict[str, Path], actors: int = 1, block: int = 0) -> StreamSpec:
     return open_stream(
         stores["train"],
         stores["val"],
         plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24, seed=3),
-        transform=TransformConfig(train="light", val="center", size=32, wire=wire),
+        transform=TransformConfig(train="light", val="center", size=32),
         pool=PoolConfig(
             min_actors=actors, max_actors=actors, micro_batches_per_block=block
         ),
@@ -56,11 +54,8 @@ def hashes(spec: StreamSpec, **options: Any) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("wire", ["rgb", "yuv420"])
-def test_the_ring_brings_the_bits_that_the_cpu_has(
-    wire: Any, stores: dict[str, Path]
-) -> None:
-    spec = spec_of(stores, wire=wire)
+def test_the_ring_brings_the_bits_that_the_cpu_has(stores: dict[str, Path]) -> None:
+    spec = spec_of(stores)
     assert hashes(spec, device="cuda") == hashes(spec, device="cpu")
 
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
     not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}"
 )
 
-CROP, CROP_SCALED, RESIZE, PAD, TURN, AFFINE, DROPOUT = tuple(Code)[:7]
+CROP, RESIZE, PAD, TURN, AFFINE, DROPOUT = tuple(Code)[:6]
 Op = tuple[int, list[int]]
 
 
@@ -216,9 +216,7 @@ def test_whatever_the_params_an_image_is_written_into_its_slot_alone(
     rng, num_refused = np.random.default_rng([op, simd]), 0
     for number in range(300):
         pixels = noise(rng, *rng.integers(1, 40, 2))
-        image: Any = (
-            encode(pixels, quality=90) if number % 2 or op == CROP_SCALED else pixels
-        )
+        image: Any = encode(pixels, quality=90) if number % 2 else pixels
         good = any_op(rng, op)
         hostile = [*good[1]]
         if number % 10:  # the others may be refused as well, or not fit
@@ -231,7 +229,7 @@ def test_whatever_the_params_an_image_is_written_into_its_slot_alone(
             height, width = good[1][:2]
         elif op == PAD:
             height, width = height + sum(good[1][:2]), width + sum(good[1][2:4])
-        elif op in (CROP, CROP_SCALED):
+        elif op == CROP:
             height, width = good[1][2:4]
         elif op == TURN and good[1][0] & 4:
             height, width = width, height
@@ -276,21 +274,10 @@ def test_jpegs_have_the_pixels_of_the_usual_decoder_by_crop_and_whole() -> None:
         assert np.array_equal(
             one(data, [(CROP, box)], (20, 31)), reference.crop(whole, box)
         )
-        reduced = simplejpeg.decode_jpeg(
-            data, "RGB", min_height=31, min_width=31, min_factor=2
-        )
-        assert reduced.shape == (31, 42, 3)
-        scaled = [3, 4, 20, 30, 4]
-        assert np.array_equal(
-            one(data, [(CROP_SCALED, scaled)], (20, 30)),
-            reference.crop(reduced, scaled),
-        )
         program: list[Op] = [(CROP, box), (RESIZE, [24, 24, LINEAR]), (TURN, [1])]
         expected = cv2.resize(reference.crop(whole, box), (24, 24))[:, ::-1]
         assert np.array_equal(one(data, program, (24, 24)), expected)
-    assert one(whole, [(CROP_SCALED, scaled)], (20, 30)) == kernel.BAD_PARAMS
     assert one(data, [(CROP, [0, 0, 62, 1])], (62, 1)) == kernel.BAD_PARAMS
-    assert one(data, [(CROP_SCALED, [0, 0, 4, 4, 3])], (4, 4)) == kernel.BAD_PARAMS
 
 
 def test_several_jobs_share_one_decode_and_threads_change_nothing() -> None:

@@ -124,7 +124,7 @@ def test_params_at_the_edges_are_refused_by_both_or_by_none(op: Op) -> None:
         refused = agree(op, params)
         num_refused, num_made = num_refused + refused, num_made + (not refused)
     assert num_refused > 100 or op == Op.GRAY
-    assert num_made > 50 or op == Op.CROP_SCALED
+    assert num_made > 50
 
 
 def changed(params: list[int], *changes: tuple[int, int]) -> list[int]:
@@ -147,7 +147,6 @@ def changed(params: list[int], *changes: tuple[int, int]) -> list[int]:
                 [1] * 2 + [MAX] * 2,
             )
         ],
-        *[(Op.CROP_SCALED, [0, 0, 1, 1, 8])],
         *[
             (Op.RESIZE, [*size, 1])
             for size in ([0, 5], [5, -1], [65_501, 1], [65_500, 65_500], [MAX, MIN])

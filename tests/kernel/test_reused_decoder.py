@@ -119,7 +119,7 @@ class Worker:
             )
             file = self.files[number % BATCH]
             with contextlib.suppress(ValueError):
-                kernel.decode_crop(file, 2, 3, 30, 20, 8, False, self.pixels, 30 + 39)
+                kernel.decode_crop(file, 2, 3, 30, 20, False, self.pixels, 30 + 39)
             with contextlib.suppress(ValueError):
                 kernel.to_seekable(file)
             seconds.append(time.process_time() - start)

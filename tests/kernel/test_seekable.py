@@ -105,14 +105,12 @@ def random_box(height: int, width: int) -> tuple[int, int, int, int]:
     )
 
 
-def run(
-    data: bytes, box: tuple[int, int, int, int], eighths: int = 8
-) -> np.ndarray | None:
+def run(data: bytes, box: tuple[int, int, int, int]) -> np.ndarray | None:
     """A box by the kernel, which decodes it alone; None: it refuses the file."""
     out = np.zeros((1, *box[2:], 3), np.uint8)
     ops, params = (
-        np.array([[Op.CROP_SCALED, 0]], np.int32),
-        np.array([[1, *box, eighths]], np.int64),
+        np.array([[Op.CROP, 0]], np.int32),
+        np.array([[1, *box]], np.int64),
     )
     return out[0] if kernel.run([data], [Job(ops, params, out)])[0] == DONE else None
 
@@ -134,13 +132,6 @@ def check_crops(num: int, by_file: int) -> None:
             assert np.array_equal(
                 part, whole[top : top + height, left : left + width]
             ), (name, whole.shape, box)
-        if min(whole.shape[:2]) >= 16:
-            eighths = int(RNG.choice([1, 2, 4]))
-            box = random_box(*(-(-side * eighths // 8) for side in whole.shape[:2]))
-            part = run(seekable, box, eighths)
-            assert part is not None and np.array_equal(
-                part, decode_box(data, box, eighths)
-            ), (name, box, eighths)
 
 
 @pytest.fixture(autouse=True)

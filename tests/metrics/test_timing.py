@@ -286,7 +286,7 @@ def test_blocks_that_lie_ready_and_come_late_name_the_network() -> None:
         "The network to the trainers limits the run: a finished block lay ready for 90% of the time"
         in found
     )
-    assert "transform.wire=yuv420" in found and "max_in_flight" not in found
+    assert "transform.decode=device" in found and "max_in_flight" not in found
     assert "max_in_flight" in text(StageTimes(**LATE), ready=0.1)
     slow = StageTimes(images=1000, wait_s=5.0, compute_s=10.0, work_s=90.0)
     assert "Decoding and transforming" in text(slow, ready=0.1)

@@ -40,7 +40,6 @@ from mutate_images import OF_FORMAT
 from mutate_stores import OF_KIND, make, no_file
 from PIL import Image
 
-from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, StoreError
 from raypipe.stores import open_store
 from raypipe.transform.decode.jpeg import open_for_crop
@@ -123,10 +122,7 @@ def decoded(data: bytes | None, rng: np.random.Generator) -> str:
 
 def same_in_part(data: bytes, rng: np.random.Generator) -> None:
     """A crop of a JPEG that is decoded alone: a part of the whole image, or as bad."""
-    # Never scaled; opens without the extension too.
-    opened = open_for_crop(
-        data, TransformConfig(crop_decode="scaled"), (1 << 16, 1 << 16)
-    )
+    opened = open_for_crop(data, exif=False)
     if opened is None or math.prod(opened[0]) > 4_000_000:
         return
     (height, width), decode_box = opened

@@ -244,11 +244,6 @@ def test_views_and_masks_and_functions_of_another_dtype_go_with_arrays() -> None
             r"transform\.apply_exif must be False with transform\.decode_as='array'",
         ),
         (
-            {"crop_decode": "scaled"},
-            {},
-            r"transform\.crop_decode must be .* with transform\.decode_as='array'",
-        ),
-        (
             {"train": "heavy"},
             {},
             r"preset 'heavy' needs uint8 RGB, and transform\.decode_as is 'array'",

@@ -204,8 +204,6 @@ def test_floats_in_the_middle_travel_and_a_line_names_the_step(
         ).train
     )
     assert mixed.mix is not None and mixed.image.min() < -1
-    with pytest.raises(ConfigError, match="wire='rgb'"):
-        first(stream(spec.transforms["train"], "center", wire="yuv420"))
 
 
 def test_views_end_alike_and_are_finished_each() -> None:

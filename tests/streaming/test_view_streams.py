@@ -227,11 +227,6 @@ def test_what_does_not_go_with_views_is_refused_before_the_run(
     ):
         spec_of(stores, mask_column="seg")
     with pytest.raises(
-        ConfigError,
-        match=r"transform.train makes views, and transform.crop_decode='scaled'",
-    ):
-        spec_of(stores, crop_decode="scaled")
-    with pytest.raises(
         ConfigError, match=r"transform.train makes views, and a run trains a classifier"
     ):
         num_classes_of(RunConfig(), spec)

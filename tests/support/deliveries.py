@@ -34,12 +34,6 @@ NAMES = {
 
 READINGS: dict[str, dict[str, Any]] = {
     "rgb": {"train": "light", "val": "center", "size": SIZE},
-    "scaled": {
-        "train": "light",
-        "val": "center",
-        "size": SIZE,
-        "crop_decode": "scaled",
-    },
     "upright": {"train": "light", "val": "center", "size": SIZE, "apply_exif": True},
     "array": {"decode_as": "array"},
 }

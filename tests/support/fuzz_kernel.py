@@ -1,8 +1,8 @@
 """Mutated JPEGs and random programs through the kernel: what it accepts, the usual way has too.
 
-    decode_crop     a box of a file at any scale, held against simplejpeg
+    decode_crop     a box of a file, held against simplejpeg
     run             programs, on which `raypipe.transform.decode.rgb` and `reference` have to agree with it, in a
-                    slot between guard bytes, as RGB and as the planes of `raypipe.kernel.yuv420`
+                    slot between guard bytes
     to_seekable     its result has the pixels of its input. Then that is changed itself: with its checksum it must
                     be refused. With one that fits, and with places that lead anywhere, a box is refused or that of
                     simplejpeg, where it reads the file
@@ -30,7 +30,7 @@ import simplejpeg
 from fuzz_files import HEIGHT, WIDTH, forged, mutated, originals, sealed
 
 from raypipe.errors import SampleError
-from raypipe.kernel import Op, is_seekable, reference, yuv420
+from raypipe.kernel import Op, is_seekable, reference
 from raypipe.kernel.ops import MAX_FILTER, MAX_RADIUS
 from raypipe.transform.decode.jpeg_header import without_profile
 from raypipe.transform.decode.rgb import decode
@@ -65,7 +65,7 @@ def by_simplejpeg(data: bytes) -> np.ndarray:
 
 
 def crop(
-    data: bytes, box: tuple[int, int, int, int], eighths: int = 8, to_end: bool = True
+    data: bytes, box: tuple[int, int, int, int], to_end: bool = True
 ) -> np.ndarray:
     """A box (top, left, height, width) by the extension; ValueError: it refuses the file."""
     from _raypipe_kernel import decode_crop
@@ -73,7 +73,7 @@ def crop(
     top, left, height, width = box
     pixels = np.empty((height, width + _EXTRA_COLUMNS, 3), np.uint8)
     first = decode_crop(
-        data, left, top, width, height, eighths, to_end, pixels, width + _EXTRA_COLUMNS
+        data, left, top, width, height, to_end, pixels, width + _EXTRA_COLUMNS
     )
     return pixels[:, first : first + width]
 
@@ -104,12 +104,6 @@ def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
     with contextlib.suppress(ValueError):
         # there may be damage behind the box, of which simplejpeg makes an error
         crop(data, box, to_end=False)
-    with contextlib.suppress(ValueError):
-        crop(
-            data,
-            random_box(-(-height // 2), -(-width // 2), rng),
-            int(rng.choice([1, 2, 4])),
-        )
     try:
         parts = crop(data, box), crop(data, (0, 0, height, width))
     except ValueError:
@@ -131,12 +125,6 @@ def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list
     match code:
         case Op.CROP:
             return code, [*some(0, 30, 2), *some(1, 12, 2)]
-        case Op.CROP_SCALED:
-            return code, [
-                *some(0, 9, 2),
-                *some(1, 12, 2),
-                int(rng.choice([1, 2, 3, 4, 8])),
-            ]
         case Op.RESIZE:
             return code, [*some(1, 50, 2), *some(0, 4, 1)]
         case Op.PAD:
@@ -184,7 +172,7 @@ def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list
 
 
 def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
-    """Whether run() gives the reference's pixels and planes, in its slots alone; None: it refuses the image."""
+    """Whether run() gives the reference's pixels, in its slots alone; None: it refuses the image."""
     from _raypipe_kernel import run, sizes
 
     if not is_small(data):
@@ -206,35 +194,15 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
         expected = reference.apply_all(decode(data), table[0], table[1][0])
     size = (HEIGHT, WIDTH) if expected is None else expected.shape[:2]
     num_jobs = 1 if rng.random() < 0.8 else 2
-    threads, is_scaled = (
-        int(rng.integers(1, 3)),
-        bool(program) and program[0][0] == Op.CROP_SCALED,
-    )
-    refused = set()
-    for is_planes in (False, True):
-        shapes = (
-            [(*size, 1), yuv420.chroma_shape((*size, 3))] if is_planes else [(*size, 3)]
-        )
-        memories = [np.full((5, *shape), 77, np.uint8) for shape in shapes]
-        slots = [memory[1:4:2] for memory in memories]
-        job = (*table, slots[0], slots[1] if is_planes else None)
-        status = run([data, data], [job] * num_jobs, threads, True)[0]
-        if not all((memory[::2] == 77).all() for memory in memories):
-            return False
-        refused.add(bool(status))
-        if status or is_scaled:
-            continue
-        if expected is None:
-            return False
-        results = yuv420.numpy_planes(expected) if is_planes else (expected,)
-        if not all(
-            (slot == result).all() for slot, result in zip(slots, results, strict=True)
-        ):
-            return False
-    if len(refused) > 1:
-        # an image that is refused for one wire is refused for the other
+    threads = int(rng.integers(1, 3))
+    memory = np.full((5, *size, 3), 77, np.uint8)
+    slots = memory[1:4:2]
+    status = run([data, data], [(*table, slots)] * num_jobs, threads, True)[0]
+    if not (memory[::2] == 77).all():
         return False
-    return None if refused == {True} or is_scaled else True
+    if status:
+        return None
+    return expected is not None and bool((slots == expected).all())
 
 
 def part_agrees(data: bytes, box: tuple[int, int, int, int]) -> bool:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import ray.train
@@ -145,25 +145,13 @@ def test_two_workers_see_the_same_samples_and_learn_the_same(
 
 @pytest.mark.system
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("wire", ["rgb", "yuv420"])
 def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
     run: RunConfig,
     alone: dict[str, Any],
-    wire: Literal["rgb", "yuv420"],
     request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if wire == "yuv420":
-        run = dataclasses.replace(
-            run, transform=dataclasses.replace(run.transform, wire=wire)
-        )
-        of_rgb = final_state(alone)
-        alone = without_ray.train(dataclasses.replace(run, name="alone-yuv420"))
-        of_planes = final_state(alone)
-        assert any(not torch.equal(of_planes[name], of_rgb[name]) for name in of_rgb), (
-            "planes have other pixels"
-        )
-    name = f"killed-{wire}"
+    name = "killed"
     folder, killed, actors = Path(run.storage_path) / name, list[int](), list[int]()
 
     def attempt(
@@ -198,11 +186,7 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
 
     # After each kill it goes on as a new job; in the long form after the first by itself, as in training-loop.md.
     # Then the newest checkpoint is damaged, and the records. Each trainer costs seconds of both cores.
-    workers, by_itself = (
-        ([2, 2, 1, 4], 1)
-        if is_soak(request.config)
-        else ([1 + (wire == "yuv420"), 2], 0)
-    )
+    workers, by_itself = ([2, 2, 1, 4], 1) if is_soak(request.config) else ([1, 2], 0)
     actor = ("MapWorker(MapBatches(Transform",)
     threading.Thread(
         target=kill_a_worker_at, args=(folder, 2, actors, *actor), daemon=True

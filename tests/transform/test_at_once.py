@@ -20,10 +20,9 @@ import albumentations as A  # noqa: N812
 
 from raypipe import kernel
 from raypipe.config import TransformConfig
-from raypipe.kernel import extension, yuv420
+from raypipe.kernel import extension
 from raypipe.transform.albumentations import find_program
 from raypipe.transform.decode import jpeg
-from raypipe.transform.fields import images_in
 from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.samples import EncodedSample
 
@@ -156,10 +155,7 @@ def test_a_micro_batch_is_the_same_with_and_without_the_kernel(name: str) -> Non
     "settings",
     [
         {"crop_decode": "off"},
-        {"crop_decode": "scaled"},
         {"apply_exif": True},
-        {"crop_decode": "scaled", "apply_exif": True, "size": 16},
-        {"wire": "yuv420", "size": 33},
     ],
     ids=str,
 )
@@ -179,8 +175,8 @@ def test_so_it_is_of_views_of_memory() -> None:
         sample._replace(image=memoryview(sample.image or b"")) for sample in SAMPLES
     ]
     for settings in (
-        {"crop_decode": "scaled", "apply_exif": True},
-        {"crop_decode": "exact"},
+        {"apply_exif": True},
+        {"crop_decode": "off"},
     ):
         expected = made("light", **settings)
         assert (
@@ -192,33 +188,8 @@ def test_so_it_is_of_views_of_memory() -> None:
             assert made("light", views, **settings) == expected
 
 
-@pytest.mark.parametrize("name", ["heavy", "flip-crop", *OTHERS])
-def test_planes_are_those_of_the_images(name: str) -> None:
-    """By any way that images are made, bad samples and what replaces them included."""
-    transform = OTHERS[name]() if name in OTHERS else name
-    images, bad = made(transform)
-    found = made(transform, wire="yuv420")
-    assert (
-        found
-        == made(transform, wire="yuv420", threads=3)
-        == made(transform, wire="yuv420", alone=True)
-    )
-    assert found[1] == bad
-    expected = dict(images)
-    for field, (content, shape) in images_in(images).items():
-        image = np.frombuffer(content, np.uint8).reshape(shape)
-        luma, chroma = yuv420.numpy_planes(image)
-        expected[field] = luma.tobytes(), luma.shape
-        expected[f"chroma.{field}"] = chroma.tobytes(), chroma.shape
-    assert found[0] == expected
-
-
-def test_exact_crops_are_those_of_the_whole_image_and_scaled_ones_are_not() -> None:
-    assert (
-        made("light")
-        == made("light", crop_decode="off")
-        != made("light", crop_decode="scaled")
-    )
+def test_exact_crops_are_those_of_the_whole_image() -> None:
+    assert made("light") == made("light", crop_decode="off")
 
 
 def test_images_too_small_for_a_crop_are_bad_samples_others_are_made() -> None:

@@ -541,17 +541,6 @@ def test_crop_decode_changes_neither_pixels_nor_bad_samples(pipeline: str) -> No
     assert bad == bad_of_exact and [record["index"] for record in bad] == [23, 27]
 
 
-def test_scaled_crop_decode_is_another_mode_of_the_same_view() -> None:
-    big = [encode_jpeg(cv2.resize(image, (800, 600))) for image in IMAGES[:4]]
-    light = build_transform("light", 32)
-    off, scaled = (
-        batch(made(light, crop_decode=mode), big)[0]["image"]
-        for mode in ("off", "scaled")
-    )
-    difference = np.abs(off.astype(int) - scaled)
-    assert 0 < difference.mean() < 3  # of 255
-
-
 @pytest.mark.parametrize(
     ("transform", "expected"),
     [

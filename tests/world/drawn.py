@@ -20,7 +20,7 @@ class Drawn:
 
     Attributes:
         name: its kind, and the suffix that its format has.
-        refused: the readings that are refused by name: "rgb", for upright and scaled as well, and "array".
+        refused: the readings that are refused by name: "rgb", for upright as well, and "array".
         truth: what was drawn, (H, W, C), where the file keeps it to the bit; None = its reference says so.
     """
 

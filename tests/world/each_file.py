@@ -40,8 +40,8 @@ from PIL import Image
 
 from raypipe import kernel
 from raypipe.errors import ConfigError, SampleError, StoreError
-from raypipe.transform.decode.jpeg import decode_box
 from raypipe.transform.decode.jpeg_header import jpeg_size
+from raypipe.transform.decode.rgb import decode
 
 MAX_BYTES = 1 << 30
 MAX_CPU_S, MAX_WALL_S = 20, 120  # other programs may be using the machine
@@ -193,8 +193,7 @@ def tried_out(path: Path, reading: readings.Reading) -> Finding:
                         continue
                     first = first or found
                     why = _difference(found, first, 0) and "not as by the first store"
-                    if each != "scaled" or not data.startswith(b"\xff\xd8"):
-                        why = why or _difference(found, expected, reading.levels)
+                    why = why or _difference(found, expected, reading.levels)
                     if why:
                         wrong.append((why, where))
         wrong += _wrong_scales(data, reading)
@@ -208,7 +207,7 @@ def tried_out(path: Path, reading: readings.Reading) -> Finding:
 
 def _twin(folder: Path, name: str, reading: readings.Reading) -> Any:
     """What the reference's pixels become in a reading; None where it refuses."""
-    pixels = getattr(reading, "rgb" if name == "scaled" else name)
+    pixels = getattr(reading, name)
     if pixels is None or not pixels.size:
         return None
     pack = deliveries.as_npy if name == "array" else deliveries.as_png
@@ -257,10 +256,11 @@ def _wrong_scales(data: bytes, reading: readings.Reading) -> list[tuple[str, str
         is_read = data.startswith(b"\xff\xd8") and reading.rgb is not None
         size = (jpeg_size(data) if is_read else None) or (0, 0)
         for part in (2, 4, 8) if min(size) >= 16 else ():
-            sides = [-(-side // part) for side in size]
+            if min(size) % part:  # decoded larger
+                continue
             for is_used in (True, False):
                 with deliveries.extension(is_used):
-                    found = decode_box(data, (0, 0, sides[0], sides[1]), 8 // part)
+                    found = decode(data, min_side=min(size) // part)
                 most = np.abs(found.astype(float) - readings.reduced(data, part)).max()
                 if most > reading.levels:
                     wrong.append((f"other values, by up to {most:g}", f"1/{part}"))

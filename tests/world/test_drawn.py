@@ -24,7 +24,6 @@ from drawn import Drawn, unique
 from raypipe.errors import SampleError
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode.array import decode_array
-from raypipe.transform.decode.jpeg import decode_box
 from raypipe.transform.decode.jpeg_header import jpeg_size
 from raypipe.transform.decode.rgb import decode
 
@@ -35,9 +34,6 @@ MODULES: dict[str, Callable[[], Iterable[Drawn]]] = {
     "others": draw_others.files,
     "npy": draw_others.arrays,
 }
-_MEAN_SCALED = 24
-"""Levels, on the average: a crop is rounded to a pixel of the reduced image, and these pictures rise by up to 40
-levels in a pixel. The reduced pixels themselves are compared with libjpeg's."""
 
 Files = dict[str, list[tuple[Drawn, readings.Reading]]]
 
@@ -67,7 +63,7 @@ def _of(file: Drawn, reading: readings.Reading, name: str) -> np.ndarray | None:
     """What is expected; None = a refusal."""
     if ("array" if name == "array" else "rgb") in file.refused:
         return None
-    pixels: np.ndarray | None = getattr(reading, "rgb" if name == "scaled" else name)
+    pixels: np.ndarray | None = getattr(reading, name)
     assert pixels is not None, f"{file.name}: its reference refuses it: {reading.why}"
     return pixels
 
@@ -120,10 +116,9 @@ def test_a_reduced_jpeg_is_that_of_libjpeg(
     with deliveries.extension(is_used):
         for file, reading in files["jpeg"]:
             size = None if file.refused else jpeg_size(file.data)
-            if size is None or min(size) < 16:  # of the others the whole is decoded
+            if size is None or min(size) < 16 or min(size) % part:  # decoded larger
                 continue
-            sides = [-(-side // part) for side in size]
-            found = decode_box(file.data, (0, 0, sides[0], sides[1]), 8 // part)
+            found = decode(file.data, min_side=min(size) // part)
             why = difference(found, readings.reduced(file.data, part), reading.levels)
             assert not why, f"{file.name}: {why}"
 
@@ -260,9 +255,6 @@ def verdict(
     if expected is None:
         return "delivered"
     assert isinstance(expected, np.ndarray)
-    if name == "scaled" and file.data.startswith(b"\xff\xd8"):
-        mean = np.abs(found.astype(float) - expected).mean()
-        return "" if mean <= _MEAN_SCALED else f"by {mean:.1f} levels on the average"
     return difference(found, expected, levels + 1 if levels else 0)  # a resize rounds
 
 

@@ -56,8 +56,7 @@ typedef struct {
 } Trouble;
 
 typedef struct {
-    JDIMENSION left, top, width, height; /* of the image at its scale, pixels */
-    unsigned int eighths;
+    JDIMENSION left, top, width, height; /* pixels */
     int to_end;
     JDIMENSION columns; /* of the output */
 } Crop;
@@ -268,7 +267,7 @@ static int decode_crop(
     }
 #ifdef HAS_AVX2
     const Rectangle box = {(int)crop.left, (int)crop.top, (int)crop.width, (int)crop.height};
-    if (simd == SIMD_AVX2 && crop.eighths == 8 && crop.width <= crop.columns &&
+    if (simd == SIMD_AVX2 && crop.width <= crop.columns &&
         decode_baseline(&decoder->baseline, entropy, &decoder->tables, header, &seek, box, rows_read, crop.to_end,
                         out, (ptrdiff_t)crop.columns * 3))
         return 0;
@@ -293,8 +292,6 @@ static int decode_crop(
     const int is_own = REPLACES_ENTROPY && !info->progressive_mode && !info->arith_code && !jpeg_has_multiple_scans(info);
     info->out_color_space = JCS_RGB;
     info->dct_method = JDCT_ISLOW;
-    info->scale_num = crop.eighths;
-    info->scale_denom = 8;
     if (is_own)
         start_without_tables(info, &decoder->one_code);
     else
@@ -317,7 +314,7 @@ static int decode_crop(
         refuse(trouble, "out has too few columns");
 
     /* The columns of MCUs that jpeg_crop_scanline has chosen, by its own rule. */
-    const JDIMENSION mcu_columns = (JDIMENSION)info->max_h_samp_factor * crop.eighths;
+    const JDIMENSION mcu_columns = (JDIMENSION)info->max_h_samp_factor * DCTSIZE;
     if (is_own) {
         Scan scan;
         scan_of_libjpeg(info, &scan);
@@ -340,7 +337,7 @@ static int decode_crop(
         y += read_rows(info, lines, num, trouble);
     }
     const JDIMENSION bottom = crop.top + crop.height;
-    const JDIMENSION block_rows = (JDIMENSION)info->max_v_samp_factor * crop.eighths;
+    const JDIMENSION block_rows = (JDIMENSION)info->max_v_samp_factor * DCTSIZE;
     const JDIMENSION end_of_blocks = (bottom + block_rows - 1) / block_rows * block_rows;
     if (is_own && (crop.to_end || end_of_blocks >= rows)) {
         if (!end_scan(entropy))

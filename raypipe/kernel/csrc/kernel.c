@@ -4,14 +4,12 @@
  *         int32 (B, 3): height, width, and 1 where EXIF or XMP may turn it; 0, 0, 0 of pixels, and what run() does not take, by
  *         its header
  *     run(images, jobs, threads, to_end) -> bytes
- *         B statuses, see image.h. A job is (ops, params, out, chroma); each makes an image of each image.
+ *         B statuses, see image.h. A job is (ops, params, out); each makes an image of each image.
  *             images   B objects: a JPEG (bytes-like), pixels (uint8, H x W x 3, up to MAX_PIXELS), or None
  *             ops      int32 (n, 2): a code, and where in a row of params its `apply` is
  *             params   int64 (B, P)
  *             out      uint8 (B, H, W, 3), writable, C-contiguous but for its first axis
- *             chroma   None; or likewise (B, H/2, W/2, 2), rounded up: `out` is (B, H, W, 1), and both are filled with
- *                      the image's planes, see wire.h
- *     decode_crop(data, left, top, width, height, eighths, to_end, out, columns) -> first
+ *     decode_crop(data, left, top, width, height, to_end, out, columns) -> first
  *         A rectangle of a JPEG. `out` is height x columns x 3 bytes, a few columns wider than the rectangle, which
  *         begins in column `first`. ValueError: refused.
  *     to_seekable(data) -> bytes
@@ -32,7 +30,7 @@
 #include <pthread.h>
 
 /* Version of this interface; raypipe/kernel/native.py accepts no other. */
-#define INTERFACE_VERSION 7
+#define INTERFACE_VERSION 8
 #define MAX_THREADS 256
 
 static int simd_level, most_simd;
@@ -142,7 +140,7 @@ static int read_source(Request *request, PyObject *object, Source *source)
     return 0;
 }
 
-#define VIEWS_OF_JOB 4
+#define VIEWS_OF_JOB 3
 #define COPIES_OF_JOB 2
 
 /* Makes room for all images and jobs, of which `jobs` may be NULL, and reads the images. */
@@ -167,35 +165,33 @@ static int read_sources(Request *request, PyObject *images, PyObject *jobs)
     return 0;
 }
 
-/* Slots of images: uint8 (B, H, W, channels), writable. */
-static int read_slots(Request *request, PyObject *object, Py_ssize_t channels, const Py_buffer **slots)
+/* Slots of images: uint8 (B, H, W, 3), writable. */
+static int read_slots(Request *request, PyObject *object, const Py_buffer **slots)
 {
     const Py_buffer *view = *slots = view_of(request, object, PyBUF_STRIDES | PyBUF_WRITABLE);
     if (!view)
         return -1;
     const Py_ssize_t *shape = view->shape, *strides = view->strides;
-    if (view->ndim != 4 || view->itemsize != 1 || shape[0] != request->call.num_images || shape[3] != channels)
-        return fail(PyExc_ValueError, "out must be uint8 (B, H, W, 3), or (B, H, W, 1) and chroma (B, H/2, W/2, 2)");
+    if (view->ndim != 4 || view->itemsize != 1 || shape[0] != request->call.num_images || shape[3] != CHANNELS)
+        return fail(PyExc_ValueError, "out must be uint8 (B, H, W, 3)");
     if (shape[1] < 1 || shape[2] < 1 || shape[1] > MAX_SIDE || shape[2] > MAX_SIDE)
         return fail(PyExc_ValueError, "out has images without pixels, or too large ones");
-    const Py_ssize_t row = shape[2] * channels, distance = strides[0] < 0 ? -strides[0] : strides[0];
-    if (strides[3] != 1 || strides[2] != channels || strides[1] != row || (shape[0] > 1 && distance < row * shape[1]))
+    const Py_ssize_t row = shape[2] * CHANNELS, distance = strides[0] < 0 ? -strides[0] : strides[0];
+    if (strides[3] != 1 || strides[2] != CHANNELS || strides[1] != row || (shape[0] > 1 && distance < row * shape[1]))
         return fail(PyExc_ValueError, "out must be C-contiguous but for its first axis, and its images apart");
     return 0;
 }
 
 static int read_job(Request *request, PyObject *object, Job *job)
 {
-    PyObject *ops, *params, *out, *chroma;
+    PyObject *ops, *params, *out;
     if (!PyTuple_Check(object))
-        return fail(PyExc_TypeError, "a job is a tuple (ops, params, out, chroma)");
-    if (!PyArg_ParseTuple(object, "OOOO;a job is (ops, params, out, chroma)", &ops, &params, &out, &chroma))
+        return fail(PyExc_TypeError, "a job is a tuple (ops, params, out)");
+    if (!PyArg_ParseTuple(object, "OOO;a job is (ops, params, out)", &ops, &params, &out))
         return -1;
-    const int is_rgb = chroma == Py_None;
-    const Py_buffer *out_view, *chroma_view = NULL, *ops_view = view_of(request, ops, PyBUF_ND);
+    const Py_buffer *out_view, *ops_view = view_of(request, ops, PyBUF_ND);
     const Py_buffer *params_view = ops_view ? view_of(request, params, PyBUF_ND) : NULL;
-    if (!params_view || read_slots(request, out, is_rgb ? CHANNELS : 1, &out_view) < 0 ||
-        (!is_rgb && read_slots(request, chroma, 2, &chroma_view) < 0))
+    if (!params_view || read_slots(request, out, &out_view) < 0)
         return -1;
     if (ops_view->ndim != 2 || ops_view->itemsize != sizeof(int32_t) || ops_view->shape[1] != 2)
         return fail(PyExc_ValueError, "ops must be int32 (n, 2)");
@@ -207,12 +203,6 @@ static int read_job(Request *request, PyObject *object, Job *job)
                  .height = (int)out_view->shape[1], .width = (int)out_view->shape[2]};
     if (!job->ops || !job->params)
         return -1;
-    if (chroma_view) {
-        if (chroma_view->shape[1] != (job->height + 1) / 2 || chroma_view->shape[2] != (job->width + 1) / 2)
-            return fail(PyExc_ValueError, "chroma must have half the sides of out, rounded up");
-        job->chroma = chroma_view->buf;
-        job->chroma_stride = chroma_view->strides[0];
-    }
     return are_ops(job) ? 0 : fail(PyExc_ValueError, "ops name an unknown operation, or params that there are not");
 }
 
@@ -307,9 +297,9 @@ static PyObject *py_decode_crop(PyObject *self, PyObject *args)
 {
     (void)self;
     Py_buffer data, out;
-    unsigned int left, top, width, height, eighths, columns;
+    unsigned int left, top, width, height, columns;
     int to_end;
-    if (!PyArg_ParseTuple(args, "y*IIIIIpw*I", &data, &left, &top, &width, &height, &eighths, &to_end, &out, &columns))
+    if (!PyArg_ParseTuple(args, "y*IIIIpw*I", &data, &left, &top, &width, &height, &to_end, &out, &columns))
         return NULL;
     PyObject *result = NULL;
     Worker *worker = take_worker();
@@ -318,15 +308,14 @@ static PyObject *py_decode_crop(PyObject *self, PyObject *args)
     if (!worker) {
         PyErr_NoMemory();
     } else if (width < 1 || height < 1 || width > JPEG_MAX_DIMENSION || height > JPEG_MAX_DIMENSION ||
-        left > JPEG_MAX_DIMENSION || top > JPEG_MAX_DIMENSION || columns > JPEG_MAX_DIMENSION || eighths < 1 ||
-        eighths > 8) {
-        PyErr_SetString(PyExc_ValueError, "no such crop or scale");
+        left > JPEG_MAX_DIMENSION || top > JPEG_MAX_DIMENSION || columns > JPEG_MAX_DIMENSION) {
+        PyErr_SetString(PyExc_ValueError, "no such crop");
     } else if ((unsigned long long)out.len != (unsigned long long)height * columns * 3) {
         PyErr_Format(PyExc_ValueError, "out has %zd bytes, not %u x %u x 3", out.len, height, columns);
     } else if (!read_header(data.buf, (size_t)data.len, &header)) {
         PyErr_SetString(PyExc_ValueError, "an unusual kind of JPEG, or over a limit");
     } else {
-        const Crop crop = {left, top, width, height, eighths, to_end, columns};
+        const Crop crop = {left, top, width, height, to_end, columns};
         const int simd = simd_level; /* which another thread may set once the interpreter is let go of */
         int first;
         Py_BEGIN_ALLOW_THREADS
@@ -378,7 +367,7 @@ static PyObject *py_set_simd(PyObject *self, PyObject *level)
 static PyMethodDef methods[] = {
     {"sizes", py_sizes, METH_O, "Heights and widths of JPEGs, by their headers; see kernel.c"},
     {"run", py_run, METH_VARARGS, "Make the images of a micro-batch; see kernel.c"},
-    {"decode_crop", py_decode_crop, METH_VARARGS, "RGB of a rectangle of a JPEG at a scale of eighths/8; see kernel.c"},
+    {"decode_crop", py_decode_crop, METH_VARARGS, "RGB of a rectangle of a JPEG; see kernel.c"},
     {"to_seekable", py_to_seekable, METH_O, "A JPEG as one that can be entered at any row of MCUs; see kernel.c"},
     {"set_simd", py_set_simd, METH_O, "Use no more than these vector instructions; see kernel.c"},
     {NULL, NULL, 0, NULL},

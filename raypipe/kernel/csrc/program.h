@@ -12,22 +12,13 @@
 #include "filter.h"
 #include "geometry.h"
 #include "resize.h"
-#include "wire.h"
 
 /* A worker keeps buffers up to this size from a call to the next, bytes: an image of 512 x 512 has 0.8 million. */
 #define KEPT_BYTES ((size_t)4 << 20)
 
-#define WHOLE 8 /* eighths */
-
 typedef int Operation(Image *image, const int64_t *params, Scratch *scratch);
 
-enum { CROP = 1, CROP_SCALED = 2, RESIZE = 3, NUM_CODES = 13 };
-
-static int not_on_pixels(Image *image, const int64_t *params, Scratch *scratch)
-{
-    (void)image, (void)params, (void)scratch;
-    return BAD_PARAMS;
-}
+enum { CROP = 1, RESIZE = 2, NUM_CODES = 12 };
 
 /* By code: how many params it reads in any case, and whether it works in place. */
 static const struct {
@@ -35,17 +26,16 @@ static const struct {
     int num_params, is_pointwise;
 } OPERATIONS[NUM_CODES] = {
     [CROP] = {crop, 4, 0},
-    [CROP_SCALED] = {not_on_pixels, 5, 0},
     [RESIZE] = {resize, 3, 0},
-    [4] = {pad, 8, 0},
-    [5] = {turn, 1, 0},
-    [6] = {affine, 11, 0},
-    [7] = {dropout, 4, 1},
-    [8] = {jitter, 8, 1},
-    [9] = {gray, 0, 1},
-    [10] = {table, 4, 1},
-    [11] = {blur, 2 + MAX_RADIUS + 1, 0},
-    [12] = {filter, 2 + MAX_FILTER * MAX_FILTER, 0},
+    [3] = {pad, 8, 0},
+    [4] = {turn, 1, 0},
+    [5] = {affine, 11, 0},
+    [6] = {dropout, 4, 1},
+    [7] = {jitter, 8, 1},
+    [8] = {gray, 0, 1},
+    [9] = {table, 4, 1},
+    [10] = {blur, 2 + MAX_RADIUS + 1, 0},
+    [11] = {filter, 2 + MAX_FILTER * MAX_FILTER, 0},
 };
 
 typedef struct {
@@ -59,8 +49,8 @@ typedef struct {
     Py_ssize_t num_ops;
     const int64_t *params;
     Py_ssize_t num_params; /* of an image */
-    uint8_t *out, *chroma; /* chroma is NULL where `out` has RGB, and else it has luma */
-    Py_ssize_t slot_stride, chroma_stride;
+    uint8_t *out;
+    Py_ssize_t slot_stride;
     int height, width;
 } Job;
 
@@ -150,10 +140,10 @@ static const uint8_t *rows_read(const Call *call, Py_ssize_t number, Py_ssize_t 
     return marks && mark_rows(row + job->ops[first][1] + 1, height, marks) ? marks : NULL;
 }
 
-/* A box of a JPEG at its scale, NULL: all of it; for the operations from number `first` on. */
+/* A box of a JPEG, NULL: all of it; for the operations from number `first` on. */
 static int decode(
-    Worker *worker, const Source *source, const int64_t *box, int eighths, const Call *call, Py_ssize_t number,
-    Py_ssize_t first, Image *image)
+    Worker *worker, const Source *source, const int64_t *box, const Call *call, Py_ssize_t number, Py_ssize_t first,
+    Image *image)
 {
     Header header;
     if (source->height < 0 || !read_header(source->bytes, source->size, &header))
@@ -161,11 +151,10 @@ static int decode(
     const int64_t whole[4] = {0, 0, header.height, header.width};
     if (!box)
         box = whole;
-    if ((eighths != 1 && eighths != 2 && eighths != 4 && eighths != WHOLE) ||
-        !is_box(box, (header.height * eighths + 7) / 8, (header.width * eighths + 7) / 8))
+    if (!is_box(box, header.height, header.width))
         return BAD_PARAMS;
     const Crop crop = {(JDIMENSION)box[1], (JDIMENSION)box[0], (JDIMENSION)box[3], (JDIMENSION)box[2],
-                       (unsigned)eighths, call->to_end, (JDIMENSION)(box == whole ? box[3] : box[3] + EXTRA_COLUMNS)};
+                       call->to_end, (JDIMENSION)(box == whole ? box[3] : box[3] + EXTRA_COLUMNS)};
     const ptrdiff_t stride = (ptrdiff_t)crop.columns * CHANNELS;
     uint8_t *pixels = reserve(&worker->decoded, (size_t)crop.height * (size_t)stride);
     if (!pixels)
@@ -181,8 +170,7 @@ static int decode(
 
 /* Runs the operations from number `first` on, and puts the result into its slot.
  *
- * The slot is offered to the last operation that makes an image anew: those behind it work in place. If it is for
- * planes, they are made of the result. */
+ * The slot is offered to the last operation that makes an image anew: those behind it work in place. */
 static int run_program(const Job *job, Py_ssize_t number, Py_ssize_t first, Image image, Scratch *scratch)
 {
     const int64_t *row = job->params + number * job->num_params;
@@ -194,7 +182,7 @@ static int run_program(const Job *job, Py_ssize_t number, Py_ssize_t first, Imag
     scratch->slot = (Image){0};
     for (Py_ssize_t i = first; i < job->num_ops; i++) {
         const int code = job->ops[i][0], at = job->ops[i][1];
-        if (i >= last - 1 && !job->chroma)
+        if (i >= last - 1)
             scratch->slot = slot;
         if (!row[at])
             continue;
@@ -206,8 +194,6 @@ static int run_program(const Job *job, Py_ssize_t number, Py_ssize_t first, Imag
     }
     if (image.height != slot.height || image.width != slot.width)
         return WRONG_SIZE;
-    if (job->chroma)
-        return to_planes(&image, slot.pixels, job->chroma + number * job->chroma_stride, scratch);
     if (image.pixels != slot.pixels)
         copy_pixels(&image, &slot);
     return DONE;
@@ -230,15 +216,12 @@ static int make_image(const Call *call, Py_ssize_t number, Worker *worker)
                         source->width, 0};
     } else {
         const int64_t *params = NULL;
-        int eighths = WHOLE;
-        if (call->num_jobs == 1 && job->num_ops && (job->ops[0][0] == CROP || job->ops[0][0] == CROP_SCALED) &&
+        if (call->num_jobs == 1 && job->num_ops && job->ops[0][0] == CROP &&
             job->params[number * job->num_params + job->ops[0][1]]) {
             first = 1;
             params = job->params + number * job->num_params + job->ops[0][1] + 1;
-            if (job->ops[0][0] == CROP_SCALED)
-                eighths = params[4] >= 1 && params[4] <= WHOLE ? (int)params[4] : 0;
         }
-        const int status = decode(worker, source, params, eighths, call, number, first, &image);
+        const int status = decode(worker, source, params, call, number, first, &image);
         if (status != DONE)
             return status;
         image.writable = call->num_jobs == 1;

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 
 from raypipe.config import TransformConfig
-from raypipe.plan.places import Sides
 from raypipe.transform.decode.array import decode_array
 from raypipe.transform.decode.jpeg import Undecoded, open_for_crop
 from raypipe.transform.decode.rgb import decode
@@ -22,15 +21,15 @@ def decoder_of(config: TransformConfig) -> Callable[[bytes], np.ndarray]:
 
 
 def opener_of(
-    config: TransformConfig, crop_target: Sides | None
+    config: TransformConfig, crops_first: bool
 ) -> Callable[[bytes], np.ndarray | Undecoded]:
-    """Return the decoder for a transform that may begin with a random resized crop to `crop_target`: JPEGs whose
-    crop can be decoded without the rest are only opened."""
+    """Return the decoder for a transform that may begin with a random resized crop: JPEGs whose crop can be
+    decoded without the rest are then only opened."""
     decode_whole = decoder_of(config)
-    if crop_target is None:
+    if not crops_first:
         return decode_whole
 
     def opened(encoded: bytes) -> np.ndarray | Undecoded:
-        return open_for_crop(encoded, config, crop_target) or decode_whole(encoded)
+        return open_for_crop(encoded, config.apply_exif) or decode_whole(encoded)
 
     return opened

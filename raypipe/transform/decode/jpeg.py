@@ -3,13 +3,11 @@
     mode      decodes                                                   pixels
     off       the whole image                                           the reference
     exact     the crop, where the extension is there; else the whole    equal to those of "off"
-    scaled    the same, at 1/2, 1/4 or 1/8 where the crop stays at      others: less aliased; the same with and
-              least as large as what it is resized to                   without the extension
 
-The optional extension (`raypipe.kernel`) gives exactly simplejpeg's pixels of any box at any scale, in less time.
-It is used only after it has agreed with simplejpeg on a few images in the same process. It rejects unusual or
-damaged images, which simplejpeg then decodes or rejects. So a mode fixes the pixels, and which samples are bad,
-and nodes with and without the extension can make one run together.
+The optional extension (`raypipe.kernel`) gives exactly simplejpeg's pixels of any box, in less time. It is used
+only after it has agreed with simplejpeg on a few images in the same process. It rejects unusual or damaged images,
+which simplejpeg then decodes or rejects. So both modes have the same pixels and the same bad samples, and nodes
+with and without the extension can make one run together.
 """
 
 from __future__ import annotations
@@ -20,12 +18,9 @@ from collections.abc import Callable
 import numpy as np
 import simplejpeg
 
-from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.kernel import (
     EXTRA_COLUMNS,
-    SCALES,
-    WHOLE,
     decode_crop,
     is_intact,
     why_no_kernel,
@@ -40,10 +35,7 @@ from raypipe.transform.decode.jpeg_header import (
 Box = tuple[int, int, int, int]
 """(top, left, height, width), pixels of an image, inside it."""
 Undecoded = tuple[Sides, Callable[[Box], np.ndarray]]
-"""(height, width) of an image, and what decodes a box of it: uint8 RGB (h, w, 3), maybe at a reduced scale."""
-
-# Pixels. Below, two scales can give the same size, and simplejpeg finds the scale by the size.
-_MIN_SCALED_SIDE = 16
+"""(height, width) of an image, and what decodes a box of it: uint8 RGB (h, w, 3)."""
 
 
 def decode_jpeg(
@@ -84,68 +76,21 @@ def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
         raise SampleError(f"{damage} JPEG: {error} ({len(data)} bytes)") from error
 
 
-def open_for_crop(
-    data: bytes, config: TransformConfig, target: tuple[int, int]
-) -> Undecoded | None:
-    """A JPEG by its header; None: decode it whole, as those that `exif` turns.
-
-    Args:
-        target: (height, width) to which the crop is resized, pixels.
-    """
-    scaled = config.crop_decode == "scaled"
-    if not ((scaled or not why_no_kernel()) and data.startswith(b"\xff\xd8\xff")):
+def open_for_crop(data: bytes, exif: bool) -> Undecoded | None:
+    """A JPEG by its header; None: decode it whole, as those that `exif` turns."""
+    if why_no_kernel() or not data.startswith(b"\xff\xd8\xff"):
         return None
     try:
         size = jpeg_size(data)
     except SampleError:  # `decode` says why
         return None
-    if size is None:
+    if size is None or (exif and jpeg_orientation(data) > 1):
         return None
-    if config.apply_exif and jpeg_orientation(data) > 1:
-        return None
-    if scaled:
-        return size, functools.partial(_decode_scaled, data, size, target)
     return size, functools.partial(decode_box, data)
 
 
-def _decode_scaled(data: bytes, size: Sides, target: Sides, box: Box) -> np.ndarray:
-    boxes, eighths = scaled_boxes(np.array([box]), np.array([size]), target)
-    top, left, height, width = boxes[0].tolist()
-    return decode_box(data, (top, left, height, width), int(eighths[0]))
-
-
-def scaled_boxes(
-    boxes: np.ndarray, sizes: np.ndarray, target: Sides
-) -> tuple[np.ndarray, np.ndarray]:
-    """Boxes at the smallest scales at which they are not smaller than what they are resized to.
-
-    Args:
-        boxes: (top, left, height, width), int (B, 4), pixels of images of (height, width) `sizes`, int (B, 2).
-        target: (height, width), pixels.
-
-    Returns:
-        The boxes at their scales, int64 (B, 4): rounded, at least a pixel, inside. And the scales, int64 (B,), in
-        eighths.
-    """
-    eighths = np.full(len(boxes), WHOLE, np.int64)
-    for scale in reversed(SCALES):
-        enough = (boxes[:, 2:] * scale >= 8 * np.array(target)).all(axis=1)
-        eighths[enough & (sizes.min(axis=1) >= _MIN_SCALED_SIDE)] = scale
-    by_image = eighths[:, None]
-    starts = boxes[:, :2]
-    ends = boxes[:, :2] + boxes[:, 2:]
-    sides = -(-sizes.astype(np.int64) * by_image // WHOLE)  # libjpeg rounds up
-    first = np.minimum((starts * by_image + 4) // WHOLE, sides - 1)
-    lengths = np.maximum(np.minimum((ends * by_image + 4) // WHOLE, sides) - first, 1)
-    return np.hstack([first, lengths]), eighths
-
-
-def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
+def decode_box(data: bytes, box: Box) -> np.ndarray:
     """Decode a box of a JPEG that `jpeg_size` could read; the same with and without the extension.
-
-    Args:
-        box: box inside the scaled image.
-        eighths: the scale, in the DCT: 8, or for images of at least 16 x 16 pixels 1, 2 or 4.
 
     Returns:
         uint8 RGB of shape (h, w, 3), writable; a view.
@@ -153,27 +98,15 @@ def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
     Raises:
         SampleError: the file is damaged, in the box or anywhere else.
     """
-    crop = _by_extension(data, box, eighths)
+    crop = _by_extension(data, box)
     if crop is not None:
         return crop
-    if eighths < WHOLE:
-        short_side = min(jpeg_size(data) or (0, 0))
-    else:
-        short_side = 0
-    whole = decode_jpeg_at(data, _scaled(short_side, eighths))
     top, left, height, width = box
-    return whole[top : top + height, left : left + width]
-
-
-def _scaled(side: int, eighths: int) -> int:
-    return -(-side * eighths // 8)  # libjpeg rounds up
+    return decode_jpeg_at(data, 0)[top : top + height, left : left + width]
 
 
 def _by_extension(
-    data: bytes,
-    box: Box,
-    eighths: int = WHOLE,
-    extra_columns: int = EXTRA_COLUMNS,
+    data: bytes, box: Box, extra_columns: int = EXTRA_COLUMNS
 ) -> np.ndarray | None:
     """Decode a box, maybe as a view; return None without the extension or if it rejects the bytes.
 
@@ -187,7 +120,7 @@ def _by_extension(
         pixels = np.empty((height, width + extra_columns, 3), np.uint8)
         # True: it reads behind the box as well, so that damage there is found.
         first = decode_crop(
-            data, left, top, width, height, eighths, True, pixels, width + extra_columns
+            data, left, top, width, height, True, pixels, width + extra_columns
         )
     except Exception:  # whatever it does not like, simplejpeg has the last word on
         return None

@@ -250,7 +250,6 @@ def trained(stores: dict[str, Path], **pool: Any) -> tuple[int, list[float], Any
     for batch in stream.batches:
         stream.digests.append(batch_hash(batch))
         num_remembered += batch.num_remembered
-        batch = batch.in_rgb()
         images = torch.from_numpy(batch["image"].copy()).flatten(1).float() / 255
         labels = torch.from_numpy(batch["label"].copy())
         scores = model(images)

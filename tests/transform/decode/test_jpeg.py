@@ -23,9 +23,7 @@ from raypipe.streaming.opening import open_stream
 from raypipe.transform.decode import jpeg as jpeg_module
 from raypipe.transform.decode.jpeg import (
     Box,
-    Undecoded,
     decode_box,
-    decode_jpeg_at,
     open_for_crop,
     why_no_kernel,
 )
@@ -109,22 +107,6 @@ def test_a_box_has_the_pixels_of_the_whole_to_the_bit(
 
 
 @needs_extension
-@pytest.mark.parametrize("eighths", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_at_a_scale_it_has_the_pixels_of_simplejpeg_at_that_scale(
-    kind: str, eighths: int
-) -> None:
-    data = KINDS[kind](noise(91, 130))
-    whole = decode_jpeg_at(data, -(-91 * eighths // 8))
-    assert whole.shape[:2] == (-(-91 * eighths // 8), -(-130 * eighths // 8))
-    for box in boxes(*whole.shape[:2], 12):
-        pixels = decode_box(data, box, eighths)
-        assert np.array_equal(pixels, cut(whole, box)), box
-        with no_extension():
-            assert np.array_equal(decode_box(data, box, eighths), pixels)
-
-
-@needs_extension
 def test_the_extension_decodes_all_but_the_unusual_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -177,91 +159,38 @@ def test_damage_anywhere_is_found_and_named_as_in_the_whole(kind: str) -> None:
     assert found == {bytes, str}, "all of it was damaged, or nothing"
 
 
-# --- which images, at which scale
-
-
-def opened(
-    data: Any, mode: Any, target: tuple[int, int] = (50, 50), **settings: Any
-) -> Undecoded | None:
-    return open_for_crop(data, TransformConfig(crop_decode=mode, **settings), target)
+# --- which images
 
 
 PHOTO = cv2.resize(noise(12, 16), (160, 120))
-MODES = ["scaled", pytest.param("exact", marks=needs_extension)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_only_jpegs_that_may_be_cropped_are_opened(mode: Any) -> None:
+@needs_extension
+def test_only_jpegs_that_may_be_cropped_are_opened() -> None:
     jpeg = simplejpeg.encode_jpeg(PHOTO, 90, "RGB", "420")
-    found = opened(jpeg, mode)
+    found = open_for_crop(jpeg, exif=False)
     assert found is not None and found[0] == (120, 160)
     png = io.BytesIO()
     Image.fromarray(PHOTO).save(png, "PNG")
     for other in (png.getvalue(), b"", jpeg[:30], b"\xff\xd8\xff", bombs.rare_jpeg()):
-        assert opened(other, mode) is None
+        assert open_for_crop(other, exif=False) is None
     declared = jpeg.index(b"\xff\xc0")
     # 65,500 x 65,500
     bomb = jpeg[: declared + 5] + b"\xff\xdc\xff\xdc" + jpeg[declared + 9 :]
-    assert opened(bomb, mode) is None
-    assert opened(bombs.jpeg_of_scans(13000, 13000, 17), mode) is None
+    assert open_for_crop(bomb, exif=False) is None
+    many = bombs.jpeg_of_scans(13000, 13000, 17)
+    assert open_for_crop(many, exif=False) is None
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_images_that_are_turned_are_left_to_the_whole_decode(mode: Any) -> None:
+@needs_extension
+def test_images_that_are_turned_are_left_to_the_whole_decode() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = by_pillow(PHOTO, exif=exif)
-    assert opened(turned, mode, apply_exif=True) is None
-    assert opened(turned, mode) is not None
+    assert open_for_crop(turned, exif=True) is None
+    assert open_for_crop(turned, exif=False) is not None
     exif[0x0112] = 1
-    assert opened(by_pillow(PHOTO, exif=exif), mode, apply_exif=True) is not None
-
-
-@pytest.mark.parametrize(
-    ("box", "shape"),
-    [
-        ((0, 0, 120, 160), (15, 20)),  # 1/8
-        ((0, 0, 79, 160), (20, 40)),  # 79 / 8 is under 10: 1/4
-        ((8, 16, 24, 40), (12, 20)),  # 1/2
-        ((8, 16, 19, 40), (19, 40)),
-        ((7, 7, 40, 40), (10, 10)),
-    ],
-)
-def test_the_scale_is_the_smallest_that_leaves_the_target(
-    box: Box, shape: tuple[int, int]
-) -> None:
-    data = simplejpeg.encode_jpeg(PHOTO, 95, "RGB", "420")
-    found = opened(data, "scaled", (10, 10))
-    assert found is not None
-    pixels = found[1](box)
-    assert pixels.shape == (*shape, 3)
-    shown = cv2.resize(
-        cut(decode(data), box), shape[::-1], interpolation=cv2.INTER_AREA
-    )
-    # of 255: the same view, to half a pixel at the edges
-    assert np.abs(pixels.astype(int) - shown).mean() < 10
-    with no_extension():
-        assert np.array_equal(opened(data, "scaled", (10, 10))[1](box), pixels)  # type: ignore[index]
-
-
-def test_every_box_at_every_scale_keeps_a_pixel_and_stays_inside() -> None:
-    for side in (15, 16, 17, 23, 40):
-        spans = np.array(
-            [
-                (first, end - first)
-                for first in range(side)
-                for end in range(first + 1, side + 1)
-            ]
-        )
-        boxes, sizes = spans[:, [0, 0, 1, 1]], np.full((len(spans), 2), side)
-        for target in (1, 2, 3, 9):
-            scaled, eighths = jpeg_module.scaled_boxes(boxes, sizes, (target, target))
-            starts, lengths = scaled[:, :2], scaled[:, 2:]
-            assert set(eighths.tolist()) <= {1, 2, 4, 8} and (
-                side >= 16 or (eighths == 8).all()
-            )
-            assert (starts >= 0).all() and (lengths >= 1).all()
-            assert (starts + lengths <= -(-side * eighths[:, None] // 8)).all()
+    assert open_for_crop(by_pillow(PHOTO, exif=exif), exif=True) is not None
 
 
 def test_the_settings_of_a_run_reach_its_actors() -> None:
@@ -276,8 +205,8 @@ def test_the_settings_of_a_run_reach_its_actors() -> None:
             open_stream(store, plan=PlanConfig(micro_batch_size=2), transform=transform)
         )
 
-    off, exact, scaled = (
+    off, exact = (
         maker(crop_decode=mode).batch(MicroBatchId("train", 0, 0, 0))["image"]
-        for mode in ("off", "exact", "scaled")
+        for mode in ("off", "exact")
     )
-    assert np.array_equal(off, exact) and not np.array_equal(off, scaled)
+    assert np.array_equal(off, exact)

@@ -20,7 +20,6 @@ import simplejpeg
 from PIL import Image, ImageOps
 
 from raypipe import kernel
-from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.kernel import Op, native
 from raypipe.transform.decode import jpeg
@@ -54,17 +53,16 @@ def no_extension() -> Iterator[None]:
 
 
 def pixels(data: bytes) -> tuple[np.ndarray | None, ...]:
-    """Of each way to decode: as stored, upright, small, and a box of it, scaled; None: refused."""
+    """Of each way to decode: as stored, upright, small, and as a box of it; None: refused."""
     made = list[np.ndarray | None]()
     for options in ({}, {"exif": True}, {"min_side": 12}):
         try:
             made.append(decode(data, **options))
         except SampleError:
             made.append(None)
-    config = TransformConfig(crop_decode="scaled")
     with contextlib.suppress(SampleError):
-        opened = open_for_crop(data, config, (4, 4))
-        made.append(opened[1]((0, 0, *opened[0])) if opened else None)
+        size = jpeg_size(data)
+        made.append(decode_box(data, (0, 0, *size)) if size else None)
     return tuple(made)
 
 
@@ -151,8 +149,8 @@ def test_exif_and_xmp_turn_a_jpeg_as_pillow_turns_it(
     assert np.array_equal(decode(data, exif=True), expected)
     assert image_size(data, exif=True) == expected.shape[:2]
     assert kernel.sizes([data])[1][0] or not kernel.available()
-    config = TransformConfig(crop_decode="scaled", apply_exif=True)
-    assert (open_for_crop(data, config, (8, 8)) is None) == (orientation > 1)
+    is_opened = open_for_crop(data, exif=True) is not None
+    assert is_opened == (orientation <= 1 and kernel.available())
 
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (96, 80, 3), np.uint8)
@@ -178,7 +176,7 @@ def test_frames_that_cannot_be_scaled_are_decoded_whole_or_refused(kind: str) ->
     """simplejpeg writes beyond its buffer where it is to scale a lossless frame."""
     data = FRAMES[kind]()
     assert jpeg_size(data) is None
-    assert open_for_crop(data, TransformConfig(crop_decode="scaled"), (8, 8)) is None
+    assert open_for_crop(data, exif=False) is None
     assert not kernel.sizes([data])[0].any()
     if kind in ("lossless RGB", "lossless gray"):
         expected = PIXELS if kind == "lossless RGB" else PIXELS[..., [0, 0, 0]]
@@ -245,5 +243,3 @@ def test_kernel_and_python_have_the_same_limits() -> None:
     assert not kernel.sizes([over])[0].any()
     with pytest.raises(SampleError, match=f"limit is {MAX_PIXELS}"):
         jpeg_size(over)
-    with pytest.raises(SampleError, match=f"limit is {MAX_PIXELS}"):
-        decode_box(over, BOX, 1)

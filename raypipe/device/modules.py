@@ -376,8 +376,8 @@ def _takes_target(step: Any) -> bool:
     if type(step).__module__.startswith("torchvision.transforms.v2."):
         return True
     given = [
-        parameter.name
-        for parameter in inspect.signature(_call_of(step)).parameters.values()
+        name
+        for name, parameter in inspect.signature(_call_of(step)).parameters.items()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         and parameter.default is parameter.empty
     ]

@@ -10,7 +10,8 @@ opposite is true, except with None; a quotient by zero has no value.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -21,7 +22,7 @@ import pyarrow.compute as pc
 from raypipe.errors import ConfigError
 from raypipe.section import shown
 from raypipe.stores.arrow_values import is_number
-from raypipe.stores.base import Store
+from raypipe.stores.base import Columns, Store
 from raypipe.stores.nested import column_in, field_at
 from raypipe.stores.scan import scan
 
@@ -81,9 +82,7 @@ def matching(
     for columns in scan(store, stored, setting):
         try:
             arrays = {
-                name: _array(columns.table[column])
-                if name == column
-                else _fields(columns[column], name[len(column) + 1 :])
+                name: _values(columns, column, name.removeprefix(column))
                 for name, column in column_of.items()
             }
             parts.append(_evaluated(compiled, arrays))
@@ -101,6 +100,20 @@ def matching(
     return keep
 
 
+def _values(columns: Columns, column: str, path: str) -> pa.Array:
+    """Return a column, or a field of its values, which are structs or JSON; none where a value is neither."""
+    if not path:
+        return _array(columns.table[column])
+    fields = []
+    for value in columns[column]:
+        field = None
+        with contextlib.suppress(ValueError):
+            field = field_at(value, path[1:].split("."))
+        fields.append(field)
+    array = pa.array(fields)
+    return array.cast(pa.float64()) if pa.types.is_null(array.type) else _array(array)
+
+
 def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     """Return a column; numbers as int64 or float64, or as uint64 if int64 is too small."""
     kind = column.type
@@ -116,18 +129,6 @@ def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     return array
 
 
-def _fields(values: Sequence[Any], path: str) -> pa.Array:
-    """Return a field of each value, which is a struct, or JSON; none where a value is neither."""
-    fields = []
-    for value in values:
-        try:
-            fields.append(field_at(value, path.split(".")))
-        except ValueError:
-            fields.append(None)
-    array = pa.array(fields)
-    return array.cast(pa.float64()) if pa.types.is_null(array.type) else _array(array)
-
-
 def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
     """Return the expression as a function of columns, and the columns that it names.
 
@@ -136,20 +137,7 @@ def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
     """
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
-        names = tuple(
-            dict.fromkeys(
-                ast.unparse(node)
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Name | ast.Attribute)
-            )
-        )
-        # a field within a column is named after the column
-        inner = {
-            ast.unparse(node.value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute)
-        }
-        names = tuple(name for name in names if name not in inner)
+        names = tuple(dict.fromkeys(_names_in(tree)))
         if not names:
             raise ConfigError("it names no column")
         return _compiled(tree), names
@@ -160,6 +148,13 @@ def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
         raise ConfigError(
             f"{setting} {shown(expression)}: {reason}; it may contain {_ALLOWED}"
         ) from None
+
+
+def _names_in(node: ast.AST) -> list[str]:
+    """Return the columns that an expression names, and fields in them, such as json.caption."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        return [ast.unparse(node)]
+    return [name for child in ast.iter_child_nodes(node) for name in _names_in(child)]
 
 
 def _compiled(node: ast.expr) -> Compiled:

@@ -42,7 +42,6 @@ from raypipe.stores.class_folders import (
     Layout,
     check_classes,
     find_classes,
-    only_class,
     tell_left_out,
     words_of,
 )
@@ -103,16 +102,11 @@ class FolderStore(FileStore["_Images"]):
             return None, [len(layout.flat)], layout.flat
         if not samples:
             raise StoreError(_nothing(self.address, layout))
-        check_classes(self.address, target_column, [layout.doubts], num_by_class)
+        doubts = [layout.doubts]
+        told = check_classes(self.address, target_column, doubts, num_by_class)
         if not self._identity:
             # other processes were sent the store by one that said so
-            tell_left_out(
-                self.address,
-                len(samples),
-                layout.left_out,
-                only_class(num_by_class),
-                layout.doubts.others,
-            )
+            tell_left_out(self.address, len(samples), layout.left_out, *told)
         return layout.classes, nums, samples
 
 

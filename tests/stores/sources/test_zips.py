@@ -231,4 +231,7 @@ def test_names_of_windows_are_parted_by_backslashes(tmp_path: Path) -> None:
     file = write(tmp_path / "a.zip", {"cat\\a.jpg": b"a", "dog\\b.jpg": b"b"})
     source, rows = opened(file)
     assert source.classes == ("cat", "dog")
-    assert rows == [{"image": b"a", "label": 0}, {"image": b"b", "label": 1}]
+    assert rows == [
+        {"image": b"a", "label": 0, "name": "cat/a.jpg"},
+        {"image": b"b", "label": 1, "name": "dog/b.jpg"},
+    ]

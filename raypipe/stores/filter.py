@@ -166,10 +166,7 @@ def _compiled(node: ast.expr) -> Compiled:
             constant = pa.scalar(_constant(node))
             return lambda columns: constant
         case ast.BoolOp(op=op, values=values):
-            if isinstance(op, ast.And):
-                join = pc.and_kleene
-            else:
-                join = pc.or_kleene
+            join = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
             return _joined(join, list(map(_compiled, values)))
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return _applied(pc.invert, operand)

@@ -248,10 +248,7 @@ class TarSamples:
         start = int(self._index["image"][index][0]) - tarfile.BLOCKSIZE
         if start < 0:  # there is no image
             return archive.name
-        if "image" in self._last_placed:
-            placed = self._last_placed
-        else:
-            placed = ("image",)
+        placed = self._last_placed if "image" in self._last_placed else ("image",)
         (reader,) = self._readers([number], placed)
         # A name beyond 100 characters, or in an extended header, is cut off here.
         header = reader.pread(tarfile.BLOCKSIZE, start)

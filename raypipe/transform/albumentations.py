@@ -107,9 +107,9 @@ def _is_library(step: Any) -> bool:
     return all(map(_is_library, steps))
 
 
-def _state(pipeline: Any) -> str:
-    """What decides the result of a pipeline, as JSON."""
-    return json.dumps(pipeline, default=_parts_of)
+def _state(pipeline: Any) -> Any:
+    """What decides the result of a pipeline, as values of JSON, in which 0 is 0.0."""
+    return json.loads(json.dumps(pipeline, default=_parts_of))
 
 
 def _parts_of(value: Any) -> Any:

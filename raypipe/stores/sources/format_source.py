@@ -149,10 +149,7 @@ def stored_as(
     for column, name in (("image", asked.image), ("label", asked.label)):
         if not name:
             continue
-        if name == column:
-            candidates = [name, *usual[column]]
-        else:
-            candidates = [name]
+        candidates = [name, *usual[column]] if name == column else [name]
         stored = next(
             (candidate for candidate in candidates if candidate in present), None
         )

@@ -256,10 +256,7 @@ def _decoder(encoding: str) -> Decode | None:
     if kind == "ndarray":
         return partial(_of_mds, *_array_of(details))
     if kind in ("no_header_numpy", "no_header_tensor"):
-        if kind == "no_header_numpy":
-            types = _NUMPY_TYPES
-        else:
-            types = _TORCH_TYPES
+        types = _NUMPY_TYPES if kind == "no_header_numpy" else _TORCH_TYPES
         dtype = types.get(int(details)) if details.isdecimal() else None
         return partial(np.frombuffer, dtype=dtype) if dtype else None
     return _DECODERS.get(kind)

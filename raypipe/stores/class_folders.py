@@ -161,7 +161,7 @@ class _Files:
 
     @property
     def suffixes(self) -> LeftOut:
-        """How many other files there are of each suffix."""
+        """Return the number of other files of each suffix."""
         return LeftOut(suffix_of(path) or "without a suffix" for path in self.others)
 
 
@@ -246,11 +246,7 @@ def _first_of(names: Sequence[str]) -> str:
 
 def words_of(left_out: LeftOut) -> str:
     """Return what is left out in words, the most frequent first."""
-    told = [f"{num:,} {reason}" for reason, num in left_out.most_common(6)]
-    num_untold = left_out.total() - sum(num for _, num in left_out.most_common(6))
-    if num_untold:
-        told.append(f"{num_untold:,} others")
-    return ", ".join(told)
+    return _first_of([f"{num:,} {reason}" for reason, num in left_out.most_common()])
 
 
 def _top(

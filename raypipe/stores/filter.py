@@ -74,11 +74,6 @@ def matching(
     present = store.schema.names
     column_of = {name: column_in(present, name) or name for name in names}
     stored = tuple(dict.fromkeys(column_of.values()))
-    for name, column in column_of.items():
-        if name != column and is_number(store.schema.field(column).type):
-            raise ConfigError(
-                f"{text}: {name!r} is not allowed: {column!r} has numbers"
-            )
     for columns in scan(store, stored, setting):
         try:
             arrays = {
@@ -104,6 +99,8 @@ def _values(columns: Columns, column: str, path: str) -> pa.Array:
     """Return a column, or a field of its values, which are structs or JSON; none where a value is neither."""
     if not path:
         return _array(columns.table[column])
+    if is_number(columns.table[column].type):
+        raise TypeError(f"{column + path!r} is not allowed: {column!r} has numbers")
     fields = []
     for value in columns[column]:
         field = None

@@ -54,6 +54,7 @@ _PROBED_BYTES = 64 << 20  # of records that say what each feature is
 _HEIGHTS = ("height", "image/height", "image_height", "rows")
 _WIDTHS = ("width", "image/width", "image_width", "cols", "columns")
 _CHANNELS = (1, 3)
+_SIDES = range(1, 1 << 16)
 _HEADER = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 _COPIES = 3  # of a record: its bytes, the Example, its features
@@ -198,12 +199,17 @@ def _shape_of(
 ) -> tuple[int, int, int] | None:
     """Return height, width and channels of raw pixels, by other features; None for anything else."""
     heights, widths = (
-        [features[name][0] for name in usual if features.get(name)]
+        [
+            side
+            for name in usual
+            for side in features.get(name, ())[:1]
+            if side in _SIDES
+        ]
         for usual in (_HEIGHTS, _WIDTHS)
     )
-    for shape in itertools.product(heights[:1], widths[:1], _CHANNELS):
-        if value and set(map(type, shape)) == {int} and math.prod(shape) == len(value):
-            return shape if min(shape) > 0 else None
+    for shape in itertools.product(heights, widths, _CHANNELS):
+        if math.prod(shape) == len(value):
+            return shape
     return None
 
 
@@ -344,13 +350,10 @@ def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:
 
 def _classes_of(path: str, label: str) -> tuple[str, ...] | None:
     """Return the class names that TensorFlow Datasets writes next to its files, LABEL.labels.txt."""
-    if label and "/" not in label:
-        content = read_whole(beside(path, f"{label}.labels.txt"))
-    else:
-        content = None
-    if content is not None:
-        return tuple(content.decode(errors="replace").splitlines()) or None
-    return None
+    if not label or "/" in label:
+        return None
+    content = read_whole(beside(path, f"{label}.labels.txt")) or b""
+    return tuple(content.decode(errors="replace").splitlines()) or None
 
 
 def _checksum(data: bytes) -> bytes:

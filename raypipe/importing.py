@@ -1,4 +1,4 @@
-"""Code by name, `module:name`: the one function that imports what settings and files name, and what it may import.
+"""Code by name, `module:name`: the one function that imports names from settings and files, and its limits.
 
     import_name("my_code:make", …)   a value by its address
     check_named_code(values, file, …)      refuses the code that a file names; called where the file is read

@@ -1,4 +1,4 @@
-"""What decides pixels besides the settings: versions of packages, and code; and the extras of raypipe.
+"""Versions of packages and code, which decide pixels besides the settings; and the extras of raypipe.
 
 The record of a run, the memory's keys, the digest's settings and the comparison of actors all use `versions`.
 """
@@ -121,7 +121,7 @@ def user_code() -> dict[str, str]:
     for name, module in sorted(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")
         is_installed = {"site-packages", "dist-packages"} & set(path.parts)
-        if path.suffix != ".py" or is_installed or name == "__main__":
+        if path.suffix != ".py" or is_installed or name.startswith("__"):
             continue
         if not str(path).startswith(standard) and path.is_file():
             content = path.read_bytes()

@@ -75,9 +75,12 @@ def store(tmp_path: Path) -> Path:
 
 
 def open_small(train: Any, val: Any = None, **options: Any) -> raypipe.StreamSpec:
-    """A stream of small images, made in this process unless a pool is given."""
+    """A stream of small images, made in this process unless a pool or a transform is given."""
+    sizes = SMALL
+    if "train_transform" in options:
+        sizes = raypipe.TransformConfig(size=16)
     return raypipe.open_stream(
-        train, val, **{"plan": PLAN, "transform": SMALL, "pool": INLINE, **options}
+        train, val, **{"plan": PLAN, "transform": sizes, "pool": INLINE, **options}
     )
 
 

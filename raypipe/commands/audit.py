@@ -50,9 +50,8 @@ def audit(
         trust_run_code: audit a run whose folder another user owns, with the code that it names.
     """
     # they import torch
-    from raypipe.commands.replays import given_of
     from raypipe.history.audited import AuditedRecord
-    from raypipe.history.recorded import open_run
+    from raypipe.history.recorded import given_of, open_run
 
     begun = time.perf_counter()
     given = given_of(train, val, train_transform, val_transform, augment)
@@ -78,7 +77,7 @@ def audit(
         "not_compared_finished": record.uncompared,
         "seed": None if all else seed,
         "findings": [finding._asdict() for finding in record.findings],
-        "differences": run.differences if record.findings else [],
+        "differences": run.differences,
         "seconds": time.perf_counter() - begun,
     }
 

@@ -83,7 +83,7 @@ def convert_store(
         sizes: add columns width and height, in pixels; -1 = not in the image's header.
         seekable: store JPEGs so that crops decode faster, with the same pixels.
         overwrite: replace a store at DST.
-        classes: class names, position = label, with commas between; those of the source get these labels.
+        classes: class names in the order of their labels, with commas between.
     """
     return convert(
         src,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.printing import print_table, printable
+from raypipe.printing import print_rows, print_table, printable
 
 if TYPE_CHECKING:
     from raypipe.commands.picture import Tile
@@ -22,7 +22,7 @@ _TILES_A_LINE = 12
 # Rows that are printed; a file takes any number.
 _MAX_ROWS = 4096
 _COLUMNS = ("step", "micro", "row", "index", "label", "weight", "seed", "drawn", "name")
-_MAX_NUMBERS = 8  # of an operation
+_MAX_NUMBERS = 8  # an operation shows these
 _SEED_LETTERS = 8  # the table shows these of 32
 
 
@@ -69,7 +69,7 @@ def replay_steps(
         anyway: make pixels of stores whose contents have changed since the run.
         trust_run_code: open the folder although another user owns it, and run the code that it names.
     """
-    from raypipe.history.recorded import open_run
+    from raypipe.history.recorded import given_of, open_run
     from raypipe.history.replay import Replay
 
     given = given_of(train, val, train_transform, val_transform, augment)
@@ -93,24 +93,6 @@ def replay_steps(
     if output:
         result |= _picture(replay, places, output)
     return result
-
-
-def given_of(
-    train: str | dict[str, str],
-    val: str,
-    train_transform: str = "",
-    val_transform: str = "",
-    augment: str = "",
-) -> dict[str, Any]:
-    """Return the arguments that options give instead of the recorded ones."""
-    values = {
-        "train": train,
-        "val": val,
-        "train_transform": train_transform,
-        "val_transform": val_transform,
-        "augment": augment,
-    }
-    return {name: value for name, value in values.items() if value}
 
 
 def _places(
@@ -297,37 +279,32 @@ def print_replay(result: dict[str, Any]) -> None:
         _print_compared(result)
         return
     if "samples" in result:
-        _print_rows(result["samples"])
+        rows = [_cells(row) for row in result["samples"]]
+        print_rows(list(_COLUMNS), rows)
     if result.get("no_picture"):
         print(printable(f"no picture: {result['no_picture']}"))
     names = ("micro_batches", "rows", "pictured", "output")
-    rows = {name: result[name] for name in names if result.get(name) is not None}
-    print_table(result["run_dir"], rows)
+    shown = {name: result[name] for name in names if result.get(name) is not None}
+    print_table(result["run_dir"], shown)
 
 
-def _print_rows(rows: list[dict[str, Any]]) -> None:
-    shown = [_cells(row) for row in rows]
-    texts = [dict(zip(_COLUMNS, _COLUMNS, strict=True)), *shown]
-    widths = {name: max(len(cells[name]) for cells in texts) for name in _COLUMNS}
-    for cells in texts:
-        line = "  ".join(cells[name].ljust(widths[name]) for name in _COLUMNS)
-        print(printable(line.rstrip()))
-
-
-def _cells(row: dict[str, Any]) -> dict[str, str]:
+def _cells(row: dict[str, Any]) -> list[str]:
     """The texts of a row's columns."""
     label = "" if row["label"] is None else str(row["label"])
     if row["class"] not in (None, label):
         label = f"{label} {row['class']}"
-    operations = [*map(_operation, row["drawn"]), *map(_operation, row["augmented"])]
+    drawn = [*map(_operation, row["drawn"]), *map(_operation, row["augmented"])]
     if row["mixed"]:
-        operations.append(_mix(row["mixed"]))
-    drawn = "; ".join(operations)
+        drawn.append(_mix(row["mixed"]))
     if row["bad"]:
-        drawn = f"stands in for a bad sample ({row['bad']}); {drawn}"
-    cells = {name: str(row[name]) for name in ("step", "micro", "row", "index", "name")}
-    cells |= {"label": label, "weight": f"{row['weight']:g}"}
-    return cells | {"seed": row["seed"][:_SEED_LETTERS], "drawn": drawn}
+        drawn.insert(0, f"stands in for a bad sample ({row['bad']})")
+    texts = {
+        "label": label,
+        "weight": f"{row['weight']:g}",
+        "seed": row["seed"][:_SEED_LETTERS],
+        "drawn": "; ".join(drawn),
+    }
+    return [texts.get(name, str(row[name])) for name in _COLUMNS]
 
 
 def _print_compared(result: dict[str, Any]) -> None:

@@ -56,9 +56,8 @@ def when(
     Raises:
         ConfigError: there is no such run or sample.
     """
-    from raypipe.commands.replays import given_of
     from raypipe.history.drawn_at import History
-    from raypipe.history.recorded import open_run
+    from raypipe.history.recorded import given_of, open_run
     from raypipe.metrics.flags import read_flags
     from raypipe.storage.filesystem import as_uri
 

@@ -3,7 +3,7 @@
     record.check_record()    lines that are missing, foreign or recorded twice; roots and settings that do not fit
     record.compare(places)   hashes of micro-batches, made again in this process, with the recorded ones
 
-Each check adds findings: what is wrong, and where.
+Each check adds findings, which say the fault and its place.
 """
 
 from __future__ import annotations
@@ -138,17 +138,9 @@ class AuditedRecord:
 
     def choose(self, num: int, seed: int) -> list[MicroBatchId]:
         """Return random places of the record; all of them if it has no more."""
-        total = self.num_recorded
-        chosen = set(random.Random(seed).sample(range(total), min(num, total)))
-        before = 0
-        places = list[MicroBatchId]()
-        for epoch, summary in self.epochs.items():
-            numbers = range(before, before + summary.micro_batches)
-            if chosen.intersection(numbers):
-                of_epoch = zip(numbers, self._places_of(epoch), strict=True)
-                places += [place for number, place in of_epoch if number in chosen]
-            before = numbers.stop
-        return places
+        places = self.places()
+        chosen = random.Random(seed).sample(range(len(places)), min(num, len(places)))
+        return [places[number] for number in sorted(chosen)]
 
     def _places_of(self, epoch: int) -> list[MicroBatchId]:
         return sorted(self._epoch(epoch).hashes, key=order_of)
@@ -157,8 +149,9 @@ class AuditedRecord:
         """Read the record of an epoch, without lines that the run does not have."""
         if self._read[0] != epoch:
             record = read_epoch(self._folder, epoch, self._plan)
-            for place in self._foreign(record):
-                del record.hashes[place]
+            for place in list(record.hashes):
+                if not self._has(place, record):
+                    del record.hashes[place]
             self._read = epoch, record
         return self._read[1]
 
@@ -197,7 +190,7 @@ class AuditedRecord:
         workers = [start.workers for start in self.run.starts if start.has_trained]
         for rank in range(max(workers, default=1)):
             if rank not in counts:
-                text = f"rank {rank} has no {DIGESTS}/rank-{rank:04d}.json, which counts its lines"
+                text = f"rank {rank} has no {DIGESTS}/count-{rank:04d}.json, which counts its lines"
                 self.find("missing", text)
 
     def _check_gaps(self, epochs: Sequence[int]) -> None:
@@ -231,8 +224,8 @@ class AuditedRecord:
                 "has: its record was changed"
             )
             self.find("foreign", text, epoch)
-        if foreign := self._foreign(record):
-            self._find_places("foreign", foreign, "not of the run's plan")
+        foreign = [place for place in record.hashes if not self._has(place, record)]
+        self._find_places("foreign", foreign, "not of the run's plan")
         for place in foreign:
             del record.hashes[place]
         self._read = epoch, record
@@ -241,34 +234,25 @@ class AuditedRecord:
             for place, starts in record.twice.items()
             if not self._may_differ(starts)
         ]
-        if twice:
-            self._find_places("twice", twice, "recorded twice with different hashes")
+        self._find_places("twice", twice, "recorded twice with different hashes")
         unfinished = [
             place
             for place, hashes in record.hashes.items()
             if hashes.start.facts["device"] == "cpu" and not hashes.finished
         ]
-        if unfinished:
-            self._find_places(
-                "missing", unfinished, "without the hash of the finished tensors"
-            )
+        what = "without the hash of the finished tensors"
+        self._find_places("missing", unfinished, what)
         if all(start.facts["plan"] != self._plan for start in record.starts):
             return
         plan = self._plan_of(epoch, record)
         is_whole = bool(record.roots) or not (is_last or record.was_left)
-        missing = list(
-            itertools.islice(self._missing(plan, epoch, record, is_whole), _MAX_MISSING)
-        )
-        if missing:
-            self._find_places("missing", missing, "missing in the record")
-        self._summarize(epoch, record, plan)
-
-    def _summarize(self, epoch: int, record: EpochRecord, plan: Plan) -> None:
-        """Compare an epoch's roots with the one of its hashes."""
+        missing = self._missing(plan, epoch, record, is_whole)
+        some = list(itertools.islice(missing, _MAX_MISSING))
+        self._find_places("missing", some, "missing in the record")
         computed = record.computed_root()
         fits = record.roots == [computed] if record.roots else None
         if record.twice and not fits:
-            # Once a changed transform has made a part again, an earlier root is of hashes that no longer count.
+            # Once a changed transform has made a part again, an earlier root covers hashes that no longer count.
             fits = True if computed in record.roots else None
         if fits is False:
             text = f"epoch {epoch}: the recorded root is not the one of the recorded hashes"
@@ -279,7 +263,7 @@ class AuditedRecord:
     def _missing(
         self, plan: Plan, epoch: int, record: EpochRecord, is_whole: bool
     ) -> Iterator[MicroBatchId]:
-        """Yield the places without a line: of the whole epoch, or before others of their number in a step."""
+        """Yield the places without a line, in the whole epoch or before others with their number in a step."""
         recorded = defaultdict[tuple[str, int], set[int]](set)
         for place in record.hashes:
             recorded[place.split, place.micro].add(place.step)
@@ -296,19 +280,13 @@ class AuditedRecord:
                     if step not in of_micro and not is_skipped:
                         yield MicroBatchId(split, epoch, step, micro)
 
-    def _foreign(self, record: EpochRecord) -> list[MicroBatchId]:
-        """The places that no start of the run had when they were recorded."""
-        return [
-            place
-            for place, hashes in record.hashes.items()
-            if not any(
-                self.run.has_place(place, start)
-                for start in self._starts_of(hashes.start)
-            )
-        ]
+    def _has(self, place: MicroBatchId, record: EpochRecord) -> bool:
+        """Return whether the plan of a start had a place when it was recorded."""
+        starts = self._starts_of(record.hashes[place].start)
+        return any(self.run.has_place(place, start) for start in starts)
 
     def _plan_of(self, epoch: int, record: EpochRecord) -> Plan:
-        """The plan of the newest start that has recorded an epoch; of several, one with as few micro-batches."""
+        """The plan of the newest start that has recorded an epoch; among several, the shortest."""
         newest = max(record.starts, key=lambda start: start.time)
         plans = [start.stream.plan for start in self._starts_of(newest)]
         return min(plans or [self.run.plan], key=lambda plan: num_of_epoch(plan, epoch))
@@ -417,8 +395,8 @@ class AuditedRecord:
             self.uncompared = (
                 f"recorded on {start.facts['cpu']}, and this is {cpu_kind()}"
             )
-        elif stream.differences:
-            self.uncompared = stream.differences[0]
+        elif stream.changed_code:
+            self.uncompared = stream.changed_code[0]
         else:
             return True
         return False
@@ -453,6 +431,8 @@ class AuditedRecord:
         self, kind: Kind, places: Sequence[MicroBatchId], what: str
     ) -> None:
         """Add a finding about places of an epoch."""
+        if not places:
+            return
         names = ", ".join(map(str, places[:_NUM_NAMED]))
         if len(places) > _NUM_NAMED:
             names += f" and {len(places) - _NUM_NAMED} more"

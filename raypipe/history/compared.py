@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
 from raypipe.history.recorded import RecordedRun
 from raypipe.metrics.records import read_records
 from raypipe.plan.schedule import Plan
 from raypipe.storage.filesystem import as_uri
+from raypipe.streaming.digest import other_settings
+from raypipe.streaming.hashes import batch_hash
 
 # Settings that decide nothing that a model sees.
 _FREE = ("workers", "actors", "from_step", "to_step")
@@ -51,11 +51,13 @@ def compare_runs(first: Steps, second: Steps) -> dict[str, Any]:
     except RaypipeError as error:
         made = []
         unknown = str(error)
-    settings = _settings(first.run.config, second.run.config)
+    settings = other_settings(first.run.config, second.run.config)
     differs = order is not None or pixels is not None
     return {
         "equal": not differs,
-        "settings": settings,
+        "settings": {
+            name: pair for name, pair in settings.items() if name not in _FREE
+        },
         "order": order,
         "compared_steps": compared_steps,
         "pixels": pixels,
@@ -119,59 +121,22 @@ def _steps_to_make(run: RecordedRun, steps: int, order: int | None) -> list[int]
 def _first_other_pixels(first: Steps, second: Steps, steps: list[int]) -> int | None:
     for step in steps:
         for micro in range(first.run.plan.config.per_step):
-            if not same_batch(first[step, micro], second[step, micro]):
+            if batch_hash(first[step, micro]) != batch_hash(second[step, micro]):
                 return step
     return None
 
 
-def same_batch(one: Batch, other: Batch) -> bool:
-    """Return whether two micro-batches have the same tensors, bit for bit."""
-    if one.fields.keys() != other.fields.keys():
-        return False
-    pairs = [(one.fields[name], other.fields[name]) for name in one.fields]
-    pairs.append((one.weight, other.weight))
-    if (one.mix is None) != (other.mix is None):
-        return False
-    if one.mix is not None and other.mix is not None:
-        pairs.append((one.mix.target, other.mix.target))
-    return all(_same(*pair) for pair in pairs)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
-
-
-def _settings(one: dict[str, Any], other: dict[str, Any]) -> dict[str, list[Any]]:
-    names = [name for name in {**one, **other} if name not in _FREE]
-    return {
-        name: [one.get(name), other.get(name)]
-        for name in names
-        if one.get(name) != other.get(name)
-    }
-
-
 def _first_other_loss(one: RecordedRun, other: RecordedRun) -> int | None:
     """The first step that both runs have recorded with different losses; None = they have none."""
-    losses = []
-    for run in (one, other):
-        records = read_records(as_uri(run.address))
-        losses.append(
-            {
-                record["step"]: record["loss"]
-                for record in records
-                if record.get("kind") == "train" and "loss" in record
-            }
-        )
-    first, second = losses
-    return next(
-        (
-            step
-            for step in sorted(first)
-            if step in second and first[step] != second[step]
-        ),
-        None,
-    )
+    first = _losses(one)
+    second = _losses(other)
+    different = [step for step in first.keys() & second if first[step] != second[step]]
+    return min(different, default=None)
+
+
+def _losses(run: RecordedRun) -> dict[int, float]:
+    return {
+        record["step"]: record["loss"]
+        for record in read_records(as_uri(run.address))
+        if record.get("kind") == "train" and "loss" in record
+    }

@@ -246,11 +246,11 @@ def index_of(store: Store, name: str) -> int:
     if len(found) == 1:
         return found[0]
     if found:
-        names = ", ".join(
+        some = ", ".join(
             f"{index} ({name_of(store, index)})" for index in found[:_NUM_NAMED]
         )
         raise ConfigError(
-            f"{len(found)} samples of {store.address} have a name that ends in {name!r}, such as {names}: give "
+            f"{len(found)} samples of {store.address} have a name that ends in {name!r}, such as {some}: give "
             "the index, or more of the name"
         )
     first = name_of(store, 0)

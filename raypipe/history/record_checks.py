@@ -11,6 +11,24 @@ from raypipe.errors import ConfigError, RaypipeError
 MAX_NUMBER = 1 << 62
 """Numbers of samples, steps and ranks in a record are below it."""
 _DTYPES = (None, "float32", "float16", "bfloat16", "float64", "uint8")
+_STREAM = {
+    "arguments": dict,
+    "stores": dict,
+    "code": dict,
+    "versions": dict,
+    "plan": str,
+    "quarantine": str,
+    "device": str,
+    "augment": dict | None,
+    "dtype": str | None,
+}
+_PART = {
+    "name": str,
+    "address": str,
+    "fingerprint": str,
+    "in_groups": bool,
+    "samples": int,
+}
 _MAX_TEXT = 200  # characters of an error about a value
 
 
@@ -50,48 +68,33 @@ def whole_number(value: Any, name: str, least: int = 0) -> int:
 
 def check_stream(described: Any) -> None:
     """Raise ValueError unless a start's record of its stream has the kinds of `opened.stream_record`."""
-    for name, kind in (
-        ("arguments", dict),
-        ("stores", dict),
-        ("code", dict),
-        ("versions", dict),
-        ("plan", str),
-        ("quarantine", str),
-        ("device", str),
-    ):
-        _require(described, name, kind)
-    if described.get("augment") is not None:
-        _require(described, "augment", dict)
-    dtype = described.get("dtype")
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be a dtype of images, got {_shown(dtype)}")
+    _check("the stream", described, _STREAM)
+    if described["dtype"] not in _DTYPES:
+        raise ValueError(
+            f"dtype must be a dtype of images, got {_shown(described['dtype'])}"
+        )
     for name in ("code", "versions"):
         for key, value in described[name].items():
-            if not isinstance(value, str):
-                raise ValueError(f"{name}.{key} must be a text, got {_shown(value)}")
+            _check(f"{name}.{key}", value, str | None)
     stores = described["stores"]
     if "train" not in stores or stores.keys() - {"train", "val"}:
         raise ValueError(f"stores must be of train and val, got {_shown(list(stores))}")
     for split, parts in stores.items():
-        _check_parts(split, parts)
+        _check(f"stores.{split}", parts, list)
+        if not parts:
+            raise ValueError(f"stores.{split} must have a store")
+        for part in parts:
+            _check(f"stores.{split}", part, _PART)
+            whole_number(part["samples"], f"stores.{split}: samples")
 
 
-def _check_parts(split: str, parts: Any) -> None:
-    if not isinstance(parts, list) or not parts:
-        raise ValueError(f"stores.{split} must be a list, got {_shown(parts)}")
-    for store in parts:
-        for name in ("name", "address", "fingerprint"):
-            _require(store, name, str)
-        _require(store, "in_groups", bool)
-        whole_number(store.get("samples"), f"stores.{split}: samples")
-
-
-def _require(entry: Any, name: str, kind: type) -> None:
-    if not isinstance(entry, dict):
-        raise ValueError(f"expected {{…}} with {name}, got {_shown(entry)}")
-    if not isinstance(entry.get(name), kind):
-        value = _shown(entry.get(name))
-        raise ValueError(f"{name} must be of the kind {kind.__name__}, got {value}")
+def _check(name: str, value: Any, kind: Any) -> None:
+    """Raise ValueError unless a value has a type, or a mapping's entries have their types."""
+    if not isinstance(value, dict if isinstance(kind, dict) else kind):
+        raise ValueError(f"{name} must be of another kind than {_shown(value)}")
+    if isinstance(kind, dict):
+        for key, inner in kind.items():
+            _check(f"{name}: {key}", value.get(key), inner)
 
 
 def _shown(value: Any) -> str:

@@ -109,6 +109,24 @@ def open_run(
     return RecordedRun(run_uri, starts)
 
 
+def given_of(
+    train: str | dict[str, str],
+    val: str,
+    train_transform: str = "",
+    val_transform: str = "",
+    augment: str = "",
+) -> dict[str, Any]:
+    """Return the arguments that options give instead of the recorded ones."""
+    values = {
+        "train": train,
+        "val": val,
+        "train_transform": train_transform,
+        "val_transform": val_transform,
+        "augment": augment,
+    }
+    return {name: value for name, value in values.items() if value}
+
+
 def _records_of(run: str | Path, run_uri: str) -> list[dict[str, Any]]:
     """The records of a run, the last start of which says how its stream was opened.
 
@@ -168,11 +186,6 @@ class RecordedRun:
     def plan(self) -> Plan:
         """The plan of the newest start, see `RecordedStream.plan`."""
         return self.stream.plan
-
-    @property
-    def world_size(self) -> int:
-        """W of the newest start; see `start_of` for a step's."""
-        return self.starts[-1].workers
 
     @property
     def differences(self) -> list[str]:

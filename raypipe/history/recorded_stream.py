@@ -164,52 +164,50 @@ class RecordedStream:
             with contextlib.suppress(RaypipeError):
                 return self._plan_of_sizes()
             raise error
-        if self._sizes_of(self.spec) == self._recorded_sizes():
-            return plan
-        return self._plan_of_sizes()
+        return plan if self._has_recorded_sizes else self._plan_of_sizes()
 
     @functools.cached_property
-    def is_open(self) -> bool:
-        """True if the stores, transforms and augmentation can be opened, with as many samples as in the run."""
+    def _why_closed(self) -> str:
+        """The reason why the stores, transforms and augmentation cannot be opened; empty = they can."""
         try:
-            spec = self.spec
-            _ = self.augment
-        except RaypipeError:
-            return False
-        return self._sizes_of(spec) == self._recorded_sizes()
-
-    @functools.cached_property
-    def lacks(self) -> str:
-        """The reason why pixels cannot be made, or would be others; empty = they can be made."""
-        try:
-            spec = self.spec
-            _ = self.augment
+            _ = self.spec, self.augment
         except RaypipeError as error:
             return str(error)
-        changed = self._changed_stores(spec)
-        return "; ".join(changed)
+        return ""
+
+    @property
+    def is_open(self) -> bool:
+        """True if the stores, transforms and augmentation can be opened, with as many samples as in the run."""
+        return not self._why_closed and self._has_recorded_sizes
+
+    @property
+    def lacks(self) -> str:
+        """The reason why pixels cannot be made, or would be others; empty = they can be made."""
+        return self._why_closed or "; ".join(self._changed_stores)
 
     @functools.cached_property
     def differences(self) -> list[str]:
         """Sentences that say which stores, code and versions have changed since the run; empty = none."""
         sentences = []
-        try:
-            spec = self.spec
-            _ = self.augment
-        except RaypipeError as error:
-            sentences.append(f"The stream cannot be opened: {error}{_end(str(error))}")
+        if why := self._why_closed:
+            sentences.append(f"The stream cannot be opened: {why}{_end(why)}")
+        elif self._changed_stores:
+            sentences += [f"{change}." for change in self._changed_stores]
         else:
-            changed = [f"{change}." for change in self._changed_stores(spec)]
-            sentences += changed
-            if not changed and spec.plan.order_fingerprint != self.record["plan"]:
+            fingerprint = self.spec.plan.order_fingerprint
+            if fingerprint != self.record["plan"]:
                 sentences.append(
-                    f"The plan has the fingerprint {spec.plan.order_fingerprint}, and the run's had "
+                    f"The plan has the fingerprint {fingerprint}, and the run's had "
                     f"{self.record['plan']}: the order or the settings of pixels differ."
                 )
-            if not changed:
-                now = {"written": written_files(spec.stores)}
-                sentences += rewritten(self.record, now)
-        return sentences + self._changed_code() + self._changed_versions()
+            now = {"written": written_files(self.spec.stores)}
+            sentences += rewritten(self.record, now)
+        return sentences + self.changed_code
+
+    @functools.cached_property
+    def changed_code(self) -> list[str]:
+        """Sentences that say which code and versions have changed since the run."""
+        return self._changed_modules() + self._changed_versions()
 
     def draws(self, place: MicroBatchId) -> MicroBatchDraws:
         """Return the samples of a micro-batch, see `RecordedRun.draws`."""
@@ -294,24 +292,24 @@ class RecordedStream:
             train = {part["name"]: arrays(part) for part in of_train}
         return Plan.of(config, train, arrays(val[0]) if val else None)
 
-    def _recorded_sizes(self) -> dict[str, list[int]]:
-        return {
+    @property
+    def _has_recorded_sizes(self) -> bool:
+        stores = {
+            split: [len(part) for part in parts_of(store).values()]
+            for split, store in self.spec.stores.items()
+        }
+        return stores == {
             split: [part["samples"] for part in parts]
             for split, parts in self.record["stores"].items()
         }
 
-    def _sizes_of(self, spec: StreamSpec) -> dict[str, list[int]]:
-        return {
-            split: [len(part) for part in parts_of(store).values()]
-            for split, store in spec.stores.items()
-        }
-
-    def _changed_stores(self, spec: StreamSpec) -> list[str]:
+    @functools.cached_property
+    def _changed_stores(self) -> list[str]:
         """Describe each store whose contents differ from the run's."""
         changed = []
         for split, parts in self.record["stores"].items():
             of_split: Split = split
-            stores = [*parts_of(spec.stores[of_split]).values()]
+            stores = [*parts_of(self.spec.stores[of_split]).values()]
             for part, store in zip(parts, stores, strict=True):
                 if len(store) != part["samples"]:
                     changed.append(
@@ -324,7 +322,7 @@ class RecordedStream:
                     )
         return changed
 
-    def _changed_code(self) -> list[str]:
+    def _changed_modules(self) -> list[str]:
         now = user_code()
         return [
             f"The file of {module} has changed since the run."

@@ -25,7 +25,7 @@ from raypipe.history.recorded_stream import MicroBatchDraws, RecordedStream
 from raypipe.history.step_maker import StepMaker
 from raypipe.kernel import Op
 from raypipe.plan.order import Domain
-from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.plan.places import PADDING
 from raypipe.stores.base import Store, name_of
 from raypipe.transform.samples import NO_LABEL, Samples, read_samples
 from raypipe.transform.views import makes_views
@@ -47,7 +47,6 @@ class SampleTable:
     def __init__(self, stream: RecordedStream, maker: StepMaker | None) -> None:
         self._stream = stream
         self._maker = maker
-        self._finished: Batch | None = None  # the micro-batch as the model saw it
 
     def rows(self, draws: MicroBatchDraws) -> list[dict[str, Any]]:
         """Return a row for each sample of a micro-batch."""
@@ -130,13 +129,12 @@ class SampleTable:
         place = draws.place
         strength = maker.strength_at(place)
         has_views = makes_views(maker.spec.transforms["train"])
+        draws_by_kornia = not has_views and _draws_by_kornia(augment)
+        if augment.preset is None and not draws_by_kornia:
+            return found
+        arrived = maker.arrive(maker.on_cpu(place))
         if augment.preset is not None:
-            if has_views:
-                images = list(_crops(maker.arrive(maker.on_cpu(place))))
-            else:
-                size = (len(draws.indices), *self._size_of_host(place))
-                images = [("", maker.spec.plan.micro_batch_seed(place), size)]
-            for view, seed, shape in images:
+            for view, seed, shape in _images_of(arrived):
                 params = preset_params(augment.preset, seed, shape, strength)
                 for row, operations in enumerate(found):
                     numbers = {
@@ -144,8 +142,8 @@ class SampleTable:
                         for name, values in vars(params).items()
                     }
                     operations.append({"op": "preset", **_of_view(view), **numbers})
-        if not has_views and _draws_by_kornia(augment):
-            self._finish(place)
+        if draws_by_kornia:
+            maker.finish(arrived)
             for row, operations in enumerate(found):
                 operations += _of_kornia(augment, row)
         is_sample = (draws.indices != PADDING).tolist()
@@ -153,13 +151,6 @@ class SampleTable:
             operations if shows else []
             for operations, shows in zip(found, is_sample, strict=True)
         ]
-
-    def _finish(self, place: MicroBatchId) -> Batch:
-        """Make the table's micro-batch, once."""
-        assert self._maker is not None
-        if self._finished is None or self._finished.position != place:
-            self._finished = self._maker.batch(place)
-        return self._finished
 
     def _mixed(self, draws: MicroBatchDraws) -> list[dict[str, Any] | None]:
         """The partner of each row, the share of the row's own target, and CutMix's box, where the settings mix."""
@@ -173,10 +164,11 @@ class SampleTable:
             return nothing
         assert self._maker is not None
         plan = self._maker.spec.plan
-        size = self._size(draws.place)
+        height, width = self._maker.batch(draws.place).image.shape[-2:]
         seed = plan.micro_batch_seed(draws.place)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
-        mixing = draw_mix(augment, rng, *size, self._maker.strength_at(draws.place))
+        strength = self._maker.strength_at(draws.place)
+        mixing = draw_mix(augment, rng, height, width, strength)
         if mixing is None:
             return nothing
         share, box = mixing
@@ -191,25 +183,6 @@ class SampleTable:
             }
             rows.append(None if partner == row else mix)
         return rows
-
-    def _size(self, place: MicroBatchId) -> tuple[int, int]:
-        """The (height, width) of the images that are mixed."""
-        assert self._maker is not None
-        augment = self._maker.augment
-        if augment is not None and bool(augment.ops or augment.module):
-            height, width = self._finish(place).image.shape[-2:]
-            return int(height), int(width)
-        return self._size_of_host(place)
-
-    def _size_of_host(self, place: MicroBatchId) -> tuple[int, int]:
-        """The (height, width) of the images that the CPU transform makes."""
-        assert self._maker is not None
-        maker = self._maker.maker
-        shape = maker.sample_makers.get(place, maker.plan.draw(place)).image_shape
-        if shape:
-            return int(shape[0]), int(shape[1])
-        height, width = self._maker.arrive(self._maker.on_cpu(place)).image.shape[-2:]
-        return int(height), int(width)
 
 
 def _labels(store: Store, indices: np.ndarray) -> list[int | None]:
@@ -230,8 +203,11 @@ def _of_view(view: str) -> dict[str, str]:
     return {"view": view} if view else {}
 
 
-def _crops(arrived: Batch) -> Iterator[tuple[str, int, tuple[int, int, int]]]:
-    """The crops of a batch with views: name, seed and (B, H, W) of each."""
+def _images_of(arrived: Batch) -> Iterator[tuple[str, int, tuple[int, int, int]]]:
+    """The images of a batch, or the crops of its views: name, seed and (B, H, W) of each."""
+    if not arrived.views:
+        (rows, _, height, width) = arrived.image.shape
+        yield "", arrived.seed, (rows, height, width)
     for name, view in arrived.views.items():
         num_crops = 1 if view.ndim == 4 else view.shape[1]
         for number in range(num_crops):

@@ -489,7 +489,7 @@ class Plan:
     def _drawn(
         self, samples: Sequence[int], split: Split, epoch: int
     ) -> Iterator[tuple[int, int]]:
-        """Yield each draw of some samples in an epoch's training or in a validation: sample, position."""
+        """Yield each draw of some samples in an epoch's training or during its validation: sample, position."""
         first = 0
         size = self.num_val_rows
         if split == "train":

@@ -101,8 +101,8 @@ def check_named_addresses(
             if _REMOTE.match(text) and is_elsewhere:
                 raise ConfigError(
                     f"{folder.removeprefix('file://')} names the address {text} ({name}), which would be "
-                    "called with your credentials: give --train or --val (train=…, val=…) if that is a store "
-                    "of yours, or add --trust-run-code (trust_run_code=True)"
+                    "called with your credentials: give --train or --val (train=…, val=…) if the store "
+                    "is yours, or add --trust-run-code (trust_run_code=True)"
                 )
 
 

@@ -1,4 +1,4 @@
-"""The one limit on the memory that a read may take, whatever the file declares.
+"""The one limit on the memory of a read, for any size that the file declares.
 
 A file of a few bytes can declare, or unpack to, gigabytes. A reader calls `check_read` with the size of what it is
 about to read at once, before it allocates memory: a row group, a record, a shard, a chunk.
@@ -26,8 +26,8 @@ def check_read(
 
     Args:
         where: the file, and the place in it, for the error.
-        num_bytes: what the read takes.
-        stored_bytes: what it has in the file.
+        num_bytes: bytes in memory.
+        stored_bytes: bytes in the file.
         remedy: how to write the file instead.
     """
     limit = read_limit(stored_bytes)

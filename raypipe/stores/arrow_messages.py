@@ -1,6 +1,6 @@
 """Sizes that the messages of an Arrow stream declare, before pyarrow reads them.
 
-pyarrow unpacks a compressed buffer to whatever size stands before it, and a column of nulls, or of one value, has
+pyarrow unpacks a compressed buffer to any size that precedes it, and a column of nulls, or of one value, has
 any number of rows without a byte.
 
     ffffffff | int32 length | metadata, a flatbuffer | body: the buffers
@@ -27,7 +27,7 @@ def check_batches(where: str, file: Any) -> Iterator[None]:
     """Yield before each batch of a stream: the batch, and the dictionaries before it, are within the limit.
 
     Args:
-        file: the stream, for this function alone; only what decides the sizes is read.
+        file: the stream, for this function only; only what decides the sizes is read.
 
     Raises:
         StoreError: a batch unpacks to more than the limit.

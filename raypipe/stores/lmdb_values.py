@@ -47,7 +47,7 @@ _PICKLE_PROTOCOLS = [bytes([protocol]) for protocol in range(2, 6)]
 _CONTAINERS = {"EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "LIST", "DICT", "TUPLE"}
 _CONTAINERS |= {"TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"}
 _CONTAINER_BYTES = 64
-_PLACE_BYTES = 16  # of a place in a pickle's memory, twice as large as needed
+_PLACE_BYTES = 16  # a place in a pickle's memory takes so many at most
 # First bytes of msgpack: small dicts, small arrays, bytes, arrays and dicts.
 _MSGPACK_STARTS = frozenset((*range(0x81, 0xA0), 0xC4, 0xC5, 0xC6, *range(0xDC, 0xE0)))
 _DATUM_STARTS = b"\x08\x22"  # the fields `channels` and `data`
@@ -98,7 +98,7 @@ def _opens(
     except ValueError:
         return False
     except StoreError:
-        return True  # it is of that kind, and too large
+        return True  # its kind is known, and it is too large
     return True
 
 

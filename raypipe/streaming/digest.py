@@ -156,16 +156,21 @@ def compare(expected: DigestFile, actual: DigestFile) -> dict[str, Any]:
         for name in both
         if actual.micro_batches[name] != expected.micro_batches[name]
     ]
-    names = dict.fromkeys([*expected.settings, *actual.settings])
-    values = {
-        name: [expected.settings.get(name), actual.settings.get(name)] for name in names
-    }
     return {
         "equal": not different,
         "compared": len(both),
         "different": len(different),
         "first_different": different[0] if different else None,
-        "settings": {name: pair for name, pair in values.items() if pair[0] != pair[1]},
+        "settings": other_settings(expected.settings, actual.settings),
+    }
+
+
+def other_settings(one: dict[str, Any], other: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the settings that differ, name → both values."""
+    return {
+        name: [one.get(name), other.get(name)]
+        for name in {**one, **other}
+        if one.get(name) != other.get(name)
     }
 
 

@@ -44,20 +44,25 @@ def batch_hash(batch: MicroBatch | Batch) -> bytes:
 
 
 def _arrays(name: str, value: Any, is_image: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a field's arrays with their names; lists, which only a batch on a device has, are left out."""
+    """Yield a field's arrays with their names; a batch on a device has lists of arrays, text and the like."""
     if isinstance(value, Ragged):
         yield f"{name} {value.kind}", value.values
         yield f"{name} offsets", value.offsets
     elif isinstance(value, np.ndarray):
         yield name, value
-    elif not isinstance(value, list):
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            if not isinstance(one, np.ndarray):
+                one = np.frombuffer(str(one).encode(errors="surrogatepass"), np.uint8)
+            yield f"{name} {number}", one
+    else:
         import torch
 
         tensor = value.detach()
         if is_image:
             # in the order of its memory
             tensor = tensor.movedim(-3, -1)
-        # as bytes, since numpy lacks some of torch's types
+        # numpy lacks some of torch's types, so the hash takes bytes
         whole = tensor.contiguous().unsqueeze(-1)
         yield f"{name} {tensor.dtype}", whole.view(torch.uint8).numpy()
 

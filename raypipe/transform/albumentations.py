@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from typing import Any
@@ -69,7 +70,7 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
     return (program, remaining_steps) if native and program.size else (None, [])
 
 
-# Of a step: who draws for it, which raypipe decides, and what follows from its class.
+# A step draws from generators that raypipe seeds; the rest follows from its class or its other attributes.
 _NOT_DECIDING = (
     "seed",
     "random_generator",
@@ -90,11 +91,26 @@ def described(pipeline: Any) -> dict[str, Any] | None:
         return None
     try:
         description = json.loads(json.dumps(library.to_dict(pipeline)))
-        again = library.from_dict(description)
-        is_whole = _state(again) == _state(pipeline)
+        if _state(library.from_dict(description)) == _state(pipeline):
+            return description
+        _complete(pipeline, description["transform"])
+        is_whole = _state(library.from_dict(description)) == _state(pipeline)
     except Exception:  # a library raises any type for steps that it cannot describe
         return None
     return description if is_whole else None
+
+
+def _complete(step: Any, description: dict[str, Any]) -> None:
+    """Add the arguments of steps that the library's own description leaves out."""
+    for name in inspect.signature(type(step)).parameters:
+        value = vars(step).get(name)
+        is_plain = isinstance(value, bool | int | float | str | list | tuple)
+        if is_plain and name not in {*description, *_NOT_DECIDING}:
+            description[name] = value
+    for inner, of_inner in zip(
+        getattr(step, "transforms", ()), description.get("transforms", ()), strict=False
+    ):
+        _complete(inner, of_inner)
 
 
 def _is_library(step: Any) -> bool:
@@ -108,7 +124,7 @@ def _is_library(step: Any) -> bool:
 
 
 def _state(pipeline: Any) -> Any:
-    """What decides the result of a pipeline, as values of JSON, in which 0 is 0.0."""
+    """Return the values that decide the result of a pipeline, as JSON, where 0 equals 0.0."""
     return json.loads(json.dumps(pipeline, default=_parts_of))
 
 

@@ -1,4 +1,4 @@
-"""Pixels of a stream's images, `transform.decode_as`: what its transforms get, and what they may return.
+"""Pixels of a stream's images, `transform.decode_as`: the values that its transforms get and may return.
 
 RGB       they get uint8 (H, W, 3); they return the same, or floats of 1 or 3 channels, which become float32
 ARRAYS    they get and return integers or floats of up to 64 bits, of any number of channels

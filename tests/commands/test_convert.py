@@ -166,11 +166,13 @@ class TestConvert:
             name: [None if v is None else v for v in values]
             for name, values in extra.items()
         }
+        names = expected.pop("name")
         assert contents(open_store(dst)) == {
             "image": IMAGES[:5],
             "label": LABELS[:5],
             **expected,
         }
+        assert open_store(dst).read(np.arange(5), ("name",))["name"] == names
         assert open_store(dst).classes is None
 
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])

@@ -64,7 +64,7 @@ def trained(
             log = loader._digest_log
             assert log
             if loader.global_step < spec.plan.config.epochs * STEPS and lost:
-                del log._batches[-lost:]
+                del log._lines[-lost:]
 
 
 def batches(loader: Any, until: int) -> Iterator[Any]:
@@ -265,10 +265,10 @@ FORGED: dict[str, tuple[str, Change]] = {
         "two",
         removed(
             *(f"epoch-{epoch:04d}-rank-0001.jsonl" for epoch in range(3)),
-            "rank-0001.json",
+            "count-0001.json",
         ),
     ),
-    "count of rank 1": ("two", removed("rank-0001.json")),
+    "count of rank 1": ("two", removed("count-0001.json")),
     "rank 1 of a killed epoch": ("killed two", removed("epoch-0001-rank-0001.jsonl")),
     "rank 0 of a killed epoch": ("killed two", removed("epoch-0001-rank-0000.jsonl")),
     "rank 1 of a killed epoch cut": (

@@ -81,6 +81,10 @@ def seen(folder: Path, rank: int) -> list[list[int]]:
     return rows
 
 
+def _with_samples(rows: list[list[Any]]) -> list[list[Any]]:
+    return [row for row in rows if set(row[4:]) != {-1}]
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("library", ["lightning", "accelerate", "transformers"])
 def test_a_run_killed_in_mid_epoch_goes_on_with_the_next_step(
@@ -111,7 +115,8 @@ def test_a_run_killed_in_mid_epoch_goes_on_with_the_next_step(
         ]
         for place in plan.micro_batches(plan.start())
     ]
-    assert sorted(delivered) == sorted(expected)
+    # A turn in which no rank has a sample is left out: the last one of each validation.
+    assert sorted(_with_samples(delivered)) == sorted(_with_samples(expected))
     if library == "transformers":
         found = float((tmp_path / "eval_loss").read_text())
         assert found == pytest.approx(

@@ -213,7 +213,7 @@ def test_pickled_plans_draw_alike_and_read_no_columns() -> None:
 def test_a_stream_resumes_from_every_step_with_the_same_bits() -> None:
     spec = stream({"name": KFold, "fold": 1}, val=store())
     whole = without_ray.digests(spec)
-    assert len(set(whole)) > 40
+    assert len(set(whole)) >= 40
     for step in (1, 4, 8):
         rest = without_ray.digests(spec, step)
         assert rest == whole[-len(rest) :]

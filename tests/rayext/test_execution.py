@@ -161,7 +161,7 @@ def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
     ):
         assert part in str(caught.value)
     ((kind, text),) = ray.get(supervisor.events.remote(0))
-    assert kind == "fault"
+    assert kind == "scale"
     assert re.match(
         r"no transform actor runs: 1 wait for 1 CPUs each; the run ends in [0-4] s",
         text,

@@ -125,7 +125,7 @@ def test_a_plain_trainer_beside_raypipe_has_rays_defaults(
 
 
 @pytest.mark.system
-def test_an_elastic_loop_of_a_users_own_leaves_out_workers_that_do_not_divide(
+def test_an_own_elastic_loop_leaves_out_workers_that_do_not_divide(
     idle_cluster: None, stores: dict[str, Path], tmp_path: Path
 ) -> None:
     """A step has four micro-batches, and the cluster room for three trainers."""
@@ -314,7 +314,7 @@ def test_what_a_dead_controller_had_reserved_is_free_again(ray_cluster: None) ->
 
 @pytest.mark.system
 @pytest.mark.timeout(200)
-def test_an_own_loop_whose_controller_was_killed_has_room_for_its_next_try(
+def test_an_own_loop_whose_controller_was_killed_has_room_again(
     ray_cluster: None, stores: dict[str, Path], tmp_path: Path
 ) -> None:
     def train_fn(config: dict[str, Any]) -> None:

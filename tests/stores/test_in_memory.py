@@ -112,10 +112,11 @@ def test_processes_share_one_copy_by_content() -> None:
 
 
 def test_a_store_that_was_written_in_place_is_read_again(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    file = tmp_path / "a" / "0.png"
+    images = tmp_path / "images"
+    (images / "a").mkdir(parents=True)
+    file = images / "a" / "0.png"
     file.write_bytes(b"before")
-    old, new = (InMemoryStore(raypipe.open_store(tmp_path)) for _ in range(2))
+    old, new = (InMemoryStore(raypipe.open_store(images)) for _ in range(2))
     assert old.read(np.array([0]))["image"] == [b"before"]
     rewrite(file, b"before", b"behind")
     assert new.read(np.array([0]))["image"] == [b"behind"]

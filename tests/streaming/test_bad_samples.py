@@ -41,7 +41,12 @@ def bad_in(step: int) -> BadSample:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [text for text in caplog.messages if not text.startswith("bad sample: ")]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "raypipe.streaming.bad_samples"
+        and not record.getMessage().startswith("bad sample: ")
+    ]
 
 
 def test_a_full_disk_is_warned_of_once_and_leaves_no_torn_record(

@@ -250,7 +250,7 @@ def test_a_preview_and_a_saved_model_see_the_images(store: Path) -> None:
     assert rows[0][1].image is not None and (rows[0][1].image == 7).all()
     described = input_of(spec, None)
     model = SavedModel(
-        "here", 0, 0, {}, {}, None, "", described["transform"], described
+        "here", 0, 0, {}, {}, None, "", described["transform"], described, False
     )
     last = next(batch for batch in batches(spec) if batch.position.split == "val")
     row = last.index.tolist().index(int(last.index[0]))

@@ -23,6 +23,13 @@ def halved(image: np.ndarray, **_: Any) -> np.ndarray:
 WHOLE = [
     albumentations.Compose(
         [
+            albumentations.SelectiveChannelTransform(
+                [albumentations.Solarize(p=1)], channels=[2], p=1
+            )
+        ]
+    ),
+    albumentations.Compose(
+        [
             albumentations.RandomCrop(8, 8),
             albumentations.ColorJitter(),
             albumentations.Normalize(),
@@ -46,13 +53,6 @@ WHOLE = [
     ),
 ]
 PARTLY = [
-    albumentations.Compose(
-        [
-            albumentations.SelectiveChannelTransform(
-                [albumentations.Solarize(p=1)], channels=[2], p=1
-            )
-        ]
-    ),
     albumentations.Compose([Own(p=1)]),
     albumentations.Compose(
         [albumentations.OneOf([Own(), albumentations.HorizontalFlip()])]

@@ -199,7 +199,7 @@ def read_shard(
     """Return a shard, unpacked by one of `CODECS`.
 
     Args:
-        num_bytes: what the index says that it unpacks to; None = nothing.
+        num_bytes: its unpacked size by the index; None = the index has none.
 
     Raises:
         StoreError: its name leads out of the folder, it cannot be read, or it unpacks to more than the limit.

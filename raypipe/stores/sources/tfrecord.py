@@ -49,7 +49,7 @@ _USUAL = {
     "label": ("image/class/label", "image/label", "class", "cls", "target"),
 }
 _COUNTED_FROM_1 = "image/class/label"
-_PROBED_BYTES = 64 << 20  # of records that say what each feature is
+_PROBED_BYTES = 64 << 20  # records up to here show the kind of each feature
 # Usual names of the sides of raw pixels.
 _HEIGHTS = ("height", "image/height", "image_height", "rows")
 _WIDTHS = ("width", "image/width", "image_width", "cols", "columns")
@@ -57,7 +57,7 @@ _CHANNELS = (1, 3)
 _SIDES = range(1, 1 << 16)
 _HEADER = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-_COPIES = 3  # of a record: its bytes, the Example, its features
+_COPIES = 3  # a record's bytes, the Example and its features
 _GZIP = b"\x1f\x8b"
 
 # tensorflow/core/example/{feature,example}.proto, under a name that TensorFlow does not take.
@@ -188,8 +188,8 @@ def _check_images(path: str, name: str, traits: set[Any]) -> None:
         and len(sizes) == 1 <= sizes[0] // 64
     ):
         raise StoreError(
-            f"{path}: the feature {name!r} has {sizes[0]:,} bytes in each record, and is no encoded "
-            "image: raw pixels need the features height and width, and have 1 or 3 channels. Set "
+            f"{path}: the feature {name!r} has {sizes[0]:,} bytes in each record, and they are not an "
+            "encoded image: raw pixels need the features height and width, and have 1 or 3 channels. Set "
             "store.image_column, or yield the pixels from your own function, MODULE:NAME"
         )
 

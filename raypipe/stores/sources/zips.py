@@ -115,7 +115,7 @@ def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
     """Raise StoreError for what no zip of images has; the parts of names are parted by slashes from here on."""
     for member in members:
         where = f"{path}: {member.filename!r:.200}"
-        member.filename = member.filename.replace("\\", "/")  # as Windows writes it
+        member.filename = member.filename.replace("\\", "/")  # Windows writes those
         name = PurePosixPath(member.filename)
         if name.is_absolute() or ".." in name.parts:
             raise StoreError(

@@ -7,12 +7,12 @@
     {"kind": "left"}                                                the loop has left the epoch before its end
     {"kind": "root", "micro_batches": n, "root": …}
 
-    RUN/digests/rank-0001.json                  {epoch: number of lines in its file}, written after the lines
+    RUN/digests/count-0001.json                 {epoch: number of lines in its file}, written after the lines
 
-The hashes are those of `raypipe.streaming.hashes`: of the micro-batch as it reached the rank, and as the device
-stage finished it on a CPU. The root is a hash over the sorted lines of all ranks, so it does not depend on W. A
-rank that ends its part of an epoch reads the files of all ranks; the one that ends last finds all micro-batches,
-and writes the root. No rank waits for another.
+The hashes are those of `raypipe.streaming.hashes`, taken when the micro-batch reached the rank, and once the
+device stage has finished it on a CPU. The root is a hash over the sorted lines of all ranks, so W does not
+change it. A rank that ends its part of an epoch reads the files of all ranks; the one that ends last finds all
+micro-batches, and writes the root. No rank waits for another.
 
 Steps that a run does over again are recorded again. A line that a crash cut off does not count: its step comes
 after the last checkpoint, before which all lines are written. A start's seal names the settings under which its
@@ -29,7 +29,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ DIGESTS = "digests"
 FACTS = ("plan", "rank", "workers", "device", "cpu")
 """Facts that the line of a start has, and its seal covers."""
 _FILE = re.compile(r"epoch-(\d{4,})-rank-(\d{4,})\.jsonl")
-_COUNTS = re.compile(r"rank-(\d{4,})\.json")
+_COUNTS = re.compile(r"count-(\d{4,})\.json")
 _PLACE = re.compile(r"(train|val)-e(\d{4,})-s(\d{6,})-m(\d{3,})")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _FLUSH_S = 1.0
@@ -115,18 +115,13 @@ class EpochRecord:
     num_lines: dict[int, int] = field(default_factory=dict)
 
     def computed_root(self) -> tuple[int, str]:
-        """The root of the hashes, see `root_of`."""
-        return root_of(
-            _line(str(place), hashes.stream, hashes.finished)
+        """The number of micro-batches, and 64 hex digits over their sorted lines."""
+        lines = sorted(
+            _line(place, hashes.stream, hashes.finished)
             for place, hashes in self.hashes.items()
         )
-
-
-def root_of(lines: Iterable[str]) -> tuple[int, str]:
-    """Return the number of an epoch's lines, without repeats, and 64 hex digits over them."""
-    different = sorted(set(lines))
-    digest = hashlib.blake2b("".join(different).encode(), digest_size=32)
-    return len(different), digest.hexdigest()
+        digest = hashlib.blake2b("".join(lines).encode(), digest_size=32)
+        return len(lines), digest.hexdigest()
 
 
 def order_of(place: MicroBatchId) -> tuple[bool, int, int]:
@@ -176,11 +171,7 @@ class DigestLog(Observer):
         self._is_local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._epoch = -1
         self._ended = set[Split]()  # splits whose last micro-batch was handed out
-        # What this rank has added to the epoch since it began.
-        self._added = list[str]()
         self._lines = list[str]()
-        # Lines are made of them once a second, in a loop: one at a time it takes longer.
-        self._batches = list[tuple[MicroBatchId, bytes, bytes]]()
         self._counts = dict[str, int]()
         self._is_synced = True
         # In object storage a file is written as a whole.
@@ -225,7 +216,9 @@ class DigestLog(Observer):
         with self._one_by_one:
             if position.epoch != self._epoch:
                 self._turn_to(position.epoch)
-            self._batches.append((position, batch.stream_hash, batch.finished_hash))
+            self._lines.append(
+                _line(position, batch.stream_hash.hex(), batch.finished_hash.hex())
+            )
             if batch.ends_split:
                 self._ended.add(position.split)
                 self._end_part()
@@ -242,7 +235,6 @@ class DigestLog(Observer):
             if epoch != self._epoch:
                 self._turn_to(epoch)
             if not splits <= self._ended:
-                self._write_batches()
                 self._lines.append('{"kind": "left"}\n')
                 self.flush()
 
@@ -265,7 +257,6 @@ class DigestLog(Observer):
             synced: also wait until a local disk has them.
         """
         with self._one_by_one:
-            self._write_batches()
             if not self._lines and (self._is_synced or not synced):
                 return
             lines = "".join(self._lines).encode()
@@ -287,7 +278,7 @@ class DigestLog(Observer):
             self._flushed_at = time.monotonic()
 
     def _write_counts(self) -> None:
-        path = f"{self._folder}/rank-{self._rank:04d}.json"
+        path = f"{self._folder}/count-{self._rank:04d}.json"
         text = json.dumps(self._counts)
         if self._is_local:
             # a crash leaves the old or the new one
@@ -297,14 +288,6 @@ class DigestLog(Observer):
         else:
             with without_retries():
                 write_synced(self._filesystem, path, text.encode())
-
-    def _write_batches(self) -> None:
-        """Make lines of the micro-batches that were added."""
-        for place, stream, finished in self._batches:
-            line = _line(str(place), stream.hex(), finished.hex())
-            self._added.append(line)
-            self._lines.append(line)
-        self._batches.clear()
 
     @property
     def _path(self) -> str:
@@ -316,13 +299,12 @@ class DigestLog(Observer):
         self._lines.clear()
         self._epoch = epoch
         self._ended.clear()
-        self._added = []
         content = b""
         with self._best_effort():
             if not self._counts:
                 counts = json.loads(
                     _read(
-                        self._filesystem, f"{self._folder}/rank-{self._rank:04d}.json"
+                        self._filesystem, f"{self._folder}/count-{self._rank:04d}.json"
                     )
                     or b"{}"
                 )
@@ -338,25 +320,16 @@ class DigestLog(Observer):
 
     def _end_part(self) -> None:
         """This rank has ended a part of the epoch: write the epoch's root if no micro-batch is missing."""
-        num = num_of_epoch(self._plan, self._epoch)
-        self._write_batches()
-        root = root_of(self._added)
-        if root[0] == num:
-            self._add_root(root)
-            self.flush(synced=True)
-            return
         self.flush(synced=True)
         with self._best_effort():
             folder = (self._filesystem, self._folder)
             record = read_epoch(folder, self._epoch, self._start["plan"])
-            root = record.computed_root()
-            if root[0] == num and root not in record.roots:
-                self._add_root(root)
+            num, root = record.computed_root()
+            is_complete = num == num_of_epoch(self._plan, self._epoch)
+            if is_complete and (num, root) not in record.roots:
+                line = {"kind": "root", "micro_batches": num, "root": root}
+                self._lines.append(json.dumps(line) + "\n")
                 self.flush(synced=True)
-
-    def _add_root(self, root: tuple[int, str]) -> None:
-        line = {"kind": "root", "micro_batches": root[0], "root": root[1]}
-        self._lines.append(json.dumps(line) + "\n")
 
     @contextlib.contextmanager
     def _best_effort(self) -> Iterator[None]:
@@ -369,11 +342,9 @@ class DigestLog(Observer):
             self._has_warned = True
 
 
-def _line(name: str, stream: str, finished: str) -> str:
-    line = f'{{"micro_batch": "{name}", "hash": "{stream}"'
-    if finished:
-        line += f', "finished": "{finished}"'
-    return line + "}\n"
+def _line(place: MicroBatchId, stream: str, finished: str) -> str:
+    of_device = f', "finished": "{finished}"' if finished else ""
+    return f'{{"micro_batch": "{place}", "hash": "{stream}"{of_device}}}\n'
 
 
 def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
@@ -395,7 +366,7 @@ def recorded_epochs(folder: Folder) -> dict[int, dict[int, str]]:
 
 
 def recorded_counts(folder: Folder) -> dict[int, dict[int, int]]:
-    """How many lines each rank has written: rank → epoch → number.
+    """Return the number of lines that each rank has written: rank → epoch → number.
 
     Raises:
         ConfigError: a file cannot be read, or is damaged.

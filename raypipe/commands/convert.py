@@ -243,7 +243,7 @@ def _column_types(store: Store, short_side: int) -> dict[str, str]:
     """Return the columns of a store with the types of the writers."""
     from raypipe.commands.ordered_samples import CHUNK
 
-    # row numbers are no names
+    # the numbers of rows are not kept
     has_names = getattr(store, "has_names", True)
     names = [name for name in store.schema.names if name != NAME or has_names]
     first = store.read(np.arange(min(len(store), CHUNK)), tuple(names))

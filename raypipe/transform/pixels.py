@@ -77,7 +77,7 @@ class Pixels:
 
 
 def _came(result: Any) -> str:
-    """What a transform returned, in words."""
+    """Return the words for what a transform returned."""
     if _is_pil(result):
         return f"a PIL image of mode {result.mode}"
     if isinstance(result, np.ndarray) or _is_tensor(result):

@@ -133,7 +133,7 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
 
 
 def _traits_of(values: Sequence[Any], features: Mapping[str, list[Any]]) -> set[Any]:
-    """Return what the values of a feature are, in words; and sizes of those that are no images."""
+    """Return what the values of a feature are, in words; and the sizes of those that are not an image."""
     traits = set[Any](["lists"] if len(values) > 1 else [])
     if not values:
         traits.add("missing")

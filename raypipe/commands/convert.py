@@ -159,7 +159,7 @@ def convert(
         ResourceError: this node has no CPU to spare, or a task died.
     """
     from raypipe.commands.convert_dataset import make_copy
-    from raypipe.commands.copies import CopySettings, check_named
+    from raypipe.commands.copies import CopySettings, class_numbers
     from raypipe.rayext.cluster import connect
 
     dst = str(dst)
@@ -189,7 +189,7 @@ def convert(
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
         if names is not None:
-            check_named(store, names)
+            class_numbers(store, names)
         settings = settings.of_columns(_column_types(store, short_side))
         connect()
         num_shards = _num_shards(store, shards)
@@ -243,14 +243,11 @@ def _column_types(store: Store, short_side: int) -> dict[str, str]:
     """Return the columns of a store with the types of the writers."""
     from raypipe.commands.ordered_samples import CHUNK
 
-    names = [name for name in store.schema.names if name != NAME or _has_names(store)]
+    # the numbers of rows are not kept
+    has_names = getattr(store, "has_names", True)
+    names = [name for name in store.schema.names if name != NAME or has_names]
     first = store.read(np.arange(min(len(store), CHUNK)), tuple(names))
     return column_types(_with_later(store, first), store.address, short_side)
-
-
-def _has_names(store: Store) -> bool:
-    """Return whether a store's column `name` is more than the numbers of its rows."""
-    return getattr(store, "has_names", True)
 
 
 def _destination(dst: str, overwrite: bool) -> contextlib.AbstractContextManager[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,10 @@ def write_shard(
     """
     columns = settings.columns
     read = {name: kind for name, kind in columns.items() if name not in settings.sized}
-    classes = settings.classes or store.classes
-    renamed = settings.classes and store.classes
-    with open_writer(file, columns, classes) as writer:
+    numbers = None
+    if settings.classes is not None:
+        numbers = class_numbers(store, settings.classes)
+    with open_writer(file, columns, settings.classes or store.classes) as writer:
         for first, samples in _chunks(store, read, start, stop):
             num_without_size = 0
             num_bytes = 0
@@ -90,10 +91,8 @@ def write_shard(
                         ) from None
                     skipped.append((index, f"sample {index}: {error}"))
                     continue
-                if settings.classes is not None:
-                    sample["label"] = _label_in(
-                        settings.classes, renamed, sample["label"]
-                    )
+                if numbers is not None:
+                    sample["label"] = _label_in(numbers, sample["label"])
                 num_without_size += size == NO_SIZE
                 writer.append(sample)
                 num_bytes += len(sample["image"])
@@ -119,29 +118,29 @@ def make_image(sample: dict[str, Any], settings: CopySettings) -> dict[str, int]
     return size
 
 
-def check_named(store: Store, classes: tuple[str, ...]) -> None:
-    """Raise ConfigError if classes cannot name the labels of a store."""
+def class_numbers(store: Store, classes: tuple[str, ...]) -> Sequence[int]:
+    """Return what each label of a store is among other classes; raise ConfigError if these cannot name them."""
+    reason = ""
+    number_of = {name: number for number, name in enumerate(classes)}
+    lacking = [name for name in store.classes or () if name not in number_of]
     if "label" not in store.schema.names or not is_class(store):
-        raise ConfigError(
-            f"classes={classes!r:.200}: {store.address} has no integer labels to name: leave it out"
-        )
-    if lacking := [name for name in store.classes or () if name not in classes]:
-        raise ConfigError(
-            f"classes={classes!r:.200}: {store.address} has the class {lacking[0]!r} too: add it"
-        )
+        reason = "has no integer labels to name: leave it out"
+    elif lacking:
+        reason = f"has the class {lacking[0]!r} too: add it"
+    if reason:
+        raise ConfigError(f"classes={classes!r:.200}: {store.address} {reason}")
+    if not store.classes:
+        return range(len(classes))
+    return [number_of[name] for name in store.classes]
 
 
-def _label_in(
-    classes: tuple[str, ...], own_classes: tuple[str, ...] | None, label: int
-) -> int:
+def _label_in(numbers: Sequence[int], label: int) -> int:
     """Return the label that a sample has among other classes; raise StoreError if it is none of them."""
-    if own_classes and 0 <= label < len(own_classes):
-        return classes.index(own_classes[label])
-    if not 0 <= label < len(classes):
+    if not 0 <= label < len(numbers):
         raise StoreError(
-            f"a sample has the label {label}, and classes names {len(classes)}: name all of them"
+            f"a sample has the label {label}, and classes names {len(numbers)}: name all of them"
         )
-    return label
+    return numbers[label]
 
 
 def shard_fingerprint(file: Path, columns: dict[str, str]) -> str:

@@ -170,24 +170,15 @@ class UserModule:
     ) -> None:
         self._module = module
         self._name = _named(module)
-        if type(module) is nn.Sequential:
-            self._steps = [*module]
-        else:
-            self._steps = [module]
+        self._steps = [*module] if type(module) is nn.Sequential else [module]
         check_steps(module, self._steps, targets, has_label)
         self.mixes = any(map(mixes_labels, self._steps))
         self.normalizes = normalization_of(module) is not None
         self._takes_strength = (
             "strength" in inspect.signature(_call_of(module)).parameters
         )
-        if self._takes_strength:
-            self._scaled = {}
-        else:
-            self._scaled = _probabilities(module)
-        if isinstance(module, nn.Module):
-            modules = list(module.modules())
-        else:
-            modules = []
+        self._scaled = {} if self._takes_strength else _probabilities(module)
+        modules = list(module.modules()) if isinstance(module, nn.Module) else []
         self._generators = [
             value
             for child in modules
@@ -376,8 +367,8 @@ def _takes_target(step: Any) -> bool:
     if type(step).__module__.startswith("torchvision.transforms.v2."):
         return True
     given = [
-        parameter.name
-        for parameter in inspect.signature(_call_of(step)).parameters.values()
+        name
+        for name, parameter in inspect.signature(_call_of(step)).parameters.items()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         and parameter.default is parameter.empty
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from raypipe.errors import ConfigError
@@ -180,12 +181,10 @@ class History:
             draws[index].append(self._draw(place, record))
         histories = []
         for index, of_index in draws.items():
-            of_index.sort(
-                key=lambda draw: (draw.epoch, draw.step, draw.micro, draw.row)
-            )
-            errors = [draw.record.error for draw in self._bad[split, index]]
+            of_index.sort(key=attrgetter("epoch", "step", "micro", "row"))
+            errors = (draw.record.error for draw in self._bad[split, index])
             name = name_of(store, index)
-            error = errors[0] if errors else ""
+            error = next(errors, "")
             histories.append(SampleHistory(index, name, split, error, of_index))
         return histories
 

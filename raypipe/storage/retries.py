@@ -135,10 +135,7 @@ class _OutageClock:
 
     def seconds(self) -> float:
         with self._lock:
-            if self._num_waits:
-                running_s = time.monotonic() - self._since
-            else:
-                running_s = 0.0
+            running_s = time.monotonic() - self._since if self._num_waits else 0.0
             return self._ended_s + running_s
 
 

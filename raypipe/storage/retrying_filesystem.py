@@ -247,10 +247,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def __init__(self, scheme: str, host: str, make: MakeFileSystem) -> None:
         self._scheme = scheme
         self._make = lambda: make(scheme, host)
-        if host.startswith("anonymous@"):
-            self._renew = None
-        else:
-            self._renew = self._forget
+        self._renew = None if host.startswith("anonymous@") else self._forget
         self._inner: pyarrow.fs.FileSystem | None = None
         self._retries = Retries()
         self._lock = threading.Lock()

@@ -234,11 +234,8 @@ def _refuse_source(address: str, names: set[str] | None = None) -> None:
 
 def _are_alike(names: Collection[str]) -> bool:
     """Return whether each Parquet file has a tar of its name, which it describes, as those of img2dataset."""
-    stems = {
-        suffix: {Path(name).stem for name in names if name.endswith(suffix)}
-        for suffix in (".parquet", ".tar")
-    }
-    return stems[".parquet"] <= stems[".tar"]
+    tables = (name for name in names if name.endswith(".parquet"))
+    return all(f"{name.removesuffix('.parquet')}.tar" in names for name in tables)
 
 
 def _kind_of_folder(address: str, names: set[str]) -> str:

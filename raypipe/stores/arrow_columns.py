@@ -235,10 +235,7 @@ def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | No
     offsets = np.frombuffer(offset_buffer or bytes(dtype.itemsize), dtype)[
         images.offset :
     ]
-    if images.null_count:
-        is_null = np.asarray(images.is_null())
-    else:
-        is_null = None
+    is_null = np.asarray(images.is_null()) if images.null_count else None
 
     def take(rows: np.ndarray) -> list[memoryview | None]:
         bounds = zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -42,76 +42,56 @@ def check_batches(where: str, file: Any) -> Iterator[None]:
         if not num_bytes:
             return
         check_read(where, num_bytes)
-        message = _Table(file.read(num_bytes), 0).follow()
-        kind = message.number(1, "<B")
-        body_bytes = message.number(3, "<q")
-        check_read(where, body_bytes, body_bytes)
+        data = file.read(num_bytes)
+        version, kind_at, batch, bytes_at, more, *_ = _fields(data, 0)
+        kind = kind_at and data[kind_at]
+        body_bytes = bytes_at and _number(data, bytes_at, "<q")
         start = file.tell()
+        unpacked_bytes = 0
         if kind in (_DICTIONARY, _BATCH):
-            unpacked_bytes = _unpacked_bytes(message, kind, file)
             if kind == _DICTIONARY:
-                of_dictionaries += unpacked_bytes
-            check_read(where, max(unpacked_bytes, of_dictionaries), body_bytes, _REMEDY)
-            if kind == _BATCH:
-                yield
+                batch = _fields(data, batch)[1]
+            is_old = version and _number(data, version, "<h") == _OLD_VERSION
+            unpacked_bytes = _unpacked_bytes(data, batch, bool(is_old and more), file)
+        if kind == _DICTIONARY:
+            of_dictionaries += unpacked_bytes
+        in_memory = max(body_bytes, unpacked_bytes, of_dictionaries)
+        check_read(where, in_memory, body_bytes, "write smaller batches")
+        if kind == _BATCH:
+            yield
         file.seek(start + body_bytes)
 
 
-_REMEDY = "write smaller batches"
-
-
-def _unpacked_bytes(message: _Table, kind: int, file: Any) -> int:
-    """Return the bytes of a message's compressed buffers, and of its values, in memory."""
-    batch = message.table(2)
-    if kind == _DICTIONARY:
-        batch = batch.table(1)
-    num_bytes = _VALUE_BYTES * sum(batch.pairs(1)[:, 0].tolist())
-    is_old = message.number(0, "<h") == _OLD_VERSION and message.place(4)
-    if not is_old and not batch.place(3):
-        return num_bytes
+def _unpacked_bytes(data: bytes, batch: int, may_be_packed: bool, file: Any) -> int:
+    """Return the bytes of a batch's compressed buffers, and of its values, in memory."""
+    _, values, buffers, compression, *_ = _fields(data, batch)
+    num_bytes = _VALUE_BYTES * sum(_pairs(data, values)[:, 0].tolist())
     start = file.tell()
-    for place, stored_bytes in batch.pairs(2).tolist():
-        if stored_bytes:
+    if compression or may_be_packed:
+        for place, stored_bytes in _pairs(data, buffers).tolist():
             file.seek(start + place)
             # -1: this one is not compressed
-            num_bytes += max(0, int.from_bytes(file.read(8), "little", signed=True))
+            size = int.from_bytes(file.read(8), "little", signed=True)
+            num_bytes += max(0, size) if stored_bytes else 0
     return num_bytes
 
 
-class _Table(NamedTuple):
-    """A table of a flatbuffer: the bytes, and where it begins in them."""
+def _fields(data: bytes, place: int) -> list[int]:
+    """Return the places of the fields of a table, to which an offset leads; 0 = a field has its default."""
+    table = place + _number(data, place)
+    start = table - _number(data, table, "<i")
+    num = _number(data, start, "<H") // 2 - 2
+    offsets = np.frombuffer(data, "<u2", num, start + 4).tolist()
+    return [offset and table + offset for offset in offsets] + [0] * 5
 
-    data: bytes
-    start: int
 
-    def place(self, field: int) -> int:
-        """Return where a field is; 0 = it has its default."""
-        offsets = self.start - self._read("<i", self.start)
-        offset = 0
-        if 6 + 2 * field <= self._read("<H", offsets):
-            offset = self._read("<H", offsets + 4 + 2 * field)
-        return offset and self.start + offset
+def _pairs(data: bytes, place: int) -> np.ndarray:
+    """Return a list of pairs, int64 (n, 2), to which an offset leads."""
+    start = place + _number(data, place)
+    num = _number(data, start)
+    return np.frombuffer(data, "<i8", 2 * num, start + 4).reshape(-1, 2)
 
-    def number(self, field: int, code: str) -> int:
-        place = self.place(field)
-        return self._read(code, place) if place else 0
 
-    def table(self, field: int) -> _Table:
-        return _Table(self.data, self.place(field)).follow()
-
-    def follow(self) -> _Table:
-        """Return the table to which an offset leads."""
-        return _Table(self.data, self.start + self._read("<I", self.start))
-
-    def pairs(self, field: int) -> np.ndarray:
-        """Return a list of pairs, int64 (n, 2)."""
-        start = self.place(field)
-        if not start:
-            return np.empty((0, 2), np.int64)
-        start += self._read("<I", start)
-        num = self._read("<I", start)
-        return np.frombuffer(self.data, "<i8", 2 * num, start + 4).reshape(-1, 2)
-
-    def _read(self, code: str, start: int) -> int:
-        value: int = struct.unpack_from(code, self.data, start)[0]
-        return value
+def _number(data: bytes, place: int, code: str = "<I") -> int:
+    number: int = struct.unpack_from(code, data, place)[0]
+    return number

@@ -37,15 +37,16 @@ def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray
         entries = content["bad"]
         bad = [entry["index"] for entry in entries if "index" in entry]
         named = {entry["name"] for entry in entries if "index" not in entry}
-        is_named = bool(named) and not bad
-        fingerprint = store.fingerprint if is_named else content["fingerprint"]
-        if named:
-            found = [
-                (i, name) for i, name in enumerate(names_in(store)) if name in named
-            ]
-            bad += (index for index, _ in found)
-            if lacking := named.difference(name for _, name in found):
-                raise ValueError(f"the store has no sample {min(lacking)!r}")
+        fingerprint = store.fingerprint
+        if bad or not named:
+            fingerprint = content["fingerprint"]
+        lacking = set(named)
+        for index, name in enumerate(names_in(store) if named else ()):
+            if name in named:
+                bad.append(index)
+                lacking.discard(name)
+        if lacking:
+            raise ValueError(f"the store has no sample {min(lacking)!r}")
         if fingerprint != store.fingerprint:
             raise ValueError(
                 f"it was made for {content.get('store')} with fingerprint {fingerprint}"

@@ -176,7 +176,6 @@ class FileStore(ABC, Generic[C]):
             self.address = str(Path(address).absolute())
         self._options = options
         self._opened: C | None = None
-        self._schema: pa.Schema | None = None
         self._pid = 0
         # Listing of a remote store by the process that opened it first: other processes neither list it again nor
         # miss a change.
@@ -211,7 +210,6 @@ class FileStore(ABC, Generic[C]):
             if self._identity and self._identity != _identity_of(opened):
                 raise other_contents(self.address)
             self._opened = opened
-            self._schema = None
             self._pid = os.getpid()
         return self._opened
 
@@ -222,15 +220,12 @@ class FileStore(ABC, Generic[C]):
 
     @property
     def schema(self) -> pa.Schema:
-        contents = self._contents
-        if self._schema is None:
-            import pyarrow as pa  # importing it takes time
+        import pyarrow as pa  # importing it takes time
 
-            schema = contents.schema
-            if NAME not in schema.names:
-                schema = schema.append(pa.field(NAME, pa.string()))
-            self._schema = schema
-        return self._schema
+        stored = self.stored
+        if NAME in stored.names:
+            return stored
+        return stored.append(pa.field(NAME, pa.string()))
 
     @property
     def has_names(self) -> bool:
@@ -275,8 +270,8 @@ class FileStore(ABC, Generic[C]):
 
         names_of = getattr(self._contents, "names", np.ndarray.tolist)
         names = pa.array(map(_as_name, names_of(rows)), pa.string())
-        others = dict(zip(read.table.column_names, read.table.columns, strict=True))
-        return Columns(read.images, pa.table({**others, NAME: names}))
+        arrays = [*read.table.columns, names]
+        return Columns(read.images, pa.table(arrays, [*read.table.column_names, NAME]))
 
     def _in_files(self, columns: tuple[str, ...]) -> tuple[str, ...]:
         """Return the columns without `name` if the files do not have it."""

@@ -51,12 +51,9 @@ BY_FOLDER = "folder"
 
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
 # Names, only of letters, of folders of images or of their labels, which are not classes next to each other.
-_IMAGES_OR_LABELS = frozenset(
-    {
-        *("image", "images", "img", "imgs", "jpegimages", "pngimages", "leftimgbit"),
-        *("annotation", "annotations", "labels", "masks", "groundtruth", "gt"),
-        *("segmentationclass", "segmentationobject", "trimaps", "jpg", "jpegs", "xmls"),
-    }
+_IMAGES_OR_LABELS = re.compile(
+    r"images?|imgs?|jpe?gs?|(jpeg|png)images|leftimgbit|annotations?|labels|masks|groundtruth|gt|trimaps|xmls"
+    r"|segmentation(class|object)"
 )
 _DOCUMENTS = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|thumbs\.db|desktop\.ini)|.*\.(md|pdf|py|sh)$",
@@ -141,28 +138,31 @@ def suffix_of(name: str) -> str:
     return PurePosixPath(name).suffix.lower()
 
 
+_Found = tuple[int, str, Any]
+"""Number of a tree, and a sample of it."""
+
+
 @dataclass
 class _Files:
-    """The files of a folder and of all folders below it."""
+    """The files of a folder and of all folders below it, in all trees."""
 
-    images: list[TreeSample] = field(default_factory=list)
-    arrays: list[TreeSample] = field(default_factory=list)
-    left_out: LeftOut = field(default_factory=Counter)
+    images: list[_Found] = field(default_factory=list)
+    arrays: list[_Found] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    # those of the others that belong to images
+    of_images: list[str] = field(default_factory=list)
     # folders that hold images or arrays
     folders: list[str] = field(default_factory=list)
-    # some other files of each folder
-    others: list[str] = field(default_factory=list)
-    # other files that belong to images
-    with_images: list[str] = field(default_factory=list)
+    num_hidden: int = 0
 
     @property
-    def samples(self) -> list[TreeSample]:
+    def samples(self) -> list[_Found]:
         return self.images or self.arrays
 
-    def sorted(self, has_images: bool) -> list[TreeSample]:
-        """Return the samples by path: the images, or, if no folder has an image, the arrays."""
-        samples = self.images if has_images else self.arrays
-        return sorted(samples, key=lambda sample: sample[0])
+    @property
+    def suffixes(self) -> LeftOut:
+        """Return the number of other files of each suffix."""
+        return LeftOut(suffix_of(path) or "without a suffix" for path in self.others)
 
 
 def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
@@ -175,53 +175,43 @@ def find_classes(trees: Sequence[FileTree], where: str) -> Layout:
     Raises:
         StoreError: an entry with an image's name is not a file.
     """
-    flat, names, outside, others = _top(trees, "")
-    by_class = _files_by_class(trees, "", names, where)
     root = ""
+    flat, names, num_hidden, others = _top(trees, root)
+    has_tars = any(suffix_of(name) == ".tar" for name in others)
+    by_class = {name: _files(trees, name, where) for name in sorted(names)}
     for folder in _folders_around(trees, by_class):
-        others += (
-            f"{join(root, name)}/"
-            for name in sorted(names)
-            if join(root, name) != folder
-        )
+        siblings = (join(root, name) for name in sorted(names))
+        others += (f"{sibling}/" for sibling in siblings if sibling != folder)
         root = folder
         _, names, hidden, beside = _top(trees, root)
-        outside += hidden
+        num_hidden += hidden
         others += beside
     if root:
-        by_class = _files_by_class(trees, root, names, where)
-    every = [files for of_trees in by_class.values() for files in of_trees]
+        by_class = {
+            name: _files(trees, f"{root}/{name}", where) for name in sorted(names)
+        }
+    every = by_class.values()
     has_images = any(files.images for files in every)
-    left_out = sum((files.left_out for files in every), outside)
-    if has_images and (num_arrays := sum(len(files.arrays) for files in every)):
-        left_out[ARRAY_SUFFIX] += num_arrays
+    left_out = sum((files.suffixes for files in every), LeftOut())
+    left_out[_HIDDEN] = num_hidden + sum(files.num_hidden for files in every)
+    if has_images:
+        left_out[ARRAY_SUFFIX] = sum(len(files.arrays) for files in every)
+    samples: list[list[list[TreeSample]]] = [[[] for _ in every] for _ in trees]
+    for label, files in enumerate(every):
+        for number, path, value in files.images if has_images else files.arrays:
+            samples[number][label].append((path, value))
+    for of_class in itertools.chain(*samples):
+        of_class.sort(key=lambda sample: sample[0])
     return Layout(
         root=root,
         classes=tuple(by_class),
-        samples=[
-            [of_trees[number].sorted(has_images) for of_trees in by_class.values()]
-            for number in range(len(trees))
-        ],
-        left_out=left_out,
+        samples=samples,
+        left_out=+left_out,
         doubts=_doubts_of(root, by_class, others),
         has_images=has_images,
         flat=sorted(flat),
-        has_tars=any(
-            suffix_of(entry.name) == ".tar"
-            for tree in trees
-            for entry in tree.entries("")
-        ),
+        has_tars=has_tars,
     )
-
-
-def _files_by_class(
-    trees: Sequence[FileTree], root: str, names: Iterable[str], where: str
-) -> dict[str, list[_Files]]:
-    """Return the files of each tree by the folders that are in the root, in the order of their names."""
-    return {
-        name: [_files(tree, join(root, name), where) for tree in trees]
-        for name in sorted(names)
-    }
 
 
 def join(folder: str, name: str) -> str:
@@ -256,104 +246,95 @@ def _first_of(names: Sequence[str]) -> str:
 
 def words_of(left_out: LeftOut) -> str:
     """Return what is left out in words, the most frequent first."""
-    told = [f"{num:,} {reason}" for reason, num in left_out.most_common(6)]
-    num_untold = left_out.total() - sum(num for _, num in left_out.most_common(6))
-    if num_untold:
-        told.append(f"{num_untold:,} others")
-    return ", ".join(told)
+    return _first_of([f"{num:,} {reason}" for reason, num in left_out.most_common()])
 
 
 def _top(
     trees: Sequence[FileTree], root: str
-) -> tuple[list[TreeSample], set[str], LeftOut, list[str]]:
-    """Return a folder's own images, the names of its folders, the hidden entries, and its other files."""
+) -> tuple[list[TreeSample], set[str], int, list[str]]:
+    """Return a folder's own images, the names of its folders, the number of hidden entries, and its files."""
     flat = list[TreeSample]()
     names = set[str]()
-    hidden = LeftOut()
+    num_hidden = 0
     others = list[str]()
     for name, kind, value in itertools.chain.from_iterable(
         tree.entries(root) for tree in trees
     ):
         if is_left_out(name):
-            hidden[_HIDDEN] += 1
+            num_hidden += 1
         elif kind == FOLDER:
             names.add(name)
         else:
             others.append(join(root, name))
             if kind == FILE and suffix_of(name) in IMAGE_SUFFIXES:
                 flat.append((join(root, name), value))
-    return flat, names, hidden, sorted(others)
+    return flat, names, num_hidden, sorted(others)
 
 
-def _files(tree: FileTree, top: str, where: str) -> _Files:
+def _files(trees: Sequence[FileTree], top: str, where: str) -> _Files:
     """Return the files of a folder and of all folders below it, unordered."""
     files = _Files()
-    visited = set[Hashable]()
-    folders = [top]
-    for folder in folders:  # the loop appends to the list
-        identity = tree.identity(folder)
-        if identity in visited:
-            continue
-        visited.add(identity)
-        num_arrays = len(files.arrays)
-        within = list[str]()
-        images = list[str]()
-        unknown = list[str]()
-        for name, kind, value in tree.entries(folder):
-            if is_left_out(name):
-                files.left_out[_HIDDEN] += 1
-                continue
-            if kind == FOLDER:
-                within.append(f"{folder}/{name}")
-                continue
-            suffix = suffix_of(name)
-            if suffix not in _SUFFIXES:
-                unknown.append(name)
-                continue
-            if kind != FILE:
-                raise StoreError(
-                    f"{where}/{folder}/{name} is not an image: it is {kind}, not a regular file; remove it"
-                )
-            if suffix == ARRAY_SUFFIX:
-                files.arrays.append((f"{folder}/{name}", value))
-            else:
-                images.append(name)
-                files.images.append((f"{folder}/{name}", value))
-        folders += sorted(within)
-        if images or len(files.arrays) > num_arrays:
-            files.folders.append(folder)
-        if unknown:
-            _count_unknown(files, folder, images, unknown)
+    for number, tree in enumerate(trees):
+        visited = set[Hashable]()
+        folders = [top]
+        for folder in folders:  # the loop appends to the list
+            identity = tree.identity(folder)
+            if identity not in visited:
+                visited.add(identity)
+                folders += _add_folder(files, number, tree, folder, where)
     return files
 
 
-def _count_unknown(
-    files: _Files, folder: str, images: list[str], unknown: list[str]
-) -> None:
-    """Note files that are neither images nor arrays, and which of them belong to an image: `a.txt` to `a.jpg`, and
-    `a.jpg.json` too."""
-    files.others += (f"{folder}/{name}" for name in sorted(unknown)[:_NUM_NAMED])
-    stems = {*images, *(PurePosixPath(name).stem for name in images)}
-    for name in unknown:
-        files.left_out[suffix_of(name) or "without a suffix"] += 1
-        ends = (position for position, letter in enumerate(name) if letter == ".")
-        if any(name[:end] in stems for end in ends):
-            files.with_images.append(f"{folder}/{name}")
+def _add_folder(
+    files: _Files, number: int, tree: FileTree, folder: str, where: str
+) -> list[str]:
+    """Add the files of a folder; return the folders in it. `a.txt` belongs to `a.jpg`, and `a.jpg.json` too."""
+    within = list[str]()
+    unknown = list[str]()
+    images = set[str]()
+    num_samples = len(files.images) + len(files.arrays)
+    for name, kind, value in tree.entries(folder):
+        path = f"{folder}/{name}"
+        suffix = suffix_of(name)
+        if is_left_out(name):
+            files.num_hidden += 1
+        elif kind == FOLDER:
+            within.append(path)
+        elif suffix not in _SUFFIXES:
+            unknown.append(name)
+        elif kind != FILE:
+            raise StoreError(
+                f"{where}/{path} is not an image: it is {kind}, not a regular file; remove it"
+            )
+        elif suffix == ARRAY_SUFFIX:
+            files.arrays.append((number, path, value))
+        else:
+            images |= {name, name[: -len(suffix)]}
+            files.images.append((number, path, value))
+    if len(files.images) + len(files.arrays) > num_samples:
+        files.folders.append(folder)
+    for name in sorted(unknown):
+        files.others.append(f"{folder}/{name}")
+        starts = itertools.accumulate(name.split("."), "{}.{}".format)
+        if not images.isdisjoint(starts):
+            files.of_images.append(f"{folder}/{name}")
+    return sorted(within)
 
 
 def _folders_around(
-    trees: Sequence[FileTree], by_class: dict[str, list[_Files]]
+    trees: Sequence[FileTree], by_class: Mapping[str, _Files]
 ) -> Iterator[str]:
     """Yield the paths of the folders, each in the one before, that all samples are below, none of them directly.
 
     An empty folder next to one is a class without samples, so the other is a class too.
     """
-    samples = [files.samples for of_trees in by_class.values() for files in of_trees]
-    if sum(map(_holds, by_class.values())) != 1:
+    if sum(bool(files.samples) for files in by_class.values()) != 1:
         return
-    parts = [path.split("/") for path, _ in itertools.chain.from_iterable(samples)]
+    parts = [
+        path.split("/") for files in by_class.values() for _, path, _ in files.samples
+    ]
     root = ""
-    for depth in range(min(map(len, parts), default=0) - 2):
+    for depth in range(min(map(len, parts)) - 2):
         name = parts[0][depth]
         if any(path[depth] != name for path in parts):
             return
@@ -364,15 +345,6 @@ def _folders_around(
         yield root
 
 
-def _holds(of_trees: list[_Files]) -> bool:
-    return bool(_samples_of(of_trees))
-
-
-def _samples_of(of_trees: list[_Files]) -> list[list[TreeSample]]:
-    """Return the samples of each tree that has some."""
-    return [files.samples for files in of_trees if files.samples]
-
-
 def _is_empty(trees: Sequence[FileTree], folder: str) -> bool:
     """Return whether a folder has no visible entry in any tree."""
     return all(
@@ -380,45 +352,40 @@ def _is_empty(trees: Sequence[FileTree], folder: str) -> bool:
     )
 
 
-def _doubts_of(
-    root: str, by_class: dict[str, list[_Files]], others: list[str]
-) -> Doubts:
+def _doubts_of(root: str, by_class: Mapping[str, _Files], others: list[str]) -> Doubts:
     """Return the doubts about folders in a root; `others` are the files next to them, or to the root."""
-    every = [files for of_trees in by_class.values() for files in of_trees]
-    holding = [name for name, of_trees in by_class.items() if _holds(of_trees)]
+    holding = {name: files for name, files in by_class.items() if files.samples}
+    every = by_class.values()
     full = {folder for files in every for folder in files.folders}
     within = _folders_in(full, root)
-    splits = splits_in(by_class)
-    if len(holding) == 1 < len(by_class) and join(root, holding[0]) not in full:
-        splits = splits or [name for name in holding if split_of(name)[0]]
-    splits = [join(root, name) for name in splits]
-    folders = ""
+    splits = [[join(root, name) for name in splits_in(by_class)]]
+    reasons = list[str]()
     for parent, names in sorted(within.items()):
-        splits = splits or [join(parent, name) for name in splits_in(names)]
-        folders = folders or _no_classes(parent, within, full)
-    for name, of_trees in by_class.items():
-        found = sum((files.left_out for files in of_trees), LeftOut())
-        del found[_HIDDEN]
-        if not found or name in holding:
-            continue
+        splits.append([join(parent, name) for name in splits_in(names)])
+        reasons.append(_no_classes(parent, within, full))
+    for name in [name for name in by_class if name not in holding]:
         folder = join(root, name)
-        if len(holding) == 1:
+        if (found := by_class[name].suffixes) and len(holding) > 1:
+            reasons.append(f"the folder {folder}, with {words_of(found)} and no image")
+        elif found:
             others = [*others, f"{folder}/"]
-        else:
-            folders = (
-                folders or f"the folder {folder}, with {words_of(found)} and no image"
-            )
-    if len(holding) > 1 and all(map(str.isdecimal, holding)):
-        firsts = {name: min(map(min, _samples_of(by_class[name]))) for name in holding}
-        if all(PurePosixPath(path).stem == name for name, (path, _) in firsts.items()):
-            folders = folders or (
-                f"the folders {', '.join(holding):.300}, which number their images"
-            )
     if len(holding) == 1:
         others = [*others, *(path for files in every for path in files.others)]
-    kept = [path for path in others if not _DOCUMENTS.match(path.rpartition("/")[2])]
-    of_images = sorted(path for files in every for path in files.with_images)
-    return Doubts(splits, folders, kept, of_images)
+    elif all(map(_numbers_images, holding, holding.values())):
+        listed = ", ".join(holding)
+        reasons.append(f"the folders {listed:.300}, which number their images")
+    return Doubts(
+        next(filter(None, splits), []),
+        next(filter(None, reasons), ""),
+        [path for path in others if not _DOCUMENTS.match(path.rpartition("/")[2])],
+        sorted(path for files in every for path in files.of_images),
+    )
+
+
+def _numbers_images(name: str, files: _Files) -> bool:
+    """Return whether a folder has the number of its first image."""
+    first = min(path for _, path, _ in files.samples)
+    return name.isdecimal() and PurePosixPath(first).stem == name
 
 
 def _folders_in(full: Collection[str], root: str) -> dict[str, set[str]]:
@@ -451,20 +418,18 @@ def _no_classes(parent: str, within: dict[str, set[str]], full: Collection[str])
     listed = ", ".join(join(parent, name) for name in names)
     words = [split_of(name)[1] for name in names]
     parts = set(words[0].split()) if len(set(words)) == 1 else set()
-    if not _IMAGES_OR_LABELS.isdisjoint(
-        {*parts, *(word.replace(" ", "") for word in words)}
-    ):
+    parts |= {word.replace(" ", "") for word in words}
+    if any(map(_IMAGES_OR_LABELS.fullmatch, parts)):
         return f"the folders {listed:.300}, which look like images and their labels, or parts of them"
     contents = [inner(join(parent, name)) for name in names]
     alike = set.intersection(*contents)
     if len(alike) > 1:
         held = ", ".join(sorted(alike))
         return f"the folders {listed:.300}, which all have the folders {held:.300}"
-    of_first = {name: within.get(join(parent, name), [""]) for name in names}
     if all(
         inner[:1].lower() == name.lower()
-        for name, inners in of_first.items()
-        for inner in inners
+        for name in names
+        for inner in within.get(join(parent, name), [""])
     ):
         return f"the folders {listed:.300}, which are the first letters of the folders in them"
     return ""
@@ -475,61 +440,50 @@ def check_classes(
     target_column: str,
     doubts: Sequence[Doubts],
     num_by_class: Mapping[str, int],
-) -> None:
+) -> tuple[str, list[str]]:
     """Raise StoreError if folders are not classes, unless the target column takes them for classes in any case.
 
     Args:
         doubts: of each tree of the store.
         num_by_class: the samples of each class.
+
+    Returns:
+        The class that all samples have, empty if there are several; and the files that are not read.
     """
-    if target_column == BY_FOLDER:
-        return
-    all_splits = [splits for doubt in doubts if (splits := doubt.splits)]
-    refuse_splits(where, *all_splits, splits_in(num_by_class))
-    if not target_column:
-        return
-    for doubt in doubts:
-        if doubt.folders:
-            raise StoreError(
-                f"{where} has {doubt.folders}: the layout is root/class/image.jpg. Choose one folder, or set "
-                f"{_TAKE_FOLDERS}"
-            )
-    refuse_files_of_images(
-        where, sorted(itertools.chain(*(d.of_images for d in doubts)))
-    )
-    one_class = only_class(num_by_class)
-    others = list(itertools.chain(*(doubt.others for doubt in doubts)))
-    if one_class and others:
-        num_samples = sum(num_by_class.values())
-        raise StoreError(
-            f"{where}: all {num_samples:,} samples have the class {one_class}, and their labels may "
-            f"be in {_first_of(others)}, which raypipe does not read. Set {_TAKE_FOLDERS}"
-        )
-
-
-def only_class(num_by_class: Mapping[str, int]) -> str:
-    """Return the class that all samples have; empty if there are several."""
+    others = [name for doubt in doubts for name in doubt.others]
+    of_images = sorted(name for doubt in doubts for name in doubt.of_images)
     holding = [name for name, num in num_by_class.items() if num]
-    return holding[0] if len(holding) == 1 else ""
+    told = holding[0] if len(holding) == 1 else "", others
+    if target_column == BY_FOLDER:
+        return told
+    for splits in (*(doubt.splits for doubt in doubts), splits_in(num_by_class)):
+        refuse_splits(where, splits)
+    folders = next(filter(None, (doubt.folders for doubt in doubts)), "")
+    if not target_column:
+        return told
+    if folders:
+        raise StoreError(
+            f"{where} has {folders}: the layout is root/class/image.jpg. Choose one folder, or set {_TAKE_FOLDERS}"
+        )
+    if of_images:
+        suffixes = ", ".join(sorted({suffix_of(path)[1:] for path in of_images}))
+        raise StoreError(
+            f"{where}: {_first_of(of_images)} belong to images by their names, and may be the labels. Set "
+            f"{_TAKE_FOLDERS}, or, in a tar, to the labels' suffix ({suffixes:.100})"
+        )
+    if others and len(holding) == 1:
+        raise StoreError(
+            f"{where}: all {sum(num_by_class.values()):,} samples have the class {holding[0]}, and their labels "
+            f"may be in {_first_of(others)}, which raypipe does not read. Set {_TAKE_FOLDERS}"
+        )
+    return told
 
 
-def refuse_splits(where: str, *found: Sequence[str]) -> None:
+def refuse_splits(where: str, splits: Sequence[str]) -> None:
     """Raise StoreError for folders that are splits, which would be learned as classes."""
-    for splits in filter(None, found):
+    if splits:
         example = max(splits, key=lambda name: "train" in name.lower())
         raise StoreError(
             f"{where} has the folders {', '.join(splits):.300}, which are splits, not classes: choose one, such "
             f"as the folder {example}. If they are classes, set store.target_column to {BY_FOLDER!r}"
         )
-
-
-def refuse_files_of_images(where: str, of_images: Sequence[str]) -> None:
-    """Raise StoreError if other files belong to images by their names, since they may be the labels."""
-    if not of_images:
-        return
-    suffixes = ", ".join(sorted({suffix_of(path)[1:] for path in of_images}))
-    raise StoreError(
-        f"{where}: {_first_of(of_images)} belong to images by their names, so the labels "
-        f"may be in them and not in the names of the folders. Set store.target_column to {BY_FOLDER!r} to train "
-        f"on the folders' names, to '' for no target, or, in a tar, to the labels' suffix ({suffixes:.100})"
-    )

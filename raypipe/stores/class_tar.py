@@ -23,7 +23,6 @@ from raypipe.stores.class_folders import (
     LeftOut,
     check_classes,
     find_classes,
-    only_class,
     suffix_of,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
@@ -125,7 +124,7 @@ def index_files(
     for about in abouts:
         num_by_class.update(dict(zip(about["classes"], about["nums"], strict=True)))
     doubts = [Doubts(*about["doubts"]) for about in abouts]
-    check_classes(names[0], target_column, doubts, num_by_class)
+    told = check_classes(names[0], target_column, doubts, num_by_class)
     classes = tuple(sorted(num_by_class))
     number_of = {name: number for number, name in enumerate(classes)}
     labels = [
@@ -141,7 +140,6 @@ def index_files(
     are_plain = [about["is_plain"] for about in abouts]
     is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
     facts = "" if is_known else hash_of_facts((classes, are_plain))
-    others = [name for doubt in doubts for name in doubt.others]
     return Indexed(
         columns,
         classes,
@@ -149,8 +147,7 @@ def index_files(
         [about["keys"] for about in abouts],
         left_out,
         facts,
-        only_class(num_by_class),
-        others,
+        told,
     )
 
 
@@ -175,6 +172,9 @@ def _about(layout: Layout) -> list[About]:
     return every
 
 
+_NODES: dict[str, type[Link | Special]] = {"link": Link, "special": Special}
+
+
 def _tree_of(scan: dict[str, Any]) -> MemoryTree:
     """Return the tree that `find_files` was given."""
     tree = MemoryTree(missing=(-1, -1))
@@ -183,13 +183,7 @@ def _tree_of(scan: dict[str, Any]) -> MemoryTree:
     for number, path in enumerate(scan["files"]):
         node: Member = TreeFile((places[2 * number], places[2 * number + 1]))
         if (described := not_files.get(str(number))) is not None:
-            kind, text = described or ("", "")
-            if kind == "link":
-                node = Link(text)
-            elif kind == "special":
-                node = Special(text)
-            else:
-                node = None
+            node = _NODES[described[0]](described[1]) if described else None
         tree.add(path, node)
     return tree
 

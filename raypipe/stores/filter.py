@@ -10,7 +10,8 @@ opposite is true, except with None; a quotient by zero has no value.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -21,7 +22,7 @@ import pyarrow.compute as pc
 from raypipe.errors import ConfigError
 from raypipe.section import shown
 from raypipe.stores.arrow_values import is_number
-from raypipe.stores.base import Store
+from raypipe.stores.base import Columns, Store
 from raypipe.stores.nested import column_in, field_at
 from raypipe.stores.scan import scan
 
@@ -73,17 +74,10 @@ def matching(
     present = store.schema.names
     column_of = {name: column_in(present, name) or name for name in names}
     stored = tuple(dict.fromkeys(column_of.values()))
-    for name, column in column_of.items():
-        if name != column and is_number(store.schema.field(column).type):
-            raise ConfigError(
-                f"{text}: {name!r} is not allowed: {column!r} has numbers"
-            )
     for columns in scan(store, stored, setting):
         try:
             arrays = {
-                name: _array(columns.table[column])
-                if name == column
-                else _fields(columns[column], name[len(column) + 1 :])
+                name: _values(columns, column, name.removeprefix(column))
                 for name, column in column_of.items()
             }
             parts.append(_evaluated(compiled, arrays))
@@ -101,6 +95,22 @@ def matching(
     return keep
 
 
+def _values(columns: Columns, column: str, path: str) -> pa.Array:
+    """Return a column, or a field of its values, which are structs or JSON; none where a value is neither."""
+    if not path:
+        return _array(columns.table[column])
+    if is_number(columns.table[column].type):
+        raise TypeError(f"{column + path!r} is not allowed: {column!r} has numbers")
+    fields = []
+    for value in columns[column]:
+        field = None
+        with contextlib.suppress(ValueError):
+            field = field_at(value, path[1:].split("."))
+        fields.append(field)
+    array = pa.array(fields)
+    return array.cast(pa.float64()) if pa.types.is_null(array.type) else _array(array)
+
+
 def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     """Return a column; numbers as int64 or float64, or as uint64 if int64 is too small."""
     kind = column.type
@@ -116,18 +126,6 @@ def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     return array
 
 
-def _fields(values: Sequence[Any], path: str) -> pa.Array:
-    """Return a field of each value, which is a struct, or JSON; none where a value is neither."""
-    fields = []
-    for value in values:
-        try:
-            fields.append(field_at(value, path.split(".")))
-        except ValueError:
-            fields.append(None)
-    array = pa.array(fields)
-    return array.cast(pa.float64()) if pa.types.is_null(array.type) else _array(array)
-
-
 def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
     """Return the expression as a function of columns, and the columns that it names.
 
@@ -136,20 +134,7 @@ def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
     """
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
-        names = tuple(
-            dict.fromkeys(
-                ast.unparse(node)
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Name | ast.Attribute)
-            )
-        )
-        # a field within a column is named after the column
-        inner = {
-            ast.unparse(node.value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute)
-        }
-        names = tuple(name for name in names if name not in inner)
+        names = tuple(dict.fromkeys(_names_in(tree)))
         if not names:
             raise ConfigError("it names no column")
         return _compiled(tree), names
@@ -162,6 +147,13 @@ def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
         ) from None
 
 
+def _names_in(node: ast.AST) -> list[str]:
+    """Return the columns that an expression names, and fields in them, such as json.caption."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        return [ast.unparse(node)]
+    return [name for child in ast.iter_child_nodes(node) for name in _names_in(child)]
+
+
 def _compiled(node: ast.expr) -> Compiled:
     match node:
         case ast.Name() | ast.Attribute():
@@ -171,10 +163,7 @@ def _compiled(node: ast.expr) -> Compiled:
             constant = pa.scalar(_constant(node))
             return lambda columns: constant
         case ast.BoolOp(op=op, values=values):
-            if isinstance(op, ast.And):
-                join = pc.and_kleene
-            else:
-                join = pc.or_kleene
+            join = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
             return _joined(join, list(map(_compiled, values)))
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return _applied(pc.invert, operand)

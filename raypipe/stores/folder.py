@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import json
 import os
 import zlib
 from collections.abc import Hashable, Iterator, Sequence
@@ -42,7 +43,6 @@ from raypipe.stores.class_folders import (
     Layout,
     check_classes,
     find_classes,
-    only_class,
     tell_left_out,
     words_of,
 )
@@ -82,9 +82,14 @@ class FolderStore(FileStore["_Images"]):
             return _Images(self.address, *self._samples(_Disk(self.address)))
         if self._listing is None:
             tree, version = _list_objects(self.address)
-            self._listing = _packed(*self._samples(tree)), version
+            classes, nums, files = self._samples(tree)
+            listed = json.dumps([classes, nums, *zip(*files, strict=True)])
+            self._listing = zlib.compress(listed.encode()), version
         packed, version = self._listing
-        return _Images(self.address, *_unpacked(packed), version)
+        names, nums, *facts = json.loads(zlib.decompress(packed))
+        classes = names and tuple(names)
+        files = list(zip(*facts, strict=True))
+        return _Images(self.address, classes, nums, files, version)
 
     def _samples(
         self, tree: FileTree
@@ -103,16 +108,11 @@ class FolderStore(FileStore["_Images"]):
             return None, [len(layout.flat)], layout.flat
         if not samples:
             raise StoreError(_nothing(self.address, layout))
-        check_classes(self.address, target_column, [layout.doubts], num_by_class)
+        doubts = [layout.doubts]
+        told = check_classes(self.address, target_column, doubts, num_by_class)
         if not self._identity:
             # other processes were sent the store by one that said so
-            tell_left_out(
-                self.address,
-                len(samples),
-                layout.left_out,
-                only_class(num_by_class),
-                layout.doubts.others,
-            )
+            tell_left_out(self.address, len(samples), layout.left_out, *told)
         return layout.classes, nums, samples
 
 
@@ -124,10 +124,7 @@ def _nothing(address: str, layout: Layout) -> str:
             f"class into a folder of its own, such as {address}/cat/{layout.flat[0][0]}, or set "
             "store.target_column to '' to read them without labels"
         )
-    if layout.left_out:
-        content = f"; it has {words_of(layout.left_out)}"
-    else:
-        content = ""
+    content = f"; it has {words_of(layout.left_out)}" if layout.left_out else ""
     if layout.has_tars:
         tars = f". A store in its tars is {address}/*.tar, in quotes"
     else:
@@ -332,22 +329,3 @@ def _objects(
     infos = filesystem.get_file_info(pyarrow.fs.FileSelector(folder, recursive=True))
     report_progress()
     return infos
-
-
-_Packed = tuple[tuple[str, ...] | None, list[int], bytes, bytes]
-"""Class names, the number of samples of each, and their paths and sizes, compressed for sending."""
-
-
-def _packed(
-    classes: tuple[str, ...] | None, num: list[int], files: list[_File]
-) -> _Packed:
-    paths = "\0".join(path for path, _ in files)
-    sizes = np.array([size for _, size in files], "<i8")
-    return classes, num, zlib.compress(paths.encode()), zlib.compress(sizes.tobytes())
-
-
-def _unpacked(packed: _Packed) -> tuple[tuple[str, ...] | None, list[int], list[_File]]:
-    classes, num, paths, sizes = packed
-    names = zlib.decompress(paths).decode().split("\0")
-    numbers = np.frombuffer(zlib.decompress(sizes), "<i8")
-    return classes, num, list(zip(names, numbers.tolist(), strict=True))

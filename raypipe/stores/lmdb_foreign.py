@@ -138,10 +138,7 @@ class ForeignShards:
                 )
         self._offsets = np.cumsum([0, *(len(shard.listing.keys) for shard in shards)])
         self.classes, self._labels = _labels_of(shards)
-        if self._labels[0] is not None:
-            label_type = "int64"
-        else:
-            label_type = first.label_type
+        label_type = "int64" if self._labels[0] is not None else first.label_type
         self._is_scene_text = first.layout == "scene-text"
         self._label_type = "" if label_type == "string" else label_type
         fields = {"image": pa.binary()}

@@ -175,10 +175,7 @@ def _from_pyarrow(value: memoryview) -> Any:
     if len(value) < 64:
         raise ValueError("it is too short for pyarrow.serialize")
     counts = np.frombuffer(value[:16], "<i4")
-    if counts[2] > 0 and bytes(value[16:20]) != b"\xff\xff\xff\xff":
-        start = 8
-    else:
-        start = 16
+    start = 8 if counts[2] > 0 and bytes(value[16:20]) != b"\xff\xff\xff\xff" else 16
     buffer = pa.py_buffer(value)
     source = pa.BufferReader(buffer[start:])
     try:
@@ -378,10 +375,7 @@ class ValueLayout:
     def read(self, value: memoryview) -> tuple[bytes | memoryview | None, Any]:
         """Return the encoded image, None if it is missing, and the label; raise ValueError for damage."""
         parts = READERS[self.kind](value)
-        if self.label is None:
-            label = None
-        else:
-            label = plain_label(_part(parts, self.label))
+        label = None if self.label is None else plain_label(_part(parts, self.label))
         return encoded(_part(parts, self.image)), label
 
 
@@ -427,10 +421,7 @@ def _part(parts: Any, name: Part) -> Any:
     else:
         if not isinstance(parts, Mapping):
             raise ValueError(f"it is a {type(parts).__name__}, not a dict")
-        if name in parts:
-            part = parts[name]
-        else:
-            part = parts.get(name.encode())
+        part = parts[name] if name in parts else parts.get(name.encode())
     if isinstance(part, Mapping) and b"nd" in part:
         return _array_of(part)
     return part

@@ -93,10 +93,7 @@ class MemoryTree:
                 around.pop()
                 continue
             folder = around[-1]
-            if isinstance(folder, dict):
-                node = folder.get(name)
-            else:
-                node = None
+            node = folder.get(name) if isinstance(folder, dict) else None
             if isinstance(node, Link):
                 num_links += 1
                 if (

@@ -109,10 +109,7 @@ def npy_header(data: bytes) -> NpyHeader:
             f"damaged .npy: {' '.join(str(error).split())[:200] or type(error).__name__}"
         ) from None
     if dtype.hasobject or dtype.kind not in "biuf" or not 0 < dtype.itemsize <= 8:
-        if dtype.hasobject:
-            kind = "objects, which need a pickle"
-        else:
-            kind = f"{dtype!s:.200}"
+        kind = "objects, which need a pickle" if dtype.hasobject else f"{dtype!s:.200}"
         raise SampleError(f"a .npy of {kind}: store integers or floats of 8 to 64 bits")
     value_bytes = len(data) - file.tell()
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -29,10 +29,7 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
     for name in columns:
         if name == "image" or name not in store.schema.names:
             allowed = [column for column in store.schema.names if column != "image"]
-            if name in SIZE_COLUMNS:
-                add = "; `raypipe convert` adds it"
-            else:
-                add = ""
+            add = "; `raypipe convert` adds it" if name in SIZE_COLUMNS else ""
             raise ConfigError(f"{missing(store.address, name, allowed, setting)}{add}")
     for first in range(0, len(store), _CHUNK):
         yield store.read(np.arange(first, min(len(store), first + _CHUNK)), columns)

@@ -10,31 +10,20 @@ import re
 from collections import defaultdict
 from collections.abc import Collection
 
-_WORDS = {
-    "train": ("train", "training", "trn"),
-    "trainval": ("trainval",),
-    "val": ("val", "valid", "validation", "dev", "eval", "evaluation", "minival"),
-    "test": ("test", "testing", "tst"),
-    "holdout": ("holdout", "heldout"),
-    "pred": ("pred", "predict", "prediction", "unlabeled", "unlabelled"),
-    "query": ("query",),
-    "gallery": ("gallery",),
-}
-_SPLIT_OF = {
-    f"{word}{end}": split
-    for split, words in _WORDS.items()
-    for word in words
-    for end in ("", "set")
-}
+_SPLIT = re.compile(
+    r"(?:(?P<train>train|training|trn)|(?P<trainval>trainval)|(?P<test>test|testing|tst)"
+    r"|(?P<val>val|valid|validation|dev|eval|evaluation|minival)|(?P<holdout>holdout|heldout)"
+    r"|(?P<pred>pred|predict|prediction|unlabell?ed)|(?P<query>query)|(?P<gallery>gallery))(?:set)?"
+)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def split_of(name: str) -> tuple[str, str]:
     """Return the split that a name has, empty if it has none, and its other words, without digits."""
-    words = [word.lower() for word in _WORD.findall(name)]
-    splits = [_SPLIT_OF[word] for word in words if word in _SPLIT_OF]
-    others = [word for word in words if word not in _SPLIT_OF]
-    return "+".join(splits), " ".join(others)
+    words = " ".join(_WORD.findall(name)).lower().split()
+    found = [(_SPLIT.fullmatch(word), word) for word in words]
+    split = "+".join(str(match.lastgroup) for match, _ in found if match)
+    return split, " ".join(word for match, word in found if not match)
 
 
 def splits_in(names: Collection[str]) -> list[str]:

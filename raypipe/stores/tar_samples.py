@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -72,7 +74,7 @@ class TarSamples:
         self.classes = indexed.classes
         left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
         left_out += indexed.left_out
-        self.told = left_out, indexed.one_class, indexed.others
+        self.told = left_out, *indexed.told
         self.schema = pa.schema(
             [(name, _type_of(name, values)) for name, values in self._index.items()]
         )
@@ -83,8 +85,7 @@ class TarSamples:
         self.written = hash_of_facts([archive.file.written for archive in archives])
         bounds = np.cumsum([0, *indexed.nums])
         self._keys = indexed.keys
-        self._names: dict[int, list[str]] = {}
-        self._tar_bounds = bounds
+        self._nums = indexed.nums
         self.groups = self._groups_of(bounds) if in_groups else None
         # Samples from self._bounds[i] on are read from one file or part, of tar self._numbers[i].
         self._bounds = bounds
@@ -233,16 +234,13 @@ class TarSamples:
 
     def names(self, indices: np.ndarray) -> list[str]:
         """Return the keys or paths of samples."""
-        places = [part_of(self._tar_bounds, index) for index in indices.tolist()]
-        return [self._names_of(number)[row] for number, row in places]
+        return [self._names[index] for index in indices.tolist()]
 
-    def _names_of(self, number: int) -> list[str]:
-        """Return the keys or paths of a tar's samples."""
-        if number not in self._names:
-            num = int(np.diff(self._tar_bounds)[number])
-            name = self._archives[number].name
-            self._names[number] = unpacked(name, self._keys[number], num)
-        return self._names[number]
+    @cached_property
+    def _names(self) -> list[str]:
+        tars = zip(self._archives, self._keys, self._nums, strict=True)
+        every = (unpacked(archive.name, keys, num) for archive, keys, num in tars)
+        return list(itertools.chain.from_iterable(every))
 
     def sample_name(self, index: int) -> str:
         number = part_of(self._bounds, index)[0]
@@ -250,10 +248,7 @@ class TarSamples:
         start = int(self._index["image"][index][0]) - tarfile.BLOCKSIZE
         if start < 0:  # there is no image
             return archive.name
-        if "image" in self._last_placed:
-            placed = self._last_placed
-        else:
-            placed = ("image",)
+        placed = self._last_placed if "image" in self._last_placed else ("image",)
         (reader,) = self._readers([number], placed)
         # A name beyond 100 characters, or in an extended header, is cut off here.
         header = reader.pread(tarfile.BLOCKSIZE, start)

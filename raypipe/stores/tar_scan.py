@@ -153,10 +153,7 @@ def _layout_of(
     """Return a tar's samples, by the layout that all of its members fit."""
     entries = [(path, _place_of(path, node, tree)) for path, node in members]
     arguments = name, entries, read, image_column, target_column
-    if target_column != BY_FOLDER:
-        scan = find_samples(*arguments)
-    else:
-        scan = None
+    scan = find_samples(*arguments) if target_column != BY_FOLDER else None
     if (
         scan is None
         and image_column == "image"
@@ -180,10 +177,7 @@ def _layout_of(
         suffixes = sorted(
             {suffix_of(path) for path, location in entries if location} - {""}
         )
-        if suffixes:
-            has = f"; its members are {', '.join(suffixes):.200}"
-        else:
-            has = ""
+        has = f"; its members are {', '.join(suffixes):.200}" if suffixes else ""
         raise StoreError(
             f"{name} has no labels: the layout is class/image.jpg, or WebDataset's pairs key.jpg and key.cls (or "
             f"key.json), or an image and a text for each key{has}. If one of them has the labels, set "

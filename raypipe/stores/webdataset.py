@@ -64,8 +64,7 @@ class Indexed(NamedTuple):
         keys: the keys or paths of each tar's samples, see `packed`.
         left_out: members outside of the samples, beyond those that the scans count.
         facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
-        one_class: the class that all samples have; empty if there are several, or none.
-        others: files next to class folders, which are not read.
+        told: what `check_classes` returns.
     """
 
     columns: dict[str, np.ndarray]
@@ -74,8 +73,7 @@ class Indexed(NamedTuple):
     keys: list[str]
     left_out: LeftOut
     facts: str = ""
-    one_class: str = ""
-    others: Sequence[str] = ()
+    told: tuple[str, list[str]] = "", []
 
 
 class _Sample(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -124,23 +123,18 @@ def _is_library(step: Any) -> bool:
     return all(map(_is_library, steps))
 
 
-def _state(value: Any) -> Any:
-    """Return the values that decide the result of a step, or of a value in one, as JSON."""
-    if isinstance(value, np.ndarray):
+def _state(pipeline: Any) -> Any:
+    """Return the values that decide the result of a pipeline, as JSON, where 0 equals 0.0."""
+    return json.loads(json.dumps(pipeline, default=_parts_of))
+
+
+def _parts_of(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
         return [value.dtype.str, value.tolist()]
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_state(inner) for inner in value]
-    if isinstance(value, Mapping):
-        return {str(key): _state(inner) for key, inner in value.items()}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if type(value).__module__.startswith("albumentations."):
-        kept = {
-            name: _state(inner)
-            for name, inner in vars(value).items()
-            if name not in _NOT_DECIDING
-        }
-        return [type(value).__name__, kept]
-    return type(value).__name__
+    name = type(value).__name__
+    if not type(value).__module__.startswith("albumentations."):
+        return name
+    return [
+        name,
+        {key: inner for key, inner in vars(value).items() if key not in _NOT_DECIDING},
+    ]

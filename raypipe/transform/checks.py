@@ -97,10 +97,7 @@ def check_strength(config: TransformConfig, transform: Any) -> None:
     ] or [("", built)]
     for of_view, pipeline in pipelines:
         if why := _why_not_made_here(pipeline, config):
-            if isinstance(transform, str):
-                named = f" is {transform!r}"
-            else:
-                named = ""
+            named = f" is {transform!r}" if isinstance(transform, str) else ""
             raise ConfigError(
                 f"{where}. transform.train{of_view}{named}: {why}; leave transform.strength out, or use steps "
                 "that docs/transforms.md lists as raypipe's"

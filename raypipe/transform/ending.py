@@ -110,19 +110,15 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
     if kind == "pil":
         found = probed(pipeline, forms_of(kind))
         if found and found[0] == "tensor":
+            from torchvision.transforms import v2
+
             # Only the steps that are taken off say so.
-            without_ending = _for_tensors(without_ending)
+            without_ending = v2.Compose([without_ending])
     if _makes_rgb(without_ending):
         return without_ending, folded
     first = folded.steps.partition(",")[0]
     because = f"the steps before {first} do not make uint8 RGB"
     return pipeline, replace(folded, on_device=False, because=because)
-
-
-def _for_tensors(pipeline: Any) -> Any:
-    from torchvision.transforms import v2
-
-    return v2.Compose([pipeline])
 
 
 def _makes_rgb(pipeline: Any) -> bool:
@@ -255,10 +251,7 @@ def _folded(steps: Sequence[Any]) -> Ending | None:
         if name in _LAYOUT:
             continue
         if name in _CONVERTS:
-            if name == "ToTensor":
-                target_dtype = "float32"
-            else:
-                target_dtype = _dtype_of(step)
+            target_dtype = "float32" if name == "ToTensor" else _dtype_of(step)
             if target_dtype == "uint8" and not is_byte:
                 return None
             if is_byte and target_dtype in _FLOATS and getattr(step, "scale", True):
@@ -271,10 +264,7 @@ def _folded(steps: Sequence[Any]) -> Ending | None:
         elif package_of(step) == "torchvision" and is_byte:
             return None
         else:
-            if package_of(step) == "albumentations":
-                whole = step.max_pixel_value
-            else:
-                whole = 1
+            whole = step.max_pixel_value if package_of(step) == "albumentations" else 1
             mean = mean + std * _numbers(step, "mean") * whole
             std = std * _numbers(step, "std") * whole
             normalizes = True

@@ -41,12 +41,7 @@ class Pixels:
         by_torchvision = kind in ("torchvision", "pil")
         layout = "CHW" if by_torchvision or _is_tensor(result) else "HWC"
         array = _channels_last(result)
-        came = f"a {type(result).__name__}"
         if isinstance(array, np.ndarray):
-            if _is_pil(result):
-                came = f"a PIL image of mode {result.mode}"
-            else:
-                came = f"{result.dtype} of shape {tuple(result.shape)}"
             if by_torchvision and array is result and len(array) in (1, 3):
                 array = np.moveaxis(array, 0, -1)
             if array.ndim == 2 and not self.is_rgb:
@@ -59,7 +54,7 @@ class Pixels:
         if isinstance(result, list | tuple):
             views = ", or several views as a dict, {name: image, …}"
         raise ConfigError(
-            f"the transform returned {came}; it must return {self.image.format(layout=layout)}{views}"
+            f"the transform returned {_came(result)}; it must return {self.image.format(layout=layout)}{views}"
         )
 
     def of_views(self, returned: Mapping[Any, Any]) -> dict[str, np.ndarray]:
@@ -71,17 +66,23 @@ class Pixels:
             if isinstance(value, np.ndarray) and value.ndim in (3, 4) and value.size:
                 taken = self.taken(value)
             if taken is None or not isinstance(name, str):
-                came = f"a {type(value).__name__}"
-                if isinstance(value, np.ndarray):
-                    came = f"{value.dtype} of shape {value.shape}"
                 raise ConfigError(
-                    f"the transform returned {came} for view {name!r}: it must be {self.view}, or a list of n of "
-                    "one size, by a name"
+                    f"the transform returned {_came(value)} for view {name!r}: it must be {self.view}, or a list "
+                    "of n of one size, by a name"
                 )
             views[f"{VIEW}.{name}"] = taken
         if not views:
             raise ConfigError("the transform returned a mapping without views")
         return views
+
+
+def _came(result: Any) -> str:
+    """Return the words for what a transform returned."""
+    if _is_pil(result):
+        return f"a PIL image of mode {result.mode}"
+    if isinstance(result, np.ndarray) or _is_tensor(result):
+        return f"{result.dtype} of shape {tuple(result.shape)}"
+    return f"a {type(result).__name__}"
 
 
 def _view(given: Any) -> Any:

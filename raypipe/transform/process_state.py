@@ -117,10 +117,7 @@ def _generators_kept() -> Iterator[None]:
         torch = sys.modules.get("torch")
         of_python = random.getstate()
         of_numpy = np.random.get_state(legacy=False)
-        if torch is not None:
-            of_torch = torch.default_generator.get_state()
-        else:
-            of_torch = None
+        of_torch = torch.default_generator.get_state() if torch is not None else None
         try:
             yield
         finally:

@@ -314,10 +314,7 @@ class SampleMaker:
         """Label and columns of a sample."""
         if sample.label == NO_LABEL:
             raise SampleError(WRONG_LABEL)
-        if self._columns:
-            columns = self._columns.one(sample.columns, key)
-        else:
-            columns = {}
+        columns = self._columns.one(sample.columns, key) if self._columns else {}
         return {LABEL: sample.label, **columns}
 
     def _transformed(

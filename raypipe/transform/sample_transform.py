@@ -166,10 +166,7 @@ class SampleTransform:
                 they are.
         """
         if self.program is not None and (self._pixels.is_rgb or is_rgb(image)):
-            if isinstance(image, np.ndarray):
-                size = image.shape[:2]
-            else:
-                size = image[0]
+            size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
             drawn, _ = self.program.draw(np.array([key], np.uint64), np.array([size]))
             params = drawn[0]
             image = self._by_program(image, params)

@@ -105,10 +105,7 @@ def decode_boxes(
             f"the boxes are a struct with {', '.join(map(str, struct))}, which may have corners or sizes: set "
             "transform.boxes_format to 'xywh', [x, y, width, height] as in COCO, or to 'xyxy'"
         )
-    if struct is not None and boxes_format:
-        rows = _rows(struct)
-    else:
-        rows = value
+    rows = _rows(struct) if struct is not None and boxes_format else value
     boxes = _numbers(rows, "boxes", "x0, y0, x1, y1, label")
     if boxes_format == "xywh":
         boxes[:, 2:4] += boxes[:, :2]
@@ -140,10 +137,7 @@ _LABELS = ("category", "categories", "category_id", "label", "labels")
 
 def _struct_in(value: Any) -> Mapping[str, Any] | None:
     """Return lists of boxes and of labels by their names, from a struct, a list of structs or JSON; else None."""
-    if isinstance(value, str):
-        text = value.encode("utf-8", "surrogatepass")
-    else:
-        text = value
+    text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
     if isinstance(text, bytes) and _JSON_STRUCTS.match(text):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)

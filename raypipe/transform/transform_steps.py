@@ -220,10 +220,7 @@ def _check_plain(content: Any, where: str) -> None:
             raise ConfigError(
                 f"{where}: more than {limits}, or nested more than {_MAX_DEPTH} deep"
             )
-        if isinstance(value, dict):
-            inner = [*value, *value.values()]
-        else:
-            inner = value
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
         if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
             raise ConfigError(f"{where}: must be names, got {_cut([*value])}")
         if isinstance(inner, list | tuple):

@@ -129,10 +129,7 @@ def find_views(transform: Any, size: int) -> dict[str, View]:
     Raises:
         ConfigError: a name, a count or a key is wrong.
     """
-    if isinstance(transform, str):
-        given = VIEW_PRESETS[transform](size)
-    else:
-        given = transform
+    given = VIEW_PRESETS[transform](size) if isinstance(transform, str) else transform
     if not given:
         raise ConfigError(
             "transform is a mapping without views: write {NAME: {transform: …, count: …}, …}"

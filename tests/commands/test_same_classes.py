@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raypipe.commands.convert import convert
-from raypipe.commands.copies import CopySettings, check_named, write_shard
+from raypipe.commands.copies import CopySettings, class_numbers, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import MemoryStore, Store, open_store
 
@@ -25,7 +25,7 @@ def folder(root: Path, *names: str) -> Store:
 
 
 def copy(store: Store, file: Path, classes: tuple[str, ...], **options: Any) -> Store:
-    check_named(store, classes)
+    class_numbers(store, classes)
     columns = {"image": "binary", "label": "int64", "name": "string"}
     settings = CopySettings(classes=classes, **options).of_columns(columns)
     list(write_shard(store, file, 0, len(store), settings))
@@ -39,7 +39,7 @@ def test_a_copy_has_the_labels_of_the_classes_that_it_is_given(tmp_path: Path) -
     assert copied.classes == ("c", "b", "a") and read["label"].tolist() == [2, 0]
     assert read["name"] == ["a/0.png", "c/1.png"]
     with pytest.raises(ConfigError, match="has the class 'c' too: add it"):
-        check_named(store, ("a", "b"))
+        class_numbers(store, ("a", "b"))
 
 
 def test_classes_name_the_labels_of_a_store_without_names(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_classes_name_the_labels_of_a_store_without_names(tmp_path: Path) -> Non
     with pytest.raises(StoreError, match="has the label 1, and classes names 1"):
         copy(store, tmp_path / "b.lmdb", ("x",))
     with pytest.raises(ConfigError, match="has no integer labels to name"):
-        check_named(MemoryStore([PNG], None), ("x",))
+        class_numbers(MemoryStore([PNG], None), ("x",))
 
 
 def test_a_copy_keeps_the_names_of_samples_that_follow_a_bad_one(

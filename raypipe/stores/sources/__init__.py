@@ -38,18 +38,18 @@ from raypipe.stores.sources.tfrecord import is_tfrecord
 
 __all__ = ["Asked", "Source", "kind_at", "open_source"]
 
-# Kind → its module and function.
+# Kind → its module, which has open_MODULE.
 _SOURCES = {
-    "TFRecord": ("tfrecord", "open_tfrecord"),
-    "HDF5": ("hdf5", "open_hdf5"),
-    "MXNet RecordIO": ("recordio", "open_recordio"),
-    "zip": ("zips", "open_zips"),
-    "Arrow of the datasets library": ("arrow", "open_arrow"),
-    "MosaicML's MDS": ("mds", "open_mds"),
-    "LitData": ("litdata", "open_litdata"),
-    "tensors": ("tensors", "open_tensors"),
-    "npz": ("npz", "open_npz"),
-    "samples of a function": ("user", "open_user"),
+    "TFRecord": "tfrecord",
+    "HDF5": "hdf5",
+    "MXNet RecordIO": "recordio",
+    "zip": "zips",
+    "Arrow of the datasets library": "arrow",
+    "MosaicML's MDS": "mds",
+    "LitData": "litdata",
+    "tensors": "tensors",
+    "npz": "npz",
+    "samples of a function": "user",
 }
 _ENDS = {
     **dict.fromkeys((".h5", ".hdf5", ".hdf"), "HDF5"),
@@ -85,10 +85,9 @@ def open_source(address: str | Path, asked: Asked = Asked()) -> Source | None:  
     kind = kind_at(text)
     if not kind:
         return None
-    module, name = _SOURCES[kind]
-    make: Callable[..., Source] = getattr(
-        import_module(f"raypipe.stores.sources.{module}"), name
-    )
+    name = _SOURCES[kind]
+    module = import_module(f"raypipe.stores.sources.{name}")
+    make: Callable[..., Source] = getattr(module, f"open_{name}")
     if kind in ("MosaicML's MDS", "LitData"):
         return make(text, asked, _index_at(text))
     return make(text, asked)

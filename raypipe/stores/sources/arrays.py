@@ -187,39 +187,29 @@ def _names_of(
     """
     kinds = {name: str(rows) for name, rows in arrays.items()}
     names: dict[str, str] = {}
-    for column, name in (("image", asked.image), ("label", asked.label)):
-        if name != column and name:
-            if name not in arrays:
-                raise StoreError(missing(where, name, kinds, RENAMED[column], word))
-            names[column] = name
-    if "image" not in names:
-        candidates = [name for name in arrays if _split_of(name, _IMAGES) is not None]
-        if len(candidates) != 1:
-            if candidates:
-                problem = f"several {word}s that may be the images"
-            else:
-                problem = f"no {word} called images, x or data"
-            raise StoreError(_unclear(where, word, problem, "image", kinds))
-        names["image"] = candidates[0]
-    if "label" not in names and asked.label:
-        split = _split_of(names["image"], _IMAGES)
-        candidates = [
-            name
-            for name in arrays
-            if (of := _split_of(name, _LABELS)) is not None and of == (split or of)
-        ]
+    split = None
+    for column, name, usual in (
+        ("image", asked.image, _IMAGES),
+        ("label", asked.label, _LABELS),
+    ):
+        if name not in (column, "", *arrays):
+            raise StoreError(missing(where, name, kinds, RENAMED[column], word))
+        splits = {each: _split_of(each, usual) for each in arrays}
+        candidates = [name] if name else []
+        if name == column:
+            candidates = [
+                each for each, of in splits.items() if of and split in (None, of)
+            ]
+        problem = ""
         if len(candidates) > 1:
-            raise StoreError(
-                _unclear(
-                    where,
-                    word,
-                    f"several {word}s that may be the labels",
-                    "label",
-                    kinds,
-                )
-            )
+            problem = f"several {word}s that may be the {column}s"
+        elif not candidates and column == "image":
+            problem = f"no {word} called images, x or data"
+        if problem:
+            raise StoreError(_unclear(where, word, problem, column, kinds))
         if candidates:
-            names["label"] = candidates[0]
+            names[column] = candidates[0]
+        split = splits[names["image"]]
     return names
 
 

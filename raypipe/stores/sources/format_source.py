@@ -13,7 +13,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,6 +50,15 @@ class Source:
     classes: tuple[str, ...] | None = None
     num_samples: int | None = None
     arrays: Collection[str] = ()
+
+    def closing(self, stack: contextlib.ExitStack) -> Source:
+        """Return the same, which closes its files at the end."""
+
+        def samples() -> Iterator[ColumnValues]:
+            with stack:
+                yield from self.samples
+
+        return replace(self, samples=samples())
 
 
 class Asked(NamedTuple):
@@ -140,10 +149,7 @@ def stored_as(
     for column, name in (("image", asked.image), ("label", asked.label)):
         if not name:
             continue
-        if name == column:
-            candidates = [name, *usual[column]]
-        else:
-            candidates = [name]
+        candidates = [name, *usual[column]] if name == column else [name]
         stored = next(
             (candidate for candidate in candidates if candidate in present), None
         )

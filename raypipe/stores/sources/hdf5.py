@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -49,12 +48,7 @@ def open_hdf5(address: str, asked: Asked) -> Source:
 
         file.visititems(note)  # hard links only
         source = arrays_source(address, arrays, asked, "data set")
-
-    def samples() -> Iterator[Any]:
-        with stack:
-            yield from source.samples
-
-    return Source(samples(), None, source.num_samples, source.arrays)
+    return source.closing(stack)
 
 
 def _check_chunks(where: str, dataset: Any) -> None:

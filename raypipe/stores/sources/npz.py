@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import zipfile
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -34,12 +33,7 @@ def open_npz(address: str, asked: Asked) -> Source:
             if name.endswith(".npy")
         }
         source = arrays_source(address, arrays, asked, "array")
-
-    def samples() -> Iterator[Any]:
-        with stack:
-            yield from source.samples
-
-    return Source(samples(), None, source.num_samples, source.arrays)
+    return source.closing(stack)
 
 
 def _rows(address: str, name: str, file: Any) -> ArrayRows:

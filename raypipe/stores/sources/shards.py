@@ -57,17 +57,11 @@ _PICKLES = ("pkl", "pickle")
 _PIL_HEAD = struct.Struct("<III")
 _PIL_MODES = {b"L", b"RGB", b"RGBA", b"CMYK", b"1", b"LA"}
 _NUMBERS = {
-    **{
-        name: np.dtype(name).newbyteorder("<")
-        for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16")
-    },
-    **{
-        name: np.dtype(name).newbyteorder("<")
-        for name in ("int32", "int64", "float16", "float32", "float64")
-    },
-    "int": np.dtype("<i8"),
-    "float": np.dtype("<f8"),
-    "bool": np.dtype("?"),
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "int", "float", "bool"),
+    )
 }
 # The types of arrays are numbers in the data: in MDS, in LitData of numpy, and in LitData of torch.
 _MDS_TYPES = {
@@ -262,10 +256,7 @@ def _decoder(encoding: str) -> Decode | None:
     if kind == "ndarray":
         return partial(_of_mds, *_array_of(details))
     if kind in ("no_header_numpy", "no_header_tensor"):
-        if kind == "no_header_numpy":
-            types = _NUMPY_TYPES
-        else:
-            types = _TORCH_TYPES
+        types = _NUMPY_TYPES if kind == "no_header_numpy" else _TORCH_TYPES
         dtype = types.get(int(details)) if details.isdecimal() else None
         return partial(np.frombuffer, dtype=dtype) if dtype else None
     return _DECODERS.get(kind)

@@ -18,7 +18,6 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,6 +54,7 @@ _PROBED_BYTES = 64 << 20  # records up to here show the kind of each feature
 _HEIGHTS = ("height", "image/height", "image_height", "rows")
 _WIDTHS = ("width", "image/width", "image_width", "cols", "columns")
 _CHANNELS = (1, 3)
+_SIDES = range(1, 1 << 16)
 _HEADER = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 _COPIES = 3  # a record's bytes, the Example and its features
@@ -105,19 +105,19 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
     """
     paths = [file.address for file in list_files(address, is_tfrecord, "TFRecord")]
     probed = _probe(address, itertools.chain.from_iterable(map(_records, paths)))
-    kinds = {name: facts.kind() for name, facts in sorted(probed.items())}
+    kinds = {name: _kind_of(traits) for name, traits in sorted(probed.items())}
     names = stored_as(paths[0], kinds, asked, _USUAL)
     if kinds[names["image"]] == "text":
         kinds[names["image"]] = "bytes"
     _check_images(paths[0], names["image"], probed[names["image"]])
-    left_out = {
+    left_out = [
         name for name in others(kinds, names) if kinds[name] == "lists of bytes"
-    }
+    ]
     if left_out:
         logger.warning(
             "%s: left out, as lists of bytes fit no column: %s",
             address,
-            ", ".join(sorted(left_out)),
+            ", ".join(left_out),
         )
     if names.get("label") == _COUNTED_FROM_1:
         logger.warning(
@@ -128,68 +128,48 @@ def open_tfrecord(address: str, asked: Asked) -> Source:
     names |= {name: name for name in others(kinds, names) if name not in left_out}
     columns = {column: (name, kinds[name]) for column, name in names.items()}
     records = itertools.chain.from_iterable(map(_records, paths))
-    samples = _samples(map(_told, records), columns, set(kinds))
+    samples = _samples(records, columns, set(kinds))
     return Source(samples, _classes_of(paths[0], names.get("label", "")))
 
 
-@dataclass
-class _Facts:
-    """Facts about a feature in the first records.
-
-    Attributes:
-        num_bytes: sizes of its values other than encoded images.
-        are_pixels: whether such values had as many bytes as height and width say.
-        is_missing: whether a record lacks it.
-    """
-
-    is_list: bool = False
-    has_values: bool = False
-    has_bytes: bool = False
-    has_others: bool = False
-    has_images: bool = False
-    are_pixels: bool = False
-    is_missing: bool = False
-    num_bytes: set[int] = field(default_factory=set)
-
-    def add(self, values: Sequence[Any], features: Mapping[str, list[Any]]) -> None:
-        self.is_list |= len(values) > 1
-        self.has_values |= bool(values)
-        self.is_missing |= not values
-        for value in values:
-            if not isinstance(value, bytes):
-                self.has_others = True
-                continue
-            self.has_bytes = True
-            self.has_others |= not _is_text(value)
-            if is_image(value):
-                self.has_images = True
-            else:
-                self.num_bytes.add(len(value))
-                self.are_pixels |= bool(_shape_of(value, features))
-
-    def kind(self) -> str:
-        """Return what the feature is."""
-        if not self.has_bytes:
-            if self.is_list or not self.has_values:
-                return "lists"
-            return "numbers, or none" if self.is_missing else "numbers"
-        kind = "bytes" if self.has_others else "text"
-        return f"lists of {kind}" if self.is_list else kind
+def _traits_of(values: Sequence[Any], features: Mapping[str, list[Any]]) -> set[Any]:
+    """Return what the values of a feature are, in words; and the sizes of those that are not an image."""
+    traits = set[Any](["lists"] if len(values) > 1 else [])
+    if not values:
+        traits.add("missing")
+    for value in values:
+        if not isinstance(value, bytes):
+            traits.add("number")
+            continue
+        traits.add("text" if _is_text(value) else "binary")
+        if is_image(value) or _shape_of(value, features):
+            traits.add("image")
+        else:
+            traits.add(len(value))
+    return traits
 
 
-def _probe(address: str, records: Iterator[_Record]) -> dict[str, _Facts]:
-    """Return the features that the first records have; none of their values stays in memory."""
-    probed: dict[str, _Facts] = {}
+def _kind_of(traits: set[Any]) -> str:
+    """Return what a feature is."""
+    if traits.isdisjoint({"text", "binary"}):
+        if "lists" in traits or "number" not in traits:
+            return "lists"
+        return "numbers, or none" if "missing" in traits else "numbers"
+    kind = "text" if traits.isdisjoint({"number", "binary"}) else "bytes"
+    return f"lists of {kind}" if "lists" in traits else kind
+
+
+def _probe(address: str, records: Iterator[_Record]) -> dict[str, set[Any]]:
+    """Return the traits of the features of the first records; none of their values stays in memory."""
+    probed: dict[str, set[Any]] = {}
     num_records = num_good = num_bytes = 0
     for _, features, record_bytes in records:
+        for name in [*probed, *features] if features else ():
+            traits = probed.setdefault(name, {"missing"} if num_good else set())
+            traits |= _traits_of(features.get(name, []), features)
         num_records += 1
-        num_bytes += record_bytes
         num_good += bool(features)
-        for name in features.keys() - probed.keys():
-            probed[name] = _Facts(is_missing=num_good > 1)
-        for name, facts in probed.items():
-            if features:
-                facts.add(features.get(name, []), features)
+        num_bytes += record_bytes
         if num_records >= NUM_PROBED and num_bytes >= _PROBED_BYTES:
             break
     if not probed:
@@ -199,12 +179,16 @@ def _probe(address: str, records: Iterator[_Record]) -> dict[str, _Facts]:
     return probed
 
 
-def _check_images(path: str, name: str, facts: _Facts) -> None:
+def _check_images(path: str, name: str, traits: set[Any]) -> None:
     """Raise StoreError if the values are raw pixels whose height and width no feature has."""
-    is_known = facts.has_images or facts.are_pixels or not facts.has_others
-    if not is_known and len(facts.num_bytes) == 1 and min(facts.num_bytes) >= 64:
+    sizes = [trait for trait in traits if isinstance(trait, int)]
+    if (
+        "image" not in traits
+        and "binary" in traits
+        and len(sizes) == 1 <= sizes[0] // 64
+    ):
         raise StoreError(
-            f"{path}: the feature {name!r} has {facts.num_bytes.pop():,} bytes in each record, and they are not an "
+            f"{path}: the feature {name!r} has {sizes[0]:,} bytes in each record, and they are not an "
             "encoded image: raw pixels need the features height and width, and have 1 or 3 channels. Set "
             "store.image_column, or yield the pixels from your own function, MODULE:NAME"
         )
@@ -214,24 +198,31 @@ def _shape_of(
     value: bytes, features: Mapping[str, list[Any]]
 ) -> tuple[int, int, int] | None:
     """Return height, width and channels of raw pixels, by other features; None for anything else."""
-    sides = []
-    for usual in (_HEIGHTS, _WIDTHS):
-        found = (features[name] for name in usual if name in features)
-        sides.append(next((side for [side] in found if isinstance(side, int)), 0))
-    height, width = sides
-    for channels in _CHANNELS:
-        if value and height > 0 and height * width * channels == len(value):
-            return height, width, channels
+    heights, widths = (
+        [
+            side
+            for name in usual
+            for side in features.get(name, ())[:1]
+            if side in _SIDES
+        ]
+        for usual in (_HEIGHTS, _WIDTHS)
+    )
+    for shape in itertools.product(heights, widths, _CHANNELS):
+        if math.prod(shape) == len(value):
+            return shape
     return None
 
 
 def _samples(
     records: Iterator[_Record], columns: dict[str, tuple[str, str]], known: set[str]
 ) -> Iterator[dict[str, Any]]:
-    known = set(known)
     for where, features, _ in records:
+        if not features:
+            logger.warning(
+                "%s: its checksum is wrong, it is over 512 MiB, or no Example", where
+            )
         if later := sorted(features.keys() - known):
-            known.update(later)
+            known |= features.keys()
             logger.warning(
                 "%s: left out, as none of the first records has them: %s. Convert from your own function, "
                 "MODULE:NAME, to keep them",
@@ -267,16 +258,6 @@ def _records(path: str) -> Iterator[_Record]:
             if data is not None and checksum == _checksum(data):
                 features = _features(data)
             yield where, features, num_bytes
-
-
-def _told(record: _Record) -> _Record:
-    """Return a record; a bad one is said."""
-    where, features, _ = record
-    if not features:
-        logger.warning(
-            "%s: its checksum is wrong, it is over 512 MiB, or no Example", where
-        )
-    return record
 
 
 def _unpacked(file: io.BufferedReader) -> tuple[Any, int, int]:
@@ -369,13 +350,10 @@ def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:
 
 def _classes_of(path: str, label: str) -> tuple[str, ...] | None:
     """Return the class names that TensorFlow Datasets writes next to its files, LABEL.labels.txt."""
-    if label and "/" not in label:
-        content = read_whole(beside(path, f"{label}.labels.txt"))
-    else:
-        content = None
-    if content is not None:
-        return tuple(content.decode(errors="replace").splitlines()) or None
-    return None
+    if not label or "/" in label:
+        return None
+    content = read_whole(beside(path, f"{label}.labels.txt")) or b""
+    return tuple(content.decode(errors="replace").splitlines()) or None
 
 
 def _checksum(data: bytes) -> bytes:

@@ -31,7 +31,6 @@ from raypipe.stores.class_folders import (
     LeftOut,
     check_classes,
     find_classes,
-    only_class,
     tell_left_out,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, TreeFile
@@ -109,12 +108,7 @@ def open_zips(address: str, asked: Asked) -> Source:
             f"{address} has no labels: the layout is class/image.jpg, or WebDataset's pairs key.jpg and key.cls "
             "(or key.json). If another suffix has the labels, set store.target_column to it; '' = only images"
         )
-
-    def samples() -> Iterator[Any]:
-        with stack:
-            yield from source.samples
-
-    return Source(samples(), source.classes, source.num_samples)
+    return source.closing(stack)
 
 
 def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
@@ -151,12 +145,9 @@ def _class_folders(address: str, zips: Sequence[_Zip], asked: Asked) -> Source |
         return None
     nums = np.sum([list(map(len, by_class)) for by_class in layout.samples], 0).tolist()
     num_by_class = dict(zip(layout.classes, nums, strict=True))
-    check_classes(address, asked.label, [layout.doubts], num_by_class)
+    told = check_classes(address, asked.label, [layout.doubts], num_by_class)
     num_samples = sum(nums)
-    one_class = only_class(num_by_class)
-    tell_left_out(
-        address, num_samples, layout.left_out, one_class, layout.doubts.others
-    )
+    tell_left_out(address, num_samples, layout.left_out, *told)
 
     def samples() -> Iterator[dict[str, Any]]:
         for zipped, by_class in zip(zips, layout.samples, strict=True):

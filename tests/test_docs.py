@@ -602,12 +602,8 @@ def test_what_docs_transforms_has_makes_images(
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[2])
     mine = parse_run([f"--config={tmp_path / 'run.yaml'}"], None)
     for name in (mine.transform.train, mine.transform.val, "my_transforms:turned"):
-        assert first(transform=mine.transform, train_transform=name).shape == (
-            16,
-            32,
-            32,
-            3,
-        ), name
+        given = replace(mine.transform, train=name)
+        assert first(transform=given).shape == (16, 32, 32, 3), name
 
 
 def test_docs_transforms_has_every_preset() -> None:

@@ -265,8 +265,22 @@ def test_a_coordinator_killed_in_the_head_start_restarts_the_trainers(
         assert got_by(tmp_path, rank)[0] == expected[rank::2]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("workers", "fails"),
+    [
+        (2, False),
+        *[
+            pytest.param(workers, fails, marks=pytest.mark.soak)
+            for workers, fails in (
+                (1, False),
+                (1, True),
+                (2, True),
+                (3, False),
+                (3, True),
+            )
+        ],
+    ],
+)
 def test_ranks_in_their_head_start_end_with_the_error_of_their_pool(
     stores: dict[str, Path], tmp_path: Path, cluster: None, workers: int, fails: bool
 ) -> None:

@@ -7,13 +7,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from raypipe.streaming.moves import Move
 from raypipe.transform.fields import MicroBatch
-
-if TYPE_CHECKING:
-    pass
 
 EXHAUSTED = ""
 MOVED = "it goes on at another place"

@@ -277,10 +277,13 @@ def test_a_fault_before_the_first_micro_batch_is_recorded(
     )
     with pytest.raises(ResourceError, match=too_many):
         ray.get(ray.remote(num_cpus=0, max_calls=1)(trains).remote(spec))
-    recorded = [
-        json.loads(line)
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
+    file = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while '"fault"' not in file.read_text() and time.monotonic() < deadline:
+        time.sleep(
+            0.1
+        )  # that process writes its last events as it ends, behind its error
+    recorded = [json.loads(line) for line in file.read_text().splitlines()]
     assert [record["kind"] for record in recorded[:2]] == ["start", "fault"]
     # An actor that dies at once may take its report of what it had begun with it: then the next one's is there.
     faults = [record["text"] for record in recorded if record["kind"] == "fault"]

@@ -125,7 +125,10 @@ def _decodes_alike(sampling: str) -> bool:
     except Exception:
         return False
     whole = simplejpeg.decode_jpeg(data, "RGB")
-    top, left, height, width = 23, 42, 34, 28
+    top = 23
+    left = 42
+    height = 34
+    width = 28
     pixels = np.empty((height, width + EXTRA_COLUMNS, 3), np.uint8)
     box = left, top, width, height
     for file in (data, seekable):

@@ -350,7 +350,7 @@ def test_a_run_without_room_records_it_and_ctrl_c_ends_it(
         for helper in helpers:
             helper.join()
         ray.kill(held[0])
-    assert [json.loads(line)["kind"] for line in seen] == ["start", "fault"]
+    assert [json.loads(line)["kind"] for line in seen] == ["start", "scale"]
     text = json.loads(seen[1])["text"]
     assert text.startswith(
         "no transform actor runs: 1 wait for 1 CPUs each; the run ends in 8"

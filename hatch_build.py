@@ -60,7 +60,8 @@ LMDB = Extension("_raypipe_lmdb", "raypipe/stores/csrc/lmdb.c")
 EXTENSIONS = (KERNEL, LMDB)
 
 # Of each line, the first that the compiler takes without a word: a write beyond an array ends the process, and
-# goes no further. Together they cost nothing that can be measured (raypipe/kernel/README.md).
+# goes no further. Together they cost less than 1 % of CPU (raypipe/kernel/README.md), as long as loops over pixels
+# take pointers: GCC makes no vector loop of an index that it checks.
 HARDENING = [
     [
         ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import lmdb
 import msgpack
-import pyarrow as pa
 
 
 def write_entries(
@@ -28,42 +26,6 @@ def write_entries(
 
 
 # Values
-
-
-def arrow_serialized(value: Any) -> bytes:
-    """Write as `pyarrow.serialize` did from version 1 on, which pyarrow has no more."""
-    sink = pa.BufferOutputStream()
-    batch = pa.record_batch([_union([value])], ["list"])
-    with pa.ipc.new_stream(sink, batch.schema) as stream:
-        stream.write_batch(batch)
-    return bytes(16) + sink.getvalue().to_pybytes()
-
-
-def _union(values: Sequence[Any]) -> pa.Array:
-    by_tag: dict[str, list[Any]] = {}
-    types, places = [], []
-    for value in values:
-        tag = {int: "2", bytes: "4", str: "5", float: "8", list: "10", tuple: "12"}[
-            type(value)
-        ]
-        group = by_tag.setdefault(tag, [])
-        types.append(list(by_tag).index(tag))
-        places.append(len(group))
-        group.append(value)
-    fields = [
-        _lists(group) if tag in ("10", "12") else pa.array(group)
-        for tag, group in by_tag.items()
-    ]
-    return pa.UnionArray.from_dense(
-        pa.array(types, pa.int8()), pa.array(places, pa.int32()), fields, list(by_tag)
-    )
-
-
-def _lists(values: Sequence[Sequence[Any]]) -> pa.Array:
-    bounds = list(itertools.accumulate(map(len, values), initial=0))
-    return pa.ListArray.from_arrays(
-        bounds, _union(list(itertools.chain.from_iterable(values)))
-    )
 
 
 def datum(data: bytes, label: int, shape: tuple[int, int, int] | None = None) -> bytes:
@@ -160,5 +122,4 @@ def write_datums(path: Path, images: Sequence[bytes], labels: Sequence[int]) -> 
 DUMPS: dict[str, Callable[[Any], bytes]] = {
     "pickle": pickle.dumps,
     "msgpack": msgpack.packb,
-    "pyarrow": arrow_serialized,
 }

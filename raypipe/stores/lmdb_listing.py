@@ -1,10 +1,7 @@
 """Listing of an LMDB file that another program wrote: the keys of its samples, in their order, and their labels.
 
-A large file is listed once per node: the listing stays in the node's cache, and all processes map it.
-
-    RAYPIPE_CACHE/lmdb/HASH-4.arrow   of the file's path, size, time of change and inode, and of options
-
-It is an Arrow file of `key` and, if the listing has labels, `label`; its schema has the other facts as JSON.
+A large file is listed once per node: the listing stays in the node's cache, and all processes map it, see
+`raypipe.stores.kept`. It has `key` and, if labels are not in the values, `label`.
 
 Layouts, which are found by content:
 
@@ -17,9 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
-import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,9 +26,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
-from raypipe.storage.local_file import locked, make_cache_folder
 from raypipe.storage.retries import report_progress
-from raypipe.stores.base import hash_of_facts
+from raypipe.stores.kept import kept, packed, path_of, unpacked
 from raypipe.stores.lmdb_file import LMDBFile
 from raypipe.stores.lmdb_labels import (
     Labels,
@@ -66,7 +60,7 @@ _ABOUT_ALL = pa.array(
     pa.large_binary(),
 )
 _NUMBER = "^[0-9]{1,18}$"
-_FACTS = b"raypipe"  # in the schema's metadata
+_VERSION = 4  # the kept listings' form has this version
 _FIRST_PICTURE = b"image-000000001"
 _FIRST_TEXT = b"label-000000001"
 _NUM_TRIED = 16  # values that decide the layout
@@ -140,33 +134,16 @@ def listing_of(
     Raises:
         StoreError: the file is damaged, or its layout is unknown.
     """
-    if file.num_entries < _SMALL:
-        return _list(file, where, options)
-    version = [where, *version, *asdict(options).values()]
+    facts = [where, *version, *asdict(options).values(), _VERSION]
     if options.list_file:
         with contextlib.suppress(OSError):  # a remote list has no time of change here
             status = Path(options.list_file).stat()
-            version += [status.st_size, status.st_mtime_ns]
-    try:
-        kept = make_cache_folder("lmdb") / f"{hash_of_facts(version)}-4.arrow"
-    except OSError:  # the cache only saves time
-        return _list(file, where, options)
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return _read(kept)
-    with locked(kept.with_suffix(".lock")):  # one process makes it, and the others wait
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            return _read(kept)
-        listing = _list(file, where, options)
-        with contextlib.suppress(OSError):
-            _write(kept, listing)
-            return _read(kept)
-    return listing
+            facts += [status.st_size, status.st_mtime_ns]
+    path = None if file.num_entries < _SMALL else path_of("lmdb", *facts)
+    return kept(path, _read, lambda: _list(file, where, options), _packed)
 
 
-# In the cache
-
-
-def _write(path: Path, listing: Listing) -> None:
+def _packed(listing: Listing) -> bytes:
     columns = {"key": listing.keys}
     if listing.labels is not None:
         columns["label"] = pa.array(listing.labels)
@@ -177,20 +154,11 @@ def _write(path: Path, listing: Listing) -> None:
         "classes": listing.classes,
         "fingerprint": listing.fingerprint,
     }
-    batch = pa.record_batch(columns, metadata={_FACTS: json.dumps(facts)})
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with pa.ipc.new_file(str(partial), batch.schema) as target:
-            target.write_batch(batch)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    return packed(columns, facts)
 
 
-def _read(path: Path) -> Listing:
-    batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-    batch.validate(full=True)
-    facts = json.loads(batch.schema.metadata[_FACTS])
+def _read(content: pa.Buffer) -> Listing:
+    batch, facts = unpacked(content)
     value = facts.pop("value")
     classes = facts.pop("classes")
     return Listing(

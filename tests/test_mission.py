@@ -141,7 +141,6 @@ def test_lmdb(
     assert_trains_on(
         foreign_lmdbs.write_lsun(tmp_path / "lsun", encoded, labels, CLASSES)
     )
-    assert_trains_on(foreign_lmdbs.write_datums(tmp_path / "caffe", encoded, labels))
     for kind, dumps in foreign_lmdbs.DUMPS.items():
         pairs = foreign_lmdbs.write_values(tmp_path / kind, encoded, labels, dumps)
         if kind == "pickle":

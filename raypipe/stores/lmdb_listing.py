@@ -7,7 +7,7 @@ Layouts, which are found by content:
 
 image        each value is an encoded image, as in LSUN; labels are in a list of keys, or are the keys' folders
 scene-text   image-000000001, … with its text at label-000000001, and num-samples (CRNN, ASTER, PARSeq)
-pickle, msgpack, datum   see `raypipe.stores.lmdb_values`; `__keys__`, if it can be read, has the order
+pickle, msgpack   see `raypipe.stores.lmdb_values`; `__keys__`, if it can be read, has the order
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from raypipe.stores.lmdb_labels import (
     spread,
 )
 from raypipe.stores.lmdb_values import (
-    SERIALIZED,
     ValueLayout,
     find_layout,
     keys_in,
@@ -74,11 +73,6 @@ _UNTRUSTED = (
     "has pickled values, and a pickle can be a program. raypipe reads only bytes, text, numbers, tuples, lists "
     "and dicts from them, and only on your word: set store.trust_pickles to true (--store.trust-pickles true, or "
     "trust_pickles=True in Python) if you trust whoever wrote the file"
-)
-
-_UNREADABLE = (
-    "has values of pyarrow.serialize, which pyarrow has no more since version 14: with an older one, read them by "
-    "the library lmdb and pyarrow.deserialize, and give the samples to `raypipe.convert`, as docs/formats.md shows"
 )
 
 
@@ -189,8 +183,6 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
     layout = "scene-text" if is_text else _layout_of(where, samples)
     value: ValueLayout | None = None
     labels = Labels()
-    if layout == SERIALIZED:
-        raise StoreError(f"{where} {_UNREADABLE}")
     if layout == "pickle" and not options.trust_pickles:
         raise StoreError(f"{where} {_UNTRUSTED}")
     if layout in ("image", "scene-text"):
@@ -299,8 +291,8 @@ def _layout_of(where: str, samples: Sequence[tuple[bytes, memoryview]]) -> str:
     )
     raise StoreError(
         f"{where} is LMDB of an unknown layout ({shown}): its values are neither encoded images nor (image, "
-        "label) by pickle or msgpack, nor Caffe's Datum. Read it with the library lmdb, and give the samples to "
-        "`raypipe.convert`, as docs/formats.md shows"
+        "label) by pickle or msgpack. Read it with the library lmdb (Caffe's Datum and pyarrow.serialize: with "
+        "theirs too), and give the samples to `raypipe.convert`, as docs/formats.md shows"
     )
 
 

@@ -2,7 +2,6 @@
 
     pickle    (image, label), as Efficient-PyTorch's folder2lmdb writes it; opened only with store.trust_pickles
     msgpack   the same, also with msgpack_numpy's arrays, as tensorpack writes it
-    datum     Caffe's protocol buffer: encoded bytes, or pixels in planes, blue first
 
 A value is a tuple, a list or a dict. Its image is the part that starts as an image does; its label is the part
 after it, or the field of the label's name. Nothing here runs code from a value. Readers raise StoreError for a
@@ -13,10 +12,8 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import pickle
 import pickletools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,15 +44,6 @@ _CONTAINER_BYTES = 64
 _PLACE_BYTES = 16  # a place in a pickle's memory takes so many at most
 # First bytes of msgpack: small dicts, small arrays, bytes, arrays and dicts.
 _MSGPACK_STARTS = frozenset((*range(0x81, 0xA0), 0xC4, 0xC5, 0xC6, *range(0xDC, 0xE0)))
-_DATUM_STARTS = b"\x08\x22"  # the fields `channels` and `data`
-# Fields of a Datum: channels 1, height 2, width 3 and data 4 before the bytes; label 5 and encoded 7 after them.
-_VARINT = rb"([\x80-\xff]{0,9}[\x00-\x7f])"
-_DATUM_START = re.compile(
-    rb"(?:\x08N)?(?:\x10N)?(?:\x18N)?\x22N".replace(b"N", _VARINT)
-)
-_DATUM_END = re.compile(rb"(?:\x28N)?(?:\x38N)?".replace(b"N", _VARINT))
-SERIALIZED = "pyarrow.serialize"
-"""Kind of values that begin with a count of 0 in 32 bits, which nothing reads here."""
 # Names in dicts, in the order of preference.
 _LABELS = (
     "label",
@@ -74,37 +62,27 @@ Part = int | str
 
 
 def value_kind(value: bytes | bytearray | memoryview) -> str:
-    """Return the kind of a value by its bytes: "image", a key of `READERS`, `SERIALIZED`, or "" for others."""
+    """Return the kind of a value by its bytes: "image", a key of `READERS`, or "" for others."""
     if is_image(value):
         return "image"
     start = bytes(value[:20])
     if start[:1] == b"\x80" and start[1:2] in _PICKLE_PROTOCOLS:
         return "pickle"
-    if start[:4] == bytes(4):
-        return SERIALIZED
-    if start[:1] in _DATUM_STARTS and _opens(_from_datum, value):
-        return "datum"
-    if start and start[0] in _MSGPACK_STARTS and _opens(_from_msgpack, value):
-        return "msgpack"
-    return ""
+    if not start or start[0] not in _MSGPACK_STARTS:
+        return ""
+    try:
+        _from_msgpack(memoryview(value))
+    except ValueError:
+        return ""
+    except StoreError:
+        return "msgpack"  # its kind is known, and it is too large
+    return "msgpack"
 
 
 def is_image(value: bytes | bytearray | memoryview) -> bool:
     """Return whether a value is an encoded image, by its first bytes."""
     start = bytes(value[:12])
     return start.startswith(_MAGICS) or start[8:12] == b"WEBP" or start[4:8] == b"ftyp"
-
-
-def _opens(
-    read: Callable[[memoryview], Any], value: bytes | bytearray | memoryview
-) -> bool:
-    try:
-        read(memoryview(value))
-    except ValueError:
-        return False
-    except StoreError:
-        return True  # its kind is known, and it is too large
-    return True
 
 
 # Kinds
@@ -172,39 +150,9 @@ def _from_msgpack(value: memoryview) -> Any:
         ) from None
 
 
-def _from_datum(value: memoryview) -> Any:
-    """Read Caffe's Datum, whose fields come in order: an encoded image or its pixels, and a label."""
-    head = _DATUM_START.match(value)
-    if head is None:
-        raise ValueError("it is no Datum of an encoded image or of 8-bit pixels")
-    *shape, num_bytes = map(_varint, head.groups(b""))
-    end = head.end() + num_bytes
-    data = value[head.end() : end]
-    tail = _DATUM_END.fullmatch(value, end)
-    if tail is None or len(data) < num_bytes:
-        raise ValueError(
-            f"it is no Datum: it declares {num_bytes} bytes of pixels, and other fields than a label follow"
-        )
-    label, is_encoded = map(_varint, tail.groups(b""))
-    label -= (label >> 63) << 64  # a negative one is stored in 64 bits
-    if is_encoded or is_image(data):
-        return data, label
-    if shape[0] not in (1, 3) or not data or math.prod(shape) != len(data):
-        raise ValueError(f"it is a Datum of {shape} pixels in {len(data)} bytes")
-    planes = np.frombuffer(data, np.uint8).reshape(shape)
-    return planes[::-1].transpose(1, 2, 0), label
-
-
-def _varint(digits: bytes) -> int:
-    """Return a number of a protocol buffer: digits of 7 bits, the lowest first."""
-    number = sum((digit & 127) << 7 * place for place, digit in enumerate(digits))
-    return number & (1 << 64) - 1
-
-
 READERS: dict[str, Callable[[memoryview], Any]] = {
     "pickle": _from_pickle,
     "msgpack": _from_msgpack,
-    "datum": _from_datum,
 }
 """Kind → its reader: the value's bytes → Python values; raises ValueError for others."""
 

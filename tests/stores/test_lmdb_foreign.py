@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from foreign_lmdbs import (
     DUMPS,
-    datum,
-    write_datums,
     write_entries,
     write_folders,
     write_lsun,
@@ -29,7 +27,6 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import lmdb_file, open_store, open_writer
 from raypipe.stores.base import Store
 from raypipe.stores.lmdb_values import READERS, keys_in, value_kind
-from raypipe.transform.decode.rgb import decode
 
 IMAGES = [picture(number) for number in range(12)]
 LABELS = [number % 3 for number in range(12)]
@@ -161,21 +158,6 @@ def test_keys_that_are_numbers_come_in_their_order(tmp_path: Path) -> None:
     assert read(open_store(write_entries(tmp_path / "a.lmdb", PLAIN)), "image") == [
         IMAGES
     ]
-
-
-def test_caffes_datums(tmp_path: Path) -> None:
-    store = open_store(write_datums(tmp_path / "a", IMAGES, [-1, *LABELS[1:]]))
-    assert read(store, "image", "label") == [IMAGES, [-1, *LABELS[1:]]]
-    pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 3), np.uint8)
-    planes = pixels[..., ::-1].transpose(2, 0, 1).tobytes()  # blue first
-    entries = {
-        b"0": datum(planes, 1, (3, 4, 5)),
-        b"1": datum(pixels[..., 0].tobytes(), 2, (1, 4, 5)),
-    }
-    color, gray = read(
-        open_store(write_entries(tmp_path / "b.lmdb", entries)), "image"
-    )[0]
-    assert (decode(color) == pixels).all() and (decode(gray) == pixels[..., :1]).all()
 
 
 def test_parts_of_a_value_are_found_by_content(tmp_path: Path) -> None:
@@ -343,8 +325,12 @@ def test_numpys_numbers_in_pickles_are_refused_by_name(tmp_path: Path) -> None:
     ("entries", "message"),
     [
         ({b"a": b"123", b"b": b"456"}, "LMDB of an unknown layout"),
-        ({b"a": bytes(16)}, "values of pyarrow.serialize, .*`raypipe.convert`"),
-        ({b"a": datum(bytes(59), 1, (3, 4, 5))}, "LMDB of an unknown layout"),
+        # as pyarrow.serialize and Caffe wrote them
+        (
+            {b"a": bytes(16)},
+            "unknown layout .* pyarrow.serialize: .* `raypipe.convert`",
+        ),
+        ({b"a": b"\x08\x03\x10\x01\x18\x01\x22\x03abc"}, "unknown layout .*Caffe's"),
         (
             {b"a": msgpack.packb([b"no image", 1])},
             r"cannot be read: at key b'a': it has no image \(0: bytes, 1: int\)",
@@ -480,11 +466,7 @@ def test_without_the_extension_all_stores_are_the_same(
 
 @pytest.mark.parametrize("kind", [*READERS, "keys"])
 def test_noise_in_a_value_raises_the_readers_errors_alone(kind: str) -> None:
-    value = (
-        datum(IMAGES[0], 1)
-        if kind == "datum"
-        else DUMPS.get(kind, json.dumps)(("a", 1))
-    )
+    value = DUMPS.get(kind, json.dumps)(("a", 1))
     whole, rng = (
         value.encode() if isinstance(value, str) else value,
         np.random.default_rng(0),

@@ -25,34 +25,6 @@ def write_entries(
     return path
 
 
-# Values
-
-
-def datum(data: bytes, label: int, shape: tuple[int, int, int] | None = None) -> bytes:
-    """Write Caffe's Datum: encoded bytes, or pixels of a shape of channels, height and width."""
-    sizes = b"".join(
-        bytes([8 * field]) + _varint(size) for field, size in enumerate(shape or (), 1)
-    )
-    encoded = b"" if shape else b"\x38\x01"
-    return (
-        sizes
-        + b"\x22"
-        + _varint(len(data))
-        + data
-        + b"\x28"
-        + _varint(label & (1 << 64) - 1)
-        + encoded
-    )
-
-
-def _varint(number: int) -> bytes:
-    out = b""
-    while number > 127:
-        out += bytes([number & 127 | 128])
-        number >>= 7
-    return out + bytes([number])
-
-
 # Layouts
 
 
@@ -107,16 +79,6 @@ def write_values(
     }
     about = {b"__keys__": dumps(list(entries)), b"__len__": dumps(len(entries))}
     return write_entries(path, {**entries, **about}, folder=True)
-
-
-def write_datums(path: Path, images: Sequence[bytes], labels: Sequence[int]) -> Path:
-    """Caffe's convert_imageset with --encoded."""
-    pairs = enumerate(zip(images, labels, strict=True))
-    entries = {
-        b"%08d_image.jpg" % number: datum(image, label)
-        for number, (image, label) in pairs
-    }
-    return write_entries(path, entries, folder=True)
 
 
 DUMPS: dict[str, Callable[[Any], bytes]] = {

@@ -148,6 +148,27 @@ def ray_cluster() -> None:
         connect(num_cpus=4, object_store_bytes=300 << 20)
 
 
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
+def _end_streams() -> None:
+    """The frames of a failed test hold its loaders, and these the CPUs that the next tests wait for."""
+    from raypipe.streaming.lifetime import end_oldest
+
+    while end_oldest():
+        pass
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(
     item: pytest.Item, nextitem: pytest.Item | None
@@ -158,6 +179,8 @@ def pytest_runtest_teardown(
     try:
         yield
     finally:
+        if item.stash.get(_FAILED, False) and "ray" in sys.modules:
+            _end_streams()
         is_last = nextitem is None or _group(nextitem) not in _SHARED
         group = _group(item)
         if (group == _OWN or (group in _SHARED and is_last)) and "ray" in sys.modules:

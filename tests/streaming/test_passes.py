@@ -388,8 +388,11 @@ def test_passes_by_actors_are_what_the_plan_says(
 
 @pytest.mark.timeout(300)
 def test_two_loaders_of_one_process_share_the_cluster(
-    stores: dict[str, Path], idle_cluster: None
+    stores: dict[str, Path], idle_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # on a slow machine actors take longer to finish the blocks that they have
+    monkeypatch.setattr("raypipe.streaming.start.room._GIVE_WAY_S", 120.0)
+
     def opened(size: int) -> StreamSpec:
         return open_stream(
             stores["train"],

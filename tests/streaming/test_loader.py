@@ -44,6 +44,8 @@ from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start import room
 
+from pictures import CLASSES, picture  # isort: skip
+
 CPU = torch.device("cpu")
 AUGMENT = AugmentConfig(
     preset="strong",
@@ -835,3 +837,22 @@ def test_a_loader_outside_of_ray_train_connects_to_ray_by_itself(
     at_once = dataclasses.replace(spec, pool=PoolConfig(head_start=0))
     with pytest.raises(ConnectionRefusedError):
         loader(at_once)
+
+
+def test_a_class_that_no_loss_takes_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    labels = [0, 1, -1, 0, -1, 1]
+    store = MemoryStore([picture(i) for i in range(6)], labels, classes=CLASSES)
+    spec = open_stream(
+        store,
+        plan=PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=2),
+        transform=TransformConfig(train="small", size=8),
+        pool=PoolConfig(engine="inline"),
+    )
+    with loader(spec) as one:
+        seen = [label for batch in every_batch(one) for label in batch.target.tolist()]
+    assert sorted(seen) == sorted(labels * 2)
+    (told,) = [text for text in caplog.messages if "has label -1" in text]
+    assert told.startswith(("train sample 2 ", "train sample 4 "))
+    assert "ignore_index=-1" in told and "store.exclude" in told

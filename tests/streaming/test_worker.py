@@ -1,10 +1,12 @@
-"""The time limit of an actor, with a clock and a faulthandler of the test; test_guard.py has real ones."""
+"""An actor: its time limit, with a clock and a faulthandler of the test (test_guard.py has real ones), and its counts."""
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypipe.plan.places import MicroBatchId
@@ -125,3 +127,43 @@ def test_an_actor_counts_what_it_has_made_and_what_was_bad() -> None:
         "substituted_samples_total": 2,
         "train": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("read_s", "seconds"),
+    [
+        pytest.param(0.25, 1.5, id="the CPU time, whatever else runs beside it"),
+        pytest.param(4.0, 2.0, id="the store, where that takes longest"),
+    ],
+)
+def test_the_size_of_blocks_follows_what_a_micro_batch_takes(
+    monkeypatch: pytest.MonkeyPatch, read_s: float, seconds: float
+) -> None:
+    cpu_seconds = iter([10.0, 13.0])
+    clock = SimpleNamespace(process_time=lambda: next(cpu_seconds))
+    monkeypatch.setattr(worker, "time", clock)
+    row = {"image": np.zeros(8, np.uint8)}
+    monkeypatch.setattr(worker, "block_row", lambda batches, arrays: row)
+    batch = SimpleNamespace(
+        position=AT, num_remembered=0, read_s=read_s / 2, work_s=99.0, memory_bytes=0
+    )
+    measured: list[Any] = []
+    one: Any = worker.TransformWorker.__new__(worker.TransformWorker)
+    vars(one).update(
+        _guard=SimpleNamespace(
+            block=lambda block: contextlib.nullcontext(worker.NO_ORDERS)
+        ),
+        _recall=None,
+        _maker=SimpleNamespace(
+            block=lambda *_, **__: ([batch, batch], [], {}),
+            settle=lambda *_: None,
+            sample_makers=SimpleNamespace(probes=[]),
+        ),
+        _metrics=SimpleNamespace(add=lambda *_, **__: None, add_storage=lambda _: None),
+        _supervisor=SimpleNamespace(
+            block_measured=SimpleNamespace(remote=lambda *args: measured.append(args))
+        ),
+        _num_blocks=1,
+    )
+    one._made(([AT, AT], None, 0.0, 0.0))
+    assert measured == [("train", seconds, 4)]

@@ -1,4 +1,4 @@
-"""An actor: its time limit, with a clock and a faulthandler of the test (test_guard.py has real ones), and its counts."""
+"""An actor: its counts, and its time limit with a clock of the test; test_guard.py has real ones."""
 
 from __future__ import annotations
 

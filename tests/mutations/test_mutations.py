@@ -42,7 +42,7 @@ NUM_INPUTS = {
 }
 BATCH = 1000  # per process
 PEAK_MIB = 1100  # above what a process had before its first input
-MAX_CPU_S = 8.0
+MAX_CPU_S = 24.0
 
 
 @dataclass
@@ -205,7 +205,6 @@ def test_every_type_of_a_label_has_damaged_values() -> None:
     } <= forms["tar"]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", NUM_INPUTS)
 def test_every_mutated_input_has_a_clear_outcome(
     kind: str, num_inputs: dict[str, int], reports: dict[str, list[Future[Report]]]

@@ -2,7 +2,7 @@
 
     csrc/jpeg_baseline.h, jpeg_samples.h    without libjpeg
     csrc/jpeg_crop.h, jpeg_huffman.h        by libjpeg, but for its Huffman codes
-    .ci/sanitize, support/fuzz_kernel.py    damaged files, by all levels of vector instructions
+    .ci/sanitize, fuzz/fuzz_kernel.py    damaged files, by all levels of vector instructions
 
 What needs it is skipped where it is not built, and says so.
 """

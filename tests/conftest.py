@@ -194,7 +194,7 @@ def idle_cluster(ray_cluster: None) -> None:
     """Nothing holds a CPU of the cluster, nor an execution that an earlier test has left behind."""
     import ray
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while ray.available_resources().get("CPU", 0) < 4:
         assert time.monotonic() < deadline, ray.available_resources()
         gc.collect()
@@ -208,7 +208,7 @@ def _cpus_held(num: int) -> Iterator[None]:
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group([{"CPU": num}])
-    assert group.wait(60)
+    assert group.wait(600)
     yield
     remove_placement_group(group)
 
@@ -234,8 +234,8 @@ def all_cpus_held(idle_cluster: None) -> Iterator[None]:
         def ping(self) -> None: ...
 
     job = ray.remote(num_cpus=4)(Job).remote()
-    ray.get(job.ping.remote(), timeout=60)
-    deadline = time.monotonic() + 60
+    ray.get(job.ping.remote(), timeout=600)
+    deadline = time.monotonic() + 300
     while ray.available_resources().get("CPU", 0):  # Ray's state is late
         assert time.monotonic() < deadline, ray.available_resources()
         time.sleep(0.1)

@@ -223,7 +223,7 @@ def test_gauges_are_set_while_a_trainer_waits_until_it_ends(
     metrics = TrainerMetrics("run", 0)
     metrics.opened(None)
     metrics.checkpointed()
-    seen = [shown.get(timeout=20) for _ in range(10)]  # nobody records anything
+    seen = [shown.get() for _ in range(10)]  # nobody records anything
     names = {
         f"raypipe_trainer_last_{what}_timestamp_seconds"
         for what in ("batch", "checkpoint")
@@ -235,8 +235,7 @@ def test_gauges_are_set_while_a_trainer_waits_until_it_ends(
     if not dropped:
         metrics.ended()
     del metrics
-    thread.join(timeout=20)
-    assert not thread.is_alive()
+    thread.join()
 
 
 @pytest.mark.cluster

@@ -407,9 +407,6 @@ LMDBS: dict[str, Callable[[list[bytes], list[int]], object]] = {
     "lsun/*_train_lmdb": lambda images, labels: foreign_lmdbs.write_lsun(
         Path("lsun"), images, labels, CLASSES
     ),
-    "caffe/ilsvrc12_train_lmdb": lambda images, labels: foreign_lmdbs.write_datums(
-        Path("caffe/ilsvrc12_train_lmdb"), images, labels
-    ),
 }
 
 

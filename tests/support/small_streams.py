@@ -27,7 +27,7 @@ INLINE = raypipe.PoolConfig(engine="inline")
 SMALL = raypipe.TransformConfig(train="small", val="resize", size=16)
 FIXED = raypipe.TransformConfig(train="resize", val="resize", size=16)
 
-LMDBS = ("keys", "lsun", "datums", "texts", *foreign_lmdbs.DUMPS)
+LMDBS = ("keys", "lsun", "texts", *foreign_lmdbs.DUMPS)
 
 
 def images() -> list[bytes]:
@@ -84,8 +84,6 @@ def _lmdb_of(kind: str, path: Path) -> Path:
         return foreign_lmdbs.write_folders(path, images(), labels(), CLASSES)
     if kind == "lsun":
         return foreign_lmdbs.write_lsun(path, images(), labels(), CLASSES)
-    if kind == "datums":
-        return foreign_lmdbs.write_datums(path, images(), labels())
     if kind == "texts":
         words = [f"word {label}" for label in labels()]
         return foreign_lmdbs.write_texts(path, images(), words)

@@ -1,6 +1,6 @@
 """Many records in one call of the extension (csrc/lmdb.c) are those of one call each, of damaged files too.
 
-support/fuzz_lmdb.py, .ci/sanitize: the same of files that are damaged in other ways, by a build under sanitizers.
+fuzz/fuzz_lmdb.py, .ci/sanitize: the same of files that are damaged in other ways, by a build under sanitizers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Damaged LMDB files through the extension: one call of many records gives what calls for one record each give.
 
-    python tests/support/fuzz_lmdb.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
+    python fuzz/fuzz_lmdb.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
     .ci/sanitize [FIRST [COUNT]]                             the same, by a build under sanitizers
 
 Pages of a sound store are changed; then its header, all its entries, some keys and some records are read. Input

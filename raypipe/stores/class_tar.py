@@ -151,7 +151,8 @@ def _index_files(
         "label": np.concatenate([_labels_of(about, classes) for about in abouts]),
     }
     keys = [view["texts"]["keys"] for view in views]
-    left_out = sum((LeftOut(about["left_out"]) for about in abouts), LeftOut())
+    counts = (LeftOut(part["left_out"]) for part in (*scans, *abouts))
+    left_out = sum(counts, LeftOut())
     are_plain = [about["is_plain"] for about in abouts]
     is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
     facts = "" if is_known else hash_of_facts((classes, are_plain))

@@ -142,7 +142,7 @@ class _OutdatedError(Exception):
 def _write(address: str, tar: Archive, scan: Scan) -> None:
     if not is_remote(address):
         Path(split_address(address)[0]).mkdir(parents=True, exist_ok=True)
-    write_bytes(address, gzip.compress(pack(tar, scan)))
+    write_bytes(address, gzip.compress(pack(tar, scan), 6, mtime=0))
 
 
 def _read(address: str, tar: Archive) -> Scan:

@@ -25,7 +25,6 @@ from raypipe.stores.base import (
     join_fingerprints,
     part_of,
 )
-from raypipe.stores.class_folders import LeftOut
 from raypipe.stores.class_tar import index_tars
 from raypipe.stores.tar_index import Archive
 from raypipe.stores.webdataset import TEXT_SUFFIXES, Scan, as_names
@@ -61,9 +60,7 @@ class TarSamples:
             for name, places in indexed.columns.items()
         }
         self.classes = indexed.classes
-        left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
-        left_out += indexed.left_out
-        self.told = left_out, *indexed.told
+        self.told = indexed.left_out, *indexed.told
         self.schema = pa.schema(
             [(name, _type_of(name, values)) for name, values in self._index.items()]
         )

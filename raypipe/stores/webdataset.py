@@ -63,7 +63,7 @@ class Indexed(NamedTuple):
         classes: class names of class folders; None = they have none.
         nums: samples of each tar.
         keys: the keys or paths of each tar's samples, see `as_texts`.
-        left_out: members outside of the samples, beyond those that the scans count.
+        left_out: members outside of the samples.
         facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
         told: what `check_classes` returns.
     """
@@ -401,7 +401,7 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
         raise StoreError(
             f"{names[number]}: sample {first!r} has no label, but samples of other shards have one"
         )
-    left_out = LeftOut()
+    left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
     columns: dict[str, np.ndarray] = {}
     every = [scan["places"] for scan in scans]
     for suffix in dict.fromkeys(itertools.chain(*every)):

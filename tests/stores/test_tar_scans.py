@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tars import write_members
 
 from raypipe.stores import tar as tar_module
 from raypipe.stores.tar import TarStore
@@ -18,16 +17,9 @@ from raypipe.stores.webdataset import Scan
 
 
 def make(path: Path, *names: str) -> TarStore:
-    with tarfile.open(path, "w") as tar:
-        for name in names:
-            for member_name, content in (
-                (name, name.encode()),
-                (name.replace(".jpg", ".cls"), b"1"),
-            ):
-                member = tarfile.TarInfo(member_name)
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    return TarStore(path)
+    images = [(name, name.encode()) for name in names]
+    labels = [(name.replace(".jpg", ".cls"), b"1") for name in names]
+    return TarStore(write_members(path, [*images, *labels]))
 
 
 @pytest.fixture

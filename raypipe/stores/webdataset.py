@@ -43,6 +43,9 @@ _MAX_JSON_BYTES = 1 << 20  # a larger one is not searched for a label
 Place = tuple[int, int, float]
 """Position of a member's data, num_bytes, mtime."""
 
+MISSING: Place = (-1, -1, 0.0)
+"""The place of no member."""
+
 Read = Callable[[int, int], bytes]
 """Function that returns bytes of a tar: their number, offset → bytes, fewer at the end."""
 
@@ -301,12 +304,14 @@ def _places(
     samples: Sequence[_Sample], images: Sequence[str | None], columns: Sequence[str]
 ) -> dict[str, np.ndarray]:
     """Return position and num_bytes of the members of each column, as `find_samples` does."""
-    places: dict[str, list[tuple[int, int]]] = {suffix: [] for suffix in ("", *columns)}
-    for (_, members), image in zip(samples, images, strict=True):
-        for suffix, pairs in places.items():
-            start, num_bytes, _ = members.get(suffix or image or "", (-1, -1, 0.0))
-            pairs.append((start, num_bytes))
-    return {suffix: np.array(pairs, np.int64) for suffix, pairs in places.items()}
+    places: dict[str, np.ndarray] = {}
+    for column in ("", *columns):
+        pairs = [
+            members.get(column or image or "", MISSING)[:2]
+            for (_, members), image in zip(samples, images, strict=True)
+        ]
+        places[column] = np.array(pairs, np.int64)
+    return places
 
 
 def _unused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -316,6 +317,34 @@ def test_threads(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def _read_in_child(
+    store: LMDBStore, path: Path, answers: multiprocessing.Queue
+) -> None:
+    inherited = store.read(np.array([3, 1]))["label"].tolist()
+    opened_anew = LMDBStore(path).read(np.array([3, 1]))["label"].tolist()
+    answers.put((inherited, opened_anew))
+
+
+def test_forks(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.lmdb")
+    store = LMDBStore(path)
+    store.read(np.arange(20))
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    children = [
+        fork.Process(target=_read_in_child, args=(store, path, answers))
+        for _ in range(3)
+    ]
+    for child in children:
+        child.start()
+    for _ in children:
+        assert answers.get(timeout=300) == ([3, 1], [3, 1])
+    for child in children:
+        child.join(timeout=300)
+        assert child.exitcode == 0
+    assert store.read(np.array([5]))["label"].tolist() == [5]
 
 
 @pytest.mark.parametrize("num_bytes", [10, 3_000, 200_000])

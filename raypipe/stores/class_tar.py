@@ -151,8 +151,9 @@ def _index_files(
         "label": np.concatenate([_labels_of(about, classes) for about in abouts]),
     }
     keys = [view["texts"]["keys"] for view in views]
-    counts = (LeftOut(part["left_out"]) for part in (*scans, *abouts))
-    left_out = sum(counts, LeftOut())
+    left_out = LeftOut()
+    for counted in (*scans, *abouts):
+        left_out.update(counted["left_out"])
     are_plain = [about["is_plain"] for about in abouts]
     is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
     facts = "" if is_known else hash_of_facts((classes, are_plain))
@@ -216,8 +217,8 @@ def _tree_of(scan: Scan) -> MemoryTree:
     members = zip(
         as_names(scan["texts"][FILES]), scan["places"][FILES].tolist(), strict=True
     )
-    for number, (path, place) in enumerate(members):
-        node: Member = TreeFile(place)
+    for number, (path, start_and_size) in enumerate(members):
+        node: Member = TreeFile(start_and_size)
         if (described := scan["others"].get(str(number))) is not None:
             node = _node_of(described)
         tree.add(path, node)

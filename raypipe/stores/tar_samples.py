@@ -117,8 +117,11 @@ class TarSamples:
                 tar = reader, self._archives[shard].name, self._sparse[shard]
                 for name in placed:
                     places = self._index[name][indices[positions]].tolist()
-                    for position, place in zip(positions.tolist(), places, strict=True):
-                        contents[name][position] = _content(*tar, *place)
+                    for position, (start, num_bytes) in zip(
+                        positions.tolist(), places, strict=True
+                    ):
+                        content = _content(*tar, start, num_bytes)
+                        contents[name][position] = content
         arrays: dict[str, pa.Array] = {}
         for name in columns:
             kind = self.schema.field(name).type

@@ -410,14 +410,14 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
     columns: dict[str, np.ndarray] = {}
     every = [scan["places"] for scan in scans]
     for suffix in dict.fromkeys(itertools.chain(*every)):
-        having = [num for num, of in zip(nums, every, strict=True) if suffix in of]
-        if len(having) < len(scans) and suffix not in TEXT_SUFFIXES:
-            left_out[f".{suffix}"] += sum(having)
+        lacking = [suffix not in places for places in every]
+        if any(lacking) and suffix not in TEXT_SUFFIXES:
+            left_out[f".{suffix}"] += sum(np.where(lacking, 0, nums).tolist())
             continue
         columns[suffix or "image"] = np.concatenate(
             [
-                of.get(suffix, np.full((num, 2), -1))
-                for num, of in zip(nums, every, strict=True)
+                places.get(suffix, np.full((num, 2), -1))
+                for num, places in zip(nums, every, strict=True)
             ]
         )
         if not suffix and labelled[0]:

@@ -196,7 +196,7 @@ def convert(
             calls,
             samples.num_samples,
             num_cpus,
-            retries=0 if is_here else _RETRIES,
+            retries=0 if samples.are_here else _RETRIES,
         )
         return _counted(reports, settings, finished)
 

@@ -142,6 +142,8 @@ def write_shard(
     num_written = 0
     with _folder(settings.dst) as folder:
         file = folder / f"{number:05d}{settings.suffix}"
+        # a task that died may have left it
+        file.unlink(missing_ok=True)
         with open_writer(file, columns, settings.classes) as writer:
             every = iter(rows)
             start = first

@@ -253,3 +253,13 @@ def test_a_copy_that_is_no_longer_wanted_leaves_no_file(tmp_path: Path) -> None:
     assert next(copy).samples == 64
     copy.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_a_task_left_is_written_again(tmp_path: Path) -> None:
+    (tmp_path / "00000.lmdb").write_bytes(b"x")
+    settings = CopySettings(
+        dst=str(tmp_path), suffix=".lmdb", columns={"image": "binary"}
+    )
+    rows = StoreRows(MemoryStore([picture(0)] * 3, None), 0, 3, settings)
+    assert list(write_shard(rows, 0, 0, settings))[-1].shard == (0, "00000.lmdb")
+    assert len(open_store(tmp_path / "00000.lmdb")) == 3

@@ -295,7 +295,7 @@ def _shard(file: LMDBFile) -> _Shard | None:
 
 
 def _open_file(listed: RemoteFile) -> _Shard | RemoteFile:
-    """Return a file with its metadata; the file alone if raypipe did not write it."""
+    """Return a file with its metadata, or only the file if raypipe did not write it."""
     if not is_remote(listed.address):
         return _shard(LMDBFile(listed.address)) or listed
     with open_object(listed.address) as (source, current):

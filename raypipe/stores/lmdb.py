@@ -11,7 +11,8 @@ Without the extension, opening fetches the whole shard into the cache.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,11 @@ from raypipe.stores.base import (
     Columns,
     FileStore,
     by_part,
-    hash_of_facts,
     join_fingerprints,
     part_of,
     stored_names,
 )
-from raypipe.stores.lmdb_file import LMDBFile, why_not_compiled
+from raypipe.stores.lmdb_file import LMDBFile, Shard, Shards, why_not_compiled
 from raypipe.stores.lmdb_foreign import (
     CLASS_OF_LSUN,
     DATA_FILE,
@@ -138,14 +138,9 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
         or any(name.endswith(".lmdb") for name in names)
     ):
         files = list_files(address, lambda name: name.endswith(".lmdb"), "*.lmdb")
-        is_folder = {
-            file
-            for file in files
-            if not is_remote(file.address) and Path(file.address).is_dir()
-        }
         return [
             RemoteFile(join_address(file.address, DATA_FILE))
-            if file in is_folder
+            if not is_remote(file.address) and Path(file.address).is_dir()
             else file
             for file in files
         ]
@@ -172,51 +167,17 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """A file of a store.
+class _Shard(Shard):
+    """A file of a store, with its JSON record."""
 
-    Attributes:
-        path: its path or URI, for errors.
-        metadata: the JSON record of the file.
-        file: a local file stays open, and forked children share it, since reads do not move its position. A remote
-            file is downloaded when its first record is read.
-    """
-
-    path: str
     metadata: Metadata
-    file: LMDBFile | RemoteFile
-
-    def open(self) -> LMDBFile:
-        """Return the file, from the node's cache if remote; raise StoreError if it has changed since."""
-        if isinstance(self.file, LMDBFile):
-            return self.file
-        return shared_cache().get(self.file, self._open_cached)
-
-    def is_at_hand(self) -> bool:
-        """Return whether the file is on this node's disk."""
-        if isinstance(self.file, LMDBFile):
-            return True
-        return shared_cache().find(self.file, self._open_cached) is not None
-
-    def _open_cached(self, path: Path) -> LMDBFile:
-        try:
-            shard = _shard(LMDBFile(path))
-        except StoreError as error:
-            raise StoreError(f"{self.path}, in the cache: {error}") from error
-        if shard is None or shard.metadata.fingerprint != self.metadata.fingerprint:
-            raise StoreError(
-                f"{self.path} has changed since the store was opened: start a new run"
-            )
-        return shard.open()
 
 
-class _Shards:
+class _Shards(Shards[_Shard]):
     """The shards of an open store."""
 
-    groups = None
-
     def __init__(self, shards: Sequence[_Shard], target_column: str = "label") -> None:
-        self._shards = shards
+        super().__init__(shards, [shard.metadata.count for shard in shards])
         first = shards[0].metadata
         self._types = first.types
         self.classes = first.classes
@@ -248,120 +209,87 @@ class _Shards:
                     f"{shard.path} and {shards[0].path} differ in columns or classes; "
                     "all shards of one store must have the same"
                 )
-        self._layouts = [RecordLayout(shard.metadata.types) for shard in shards]
-        self._offsets = np.cumsum(
-            [0] + [shard.metadata.count for shard in shards], dtype=np.int64
-        )
+        self._layout = RecordLayout(first.types)
         self.fingerprint = join_fingerprints(
             [shard.metadata.fingerprint for shard in shards]
         )
         if target_column != "label":  # other labels make other contents
             self.fingerprint = join_fingerprints([self.fingerprint, target_column])
-        self.written = hash_of_facts([shard.file.written for shard in shards])
-
-    def __len__(self) -> int:
-        return int(self._offsets[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         names = dict.fromkeys(self._stored[name] for name in columns)
-        kinds = {name: self._types[name] for name in names}
-        values = {name: _empty(kind, len(indices)) for name, kind in kinds.items()}
+        values = {name: _empty(self._types[name], len(indices)) for name in names}
         is_missing = np.zeros(len(indices), bool)
-        for number, positions in by_part(indices, self._offsets):
-            shard = self._shards[number]
-            layout = self._layouts[number]
-            keys = indices[positions] - self._offsets[number]
-            file = shard.open()
-            fixed, variable, done = file.records(keys, layout.native(names))
-            if done.any():
-                for name, column in layout.columns(fixed, variable, names).items():
-                    _put(values[name], positions, column)
-            for position, key in zip(
-                positions[~done].tolist(), keys[~done].tolist(), strict=True
-            ):
-                row = self._row(shard, file, key, layout, names)
-                is_missing[position] = not row
-                for name, value in row.items():
-                    values[name][position] = value
+        for number, positions in by_part(indices, self.offsets):
+            keys = indices[positions] - self.offsets[number]
+            unread = self._read_into(values, self.shards[number], positions, keys)
+            is_missing[positions] = unread
         images = None
         arrays = {}
         for name in columns:
             stored = self._stored[name]
             if name == "image":
-                images = values[stored]
-            elif isinstance(values[stored], np.ndarray):
+                images = values[stored].tolist()
+            elif values[stored].dtype != object:
                 arrays[name] = to_arrow(values[stored], is_missing)
             else:
-                arrays[name] = arrow_column(kinds[stored], values[stored])
+                arrays[name] = arrow_column(self._types[stored], list(values[stored]))
         return Columns(images, pa.table(arrays))
 
-    def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
-        """Return whether the files of samples are on this node's disk."""
-        return all(
-            self._shards[number].is_at_hand()
-            for number, _ in by_part(indices, self._offsets)
-        )
-
-    @staticmethod
-    def _row(
+    def _read_into(
+        self,
+        values: dict[str, np.ndarray],
         shard: _Shard,
-        file: LMDBFile,
-        key: int,
-        layout: RecordLayout,
-        stored: Collection[str],
-    ) -> dict[str, Any]:
-        """Return the columns of one record; none if it is missing or damaged."""
-        try:
-            record = file.get(KEY.pack(key))
-        except StoreError:
-            return {}  # only this record's place in the file is damaged, so it is one bad sample
-        except OSError as error:
-            raise StoreError(
-                f"{shard.path} cannot be read at key {key}: {error}"
-            ) from error
-        return {} if record is None else layout.unpack(record, stored)
+        positions: np.ndarray,
+        keys: np.ndarray,
+    ) -> np.ndarray:
+        """Read a file's samples into columns; return which of them are missing or damaged, bool (n,)."""
+        file = shard.open()
+        fixed, variable, done = file.records(keys, self._layout.native(values))
+        if done.any():
+            found = self._layout.columns(fixed, variable, values)
+            for name, column in found.items():
+                if not isinstance(column, np.ndarray):
+                    column = np.fromiter(column, object, len(column))
+                values[name][positions] = column
+        are_missing = np.zeros(len(keys), bool)
+        with errors_as(StoreError, f"{shard.path} cannot be read"):
+            for number in np.flatnonzero(~done).tolist():
+                record = None
+                # a damaged place in the file is one bad sample
+                with contextlib.suppress(StoreError):
+                    record = file.get(KEY.pack(int(keys[number])))
+                row = self._layout.unpack(record, values) if record is not None else {}
+                are_missing[number] = not row
+                for name, value in row.items():
+                    values[name][positions[number]] = value
+        return are_missing
 
     def sample_name(self, index: int) -> str:
-        number, within = part_of(self._offsets, index)
-        return f"{self._shards[number].path}, key {within}"
+        number, within = part_of(self.offsets, index)
+        return f"{self.shards[number].path}, key {within}"
 
 
 def _field(name: str, kind: str) -> pa.Field:
     return pa.field(name, arrow_type(kind), nullable=kind not in ("int64", "float64"))
 
 
-def _empty(kind: str, num: int) -> Any:
+def _empty(kind: str, num: int) -> np.ndarray:
     """Return a column without values yet."""
     if kind in ("int64", "float64"):
         return np.zeros(num, kind)
-    return [None] * num
-
-
-def _put(values: Any, positions: np.ndarray, column: np.ndarray | list[Any]) -> None:
-    """Write the values of some samples into a column."""
-    if isinstance(values, np.ndarray):
-        values[positions] = column
-        return
-    for position, value in zip(positions.tolist(), column, strict=True):
-        values[position] = value
+    return np.full(num, None, object)
 
 
 def _shard(file: LMDBFile) -> _Shard | None:
     """Return a file with its metadata; None if raypipe did not write it."""
     path = file.path
     with errors_as(StoreError, f"{path} cannot be read"):
-        try:
-            record = file.get(METADATA_KEY)
-        except StoreError:
-            if file.num_bytes >= file.declared_bytes:
-                raise
-            record = memoryview(b"")
+        record = file.get(METADATA_KEY)
     if record is None:
         return None
     if file.num_bytes < file.declared_bytes:
-        raise StoreError(
-            f"{path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or convert it again"
-        )
+        raise file.truncated()
     metadata = Metadata.from_json(
         bytes(record), f"{path} has a bad {METADATA_KEY.decode()} record"
     )
@@ -369,7 +297,7 @@ def _shard(file: LMDBFile) -> _Shard | None:
         raise StoreError(
             f"{path} has {file.num_entries - 1} samples, but was written with {metadata.count}; convert it again"
         )
-    return _Shard(str(path), metadata, file)
+    return _Shard(str(path), file, metadata)
 
 
 def _open_local(listed: RemoteFile) -> _Shard | RemoteFile:
@@ -379,11 +307,8 @@ def _open_local(listed: RemoteFile) -> _Shard | RemoteFile:
 def _look_up(listed: RemoteFile) -> _Shard | RemoteFile:
     with open_object(listed.address) as (source, current):
         file = listed.checked(current)
-        if not why_not_compiled():
+        if why_not_compiled():
+            shard = _shard(shared_cache().get(file, LMDBFile))
+        else:
             shard = _shard(LMDBFile(listed.address, source))
-            return file if shard is None else replace(shard, file=file)
-    try:
-        shard = _shard(shared_cache().get(file, LMDBFile))
-    except StoreError as error:
-        raise StoreError(f"{listed.address}, in the cache: {error}") from error
     return file if shard is None else replace(shard, path=listed.address, file=file)

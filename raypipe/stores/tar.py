@@ -13,7 +13,6 @@ import io
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,15 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, look_up, open_object
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import Unpacked, shared_cache
-from raypipe.storage.local_file import OpenFile, locked, make_cache_folder, open_regular
-from raypipe.storage.retries import in_threads
+from raypipe.storage.local_file import OpenFile, open_regular
+from raypipe.storage.retries import NUM_REQUESTS, in_threads
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import (
-    FileStore,
-    hash_of_facts,
-)
+from raypipe.stores.base import FileStore
 from raypipe.stores.class_folders import tell_left_out
-from raypipe.stores.tar_index import Indexes, keep, read_kept, version_of
+from raypipe.stores.kept import kept, path_of
+from raypipe.stores.tar_index import VERSION, Archive, Indexes, pack, unpack
 from raypipe.stores.tar_jumps import Jumps
-from raypipe.stores.tar_samples import GROUP_BYTES, Archive, TarSamples
+from raypipe.stores.tar_samples import GROUP_BYTES, TarSamples
 from raypipe.stores.tar_scan import UnfitError, scan_tar
 from raypipe.stores.webdataset import Scan
 
@@ -42,7 +39,6 @@ _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 _SMALL_BYTES = 64 << 20
 # a remote tar below this size is fetched whole, within a second
 _SMALL_REMOTE_BYTES = 32 << 20
-_SCAN_FILE = "tar-9.json"  # name in the cache, with the version of its layout
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 """Ends of names of compressed tars."""
@@ -124,68 +120,48 @@ class TarStore(FileStore[TarSamples]):
 
     def scans(self, archives: Sequence[Archive]) -> list[Scan]:
         """Return the scan of each tar, from its index if there is one."""
-        options = self._options[:2]
-        indexes = Indexes(options, self._run_folder)
-        if not is_remote(self.address):
-            return in_threads(
-                lambda archive: self._scanned(archive, indexes), archives, _NUM_FETCHES
-            )
-        kept = in_threads(lambda archive: self._kept(archive, indexes), archives)
-        missing = [
-            archive
-            for archive, scan in zip(archives, kept, strict=True)
-            if scan is None
-        ]
-        if missing and any(
-            version_of(archive.file)[0] > GROUP_BYTES for archive in missing
-        ):
-            num_bytes = sum(version_of(archive.file)[0] for archive in missing)
+        indexes = Indexes(self._options[:2], self._run_folder)
+        paths = [self._kept_path(archive) for archive in archives]
+        missing: list[int] = []
+        if is_remote(self.address):
+            missing = [
+                archive.num_bytes
+                for archive, path in zip(archives, paths, strict=True)
+                if not (path and path.exists()) and not indexes.are_of(archive.name)
+            ]
+        if max(missing, default=0) > GROUP_BYTES:
             logger.info(
                 "%s: scanning %d tars of %.1f GB, which have no index: `raypipe index` keeps one next to them",
-                *(self.address, len(missing), num_bytes / 1e9),
+                *(self.address, len(missing), sum(missing) / 1e9),
             )
-        scanned = iter(
-            in_threads(
-                lambda archive: self._scanned(archive, indexes), missing, _NUM_FETCHES
+
+        def scan(number: int) -> Scan:
+            archive = archives[number]
+            if paths[number] is None and isinstance(archive.file, OpenFile):
+                return _scan(archive, *self._options[:2])
+            return kept(
+                paths[number],
+                lambda content: unpack(content, archive),
+                lambda: indexes.find(archive) or _scan(archive, *self._options[:2]),
+                lambda scan: pack(archive, scan),
             )
-        )
-        scans = [next(scanned) if scan is None else scan for scan in kept]
-        if not self._identity:  # this process opened the store first
-            numbers = range(len(archives))
-            in_threads(
-                lambda n: indexes.keep_in_run(
-                    archives[n].name, archives[n].file, scans[n]
-                ),
-                numbers,
-            )
+
+        are_read = is_remote(self.address) and not missing
+        num_threads = NUM_REQUESTS if are_read else _NUM_FETCHES
+        scans = in_threads(scan, range(len(archives)), num_threads)
+        if is_remote(self.address) and not self._identity:
+            # this process opened the store first
+            pairs = zip(archives, scans, strict=True)
+            in_threads(lambda pair: indexes.keep_in_run(*pair), pairs)
         return scans
 
-    def _kept(self, archive: Archive, indexes: Indexes) -> Scan | None:
-        """Return a remote tar's scan from the node's cache, or from its index."""
-        path = _kept_path(archive, self._options[:2])
-        if path and (scan := read_kept(path)):
-            return scan
-        scan = indexes.find(archive.name, archive.file)
-        if scan and path:
-            keep(path, scan)
-        return scan
-
-    def _scanned(self, archive: Archive, indexes: Indexes) -> Scan:
-        """Return a tar's scan; those of remote and large tars are cached on the node for all its processes."""
-        options = self._options[:2]
-        is_local = isinstance(archive.file, OpenFile)
-        if is_local and version_of(archive.file)[0] < _SMALL_BYTES:
-            return _scan(archive, *options)
-        path = _kept_path(archive, options)
-        if path is None:
-            return _scan(archive, *options)
-        with locked(path.with_suffix(".lock")):
-            # one process scans, and the others wait
-            if scan := read_kept(path):
-                return scan
-            scan = indexes.find(archive.name, archive.file) or _scan(archive, *options)
-            keep(path, scan)
-        return scan
+    def _kept_path(self, archive: Archive) -> Path | None:
+        """Return where this node keeps a tar's scan; None for a small local one, or without a cache."""
+        file = archive.file
+        if isinstance(file, OpenFile) and archive.num_bytes < _SMALL_BYTES:
+            return None
+        facts = archive.name, type(file).__name__, file.written, self._options[:2]
+        return path_of("scans", *facts, VERSION)
 
     def write_index(self) -> dict[str, Any]:
         """Write the index of each tar next to it.
@@ -200,13 +176,10 @@ class TarStore(FileStore[TarSamples]):
         scans = self.scans(archives)
         indexes = Indexes(self._options[:2])
 
-        def write(number: int) -> str:
-            archive = archives[number]
-            return indexes.keep_beside(archive.name, archive.file, scans[number])
-
-        written = in_threads(write, range(len(archives)))
+        pairs = zip(archives, scans, strict=True)
+        written = in_threads(lambda pair: indexes.keep_beside(*pair), pairs)
         folders = sorted({address.rpartition("/")[0] for address in written})
-        num_bytes = sum(version_of(archive.file)[0] for archive in archives)
+        num_bytes = sum(archive.num_bytes for archive in archives)
         return {
             "tars": len(archives),
             "bytes": num_bytes,
@@ -236,9 +209,7 @@ def list_tars(address: str) -> list[RemoteFile]:
 def tell_compressed(address: str, archives: Sequence[Archive]) -> None:
     """Say in one line what compressed tars cost."""
     sizes = [
-        version_of(archive.file)[0]
-        for archive in archives
-        if isinstance(archive.file, Unpacked)
+        archive.num_bytes for archive in archives if isinstance(archive.file, Unpacked)
     ]
     logger.warning(
         "%s: %d compressed tars of %.1f GB cannot be entered: each is unpacked whole into the node's cache before "
@@ -268,22 +239,6 @@ def _find(listed: RemoteFile) -> Archive:
             RemoteFile(address, status.st_size, f"{status.st_mtime_ns}-{status.st_ino}")
         ),
     )
-
-
-def _kept_path(archive: Archive, options: Sequence[Any]) -> Path | None:
-    """Return where this node keeps a tar's scan; None if the cache cannot be used, which only saves time."""
-    file = archive.file
-    if isinstance(file, RemoteFile):
-        version: tuple[Any, ...] = astuple(file)
-    elif isinstance(file, Unpacked):
-        version = ("unpacked", *astuple(file.file))
-    else:
-        version = archive.name, *file.written
-    try:
-        folder = make_cache_folder("scans")
-    except OSError:
-        return None
-    return folder / f"{hash_of_facts((version, tuple(options)))}-{_SCAN_FILE}"
 
 
 def _scan(archive: Archive, image_column: str, target_column: str) -> Scan:

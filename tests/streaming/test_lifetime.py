@@ -22,9 +22,7 @@ def test_streams_leave_nothing_of_theirs_however_they_are_left(
 ) -> None:
     num = 13 * len(WAYS) if is_soak(request.config) else len(WAYS)
     command = [sys.executable, str(PROGRAM), str(stores["train"]), str(num), *WAYS]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=100 + 30 * num
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stderr
     *each, last = [
@@ -39,9 +37,7 @@ def test_a_stream_that_a_name_still_holds_makes_room_for_a_new_one(
     stores: dict[str, Path],
 ) -> None:
     command = [sys.executable, str(PROGRAM), str(stores["train"]), "3", "held"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (
         done.stderr.count(
@@ -56,9 +52,7 @@ def test_a_stream_goes_on_after_the_end_of_ray_and_an_interrupted_start(
     stores: dict[str, Path],
 ) -> None:
     command = [sys.executable, str(SUPPORT / "shut_down.py"), str(stores["train"])]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     # A slow machine has lines of the waits, too.
     printed = [

@@ -28,7 +28,6 @@ from raypipe.stores.addresses import list_files
 from raypipe.stores.base import NAME, as_text
 from raypipe.stores.class_folders import (
     BY_FOLDER,
-    LeftOut,
     check_classes,
     find_classes,
     tell_left_out,
@@ -40,9 +39,9 @@ from raypipe.stores.webdataset import (
     Indexed,
     Place,
     Scan,
+    as_names,
     find_samples,
     index_samples,
-    unpacked,
 )
 
 logger = logging.getLogger(__name__)
@@ -195,8 +194,7 @@ def _pairs(
         scans.append(scan)
         members.append(of_positions)
     indexed = index_samples([zipped.path for zipped in zips], scans)
-    left_out = indexed.left_out + sum((scan["left_out"] for scan in scans), LeftOut())
-    tell_left_out(zips[0].path, sum(indexed.nums), left_out)
+    tell_left_out(zips[0].path, sum(indexed.nums), indexed.left_out)
     samples = _samples_of_pairs(zips, members, indexed)
     return Source(samples, num_samples=sum(indexed.nums))
 
@@ -210,11 +208,8 @@ def _samples_of_pairs(
     columns = dict(indexed.columns)
     labels = columns.pop("label", None)
     numbers = itertools.count()
-    for zipped, of_positions, num, keys in zip(
-        zips, members, indexed.nums, indexed.keys, strict=True
-    ):
-        names = unpacked(zipped.path, keys, num)
-        for name, number in zip(names, numbers, strict=False):
+    for zipped, of_positions, keys in zip(zips, members, indexed.keys, strict=True):
+        for name, number in zip(as_names(keys), numbers, strict=False):
             sample: dict[str, Any] = {NAME: name}
             for column, places in columns.items():
                 content = zipped.read(of_positions.get(int(places[number][0])))

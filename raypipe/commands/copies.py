@@ -50,7 +50,7 @@ class CopySettings:
         dst: a URI, or the local folder of the new shards.
         suffix: suffix of the shards.
         classes: class names by label.
-        numbers: what each label of the source is among `classes`; None = the same.
+        numbers: the number among `classes` of each label of the source; None = the same.
         columns: all columns of the copy, with their types.
         sized: which of SIZE_COLUMNS are made from the images, and not read.
     """

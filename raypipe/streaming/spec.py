@@ -56,6 +56,7 @@ class StreamSpec(
         opened: the arguments that it was opened with, see `raypipe.streaming.record.opened`.
         probes: samples as the driver has made them, if it has made any, for the others to compare.
         traces: whether its processes record events for a trace, see `raypipe.metrics.tracer`.
+        resident: its images on the device, see `raypipe.streaming.resident`; None = they are made as they come.
     """
 
     plan: Plan
@@ -73,6 +74,7 @@ class StreamSpec(
     opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     probes: list[Probe] = field(default_factory=list, repr=False, compare=False)
     traces: bool = field(default=False, repr=False)
+    resident: Any = field(default=None, repr=False, compare=False)
 
     @property
     def wanted(self) -> Wanted:

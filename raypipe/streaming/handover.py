@@ -125,6 +125,8 @@ def loader(
         spec = replace(spec, traces=True)
     in_train = in_train_function()
     rank, world_size = _rank_and_world_size(in_train, spec.pool.engine)
+    if spec.resident is not None:
+        rank, world_size = spec.resident.share(rank, world_size)
     spec.plan.check_workers(world_size)
     device = _device_of(device, in_train)
     run = _run_folder(checked["run_dir"], lease, in_train)
@@ -228,6 +230,8 @@ def _opening(
     max_actors: int | None,
 ) -> Callable[..., HostStream]:
     """Return the function that starts this rank's stream at a place, with Ray or inline."""
+    if spec.resident is not None:
+        return functools.partial(spec.resident.open, rank, world_size)
     if spec.pool.engine == "inline":
         return functools.partial(open_inline, spec, rank, world_size)
     from raypipe.streaming.ray_stream import RayStreams  # this imports ray.data

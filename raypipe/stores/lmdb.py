@@ -89,24 +89,18 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
     def _open(self) -> _Shards | ForeignShards:
         shards = self._listing
         if shards is None:
-            files = find_lmdbs(self.address)
-            if is_remote(self.address):
-                shards = in_threads(_look_up, files)
-            else:
-                shards = list(map(_open_local, files))
+            shards = in_threads(_open_file, find_lmdbs(self.address))
             if is_remote(self.address):
                 self._listing = shards
         opened = [shard for shard in shards if isinstance(shard, _Shard)]
+        foreign = [shard for shard in shards if isinstance(shard, RemoteFile)]
         target_column, trust_pickles = self._options
         if not opened:
-            return open_foreign(shards, Options(target_column, trust_pickles))
-        if len(opened) < len(shards):
-            foreign = next(
-                shard.address for shard in shards if isinstance(shard, RemoteFile)
-            )
+            return open_foreign(foreign, Options(target_column, trust_pickles))
+        if foreign:
             raise StoreError(
-                f"{foreign} is LMDB from another program, and {opened[0].path} is raypipe's: a store has one "
-                "kind, so put them into two folders"
+                f"{foreign[0].address} is LMDB from another program, and {opened[0].path} is raypipe's: a store "
+                "has one kind, so put them into two folders"
             )
         return _Shards(opened, target_column or "label")
 
@@ -300,11 +294,10 @@ def _shard(file: LMDBFile) -> _Shard | None:
     return _Shard(str(path), file, metadata)
 
 
-def _open_local(listed: RemoteFile) -> _Shard | RemoteFile:
-    return _shard(LMDBFile(listed.address)) or listed
-
-
-def _look_up(listed: RemoteFile) -> _Shard | RemoteFile:
+def _open_file(listed: RemoteFile) -> _Shard | RemoteFile:
+    """Return a file with its metadata, or only the file if raypipe did not write it."""
+    if not is_remote(listed.address):
+        return _shard(LMDBFile(listed.address)) or listed
     with open_object(listed.address) as (source, current):
         file = listed.checked(current)
         if why_not_compiled():

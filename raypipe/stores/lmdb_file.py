@@ -93,7 +93,7 @@ class _Meta(NamedTuple):
     Attributes:
         number, kind: its own page number and flags.
         page_bytes: bytes in a page.
-        flags, depth, num_entries, root: of the tree; its levels of pages, 0 = it is empty; its first page.
+        flags, depth, num_entries, root: the tree, with levels of pages, 0 = it is empty, and its first page.
         last_page: number of the file's last page.
         transaction: the newer page has the higher one.
     """

@@ -134,9 +134,7 @@ def loader(
     digest_log = None
     if log_digest:
         record = settings_record(spec, augmented, dtype)
-        digest_log = DigestLog.of(
-            run.folder, spec.plan, record, rank, world_size, device
-        )
+        digest_log = DigestLog(run.folder, spec.plan, record, rank, world_size, device)
     try:
         start = _start_of(
             cursor,

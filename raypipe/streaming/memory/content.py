@@ -18,7 +18,7 @@ import json
 import pickle
 import platform
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from raypipe.plan.samplers import Draws
 from raypipe.streaming.remake import processor
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.albumentations import described
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import Size
 
@@ -36,23 +37,8 @@ _KEY_BYTES = 16
 _ELSEWHERE = ("train", "val", "size", "strength", "max_bad_fraction", "time_limit_s")
 
 
-class Code(Protocol):
-    """The code that makes samples: a `SampleMaker`."""
-
-    has_user_code: bool
-
-    @property
-    def transforms(self) -> Sequence[tuple[str, SampleTransform]]:
-        """The transform of each image, with its field."""
-        ...
-
-    def weaken(self, strength: float) -> None:
-        """Scale its random steps, see `transform.strength`."""
-        ...
-
-
-Recipe = tuple[Code, Size, float, Draws]
-"""Code, size, strength and draws of a micro-batch, from `SampleMakers.recipes`."""
+Recipe = tuple[SampleMaker, Size, float, Draws]
+"""Maker of samples, size, strength and draws of a micro-batch, from `SampleMakers.recipes`."""
 Recipes = Callable[[Sequence[MicroBatchId]], Sequence[Recipe]]
 
 
@@ -103,7 +89,7 @@ class Contents:
         self._spec = spec
         self._recipes = recipes
         self._stream = stream
-        self._contents: dict[tuple[Split, Code], Content] = {}
+        self._contents: dict[tuple[Split, SampleMaker], Content] = {}
 
     def of_split(self, split: Split) -> Content:
         """Return the content of a split's first micro-batches."""
@@ -128,7 +114,7 @@ class Contents:
             keys.append(content.key(strength, draws.indices, of_samples))
         return keys
 
-    def _of(self, split: Split, code: Code, size: Size) -> Content:
+    def _of(self, split: Split, code: SampleMaker, size: Size) -> Content:
         pair = (split, code)
         if pair not in self._contents:
             self._contents[pair] = _content_of(
@@ -138,7 +124,7 @@ class Contents:
 
 
 def _content_of(
-    spec: StreamSpec, split: Split, code: Code, size: Size, stream: str
+    spec: StreamSpec, split: Split, code: SampleMaker, size: Size, stream: str
 ) -> Content:
     code.weaken(1.0)  # the key of a micro-batch has its strength
     transforms = code.transforms

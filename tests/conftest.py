@@ -148,6 +148,27 @@ def ray_cluster() -> None:
         connect(num_cpus=4, object_store_bytes=300 << 20)
 
 
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
+def _end_streams() -> None:
+    """The frames of a failed test hold its loaders, and these the CPUs that the next tests wait for."""
+    from raypipe.streaming.lifetime import end_oldest
+
+    while end_oldest():
+        pass
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(
     item: pytest.Item, nextitem: pytest.Item | None
@@ -158,6 +179,8 @@ def pytest_runtest_teardown(
     try:
         yield
     finally:
+        if item.stash.get(_FAILED, False) and "ray" in sys.modules:
+            _end_streams()
         is_last = nextitem is None or _group(nextitem) not in _SHARED
         group = _group(item)
         if (group == _OWN or (group in _SHARED and is_last)) and "ray" in sys.modules:
@@ -171,7 +194,7 @@ def idle_cluster(ray_cluster: None) -> None:
     """Nothing holds a CPU of the cluster, nor an execution that an earlier test has left behind."""
     import ray
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while ray.available_resources().get("CPU", 0) < 4:
         assert time.monotonic() < deadline, ray.available_resources()
         gc.collect()
@@ -185,7 +208,7 @@ def _cpus_held(num: int) -> Iterator[None]:
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group([{"CPU": num}])
-    assert group.wait(60)
+    assert group.wait(600)
     yield
     remove_placement_group(group)
 
@@ -211,8 +234,8 @@ def all_cpus_held(idle_cluster: None) -> Iterator[None]:
         def ping(self) -> None: ...
 
     job = ray.remote(num_cpus=4)(Job).remote()
-    ray.get(job.ping.remote(), timeout=60)
-    deadline = time.monotonic() + 60
+    ray.get(job.ping.remote(), timeout=600)
+    deadline = time.monotonic() + 300
     while ray.available_resources().get("CPU", 0):  # Ray's state is late
         assert time.monotonic() < deadline, ray.available_resources()
         time.sleep(0.1)

@@ -78,7 +78,6 @@ def fresh(code: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
     )
     return done.stdout.strip()
 

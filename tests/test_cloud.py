@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +28,33 @@ import raypipe
 from raypipe.commands.convert import convert
 from raypipe.config import PlanConfig, RunConfig, TransformConfig
 from raypipe.metrics.records import parse_records
+from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.bad_list import write_bad_list
 from raypipe.stores.destination import new_remote
+from raypipe.streaming.stop_file import request_stop
 
 from pictures import CLASSES, picture, samples  # isort: skip
 
-pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.system]
+
+EPOCHS = 5  # a run looks for a stop once a second, and at the end of an epoch it acts
 
 # What is done with the bucket stands in another process: Ray's processes have the environment of who started them.
-# The run is stopped under a stream of actors; it goes on with its trainer reading the bucket. It is asked to stop
-# before its trainer begins, since a bucket is looked at every 3 s: later, a fast run would be at its end first.
+# The run is stopped under a stream of actors; it goes on with its trainer reading the bucket.
 RUNS = """
-import dataclasses, json, pickle, sys, threading, time
+import dataclasses, json, pickle, sys
 import raypipe
 from raypipe.rayext.cluster import connect
 from raypipe.config import PoolConfig
-from raypipe.storage.files import read_whole
 from raypipe.launch.run import launch
-from raypipe.streaming.stop_file import (request_stop)
 
 with open(sys.argv[1], "rb") as file:
     run = pickle.load(file)
 folder = f"{run.storage_path}/{run.name}"
 
-def stop():
-    while read_whole(f"{folder}/config.yaml") is None:
-        time.sleep(0.1)
-    request_stop(folder)
-
 connect(num_cpus=4, object_store_bytes=300 << 20)
-threading.Thread(target=stop).start()
 stopped = launch(run)
 resumed = launch(dataclasses.replace(run, name="", resume=folder, pool=PoolConfig(engine="inline")))
 with open(sys.argv[2], "w") as file:
@@ -97,7 +94,7 @@ with open(sys.argv[2], "w") as file:
 
 def run_of(folder: str) -> RunConfig:
     run = small_run(
-        f"{folder}/runs", f"{folder}/train.lmdb", f"{folder}/val.parquet", 2, 2
+        f"{folder}/runs", f"{folder}/train.lmdb", f"{folder}/val.parquet", EPOCHS, 2
     )
     store = dataclasses.replace(run.store, exclude={"val": f"{folder}/bad.json"})
     train = dataclasses.replace(run.train, log_samples=True, checkpoint_interval=5)
@@ -150,6 +147,15 @@ def files(folder: str) -> dict[str, bytes]:
     }
 
 
+def stop_at_once(run: str) -> None:
+    """Ask a run to stop as soon as it has a folder, past the faults of its own requests, and before its trainer
+    begins.
+    """
+    while read_whole(f"{run}/config.yaml") is None:
+        time.sleep(0.1)
+    request_stop(run)
+
+
 def without_names(records: bytes) -> list[dict[str, Any]]:
     return [
         {key: v for key, v in json.loads(line).items() if key != "name"}
@@ -170,7 +176,9 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     (tmp_path / "run").write_bytes(pickle.dumps(run_of(remote)))
     # Only answers with a body can be cut or slow: one in five.
     rates = {"throttle": 0.03, "drop": 0.03, "cut": 0.08, "slow": 0.1}
-    with FaultyProxy(s3_endpoint, seed=1, rates=rates) as proxy:
+    with FaultyProxy(s3_endpoint, seed=1, rates=rates, spared="/stop") as proxy:
+        run_address = f"{remote}/runs/mine"
+        threading.Thread(target=stop_at_once, args=(run_address,), daemon=True).start()
         # of all requests, for some seconds, in the midst of it
         proxy.outage = first(40, after=100)
         process_environment = {
@@ -189,7 +197,6 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
             ],
             capture_output=True,
             text=True,
-            timeout=380,
             env=process_environment,
             check=False,
         )
@@ -202,7 +209,7 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
 
     assert (
         stopped["stopped"]
-        and 0 < stopped["steps"] < alone["steps"] == resumed["steps"] == 16
+        and 0 < stopped["steps"] < alone["steps"] == resumed["steps"] == 8 * EPOCHS
     )
     assert resumed["run_dir"] == f"{remote}/runs/mine"
     assert resumed["val_accuracy"] == alone["val_accuracy"]
@@ -212,7 +219,7 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     )
     assert [r for r in seen if "indices" in r] == expected_samples and len(
         expected_samples
-    ) == 32
+    ) == 16 * EPOCHS
     expected, found = final_state(here)["model"], final_state(there)["model"]
     assert expected.keys() == found.keys() and all(
         torch.equal(found[name], expected[name]) for name in expected
@@ -229,8 +236,8 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
         assert without_names(found) == without_names(content)
     kinds = [record["kind"] for record in parse_records(there["metrics.jsonl"])]
     assert (
-        kinds.count("train") == 16
-        and kinds.count("val") == 2
+        kinds.count("train") == 8 * EPOCHS
+        and kinds.count("val") == EPOCHS
         and kinds.count("start") == 2
     )
     assert "stop" not in there
@@ -263,7 +270,6 @@ def test_tars_in_a_bucket_give_the_digest_of_a_disk_through_killed_actors(
         [sys.executable, "-c", TARS, *arguments],
         capture_output=True,
         text=True,
-        timeout=380,
         env=environment,
         check=False,
     )

@@ -197,7 +197,6 @@ def halves(
     return run, runs / "whole", runs / "half"
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_run_with_a_damaged_checkpoint_ends_with_equal_weights(
     damage: str, halves: tuple[RunConfig, Path, Path], tmp_path: Path
@@ -212,7 +211,6 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_equal_weights(
     assert_equal_models(whole, tmp_path / "half")
 
 
-@pytest.mark.timeout(240)
 def test_a_run_goes_on_to_equal_weights_after_its_disk_was_full(
     halves: tuple[RunConfig, Path, Path], tmp_path: Path
 ) -> None:

@@ -254,7 +254,6 @@ def test_the_program_of_llms_txt_trains_and_its_check_runs(
 
 @pytest.mark.pages
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")
 def test_the_program_of_docs_training_loop_fails_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -289,7 +288,6 @@ def test_the_program_of_docs_training_loop_fails_and_continues(
 
 @pytest.mark.pages
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("two_cpus")
 def test_the_loops_of_docs_integrations_learn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -350,7 +348,6 @@ def test_the_ray_train_loop_of_docs_integrations_reports_and_learns(
 
 
 @pytest.mark.pages
-@pytest.mark.timeout(240)
 def test_docs_sampling_draws_shares_learns_on_buckets_and_balance_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,7 +406,6 @@ def test_docs_performance_has_each_image_on_the_device_once(
 
 @pytest.mark.pages
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_cluster")
 def test_docs_lmdb_gives_a_dataset_of_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -425,7 +421,6 @@ def test_docs_lmdb_gives_a_dataset_of_ray(
 
 @pytest.mark.pages
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")
 def test_docs_formats_converts_from_python_and_streams_a_store_of_sqlite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -455,7 +450,6 @@ def test_docs_formats_converts_from_python_and_streams_a_store_of_sqlite(
 
 @pytest.mark.pages
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")
 def test_the_digests_of_docs_reproducibility_are_as_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -507,7 +501,6 @@ def test_the_notebook_is_small_and_shows_pictures() -> None:
 
 
 @pytest.mark.soak  # what it calls is called by the pages' programs too
-@pytest.mark.timeout(240)
 def test_the_notebook_runs_as_plain_python_and_prints_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -613,7 +606,6 @@ def test_docs_transforms_has_every_preset() -> None:
 
 
 @pytest.mark.pages
-@pytest.mark.timeout(240)
 def test_the_views_of_docs_transforms_are_learned_from(
     tmp_path: Path, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -634,7 +626,6 @@ def test_the_views_of_docs_transforms_are_learned_from(
 
 @pytest.mark.pages
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")
 def test_docs_targets_learns_masks_captions_and_fields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -38,7 +38,7 @@ from pictures import CLASSES, picture, samples, write_tar  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
 from small_runs import small_run  # isort: skip
 
-pytestmark = [pytest.mark.cluster, pytest.mark.pages, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.pages]
 
 COMMAND = Path(sys.executable).parent / "raypipe"
 SIZES = ["--transform.size=32", "--plan.micro_batch_size=16"]
@@ -91,9 +91,7 @@ def run_alone(words: list[str]) -> dict[str, Any]:
         else [sys.executable, str(ROOT / words[0])]
     )
     command = [*program, *words[1:], *SMALL.get(words[1], [])]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -409,9 +407,6 @@ LMDBS: dict[str, Callable[[list[bytes], list[int]], object]] = {
     "lsun/*_train_lmdb": lambda images, labels: foreign_lmdbs.write_lsun(
         Path("lsun"), images, labels, CLASSES
     ),
-    "caffe/ilsvrc12_train_lmdb": lambda images, labels: foreign_lmdbs.write_datums(
-        Path("caffe/ilsvrc12_train_lmdb"), images, labels
-    ),
 }
 
 
@@ -462,7 +457,6 @@ def test_the_runs_of_docs_quickstart_run() -> None:
 
 @runs(("clusters.md", "jobs/train.py"))
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("folder", "s3")
 def test_the_jobs_of_docs_clusters_run() -> None:
     write_stores("val.parquet")

@@ -26,7 +26,6 @@ def test_inputs_that_reach_new_code_join_the_corpus(tmp_path: Path) -> None:
         env={**os.environ, "PYTHON": sys.executable, "FUZZ_OUT": str(tmp_path / "out")},
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,4 +57,4 @@ def test_a_store_with_an_empty_key_is_listed(tmp_path: Path) -> None:
     path = tmp_path / "a.lmdb"
     path.write_bytes(without_key(TARGETS["lmdb"].corpus()[2]))
     (entries,) = LMDBFile(path).entries()
-    assert entries.keys == b"" and entries.key_sizes.tolist() == [0]
+    assert entries.keys.to_pylist() == [b""]

@@ -130,7 +130,6 @@ def newcomers_program(
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(200)
 def test_readmes_fifteen_lines_train_validate_and_leave_a_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -143,7 +142,6 @@ def test_readmes_fifteen_lines_train_validate_and_leave_a_checkpoint(
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(200)
 def test_readmes_fifteen_lines_say_that_two_workers_have_no_room(
     tmp_path: Path,
 ) -> None:
@@ -323,7 +321,6 @@ def test_metrics_reach_weights_and_biases_mlflow_and_a_stream_hydra(
 
 @pytest.mark.cluster
 @pytest.mark.soak  # 60 s each; tests/test_docs.py has a program that fails and goes on
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_two_ranks_killed_in_mid_epoch_go_on_with_the_same_samples(

@@ -58,7 +58,6 @@ cluster.shutdown()
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 def test_actors_take_cpu_nodes_then_the_gpu_host_and_never_the_head(
     stores: dict[str, Path],
 ) -> None:
@@ -72,7 +71,6 @@ def test_actors_take_cpu_nodes_then_the_gpu_host_and_never_the_head(
             env={**env, "RAY_TMPDIR": folder, **RAY_ON_THIS_MACHINE},
             capture_output=True,
             text=True,
-            timeout=200,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

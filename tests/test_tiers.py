@@ -139,7 +139,6 @@ def test_programs_of_tests_end_at_ctrl_c_in_a_background_run_too() -> None:
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=110,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
     assert run.returncode == 0 and "2 passed" in run.stdout, run.stdout

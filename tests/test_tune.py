@@ -101,7 +101,6 @@ def test_what_is_wrong_is_told_before_anything_starts(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.timeout(240)
 def test_an_interrupted_search_goes_on_to_a_yaml_that_trains(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:

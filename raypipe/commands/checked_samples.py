@@ -93,17 +93,11 @@ def check_samples(
             if not reason:
                 try:
                     if maker:
-                        maker.one(
-                            {name: sample[f"column {name}"] for name in of_run.stored},
-                            (index, 0),
-                        )
-                    height, width, _ = decode_any(sample["image"]).shape
-                    decode_targets(
-                        sample,
-                        {name: name for name in targets},
-                        (height, width),
-                        boxes_format,
-                    )
+                        of_columns = {
+                            name: sample[f"column {name}"] for name in of_run.stored
+                        }
+                        maker.one(of_columns, (index, 0))
+                    height, width = _decoded_size(sample, targets, boxes_format)
                 except SampleError as error:
                     reason = str(error)
             image = bytes(sample["image"] or b"")
@@ -118,6 +112,20 @@ def check_samples(
                 reason,
                 0 if reason else _largest(image),
             )
+
+
+def _decoded_size(
+    sample: Mapping[str, Any], targets: Mapping[str, str], boxes_format: str
+) -> tuple[int, int]:
+    """Decode an image and its targets; return its height and width.
+
+    Raises:
+        SampleError: they cannot be decoded, or do not fit together.
+    """
+    height, width, _ = decode_any(sample["image"]).shape
+    names = {name: name for name in targets}
+    decode_targets(sample, names, (height, width), boxes_format)
+    return height, width
 
 
 def _broken_link(store: Store, index: int) -> str:

@@ -194,20 +194,7 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
     }
     if target and not is_of_run:
         values["store.train"] = target
-    train = values["store.train"]
-    stores = train.values() if isinstance(train, dict) else (train,)
-    addresses = (
-        value
-        for key, value in given.items()
-        if isinstance(value, str) and "." not in key
-    )
-    _close_here(filter(None, (resume, *stores, values["store.val"], *addresses)))
-    if any(
-        ":" in str(value)
-        for key, value in values.items()
-        if key.startswith(("transform.", "augment."))
-    ):
-        search_here()  # before Ray starts workers, which may look in another folder
+    _settle_search(given, values, resume)
     return values
 
 
@@ -245,6 +232,26 @@ def _normalizes(transform: Any) -> bool:
     return isinstance(transform, list) and any(
         isinstance(step, dict) and "Normalize" in step for step in transform
     )
+
+
+def _settle_search(
+    given: Mapping[str, Any], values: Mapping[str, Any], resume: str
+) -> None:
+    """Settle whether this process, and those that it starts, find modules in the current folder."""
+    train = values["store.train"]
+    stores = train.values() if isinstance(train, dict) else (train,)
+    addresses = (
+        value
+        for key, value in given.items()
+        if isinstance(value, str) and "." not in key
+    )
+    _close_here(filter(None, (resume, *stores, values["store.val"], *addresses)))
+    if any(
+        ":" in str(value)
+        for key, value in values.items()
+        if key.startswith(("transform.", "augment."))
+    ):
+        search_here()  # before Ray starts workers, which may look in another folder
 
 
 def _close_here(addresses: Iterable[str]) -> None:

@@ -170,42 +170,8 @@ class StreamTrainer(transformers.Trainer):
             given["args"]
         )  # the plan sets some, and they are the user's
         _check_effects(arguments, given)
-        config = loader.plan.config
-        num_steps = config.epochs * loader.plan.steps_per_epoch
-        if arguments.max_steps > num_steps:
-            raise ConfigError(
-                f"max_steps must be at most {num_steps}, or -1 for all of them, got {arguments.max_steps}: "
-                "the plan has no more (plan.epochs)"
-            )
-        for epoch in range(config.epochs):
-            if not loader.plan.training_of(epoch).num_delivered:
-                raise ConfigError(
-                    f"plan.skip leaves out all steps of epoch {epoch}, and a Trainer ends at such an epoch: "
-                    "leave one of them"
-                )
-        size = config.micro_batch_size
-        of_plan = {
-            "num_train_epochs": (config.epochs, "plan.epochs"),
-            "per_device_train_batch_size": (size, "plan.micro_batch_size"),
-            "per_device_eval_batch_size": (size, "plan.micro_batch_size"),
-            "gradient_accumulation_steps": (
-                loader.accumulation_steps,
-                "plan.global_batch_size",
-            ),
-        }
-        defaults = _defaults(transformers.TrainingArguments)
-        for name, (needed, setting) in of_plan.items():
-            if (value := getattr(arguments, name)) not in (needed, defaults[name]):
-                raise ConfigError(
-                    f"{name} must be {needed}, got {value}: leave it out, since {setting} sets it"
-                )
-            setattr(arguments, name, needed)
-        ahead = loader.accumulation_steps - 1
-        if loader.device.type == "cuda" and loader.keep_batches < ahead:
-            raise ConfigError(
-                f"a Trainer fetches all {ahead + 1} batches of a step before it uses the first: keep them valid "
-                f"with raypipe.loader(…, keep_batches={ahead})"
-            )
+        _check_fit(arguments, loader)
+        _set_by_plan(arguments, loader)
         # the Trainer would fetch the batches of finished steps again
         arguments.ignore_data_skip = True
         self._loader = loader
@@ -352,6 +318,55 @@ class StreamTrainer(transformers.Trainer):
 
 def _defaults(kind: Any) -> dict[str, Any]:
     return {field.name: field.default for field in fields(kind)}
+
+
+def _check_fit(arguments: transformers.TrainingArguments, loader: Loader) -> None:
+    """Raise ConfigError for arguments, or a loader, with which a Trainer cannot follow the plan."""
+    config = loader.plan.config
+    num_steps = config.epochs * loader.plan.steps_per_epoch
+    if arguments.max_steps > num_steps:
+        raise ConfigError(
+            f"max_steps must be at most {num_steps}, or -1 for all of them, got {arguments.max_steps}: "
+            "the plan has no more (plan.epochs)"
+        )
+    for epoch in range(config.epochs):
+        if not loader.plan.training_of(epoch).num_delivered:
+            raise ConfigError(
+                f"plan.skip leaves out all steps of epoch {epoch}, and a Trainer ends at such an epoch: "
+                "leave one of them"
+            )
+    ahead = loader.accumulation_steps - 1
+    if loader.device.type == "cuda" and loader.keep_batches < ahead:
+        raise ConfigError(
+            f"a Trainer fetches all {ahead + 1} batches of a step before it uses the first: keep them valid "
+            f"with raypipe.loader(…, keep_batches={ahead})"
+        )
+
+
+def _set_by_plan(arguments: transformers.TrainingArguments, loader: Loader) -> None:
+    """Set the arguments that the plan determines.
+
+    Raises:
+        ConfigError: one is given, and contradicts the plan.
+    """
+    config = loader.plan.config
+    size = config.micro_batch_size
+    of_plan = {
+        "num_train_epochs": (config.epochs, "plan.epochs"),
+        "per_device_train_batch_size": (size, "plan.micro_batch_size"),
+        "per_device_eval_batch_size": (size, "plan.micro_batch_size"),
+        "gradient_accumulation_steps": (
+            loader.accumulation_steps,
+            "plan.global_batch_size",
+        ),
+    }
+    defaults = _defaults(transformers.TrainingArguments)
+    for name, (needed, setting) in of_plan.items():
+        if (value := getattr(arguments, name)) not in (needed, defaults[name]):
+            raise ConfigError(
+                f"{name} must be {needed}, got {value}: leave it out, since {setting} sets it"
+            )
+        setattr(arguments, name, needed)
 
 
 def _check_effects(arguments: Any, given: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -26,20 +25,19 @@ from raypipe.stores.class_folders import (
     suffix_of,
 )
 from raypipe.stores.memory_tree import Link, MemoryTree, Special, TreeFile
-from raypipe.stores.webdataset import Indexed, packed
+from raypipe.stores.webdataset import Indexed, Scan, as_names, as_texts
 
 Member = TreeFile | Link | Special | None
 """What a member of a tar is; None = a folder. The value of a file is position, num_bytes, mtime."""
 
-About = dict[str, Any]
-"""What a tar is by itself, or among others, as JSON: `root`, `classes`, `left_out`, `doubts`, `has_images` of
-its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each sample, as a flat list; `keys`,
-their paths; and `is_plain`, whether they are in the order of their names' parts, which the tar's digest shows."""
+FILES = "files"
+"""Name of the texts and places of all members of a tar, from which `_tree_of` makes its tree again."""
+_LEADS_TO = "->"
 
 
 def find_files(
     name: str, members: Sequence[tuple[str, Member]], tree: FileTree
-) -> dict[str, Any] | None:
+) -> Scan | None:
     """Find the samples of a tar of class folders; None if no folder has images or arrays.
 
     Args:
@@ -48,30 +46,26 @@ def find_files(
         tree: the same as a tree.
 
     Returns:
-        JSON values: `about`; `digest`, a hash over the samples' names, sizes and modification times; and all that
-        `_tree_of` needs: `files`, names of members; `places` of each, -1 for all but files; and `others`, by
-        number, ["link", target] or ["special", kind], and [] for folders.
+        `texts` and `places` of the samples and of all `FILES`; `digest`, a hash over the samples' names, sizes and
+        modification times; `others`, by number of the member, `->target`, or what a special one is, and "" for
+        folders; and `about`, see `_views`.
     """
     layout = find_classes([tree], name)
     if not any(map(any, layout.samples)):
         return None
     last = dict(members)
-    places = list[int]()
-    not_files = dict[str, list[str]]()
+    places = list[tuple[int, int]]()
+    not_files = dict[str, str]()
     for number, node in enumerate(last.values()):
         if isinstance(node, TreeFile):
-            places += node.value[:2]
+            places.append(node.value[:2])
         else:
-            places += (-1, -1)
+            places.append((-1, -1))
             not_files[str(number)] = _described(node)
-    (about,) = _about(layout)
-    return {
-        "about": about,
-        "digest": _hash_of(last),
-        "files": list(last),
-        "places": places,
-        "others": not_files,
-    }
+    (scan,) = _views(layout)
+    scan["texts"][FILES] = as_texts(last)
+    scan["places"][FILES] = np.array(places, np.int64)
+    return {**scan, "digest": _hash_of(last), "others": not_files}
 
 
 def _hash_of(members: Mapping[str, Member]) -> str:
@@ -102,28 +96,30 @@ def _may_count(path: str) -> bool:
     return len(parts) > 1 and not any(map(is_left_out, parts))
 
 
-def _described(node: Link | Special | None) -> list[str]:
+def _described(node: Link | Special | None) -> str:
     if isinstance(node, Link):
-        return ["link", node.target]
-    return ["special", node.kind] if isinstance(node, Special) else []
+        return f"{_LEADS_TO}{node.target}"
+    return node.kind if isinstance(node, Special) else ""
 
 
 def index_files(
-    names: Sequence[str], scans: Sequence[dict[str, Any]], target_column: str
+    names: Sequence[str], scans: Sequence[Scan], target_column: str
 ) -> Indexed:
     """Return the samples of several tars, each in the order of a folder; names are for errors.
 
     Raises:
         StoreError: see `find_classes` and `check_classes`.
     """
-    abouts: list[About] = [scan["about"] for scan in scans]
+    views = scans
+    abouts = [view["about"] for view in views]
     if len({(about["root"], about["has_images"]) for about in abouts}) > 1:
         # together they are something else
-        abouts = _about(find_classes(list(map(_tree_of, scans)), names[0]))
+        views = _views(find_classes(list(map(_tree_of, scans)), names[0]))
+        abouts = [view["about"] for view in views]
     num_by_class = Counter[str]()
     for about in abouts:
         num_by_class.update(dict(zip(about["classes"], about["nums"], strict=True)))
-    doubts = [Doubts(*about["doubts"]) for about in abouts]
+    doubts = [Doubts(*map(about.get, Doubts._fields)) for about in abouts]
     told = check_classes(names[0], target_column, doubts, num_by_class)
     classes = tuple(sorted(num_by_class))
     number_of = {name: number for number, name in enumerate(classes)}
@@ -131,11 +127,11 @@ def index_files(
         np.repeat([number_of[name] for name in about["classes"]], about["nums"])
         for about in abouts
     ]
-    places = [np.array(about["places"], np.int64).reshape(-1, 2) for about in abouts]
     columns = {
-        "image": np.concatenate(places),
+        "image": np.concatenate([view["places"][""] for view in views]),
         "label": np.concatenate(labels).astype(np.int64),
     }
+    keys = [view["texts"]["keys"] for view in views]
     left_out = sum((LeftOut(about["left_out"]) for about in abouts), LeftOut())
     are_plain = [about["is_plain"] for about in abouts]
     is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
@@ -143,54 +139,67 @@ def index_files(
     return Indexed(
         columns,
         classes,
-        list(map(len, places)),
-        [about["keys"] for about in abouts],
+        list(map(len, keys)),
+        keys,
         left_out,
         facts,
         told,
     )
 
 
-def _about(layout: Layout) -> list[About]:
-    """Return what is known of each tree of a layout; the first has what is known of all."""
-    every: list[About] = []
+def _views(layout: Layout) -> list[Scan]:
+    """Return the samples of each tree of a layout, with what is known of it: `about`, as JSON.
+
+    `root`, `classes`, `left_out`, `has_images` and the doubts are those of the layout; the first tree has what is
+    known of all. `nums` are samples by class. `is_plain` tells whether the samples have the order of their names'
+    parts, which the tar's digest shows.
+    """
+    views: list[Scan] = []
     for by_class in layout.samples:
         paths = [path for files in by_class for path, _ in files]
-        about: About = {
+        places = [value[:2] for files in by_class for _, value in files]
+        about = {
             "root": layout.root,
-            "classes": layout.classes,
+            "classes": list(layout.classes),
             "has_images": layout.has_images,
+            "nums": list(map(len, by_class)),
+            "left_out": {} if views else layout.left_out,
+            **(NO_DOUBTS if views else layout.doubts)._asdict(),
+            "is_plain": paths == sorted(paths, key=lambda path: path.split("/")),
         }
-        about |= {"nums": list(map(len, by_class)), "left_out": {}, "doubts": NO_DOUBTS}
-        about["places"] = [
-            number for files in by_class for _, value in files for number in value[:2]
-        ]
-        about["keys"] = packed(paths)
-        about["is_plain"] = paths == sorted(paths, key=lambda path: path.split("/"))
-        every.append(about)
-    every[0] |= {"left_out": layout.left_out, "doubts": layout.doubts}
-    return every
+        views.append(
+            {
+                "about": about,
+                "texts": {"keys": as_texts(paths)},
+                "places": {"": np.array(places, np.int64).reshape(-1, 2)},
+            }
+        )
+    return views
 
 
-_NODES: dict[str, type[Link | Special]] = {"link": Link, "special": Special}
+def _node_of(described: str) -> Member:
+    if described.startswith(_LEADS_TO):
+        return Link(described.removeprefix(_LEADS_TO))
+    return Special(described) if described else None
 
 
-def _tree_of(scan: dict[str, Any]) -> MemoryTree:
+def _tree_of(scan: Scan) -> MemoryTree:
     """Return the tree that `find_files` was given."""
     tree = MemoryTree(missing=(-1, -1))
-    not_files = scan["others"]
-    places = scan["places"]
-    for number, path in enumerate(scan["files"]):
-        node: Member = TreeFile((places[2 * number], places[2 * number + 1]))
-        if (described := not_files.get(str(number))) is not None:
-            node = _NODES[described[0]](described[1]) if described else None
+    members = zip(
+        as_names(scan["texts"][FILES]), scan["places"][FILES].tolist(), strict=True
+    )
+    for number, (path, place) in enumerate(members):
+        node: Member = TreeFile(place)
+        if (described := scan["others"].get(str(number))) is not None:
+            node = _node_of(described)
         tree.add(path, node)
     return tree
 
 
-def have_class_folders(names: Sequence[str], scans: Sequence[dict[str, Any]]) -> bool:
+def have_class_folders(names: Sequence[str], scans: Sequence[Scan]) -> bool:
     """Return whether tars have class folders; raise StoreError if only some of them have."""
-    of_folders = ["files" in scan for scan in scans]
+    of_folders = ["about" in scan for scan in scans]
     if any(of_folders) and not all(of_folders):
         folders = names[of_folders.index(True)]
         shard = names[of_folders.index(False)]

@@ -38,12 +38,11 @@ from raypipe.stores.base import (
     Columns,
     FileStore,
     by_part,
-    hash_of_facts,
     join_fingerprints,
     part_of,
     stored_names,
 )
-from raypipe.stores.lmdb_file import LMDBFile, why_not_compiled
+from raypipe.stores.lmdb_file import LMDBFile, Shard, Shards, why_not_compiled
 from raypipe.stores.lmdb_foreign import (
     CLASS_OF_LSUN,
     DATA_FILE,
@@ -172,51 +171,17 @@ def find_lmdbs(address: str) -> list[RemoteFile]:
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """A file of a store.
+class _Shard(Shard):
+    """A file of a store, with its JSON record."""
 
-    Attributes:
-        path: its path or URI, for errors.
-        metadata: the JSON record of the file.
-        file: a local file stays open, and forked children share it, since reads do not move its position. A remote
-            file is downloaded when its first record is read.
-    """
-
-    path: str
     metadata: Metadata
-    file: LMDBFile | RemoteFile
-
-    def open(self) -> LMDBFile:
-        """Return the file, from the node's cache if remote; raise StoreError if it has changed since."""
-        if isinstance(self.file, LMDBFile):
-            return self.file
-        return shared_cache().get(self.file, self._open_cached)
-
-    def is_at_hand(self) -> bool:
-        """Return whether the file is on this node's disk."""
-        if isinstance(self.file, LMDBFile):
-            return True
-        return shared_cache().find(self.file, self._open_cached) is not None
-
-    def _open_cached(self, path: Path) -> LMDBFile:
-        try:
-            shard = _shard(LMDBFile(path))
-        except StoreError as error:
-            raise StoreError(f"{self.path}, in the cache: {error}") from error
-        if shard is None or shard.metadata.fingerprint != self.metadata.fingerprint:
-            raise StoreError(
-                f"{self.path} has changed since the store was opened: start a new run"
-            )
-        return shard.open()
 
 
-class _Shards:
+class _Shards(Shards[_Shard]):
     """The shards of an open store."""
 
-    groups = None
-
     def __init__(self, shards: Sequence[_Shard], target_column: str = "label") -> None:
-        self._shards = shards
+        super().__init__(shards, [shard.metadata.count for shard in shards])
         first = shards[0].metadata
         self._types = first.types
         self.classes = first.classes
@@ -249,28 +214,21 @@ class _Shards:
                     "all shards of one store must have the same"
                 )
         self._layouts = [RecordLayout(shard.metadata.types) for shard in shards]
-        self._offsets = np.cumsum(
-            [0] + [shard.metadata.count for shard in shards], dtype=np.int64
-        )
         self.fingerprint = join_fingerprints(
             [shard.metadata.fingerprint for shard in shards]
         )
         if target_column != "label":  # other labels make other contents
             self.fingerprint = join_fingerprints([self.fingerprint, target_column])
-        self.written = hash_of_facts([shard.file.written for shard in shards])
-
-    def __len__(self) -> int:
-        return int(self._offsets[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         names = dict.fromkeys(self._stored[name] for name in columns)
         kinds = {name: self._types[name] for name in names}
         values = {name: _empty(kind, len(indices)) for name, kind in kinds.items()}
         is_missing = np.zeros(len(indices), bool)
-        for number, positions in by_part(indices, self._offsets):
-            shard = self._shards[number]
+        for number, positions in by_part(indices, self.offsets):
+            shard = self.shards[number]
             layout = self._layouts[number]
-            keys = indices[positions] - self._offsets[number]
+            keys = indices[positions] - self.offsets[number]
             file = shard.open()
             fixed, variable, done = file.records(keys, layout.native(names))
             if done.any():
@@ -295,13 +253,6 @@ class _Shards:
                 arrays[name] = arrow_column(kinds[stored], values[stored])
         return Columns(images, pa.table(arrays))
 
-    def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
-        """Return whether the files of samples are on this node's disk."""
-        return all(
-            self._shards[number].is_at_hand()
-            for number, _ in by_part(indices, self._offsets)
-        )
-
     @staticmethod
     def _row(
         shard: _Shard,
@@ -322,8 +273,8 @@ class _Shards:
         return {} if record is None else layout.unpack(record, stored)
 
     def sample_name(self, index: int) -> str:
-        number, within = part_of(self._offsets, index)
-        return f"{self._shards[number].path}, key {within}"
+        number, within = part_of(self.offsets, index)
+        return f"{self.shards[number].path}, key {within}"
 
 
 def _field(name: str, kind: str) -> pa.Field:
@@ -350,18 +301,11 @@ def _shard(file: LMDBFile) -> _Shard | None:
     """Return a file with its metadata; None if raypipe did not write it."""
     path = file.path
     with errors_as(StoreError, f"{path} cannot be read"):
-        try:
-            record = file.get(METADATA_KEY)
-        except StoreError:
-            if file.num_bytes >= file.declared_bytes:
-                raise
-            record = memoryview(b"")
+        record = file.get(METADATA_KEY)
     if record is None:
         return None
     if file.num_bytes < file.declared_bytes:
-        raise StoreError(
-            f"{path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or convert it again"
-        )
+        raise file.truncated()
     metadata = Metadata.from_json(
         bytes(record), f"{path} has a bad {METADATA_KEY.decode()} record"
     )
@@ -369,7 +313,7 @@ def _shard(file: LMDBFile) -> _Shard | None:
         raise StoreError(
             f"{path} has {file.num_entries - 1} samples, but was written with {metadata.count}; convert it again"
         )
-    return _Shard(str(path), metadata, file)
+    return _Shard(str(path), file, metadata)
 
 
 def _open_local(listed: RemoteFile) -> _Shard | RemoteFile:
@@ -379,11 +323,8 @@ def _open_local(listed: RemoteFile) -> _Shard | RemoteFile:
 def _look_up(listed: RemoteFile) -> _Shard | RemoteFile:
     with open_object(listed.address) as (source, current):
         file = listed.checked(current)
-        if not why_not_compiled():
+        if why_not_compiled():
+            shard = _shard(shared_cache().get(file, LMDBFile))
+        else:
             shard = _shard(LMDBFile(listed.address, source))
-            return file if shard is None else replace(shard, file=file)
-    try:
-        shard = _shard(shared_cache().get(file, LMDBFile))
-    except StoreError as error:
-        raise StoreError(f"{listed.address}, in the cache: {error}") from error
     return file if shard is None else replace(shard, path=listed.address, file=file)

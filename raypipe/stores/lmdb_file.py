@@ -1,14 +1,12 @@
-"""An open LMDB file: its header, values by key, and the list of all keys.
+"""The files of an LMDB store: the header of each, values by key, and the list of all keys.
 
 The header, which is both meta pages, is read here. The extension (csrc/lmdb.c) reads all other pages, by `pread`,
 and checks every number in them before it is used: damage of any kind raises an exception, and threads and forked
 processes may share an open file.
 
 Without the extension, the lmdb library reads them. It maps its file and follows the numbers in it, so a page
-overwritten by something else, or a file cut short while it is open, can kill the process (SIGSEGV, SIGBUS).
-Therefore a file that is shorter than its header says is refused, and another process reads the first value and the
-list of keys before this one does. Damage that comes later may still end the process: an actor then, which counts
-as one of its deaths.
+overwritten by something else, or a file cut short while it is open, can kill the process (SIGSEGV, SIGBUS): an
+actor then, which counts as one of its deaths. A file that is shorter than its header says is refused.
 
 Values have no checksum: changed bytes within a value are returned unnoticed. Files are those of liblmdb 0.9 (data
 version 1) from little-endian 64-bit machines, and of them the main database, with keys in byte order and one value
@@ -19,29 +17,27 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import mmap
 import os
-import signal
 import struct
-import subprocess
-import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Generic, NamedTuple, TypeVar
 
 import lmdb
 import numpy as np
+import pyarrow as pa
 
 from raypipe.errors import StoreError
+from raypipe.storage.files import RemoteFile
+from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import open_regular, written_facts
-from raypipe.stores.base import MAX_SAMPLE_BYTES
-from raypipe.stores.record import METADATA_KEY
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from raypipe.stores.base import MAX_SAMPLE_BYTES, by_part, hash_of_facts
 
 _INTERFACE_VERSION = 1
 """Version of the extension's interface that this program calls; the same as in csrc/lmdb.c."""
@@ -88,15 +84,9 @@ def extension() -> ModuleType | None:
 
 
 class Entries(NamedTuple):
-    """Some of a file's entries, in the order of keys.
+    """Some of a file's entries, in the order of keys; the lengths of their values are int64 (n,)."""
 
-    Attributes:
-        keys: the bytes of all keys, end to end.
-        key_sizes, value_sizes: bytes in each key and in each value, uint32 (n,).
-    """
-
-    keys: bytes
-    key_sizes: np.ndarray
+    keys: pa.LargeBinaryArray
     value_sizes: np.ndarray
 
 
@@ -116,16 +106,22 @@ class _Tree(NamedTuple):
     last_page: int
 
 
-class _Reader(Protocol):
-    """Reads a tree; every method raises one of `_DAMAGE`, or OSError if the file cannot be read."""
+class _Reader:
+    """Reads a tree, here one without entries; raises one of `_DAMAGE`, or OSError if the file cannot be read."""
 
-    def get(self, key: bytes) -> bytes | None: ...
+    def get(self, key: bytes) -> bytes | None:
+        return None
 
-    def entries(self) -> Iterator[Entries]: ...
+    def entries(self) -> Iterator[Entries]:
+        yield from ()
 
     def records(
         self, keys: np.ndarray, layout: RecordsLayout
-    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]: ...
+    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
+        return b"", [], np.zeros(len(keys), bool)
+
+
+S = TypeVar("S", bound="Shard")
 
 
 class LMDBFile:
@@ -199,7 +195,7 @@ class LMDBFile:
         num_entries = 0
         try:
             for entries in self._reader.entries():
-                num_entries += len(entries.key_sizes)
+                num_entries += len(entries.keys)
                 if num_entries > self.num_entries:
                     break
                 yield entries
@@ -210,7 +206,16 @@ class LMDBFile:
         except _DAMAGE as error:
             raise self._damaged("", error) from None
 
+    def truncated(self) -> StoreError:
+        """Return the error of a file that is shorter than the pages that it counts."""
+        return StoreError(
+            f"{self.path} is truncated: {self.num_bytes} bytes, needs {self.declared_bytes}; copy or convert it "
+            "again"
+        )
+
     def _damaged(self, where: str, error: Exception) -> StoreError:
+        if self.num_bytes < self.declared_bytes:
+            return self.truncated()
         if "named databases" in str(error):
             return StoreError(
                 f"{self.path} has named databases{where}, and raypipe reads only the main one: read them with the "
@@ -223,18 +228,14 @@ class LMDBFile:
     def _open(self, tree: _Tree, file: int | None) -> _Reader:
         compiled = extension()
         if not tree.depth:
-            return _Empty()
+            return _Reader()
         if compiled is not None:
             return _Compiled(compiled, tree, file, self._pread, self.num_bytes)
-        if file is None:
-            raise ValueError("only the extension reads a file by ranges")
+        assert file is not None, "only the extension reads a file by ranges"
         # The last page need not be full: behind the file's end, zeros are mapped.
         num_mapped = -(-self.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if num_mapped < self.declared_bytes:
-            raise StoreError(
-                f"{self.path} is truncated: {self.num_bytes} bytes, needs {self.declared_bytes}; copy or convert "
-                "it again"
-            )
+            raise self.truncated()
         return _Library(self.path, file)
 
     def _read_header(self) -> tuple[_Tree, int]:
@@ -283,22 +284,7 @@ class LMDBFile:
         return transaction, *tree, last_page, page_bytes
 
 
-class _Empty:
-    """A tree without entries."""
-
-    def get(self, key: bytes) -> bytes | None:
-        return None
-
-    def entries(self) -> Iterator[Entries]:
-        yield from ()
-
-    def records(
-        self, keys: np.ndarray, layout: RecordsLayout
-    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
-        return _no_records(keys)
-
-
-class _Compiled:
+class _Compiled(_Reader):
     """A tree that the extension reads."""
 
     def __init__(
@@ -319,12 +305,16 @@ class _Compiled:
     def entries(self) -> Iterator[Entries]:
         last: bytes | None = None
         while True:
-            keys, *sizes = self._compiled.entries(self._tree, last, _LEAVES_AT_ONCE)
+            content, *sizes = self._compiled.entries(self._tree, last, _LEAVES_AT_ONCE)
             key_sizes, value_sizes = (np.frombuffer(size, np.uint32) for size in sizes)
-            if not len(key_sizes):
+            num = len(key_sizes)
+            if not num:
                 return
-            yield Entries(keys, key_sizes, value_sizes)
-            last = keys[len(keys) - int(key_sizes[-1]) :]
+            bounds = np.concatenate([[0], np.cumsum(key_sizes, dtype=np.int64)])
+            buffers = [None, pa.py_buffer(bounds), pa.py_buffer(content)]
+            keys = pa.LargeBinaryArray.from_buffers(pa.large_binary(), num, buffers)
+            yield Entries(keys, value_sizes.astype(np.int64))
+            last = keys[-1].as_py()
 
     def records(
         self, keys: np.ndarray, layout: RecordsLayout
@@ -335,42 +325,11 @@ class _Compiled:
         return fixed, columns, np.frombuffer(done, bool)
 
 
-# Reads all entries of a file, or the value of a key, in another process.
-_TRIAL = """
-import sys
-folder, path, key = sys.argv[1:]
-sys.path.insert(0, folder)
-import lmdb
-with lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False) as env:
-    with env.begin(buffers=True) as transaction:
-        if key:
-            transaction.get(key.encode())
-        for _ in () if key else transaction.cursor():
-            pass
-"""
-
-
-class _Library:
+class _Library(_Reader):
     """A tree that the lmdb library reads."""
 
     def __init__(self, path: Path | str, file: int) -> None:
-        self._path = path
-        self._try(METADATA_KEY.decode())  # the first key of every file that is read
         self._environment = _environment(path, file)
-
-    def _try(self, key: str) -> None:
-        """Let another process read a value, or all of them (key ""); raise ValueError if that kills it."""
-        folder = str(Path(lmdb.__file__).parents[1])
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _TRIAL, folder, str(self._path), key],
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode < 0:
-            name = signal.Signals(-done.returncode).name
-            raise ValueError(f"the lmdb library dies of it ({name})")
-        if done.returncode:
-            raise ValueError(done.stderr.strip().rpartition("\n")[2])
 
     def get(self, key: bytes) -> bytes | None:
         with self._environment.begin(buffers=True) as transaction:
@@ -384,35 +343,11 @@ class _Library:
             return bytes(value)
 
     def entries(self) -> Iterator[Entries]:
-        self._try("")
-        keys: list[bytes] = []
-        value_sizes: list[int] = []
         with self._environment.begin(buffers=True) as transaction:
-            for key, value in transaction.cursor():
-                keys.append(bytes(key))
-                value_sizes.append(len(value))
-                if len(keys) == _ENTRIES_AT_ONCE:
-                    yield _entries(keys, value_sizes)
-                    keys.clear()
-                    value_sizes.clear()
-        if keys:
-            yield _entries(keys, value_sizes)
-
-    def records(
-        self, keys: np.ndarray, layout: RecordsLayout
-    ) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
-        return _no_records(keys)
-
-
-def _no_records(
-    keys: np.ndarray,
-) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
-    return b"", [], np.zeros(len(keys), bool)
-
-
-def _entries(keys: list[bytes], value_sizes: list[int]) -> Entries:
-    key_sizes = np.fromiter(map(len, keys), np.uint32, len(keys))
-    return Entries(b"".join(keys), key_sizes, np.array(value_sizes, np.uint32))
+            cursor = ((bytes(key), len(value)) for key, value in transaction.cursor())
+            while entries := list(itertools.islice(cursor, _ENTRIES_AT_ONCE)):
+                keys, value_sizes = zip(*entries, strict=True)
+                yield Entries(pa.array(keys, pa.large_binary()), np.array(value_sizes))
 
 
 # By device and inode: the library refuses to open a file that is open in the process.
@@ -432,3 +367,44 @@ def _environment(path: Path | str, file: int) -> lmdb.Environment:
         )
         _environments[inode] = environment
     return environment
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of a store.
+
+    Attributes:
+        path: its path or URI, for errors.
+        file: a local file stays open, and forked children share it, since reads do not move its position. A remote
+            file is downloaded when its first record is read.
+    """
+
+    path: str
+    file: LMDBFile | RemoteFile
+
+    def open(self) -> LMDBFile:
+        if isinstance(self.file, LMDBFile):
+            return self.file
+        return shared_cache().get(self.file, LMDBFile)
+
+
+class Shards(Generic[S]):
+    """The files of an open store: `offsets` has the first sample of each, and the number of samples."""
+
+    groups = None
+
+    def __init__(self, shards: Sequence[S], sizes: Sequence[int]) -> None:
+        self.shards = shards
+        self.offsets = np.cumsum([0, *sizes], dtype=np.int64)
+        self.written = hash_of_facts([shard.file.written for shard in shards])
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
+        """Return whether the files of samples are on this node's disk."""
+        files = [self.shards[n].file for n, _ in by_part(indices, self.offsets)]
+        return all(
+            isinstance(file, LMDBFile) or shared_cache().find(file, LMDBFile)
+            for file in files
+        )

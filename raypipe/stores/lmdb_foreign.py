@@ -6,6 +6,7 @@ the labels are text; and `key`. A value that is damaged, or cannot be parsed, is
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
@@ -19,7 +20,6 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import shared_cache
-from raypipe.stores.arrow_values import to_arrow
 from raypipe.stores.base import (
     Columns,
     as_text,
@@ -29,43 +29,25 @@ from raypipe.stores.base import (
     missing,
     part_of,
 )
-from raypipe.stores.lmdb_file import LMDBFile
+from raypipe.stores.lmdb_file import LMDBFile, Shard, Shards
 from raypipe.stores.lmdb_listing import Listing, Options, listing_of
-from raypipe.stores.record import arrow_column, arrow_type
+from raypipe.stores.record import arrow_type
 
 DATA_FILE = "data.mdb"
 """Name of the file in an LMDB that is a folder."""
 
 _LIST_SUFFIXES = (".txt", ".csv", ".tsv")
 _LIST_INSIDE = "labels.txt"
+_NO_LABEL = (pa.ArrowException, OverflowError)  # values of another type raise these
 CLASS_OF_LSUN = re.compile(r"(?P<name>.+)_(?P<split>train|val|test)_lmdb")
 """Name of an LMDB of LSUN, which has one for each class."""
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """A file of a store.
+class _Shard(Shard):
+    """An LMDB, a file or a folder, with its samples."""
 
-    Attributes:
-        path: the LMDB's path or URI, a file or a folder, for errors.
-        file: stays open; a remote one is in the node's cache.
-        listing: its samples.
-    """
-
-    path: str
-    file: LMDBFile | RemoteFile
     listing: Listing
-
-    def open(self) -> LMDBFile:
-        if isinstance(self.file, LMDBFile):
-            return self.file
-        return shared_cache().get(self.file, LMDBFile)
-
-    def is_at_hand(self) -> bool:
-        """Return whether the file is on this node's disk."""
-        if isinstance(self.file, LMDBFile):
-            return True
-        return shared_cache().find(self.file, LMDBFile) is not None
 
 
 def open_foreign(files: Sequence[RemoteFile], options: Options) -> ForeignShards:
@@ -96,14 +78,7 @@ def _open(listed: RemoteFile, options: Options) -> _Shard:
         file: LMDBFile = shared_cache().get(listed, LMDBFile)
         return _Shard(where, listed, listing_of(file, where, astuple(listed), options))
     file = LMDBFile(address)
-    try:
-        return _Shard(where, file, listing_of(file, where, file.written, options))
-    except StoreError as error:
-        if file.num_bytes < file.declared_bytes and "is damaged" in str(error):
-            raise StoreError(
-                f"{where} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy it again"
-            ) from error
-        raise
+    return _Shard(where, file, listing_of(file, where, file.written, options))
 
 
 def _list_beside(where: str) -> str:
@@ -120,13 +95,11 @@ def _list_beside(where: str) -> str:
     )
 
 
-class ForeignShards:
+class ForeignShards(Shards[_Shard]):
     """The shards of an open store."""
 
-    groups = None
-
     def __init__(self, shards: Sequence[_Shard], target_column: str) -> None:
-        self._shards = shards
+        super().__init__(shards, [len(shard.listing.keys) for shard in shards])
         first = shards[0].listing
         for shard in shards[1:]:
             listing = shard.listing
@@ -136,7 +109,6 @@ class ForeignShards:
                     f"{listing.label_type or 'none'}, and {first.layout} with {first.label_type or 'none'}; all "
                     "LMDBs of one store must have the same"
                 )
-        self._offsets = np.cumsum([0, *(len(shard.listing.keys) for shard in shards)])
         self.classes, self._labels = _labels_of(shards)
         label_type = "int64" if self._labels[0] is not None else first.label_type
         self._is_scene_text = first.layout == "scene-text"
@@ -156,10 +128,6 @@ class ForeignShards:
         self.fingerprint = join_fingerprints(
             [*(shard.listing.fingerprint for shard in shards), *facts]
         )
-        self.written = hash_of_facts([shard.file.written for shard in shards])
-
-    def __len__(self) -> int:
-        return int(self._offsets[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         values: dict[str, Any] = {name: [None] * len(indices) for name in columns}
@@ -167,16 +135,18 @@ class ForeignShards:
         if "label" in values and self._labels[0] is not None:  # no value is read for it
             values["label"] = np.empty(len(indices), np.int64)
             stored.discard("label")
-        for number, positions in by_part(indices, self._offsets):
-            rows = indices[positions] - self._offsets[number]
+        for number, positions in by_part(indices, self.offsets):
+            rows = indices[positions] - self.offsets[number]
             labels = self._labels[number]
             if labels is not None and "label" in values:
                 values["label"][positions] = labels[rows]
             if stored:
-                self._read_into(values, self._shards[number], positions, rows, stored)
+                self._read_into(values, self.shards[number], positions, rows, stored)
         images = values.pop("image", None)
         if "label" in stored:
-            values["label"] = _labels_as(self._label_type, values["label"])
+            values["label"] = _labels_as(
+                self.schema.field("label").type, values["label"]
+            )
         fields = [self.schema.field(name) for name in values]
         return Columns(images, pa.table(values, schema=pa.schema(fields)))
 
@@ -190,7 +160,7 @@ class ForeignShards:
     ) -> None:
         file = shard.open()
         value = shard.listing.value
-        keys = shard.listing.keys.keys(rows)
+        keys = shard.listing.keys.take(pa.array(rows)).to_pylist()
         for position, key in zip(positions.tolist(), keys, strict=True):
             try:
                 content = None
@@ -213,21 +183,14 @@ class ForeignShards:
             for name in stored:
                 values[name][position] = sample.get(name)
 
-    def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
-        """Return whether the files of samples are on this node's disk."""
-        return all(
-            self._shards[number].is_at_hand()
-            for number, _ in by_part(indices, self._offsets)
-        )
-
     def names(self, indices: np.ndarray) -> list[str]:
         """Return the keys of samples."""
         return self.read(indices, ("key",))["key"]
 
     def sample_name(self, index: int) -> str:
-        number, within = part_of(self._offsets, index)
-        shard = self._shards[number]
-        key = shard.listing.keys.key(within)
+        number, within = part_of(self.offsets, index)
+        shard = self.shards[number]
+        key = shard.listing.keys[within].as_py()
         return f"{shard.path}, key {key.decode(errors='backslashreplace')}"
 
 
@@ -237,20 +200,9 @@ def _labels_of(
     """Return class names, and each shard's labels that are known without reading values."""
     listings = [shard.listing for shard in shards]
     if all(listing.classes is not None for listing in listings):
-        classes = tuple(
-            sorted({name for listing in listings for name in listing.classes or ()})
-        )
-        if all(listing.classes == classes for listing in listings):
-            return classes, [listing.labels for listing in listings]
-        rank = {name: number for number, name in enumerate(classes)}
-        ranks = [
-            np.array([rank[name] for name in listing.classes or ()], np.int64)
-            for listing in listings
-        ]
-        return classes, [
-            None if listing.labels is None else ranks_here[listing.labels]
-            for ranks_here, listing in zip(ranks, listings, strict=True)
-        ]
+        every = (listing.classes or () for listing in listings)
+        classes = tuple(sorted(set(itertools.chain(*every))))
+        return classes, [_renumbered(listing, classes) for listing in listings]
     if len(shards) > 1 and not any(listing.label_type for listing in listings):
         names = [
             CLASS_OF_LSUN.fullmatch(PurePosixPath(shard.path).name) for shard in shards
@@ -267,40 +219,31 @@ def _labels_of(
     return None, [listing.labels for listing in listings]
 
 
+def _renumbered(listing: Listing, classes: tuple[str, ...]) -> np.ndarray | None:
+    """Return a file's labels, as numbers of the store's classes."""
+    if listing.labels is None or listing.classes == classes:
+        return listing.labels
+    rank = {name: number for number, name in enumerate(classes)}
+    return np.array([rank[name] for name in listing.classes or ()])[listing.labels]
+
+
 def _arrow_type(label_type: str) -> pa.DataType:
     if label_type.endswith("[]"):
         return pa.list_(arrow_type(label_type.removesuffix("[]")))
     return arrow_type(label_type)
 
 
-def _labels_as(label_type: str, labels: list[Any]) -> pa.Array:
+def _labels_as(kind: pa.DataType, labels: list[Any]) -> pa.Array:
     """Return labels as Arrow; those that are missing, or of another type, have no value."""
-    dtype, is_array, length = label_type.partition("[")
-    kinds = (int,) if dtype == "int64" else (int, float)
-    if not is_array:
-        numbers = [label if _fits(label, kinds) else None for label in labels]
-        return _numbers(dtype, numbers)
-    lists = [
-        label
-        if isinstance(label, list)
-        and length in ("]", f"{len(label)}]")
-        and all(_fits(number, kinds) for number in label)
-        else None
-        for label in labels
-    ]
-    if length == "]":
-        return pa.array(lists, pa.list_(arrow_type(dtype)))
-    return arrow_column(label_type, lists)
+    try:
+        return pa.array(labels, kind)
+    except _NO_LABEL:
+        fitting = [label if _fits(kind, label) else None for label in labels]
+        return pa.array(fitting, kind)
 
 
-def _numbers(dtype: str, numbers: list[Any]) -> pa.Array:
-    is_null = np.array([number is None for number in numbers], bool)
-    filled = [0 if number is None else number for number in numbers]
-    return to_arrow(np.array(filled, dtype), is_null)
-
-
-def _fits(label: Any, kinds: tuple[type, ...]) -> bool:
-    """Return whether a label is a number of these types, and of 64 bits."""
-    if isinstance(label, int):
-        return -(1 << 63) <= label < 1 << 63
-    return isinstance(label, kinds)
+def _fits(kind: pa.DataType, label: Any) -> bool:
+    try:
+        return pa.scalar(label, kind) is not None
+    except _NO_LABEL:
+        return False

@@ -1,30 +1,20 @@
 """Listing of an LMDB file that another program wrote: the keys of its samples, in their order, and their labels.
 
-A large file is listed once per node: the listing stays in the node's cache, and all processes map it.
-
-    RAYPIPE_CACHE/lmdb/KEY-3.listing   KEY: hash of the file's path, size, time of change and inode, and of options
-        8 bytes        length of the JSON
-        JSON           layout, classes, fingerprint, number of samples, type of the labels in the listing
-        int64 (n + 1,) where the key of each sample begins, and the last one ends
-        int64 (n,)     labels, if the listing has them
-        bytes          keys, end to end
+A large file is listed once per node: the listing stays in the node's cache, and all processes map it, see
+`raypipe.stores.kept`. It has `key` and, if labels are not in the values, `label`.
 
 Layouts, which are found by content:
 
 image        each value is an encoded image, as in LSUN; labels are in a list of keys, or are the keys' folders
 scene-text   image-000000001, … with its text at label-000000001, and num-samples (CRNN, ASTER, PARSeq)
-pickle, msgpack, pyarrow, datum   see `raypipe.stores.lmdb_values`; `__keys__`, if it can be read, has the order
+pickle, msgpack   see `raypipe.stores.lmdb_values`; `__keys__`, if it can be read, has the order
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
-import os
-import secrets
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,33 +22,44 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
-from raypipe.storage.local_file import locked, make_cache_folder
 from raypipe.storage.retries import report_progress
-from raypipe.stores.base import hash_of_facts
-from raypipe.stores.lmdb_file import Entries, LMDBFile
+from raypipe.stores.kept import kept, packed, path_of, unpacked
+from raypipe.stores.lmdb_file import LMDBFile
 from raypipe.stores.lmdb_labels import (
-    KeyTable,
     Labels,
     labels_of_folders,
     labels_of_list,
-    table_of,
+    rows_of,
+    spread,
 )
-from raypipe.stores.lmdb_values import ValueLayout, find_layout, keys_in, value_kind
+from raypipe.stores.lmdb_values import (
+    ValueLayout,
+    find_layout,
+    keys_in,
+    value_kind,
+)
 
 logger = logging.getLogger(__name__)
 
 # Entries about the others, as folder2lmdb, scene-text tools, StyleGAN2 and BasicSR write them.
-_ABOUT_ALL = (
-    b"__keys__",
-    b"__len__",
-    b"__meta__",
-    b"length",
-    b"meta_info.txt",
-    b"num-samples",
-    b"__raypipe__",
+_ABOUT_ALL = pa.array(
+    [
+        b"__keys__",
+        b"__len__",
+        b"__meta__",
+        b"length",
+        b"meta_info.txt",
+        b"num-samples",
+        b"__raypipe__",
+    ],
+    pa.large_binary(),
 )
+_NUMBER = "^[0-9]{1,18}$"
+_VERSION = 4  # the kept listings' form has this version
 _FIRST_PICTURE = b"image-000000001"
 _FIRST_TEXT = b"label-000000001"
 _NUM_TRIED = 16  # values that decide the layout
@@ -96,7 +97,7 @@ class Listing:
 
     Attributes:
         layout: see above.
-        keys: their keys, in the order of samples.
+        keys: their keys, in the order of samples, of the type large_binary.
         labels: int64 (n,); None if the values have the labels, or there are none.
         value: places of image and label in the values; None for `image` and `scene-text`.
         label_type: "int64", "float64", "string", an array such as "float64[4]", lists of different lengths such as
@@ -106,7 +107,7 @@ class Listing:
     """
 
     layout: str
-    keys: KeyTable
+    keys: pa.LargeBinaryArray
     labels: np.ndarray | None
     value: ValueLayout | None
     label_type: str
@@ -127,79 +128,39 @@ def listing_of(
     Raises:
         StoreError: the file is damaged, or its layout is unknown.
     """
-    if file.num_entries < _SMALL:
-        return _list(file, where, options)
-    version = [where, *version, *asdict(options).values()]
+    facts = [where, *version, *asdict(options).values(), _VERSION]
     if options.list_file:
         with contextlib.suppress(OSError):  # a remote list has no time of change here
             status = Path(options.list_file).stat()
-            version += [status.st_size, status.st_mtime_ns]
-    try:
-        kept = make_cache_folder("lmdb") / f"{hash_of_facts(version)}-3.listing"
-    except OSError:  # the cache only saves time
-        return _list(file, where, options)
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return _read(kept)
-    with locked(kept.with_suffix(".lock")):  # one process makes it, and the others wait
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            return _read(kept)
-        listing = _list(file, where, options)
-        with contextlib.suppress(OSError):
-            _write(kept, listing)
-            return _read(kept)
-    return listing
+            facts += [status.st_size, status.st_mtime_ns]
+    path = None if file.num_entries < _SMALL else path_of("lmdb", *facts)
+    return kept(path, _read, lambda: _list(file, where, options), _packed)
 
 
-# In the cache
-
-
-def _write(path: Path, listing: Listing) -> None:
+def _packed(listing: Listing) -> bytes:
+    columns = {"key": listing.keys}
+    if listing.labels is not None:
+        columns["label"] = pa.array(listing.labels)
     facts = {
         "layout": listing.layout,
         "value": listing.value and asdict(listing.value),
         "label_type": listing.label_type,
         "classes": listing.classes,
         "fingerprint": listing.fingerprint,
-        "num_samples": len(listing.keys),
-        "key_bytes": len(listing.keys.content),
-        "has_labels": listing.labels is not None,
     }
-    head = json.dumps(facts).encode()
-    head += b" " * (-len(head) % 8)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with partial.open("xb") as target:
-            target.write(len(head).to_bytes(8, "little") + head)
-            target.write(listing.keys.starts.astype("<i8").tobytes())
-            if listing.labels is not None:
-                target.write(listing.labels.astype("<i8").tobytes())
-            target.write(listing.keys.content.tobytes())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    return packed(columns, facts)
 
 
-def _read(path: Path) -> Listing:
-    with path.open("rb") as file:
-        num_head = int.from_bytes(file.read(8), "little")
-        num_bytes = os.fstat(file.fileno()).st_size
-        if num_head > num_bytes:
-            raise ValueError("it is cut")
-        facts = json.loads(file.read(num_head))
-        count = facts["num_samples"]
-        num_numbers = count + 1 + count * facts["has_labels"]
-        if num_bytes != 8 + num_head + 8 * num_numbers + facts["key_bytes"]:
-            raise ValueError("it is cut")
-        mapped = np.asarray(np.memmap(file, np.uint8, "r", 8 + num_head))
-    numbers = mapped[: 8 * num_numbers].view("<i8")
+def _read(content: pa.Buffer) -> Listing:
+    batch, facts = unpacked(content)
+    value = facts.pop("value")
+    classes = facts.pop("classes")
     return Listing(
-        facts["layout"],
-        KeyTable(mapped[8 * num_numbers :], numbers[: count + 1]),
-        numbers[count + 1 :] if facts["has_labels"] else None,
-        facts["value"] and ValueLayout(**facts["value"]),
-        facts["label_type"],
-        None if facts["classes"] is None else tuple(facts["classes"]),
-        facts["fingerprint"],
+        **facts,
+        keys=batch["key"],
+        labels=batch["label"].to_numpy() if "label" in batch.schema.names else None,
+        value=value and ValueLayout(**value),
+        classes=classes and tuple(classes),
     )
 
 
@@ -212,39 +173,37 @@ def _list(file: LMDBFile, where: str, options: Options) -> Listing:
             "listing the %s keys of %s, once per node", f"{file.num_entries:,}", where
         )
     is_text = _is_scene_text(file)
-    table, value_sizes = _walk(
-        file, _scene_text_bounds(file) if is_text else _sample_bounds()
-    )
-    if not len(table):
+    keys, value_sizes = _walk(file, is_text)
+    if not len(keys):
         raise StoreError(
             f"{where} has no samples: {file.num_entries} keys, and none of them is a sample's"
         )
-    digest = hashlib.blake2b(table.hash(value_sizes), digest_size=16)
-    samples = list(_some(file, table, _NUM_TRIED))
+    digest = hashlib.blake2b(_hash_of(keys, value_sizes), digest_size=16)
+    samples = list(_some(file, keys, _NUM_TRIED))
     layout = "scene-text" if is_text else _layout_of(where, samples)
     value: ValueLayout | None = None
     labels = Labels()
     if layout == "pickle" and not options.trust_pickles:
         raise StoreError(f"{where} {_UNTRUSTED}")
     if layout in ("image", "scene-text"):
-        order = _numeric_order(table) if layout == "image" else None
-        labels = _labels_of_keys(where, layout, table, options)
+        order = np.arange(len(keys)) if is_text else _numeric_order(keys)
+        labels = _labels_of_keys(where, layout, keys, options)
         label_type = "int64" if labels.numbers is not None else ""
     else:
         value, label_type = _value_layout(where, layout, samples, options.target_column)
-        order = _order_of_values(file, where, layout, table)
+        order = _order_of_values(file, where, layout, keys)
     digest.update(repr((layout, value, label_type, labels.classes)).encode())
     numbers = labels.numbers
     if numbers is not None:
         digest.update(numbers.tobytes())
-    if order is not None:
+    if not np.array_equal(order, np.arange(len(keys))):
         digest.update(order.tobytes())
-        table = table.reordered(order)
+        keys = keys.take(pa.array(order))
         numbers = None if numbers is None else numbers[order]
-    for _, content in _some(file, table, _NUM_HASHED):
+    for _, content in _some(file, keys, _NUM_HASHED):
         digest.update(content)
     return Listing(
-        layout, table, numbers, value, label_type, labels.classes, digest.hexdigest()
+        layout, keys, numbers, value, label_type, labels.classes, digest.hexdigest()
     )
 
 
@@ -255,64 +214,65 @@ def _is_scene_text(file: LMDBFile) -> bool:
 
 
 def _order_of_values(
-    file: LMDBFile, where: str, layout: str, table: KeyTable
-) -> np.ndarray | None:
-    """Return the row of each sample whose value has image and label; None if they are in the order of the file."""
-    listed = file.get(b"__keys__")
-    keys = None if listed is None else keys_in(listed, layout == "pickle")
-    if keys is None:
-        return _numeric_order(table)
-    return _listed_order(where, table, keys)
+    file: LMDBFile, where: str, layout: str, keys: pa.LargeBinaryArray
+) -> np.ndarray:
+    """Return the row of each sample whose value has image and label."""
+    content = file.get(b"__keys__")
+    listed = None if content is None else keys_in(content, layout == "pickle")
+    return (
+        _numeric_order(keys) if listed is None else _listed_order(where, keys, listed)
+    )
 
 
-def _sample_bounds() -> list[bytes]:
-    """Bounds of the samples' keys, see `_walk`: all keys but those of `_ABOUT_ALL`."""
-    return [b"", *(bound for key in sorted(_ABOUT_ALL) for bound in (key, key + b"\0"))]
+def _walk(file: LMDBFile, is_text: bool) -> tuple[pa.LargeBinaryArray, np.ndarray]:
+    """Return the keys of all samples, in the order of the file, and the lengths of their values."""
+    bounds = _scene_text_bounds(file) if is_text else None
+    keys = [pa.array([], pa.large_binary())]
+    value_sizes = [np.empty(0, np.int64)]
+    for entries in file.entries():
+        report_progress()
+        if bounds is None:
+            are_samples = pc.invert(pc.is_in(entries.keys, value_set=_ABOUT_ALL))
+        else:
+            are_samples = pc.and_(
+                pc.greater_equal(entries.keys, bounds[0]),
+                pc.less(entries.keys, bounds[1]),
+            )
+        keys.append(entries.keys.filter(are_samples))
+        value_sizes.append(entries.value_sizes[are_samples.to_numpy(False)])
+    return pa.concat_arrays(keys), np.concatenate(value_sizes)
 
 
-def _scene_text_bounds(file: LMDBFile) -> list[bytes]:
+def _scene_text_bounds(file: LMDBFile) -> tuple[pa.Scalar, pa.Scalar]:
+    """Return the first key of a sample, and the first key after all samples."""
     number = bytes(file.get(b"num-samples") or b"")
     if number.isdigit() and len(number) < 10:
         last = b"image-%09d\0" % int(number)
     else:
         last = b"image."
-    return [b"image-", last]
+    first, stop = pa.array([b"image-", last], pa.large_binary())
+    return first, stop
 
 
-def _walk(file: LMDBFile, bounds: Sequence[bytes]) -> tuple[KeyTable, np.ndarray]:
-    """Return the keys of all samples, in the order of the file, and the lengths of their values.
-
-    Args:
-        bounds: ascending; samples have keys from the first to below the second, from the third to below the
-            fourth, and so on.
-    """
-    samples: list[Entries] = []
-    for entries in file.entries():
-        report_progress()
-        table, _ = table_of([entries])
-        places = [_place_of(table, bound) for bound in bounds]
-        places += [len(table)] * (len(bounds) % 2)
-        for first, stop in zip(places[::2], places[1::2], strict=True):
-            if first < stop:
-                keys = entries.keys[table.starts[first] : table.starts[stop]]
-                rows = slice(first, stop)
-                samples.append(
-                    Entries(keys, entries.key_sizes[rows], entries.value_sizes[rows])
-                )
-    return table_of(samples)
-
-
-def _place_of(table: KeyTable, bound: bytes) -> int:
-    """Return the row of the first key that is not below a bound."""
-    return bisect_left(range(len(table)), bound, key=table.key)
+def _hash_of(keys: pa.LargeBinaryArray, value_sizes: np.ndarray) -> bytes:
+    """Return a hash of all keys and of the lengths of all values."""
+    digest = hashlib.blake2b(digest_size=16)
+    content = b"".join(keys.to_pylist())
+    key_sizes = pc.binary_length(keys).to_numpy().astype(np.int32)
+    for num, facts in (
+        (len(content), content),
+        (len(keys), key_sizes.tobytes()),
+        (len(keys), value_sizes.astype(np.uint32).tobytes()),
+    ):
+        digest.update(num.to_bytes(8, "little") + facts)
+    return digest.digest()
 
 
 def _some(
-    file: LMDBFile, table: KeyTable, num: int
+    file: LMDBFile, keys: pa.LargeBinaryArray, num: int
 ) -> Iterator[tuple[bytes, memoryview]]:
     """Yield entries from everywhere in the file, except damaged ones."""
-    for row in table.spread(num):
-        key = table.key(row)
+    for key in keys.take(spread(len(keys), num)).to_pylist():
         with contextlib.suppress(StoreError):
             value = file.get(key)
             if value is not None:
@@ -331,8 +291,8 @@ def _layout_of(where: str, samples: Sequence[tuple[bytes, memoryview]]) -> str:
     )
     raise StoreError(
         f"{where} is LMDB of an unknown layout ({shown}): its values are neither encoded images nor (image, "
-        "label) by pickle, msgpack or pyarrow, nor Caffe's Datum. Read it with the library lmdb, and give the "
-        "samples to `raypipe.convert`, as docs/formats.md shows"
+        "label) by pickle or msgpack. Read it with the library lmdb (Caffe's Datum and pyarrow.serialize: with "
+        "theirs too), and give the samples to `raypipe.convert`, as docs/formats.md shows"
     )
 
 
@@ -373,47 +333,40 @@ def _type_of(labels: Sequence[Any]) -> str:
     return f"{dtype}[{'' if len(lengths) > 1 else len(lists[0])}]"
 
 
-def _numeric_order(table: KeyTable) -> np.ndarray | None:
-    """Return the order of keys "0", "1", … "10" by number; None if they are others, or in this order."""
-    if len(set(table.key_bytes.tolist())) < 2 or not all(
-        table.key(row).isdigit() for row in table.spread(16)
-    ):
-        return None
-    numbers = table.numbers()
-    if numbers is None:
-        return None
-    order = np.argsort(numbers, kind="stable")
-    return None if (order == np.arange(len(order))).all() else order
+def _numeric_order(keys: pa.LargeBinaryArray) -> np.ndarray:
+    """Return the order of keys "0", "1", … "10" by number; others stay in the order of the file."""
+    if not pc.all(pc.match_substring_regex(keys, _NUMBER)).as_py():
+        return np.arange(len(keys))
+    numbers = keys.cast(pa.large_string()).cast(pa.int64()).to_numpy()
+    return np.argsort(numbers, kind="stable")
 
 
 def _listed_order(
-    where: str, table: KeyTable, keys: Sequence[bytes]
-) -> np.ndarray | None:
-    """Return the row of each key of `__keys__`; None if they are in the order of the file."""
-    order = table.rows(keys)
+    where: str, keys: pa.LargeBinaryArray, listed: Sequence[bytes]
+) -> np.ndarray:
+    """Return the row of each key of `__keys__`."""
+    order = rows_of(keys, listed)
     if (order < 0).any():
-        missing = keys[int(np.flatnonzero(order < 0)[0])]
+        missing = listed[int(np.flatnonzero(order < 0)[0])]
         raise StoreError(
             f"{where} has no key {missing[:64]!r}, which its __keys__ names: copy it again"
         )
-    if len(order) < len(table):
+    if len(order) < len(keys):
         logger.warning(
             "%s: __keys__ leaves out %s of %s samples",
             where,
-            len(table) - len(order),
-            len(table),
+            len(keys) - len(order),
+            len(keys),
         )
-    elif (order == np.arange(len(order))).all():
-        return None
     return order
 
 
 def _labels_of_keys(
-    where: str, layout: str, table: KeyTable, options: Options
+    where: str, layout: str, keys: pa.LargeBinaryArray, options: Options
 ) -> Labels:
     """Return the labels of samples whose values are images: from a list, or from the folders in the keys."""
     if options.list_file:
-        return labels_of_list(where, options.list_file, table)
+        return labels_of_list(where, options.list_file, keys)
     if layout == "image" and options.target_column in ("label", "folder"):
-        return labels_of_folders(where, table, options.target_column == "folder")
+        return labels_of_folders(where, keys, options.target_column == "folder")
     return Labels()

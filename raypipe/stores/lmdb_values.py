@@ -2,8 +2,6 @@
 
     pickle    (image, label), as Efficient-PyTorch's folder2lmdb writes it; opened only with store.trust_pickles
     msgpack   the same, also with msgpack_numpy's arrays, as tensorpack writes it
-    pyarrow   the same by `pyarrow.serialize`, which pyarrow 14 and later lack; no class is imported for it
-    datum     Caffe's protocol buffer: encoded bytes, or pixels in planes, blue first
 
 A value is a tuple, a list or a dict. Its image is the part that starts as an image does; its label is the part
 after it, or the field of the label's name. Nothing here runs code from a value. Readers raise StoreError for a
@@ -16,18 +14,14 @@ import io
 import json
 import pickle
 import pickletools
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.storage.read_limit import check_read, read_limit
-from raypipe.stores.arrow_messages import check_batches
 from raypipe.stores.numbers import NPY
 
 _MAGICS = (
@@ -50,7 +44,6 @@ _CONTAINER_BYTES = 64
 _PLACE_BYTES = 16  # a place in a pickle's memory takes so many at most
 # First bytes of msgpack: small dicts, small arrays, bytes, arrays and dicts.
 _MSGPACK_STARTS = frozenset((*range(0x81, 0xA0), 0xC4, 0xC5, 0xC6, *range(0xDC, 0xE0)))
-_DATUM_STARTS = b"\x08\x22"  # the fields `channels` and `data`
 # Names in dicts, in the order of preference.
 _LABELS = (
     "label",
@@ -69,37 +62,27 @@ Part = int | str
 
 
 def value_kind(value: bytes | bytearray | memoryview) -> str:
-    """Return the kind of a value by its bytes: "image", a key of `READERS`, or "" for anything else."""
+    """Return the kind of a value by its bytes: "image", a key of `READERS`, or "" for others."""
     if is_image(value):
         return "image"
     start = bytes(value[:20])
     if start[:1] == b"\x80" and start[1:2] in _PICKLE_PROTOCOLS:
         return "pickle"
-    if start[:4] == bytes(4):
-        return "pyarrow" if _opens(_from_pyarrow, value) else ""
-    if start[:1] in _DATUM_STARTS and _opens(_from_datum, value):
-        return "datum"
-    if start and start[0] in _MSGPACK_STARTS and _opens(_from_msgpack, value):
-        return "msgpack"
-    return ""
+    if not start or start[0] not in _MSGPACK_STARTS:
+        return ""
+    try:
+        _from_msgpack(memoryview(value))
+    except ValueError:
+        return ""
+    except StoreError:
+        return "msgpack"  # its kind is known, and it is too large
+    return "msgpack"
 
 
 def is_image(value: bytes | bytearray | memoryview) -> bool:
     """Return whether a value is an encoded image, by its first bytes."""
     start = bytes(value[:12])
     return start.startswith(_MAGICS) or start[8:12] == b"WEBP" or start[4:8] == b"ftyp"
-
-
-def _opens(
-    read: Callable[[memoryview], Any], value: bytes | bytearray | memoryview
-) -> bool:
-    try:
-        read(memoryview(value))
-    except ValueError:
-        return False
-    except StoreError:
-        return True  # its kind is known, and it is too large
-    return True
 
 
 # Kinds
@@ -167,171 +150,9 @@ def _from_msgpack(value: memoryview) -> Any:
         ) from None
 
 
-def _from_pyarrow(value: memoryview) -> Any:
-    """Read what `pyarrow.serialize` wrote: counts, a record batch with one row, and arrays of numbers.
-
-    From version 0.12 on, there are four counts, before that two.
-    """
-    if len(value) < 64:
-        raise ValueError("it is too short for pyarrow.serialize")
-    counts = np.frombuffer(value[:16], "<i4")
-    start = 8 if counts[2] > 0 and bytes(value[16:20]) != b"\xff\xff\xff\xff" else 16
-    buffer = pa.py_buffer(value)
-    source = pa.BufferReader(buffer[start:])
-    try:
-        for _ in check_batches("a value of pyarrow", pa.BufferReader(buffer[start:])):
-            pass
-        stream = pa.ipc.open_stream(source)
-        batch = stream.read_next_batch()
-        batch.validate(full=True)
-        for _ in stream:
-            pass
-        arrays = []
-        tensors = pa.BufferReader(buffer)
-        tensors.seek(start + source.tell())
-        for _ in range(min(int(counts[2]), 8) if start == 16 else 0):
-            tensors.seek(-(-tensors.tell() // 64) * 64)
-            arrays.append(pa.ipc.read_tensor(tensors).to_numpy())
-        (plain,) = _plain(batch.column(0), arrays)
-    except (
-        pa.ArrowException,
-        LookupError,
-        TypeError,
-        OSError,
-        RecursionError,
-        struct.error,
-    ) as error:
-        raise ValueError(
-            f"it is not of pyarrow.serialize: {type(error).__name__}: {error}"
-        ) from None
-    return plain
-
-
-_NDARRAY_TAGS = ("14", "15")  # pyarrow.serialize changed the tag in version 1
-
-
-def _plain(array: pa.Array, arrays: Sequence[np.ndarray], tag: str = "") -> list[Any]:
-    """Return the Python values of an Arrow array of pyarrow.serialize, in which a union's fields are types."""
-    kind = array.type
-    if pa.types.is_union(kind):
-        return _plain_union(array, arrays)
-    if pa.types.is_list(kind):
-        return _plain_lists(array, arrays)
-    if pa.types.is_struct(kind):
-        return _plain_structs(array, arrays)
-    values = array.to_pylist()
-    if tag in _NDARRAY_TAGS and arrays:
-        return [arrays[number] for number in values]
-    return values
-
-
-def _plain_union(array: pa.Array, arrays: Sequence[np.ndarray]) -> list[Any]:
-    """Return the values of a union, whose fields are the types that values have."""
-    kind = array.type
-    _, types, offsets = array.buffers()[:3]
-    names = [kind.field(number).name for number in range(kind.num_fields)]
-    fields = [
-        _plain(array.field(number), arrays, name) for number, name in enumerate(names)
-    ]
-    # Before version 0.12 fields have no tags, and the codes that the schema declares are others.
-    codes = kind.type_codes if any(names) else range(kind.num_fields)
-    by_code = dict(zip(codes, fields, strict=True))
-    ids = np.frombuffer(types, np.int8)[array.offset :][: len(array)].tolist()
-    rows = np.frombuffer(offsets, np.int32)[array.offset :][: len(array)].tolist()
-    return [by_code[code][row] for code, row in zip(ids, rows, strict=True)]
-
-
-def _plain_lists(array: pa.Array, arrays: Sequence[np.ndarray]) -> list[Any]:
-    """Return lists, or dicts where their items are structs of a key or a value each."""
-    items = _plain(array.values, arrays)
-    bounds = array.offsets.to_pylist()
-    lists = [items[start:stop] for start, stop in pairwise(bounds)]
-    if not pa.types.is_struct(array.type.value_type):
-        return lists
-    return [
-        {row["keys"]: row["vals"] for row in rows if "keys" in row} for rows in lists
-    ]
-
-
-def _plain_structs(array: pa.Array, arrays: Sequence[np.ndarray]) -> list[Any]:
-    """Return structs as dicts; those of version 0.11 and before, around a list or a tuple, as what is in them."""
-    kind = array.type
-    columns = {kind.field(number).name: number for number in range(kind.num_fields)}
-    fields = {
-        name: _plain(array.field(number), arrays) for name, number in columns.items()
-    }
-    if len(fields) == 1 and "keys" not in fields:
-        return next(iter(fields.values()))
-    return [
-        dict(zip(fields, row, strict=True))
-        for row in zip(*fields.values(), strict=True)
-    ]
-
-
-def _from_datum(value: memoryview) -> Any:
-    """Read Caffe's Datum: an encoded image or its pixels, and a label."""
-    fields = _datum_fields(value)
-    data = fields.get(4)
-    label = fields.get(5, 0)
-    if data is None:
-        raise ValueError("it is a Datum without data")
-    label -= (label >> 63) << 64  # a negative one is stored in 64 bits
-    if fields.get(7) or is_image(data):
-        return data, label
-    shape = fields.get(1, 0), fields.get(2, 0), fields.get(3, 0)
-    if shape[0] not in (1, 3) or shape[0] * shape[1] * shape[2] != len(data):
-        raise ValueError(f"it is a Datum of {shape} pixels in {len(data)} bytes")
-    planes = np.frombuffer(data, np.uint8).reshape(shape)
-    return planes[::-1].transpose(1, 2, 0), label
-
-
-def _datum_fields(value: memoryview) -> dict[int, Any]:
-    """Read the fields of a Datum: channels 1, height 2, width 3, data 4, label 5, float_data 6, encoded 7."""
-    fields: dict[int, Any] = {}
-    place = 0
-    while place < len(value):
-        tag, place = _varint(value, place)
-        number = tag >> 3
-        wire = tag & 7
-        if number == 6:
-            raise ValueError(
-                "it is a Datum of floats: write images with encoded or 8-bit pixels"
-            )
-        if (
-            number not in (1, 2, 3, 4, 5, 7)
-            or wire != (2 if number == 4 else 0)
-            or number in fields
-        ):
-            raise ValueError(f"it is not a Datum: field {number} of wire type {wire}")
-        fields[number], place = _varint(value, place)
-        if number == 4:
-            num_bytes = fields[4]
-            if num_bytes > len(value) - place:
-                raise ValueError(
-                    f"it declares {num_bytes} bytes of pixels, and has {len(value) - place}"
-                )
-            fields[4] = value[place : place + num_bytes]
-            place += num_bytes
-    return fields
-
-
-def _varint(value: memoryview, place: int) -> tuple[int, int]:
-    number = shift = 0
-    while place < len(value) and shift < 64:
-        byte = value[place]
-        number |= (byte & 127) << shift
-        place += 1
-        shift += 7
-        if byte < 128:
-            return number & ((1 << 64) - 1), place
-    raise ValueError("it ends within a number, or the number has over 64 bits")
-
-
 READERS: dict[str, Callable[[memoryview], Any]] = {
     "pickle": _from_pickle,
     "msgpack": _from_msgpack,
-    "pyarrow": _from_pyarrow,
-    "datum": _from_datum,
 }
 """Kind → its reader: the value's bytes → Python values; raises ValueError for others."""
 

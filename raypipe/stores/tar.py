@@ -21,15 +21,13 @@ from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, look_up, open_object
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.local_cache import Unpacked, shared_cache
-from raypipe.storage.local_file import OpenFile, locked, make_cache_folder, open_regular
-from raypipe.storage.retries import in_threads
+from raypipe.storage.local_file import OpenFile, open_regular
+from raypipe.storage.retries import NUM_REQUESTS, in_threads
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import (
-    FileStore,
-    hash_of_facts,
-)
+from raypipe.stores.base import FileStore
 from raypipe.stores.class_folders import tell_left_out
-from raypipe.stores.tar_index import Indexes, keep, read_kept, version_of
+from raypipe.stores.kept import kept, path_of
+from raypipe.stores.tar_index import VERSION, Indexes, pack, unpack, version_of
 from raypipe.stores.tar_jumps import Jumps
 from raypipe.stores.tar_samples import GROUP_BYTES, Archive, TarSamples
 from raypipe.stores.tar_scan import UnfitError, scan_tar
@@ -42,7 +40,6 @@ _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 _SMALL_BYTES = 64 << 20
 # a remote tar below this size is fetched whole, within a second
 _SMALL_REMOTE_BYTES = 32 << 20
-_SCAN_FILE = "tar-9.json"  # name in the cache, with the version of its layout
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 """Ends of names of compressed tars."""
@@ -126,32 +123,34 @@ class TarStore(FileStore[TarSamples]):
         """Return the scan of each tar, from its index if there is one."""
         options = self._options[:2]
         indexes = Indexes(options, self._run_folder)
-        if not is_remote(self.address):
-            return in_threads(
-                lambda archive: self._scanned(archive, indexes), archives, _NUM_FETCHES
-            )
-        kept = in_threads(lambda archive: self._kept(archive, indexes), archives)
+        paths = [_kept_path(archive, options) for archive in archives]
         missing = [
-            archive
-            for archive, scan in zip(archives, kept, strict=True)
-            if scan is None
+            version_of(archive.file)[0]
+            for archive, path in zip(archives, paths, strict=True)
+            if not (path and path.exists()) and not indexes.are_of(archive.name)
         ]
-        if missing and any(
-            version_of(archive.file)[0] > GROUP_BYTES for archive in missing
-        ):
-            num_bytes = sum(version_of(archive.file)[0] for archive in missing)
+        if is_remote(self.address) and max(missing, default=0) > GROUP_BYTES:
             logger.info(
                 "%s: scanning %d tars of %.1f GB, which have no index: `raypipe index` keeps one next to them",
-                *(self.address, len(missing), num_bytes / 1e9),
+                *(self.address, len(missing), sum(missing) / 1e9),
             )
-        scanned = iter(
-            in_threads(
-                lambda archive: self._scanned(archive, indexes), missing, _NUM_FETCHES
+
+        def scan(number: int) -> Scan:
+            archive = archives[number]
+            return kept(
+                paths[number],
+                lambda content: unpack(content, archive.file),
+                lambda: (
+                    indexes.find(archive.name, archive.file) or _scan(archive, *options)
+                ),
+                lambda scan: pack(archive.file, scan),
             )
-        )
-        scans = [next(scanned) if scan is None else scan for scan in kept]
+
+        numbers = range(len(archives))
+        scans = in_threads(scan, numbers, _NUM_FETCHES if missing else NUM_REQUESTS)
+        if not is_remote(self.address):
+            return scans
         if not self._identity:  # this process opened the store first
-            numbers = range(len(archives))
             in_threads(
                 lambda n: indexes.keep_in_run(
                     archives[n].name, archives[n].file, scans[n]
@@ -159,33 +158,6 @@ class TarStore(FileStore[TarSamples]):
                 numbers,
             )
         return scans
-
-    def _kept(self, archive: Archive, indexes: Indexes) -> Scan | None:
-        """Return a remote tar's scan from the node's cache, or from its index."""
-        path = _kept_path(archive, self._options[:2])
-        if path and (scan := read_kept(path)):
-            return scan
-        scan = indexes.find(archive.name, archive.file)
-        if scan and path:
-            keep(path, scan)
-        return scan
-
-    def _scanned(self, archive: Archive, indexes: Indexes) -> Scan:
-        """Return a tar's scan; those of remote and large tars are cached on the node for all its processes."""
-        options = self._options[:2]
-        is_local = isinstance(archive.file, OpenFile)
-        if is_local and version_of(archive.file)[0] < _SMALL_BYTES:
-            return _scan(archive, *options)
-        path = _kept_path(archive, options)
-        if path is None:
-            return _scan(archive, *options)
-        with locked(path.with_suffix(".lock")):
-            # one process scans, and the others wait
-            if scan := read_kept(path):
-                return scan
-            scan = indexes.find(archive.name, archive.file) or _scan(archive, *options)
-            keep(path, scan)
-        return scan
 
     def write_index(self) -> dict[str, Any]:
         """Write the index of each tar next to it.
@@ -271,19 +243,17 @@ def _find(listed: RemoteFile) -> Archive:
 
 
 def _kept_path(archive: Archive, options: Sequence[Any]) -> Path | None:
-    """Return where this node keeps a tar's scan; None if the cache cannot be used, which only saves time."""
+    """Return where this node keeps a tar's scan; None for a small local one, or without a cache."""
     file = archive.file
     if isinstance(file, RemoteFile):
         version: tuple[Any, ...] = astuple(file)
     elif isinstance(file, Unpacked):
         version = ("unpacked", *astuple(file.file))
+    elif version_of(file)[0] < _SMALL_BYTES:
+        return None
     else:
         version = archive.name, *file.written
-    try:
-        folder = make_cache_folder("scans")
-    except OSError:
-        return None
-    return folder / f"{hash_of_facts((version, tuple(options)))}-{_SCAN_FILE}"
+    return path_of("scans", version, tuple(options), VERSION)
 
 
 def _scan(archive: Archive, image_column: str, target_column: str) -> Scan:

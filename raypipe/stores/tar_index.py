@@ -1,8 +1,8 @@
 """Indexes of tars: the scan of each, kept so that it is made once.
 
-    CACHE/scans/HASH-tar-9.json                        of remote and large local tars, for this node
-    FOLDER/_raypipe_index/NAME.tar.HASH-9.index        next to the tars, which `raypipe index` writes
-    RUN/index/NAME.tar.HASH-9.index                    in the folder of a run, for its other nodes
+    CACHE/scans/HASH.arrow                             of remote and large local tars, for this node
+    FOLDER/_raypipe_index/NAME.tar.HASH-10.index       next to the tars, which `raypipe index` writes
+    RUN/index/NAME.tar.HASH-10.index                   in the folder of a run, for its other nodes
 
 An index names the size and version of its tar, and is made again where they differ. Its numbers are checked as
 those of any file that somebody else may have written.
@@ -11,23 +11,20 @@ those of any file that somebody else may have written.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
+import gzip
 import logging
 import os
-import zlib
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.files import (
-    RemoteFile,
-    open_input,
-    read_json,
-    write_bytes,
-    write_json,
-)
+from raypipe.section import Limits, check
+from raypipe.storage.files import RemoteFile, open_input, write_bytes
 from raypipe.storage.filesystem import (
     is_remote,
     join_address,
@@ -37,16 +34,20 @@ from raypipe.storage.filesystem import (
 from raypipe.storage.local_cache import Unpacked
 from raypipe.storage.local_file import OpenFile
 from raypipe.stores.addresses import names_in
+from raypipe.stores.arrow_messages import check_batches
 from raypipe.stores.base import hash_of_facts
+from raypipe.stores.class_tar import FILES
+from raypipe.stores.kept import UNUSABLE, packed, unpacked
 from raypipe.stores.webdataset import Scan
 
 logger = logging.getLogger(__name__)
 
 INDEX_FOLDER = "_raypipe_index"
-_VERSION = 9  # the scans' layout has this version
-_SUFFIX = f"-{_VERSION}.index"
-_MAX_STORED_BYTES = 256 << 20
+VERSION = 10  # the scans' form has this version
+_SUFFIX = f"-{VERSION}.index"
 _MAX_BYTES = 1 << 30  # an index of 14 million samples
+_TEXTS = pa.large_list(pa.large_binary())
+_PAIRS = pa.large_list(pa.int64())
 
 File = OpenFile | RemoteFile | Unpacked
 
@@ -73,6 +74,11 @@ class Indexes:
         self._run_folder = run_folder
         self._names: dict[str, set[str]] = {}
 
+    def are_of(self, name: str) -> bool:
+        """Return whether there is an index with the name that a tar's index has."""
+        addresses = map(split_address, self._addresses(name))
+        return any(index in self._names_in(folder) for folder, index in addresses)
+
     def find(self, name: str, file: File) -> Scan | None:
         """Return the scan of a tar; None if there is no index of it as it is now."""
         for address in self._addresses(name):
@@ -90,17 +96,14 @@ class Indexes:
     def keep_beside(self, name: str, file: File, scan: Scan) -> str:
         """Write the index of a tar next to it, and return its address."""
         address = self._addresses(name)[0]
-        _write(address, name, file, scan)
+        _write(address, file, scan)
         return address
 
     def keep_in_run(self, name: str, file: File, scan: Scan) -> None:
         """Write the index of a tar into the folder of the run, unless it has one there or next to it."""
-        addresses = map(split_address, self._addresses(name))
-        if self._run_folder and not any(
-            file_name in self._names_in(folder) for folder, file_name in addresses
-        ):
+        if self._run_folder and not self.are_of(name):
             with contextlib.suppress(ConfigError, OSError):  # it only saves time
-                _write(self._addresses(name)[-1], name, file, scan)
+                _write(self._addresses(name)[-1], file, scan)
 
     def _addresses(self, name: str) -> list[str]:
         folder, tar = split_address(name)
@@ -126,154 +129,113 @@ class _OutdatedError(Exception):
     """An index that cannot be used: its address, and why."""
 
 
-def _write(address: str, name: str, file: File, scan: Scan) -> None:
-    num_bytes, version = version_of(file)
-    content = {
-        "tar": split_address(name)[1],
-        "num_bytes": num_bytes,
-        "object": version,
-        "scan": scan,
-    }
-    packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
-    packed = packer.compress(json.dumps(content).encode()) + packer.flush()
+def _write(address: str, file: File, scan: Scan) -> None:
     if not is_remote(address):
         Path(split_address(address)[0]).mkdir(parents=True, exist_ok=True)
-    write_bytes(address, packed)
+    write_bytes(address, gzip.compress(pack(file, scan)))
 
 
 def _read(address: str, file: File) -> Scan:
     try:
-        with open_input(*open_filesystem(address)) as source:
-            if source.size() > _MAX_STORED_BYTES:
-                raise ValueError(f"it has more than {_MAX_STORED_BYTES:,} bytes")
-            packed = source.read()
-        unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        text = unpacker.decompress(packed, _MAX_BYTES)
-        if not unpacker.eof:
-            raise ValueError(
-                f"it is truncated, or unpacks to more than {_MAX_BYTES:,} bytes"
-            )
-        content = json.loads(text)
-        num_bytes, version = version_of(file)
-        if (content["num_bytes"], content["object"]) != (num_bytes, version):
-            raise ValueError("it belongs to another version of the tar")
-        # Places in a compressed tar are those of its content, whose size is not known yet.
-        _check(content["scan"], 1 << 62 if isinstance(file, Unpacked) else num_bytes)
-        return content["scan"]
+        with (
+            open_input(*open_filesystem(address)) as source,
+            pa.CompressedInputStream(source, "gzip") as stream,
+        ):
+            content = stream.read_buffer(_MAX_BYTES)
+        for _ in check_batches(address, pa.BufferReader(content)):
+            pass
+        return unpack(content, file)
     except FileNotFoundError:
         raise _OutdatedError(address, "it was removed meanwhile") from None
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        zlib.error,
-        OSError,
-    ) as error:
+    except (*UNUSABLE, StoreError, struct.error) as error:
         raise _OutdatedError(
             address, f"{type(error).__name__}: {error!s:.200}"
         ) from error
 
 
-def _check(scan: Any, num_bytes: int) -> None:
-    """Raise ValueError, KeyError or TypeError unless a scan has the layout of one, within a tar of this size."""
-    _check_counts(scan["left_out"])
-    digest = scan["digest"]
-    _require(isinstance(digest, str) and len(digest) == 32, "digest")
-    _check_sparse(scan["sparse"], num_bytes)
-    if "files" in scan:
-        _check_class_folders(scan, num_bytes)
+_Count = Annotated[int, Limits(0, 1 << 62)]
+_Counts = dict[str, _Count]
+# Facts of a scan, which are JSON: of both layouts, of samples, and of class folders.
+_OF_ALL = {"digest": str, "left_out": _Counts, "sparse": dict[str, list[list[_Count]]]}
+_OF_SAMPLES = {**_OF_ALL, "labels": list[Any] | None}
+_OF_FOLDERS = {**_OF_ALL, "others": dict[str, str], "about": dict[str, Any]}
+_ABOUT = {
+    "root": str,
+    "classes": list[str],
+    "nums": list[_Count],
+    "has_images": bool,
+    "is_plain": bool,
+    "left_out": _Counts,
+    "splits": list[str],
+    "folders": str,
+    "others": list[str],
+    "of_images": list[str],
+}
+
+
+def pack(file: File, scan: Scan) -> bytes:
+    """Return a scan as a stream of one row, in which each array is a list."""
+    texts = scan["texts"]
+    places = scan["places"]
+    names = {"texts": list(texts), "places": list(places), "tar": version_of(file)}
+    flat = [pa.array(pairs.reshape(-1)) for pairs in places.values()]
+    lists = {
+        str(number): pa.LargeListArray.from_arrays([0, len(values)], values)
+        for number, values in enumerate([*texts.values(), *flat])
+    }
+    return packed(lists, {**scan, **names})
+
+
+def unpack(content: pa.Buffer, file: File) -> Scan:
+    """Return the scan of a tar, whose numbers are checked; raise one of `UNUSABLE` for another tar, or damage."""
+    batch, facts = unpacked(content)
+    num_bytes, version = version_of(file)
+    if facts["tar"] != [num_bytes, version]:
+        raise ValueError("it belongs to another version of the tar")
+    kinds = [_TEXTS] * len(facts["texts"]) + [_PAIRS] * len(facts["places"])
+    _require(batch.schema.types == kinds and batch.num_rows == 1, "columns")
+    arrays = iter([column.values for column in batch.columns])
+    scan: Scan = {
+        **_checked(facts, _OF_FOLDERS if "about" in facts else _OF_SAMPLES),
+        "texts": {name: next(arrays) for name in facts["texts"]},
+        "places": {
+            suffix: next(arrays).to_numpy().reshape(-1, 2) for suffix in facts["places"]
+        },
+    }
+    # Places in a compressed tar are those of its content, whose size is not known yet.
+    _check(scan, 1 << 62 if isinstance(file, Unpacked) else num_bytes)
+    return scan
+
+
+def _checked(facts: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: check(name, facts[name], kind) for name, kind in kinds.items()}
+
+
+def _check(scan: Scan, num_bytes: int) -> None:
+    """Raise ValueError or KeyError unless a scan's arrays fit each other, and a tar of this size."""
+    stored_ends = [
+        int(start) + sum(length for _, length in ranges)
+        for start, ranges in scan["sparse"].items()
+    ]
+    _require(max(stored_ends, default=0) <= num_bytes, "sparse members")
+    num = len(scan["texts"]["keys"])
+    nums = {"": num, **dict.fromkeys(scan["places"], num)}
+    if "about" in scan:
+        about = scan["about"] = _checked(scan["about"], _ABOUT)
+        nums[FILES] = len(scan["texts"][FILES])
+        are_classes = len(about["nums"]) == len(about["classes"])
+        _require(are_classes and sum(about["nums"]) == num, "classes")
     else:
-        _check_samples(scan, num_bytes)
-
-
-def _check_sparse(sparse: Mapping[str, Any], num_bytes: int) -> None:
-    """Check the stored ranges of sparse members, by the position of each member."""
-    for start, ranges in sparse.items():
-        are_pairs = all(len(pair) == 2 for pair in ranges)
-        _require(start.isdecimal() and are_pairs, "sparse")
-        _require(_are_counts([number for pair in ranges for number in pair]), "sparse")
-        stored_bytes = sum(length for _, length in ranges)
-        _require(int(start) + stored_bytes <= num_bytes, "sparse")
-
-
-def _check_class_folders(scan: Any, num_bytes: int) -> None:
-    """Check what `class_tar.find_files` returns."""
-    about = scan["about"]
-    files = scan["files"]
-    _check_texts(files, "files")
-    _check_places(scan["places"], len(files), num_bytes, scan["sparse"])
-    _check_counts(about["left_out"])
-    classes = about["classes"]
-    nums = about["nums"]
-    _require(_are_counts(nums) and len(nums) == len(classes), "classes")
-    _check_places(about["places"], sum(nums), num_bytes, scan["sparse"])
-    _check_texts([*classes, about["root"], about["keys"]], "names")
-    splits, folders, *names = about["doubts"]
-    _check_texts([folders, *splits, *itertools.chain(*names)], "doubts")
-    flags = about["has_images"], about["is_plain"]
-    _require(all(isinstance(flag, bool) for flag in flags), "flags")
-    for number, node in scan["others"].items():
-        _require(number.isdecimal() and int(number) < len(files), "others")
-        _require(len(node) in (0, 2), "others")
-        _check_texts(node, "others")
-
-
-def _check_samples(scan: Any, num_bytes: int) -> None:
-    """Check what `webdataset.find_samples` returns."""
-    num = scan["num"]
-    labels = scan["labels"]
-    _require(_are_counts([num]), "num")
-    _check_texts([scan["first_key"], scan["keys"]], "keys")
-    are_labels = isinstance(labels, list) and len(labels) == num
-    _require(labels is None or are_labels, "labels")
-    _require("" in scan["places"], "places")
-    for places in scan["places"].values():
-        _check_places(places, num, num_bytes, scan["sparse"])
-
-
-def _check_places(
-    places: Any, num: int, num_bytes: int, sparse: Mapping[str, Any]
-) -> None:
-    _require(isinstance(places, list) and len(places) == 2 * num, "places")
-    _require(all(type(number) is int for number in places), "places")
-    for start, size in zip(places[::2], places[1::2], strict=True):
-        if (start, size) == (-1, -1):  # no member
-            continue
+        _require(scan["labels"] is None or len(scan["labels"]) == num, "labels")
+    for suffix, expected in nums.items():
+        starts, sizes = scan["places"][suffix].T
         # The sizes of sparse members count their holes.
-        is_inside = str(start) in sparse or start + size <= num_bytes
-        _require(start >= 0 <= size and is_inside, "places")
-
-
-def _check_counts(counts: Any) -> None:
-    _check_texts(counts, "left_out")
-    _require(_are_counts(list(counts.values())), "left_out")
-
-
-def _check_texts(values: Any, field: str) -> None:
-    _require(all(isinstance(value, str) for value in values), field)
-
-
-def _are_counts(numbers: Any) -> bool:
-    return isinstance(numbers, list) and all(
-        type(number) is int and 0 <= number < 1 << 62 for number in numbers
-    )
+        are_sparse = np.isin(starts, list(map(int, scan["sparse"])))
+        are_inside = (starts >= 0) & (are_sparse | (sizes <= num_bytes - starts))
+        are_right = (are_inside & (sizes >= 0)) | ((starts == -1) & (sizes == -1))
+        _require(len(starts) == expected and bool(are_right.all()), "places")
 
 
 def _require(is_right: bool, field: str) -> None:
     if not is_right:
         raise ValueError(f"its {field} are wrong")
-
-
-def read_kept(path: Path) -> Scan | None:
-    """Return a scan that this node keeps; None if there is none, or it is damaged."""
-    with contextlib.suppress(ConfigError, KeyError, TypeError):
-        return read_json(path)["scan"]
-    return None
-
-
-def keep(path: Path, scan: Scan) -> None:
-    """Keep a scan for this node, if there is room."""
-    with contextlib.suppress(ConfigError):
-        write_json(path, {"scan": scan})

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +12,7 @@ import pyarrow as pa
 from raypipe.errors import StoreError
 from raypipe.storage.byte_ranges import ByteRanges, ByteRangesReader
 from raypipe.storage.files import RemoteFile
-from raypipe.storage.local_cache import LocalCache, Unpacked, shared_cache
+from raypipe.storage.local_cache import Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.read_limit import GROWTH, read_limit
 from raypipe.storage.retries import in_threads
@@ -31,7 +29,7 @@ from raypipe.stores.base import (
 from raypipe.stores.class_folders import LeftOut
 from raypipe.stores.class_tar import have_class_folders, index_files
 from raypipe.stores.tar_index import File
-from raypipe.stores.webdataset import TEXT_SUFFIXES, Scan, index_samples, unpacked
+from raypipe.stores.webdataset import TEXT_SUFFIXES, Scan, as_names, index_samples
 
 GROUP_BYTES = 8 << 20
 """Bytes of a group's members, of which the order of a run in windows is a function."""
@@ -39,6 +37,9 @@ GROUP_BYTES = 8 << 20
 _GAP_BYTES = 64 << 10
 _MAX_KEPT_RANGES = 4096
 _NUM_WITH_HOLES = 64  # sparse members that a read may have, each of which is almost nothing in its tar
+
+
+Reader = OpenFile | ByteRangesReader
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,12 @@ class TarSamples:
         self.written = hash_of_facts([archive.file.written for archive in archives])
         bounds = np.cumsum([0, *indexed.nums])
         self._keys = indexed.keys
-        self._nums = indexed.nums
+        self._starts = bounds
         self.groups = self._groups_of(bounds) if in_groups else None
         # Samples from self._bounds[i] on are read from one file or part, of tar self._numbers[i].
         self._bounds = bounds
-        if self.groups is not None and self._are_some_remote():
+        are_remote = [isinstance(archive.file, RemoteFile) for archive in archives]
+        if self.groups is not None and any(are_remote):
             self._bounds = self.groups
         self._numbers = np.searchsorted(bounds, self._bounds[:-1], "right") - 1
         self._ranges: dict[tuple[int, tuple[str, ...]], ByteRanges] = {}
@@ -97,9 +99,6 @@ class TarSamples:
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
-
-    def _are_some_remote(self) -> bool:
-        return any(isinstance(archive.file, RemoteFile) for archive in self._archives)
 
     def _groups_of(self, bounds: np.ndarray) -> np.ndarray:
         """Return the offsets of the groups, which depend only on sizes: about 8 MiB, or whole compressed tars."""
@@ -113,15 +112,14 @@ class TarSamples:
             self._archives, bounds[:-1], bounds[1:], strict=True
         ):
             before = np.cumsum(sizes[first:last]) - sizes[first:last]
-            if not isinstance(archive.file, Unpacked):
-                of_group = before // GROUP_BYTES
-            else:
-                of_group = np.zeros_like(before)
+            if isinstance(archive.file, Unpacked):
+                before[:] = 0
+            of_group = before // GROUP_BYTES
             starts.append(first + np.flatnonzero(np.diff(of_group, prepend=-1)))
         return np.append(np.concatenate(starts), bounds[-1]).astype(np.int64)
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        placed = tuple(name for name in columns if name != "label")
+        placed = _placed(columns)
         contents: dict[str, list[bytes | None]] = {
             name: [None] * len(indices) for name in placed
         }
@@ -130,117 +128,76 @@ class TarSamples:
             parts = list(by_part(indices, self._bounds))
             readers = self._readers([number for number, _ in parts], placed)
             for (number, positions), reader in zip(parts, readers, strict=True):
-                rows = indices[positions]
+                shard = int(self._numbers[number])
+                tar = reader, self._archives[shard].name, self._sparse[shard]
                 for name in placed:
-                    self._read(name, rows, positions, number, reader, contents[name])
-        images = contents.pop("image", None)
+                    places = self._index[name][indices[positions]].tolist()
+                    for position, place in zip(positions.tolist(), places, strict=True):
+                        contents[name][position] = _content(*tar, *place)
         arrays: dict[str, pa.Array] = {}
         for name in columns:
+            kind = self.schema.field(name).type
             if name == "label":
                 arrays[name] = to_arrow(self._index[name][indices])
-            elif name in TEXT_SUFFIXES:
-                texts = list(map(as_text, contents[name]))
-                arrays[name] = pa.array(texts, pa.string())
             elif name != "image":
-                arrays[name] = pa.array(contents[name], pa.binary())
-        return Columns(images, pa.table(arrays))
+                is_text = name in TEXT_SUFFIXES
+                values = map(as_text, contents[name]) if is_text else contents[name]
+                arrays[name] = pa.array(values, kind)
+        return Columns(contents.get("image"), pa.table(arrays))
 
-    def _read(
-        self,
-        column: str,
-        indices: np.ndarray,
-        positions: np.ndarray,
-        number: int,
-        reader: OpenFile | ByteRangesReader,
-        contents: list[bytes | None],
-    ) -> None:
-        shard = int(self._numbers[number])
-        name = self._archives[shard].name
-        sparse = self._sparse[shard]
-        places: list[list[int]] = self._index[column][indices].tolist()
-        for position, (start, num_bytes) in zip(
-            positions.tolist(), places, strict=True
-        ):
-            contents[position] = _content(reader, name, start, num_bytes, sparse)
-
-    def _readers(
-        self, numbers: Sequence[int], placed: tuple[str, ...]
-    ) -> list[OpenFile | ByteRangesReader]:
+    def _readers(self, numbers: Sequence[int], placed: tuple[str, ...]) -> list[Reader]:
         """Return an open file or part for each run of samples; missing ones are fetched, several at a time."""
-        cache = shared_cache()
-        readers = [self._reader_at_hand(number, placed, cache) for number in numbers]
+        entries = [self._entry_of(number, placed) for number in numbers]
+        readers = list(map(_at_hand, entries))
         missing = [
-            number
-            for number, reader in zip(numbers, readers, strict=True)
-            if reader is None
+            entry
+            for entry, reader in zip(entries, readers, strict=True)
+            if not (reader or isinstance(entry, OpenFile))
         ]
-        fetched = iter(
-            in_threads(lambda number: self._fetched(number, placed, cache), missing)
-        )
+        fetched = iter(in_threads(_fetched, missing))
         return [reader or next(fetched) for reader in readers]
 
-    def _reader_at_hand(
-        self, number: int, placed: tuple[str, ...], cache: LocalCache
-    ) -> OpenFile | ByteRangesReader | None:
+    def _entry_of(
+        self, number: int, placed: tuple[str, ...]
+    ) -> OpenFile | Unpacked | RemoteFile | ByteRanges:
+        """Return the local file that samples are in, or the cache's entry: a part if they are read in groups."""
         file = self._archives[self._numbers[number]].file
-        if isinstance(file, OpenFile):
-            return file
-        if self._bounds is not self.groups or isinstance(file, Unpacked):
-            return cache.find(file, OpenFile)
-        ranges = self._ranges_of(number, placed)
-        # A look for the whole tar asks the disk, so the part that is open already comes first.
-        is_open: OpenFile | ByteRangesReader | None = cache.find_open(ranges)
-        if is_open is not None:
-            return is_open
-        whole = cache.find(file, OpenFile)
-        if whole is not None:
-            return whole
-        return cache.find(ranges, lambda path: ByteRangesReader(path, ranges))
-
-    def _fetched(
-        self, number: int, placed: tuple[str, ...], cache: LocalCache
-    ) -> OpenFile | ByteRangesReader:
-        file = self._archives[self._numbers[number]].file
-        assert not isinstance(file, OpenFile), "local tars are at hand"
-        if self._bounds is not self.groups or isinstance(file, Unpacked):
-            return cache.get(file, OpenFile)
-        ranges = self._ranges_of(number, placed)
-        return cache.get(ranges, lambda path: ByteRangesReader(path, ranges))
+        if isinstance(file, RemoteFile) and self._bounds is self.groups:
+            return self._ranges_of(number, placed)
+        return file
 
     def _ranges_of(self, number: int, placed: tuple[str, ...]) -> ByteRanges:
         """Return the bytes that columns of a group have in their tar, with small gaps."""
-        if kept := self._ranges.get((number, placed)):
-            return kept
-        shard = int(self._numbers[number])
-        file = self._archives[shard].file
-        assert isinstance(file, RemoteFile), "others have no parts"
-        first, last = self._bounds[number : number + 2]
-        places = np.concatenate([self._index[name][first:last] for name in placed])
-        ranges = _joined_ranges(places, self._sparse[shard], file.num_bytes)
-        if len(self._ranges) >= _MAX_KEPT_RANGES:
-            self._ranges.clear()
-        byte_ranges = ByteRanges(file, ranges)
-        self._ranges[number, placed] = byte_ranges
-        return byte_ranges
+        kept = self._ranges.get((number, placed))
+        if kept is None:
+            shard = int(self._numbers[number])
+            file = self._archives[shard].file
+            assert isinstance(file, RemoteFile), "others have no parts"
+            first, last = self._bounds[number : number + 2]
+            places = np.concatenate([self._index[name][first:last] for name in placed])
+            ranges = _joined_ranges(places, self._sparse[shard], file.num_bytes)
+            if len(self._ranges) >= _MAX_KEPT_RANGES:
+                self._ranges.clear()
+            kept = self._ranges[number, placed] = ByteRanges(file, ranges)
+        return kept
 
     def is_at_hand(self, indices: np.ndarray, columns: tuple[str, ...]) -> bool:
         """Return whether the files or parts of samples are in the node's cache, or on its disk."""
-        placed = tuple(name for name in columns if name != "label")
-        cache = shared_cache()
+        placed = _placed(columns)
         return all(
-            self._reader_at_hand(number, placed, cache) is not None
+            _at_hand(self._entry_of(number, placed)) is not None
             for number, _ in by_part(indices, self._bounds)
         )
 
     def names(self, indices: np.ndarray) -> list[str]:
         """Return the keys or paths of samples."""
-        return [self._names[index] for index in indices.tolist()]
-
-    @cached_property
-    def _names(self) -> list[str]:
-        tars = zip(self._archives, self._keys, self._nums, strict=True)
-        every = (unpacked(archive.name, keys, num) for archive, keys, num in tars)
-        return list(itertools.chain.from_iterable(every))
+        names = [""] * len(indices)
+        for number, positions in by_part(indices, self._starts):
+            rows = indices[positions] - self._starts[number]
+            keys = as_names(self._keys[number].take(pa.array(rows)))
+            for position, key in zip(positions.tolist(), keys, strict=True):
+                names[position] = key
+        return names
 
     def sample_name(self, index: int) -> str:
         number = part_of(self._bounds, index)[0]
@@ -253,6 +210,30 @@ class TarSamples:
         # A name beyond 100 characters, or in an extended header, is cut off here.
         header = reader.pread(tarfile.BLOCKSIZE, start)
         return f"{archive.name}, {tarfile.TarInfo.frombuf(header, 'utf-8', 'surrogateescape').name}"
+
+
+def _placed(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the columns that are members of a tar."""
+    return tuple(name for name in columns if name != "label")
+
+
+def _at_hand(entry: OpenFile | Unpacked | RemoteFile | ByteRanges) -> Reader | None:
+    """Return the open file or part of an entry that is on this node's disk; else None."""
+    cache = shared_cache()
+    if isinstance(entry, OpenFile):
+        return entry
+    if not isinstance(entry, ByteRanges):
+        return cache.find(entry, OpenFile)
+    # A look for the whole tar asks the disk, so the part that is open already comes first.
+    is_open: Reader | None = cache.find_open(entry)
+    whole = is_open or cache.find(entry.file, OpenFile)
+    return whole or cache.find(entry, lambda path: ByteRangesReader(path, entry))
+
+
+def _fetched(entry: Unpacked | RemoteFile | ByteRanges) -> Reader:
+    if isinstance(entry, ByteRanges):
+        return shared_cache().get(entry, lambda path: ByteRangesReader(path, entry))
+    return shared_cache().get(entry, OpenFile)
 
 
 def _type_of(name: str, values: np.ndarray) -> pa.DataType:
@@ -272,15 +253,12 @@ def _joined_ranges(
         sparse: see `_content`.
         num_bytes: size of the tar.
     """
-    are_read = (
-        (places[:, 0] >= 0) & (places[:, 1] >= 0) & (places[:, 1] <= MAX_SAMPLE_BYTES)
-    )
+    sizes = places[:, 1]
+    are_read = (places[:, 0] >= 0) & (sizes >= 0) & (sizes <= MAX_SAMPLE_BYTES)
     ranges: list[list[int]] = []
     for start, size in sorted(places[are_read].tolist()):
-        if str(start) in sparse:
-            stored_bytes = sum(length for _, length in sparse[str(start)])
-        else:
-            stored_bytes = size
+        stored = sparse.get(str(start), [[0, size]])
+        stored_bytes = sum(length for _, length in stored)
         begin = max(0, start - tarfile.BLOCKSIZE)  # the header has the name
         end = min(start + stored_bytes, num_bytes)
         if ranges and begin <= ranges[-1][1] + _GAP_BYTES:
@@ -291,11 +269,11 @@ def _joined_ranges(
 
 
 def _content(
-    file: OpenFile | ByteRangesReader,
+    file: Reader,
     name: str,
+    sparse: Mapping[str, list[list[int]]],
     start: int,
     num_bytes: int,
-    sparse: Mapping[str, list[list[int]]],
 ) -> bytes | None:
     """Return the bytes of a member; None for no member, more than 512 MiB, or holes beyond the limit of a read."""
     if not 0 <= num_bytes <= MAX_SAMPLE_BYTES:
@@ -317,10 +295,7 @@ def _content(
 
 
 def _with_holes(
-    file: OpenFile | ByteRangesReader,
-    start: int,
-    num_bytes: int,
-    parts: Sequence[Sequence[int]],
+    file: Reader, start: int, num_bytes: int, parts: Sequence[Sequence[int]]
 ) -> bytes:
     """Return the bytes of a sparse member, whose parts are stored one after the other; fewer if one is cut off."""
     content = bytearray(num_bytes)

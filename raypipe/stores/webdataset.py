@@ -14,20 +14,18 @@ suffix that its sample has already, starts a new sample.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import itertools
 import json
 import math
 import re
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from raypipe.errors import StoreError
 from raypipe.stores.addresses import is_left_out
@@ -40,7 +38,6 @@ _SIMPLE_IMAGES = frozenset(suffix[1:] for suffix in IMAGE_SUFFIXES)
 _WEBDATASET_SKIPS = re.compile(r"__[^/]*__(/|$)")
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
 _MAX_LABEL_BYTES = 64
-_MAX_KEYS_BYTES = 1 << 30
 _MAX_JSON_BYTES = 1 << 20  # a larger one is not searched for a label
 
 Place = tuple[int, int, float]
@@ -50,7 +47,11 @@ Read = Callable[[int, int], bytes]
 """Function that returns bytes of a tar: their number, offset → bytes, fewer at the end."""
 
 Scan = dict[str, Any]
-"""Return value of `find_samples` or of `class_tar.find_files`, which consists of JSON values."""
+"""Return value of `find_samples` or of `class_tar.find_files`: JSON values, and arrays.
+
+    texts     name → Arrow array, see `as_texts`; `keys` has the keys or paths of all samples
+    places    suffix → position and num_bytes of each sample's member, int64 (n, 2), -1 for none; "" is the image
+"""
 
 
 class Indexed(NamedTuple):
@@ -61,7 +62,7 @@ class Indexed(NamedTuple):
             position and num_bytes of each sample's member, -1 for no member.
         classes: class names of class folders; None = they have none.
         nums: samples of each tar.
-        keys: the keys or paths of each tar's samples, see `packed`.
+        keys: the keys or paths of each tar's samples, see `as_texts`.
         left_out: members outside of the samples, beyond those that the scans count.
         facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
         told: what `check_classes` returns.
@@ -70,7 +71,7 @@ class Indexed(NamedTuple):
     columns: dict[str, np.ndarray]
     classes: tuple[str, ...] | None
     nums: list[int]
-    keys: list[str]
+    keys: list[pa.LargeBinaryArray]
     left_out: LeftOut
     facts: str = ""
     told: tuple[str, list[str]] = "", []
@@ -171,17 +172,15 @@ def find_samples(
 
     Returns:
         labels: the label of each sample; None without labels.
-        places: suffix → position and num_bytes of each sample's member, as a flat list, -1 for no member; "" is
-            the image.
-        num, first_key: number of samples, and key of the first, for errors.
-        keys: those of all samples, see `packed`.
+        texts, places: see `Scan`.
         left_out: how many members are neither, by suffix.
         digest: hash over the members' names, sizes and modification times, and the labels.
 
     Raises:
         StoreError: samples lack labels or a requested column, or have a member twice.
     """
-    samples, problem = _grouped(entries)
+    counted, left_out = _counted(entries)
+    samples, problem = _grouped(counted)
     if not samples:
         return None
     images = _images_of(samples, image_column)
@@ -204,45 +203,33 @@ def find_samples(
     reserved = {images[0] or "", _label_suffix(target_column), "image", "label"}
     columns = _columns_of(samples, reserved)
     label_column = None if labels is None else target_column
-    unused = _unused(samples, images, columns, label_column)
+    left_out.update(_unused(samples, images, columns, label_column))
     return {
-        "num": len(samples),
-        "keys": packed([sample.key for sample in samples]),
+        "texts": {"keys": as_texts(sample.key for sample in samples)},
         "labels": labels,
         "places": _places(samples, images, columns),
-        "first_key": samples[0].key,
-        "left_out": Counter(itertools.chain(_uncounted(entries), unused)),
+        "left_out": left_out,
         "digest": _hash(samples, labels),
     }
 
 
-def packed(keys: Sequence[str]) -> str:
-    """Return names as a short text, since a scan is kept in memory, and few need the names of all samples."""
-    return base64.b85encode(zlib.compress(json.dumps(keys).encode(), 1)).decode()
+def as_texts(names: Iterable[str]) -> pa.LargeBinaryArray:
+    """Return names as an Arrow array; those of a tar may be bytes that are no UTF-8."""
+    encoded = [name.encode(errors="surrogateescape") for name in names]
+    return pa.array(encoded, pa.large_binary())
 
 
-def unpacked(name: str, keys: str, num: int) -> list[str]:
-    """Return the names that `packed` was given; raise StoreError if there are not so many."""
-    try:
-        unpacker = zlib.decompressobj()
-        names = json.loads(unpacker.decompress(base64.b85decode(keys), _MAX_KEYS_BYTES))
-        if len(names) == num:
-            return list(map(str, names))
-    except (ValueError, TypeError, zlib.error, RecursionError):
-        pass
-    raise StoreError(
-        f"{name}: its index has damaged names; remove it, or make it again"
-    )
+def as_names(texts: pa.LargeBinaryArray) -> list[str]:
+    """Return the names that `as_texts` was given."""
+    return [text.decode(errors="surrogateescape") for text in texts.to_pylist()]
 
 
-def _grouped(
-    entries: Sequence[tuple[str, Place | None]],
-) -> tuple[list[_Sample], str]:
+def _grouped(counted: Sequence[tuple[str, str, Place]]) -> tuple[list[_Sample], str]:
     """Return the samples of a tar's members, and which one has a suffix twice, in words; empty if none has."""
     samples: list[_Sample] = []
     by_key: dict[str, _Sample] = {}
     problem = ""
-    for key, group in itertools.groupby(_counted(entries), key=lambda file: file[0]):
+    for key, group in itertools.groupby(counted, key=lambda file: file[0]):
         members: dict[str, Place] = {}
         for _, suffix, location in group:
             if suffix in members:
@@ -312,13 +299,14 @@ def _columns_of(samples: Sequence[_Sample], reserved: set[str]) -> list[str]:
 
 def _places(
     samples: Sequence[_Sample], images: Sequence[str | None], columns: Sequence[str]
-) -> dict[str, list[int]]:
+) -> dict[str, np.ndarray]:
     """Return position and num_bytes of the members of each column, as `find_samples` does."""
-    places: dict[str, list[int]] = {suffix: [] for suffix in ("", *columns)}
+    places: dict[str, list[tuple[int, int]]] = {suffix: [] for suffix in ("", *columns)}
     for (_, members), image in zip(samples, images, strict=True):
-        for suffix, numbers in places.items():
-            numbers += members.get(suffix or image or "", (-1, -1))[:2]
-    return places
+        for suffix, pairs in places.items():
+            start, num_bytes, _ = members.get(suffix or image or "", (-1, -1, 0.0))
+            pairs.append((start, num_bytes))
+    return {suffix: np.array(pairs, np.int64) for suffix, pairs in places.items()}
 
 
 def _unused(
@@ -357,25 +345,23 @@ def _used_for_label(members: Mapping[str, Place], column: str) -> set[str]:
     return suffixes or {"json"}
 
 
-def _uncounted(entries: Sequence[tuple[str, Place | None]]) -> Iterator[str]:
-    """Yield why a member belongs to no sample, for each that does not."""
-    for name, location in entries:
-        if not location:
-            continue
-        if not is_visible(PurePosixPath(name)):
-            yield "hidden or of the system"
-        elif not _key_and_suffix(name):
-            yield "without a key and a suffix"
-
-
 def _counted(
     entries: Sequence[tuple[str, Place | None]],
-) -> Iterator[tuple[str, str, Place]]:
-    """Yield key, suffix and place of each member that counts."""
+) -> tuple[list[tuple[str, str, Place]], LeftOut]:
+    """Return key, suffix and place of each member that counts, and how many others do not, by the reason."""
+    counted: list[tuple[str, str, Place]] = []
+    left_out = LeftOut()
     for name, location in entries:
         names = _key_and_suffix(name)
-        if location and names and is_visible(PurePosixPath(name)):
-            yield *names, location
+        if not location:
+            continue
+        if any(map(is_left_out, name.split("/"))):
+            left_out["hidden or of the system"] += 1
+        elif names is None:
+            left_out["without a key and a suffix"] += 1
+        else:
+            counted.append((*names, location))
+    return counted, left_out
 
 
 def _key_and_suffix(name: str) -> tuple[str, str] | None:
@@ -385,11 +371,6 @@ def _key_and_suffix(name: str) -> tuple[str, str] | None:
     if not stem or not suffix or _WEBDATASET_SKIPS.match(name):
         return None
     return folder + slash + stem, suffix.lower()
-
-
-def is_visible(name: PurePosixPath) -> bool:
-    """Return whether a member counts: hidden ones do not, nor those that systems add."""
-    return not any(map(is_left_out, name.parts))
 
 
 def _image_of(members: Mapping[str, Place], suffix: str) -> str | None:
@@ -411,26 +392,29 @@ def _bad(name: str, problem: str, target_column: str) -> StoreError:
 
 def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Indexed:
     """Return the samples of several tars, of which a suffix that all have is a column; names are for errors."""
+    keys = [scan["texts"]["keys"] for scan in scans]
+    nums = list(map(len, keys))
     labelled = [scan["labels"] is not None for scan in scans]
     if any(labelled) and not all(labelled):
         number = labelled.index(False)
-        first = scans[number]["first_key"]
+        (first,) = as_names(keys[number][:1])
         raise StoreError(
             f"{names[number]}: sample {first!r} has no label, but samples of other shards have one"
         )
     left_out = LeftOut()
     columns: dict[str, np.ndarray] = {}
-    for suffix in dict.fromkeys(itertools.chain(*(scan["places"] for scan in scans))):
-        having = [scan["num"] for scan in scans if suffix in scan["places"]]
+    every = [scan["places"] for scan in scans]
+    for suffix in dict.fromkeys(itertools.chain(*every)):
+        having = [num for num, of in zip(nums, every, strict=True) if suffix in of]
         if len(having) < len(scans) and suffix not in TEXT_SUFFIXES:
             left_out[f".{suffix}"] += sum(having)
             continue
-        places = [
-            np.array(scan["places"].get(suffix, [-1, -1] * scan["num"]), np.int64)
-            for scan in scans
-        ]
-        columns[suffix or "image"] = np.concatenate(places).reshape(-1, 2)
+        columns[suffix or "image"] = np.concatenate(
+            [
+                of.get(suffix, np.full((num, 2), -1))
+                for num, of in zip(nums, every, strict=True)
+            ]
+        )
         if not suffix and labelled[0]:
             columns["label"] = _labels_of(names[0], scans)
-    nums = [scan["num"] for scan in scans]
-    return Indexed(columns, None, nums, [scan["keys"] for scan in scans], left_out)
+    return Indexed(columns, None, nums, keys, left_out)

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import pyarrow as pa
 import torch
 
@@ -163,6 +164,7 @@ class Loader(Unlike, instead=_INSTEAD):
         self._device_stage = DeviceStage(
             augment, self.device, dtype, spec.device_input, tells=rank == 0
         )
+        self._has_told_label = False
         self._digest_log = digest_log
         self.metrics = self._observed(trace, trace_s)
         self._stream = self._rank_stream(open_at, prefetch_factor)
@@ -414,7 +416,24 @@ class Loader(Unlike, instead=_INSTEAD):
             "outage_s": batch.outage_s,
         }
         self.metrics.tell("handed_out", position, amounts)
+        if not self._has_told_label:
+            self._warn_of_labels(batch)
         return batch
+
+    def _warn_of_labels(self, batch: Batch) -> None:
+        """Warn once of a class that a loss does not take: on a GPU it ends the process, far from its cause."""
+        target = batch.target_host
+        if target.dtype != np.int64 or target.ndim != 1:
+            return
+        is_negative = (target < 0) & (batch.index >= 0)
+        if is_negative.any():
+            row = int(is_negative.argmax())
+            self._has_told_label = True
+            _logger.warning(
+                f"{batch.position.split} sample {int(batch.index[row])} has label {target[row]}: losses take "
+                "classes from 0. Give it a class, leave such samples out with store.exclude, or pass the loss "
+                f"ignore_index={target[row]}"
+            )
 
     def _is_at_end(self, batches: Batches) -> bool:
         """Return whether a validation comes after its epoch's training, of which no loop takes more."""

@@ -794,9 +794,7 @@ def test_a_command_ends_although_ray_does_not(
         "cli._finish(command)"
     )
     command = [sys.executable, "-c", script, pickle.dumps(error).hex()]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == code and said in done.stderr
 
 

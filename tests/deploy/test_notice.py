@@ -90,7 +90,7 @@ def test_a_notice_of_aws_drains_the_node_with_the_time_that_is_left(
     notice = f'{{"action": "terminate", "time": "{at:%Y-%m-%dT%H:%M:%SZ}"}}'
     server.documents["/latest/meta-data/spot/instance-action"] = notice
     with start(tmp_path, server) as watching:
-        said, _ = watching.communicate(timeout=60)
+        said, _ = watching.communicate()
     assert watching.returncode == 0 and "drained" in said, said
     command, *options = shlex.split((tmp_path / "told").read_text())
     # Ray itself reads them
@@ -106,7 +106,7 @@ def test_a_notice_of_google_drains_the_node(
 ) -> None:
     server.documents["/computeMetadata/v1/instance/preempted"] = "TRUE"
     with start(tmp_path, server) as watching:
-        watching.communicate(timeout=60)
+        watching.communicate()
     assert (tmp_path / "told").read_text().endswith("--deadline-remaining-seconds 25")
 
 

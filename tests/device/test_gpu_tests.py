@@ -148,7 +148,6 @@ def test_the_pretended_device_finds_a_stream_that_nothing_orders() -> None:
 
 @pytest.mark.soak
 @pytest.mark.cluster
-@pytest.mark.timeout(400)
 def test_the_benchmark_runs_to_its_end_on_a_cpu() -> None:
     command = [
         sys.executable,
@@ -157,9 +156,7 @@ def test_the_benchmark_runs_to_its_end_on_a_cpu() -> None:
         "cpu",
         "--quick",
     ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=380, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["device"].startswith("CPU (")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from micro_batches import with_fields
+from patience import until
 
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError
@@ -180,10 +180,7 @@ def test_a_block_is_let_go_while_its_micro_batches_are_in_use() -> None:
     for step, batch in enumerate(
         on_device(batches(), CPU, lambda at: 100 + at.step, depth=3, ring=True)
     ):
-        deadline = time.monotonic() + 10
-        while len(blocks) < 3 or any(block() is not None for block in blocks):
-            assert time.monotonic() < deadline, blocks
-            time.sleep(0.001)
+        until(lambda: len(blocks) >= 3 and all(block() is None for block in blocks))
         assert_same(batch, host_batch(step))
         assert not batch.fields["mask"].any()
 

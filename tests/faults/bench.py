@@ -1,6 +1,7 @@
 """Kills real processes and nodes of a local cluster under a stream, and compares what comes out with what should.
 
     python tests/faults/bench.py --scenarios 36 --seed 0 [--kinds actor,node,…]
+    python tests/faults/bench.py --trainers 3 --consume-s 0 --repeats 3 [--local]    the gaps of runs, by kind
 
 Each scenario is one stream with one randomised fault. `delivered` counts the micro-batches that reach the consumer
 (after a restart of the trainers: those that count, up to the checkpoint that they resume from), `delay` is the
@@ -15,13 +16,14 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,7 @@ STORES = (
     "parquet",
 )
 PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
+THREE = replace(PLAN, global_batch_size=48)  # for three trainers
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
 # Micro-batches in a block where actors die with several blocks at hand; else it is found, from 1 on.
@@ -130,13 +133,15 @@ def make_stores(folder: str, num_samples: int, names: list[str]) -> dict[str, st
     return paths
 
 
-def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
+def spec_of(
+    store: str, max_actors: int, kind: str = "", plan: PlanConfig = PLAN
+) -> StreamSpec:
     # A pool that has all CPUs when a node goes has none to be restarted on.
     min_actors, block = 4 if kind == "node for good" else 1, BLOCKS.get(kind, 0)
     return open_stream(
         store,
         store,
-        plan=PLAN,
+        plan=plan,
         train_transform=enlarged if kind in LARGE else crop,
         val_transform=enlarged if kind in LARGE else crop,
         pool=PoolConfig(
@@ -309,7 +314,7 @@ def train(
         elastic = trainers.fewest < trainers.most
         trainer = RunTrainer(
             train_fn,
-            per_step=PLAN.per_step,
+            per_step=spec.plan.config.per_step,
             timeout_s=900,
             take_signals=lambda: None,
             train_loop_config={
@@ -363,7 +368,7 @@ def train(
             rows,
             float(np.diff(times).max()),
             sizes,
-            steps_again(done),
+            steps_again(done, spec.plan.config.per_step),
             len(done) - len(seen),
         )
 
@@ -378,13 +383,13 @@ def read_done(folder: Path) -> list[tuple[float, float, str]]:
     return sorted(tuple(json.loads(line)) for line in lines)
 
 
-def steps_again(done: list[tuple[float, float, str]]) -> int:
+def steps_again(done: list[tuple[float, float, str]], per_step: int) -> int:
     """How many optimizer steps had been finished by all ranks, and were made again."""
     finished = Counter(
         (attempt, at[:-5]) for _, attempt, at in done if at.startswith("train")
     )
     return sum(
-        num == PLAN.per_step and any(a > attempt and s == step for a, s in finished)
+        num == per_step and any(a > attempt and s == step for a, s in finished)
         for (attempt, step), num in finished.items()
     )
 
@@ -409,6 +414,11 @@ KINDS = (
     "storage outage",
     "left streams",
 )
+
+
+# They have trainers of a number, or a loop, of their own; and those that need more than one node.
+BY_ITSELF = ("drained trainer", "elastic", "left streams", "storage outage")
+OF_NODES = {kind for kind in KINDS if "node" in kind} | {"drained trainer", "elastic"}
 
 
 def damage_of(
@@ -481,9 +491,17 @@ def run(
     names: list[str],
     max_actors: int,
     show: Callable[[Outcome], None],
+    trainers: Trainers | None = None,
+    local: bool = False,
 ) -> list[Outcome]:
-    """Run one scenario of each of `kinds`, on one cluster and stores of some of `STORES`."""
+    """Run one scenario of each of `kinds`, on one cluster and stores of some of `STORES`.
+
+    Args:
+        trainers: of all kinds; None = only the kinds that need some have some.
+        local: whether the cluster is one node.
+    """
     choose = random.Random(seed)
+    plan = THREE if trainers and trainers.most == 3 else PLAN
     outcomes = []
     with contextlib.ExitStack() as held:
         storage = (
@@ -492,21 +510,22 @@ def run(
         folder = held.enter_context(
             tempfile.TemporaryDirectory(prefix="raypipe-faults-")
         )
-        nodes = held.enter_context(cluster())
+        nodes = held.enter_context(cluster(local))
         stores = make_stores(folder, num_samples, names)
         if storage:
             stores["bucket"] = f"s3://{BUCKET}/store.parquet"
-            local = make_stores(f"{folder}/bucket", num_samples, ["parquet"])["parquet"]
-            write_bytes(stores["bucket"], Path(local).read_bytes())
+            copied = make_stores(f"{folder}/bucket", num_samples, ["parquet"])
+            content = Path(copied["parquet"]).read_bytes()
+            write_bytes(stores["bucket"], content)
         undisturbed = {
-            (name, large): without_ray(spec_of(path, max_actors, large))
+            (name, large): without_ray(spec_of(path, max_actors, large, plan))
             for name, path in stores.items()
             for large in {kind if kind in LARGE else "" for kind in kinds}
         }
         for kind in kinds:
             store = "parquet" if "reader" in kind else choose.choice(names)
             store = "bucket" if kind == "storage outage" else store
-            spec = spec_of(stores[store], max_actors, kind)
+            spec = spec_of(stores[store], max_actors, kind, plan)
             expected = undisturbed[store, kind if kind in LARGE else ""]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
             # it still has work
@@ -514,17 +533,16 @@ def run(
             damage = damage_of(kind, nodes, choose, storage)
             name, faults = kind, 0
             kept = leave(spec) if kind == "left streams" else []
-            if kind.removeprefix("frozen ") in ("coordinator", "trainer"):
-                rows, longest, *_ = train(spec, damage, after, Trainers())
+            needs_trainers = kind.removeprefix("frozen ") in ("coordinator", "trainer")
+            if needs_trainers or trainers:
+                rows, longest, *_ = train(spec, damage, after, trainers or Trainers())
             elif kind == "elastic":
-                trainers = Trainers(1, 4, consume_s=0.3, on_nodes=True)
-                rows, longest, sizes, *_ = train(spec, damage, after // 4, trainers)
+                few_or_many = Trainers(1, 4, consume_s=0.3, on_nodes=True)
+                rows, longest, sizes, *_ = train(spec, damage, after // 4, few_or_many)
                 name = f"{kind}, {' → '.join(map(str, sizes))} trainers"
             elif kind == "drained trainer":
-                trainers = Trainers(consume_s=0.3, on_nodes=True, max_failures=0)
-                rows, longest, _, steps, again = train(
-                    spec, damage, after // 2, trainers
-                )
+                warned = Trainers(consume_s=0.3, on_nodes=True, max_failures=0)
+                rows, longest, _, steps, again = train(spec, damage, after // 2, warned)
                 name = f"{kind}, {steps} steps and {again} micro-batches again"
             else:
                 rows, longest, faults = consume(spec, damage, after)
@@ -564,14 +582,41 @@ def table(outcomes: list[Outcome]) -> Table:
     return drawn
 
 
+def gaps(outcomes: list[Outcome]) -> Table:
+    """The median gap of each kind."""
+    drawn = Table(title="gaps", title_justify="left")
+    for name in ("kind", "median", "gaps"):
+        drawn.add_column(name)
+    of_kind: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        of_kind.setdefault(outcome.kind.split(",")[0], []).append(outcome.delay_s)
+    for kind, delays in of_kind.items():
+        each = ", ".join(map(str, delays))
+        drawn.add_row(kind, f"{statistics.median(delays):.1f} s", each)
+    return drawn
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scenarios", type=int, default=len(KINDS))
+    parser.add_argument(
+        "--scenarios", type=int, default=0, help="0 = each kind `--repeats` times"
+    )
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument(
+        "--trainers", type=int, default=0, help="of each kind; 0 = as the kind needs it"
+    )
+    parser.add_argument(
+        "--consume-s",
+        type=float,
+        default=CONSUME_S,
+        help="seconds of a trainer for a micro-batch; 0 = the actors are the limit",
+    )
+    parser.add_argument("--local", action="store_true", help="a cluster of one node")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--kinds", default=",".join(KINDS), help="comma-separated; taken in turns"
+        "--kinds", default="", help="comma-separated; taken in turns; empty = all"
     )
     parser.add_argument("--samples", type=int, default=NUM_SAMPLES)
     parser.add_argument(
@@ -587,11 +632,15 @@ def main() -> None:
     )
     parser.add_argument("--output", default="", help="file for the outcomes as JSON")
     args = parser.parse_args()
-    chosen = args.kinds.split(",")
-    unknown = set(chosen) - set(KINDS)
+    possible = [kind for kind in KINDS if kind not in BY_ITSELF or not args.trainers]
+    if args.local:
+        possible = [kind for kind in possible if kind not in OF_NODES]
+    chosen = args.kinds.split(",") if args.kinds else possible
+    unknown = set(chosen) - set(possible)
     if unknown:
-        parser.error(f"unknown kinds {sorted(unknown)}; there are {', '.join(KINDS)}")
-    kinds = [chosen[i % len(chosen)] for i in range(args.scenarios)]
+        parser.error(f"not here: {sorted(unknown)}; there are {', '.join(possible)}")
+    num = args.scenarios or len(chosen) * args.repeats
+    kinds = [chosen[i % len(chosen)] for i in range(num)]
     outcomes = run(
         kinds,
         args.seed,
@@ -599,8 +648,12 @@ def main() -> None:
         args.stores.split(","),
         args.max_actors,
         lambda outcome: print(f"{asdict(outcome)}", file=sys.stderr, flush=True),
+        Trainers(args.trainers, args.trainers, args.consume_s)
+        if args.trainers
+        else None,
+        args.local,
     )
-    Console(width=110).print(table(outcomes))
+    Console(width=110).print(table(outcomes), gaps(outcomes))
     if args.output:
         Path(args.output).write_text(
             json.dumps([asdict(o) for o in outcomes], indent=1)

@@ -32,20 +32,21 @@ from ray.core.generated import autoscaler_pb2
 
 
 class Nodes:
-    """A head without CPUs for actors, where the consumer is, and two CPU nodes."""
+    """A head without CPUs for actors, where the consumer is, and two CPU nodes; or all of it on one node."""
 
-    def __init__(self) -> None:
+    def __init__(self, local: bool = False) -> None:
         self.cluster = Cluster(
             initialize_head=True,
             head_node_args={
-                "num_cpus": 0,
+                "num_cpus": 4 if local else 0,
                 "include_dashboard": False,
                 "dashboard_agent_listen_port": 0,  # else each Ray of this machine tries for 3 s to have the same
                 "object_store_memory": 100 << 20,
                 "resources": {"head": 100},
             },
         )
-        self.nodes = [self._add(), self._add()]
+        self._num_nodes = 0 if local else 2
+        self.nodes = [self._add() for _ in range(self._num_nodes)]
         self._frozen: list[Any] = []
         self._draining: list[Any] = []
         ray.init(address=self.cluster.address, logging_level="ERROR")
@@ -100,7 +101,7 @@ class Nodes:
         while self._frozen:
             _signal(self._frozen[-1], signal.SIGKILL)
             self.cluster.remove_node(self._frozen.pop(), allow_graceful=False)
-        while len(self.nodes) < 2:
+        while len(self.nodes) < self._num_nodes:
             self.nodes.append(self._add())
 
     def close(self) -> None:
@@ -150,8 +151,8 @@ def kill(
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Nodes]:
-    nodes = Nodes()
+def cluster(local: bool = False) -> Iterator[Nodes]:
+    nodes = Nodes(local)
     try:
         yield nodes
     finally:

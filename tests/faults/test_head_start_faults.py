@@ -30,7 +30,7 @@ from raypipe.streaming.spec import StreamSpec
 for module in (__name__, without_ray.__name__):
     cloudpickle.register_pickle_by_value(sys.modules[module])
 
-pytestmark = [pytest.mark.system, pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.cluster]
 
 _LIMIT_S = 400.0  # a busy machine starts processes slowly
 

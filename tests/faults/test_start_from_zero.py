@@ -20,7 +20,6 @@ _LOOK_S = 45
 
 @pytest.mark.system
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
 def test_a_start_from_zero_nodes_is_told_in_few_lines_and_is_no_fault(
     tmp_path: Path,
 ) -> None:

@@ -177,7 +177,7 @@ class Run:
                 process.kill()
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue
-        self._process.wait(20)
+        self._process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("cuda_or_pretended"),
     pytest.mark.cluster,
-    pytest.mark.timeout(240),
 ]
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +83,6 @@ def test_the_job_trains_on_the_gpu_without_being_asked_to(
         capture_output=True,
         text=True,
         env={**ours, **RAY_ON_THIS_MACHINE},
-        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -303,7 +303,7 @@ def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
 
         def source() -> Iterator[MicroBatch]:
             yield host_batch(0)
-            capturing.wait(30)
+            capturing.wait()
             yield host_batch(1, size=15)  # for which there are no slots as yet
             filled.set()
             yield from map(host_batch, range(2, 20))
@@ -330,7 +330,7 @@ def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
         if captured:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 capturing.set()
-                assert filled.wait(30)
+                assert filled.wait()
                 step()
         capturing.set()
         losses = []

@@ -242,7 +242,6 @@ def meets_itself(rank: int, folder: str) -> None:
     os._exit(0)  # NCCL may wait for the other rank as it is torn down
 
 
-@pytest.mark.timeout(110)
 def test_nccl_refuses_two_ranks_of_one_device(tmp_path: Path) -> None:
     """Therefore gloo, above; see benchmarks/results/gpu.md. Should it ever accept them, the page changes."""
     torch.multiprocessing.spawn(meets_itself, (str(tmp_path),), nprocs=2)

@@ -65,7 +65,7 @@ def run(processes: Any, library: str, store: Path, folder: Path, dies_at: int) -
         started.append(processes.Process(target=ranks.run, args=arguments))
         started[-1].start()
     for rank in started:
-        rank.join(100)
+        rank.join()
         rank.kill()
         rank.join()
     codes = [rank.exitcode for rank in started]
@@ -85,7 +85,7 @@ def _with_samples(rows: list[list[Any]]) -> list[list[Any]]:
     return [row for row in rows if set(row[4:]) != {-1}]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.system
 @pytest.mark.parametrize("library", ["lightning", "accelerate", "transformers"])
 def test_a_run_killed_in_mid_epoch_goes_on_with_the_next_step(
     library: str, processes: Any, stores: dict[str, Path], tmp_path: Path

@@ -41,7 +41,7 @@ class Images:
 
 def outcome(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", START + code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", START + code], capture_output=True, text=True
     )
     return (
         done.stdout.strip()

@@ -208,7 +208,7 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
             assert run.poll() is None
             time.sleep(0.01)
         os.killpg(run.pid, signal.SIGINT)
-        said, _ = run.communicate(timeout=100)
+        said, _ = run.communicate()
     assert (
         said.endswith(
             "stopping before the trainers are started; press Ctrl-C again to abort\n"

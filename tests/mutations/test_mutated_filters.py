@@ -248,7 +248,7 @@ def check(expression: str) -> str:
             np.zeros(NUM, bool),
             ast.parse(expression.strip(), mode="eval").body,
         )
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 30
     try:
         expected = [_truth(evaluated(tree, row)) is True for row in ROWS]
     except Unknown:

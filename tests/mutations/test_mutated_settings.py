@@ -217,7 +217,7 @@ PLANS: list[dict[str, Any]] = [
         "buckets": ["10x10", "10x20"],
     },
 ]
-MEMORY_BYTES, CPU_S = 1 << 30, 10.0
+MEMORY_BYTES, CPU_S = 1 << 30, 30.0
 
 
 def store(num: int) -> MemoryStore:

@@ -26,7 +26,6 @@ from raypipe.streaming.supervisor import start_supervisor
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(400)
 def test_a_store_of_ten_object_stores_streams_without_spilling(
     request: pytest.FixtureRequest,
 ) -> None:
@@ -35,9 +34,7 @@ def test_a_store_of_ten_object_stores_streams_without_spilling(
     num_cases = 4 if is_soak(request.config) else 1
     script = Path(__file__).parents[2] / "benchmarks" / "flow.py"
     command = [sys.executable, str(script), f"--cases={num_cases}"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=380, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(*found, sep="\n")
@@ -101,9 +98,7 @@ def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(
         "print(made.__module__, hasattr(made, '__wrapped__'))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "context")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=120
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["ray.data._internal.actor_autoscaler", "True"]
 
 
@@ -135,6 +130,7 @@ def test_the_reader_stays_on_its_executions_node_until_that_drains(
     assert strategy.node_id == node and strategy.soft
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
     all_cpus_held: None, stores: dict[str, Path]

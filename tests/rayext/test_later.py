@@ -48,7 +48,7 @@ def test_agent_of_environments_starts_when_it_is_asked(tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         agent.wait(0.2)
     socket.create_connection(("127.0.0.1", port)).close()
-    printed, _ = agent.communicate(timeout=20)
+    printed, _ = agent.communicate()
     assert printed.split()[-1] == f"--runtime-env-agent-port={port}"
     with socket.socket() as free:  # as the agent's server does
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,7 +58,7 @@ def test_agent_of_environments_starts_when_it_is_asked(tmp_path: Path) -> None:
 def test_agent_of_metrics_gets_the_ports_that_were_told(tmp_path: Path) -> None:
     options = ("--metrics-export-port=0", "--grpc-port=0", "--listen-port=8")
     agent = _start(tmp_path, *options, delay_s=0.2)
-    printed, _ = agent.communicate(timeout=20)
+    printed, _ = agent.communicate()
     assert printed.split()[-3:] == [
         f"--metrics-export-port={_told(tmp_path, 'metrics_export_port')}",
         f"--grpc-port={_told(tmp_path, 'metrics_agent_port')}",
@@ -70,7 +70,7 @@ def test_agent_of_metrics_gets_the_ports_that_were_told(tmp_path: Path) -> None:
 def test_agent_without_dashboard_tells_that_it_has_no_ports(tmp_path: Path) -> None:
     options = ("--metrics-export-port=0", "--grpc-port=0", "--listen-port=0")
     agent = _start(tmp_path, *options, "--minimal", delay_s=0.0)
-    printed, _ = agent.communicate(timeout=20)
+    printed, _ = agent.communicate()
     assert printed.split()[-4:] == [*options, "--minimal"]
     for name in (
         "metrics_export_port",

@@ -26,7 +26,6 @@ BENCH = Path(__file__).parents[1] / "autoscale_bench.py"
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(420)
 def test_nodes_come_and_go_for_a_starved_stream_not_a_slow_trainer(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -41,9 +40,7 @@ def test_nodes_come_and_go_for_a_starved_stream_not_a_slow_trainer(
         f"--output={output}",
     ]
     command += [] if soak else ["--streams=fast", "--max-nodes=2"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(output.read_text())
     # of nodes that were not there yet, and one more

@@ -110,4 +110,4 @@ for _ in range(4):
 @pytest.mark.system
 def test_threads_end_before_a_program_does(ray_cluster: None) -> None:
     program = PROGRAM.format(address=ray.get_runtime_context().gcs_address)
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+from patience import PATIENCE_S, until
 
 from raypipe.errors import ResourceError
 from raypipe.rayext.cluster import connect
@@ -100,7 +101,7 @@ def test_a_head_that_does_not_answer_is_not_awaited_in_silence() -> None:
 def test_of_two_runs_that_start_together_one_waits_for_the_other() -> None:
     assert not is_head_lost()
     order: list[str] = []
-    with only_start(Wait(60.0), "first") as first:
+    with only_start(Wait(PATIENCE_S), "first") as first:
         another = r"waited 0\.5 s for another run, until its trainers and its pool have started: run first "
         for thing, why in (
             ("", ""),
@@ -116,17 +117,17 @@ def test_of_two_runs_that_start_together_one_waits_for_the_other() -> None:
                 pass
 
         def release() -> None:
-            time.sleep(1.0)
+            time.sleep(0.2)
             order.append("killed")
             ray.kill(first)
 
         releasing = threading.Thread(target=release)
         releasing.start()
-        with only_start(Wait(60.0)):
+        with only_start(Wait(PATIENCE_S)):
             order.append("started")
         releasing.join()
     assert order == ["killed", "started"]
-    with only_start(Wait(60.0)):  # each has given up the name
+    with only_start(Wait(PATIENCE_S)):  # each has given up the name
         pass
     assert not another_starts("second")
 
@@ -137,8 +138,7 @@ def test_a_stopped_run_that_holds_up_others_is_named() -> None:
     node = ray.get_runtime_context().get_node_id()
     with subprocess.Popen(["sleep", "1000"]) as sleeping:
         sleeping.send_signal(signal.SIGSTOP)
-        while _stat(sleeping.pid)[0] != "T":
-            time.sleep(0.01)
+        until(lambda: _stat(sleeping.pid)[0] == "T")
         stopped = Process(
             "driver", sleeping.pid, _stat(sleeping.pid)[1], "10.0.0.1", node
         )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patience import until
 
 from raypipe.rayext import watchdog
 from raypipe.rayext.processes import Process, _stat
@@ -62,8 +62,7 @@ def supervisor(
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(19)
-    while _stat(process.pid)[0] != "T":
-        time.sleep(0.01)
+    until(lambda: _stat(process.pid)[0] == "T")
 
 
 def test_a_stopped_supervisor_is_killed_and_a_busy_one_is_not(
@@ -78,7 +77,7 @@ def test_a_stopped_supervisor_is_killed_and_a_busy_one_is_not(
     assert busy.poll() is None and not supervisor.notes and len(supervisor.heard) == 2
     stop(busy)
     watch.turn(101.0)
-    assert busy.wait(20) == -9
+    assert busy.wait() == -9
     (note,) = supervisor.notes
     assert note.startswith(
         "stopped: killed a stopped process (SIGSTOP) that watched the stream: supervisor"

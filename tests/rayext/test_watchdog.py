@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+from patience import until
 from ray import cloudpickle
 
 from raypipe.rayext.processes import Process, _stat, kill_stopped, this_process
@@ -33,10 +34,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + 20
-    while _stat(process.pid)[0] != "T":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: _stat(process.pid)[0] == "T")
 
 
 def test_a_stopped_process_is_killed_and_a_busy_one_is_not(
@@ -47,7 +45,7 @@ def test_a_stopped_process_is_killed_and_a_busy_one_is_not(
     assert kill_stopped(known) == []
     stop(stopped)
     assert kill_stopped(known) == [stopped.pid]
-    assert stopped.wait(20) == -signal.SIGKILL and busy.poll() is None
+    assert stopped.wait() == -signal.SIGKILL and busy.poll() is None
 
 
 def test_a_later_process_of_the_same_number_is_left_alone(
@@ -66,7 +64,7 @@ def test_a_process_that_goes_on_within_a_moment_is_left_alone(
     stop(paused)
     resume = subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -CONT {paused.pid}"])
     assert kill_stopped([(paused.pid, _stat(paused.pid)[1])]) == []
-    assert resume.wait(20) == 0 and paused.poll() is None
+    assert resume.wait() == 0 and paused.poll() is None
 
 
 def test_the_state_of_no_process_is_empty() -> None:
@@ -100,7 +98,7 @@ def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
     watch.turn(time.monotonic())
     assert not watch._looks
     watch.execution_progress("an execution", 60.0)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not notes:
         assert time.monotonic() < deadline
         watch.turn(time.monotonic())
@@ -113,8 +111,8 @@ def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still() -> None:
         )
     ]
     with pytest.raises(ray.exceptions.ActorDiedError):
-        ray.get(stopped.process.remote(), timeout=60)
-    assert ray.get(busy.process.remote(), timeout=60)
+        ray.get(stopped.process.remote(), timeout=600)
+    assert ray.get(busy.process.remote(), timeout=600)
     ray.kill(busy)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyarrow.fs
 import pytest
+from patience import PATIENCE_S, until
 from small_runs import parse_run
 
 from raypipe.commands.cli import _finish
@@ -44,7 +45,7 @@ def child_with_lease(run_uri: str) -> Iterator[int]:
     if child == 0:
         with contextlib.suppress(BaseException), lease(run_uri):
             os.write(writing, b"x")
-            time.sleep(60)
+            signal.pause()
         os._exit(1)
     os.close(writing)
     try:
@@ -68,14 +69,16 @@ def test_a_second_start_is_refused_at_once_and_told_who_has_the_folder(
         assert len(list(Path(tmp_path, "runs/mine/lease").iterdir())) == 1
 
 
-def test_a_process_that_was_killed_loses_the_folder_at_once(tmp_path: Path) -> None:
+def test_a_process_that_was_killed_loses_the_folder_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_uri = tmp_path.as_uri()
     with child_with_lease(run_uri) as child:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        begun = time.monotonic()
+        # another machine's would be waited for longer than a test may take
+        monkeypatch.setattr("raypipe.storage.lease._EXPIRES_S", 10_000.0)
         with lease(run_uri) as mine:
-            assert time.monotonic() - begun < 15
             assert [path.stem for path in (tmp_path / "lease").iterdir()] == [mine]
 
 
@@ -159,10 +162,7 @@ def test_another_machines_silent_run_loses_the_folder(
         else request.getfixturevalue("bucket") + "/runs/mine"
     )
     write_claim(run_uri)
-    begun = time.monotonic()
     with caplog.at_level("WARNING"), lease(run_uri) as mine:
-        # the storage may know times to the second only
-        assert time.monotonic() - begun > 1.5
         assert caplog.messages == [
             "the run's folder is held by process 1 of u on far; waiting up to a minute to see if it is alive"
         ]
@@ -170,7 +170,10 @@ def test_another_machines_silent_run_loses_the_folder(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_another_machines_run_that_is_heard_of_keeps_the_folder(bucket: str) -> None:
+def test_another_machines_run_that_is_heard_of_keeps_the_folder(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypipe.storage.lease._EXPIRES_S", 10_000.0)
     run_uri = f"{bucket}/runs/mine"
     write_claim(run_uri)
     ended = threading.Event()
@@ -203,16 +206,13 @@ def test_a_lease_is_renewed_on_a_full_disk_and_stays_lost_once_lost(
         file = full_disk / "lease" / f"{mine}.json"
         fill(full_disk)
         before = file.stat().st_mtime
-        deadline = time.monotonic() + 20
-        while file.stat().st_mtime == before and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert file.stat().st_mtime > before
+        until(lambda: file.stat().st_mtime > before)
         file.unlink()  # another process took it for dead
         (renewing,) = (
             thread for thread in threading.enumerate() if thread.name == "raypipe-lease"
         )
-        renewing.join(20)
-        assert not renewing.is_alive() and not is_held(full_disk.as_uri(), mine)
+        renewing.join()
+        assert not is_held(full_disk.as_uri(), mine)
 
 
 def test_a_lease_given_back_while_it_is_renewed_stays_given_back(
@@ -228,7 +228,7 @@ def test_a_lease_given_back_while_it_is_renewed_stays_given_back(
 
     monkeypatch.setattr("raypipe.storage.lease.is_held", slow_look)
     with lease(f"{bucket}/run"):
-        assert looked.wait(30)
+        assert looked.wait(PATIENCE_S)
     time.sleep(2)
     with lease(f"{bucket}/run") as mine:
         filesystem, folder = open_filesystem(f"{bucket}/run/lease")

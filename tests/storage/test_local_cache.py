@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from patience import until
 from s3_server import FaultyProxy
 
 from raypipe.errors import ConfigError, StoreError
@@ -115,7 +115,7 @@ def test_processes_and_threads_that_want_one_shard_share_one_download(
         thread.start()
     for thread in threads:
         thread.join()
-    digests = {other.communicate(timeout=60)[0].strip() for other in others}
+    digests = {other.communicate()[0].strip() for other in others}
     assert len(found) == 4 and set(found) == {remote_bytes(file)}
     assert digests == {digest_of_file(cache.folder_of(file) / "data")}
     assert sent(proxy) == 2 * SIZE  # once by them, once by this test
@@ -134,10 +134,7 @@ def test_a_killed_download_goes_on_where_it_was(
     with FaultyProxy(s3_endpoint, rates={"slow": 1.0}, slow_s=0.1) as slow:
         monkeypatch.setenv("AWS_ENDPOINT_URL", slow.endpoint)
         process = program(tmp_path, file, "pass")
-        deadline = time.monotonic() + 60
-        while not (partial.exists() and partial.stat().st_size >= 200_000):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: partial.exists() and partial.stat().st_size >= 200_000)
         process.send_signal(signal.SIGKILL)
         process.communicate()
     with FaultyProxy(s3_endpoint) as proxy:
@@ -220,15 +217,15 @@ def test_readers_of_an_evicted_shard_read_on_and_then_free_its_room(
     )
     descriptor = held.descriptor
     del held
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:  # in which nobody uses that cache
-        with contextlib.suppress(OSError):
-            if os.fstat(descriptor).st_nlink == 0:
-                time.sleep(0.1)
-                continue
-        break
-    else:
-        raise AssertionError("it is still open")
+
+    def is_closed() -> bool:
+        try:
+            return os.fstat(descriptor).st_nlink > 0  # another file has its number
+        except OSError:
+            return True
+
+    # nobody uses that cache
+    until(is_closed)
     assert content_of(caches[0], one) == remote_bytes(one)
 
 
@@ -246,8 +243,7 @@ def test_a_node_downloads_one_shard_at_a_time(
         first = threading.Thread(target=content_of, args=(caches[0], one))
         first.start()
         partials = (tmp_path / "shards").glob
-        while not list(partials("*/partial-*")):
-            time.sleep(0.01)
+        until(lambda: list(partials("*/partial-*")))
         assert content_of(caches[1], other)
         assert not first.is_alive() or not list(partials("*/partial-*"))
         first.join()

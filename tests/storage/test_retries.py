@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import until
 from s3_server import FaultyProxy, first
 
 from raypipe.errors import OutageError, StoreError
@@ -212,7 +213,7 @@ read_whole("{bucket}/a")
     try:
         assert program.stderr.readline().startswith("waiting for s3://")
         program.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" in program.communicate(timeout=20)[1]
+        assert "KeyboardInterrupt" in program.communicate()[1]
     finally:
         program.kill()
 
@@ -232,11 +233,10 @@ def test_a_process_that_ends_waits_for_no_storage(
 
     waiting = threading.Thread(target=ask)
     waiting.start()
-    while not proxy.faults["SlowDown"]:
-        time.sleep(0.01)
+    until(lambda: proxy.faults["SlowDown"])
     try:
         stop_retries()
-        waiting.join(60)
+        waiting.join()
         with pytest.raises(OSError, match="503"):
             exists(f"{bucket}/a")
         assert len(failed) == 1 and "503" in str(failed[0])

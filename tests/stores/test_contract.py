@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from foreign_lmdbs import DUMPS, write_datums, write_folders, write_lsun, write_values
+from foreign_lmdbs import DUMPS, write_folders, write_lsun, write_values
 from rewritten import rewrite
 
 from raypipe.errors import OutageError, StoreError
@@ -92,14 +92,6 @@ def make_lmdb_of_pickles(folder: Path, images: list[bytes]) -> Store:
 
 def make_lmdb_of_msgpack(folder: Path, images: list[bytes]) -> Store:
     return open_store(write_values(folder / "data", images, LABELS, DUMPS["msgpack"]))
-
-
-def make_lmdb_of_pyarrow(folder: Path, images: list[bytes]) -> Store:
-    return open_store(write_values(folder / "data", images, LABELS, DUMPS["pyarrow"]))
-
-
-def make_lmdb_of_caffe(folder: Path, images: list[bytes]) -> Store:
-    return open_store(write_datums(folder / "data", images, LABELS))
 
 
 def make_parquet(folder: Path, images: list[bytes]) -> Store:
@@ -177,8 +169,6 @@ MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "lmdb_of_lsun": make_lmdb_of_lsun,
     "lmdb_of_pickles": make_lmdb_of_pickles,
     "lmdb_of_msgpack": make_lmdb_of_msgpack,
-    "lmdb_of_pyarrow": make_lmdb_of_pyarrow,
-    "lmdb_of_caffe": make_lmdb_of_caffe,
     "parquet": make_parquet,
     "parquet_hf": make_parquet_hf,
     "folder": make_folder,
@@ -188,7 +178,7 @@ MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "memory": make_memory,
     "memory_groups": make_memory_groups,
 }
-OF_VALUES = ("lmdb_of_pickles", "lmdb_of_msgpack", "lmdb_of_pyarrow", "lmdb_of_caffe")
+OF_VALUES = ("lmdb_of_pickles", "lmdb_of_msgpack")
 WITHOUT_CLASSES = ("webdataset", "webdataset_shards", *OF_VALUES)
 GROUPS = {
     "parquet": [0, 3, 6, 9, 10],
@@ -282,8 +272,6 @@ NAMES = {
     "lmdb_of_lsun": f"/cat_train_lmdb, key {9 * 0x9E3779B97F4A7C15:040x}",
     "lmdb_of_pickles": "/data, key 9",
     "lmdb_of_msgpack": "/data, key 9",
-    "lmdb_of_pyarrow": "/data, key 9",
-    "lmdb_of_caffe": "/data, key 00000009_image.jpg",
     "parquet": "/data.parquet, row group 3, row 0",
     "parquet_hf": "/train-1.parquet, row group 0, row 3, 3.png",
     "folder": "/cat/009.PNG",

@@ -1,6 +1,6 @@
 """Many records in one call of the extension (csrc/lmdb.c) are those of one call each, of damaged files too.
 
-support/fuzz_lmdb.py, .ci/sanitize: the same of files that are damaged in other ways, by a build under sanitizers.
+fuzz/fuzz_lmdb.py, .ci/sanitize: the same of files that are damaged in other ways, by a build under sanitizers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from fuzz_lmdb import fuzz_lmdb
 from lmdb_extension import needs_extension
 
 from raypipe.errors import StoreError
@@ -123,36 +124,9 @@ def test_the_compiled_reader_is_the_one_that_reads(
     assert store.read(np.arange(NUM))["image"] == expected
 
 
-def test_damaged_records_are_those_of_one_call_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sound = write(tmp_path / "sound.lmdb").read_bytes()
-    rng = np.random.default_rng(2)
-    indices, num_other = np.arange(NUM), 0
-    expected = outcome(tmp_path / "sound.lmdb", indices, tuple(TYPES))
-    for number in range(100):
-        content = bytearray(sound)
-        # half of them in any page, half behind the meta pages
-        start = 8192 * (number % 2)
-        for place in rng.integers(start, len(content), rng.integers(1, 40)).tolist():
-            content[place] = int(rng.integers(0, 256))
-        if number % 10 == 9:
-            content = content[: int(rng.integers(8192, len(content)))]
-        path = tmp_path / f"{number}.lmdb"
-        path.write_bytes(bytes(content))
-        num_other += both(path, indices, tuple(TYPES), monkeypatch) != expected
-    assert num_other > 60
-
-
-def test_a_file_that_is_cut_short_while_it_is_open_costs_samples_alone(
-    tmp_path: Path,
-) -> None:
-    path = write(tmp_path / "a.lmdb")
-    store = LMDBStore(path)
-    assert None not in store.read(np.arange(4))["image"]
-    with path.open("r+b") as file:
-        file.truncate(8192)
-    assert store.read(np.arange(4))["image"] == [None] * 4
+def test_damaged_records_are_those_of_one_call_each() -> None:
+    accepted, refused, wrong = fuzz_lmdb(0, 100)
+    assert accepted > 60 and refused > 5 and not wrong
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 import gzip
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import tars
 from pictures import picture, samples, write_tar
 
 from raypipe.errors import StoreError
 from raypipe.stores import tar as tar_module
+from raypipe.stores.kept import packed, unpacked
 from raypipe.stores.tar import TarStore
 
 WRONG: list[Any] = [
@@ -57,8 +58,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def mutated(content: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     changed = copy.deepcopy(content)
-    path = rng.choice([path for path in places(content["scan"]) if path])
-    holder = changed["scan"]
+    path = rng.choice([path for path in places(content) if path])
+    holder: Any = changed
     for key in path[:-1]:
         holder = holder[key]
     if rng.random() < 0.3 and isinstance(holder, dict):
@@ -66,6 +67,19 @@ def mutated(content: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     else:
         holder[path[-1]] = rng.choice(WRONG)
     return changed
+
+
+def wrong_columns(
+    columns: dict[str, pa.Array], rng: random.Random
+) -> dict[str, pa.Array]:
+    """The columns of an index with another number in one, or one of another type."""
+    name = rng.choice(list(columns))
+    values = columns[name].values.to_pylist()
+    values[rng.randrange(len(values))] = rng.choice([-1, -2, 1 << 40, 3, None, b"x"])
+    try:
+        return {**columns, name: pa.array([values], columns[name].type)}
+    except (pa.ArrowException, TypeError):
+        return {**columns, name: pa.array(["x"])}
 
 
 @pytest.mark.parametrize("layout", ["class folders", "WebDataset"])
@@ -80,13 +94,18 @@ def test_a_wrong_index_is_a_scan_or_one_error_and_reads_no_other_bytes(
     expected = TarStore(path).read(np.arange(4))["image"]
     TarStore(path).write_index()
     (index,) = (tmp_path / "_raypipe_index").iterdir()
-    content = json.loads(gzip.decompress(index.read_bytes()))
+    batch, facts = unpacked(pa.py_buffer(gzip.decompress(index.read_bytes())))
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     whole = path.read_bytes()
     rng = random.Random(0)
     num_scanned = 0
     for number in range(150):
         monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / f"cache-{number}"))
-        index.write_bytes(gzip.compress(json.dumps(mutated(content, rng)).encode(), 1))
+        stream = packed(
+            wrong_columns(columns, rng) if number % 3 else columns,
+            facts if number % 3 else mutated(facts, rng),
+        )
+        index.write_bytes(gzip.compress(stream, 1))
         store = TarStore(path)
         try:
             images = store.read(np.arange(len(store)))["image"]

@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.system,
     pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.timeout(180),
 ]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -81,7 +80,7 @@ class FetchedFirst(MemoryStore):
     ) -> Columns:
         for _ in range(0 if self.fetched else 10):
             report_progress()
-            time.sleep(0.2)
+            time.sleep(0.6)
         self.fetched = True
         return super().read(indices, columns)
 
@@ -154,9 +153,9 @@ def test_a_sample_that_crashes_or_hangs_its_process_is_replaced(
     expected = [row_of(batch) for batch in without_ray.host_batches(spec_of(raises))]
     assert sum(row[-1] for row in expected) == 2
     assert not any({DEADLY, DEADLY_TO_READ} & set(row[1]) for row in expected)
-    cases = [(crashes, HangsOnRead, 1.5)]
+    cases = [(crashes, HangsOnRead, 6.0)]
     if is_soak(request.config):
-        cases += [(hangs, KillsOnRead, 1.5)]
+        cases += [(hangs, KillsOnRead, 6.0)]
     for transform, train, limit in cases:
         found, faults = rows(spec_of(transform, train, time_limit_s=limit))
         assert found == expected
@@ -172,7 +171,7 @@ def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
         FetchedFirst(images, [0] * 16, classes=CLASSES),
         plan=PlanConfig(epochs=1, micro_batch_size=8),
         train_transform=crop,
-        transform=TransformConfig(time_limit_s=1.0),
+        transform=TransformConfig(time_limit_s=4.0),
         pool=PoolConfig(head_start=0),
     )
     stream = loader(spec, max_actors=1)

@@ -247,5 +247,5 @@ for epoch in raypipe.loader(spec).epochs():
         assert not ray.is_initialized() and not {{"ray.data", "ray.train"}} & set(sys.modules)
         sys.exit(7)
 """
-    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], check=False)
     assert done.returncode == 7

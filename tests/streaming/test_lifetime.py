@@ -39,9 +39,7 @@ def test_a_stream_that_a_name_still_holds_makes_room_for_a_new_one(
     stores: dict[str, Path],
 ) -> None:
     command = [sys.executable, str(PROGRAM), str(stores["train"]), "3", "held"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (
         done.stderr.count(
@@ -56,9 +54,7 @@ def test_a_stream_goes_on_after_the_end_of_ray_and_an_interrupted_start(
     stores: dict[str, Path],
 ) -> None:
     command = [sys.executable, str(SUPPORT / "shut_down.py"), str(stores["train"])]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     # A slow machine has lines of the waits, too.
     printed = [

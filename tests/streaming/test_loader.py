@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from patience import PATIENCE_S
 from ray.train import ScalingConfig
 from without_ray import every_batch
 
@@ -43,6 +44,8 @@ from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.run_log import RunLog
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start import room
+
+from pictures import CLASSES, picture  # isort: skip
 
 CPU = torch.device("cpu")
 AUGMENT = AugmentConfig(
@@ -784,15 +787,19 @@ def test_a_function_of_ray_tune_gets_the_whole_stream(
 def test_ranks_of_other_plans_or_places_are_refused(
     inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    never = threading.Event()
+
     def hand_over(
         plan: str, place: str = "epoch 0, step 0", again: bool = False
     ) -> Any:
         def broadcast(_: Any) -> Any:
-            time.sleep(5 if place == "nowhere" else 0)
+            if place == "nowhere":
+                never.wait()
             return _Opening(plan, place, None, has_head_start=True)
 
         monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
-        quick = dataclasses.replace(inline, pool=PoolConfig(stall_timeout_s=0.2))
+        limit_s = 0.2 if place == "nowhere" else PATIENCE_S
+        quick = dataclasses.replace(inline, pool=PoolConfig(stall_timeout_s=limit_s))
         streams = RayStreams(quick, 1, 2, True, None, apart=False)
         streams._has_started = again
         return streams._agree(inline, inline.plan.start(), None)
@@ -814,6 +821,7 @@ def test_ranks_of_other_plans_or_places_are_refused(
         match="rank 1 starts the stream again at epoch 0, step 0, and other ranks have",
     ):
         hand_over(inline.plan.fingerprint, "nowhere", again=True)
+    never.set()
 
 
 def test_a_loader_outside_of_ray_train_connects_to_ray_by_itself(
@@ -835,3 +843,22 @@ def test_a_loader_outside_of_ray_train_connects_to_ray_by_itself(
     at_once = dataclasses.replace(spec, pool=PoolConfig(head_start=0))
     with pytest.raises(ConnectionRefusedError):
         loader(at_once)
+
+
+def test_a_class_that_no_loss_takes_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    labels = [0, 1, -1, 0, -1, 1]
+    store = MemoryStore([picture(i) for i in range(6)], labels, classes=CLASSES)
+    spec = open_stream(
+        store,
+        plan=PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=2),
+        transform=TransformConfig(train="small", size=8),
+        pool=PoolConfig(engine="inline"),
+    )
+    with loader(spec) as one:
+        seen = [label for batch in every_batch(one) for label in batch.target.tolist()]
+    assert sorted(seen) == sorted(labels * 2)
+    (told,) = [text for text in caplog.messages if "has label -1" in text]
+    assert told.startswith(("train sample 2 ", "train sample 4 "))
+    assert "ignore_index=-1" in told and "store.exclude" in told

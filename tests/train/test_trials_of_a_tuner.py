@@ -21,7 +21,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.cluster,
-    pytest.mark.timeout(400),
     pytest.mark.usefixtures("ray_cluster"),
 ]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from drawn import image, saved
 
-PROGRAM = Path(__file__).with_name("each_file.py")
+PROGRAM = Path(__file__).parents[2] / "fuzz" / "each_file.py"
 
 
 def findings_in(folder: Path) -> list[dict[str, Any]]:

@@ -40,9 +40,9 @@ from raypipe.stores.webdataset import (
     Indexed,
     Place,
     Scan,
+    as_names,
     find_samples,
     index_samples,
-    unpacked,
 )
 
 logger = logging.getLogger(__name__)
@@ -210,11 +210,8 @@ def _samples_of_pairs(
     columns = dict(indexed.columns)
     labels = columns.pop("label", None)
     numbers = itertools.count()
-    for zipped, of_positions, num, keys in zip(
-        zips, members, indexed.nums, indexed.keys, strict=True
-    ):
-        names = unpacked(zipped.path, keys, num)
-        for name, number in zip(names, numbers, strict=False):
+    for zipped, of_positions, keys in zip(zips, members, indexed.keys, strict=True):
+        for name, number in zip(as_names(keys), numbers, strict=False):
             sample: dict[str, Any] = {NAME: name}
             for column, places in columns.items():
                 content = zipped.read(of_positions.get(int(places[number][0])))

@@ -6,13 +6,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import without_ray
+from patience import until
 from small_runs import small_run
 
 from raypipe.config import RunConfig
@@ -54,7 +55,7 @@ def test_one_state_at_a_time_is_written_and_the_caller_goes_on_meanwhile(
     writer = RunCheckpoints(tmp_path.as_uri())
     gate = threading.Event()
     value = torch.zeros(3)
-    save(writer, 1, {"value": value}, before=lambda: gate.wait(10))
+    save(writer, 1, {"value": value}, before=gate.wait)
     value += 1
     writer.check()
     assert writer.is_writing and not list(tmp_path.glob("checkpoint_*"))
@@ -77,8 +78,7 @@ def test_an_error_of_the_writer_is_raised_once_by_what_is_called_next(
         raise ConfigError("no space left")
 
     save(writer, 1, {}, before=fail)
-    while not writer._error:
-        time.sleep(0.01)
+    until(lambda: writer._error)
     with pytest.raises(ConfigError, match="no space left"):
         save(writer, 2, {}) if way == "save" else getattr(writer, way)()
     writer.check()
@@ -97,7 +97,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
         def stand_still(*_: Any) -> None:
             if len(syncs) == 1:  # the state is there, the manifest is not
                 os.write(writing, b"x")
-                time.sleep(60)
+                signal.pause()
             syncs.append("")
 
         for step in (1, 2):
@@ -105,7 +105,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
             if step == 2:
                 checkpoints.sync_folder = stand_still  # type: ignore[assignment]
             save(writer, step, {"step": torch.tensor(step)})
-        time.sleep(60)
+        signal.pause()
         os._exit(1)
     assert os.read(reading, 1) == b"x"
     os.kill(child, signal.SIGKILL)
@@ -118,13 +118,6 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
 
 
 # The request to stop
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_request_to_stop_is_seen_though_storage_fails_at_times(
@@ -142,10 +135,10 @@ def test_a_request_to_stop_is_seen_though_storage_fails_at_times(
     run_log = RunLog(1, 0, open_filesystem(tmp_path.as_uri()))
     run_log.stop_requested = look
     run_log.begin(False, lambda: {"to_step": 1}, None)
-    wait_for(lambda: len(looks) > 4)
+    until(lambda: len(looks) > 4)
     assert not run_log.stops and set(looks) == {"raypipe-waiting"}
     request_stop(tmp_path.as_uri())
-    wait_for(lambda: run_log.stops)
+    until(lambda: run_log.stops)
     run_log.closed()
     assert "raypipe-waiting" not in {thread.name for thread in threading.enumerate()}
 

@@ -355,7 +355,6 @@ def test_a_run_refuses_an_own_loops_parts_of_other_names_or_groups(
 
 @pytest.mark.system
 @pytest.mark.cluster
-@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("two_cpus")
 def test_a_rank_killed_when_report_returns_resumes_from_that_report(
     stores: dict[str, Path], tmp_path: Path

@@ -12,7 +12,7 @@ import numpy as np
 import tifffile
 from mutate import EDGES, Mutation, flip, garbage, number, splice, truncate
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import bombs
 
 

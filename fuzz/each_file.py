@@ -1,6 +1,6 @@
 """Gives each file of a folder to raypipe, in a process of its own, and prints what came of it as a line of JSON.
 
-    python tests/world/each_file.py FOLDER
+    python fuzz/each_file.py FOLDER
 
 A process may take 1 GiB beyond what its imports hold, 20 s of CPU and 120 s in all. It puts the file into a store
 of each kind, has it delivered in each reading, with and without the extension, and compares with other libraries
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import cv2
 import deliveries

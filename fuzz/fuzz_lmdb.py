@@ -1,6 +1,6 @@
 """Damaged LMDB files through the extension: one call of many records gives what calls for one record each give.
 
-    python tests/support/fuzz_lmdb.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
+    python fuzz/fuzz_lmdb.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
     .ci/sanitize [FIRST [COUNT]]                             the same, by a build under sanitizers
 
 Pages of a sound store are changed; then its header, all its entries, some keys and some records are read. Input
@@ -101,7 +101,8 @@ def reads_alike(path: Path, rng: np.random.Generator) -> bool | None:
         return None
     with contextlib.suppress(StoreError):
         for entries in file.entries():
-            assert len(entries.keys) == entries.key_sizes.sum()
+            entries.keys.validate(full=True)
+            assert len(entries.keys) == len(entries.value_sizes)
     with ThreadPoolExecutor(2) as pool:
         both = pool.map(file.records, [keys] * 2, [layout.native(wanted)] * 2)
         (fixed, variable, done), (_, _, done_beside) = both

@@ -595,10 +595,6 @@ def foreign() -> Iterator[Stored]:
         trust_pickles=True,
     )
     yield of(
-        "Caffe",
-        lambda folder: lmdbs_of.write_datums(folder / "drawn", PICTURES, LABELS),
-    )
-    yield of(
         "json",
         values(lambda value: json.dumps(str(value)).encode(), makes["tuples"]),
         None,

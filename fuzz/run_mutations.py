@@ -1,14 +1,14 @@
 """Mutated inputs, one after the other, in a process that may die of one.
 
-    python run_mutations.py KIND FIRST COUNT FOLDER
-    python run_mutations.py
+    python fuzz/run_mutations.py KIND FIRST COUNT FOLDER
+    python fuzz/run_mutations.py
 
 Without arguments it takes lines of such, each in a forked process: imports take longer than a hundred inputs.
 That process says all in FOLDER/stdout and FOLDER/stderr; the line of the answer is how it ended.
 
 Input number n is a pure function of n. Its number is on stderr before it is used, so the last number there is
 that of the input which the process died of. An input may use a gigabyte more than there was before the first,
-10 s of CPU (SIGPROF ends it), and 100 s on the clock (SIGALRM ends it). The last line of stdout is JSON: outcomes
+30 s of CPU (SIGPROF ends it), and 300 s on the clock (SIGALRM ends it). The last line of stdout is JSON: outcomes
 by mutation, wrong exceptions, slowest input, and the peak of memory.
 """
 
@@ -47,10 +47,8 @@ from raypipe.transform.decode.rgb import decode
 
 MEMORY_BYTES = 1 << 30
 # of one input; a machine with much else to do takes the second
-CPU_S, CLOCK_S = (
-    10.0,
-    100.0,
-)
+CPU_S = 30.0
+CLOCK_S = 300.0
 
 
 def encoded(kind: str) -> list[bytes]:

@@ -10,7 +10,7 @@
 Files are of all kinds of frames (fuzz_files.py), and all go through one process, so that nothing of a file may
 reach the next. Levels of vector instructions take turns.
 
-    python tests/support/fuzz_kernel.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
+    python fuzz/fuzz_kernel.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
       .ci/sanitize [FIRST [COUNT]]                             the same, by a build under sanitizers
 
 Input number n is a pure function of n, and so is the box of it that is decoded. Each last line says how many were

@@ -18,7 +18,7 @@ from mutate import EDGES, Mutation, flip, flip_within, number, page, truncate
 
 from raypipe.stores import open_writer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import bombs
 import foreign_lmdbs
 

@@ -1,0 +1,83 @@
+"""What a node keeps of files that take long to list: one process makes it, and all processes of the node map it.
+
+RAYPIPE_CACHE/FOLDER/HASH.arrow   an Arrow stream of one batch, whose schema has other facts as JSON
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from raypipe.errors import ConfigError
+from raypipe.storage.files import write_bytes
+from raypipe.storage.local_file import locked, make_cache_folder
+from raypipe.stores.base import hash_of_facts
+
+T = TypeVar("T")
+
+UNUSABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    ConfigError,
+)
+"""Errors of reading what is damaged, or what somebody else wrote."""
+
+_FACTS = b"raypipe"  # in the schema's metadata
+
+
+def packed(columns: Mapping[str, pa.Array], facts: Mapping[str, Any]) -> bytes:
+    """Return columns and facts, JSON values, as one stream."""
+    batch = pa.record_batch(dict(columns), metadata={_FACTS: json.dumps(facts)})
+    target = pa.BufferOutputStream()
+    with pa.ipc.new_stream(target, batch.schema) as stream:
+        stream.write_batch(batch)
+    return bytes(target.getvalue())
+
+
+def unpacked(content: pa.Buffer) -> tuple[pa.RecordBatch, Any]:
+    """Return the columns and the facts of a stream; raise one of `UNUSABLE` for damage."""
+    batch = pa.ipc.open_stream(content).read_next_batch()
+    batch.validate(full=True)
+    return batch, json.loads(batch.schema.metadata[_FACTS])
+
+
+def path_of(folder: str, *facts: object) -> Path | None:
+    """Return where the node keeps what these facts decide; None without a cache, which only saves time."""
+    try:
+        return make_cache_folder(folder) / f"{hash_of_facts(facts)}.arrow"
+    except OSError:
+        return None
+
+
+def kept(
+    path: Path | None,
+    read: Callable[[pa.Buffer], T],
+    make: Callable[[], T],
+    pack: Callable[[T], bytes],
+) -> T:
+    """Return what a file has, or make it and keep it, if there is room."""
+    if path is None:
+        return make()
+    with contextlib.suppress(*UNUSABLE):
+        return read(_mapped(path))
+    with locked(path.with_suffix(".lock")):
+        with contextlib.suppress(*UNUSABLE):
+            return read(_mapped(path))
+        made = make()
+        with contextlib.suppress(*UNUSABLE):
+            write_bytes(path, pack(made))
+            return read(_mapped(path))
+    return made
+
+
+def _mapped(path: Path) -> pa.Buffer:
+    return pa.memory_map(str(path)).read_buffer()

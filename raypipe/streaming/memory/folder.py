@@ -3,7 +3,7 @@
     KEY                 a micro-batch; whoever lacks it makes it
     .KEY.lock           locked by who makes it, until it is there or its maker is dead
     .KEY.xxxx           one that is being written
-    .link.STREAM.PLACE  one that an actor has left for its rank to take, whatever is forgotten meanwhile
+    .link.STREAM.PLACE  one that an actor has left for its rank, even if KEY is removed
     .room               the bytes of all
     .ranks              locked by the ranks that use the folder
     .streams/           see `raypipe.streaming.memory.streams`

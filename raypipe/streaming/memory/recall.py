@@ -27,7 +27,7 @@ Make = Callable[..., Made]
 
 # An actor waits at most this long for what others make, and then makes it as well.
 _WAIT_S = 10.0
-_LOOK_S = 0.005
+_LOOK_S = 0.02
 
 
 class Recall:

@@ -38,8 +38,6 @@ WAYS: dict[str, dict[str, Any]] = {
 ROLES = {
     "MapWorker": "actors",
     "Supervisor": "supervisor",
-    "ClusterLedger": "memory",
-    "Keeper": "keeper",
     "ReadPlan": "reader",
     "gcs_server": "gcs",
     "raylet": "raylet",

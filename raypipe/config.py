@@ -513,10 +513,10 @@ class PoolConfig(Section, prefix="pool."):
             finished, or in which its start waited for the cluster to answer, for room that other jobs hold, or for
             another run's start.
         remember: where finished micro-batches that are needed again are kept, such as those of a validation, or
-            that other runs need too: "memory", the object store, or "disk", the node's cache folder, also for
-            later runs (docs/clusters.md).
-        remember_bytes: bytes that they may take on each node; 0 = nothing is kept; "auto" = a tenth of the object
-            store, or of the disk's free space.
+            that other runs need too: "memory", the node's shared memory; "disk", its cache folder, also for later
+            runs; or the path of a folder that several nodes see.
+        remember_bytes: bytes that they may take there; 0 = nothing is kept; "auto" = as much as a tenth of the
+            node's object store, or a tenth of the disk's free space.
     """
 
     engine: Literal["ray", "inline"] = "ray"
@@ -531,7 +531,7 @@ class PoolConfig(Section, prefix="pool."):
     reader: Literal["auto", "actors", "separate"] = "auto"
     head_start: Annotated[int, Limits(-1, MAX_INT)] = -1
     stall_timeout_s: Seconds = 900.0
-    remember: Literal["memory", "disk"] = "memory"
+    remember: str = "memory"
     remember_bytes: Annotated[int, Limits(0, 1 << 50)] | Literal["auto"] = "auto"
 
     @property
@@ -544,6 +544,9 @@ class PoolConfig(Section, prefix="pool."):
         expected = f"0 or at least pool.min_actors ({self.min_actors})"
         enough = self.max_actors == 0 or self.max_actors >= self.least_actors
         self._require(enough, "max_actors", self.max_actors, expected)
+        is_known = self.remember in ("memory", "disk") or self.remember[:1] == "/"
+        expected = '"memory", "disk", or the whole path of a folder'
+        self._require(is_known, "remember", self.remember, expected)
 
     def blocks_for(self, ranks: int, actors: int) -> tuple[int, int, int]:
         """Return the blocks in flight for a pool of any size, those for each actor, and the largest block.

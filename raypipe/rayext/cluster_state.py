@@ -85,20 +85,12 @@ def free_cpus() -> dict[str, float]:
     return {node: resources.get("CPU", 0.0) for node, resources in free.items()}
 
 
-def object_store_of(node: str) -> tuple[float, float]:
-    """Return the bytes of a node's object store, and those of them that are free."""
-    from ray._private import state
-
-    total = next(
-        (
-            of_node["Resources"].get("object_store_memory", 0.0)
-            for of_node in nodes()
-            if of_node["NodeID"] == node
-        ),
-        0.0,
-    )
-    free = state.available_resources_per_node().get(node, {})
-    return total, free.get("object_store_memory", 0.0)
+def object_store_of(node: str) -> float:
+    """Return the bytes of a node's object store; 0 = unknown."""
+    for of_node in nodes():
+        if of_node["NodeID"] == node:
+            return float(of_node["Resources"].get("object_store_memory", 0.0))
+    return 0.0
 
 
 def draining() -> dict[str, int]:

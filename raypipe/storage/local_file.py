@@ -119,15 +119,41 @@ def try_lock(descriptor: int) -> bool:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Context manager: hold an exclusive lock across processes, once its holder has released it or died."""
+def locked(path: Path, poll_s: float = _POLL_S) -> Iterator[None]:
+    """Context manager: hold an exclusive lock across processes, once its holder has released it or died.
+
+    Args:
+        poll_s: seconds between two looks.
+    """
     descriptor = open_lock(path)
     try:
         while not try_lock(descriptor):
             report_progress()
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
         yield
     finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Context manager: whether no other process holds a lock file; then this one does, and removes it at the end.
+
+    It is True, too, where the file system has no locks, or no such folder.
+    """
+    try:
+        descriptor = open_lock(path)
+    except StoreError:
+        yield True
+        return
+    is_free = True
+    try:
+        with contextlib.suppress(OSError):
+            is_free = try_lock(descriptor)
+        yield is_free
+    finally:
+        if is_free:
+            path.unlink(missing_ok=True)
         os.close(descriptor)
 
 

@@ -23,7 +23,6 @@ from raypipe.rayext.placement import cpus_name, placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.retries import patience_s
 from raypipe.streaming.blocks import MAX_BYTES, most_bytes
-from raypipe.streaming.memory.remembered_files import name_of_folder
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, check_pickles
 from raypipe.streaming.supervisor import start_supervisor
@@ -75,7 +74,7 @@ def block_dataset(
     world_size: int = 1,
     supervisor: Any = None,
     head_start: bool = False,
-    hands_over: bool = False,
+    ranks_folder: str = "",
 ) -> Dataset:
     """The stream from a cursor on: a Dataset of one row for each block.
 
@@ -87,7 +86,7 @@ def block_dataset(
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
         head_start: whether ranks make the first micro-batches, see `raypipe.streaming.start.head_start`.
-        hands_over: whether ranks collect remembered micro-batches, see `raypipe.streaming.memory.cluster_memory`.
+        ranks_folder: the folder from which ranks take micro-batches, see `RankMemory.folder`; "" = none.
     """
     supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     spec.plan.check_workers(world_size)
@@ -136,9 +135,8 @@ def block_dataset(
         head_start=head_start,
         traces=spec.traces,
     )
-    ranks_folder = ""
-    if hands_over and pool.remember == "disk" and (world_size == 1 or is_local()):
-        ranks_folder = name_of_folder()
+    if world_size > 1 and not is_local():
+        ranks_folder = ""  # they may be on several nodes
     with ray.data.DataContext.current(context_of(settings, actors)):
         rows = ray.data.read_datasource(
             source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS
@@ -148,7 +146,6 @@ def block_dataset(
             fn_constructor_args=(
                 replace(spec, opened={}),
                 supervisor,
-                hands_over,
                 ranks_folder,
             ),
             batch_size=None,
@@ -179,7 +176,7 @@ def splits(
     supervisor: Any = None,
     apart: bool = False,
     head_start: bool = False,
-    hands_over: bool = False,
+    ranks_folder: str = "",
 ) -> list[DataIterator]:
     """The stream from a cursor on, as one iterator per rank; see `block_dataset`.
 
@@ -204,7 +201,7 @@ def splits(
         world_size=world_size,
         supervisor=supervisor,
         head_start=head_start,
-        hands_over=hands_over,
+        ranks_folder=ranks_folder,
     )
     if world_size == 1 and not apart:
         return [rows.iterator()]

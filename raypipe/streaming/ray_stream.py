@@ -252,7 +252,7 @@ class RayStreams:
         pool.check()
         if pool.supervisor is None:
             pool.supervisor = start_supervisor(spec.run, spec.log_format)
-        pool.reserve()
+        ranks_folder = pool.reserve()
         iterators = splits(
             spec,
             start,
@@ -261,7 +261,7 @@ class RayStreams:
             supervisor=pool.supervisor,
             apart=self._apart,
             head_start=pool.has_head_start,
-            hands_over=True,
+            ranks_folder=ranks_folder,
         )
         return PoolIterators(iterators, max_actors)
 

@@ -6,10 +6,9 @@ from the source   split int8, epoch int64; step, micro int64, lists of k: their 
                   float64, seconds that the reader spent on the block
 from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), weight float32 (1, k, B); num_bad
                   and num_remembered int64 (1, k); read_s, work_s float64 (1, k): seconds spent on each
-                  micro-batch, reading, by the actor or a reader, and in all by the actor; where the rank collects
-                  some from the cluster's memory, memory_keys uint8 (1, k, 16), 0 for the others; and each field of
-                  these others, see `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives
-                  for it:
+                  micro-batch, reading, by the actor or a reader, and in all by the actor; where the rank takes
+                  some from a folder, in_folder bool (1, k); and each field of the others, see
+                  `raypipe.transform.fields`, in the form that forms, JSON in uint8 (1, n), gives for it:
 
                       array    (1, k, B, …)
                       apart    NAME:0 to NAME:k-1, each (1, B, …), such as images that come from k places: Ray
@@ -24,6 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,14 +41,10 @@ from raypipe.transform.samples import Samples
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
-Fields = dict[str, np.ndarray | Ragged]
-Collect = Callable[[Mapping[MicroBatchId, bytes]], dict[MicroBatchId, Fields]]
-"""Gets the fields of remembered micro-batches, whose keys it is given by place."""
+Take = Callable[[MicroBatchId], MicroBatch]
+"""Takes a micro-batch from the folder where an actor has left it."""
 
 _SPLITS: tuple[Split, ...] = ("train", "val")
-KEY_BYTES = 16
-"""Length of a key of the cluster's memory."""
-_NO_KEY = bytes(KEY_BYTES)
 _FLAT = "flat"
 _APART = "apart"
 # Bytes of a micro-batch's array. A column costs Ray as much CPU time as to copy about 100 KB.
@@ -142,7 +138,7 @@ def block_row(
     """The row of a finished block.
 
     Args:
-        arrays: arrays by field, (n, B, …), that need no copy; they have the micro-batches without `memory_key`.
+        arrays: arrays by field, (n, B, …), that need no copy; they have the micro-batches without `folder_bytes`.
     """
     places = [batch.position for batch in batches]
     columns: dict[str, Any] = {
@@ -154,10 +150,9 @@ def block_row(
         },
     }
     forms: dict[str, str] = {}
-    shipped = [batch for batch in batches if not batch.memory_key]
+    shipped = [batch for batch in batches if not batch.folder_bytes]
     if len(shipped) < len(batches):
-        keys = b"".join(batch.memory_key or _NO_KEY for batch in batches)
-        columns["memory_keys"] = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        columns["in_folder"] = [batch.folder_bytes > 0 for batch in batches]
     for name in shipped[0].fields if shipped else ():
         parts: list[Any] = [batch.fields[name] for batch in shipped]
         forms[name], joined = _joined(name, parts, arrays.get(name))
@@ -194,9 +189,9 @@ def _joined(
 
 
 def batches_of(
-    row: Mapping[str, Any], collect: Collect | None = None
+    row: Mapping[str, Any], take: Take | None = None
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of a finished row, in host memory: views of its arrays, and of what is collected."""
+    """The micro-batches of a finished row, in host memory: views of its arrays, and of what is taken."""
     columns = {name: column[0] for name, column in row.items()}
     places = _places(
         columns["split"],
@@ -205,27 +200,24 @@ def batches_of(
         columns["micro"].tolist(),
     )
     forms = json.loads(columns["forms"].tobytes())
-    collected: dict[MicroBatchId, Fields] = {}
-    if "memory_keys" in columns:
-        assert collect, "a row has keys only where its rank collects"
-        keys = zip(places, columns["memory_keys"], strict=True)
-        collected = collect({at: key.tobytes() for at, key in keys if key.any()})
-    num = len(places) - len(collected)
+    in_folder = columns.get("in_folder", np.zeros(len(places), bool))
+    num = len(places) - int(in_folder.sum())
     parts = {name: _parts(name, form, columns, num) for name, form in forms.items()}
     num_shipped = 0
     for number, position in enumerate(places):
-        if position in collected:
-            fields = collected.pop(position)
-        else:
-            fields = {name: of_field[num_shipped] for name, of_field in parts.items()}
-            num_shipped += 1
+        numbers = {name: columns[name][number].item() for name in _NUMBERS_OF}
+        if in_folder[number]:
+            assert take, "an actor leaves only what its rank takes"
+            yield replace(take(position), **numbers)
+            continue
         yield MicroBatch(
             position,
             columns["index"][number],
             columns["weight"][number],
-            fields,
-            *(columns[name][number].item() for name in _NUMBERS_OF),
+            {name: of_field[num_shipped] for name, of_field in parts.items()},
+            **numbers,
         )
+        num_shipped += 1
 
 
 def _parts(
@@ -255,23 +247,23 @@ def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def host_batches(
-    iterator: DataIterator, collect: Collect | None = None
+    iterator: DataIterator, take: Take | None = None
 ) -> Generator[MicroBatch, None, None]:
     """The micro-batches of a rank's split, in host memory, zero-copy and read-only.
 
     Args:
-        collect: gets those of them that only their keys come of, see `splits`.
+        take: takes those that actors have left in a folder, see `splits`.
 
     Raises:
         RaypipeError: the error that an actor raised, without the layers around it.
     """
-    with closing(host_blocks(iterator, collect)) as blocks:
+    with closing(host_blocks(iterator, take)) as blocks:
         for block in blocks:
             yield from block
 
 
 def host_blocks(
-    iterator: DataIterator, collect: Collect | None = None
+    iterator: DataIterator, take: Take | None = None
 ) -> Generator[Iterator[MicroBatch], None, None]:
     """Like `rows`, block by block: take all of a block's micro-batches before the next block."""
     with closing(rows(iterator)) as row_iterator:
@@ -282,7 +274,7 @@ def host_blocks(
                     arrival.places = _places_of(row)
             if row is None:
                 return
-            yield batches_of(row, collect)
+            yield batches_of(row, take)
             del row
 
 

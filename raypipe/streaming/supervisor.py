@@ -49,8 +49,6 @@ from raypipe.rayext.processes import Process, on_this_node, this_process
 from raypipe.rayext.trace_sender import StreamTrace, TraceAnswer
 from raypipe.rayext.watchdog import StreamWatchdog
 from raypipe.streaming.blocks import REMEMBERED_FACTOR, fitting
-from raypipe.streaming.memory.alike import withdraw_stream
-from raypipe.streaming.memory.remembered import leave_memory
 from raypipe.streaming.moves import Answer, Move, Moves
 from raypipe.streaming.start.takeover import Takeover
 
@@ -640,5 +638,3 @@ def end_actors(
         for actor in {*filter(None, map(coordinator_of, iterators)), supervisor}:
             ray.kill(actor)
         forget(supervisor)
-        withdraw_stream(stream_name(supervisor))
-        leave_memory(stream_name(supervisor))

@@ -61,15 +61,13 @@ class TransformWorker:
     Args:
         spec: the stream.
         supervisor: handle of the stream's Supervisor.
-        hands_over: whether its ranks collect micro-batches from the cluster's memory, see `ClusterMemory`.
-        ranks_folder: name of the cache folder that all ranks have, see `RememberedFiles`.
+        ranks_folder: identity of the folder of finished micro-batches that all ranks have, see `recall_of`.
     """
 
     def __init__(
         self,
         spec: StreamSpec,
         supervisor: Any,
-        hands_over: bool = False,
         ranks_folder: str = "",
     ) -> None:
         # One actor has one core. OpenCV's own threads, one per core of the machine in every actor, would
@@ -89,14 +87,12 @@ class TransformWorker:
         self._supervisor = supervisor
         if self._maker.draws_globally:
             # A rank makes what was forgotten, and must not draw from the generators of its training loop.
-            hands_over = False
             ranks_folder = ""
         self._recall = recall_of(
             spec,
             self._maker.block,
             self._maker.sample_makers.recipes,
             stream_name(supervisor),
-            hands_over,
             ranks_folder,
         )
         if spec.traces:
@@ -149,7 +145,7 @@ class TransformWorker:
             cpu_s = time.process_time() - began_at
             work_s = max(cpu_s, sum(batch.read_s for batch in batches)) / len(block)
             num_bytes = sum(array.nbytes for array in row.values())
-            num_bytes += sum(batch.memory_bytes for batch in batches)
+            num_bytes += sum(batch.folder_bytes for batch in batches)
             self._supervisor.block_measured.remote(
                 block[0].split, work_s, num_bytes // len(block)
             )
@@ -159,7 +155,12 @@ class TransformWorker:
     def _recall_for(self, block: Block, orders: Orders) -> Recall | None:
         """Return the recall if the block may have been made before, and no sample is to be touched with care."""
         recall = self._recall
-        if recall is None or orders.careful or orders.bad or not recall.wants(block):
+        if (
+            recall is None
+            or orders.careful
+            or orders.bad
+            or not recall.wants(block[0].split)
+        ):
             return None
         return recall
 

@@ -139,8 +139,7 @@ class MicroBatch:
         outage_s: part of read_s, waiting for object storage that did not answer.
         num_remembered: 1 if it was made before, maybe by another stream; else 0.
         stream_hash: 16 bytes over it, where a rank records them; else empty.
-        memory_key: key of the cluster's memory, from which its rank collects the fields; else empty.
-        memory_bytes: bytes of its fields there.
+        folder_bytes: bytes of its fields, if its rank takes them from a folder, and `fields` is empty; else 0.
     """
 
     position: MicroBatchId
@@ -153,8 +152,7 @@ class MicroBatch:
     outage_s: float = 0.0
     num_remembered: int = 0
     stream_hash: bytes = b""
-    memory_key: bytes = b""
-    memory_bytes: int = 0
+    folder_bytes: int = 0
 
     def arrays(self, group: str = "") -> dict[str, np.ndarray]:
         """The arrays among the fields, or those of a group by the names that they have in it."""

@@ -22,8 +22,8 @@ from ray._private.internal_api import node_stats
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.memory.cluster_memory import Collector
-from raypipe.streaming.memory.remembered import MEMORY, NAMESPACE, memory
+from raypipe.streaming.memory.folder import open_folder
+from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
@@ -83,27 +83,32 @@ class Stream(threading.Thread):
     def _pass(self) -> list[bytes]:
         spec = self._spec()
         supervisor = start_supervisor(self.name)
+        memory = RankMemory(spec, stream_name(supervisor))
+        memory.are_others()
         iterators = splits(
             spec,
             spec.plan.start(),
             max_actors=1,
             supervisor=supervisor,
-            hands_over=True,
+            ranks_folder=memory.folder,
         )
-        collect = Collector(spec, stream_name(supervisor))
         digests = []
-        for batch in host_batches(iterators[0], collect):
+        for batch in host_batches(iterators[0], memory):
             digests.append(batch_hash(batch))
             self.num_batches += 1
             self.num_remembered += batch.num_remembered
         end_actors(supervisor, iterators, 0, 1)
+        memory.close()
         return digests
 
 
-def is_there() -> bool:
-    """Return whether the memory has an actor."""
-    names = ray.util.list_named_actors(all_namespaces=True)
-    return {"name": MEMORY, "namespace": NAMESPACE} in names
+def bytes_in(folder: Path) -> int:
+    """Bytes of the micro-batches that a folder remembers."""
+    num_bytes = 0
+    for path in folder.glob("[!.]*"):
+        with contextlib.suppress(FileNotFoundError):
+            num_bytes += path.stat().st_size
+    return num_bytes
 
 
 def main() -> None:
@@ -113,7 +118,9 @@ def main() -> None:
     node = ray.nodes()[0]
     until = time.monotonic() + float(seconds)
     streams = [Stream(name, [train, val], until) for name in STREAMS]
-    folder = Path(os.environ["RAYPIPE_CACHE"]) / "remembered"
+    on_disk_at = Path(os.environ["RAYPIPE_CACHE"]) / "remembered"
+    folder = open_folder(PoolConfig())
+    assert folder
     for stream in streams:
         stream.start()
     used = list[int]()
@@ -124,17 +131,9 @@ def main() -> None:
         stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False)
         used.append(stats.store_stats.object_store_bytes_used)
         spilled = max(spilled, stats.store_stats.spilled_bytes_total)
-        if is_there():
-            # it may end in this moment, with its last stream
-            with contextlib.suppress(ray.exceptions.RayActorError):
-                remembered += ray.get(memory().used.remote()).values()
-        files = folder.glob("*") if folder.exists() else []
-        sizes = [path.stat().st_size for path in files if path.exists()]
-        on_disk.append(sum(sizes))
+        remembered.append(bytes_in(folder.path))
+        on_disk.append(bytes_in(on_disk_at))
         time.sleep(_LOOK_S)
-    end = time.monotonic() + 300
-    while is_there() and time.monotonic() < end:
-        time.sleep(0.5)
     found = {
         "looks": len(used),
         "store_bytes": STORE_BYTES,
@@ -145,7 +144,7 @@ def main() -> None:
         "most_remembered": max(remembered, default=0),
         "disk_bytes": DISK_BYTES,
         "most_on_disk": max(on_disk, default=0),
-        "memory_is_left": is_there(),
+        "memory_is_left": bytes_in(folder.path) > 0,
         "streams": {
             stream.name: {
                 "passes": stream.num_passes,

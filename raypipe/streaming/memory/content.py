@@ -20,7 +20,7 @@ import pickle
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from raypipe.plan.places import MicroBatchId, Split
 from raypipe.plan.samplers import Draws
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.albumentations import described
+from raypipe.transform.sample_maker import SampleMaker
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import Size
 
@@ -51,23 +52,8 @@ def processor() -> str:
     return platform.processor()
 
 
-class Code(Protocol):
-    """The code that makes samples: a `SampleMaker`."""
-
-    has_user_code: bool
-
-    @property
-    def transforms(self) -> Sequence[tuple[str, SampleTransform]]:
-        """The transform of each image, with its field."""
-        ...
-
-    def weaken(self, strength: float) -> None:
-        """Scale its random steps, see `transform.strength`."""
-        ...
-
-
-Recipe = tuple[Code, Size, float, Draws]
-"""Code, size, strength and draws of a micro-batch, from `SampleMakers.recipes`."""
+Recipe = tuple[SampleMaker, Size, float, Draws]
+"""Maker of samples, size, strength and draws of a micro-batch, from `SampleMakers.recipes`."""
 Recipes = Callable[[Sequence[MicroBatchId]], Sequence[Recipe]]
 
 
@@ -118,7 +104,7 @@ class Contents:
         self._spec = spec
         self._recipes = recipes
         self._stream = stream
-        self._contents: dict[tuple[Split, Code], Content] = {}
+        self._contents: dict[tuple[Split, SampleMaker], Content] = {}
 
     def of_split(self, split: Split) -> Content:
         """Return the content of a split's first micro-batches."""
@@ -143,7 +129,7 @@ class Contents:
             keys.append(content.key(strength, draws.indices, of_samples))
         return keys
 
-    def _of(self, split: Split, code: Code, size: Size) -> Content:
+    def _of(self, split: Split, code: SampleMaker, size: Size) -> Content:
         pair = (split, code)
         if pair not in self._contents:
             self._contents[pair] = _content_of(
@@ -153,7 +139,7 @@ class Contents:
 
 
 def _content_of(
-    spec: StreamSpec, split: Split, code: Code, size: Size, stream: str
+    spec: StreamSpec, split: Split, code: SampleMaker, size: Size, stream: str
 ) -> Content:
     code.weaken(1.0)  # the key of a micro-batch has its strength
     transforms = code.transforms

@@ -1,85 +1,98 @@
-"""A finished micro-batch without its place, as it is remembered."""
+"""A finished micro-batch as a file; see `raypipe.streaming.memory.folder`.
+
+magic, checksum and length of the header | header, JSON | the arrays of its row, see `raypipe.streaming.row`
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import json
+import mmap
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.bad_samples import BadSample
-from raypipe.transform.fields import MicroBatch, Ragged
+from raypipe.streaming.row import batches_of, block_row
+from raypipe.transform.fields import MicroBatch
 
-# To copy fewer bytes costs no more than the rank's question.
-_LEAST_COLLECTED = 256 << 10
+Finished = tuple[MicroBatch, list[BadSample]]
+"""A micro-batch, and its bad samples."""
+
+_MAGIC = b"raypipe3"
+_HEAD = struct.Struct("<8sQQ")
+_ALIGNED = 64
+_PAGE = 4096
 
 
-def is_collectable(num_bytes: int, bad: Sequence[Any]) -> bool:
-    """Return whether ranks may collect a micro-batch: it is large, and an actor has no bad samples to report."""
-    return num_bytes >= _LEAST_COLLECTED and not bad
+def packed(finished: Finished, key: bytes) -> list[bytes | memoryview]:
+    """Return a file's content, in pieces."""
+    batch, bad = finished
+    row = block_row([batch])
+    header = {
+        "key": key.hex(),
+        "bad": [asdict(sample) for sample in bad],
+        "arrays": [[name, array.dtype.str, array.shape] for name, array in row.items()],
+        "checksum": _checksum(row.values()),
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-(_HEAD.size + len(text)) % _ALIGNED)
+    pieces: list[bytes | memoryview] = [
+        _HEAD.pack(_MAGIC, zlib.crc32(text), len(text)),
+        text,
+    ]
+    for array in row.values():
+        pieces.append(_bytes_of(array).data)
+        pieces.append(bytes(-array.nbytes % _ALIGNED))
+    return pieces
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A finished micro-batch without its place.
+def unpacked(
+    content: mmap.mmap, key: bytes | None, position: MicroBatchId, is_read: bool
+) -> Finished:
+    """Return the micro-batch of a file at a place, and its bad samples there; its arrays are views of the file.
 
-    Attributes:
-        index, weight, fields: see `MicroBatch`.
-        bad: its bad samples, during validation.
-        collected_bytes: bytes of the fields, if only its rank gets them, and `fields` is empty; else 0.
+    Args:
+        key: its key; None = any.
+        is_read: check the arrays, too; else nothing but the header is read.
+
+    Raises:
+        ValueError, KeyError, TypeError, struct.error: the file is damaged, or of another key.
     """
+    magic, checksum, length = _HEAD.unpack_from(content)
+    start = _HEAD.size + length
+    text = content[_HEAD.size : start]
+    if magic != _MAGIC or zlib.crc32(text) != checksum:
+        raise ValueError("its header's checksum is wrong")
+    header = json.loads(text)
+    if key is not None and header["key"] != key.hex():
+        raise ValueError("it has the content of another key")
+    row = dict[str, np.ndarray]()
+    for name, dtype, shape in header["arrays"]:
+        count = int(np.prod(shape, dtype=np.int64))
+        row[name] = np.frombuffer(content, dtype, count, start).reshape(shape)
+        start += -(-row[name].nbytes // _ALIGNED) * _ALIGNED
+    if is_read and _checksum(row.values()) != header["checksum"]:
+        raise ValueError("the checksum of its arrays is wrong")
+    (batch,) = batches_of(row)
+    bad = [replace(BadSample(**sample), position=position) for sample in header["bad"]]
+    return replace(batch, position=position, num_remembered=1), bad
 
-    index: np.ndarray
-    weight: np.ndarray
-    fields: dict[str, np.ndarray | Ragged]
-    bad: list[BadSample]
-    collected_bytes: int = 0
 
-    @staticmethod
-    def of(batch: MicroBatch, bad: Sequence[BadSample]) -> Stored:
-        """Take a micro-batch's own of a block's bad samples."""
-        bad_here = [sample for sample in bad if sample.position == batch.position]
-        return Stored(batch.index, batch.weight, batch.fields, bad_here)
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
-    @property
-    def is_collectable(self) -> bool:
-        """True if its rank may collect it."""
-        return is_collectable(self.num_bytes, self.bad)
 
-    def outline(self) -> Stored:
-        """Return all that a transform actor needs of it, if its rank collects the fields."""
-        return replace(self, fields={}, collected_bytes=self.num_bytes)
-
-    def at(
-        self,
-        position: MicroBatchId,
-        read_s: float,
-        work_s: float,
-        key: bytes,
-    ) -> tuple[MicroBatch, list[BadSample]]:
-        """Return the micro-batch, and its bad samples, at a place."""
-        batch = MicroBatch(
-            position,
-            self.index,
-            self.weight,
-            self.fields,
-            num_bad=len(self.bad),
-            read_s=read_s,
-            work_s=work_s,
-            num_remembered=1,
-            memory_key=key if self.collected_bytes else b"",
-            memory_bytes=self.collected_bytes,
-        )
-        return batch, [replace(sample, position=position) for sample in self.bad]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(
-            values.values.nbytes + values.offsets.nbytes
-            if isinstance(values, Ragged)
-            else values.nbytes
-            for values in (self.index, self.weight, *self.fields.values())
-        )
+def _checksum(arrays: Iterable[np.ndarray]) -> int:
+    """Return the CRC of the sums of the arrays' pages, which costs a tenth of the CRC of all bytes."""
+    checksum = 0
+    for array in arrays:
+        content = _bytes_of(array)
+        end = len(content) // _PAGE * _PAGE
+        words = content[:end].view(np.uint64).reshape(-1, _PAGE // 8)
+        checksum = zlib.crc32(words.sum(axis=1).data, checksum)
+        checksum = zlib.crc32(content[end:].data, checksum)
+    return checksum

@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -20,23 +19,17 @@ from raypipe.rayext.iteration import (
     stop_execution,
 )
 from raypipe.rayext.startup import Wait
-from raypipe.streaming.memory.alike import Alike
-from raypipe.streaming.memory.cluster_memory import Collector
-from raypipe.streaming.memory.content import Contents
-from raypipe.streaming.memory.remembered import start_memory
+from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.row import host_batches
-from raypipe.streaming.sample_makers import SampleMakers
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start.head_start import HeadStart
 from raypipe.streaming.supervisor import end_actors, stream_name
 from raypipe.transform.fields import MicroBatch
-from raypipe.transform.user_code import copied
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
 
 _LOOK_S = 0.1
-_LOOK_FOR_ALIKE_S = 1.0
 _LEAVE_S = 60.0  # longest wait for a call to Ray that cannot be interrupted
 _FOLLOWED_S = 5.0
 # One stream of a process starts at a time: each counts the CPUs that are free.
@@ -97,7 +90,7 @@ class PoolStart:
         self._cleaning = threading.Lock()
         self._thread: threading.Thread | None = None
         self._following: threading.Thread | None = None
-        self._alike: Alike | None = None
+        self._memory: RankMemory | None = None
 
     @property
     def has_head_start(self) -> bool:
@@ -128,26 +121,23 @@ class PoolStart:
             connect(wait=wait)
         self.check()
 
-    def reserve(self) -> None:
-        """Tell the Supervisor, before the pool can begin, what this rank makes."""
-        pool = self._spec.pool
-        if pool.remember_bytes != 0 and pool.remember != "disk":
-            transforms = copied(self._spec.transforms)
-            recipes = SampleMakers(replace(self._spec, transforms=transforms)).recipes
-            stream = stream_name(self.supervisor)
-            content = Contents(self._spec, recipes, stream).of_training()
-            self._alike = Alike(content, stream) if content else None
-        self._look_for_alike()
+    def reserve(self) -> str:
+        """Tell the Supervisor, before the pool can begin, what this rank makes; return the folder of its memory.
+
+        Where other streams make the same, it makes only the first few.
+        """
+        memory = self._open_memory()
+        if memory.are_others() and self._head:
+            self._head.be_brief()
         if self._head:
             self.supervisor.head_extends.remote(self._head.reserve())
+        return memory.folder
 
-    def _look_for_alike(self) -> None:
-        """Where another stream of the cluster makes the same, keep the head start short, and start the memory."""
-        if self._alike and self._alike.look():
-            if self._head:
-                self._head.be_brief()
-            start_memory(stream_name(self.supervisor))
-            self._alike = None
+    def _open_memory(self) -> RankMemory:
+        if self._memory is None:
+            self._memory = RankMemory(self._spec, stream_name(self.supervisor))
+            self.on_end.append(self._memory.close)
+        return self._memory
 
     def run(self, connected: Callable[[Any, int], None]) -> None:
         """Start the pool, and return once it has begun.
@@ -284,8 +274,8 @@ class PoolStart:
         self._iterators = iterators
         self.check()
         connected(self.supervisor, max_actors)
-        collect = Collector(self._spec, stream_name(self.supervisor))
-        self._batches = host_batches(begun(iterators[self._rank]), collect)
+        iterator = begun(iterators[self._rank])
+        self._batches = host_batches(iterator, self._open_memory())
         self._watch = ExecutionWatch(iterators[self._rank])
         if self._world_size == 1:
             self._start_following()
@@ -307,14 +297,10 @@ class PoolStart:
         """
         asked = list[Any]()
         is_final = False
-        looked_at = time.monotonic()
         with contextlib.suppress(ray.exceptions.RayError):
             while not (is_final and head.is_done):
                 if self._is_left.wait(_LOOK_S) or not self._execution_lives():
                     return
-                if time.monotonic() - looked_at >= _LOOK_FOR_ALIKE_S:
-                    self._look_for_alike()
-                    looked_at = time.monotonic()
                 asked.append(self._ask(head))
                 answered, asked = ray.wait(asked, num_returns=len(asked), timeout=0)
                 if answered:

@@ -1,8 +1,9 @@
-"""Streams that remember: a validation in one, and equal streams, whose memory and actors are killed meanwhile."""
+"""Streams that remember: a validation in one, and equal streams, whose actors are killed meanwhile."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Generator
@@ -12,15 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
-import ray
 import torch
 import without_ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.iteration import begun
 from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.memory.cluster_memory import Collector
-from raypipe.streaming.memory.remembered import NAMESPACE, keeper, memory
+from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
@@ -34,15 +33,14 @@ pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
 ]
 
-CONNECTS_S = 3.0
-ALIKE_S = 8.0
+SHARES_S = 60.0
 
 
 def spec_of(
     stores: dict[str, Path],
     epochs: int,
+    remember: Any,
     step: int = 8,
-    seed: int = 5,
     size: int = 24,
     **pool: Any,
 ) -> StreamSpec:
@@ -50,10 +48,15 @@ def spec_of(
         str(stores["train"]),
         str(stores["val"]),
         plan=PlanConfig(
-            epochs=epochs, micro_batch_size=8, global_batch_size=step, seed=seed
+            epochs=epochs, micro_batch_size=8, global_batch_size=step, seed=5
         ),
         transform=TransformConfig(train="light", val="center", size=size),
-        pool=PoolConfig(cpus_per_actor=0.5, micro_batches_per_block=1, **pool),
+        pool=PoolConfig(
+            cpus_per_actor=0.5,
+            micro_batches_per_block=1,
+            remember=str(remember),
+            **pool,
+        ),
     )
 
 
@@ -63,17 +66,18 @@ class Stream:
     def __init__(self, spec: StreamSpec) -> None:
         self.spec = spec
         self.supervisor = start_supervisor("run")
+        self.memory = RankMemory(spec, stream_name(self.supervisor))
+        self.memory.are_others()
         self.iterators = splits(
             spec,
             spec.plan.start(),
             max_actors=1,
             supervisor=self.supervisor,
-            hands_over=True,
+            ranks_folder=self.memory.folder,
         )
-        collect = Collector(spec, stream_name(self.supervisor))
         iterator = begun(self.iterators[0])
         self.batches: Generator[MicroBatch, None, None] = host_batches(
-            iterator, collect
+            iterator, self.memory
         )
         self.digests: list[bytes] = []
         self.remembered: list[str] = []
@@ -88,19 +92,55 @@ class Stream:
         # an execution goes on, and its actors with it, while somebody may take more of it
         self.batches.close()
         end_actors(self.supervisor, self.iterators, 0, 1)
+        self.memory.close()
 
 
-def names() -> list[str]:
-    """The actors of the memory that are there."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+# micro-batches of 14 KB are copied, those of 301 KB are left for the rank
+@pytest.mark.parametrize(("size", "remember"), [(24, ""), (112, ""), (112, "memory")])
+def test_a_validation_is_made_once(
+    stores: dict[str, Path], tmp_path: Path, size: int, remember: str
+) -> None:
+    stream = Stream(spec_of(stores, 6, remember or tmp_path, size=size))
+    stream.take()
+    stream.end()
+    assert stream.digests == without_ray.digests(stream.spec)
+    # three micro-batches in each of six validations
+    assert stream.remembered.count("val") >= 15
+    assert not list(tmp_path.rglob(".link*"))
 
 
-def nothing_is_left(limit_s: float = 30) -> bool:
-    end = time.monotonic() + limit_s
-    while names() and time.monotonic() < end:
-        time.sleep(0.1)
-    return not names()
+@pytest.mark.parametrize(
+    "dies",
+    [
+        "nobody",
+        pytest.param("the folder", marks=pytest.mark.soak),
+        pytest.param("MapWorker", marks=pytest.mark.soak),
+        pytest.param("a trial", marks=pytest.mark.soak),
+    ],
+)
+def test_equal_streams_share_and_are_equal_whoever_dies(
+    stores: dict[str, Path], tmp_path: Path, dies: str
+) -> None:
+    """Their steps differ, as those of trials of a batch size do."""
+    specs = [spec_of(stores, 40, tmp_path, step, size=112) for step in (8, 16)]
+    streams = [Stream(spec) for spec in specs]
+    end = time.monotonic() + SHARES_S
+    while not any("train" in stream.remembered for stream in streams):
+        assert time.monotonic() < end
+        for stream in streams:
+            stream.take(4)
+    if dies == "a trial":
+        streams.pop().end()
+    elif dies == "the folder":
+        shutil.rmtree(tmp_path / "remembered", ignore_errors=True)
+    elif dies == "MapWorker":
+        kill(dies)
+    for stream in streams:
+        stream.take(80)
+        expected = without_ray.host_batches(stream.spec)
+        digests = map(batch_hash, islice(expected, len(stream.digests)))
+        assert stream.digests == list(digests)
+        stream.end()
 
 
 def kill(title: str) -> None:
@@ -113,136 +153,26 @@ def kill(title: str) -> None:
     assert killed
 
 
-# micro-batches of 14 KB are copied, those of 301 KB are handed over by their keys
-@pytest.mark.parametrize("size", [24, 112])
-def test_a_validation_is_made_once_and_nothing_is_left(
-    stores: dict[str, Path], size: int
-) -> None:
-    ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
-    # no other test's stream has its training
-    stream = Stream(spec_of(stores, epochs=6, seed=6, size=size))
-    stream.take(1)
-    time.sleep(CONNECTS_S)
-    stream.take()
-    stream.end()
-    assert stream.digests == without_ray.digests(stream.spec)
-    # three micro-batches in each of six validations
-    assert set(stream.remembered) == {"val"} and len(stream.remembered) >= 9
-    assert nothing_is_left()
-
-
-def test_a_validation_on_disk_serves_the_next_run(
-    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = []
-    for _ in range(2):
-        run = spec_of(stores, epochs=1, remember="disk")
-        monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
-        from raypipe.streaming.maker import MicroBatchMaker
-        from raypipe.streaming.memory.recall import recall_of
-
-        maker = MicroBatchMaker(run)
-        recall = recall_of(
-            run, maker.block, maker.sample_makers.recipes, os.urandom(4).hex()
-        )
-        assert recall is not None
-        runs.append(
-            [
-                (batch_hash(batch), batch.num_remembered)
-                for position in run.plan.micro_batches(run.plan.start())
-                if recall.wants([position])
-                for batch in recall.block([position])[0]
-            ]
-        )
-    first, second = runs
-    assert [digest for digest, _ in first] == [digest for digest, _ in second]
-    assert [num for _, num in first] == [0] * 3 and [num for _, num in second] == [
-        1
-    ] * 3
-
-
-@pytest.mark.parametrize(
-    "dies",
-    [
-        "nobody",
-        pytest.param("ClusterLedger", marks=pytest.mark.soak),
-        pytest.param("Keeper", marks=pytest.mark.soak),
-        pytest.param("MapWorker", marks=pytest.mark.soak),
-        pytest.param("a trial", marks=pytest.mark.soak),
-    ],
-)
-def test_equal_streams_share_and_are_equal_whoever_dies(
-    stores: dict[str, Path], dies: str
-) -> None:
-    """Their steps differ, as those of trials of a batch size do."""
-    ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
-    streams = [Stream(spec_of(stores, 12, step, size=112)) for step in (8, 16)]
-    for stream in streams:
-        stream.take(1)
-    time.sleep(ALIKE_S)
-    for _ in range(10):
-        for stream in streams:
-            stream.take(4)
-    shared = sum(len(stream.remembered) for stream in streams)
-    assert shared >= 10 and "train" in streams[0].remembered + streams[1].remembered
-    if dies == "a trial":
-        streams.pop().end()
-    elif dies != "nobody":
-        kill(dies)
-    for _ in range(20):
-        for stream in streams:
-            stream.take(4)
-    for stream in streams:
-        stream.take()
-        assert stream.digests == without_ray.digests(stream.spec)
-    for stream in streams:
-        stream.end()
-    assert nothing_is_left(limit_s=30 if dies == "nobody" else 90)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(400)
-def test_a_stream_that_was_killed_is_resumed_with_what_it_remembered(
-    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray.get([memory().used.remote(), keeper().__ray_ready__.remote()])
-    killed = Stream(spec_of(stores, epochs=4))
-    killed.take(1)
-    time.sleep(CONNECTS_S)
-    killed.take(30)  # 12 and 3 in an epoch
-    with monkeypatch.context() as patch:
-        # what a process that is killed does not say
-        patch.setattr("raypipe.streaming.supervisor.leave_memory", lambda stream: None)
-        killed.end()
-    resumed = Stream(spec_of(stores, epochs=4))
-    resumed.take(1)
-    time.sleep(CONNECTS_S)
-    resumed.take(14)
-    assert "val" in resumed.remembered  # in its first epoch
-    resumed.take()
-    assert resumed.digests == without_ray.digests(resumed.spec)
-    resumed.end()
-    assert nothing_is_left(limit_s=150)
-
-
 @pytest.mark.soak
 def test_a_model_is_the_same_whatever_is_remembered(
-    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
-    off = trained(stores, remember_bytes=0)
-    in_memory = trained(stores)
-    on_disk = trained(stores, remember="disk")
-    assert off[0] == 0 < min(in_memory[0], on_disk[0])
-    assert off[1:] == in_memory[1:] == on_disk[1:]
+    off = trained(stores, tmp_path, remember_bytes=0)
+    first = trained(stores, tmp_path)
+    # what a run leaves, killed or not, serves the next one
+    second = trained(stores, tmp_path)
+    assert off[0] == 0 < first[0] < second[0]
+    assert off[1:] == first[1:] == second[1:]
 
 
-def trained(stores: dict[str, Path], **pool: Any) -> tuple[int, list[float], Any]:
+def trained(
+    stores: dict[str, Path], remember: Path, **pool: Any
+) -> tuple[int, list[float], Any]:
     """Train a linear model; return how much was remembered, the accuracies of validations, and digests."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3 * 24 * 24, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    stream = Stream(spec_of(stores, epochs=5, **pool))
+    stream = Stream(spec_of(stores, 5, remember, **pool))
     accuracies = list[float]()
     num_remembered = 0
     good = 0
@@ -261,8 +191,6 @@ def trained(stores: dict[str, Path], **pool: Any) -> tuple[int, list[float], Any
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(scores, labels).backward()
             optimizer.step()
-            if not batch.position.step:
-                time.sleep(1)  # the memory connects
         else:
             counts = torch.from_numpy(batch.weight.copy()) > 0
             good += int((scores.argmax(1) == labels)[counts].sum())

@@ -1,0 +1,292 @@
+"""A folder of finished micro-batches by content, for all processes that see it.
+
+    KEY                 a micro-batch; whoever lacks it makes it
+    .KEY.lock           locked by who makes it, until it is there or its maker is dead
+    .KEY.xxxx           one that is being written
+    .link.STREAM.PLACE  one that an actor has left for its rank, even if KEY is removed
+    .room               the bytes of all
+    .ranks              locked by the ranks that use the folder
+    .streams/           see `raypipe.streaming.memory.streams`
+
+A file that is lost costs time only: its micro-batch is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from raypipe.config import PoolConfig
+from raypipe.errors import StoreError
+from raypipe.plan.places import MicroBatchId
+from raypipe.storage.local_file import (
+    boot_id,
+    cache_folder,
+    claimed,
+    locked,
+    make_cache_folder,
+    private_folder,
+)
+from raypipe.streaming.memory.stored import Finished, packed, unpacked
+
+logger = logging.getLogger(__name__)
+
+_SHARED_MEMORY = Path("/dev/shm")
+_SHARE = 0.1
+# Share of the limit that is freed at once, since finding the oldest files looks at all of them.
+_FREED_SHARE = 0.05
+# What is hidden belongs to a process that writes, makes or takes it, or was killed so long ago.
+_HIDDEN_S = 3600.0
+_TOUCH_S = 60.0
+# What only passes by goes first, since it looks so much older.
+_PASSING_S = 365 * 86400.0
+_POLL_S = 0.001
+# To copy fewer bytes costs an actor no more than a link, and its rank a file.
+_LEAST_LEFT = 256 << 10
+_READ_AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # Linux has it
+_ROOM = ".room"
+RANKS = ".ranks"
+STREAMS = ".streams"
+_NOT_COUNTED = (_ROOM, RANKS, STREAMS)
+_LINK = ".link."
+
+
+class Folder:
+    """The folder, as one process uses it.
+
+    Args:
+        path: the folder.
+        num_bytes: limit of all files; None = a tenth of the free space.
+        keeps_passing: whether it also keeps what does not come back for sure.
+    """
+
+    def __init__(
+        self, path: Path, num_bytes: int | None = None, keeps_passing: bool = True
+    ) -> None:
+        self.path = path
+        self.keeps_passing = keeps_passing
+        self._num_bytes = num_bytes
+        self._is_writable = True
+
+    @property
+    def identity(self) -> str:
+        """A name that no other folder has, in any container or machine; "" = unknown."""
+        if boot := boot_id():
+            with contextlib.suppress(FileNotFoundError):
+                status = self.path.stat()
+                return f"{boot}-{status.st_dev}-{status.st_ino}"
+        return ""
+
+    def get(
+        self, key: bytes, position: MicroBatchId, lasts: bool, stream: str = ""
+    ) -> Finished | None:
+        """Return a micro-batch at a place, and its bad samples; None = it is not there.
+
+        Args:
+            lasts: it is needed again for sure.
+            stream: name of a stream whose rank takes it from here, if it is large; "" = none does.
+        """
+        path = self.path / key.hex()
+        with self._reading(path):
+            # to copy a file would take most of the time
+            content = _mapped(path, mmap.MAP_SHARED if stream else _READ_AT_ONCE)
+            if lasts and time.time() - path.stat().st_mtime > _TOUCH_S:
+                os.utime(path)
+            if not stream or len(content) < _LEAST_LEFT:
+                return unpacked(content, key, position, is_read=True)
+            batch, bad = unpacked(content, key, position, is_read=False)
+            if not bad and self._leave(path, stream, position):
+                return replace(batch, fields={}, folder_bytes=len(content)), bad
+            return unpacked(content, key, position, is_read=True)
+        return None
+
+    def take(self, stream: str, position: MicroBatchId) -> Finished | None:
+        """Return what an actor has left for its rank; None = it is gone."""
+        path = self._link(stream, position)
+        with self._reading(path):
+            content = _mapped(path, _READ_AT_ONCE)
+            path.unlink()
+            return unpacked(content, None, position, is_read=True)
+        return None
+
+    def put(
+        self, key: bytes, finished: Finished, lasts: bool, makes_folder: bool = True
+    ) -> None:
+        """Write a micro-batch, if there is room; a disk that fails is not tried again.
+
+        Args:
+            lasts: see `get`.
+            makes_folder: whether a folder that was removed comes back.
+        """
+        is_kept = self._is_writable and (lasts or self.keeps_passing)
+        if not is_kept or (self.path / key.hex()).exists():
+            return
+        try:
+            if makes_folder:
+                private_folder(self.path.parent, self.path.name)
+            self._write(key, packed(finished, key), lasts)
+        except (OSError, StoreError) as error:
+            if FileNotFoundError in (type(error), type(error.__cause__)):
+                return  # the folder was removed
+            self._is_writable = False
+            logger.warning(
+                "finished micro-batches cannot be kept in %s: %s", self.path, error
+            )
+
+    def claim(self, key: bytes) -> AbstractContextManager[bool]:
+        """Context manager: whether no other process makes a micro-batch; others see that this one does."""
+        return claimed(self.path / f".{key.hex()}.lock")
+
+    def remove(self, key: bytes) -> None:
+        """Forget a micro-batch."""
+        (self.path / key.hex()).unlink(missing_ok=True)
+
+    def remove_links(self) -> None:
+        """Remove what actors have left for ranks that will not take it."""
+        for path in self.path.glob(f"{_LINK}*"):
+            path.unlink(missing_ok=True)
+
+    def _leave(self, path: Path, stream: str, position: MicroBatchId) -> bool:
+        """Leave a file for a rank; return whether it is there."""
+        try:
+            os.link(path, self._link(stream, position))
+        except FileExistsError:
+            pass  # Ray makes a block again
+        except OSError:  # it is forgotten, or the file system has no links
+            return False
+        return True
+
+    def _link(self, stream: str, position: MicroBatchId) -> Path:
+        return self.path / f"{_LINK}{stream}.{position}"
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[None]:
+        """Around the reading of a file, which may be missing; a damaged one is removed."""
+        try:
+            yield
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            logger.warning("%s is damaged, and is made again: %s", path, error)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _write(self, key: bytes, pieces: list[bytes | memoryview], lasts: bool) -> None:
+        hidden = self.path / f".{key.hex()}.{secrets.token_hex(4)}"
+        try:
+            if not self._has_room(sum(map(len, pieces)), hidden):
+                return
+            with hidden.open("r+b") as file:
+                file.writelines(pieces)
+            if not lasts:
+                date = time.time() - _PASSING_S
+                os.utime(hidden, (date, date))
+            with locked(self.path / _ROOM, _POLL_S):  # nobody counts files meanwhile
+                hidden.replace(self.path / key.hex())
+        finally:
+            hidden.unlink(missing_ok=True)
+
+    def _has_room(self, num_bytes: int, hidden: Path) -> bool:
+        """Reserve bytes by a file of that size, after removing others if need be; return whether they fit."""
+        record = self.path / _ROOM
+        with locked(record, _POLL_S):
+            text = record.read_text()
+            used = int(text) if text.isdecimal() else self._count()
+            limit = self._num_bytes
+            if limit is None:
+                limit = int(_SHARE * (shutil.disk_usage(self.path).free + used))
+            if num_bytes > limit:
+                return False
+            if used + num_bytes > limit:
+                used = self._count(int(limit * (1 - _FREED_SHARE)) - num_bytes)
+            has_room = used + num_bytes <= limit  # others may be writing too much
+            # first, since a process that is killed here must not count too little
+            record.write_text(str(used + num_bytes * has_room))
+            if has_room:
+                hidden.touch(exist_ok=False)
+                os.truncate(hidden, num_bytes)
+        return has_room
+
+    def _count(self, kept: int | None = None) -> int:
+        """Return the bytes of all files; first remove those used longest ago until so many are kept.
+
+        Those that are being written count, and are kept.
+        """
+        files = []
+        used = 0
+        for entry in os.scandir(self.path):
+            with contextlib.suppress(OSError):  # it is gone
+                status = entry.stat(follow_symlinks=False)
+                if entry.name in _NOT_COUNTED:
+                    continue
+                if not entry.name.startswith("."):
+                    files.append((status.st_mtime, status.st_size, entry.path))
+                elif time.time() - status.st_ctime > _HIDDEN_S:
+                    Path(entry.path).unlink()
+                elif not entry.name.startswith(_LINK):
+                    used += status.st_size
+        used += sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if kept is None or used <= kept:
+                break
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+                used -= size
+        return used
+
+
+def open_folder(pool: PoolConfig, num_bytes: int | None = None) -> Folder | None:
+    """Return the folder of a pool's settings; None = nothing is remembered.
+
+    Args:
+        num_bytes: limit that "auto" stands for; None = a tenth of the free space.
+    """
+    if pool.remember_bytes == 0:
+        return None
+    if pool.remember_bytes != "auto":
+        num_bytes = pool.remember_bytes
+    try:
+        if pool.remember == "memory":
+            # A process with another cache has another memory.
+            of_cache = zlib.crc32(str(cache_folder()).encode())
+            name = f"raypipe-{os.getuid()}-{of_cache:08x}"
+            parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else cache_folder()
+            return Folder(private_folder(parent, name), num_bytes)
+        if pool.remember == "disk":
+            path = make_cache_folder("remembered")
+            return Folder(path, num_bytes, keeps_passing=False)
+        return Folder(private_folder(Path(pool.remember), "remembered"), num_bytes)
+    except OSError as error:
+        logger.warning("nothing is remembered: %s", error)
+        return None
+
+
+def memory_bytes(object_store_bytes: float) -> int:
+    """Return the bytes that micro-batches may take in shared memory: a tenth of a node's object store.
+
+    They are fewer where the object store leaves little of shared memory.
+    """
+    if not _SHARED_MEMORY.is_dir():
+        return int(_SHARE * object_store_bytes)
+    room: float = shutil.disk_usage(_SHARED_MEMORY).total
+    if room > object_store_bytes:  # Ray has it there
+        room -= object_store_bytes
+    return int(min(_SHARE * object_store_bytes, room / 2))
+
+
+def _mapped(path: Path, flags: int) -> mmap.mmap:
+    """Return the bytes of a file, to which nobody writes once it has its name."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ)

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypipe.config import PoolConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.places import MicroBatchId
+from raypipe.storage.local_file import private_folder
+from raypipe.streaming.bad_samples import BadSample
+from raypipe.streaming.memory import folder as module
+from raypipe.streaming.memory.folder import Folder, memory_bytes, open_folder
+from raypipe.streaming.memory.stored import Finished
+from raypipe.streaming.memory.streams import Streams
+from raypipe.transform.fields import MicroBatch, Ragged
+
+KEYS = [bytes([number]) * 16 for number in range(8)]
+FIRST = MicroBatchId("val", 0, 1, 0)
+PLACE = MicroBatchId("val", 3, 1, 0)
+
+
+def finished(number: int = 0, num_bad: int = 0, side: int = 7) -> Finished:
+    rng = np.random.default_rng(number)
+    fields: dict[str, np.ndarray | Ragged] = {
+        "image": rng.integers(0, 256, (2, side, side, 3), np.uint8),
+        "label": np.array([1, 2]),
+        "column.height": rng.random((2, 1), np.float32),
+        "column.caption": Ragged(
+            "text", np.frombuffer(b"abc", np.uint8), np.array([0, 1, 3])
+        ),
+        "column.pages": rng.integers(0, 256, (2, 8192), np.uint8),
+    }
+    weight = np.array([1, 0], np.float32)
+    batch = MicroBatch(FIRST, np.array([4, -1]), weight, fields, num_bad=num_bad)
+    bad = [BadSample(FIRST, "s", 3, "é", None, "cut off", "store")] * num_bad
+    return batch, bad
+
+
+def large() -> Finished:
+    return finished(side=512)
+
+
+def same(found: Finished | None, made: Finished) -> bool:
+    """Whether it is the same at `PLACE`."""
+    assert found is not None
+    batch, bad = found
+    assert batch.position == PLACE and all(sample.position == PLACE for sample in bad)
+    assert batch.num_bad == len(bad) == len(made[1])
+    assert list(batch.fields) == list(made[0].fields) and batch.num_remembered == 1
+    pairs = [(batch.index, made[0].index), (batch.weight, made[0].weight)]
+    for name, value in made[0].fields.items():
+        other = batch.fields[name]
+        if isinstance(value, Ragged):
+            assert isinstance(other, Ragged) and other.kind == value.kind
+            pairs += [(other.values, value.values), (other.offsets, value.offsets)]
+        else:
+            assert isinstance(other, np.ndarray)
+            pairs.append((other, value))
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+
+
+def keys_in(folder: Folder) -> list[bytes]:
+    return [key for key in KEYS if folder.get(key, PLACE, lasts=True)]
+
+
+def test_another_process_finds_all_fields_and_bad_samples(tmp_path: Path) -> None:
+    for number, made in enumerate([finished(), finished(num_bad=1), large()]):
+        Folder(tmp_path).put(KEYS[number], made, lasts=True)
+        assert same(Folder(tmp_path).get(KEYS[number], PLACE, lasts=True), made)
+    assert keys_in(Folder(tmp_path)) == KEYS[:3]
+
+
+@pytest.mark.parametrize(
+    "damage", ["flipped", "swapped", "cut", "empty", "another's", "text"]
+)
+def test_a_damaged_file_is_removed_and_made_again(tmp_path: Path, damage: str) -> None:
+    folder = Folder(tmp_path)
+    folder.put(KEYS[0], finished(), lasts=True)
+    path = tmp_path / KEYS[0].hex()
+    content = bytearray(path.read_bytes())
+    if damage == "another's":
+        folder.put(KEYS[1], finished(1), lasts=True)
+        content[:] = (tmp_path / KEYS[1].hex()).read_bytes()
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 4
+    elif damage == "swapped":
+        pages = content.find(finished()[0]["column.pages"].tobytes())
+        first, second = slice(pages, pages + 4096), slice(pages + 4096, pages + 8192)
+        content[first], content[second] = content[second], content[first]
+    else:
+        content = {
+            "cut": content[:-70],
+            "empty": bytearray(),
+            "text": bytearray(b"no micro-batch " * 9),
+        }[damage]
+    path.write_bytes(content)
+    assert folder.get(KEYS[0], PLACE, lasts=True) is None
+    assert not path.exists()
+    folder.put(KEYS[0], finished(), lasts=True)
+    assert same(folder.get(KEYS[0], PLACE, lasts=True), finished())
+
+
+def test_what_is_left_for_a_rank_outlives_what_is_forgotten(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    small = finished()
+    with_bad = finished(num_bad=1, side=512)
+    for key, made in zip(KEYS, [large(), small, with_bad], strict=False):
+        folder.put(key, made, lasts=True)
+    left = folder.get(KEYS[0], PLACE, lasts=True, stream="s")
+    assert left is not None and not left[0].fields
+    assert left[0].folder_bytes >= 2 * 512 * 512 * 3
+    assert np.array_equal(left[0].index, [4, -1])
+    for key, made in ((KEYS[1], small), (KEYS[2], with_bad)):
+        assert same(folder.get(key, PLACE, lasts=True, stream="s"), made)
+    folder.remove(KEYS[0])
+    assert folder.take("another", PLACE) is None
+    assert same(folder.take("s", PLACE), large())
+    assert folder.take("s", PLACE) is None and keys_in(folder) == KEYS[1:3]
+
+
+def test_a_rank_does_not_take_what_is_damaged(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.put(KEYS[0], large(), lasts=True)
+    with (tmp_path / KEYS[0].hex()).open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"damage")
+    assert folder.get(KEYS[0], PLACE, lasts=True, stream="s")
+    assert folder.take("s", PLACE) is None
+
+
+def test_files_stay_below_the_limit_and_the_oldest_go(tmp_path: Path) -> None:
+    Folder(tmp_path).put(KEYS[0], finished(), lasts=True)
+    size = (tmp_path / KEYS[0].hex()).stat().st_size
+    os.utime(tmp_path / KEYS[0].hex(), (1, 1))
+    folder = Folder(tmp_path, 4 * size)
+    for number in (1, 2, 3):
+        folder.put(KEYS[number], finished(number), lasts=True)
+        os.utime(tmp_path / KEYS[number].hex(), (number + 1, number + 1))
+    assert len(keys_in(folder)) == 4  # which touches them
+    os.utime(tmp_path / KEYS[2].hex(), (5, 5))
+    for number in (4, 5):
+        folder.put(KEYS[number], finished(number), lasts=True)
+        total = sum(path.stat().st_size for path in tmp_path.iterdir())
+        assert total <= 4 * size + 100
+    found = set(keys_in(folder))
+    assert {KEYS[4], KEYS[5]} <= found and KEYS[2] not in found
+    Folder(tmp_path, size - 1).put(KEYS[6], finished(6), lasts=True)
+    assert KEYS[6] not in keys_in(folder)
+
+
+def test_what_passes_by_goes_before_a_validation(tmp_path: Path) -> None:
+    Folder(tmp_path).put(KEYS[0], finished(), lasts=True)
+    size = (tmp_path / KEYS[0].hex()).stat().st_size
+    folder = Folder(tmp_path, 3 * size)
+    for number in range(1, 6):
+        folder.put(KEYS[number], finished(number), lasts=False)
+        assert folder.get(KEYS[number], PLACE, lasts=False)
+    assert KEYS[0] in keys_in(folder)
+
+
+def test_files_that_others_are_writing_count(tmp_path: Path) -> None:
+    Folder(tmp_path).put(KEYS[0], finished(), lasts=True)
+    one = (tmp_path / KEYS[0].hex()).stat().st_size
+    others = tmp_path / f".{KEYS[1].hex()}.0123"
+    others.touch()
+    os.truncate(others, one)
+    (tmp_path / ".room").write_text("unknown")
+    folder = Folder(tmp_path, 3 * one)
+    folder.put(KEYS[2], finished(), lasts=True)
+    assert keys_in(folder) == [KEYS[0], KEYS[2]]
+    # the limit is reached: one of three may stay
+    folder.put(KEYS[3], finished(), lasts=True)
+    assert keys_in(folder) == [KEYS[3]] and others.exists()
+    os.truncate(others, 3 * one)
+    (tmp_path / ".room").write_text("unknown")
+    folder.put(KEYS[4], finished(), lasts=True)
+    assert not keys_in(folder)
+    assert {path.name for path in tmp_path.iterdir()} == {others.name, ".room"}
+
+
+def test_a_disk_that_fails_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("no space left")
+
+    folder = Folder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "truncate", fails)
+        folder.put(KEYS[0], finished(), lasts=True)
+    folder.put(KEYS[0], finished(), lasts=True)
+    assert not keys_in(folder)
+
+
+def test_a_folder_that_is_removed_comes_back(tmp_path: Path) -> None:
+    folder = Folder(private_folder(tmp_path, "made"))
+    folder.put(KEYS[0], large(), lasts=True)
+    folder.get(KEYS[0], PLACE, lasts=True, stream="s")
+    shutil.rmtree(folder.path)
+    assert not keys_in(folder) and folder.take("s", PLACE) is None
+    with folder.claim(KEYS[0]) as is_free:
+        assert is_free
+        folder.put(KEYS[0], large(), lasts=True)
+    assert keys_in(folder) == KEYS[:1]
+
+
+def hold(path: Path, connection: Connection) -> None:
+    """Show a stream, claim a micro-batch, begin to write it, and wait."""
+    streams = Streams(path, "content", "killed")
+    assert not streams.are_others()
+    folder = Folder(path)
+    with folder.claim(KEYS[0]) as is_free:
+        assert is_free
+        folder._has_room(5000, path / f".{KEYS[0].hex()}.0123")
+        connection.send("holds")
+        time.sleep(600)
+
+
+def test_a_kill_between_claim_and_put_does_no_harm(tmp_path: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=hold, args=(tmp_path, theirs))
+    process.start()
+    assert ours.recv() == "holds"
+    folder = Folder(tmp_path)
+    streams = Streams(tmp_path, "content", "ours")
+    with folder.claim(KEYS[0]) as is_free:
+        assert not is_free
+    assert streams.are_others()
+    assert not Streams(tmp_path, "other content", "theirs").are_others()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with folder.claim(KEYS[0]) as is_free:
+        assert is_free
+        folder.put(KEYS[0], finished(), lasts=True)
+    assert keys_in(folder) == KEYS[:1]
+    assert not Streams(tmp_path, "content", "ours").are_others()
+
+
+def test_each_setting_has_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path)
+    paths = {}
+    for remember in ("memory", "disk", str(tmp_path / "shared")):
+        folder = open_folder(PoolConfig(remember=remember))
+        assert folder is not None and folder.path.stat().st_mode & 0o777 == 0o700
+        assert folder.identity == Folder(folder.path).identity != ""
+        paths[remember] = folder.path
+    assert paths["memory"].parent == tmp_path
+    assert paths["disk"] == tmp_path / "cache" / "remembered"
+    assert paths[str(tmp_path / "shared")] == tmp_path / "shared" / "remembered"
+    paths["memory"].chmod(0o777)
+    assert open_folder(PoolConfig()) is None
+    assert open_folder(PoolConfig(remember="disk", remember_bytes=0)) is None
+    with pytest.raises(ConfigError, match="whole path"):
+        PoolConfig(remember="relative")
+
+
+def test_memory_leaves_room_for_the_object_store(tmp_path: Path) -> None:
+    room = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 1e12
+    assert memory_bytes(room / 2) == int(0.1 * (room / 2))
+    assert memory_bytes(0.9999 * room) <= 0.0001 * room

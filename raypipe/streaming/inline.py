@@ -16,9 +16,9 @@ from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Segment
 from raypipe.streaming.lifetime import HostStream
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.remake import copied
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
+from raypipe.transform.user_code import copied
 
 
 def open_inline(

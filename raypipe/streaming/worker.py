@@ -49,7 +49,6 @@ _WARY_FOR = 64
 _MEASURED = range(1, 8)
 _STDERR = 2
 _DEADLY = "its process died twice while at it: it crashes, or takes longer than transform.time_limit_s"
-_PROBE_S = 10.0  # an actor waits no longer for a Supervisor that is stopped
 # Seconds by which a time limit may be longer than it says.
 _UNWATCHED_S = 0.25
 
@@ -137,7 +136,6 @@ class TransformWorker:
             finally:
                 self._orders = NO_ORDERS
                 self._given = {}
-            self._compare_probes()
         # Unguarded: a slow destination of the records is not a fault of the samples.
         self._maker.settle(batches, bad)
         self._count(batches, bad)
@@ -183,21 +181,6 @@ class TransformWorker:
         indices = self._maker.plan.draw_block(block).indices
         samples = [sample for read in reads for sample in read.split(len(read))]
         return dict(zip(indices.ravel().tolist(), samples, strict=True))
-
-    def _compare_probes(self) -> None:
-        """Compare a sample of the user's code with the first actor's; raises ConfigError where they differ."""
-        while self._maker.sample_makers.probes:
-            try:
-                first = ray.get(
-                    self._supervisor.first_probe.remote(
-                        self._maker.sample_makers.probes.pop()
-                    ),
-                    timeout=_PROBE_S,
-                )
-            except deaths(ray.exceptions.GetTimeoutError):
-                continue  # it is the Supervisor that has failed, which others notice
-            if warning := self._maker.sample_makers.check_probe(first):
-                self._supervisor.packages_differ.remote(warning)
 
     def _count(self, batches: list[MicroBatch], bad: list[BadSample]) -> None:
         split = batches[0].position.split

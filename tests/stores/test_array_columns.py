@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tars import by_suffix, write_members
 
 from raypipe.commands.copies import CopySettings, write_shard
 from raypipe.errors import StoreError
@@ -211,13 +210,8 @@ def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -
 
 
 def webdataset(path: Path, *contents: Any) -> Store:
-    with tarfile.open(path, "w") as tar:
-        for number, content in enumerate(contents):
-            for suffix, data in (("jpg", b"x"), ("json", json.dumps(content).encode())):
-                member = tarfile.TarInfo(f"{number:03d}.{suffix}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    return open_store(path)
+    samples = ({"jpg": b"x", "json": json.dumps(each).encode()} for each in contents)
+    return open_store(write_members(path, by_suffix(samples)))
 
 
 @pytest.mark.parametrize(

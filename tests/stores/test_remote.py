@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from foreign_lmdbs import DUMPS, write_values
 from lmdb_extension import needs_extension
 from s3_server import FaultyProxy, first
+from tars import by_suffix, write_members
 
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage import retries
@@ -53,15 +52,9 @@ def write(
 
 
 def write_tar(path: Path, start: int, end: int) -> None:
-    with tarfile.open(path, "w") as tar:
-        for number in range(start, end):
-            for suffix, content in (
-                ("png", IMAGES[number]),
-                ("cls", b"%d" % LABELS[number]),
-            ):
-                member = tarfile.TarInfo(f"{number:03d}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    pairs = zip(IMAGES[start:end], LABELS[start:end], strict=True)
+    samples = ({"png": image, "cls": b"%d" % label} for image, label in pairs)
+    write_members(path, by_suffix(samples, start))
 
 
 def lmdb_files(address: str) -> list[RemoteFile]:

@@ -132,7 +132,7 @@ def main() -> None:
         sizes = [path.stat().st_size for path in files if path.exists()]
         on_disk.append(sum(sizes))
         time.sleep(_LOOK_S)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while is_there() and time.monotonic() < end:
         time.sleep(0.5)
     found = {

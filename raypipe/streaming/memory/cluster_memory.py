@@ -35,9 +35,9 @@ from raypipe.streaming.memory.remembered import (
 )
 from raypipe.streaming.memory.remembered_files import RememberedFiles
 from raypipe.streaming.memory.stored import Stored
-from raypipe.streaming.remake import copied
 from raypipe.streaming.row import Fields
 from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.user_code import copied
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
-from raypipe.errors import ConfigError
 from raypipe.rayext.cluster import ANSWER_S, connect, connect_by_thread
 from raypipe.rayext.failures import cause_of
 from raypipe.rayext.iteration import (
@@ -25,13 +24,13 @@ from raypipe.streaming.memory.alike import Alike
 from raypipe.streaming.memory.cluster_memory import Collector
 from raypipe.streaming.memory.content import Contents
 from raypipe.streaming.memory.remembered import start_memory
-from raypipe.streaming.remake import copied
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.sample_makers import SampleMakers
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.start.head_start import HeadStart
 from raypipe.streaming.supervisor import end_actors, stream_name
 from raypipe.transform.fields import MicroBatch
+from raypipe.transform.user_code import copied
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -325,8 +324,6 @@ class PoolStart:
                         return
                     head.hear(num, is_final)
                     self._has_taken_over = is_final
-            if head.sample_makers:
-                self._compare(head.sample_makers)
 
     def _execution_lives(self) -> bool:
         """Return whether the pool's execution has not ended: the rank reads nothing from it yet."""
@@ -352,16 +349,3 @@ class PoolStart:
         if self._rank == 0:
             return self.supervisor.head_extends.remote(head.reserve())
         return self.supervisor.takeover.remote()
-
-    def _compare(self, sample_makers: SampleMakers) -> None:
-        """Compare samples of the user's code with those of the first process that has made any.
-
-        The stream ends with an error if they differ.
-        """
-        try:
-            for probe in sample_makers.probes:
-                first = ray.get(self.supervisor.first_probe.remote(probe))
-                if warning := sample_makers.check_probe(first):
-                    self.supervisor.packages_differ.remote(warning)
-        except ConfigError as error:
-            self._error = error

@@ -259,16 +259,13 @@ def test_a_rank_gets_whichever_comes_first(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [[block], [block], [block, "in0 by b1"]]
 
 
-class Holder:
-    """Holds a CPU."""
-
-    def ping(self) -> None: ...
-
-
 @pytest.mark.cluster
 def test_the_blocks_of_a_killed_actor_whose_cpu_is_taken_come_from_the_other(
     two_cpus: None, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Holder:
+        def ping(self) -> None: ...
+
     monkeypatch.setattr(pool, "_PATIENCE_S", 0.0)
     spec = open_stream(
         stores["train"],

@@ -146,7 +146,11 @@ def make_cache_folder(name: str = "") -> Path:
         OSError: it belongs to another user, or other users can write to the folder in it, and so decide which
             samples a run trains on.
     """
-    cache = cache_folder()
+    return private_folder(cache_folder(), name)
+
+
+def private_folder(cache: Path, name: str) -> Path:
+    """Return a folder of this user's in another one, see `make_cache_folder`."""
     cache.mkdir(parents=True, exist_ok=True)
     if {cache.stat().st_uid, cache.lstat().st_uid} - {
         os.getuid(),

@@ -30,6 +30,8 @@ from raypipe.rayext.kv_store import was_restarted
 from raypipe.rayext.processes import this_process
 from raypipe.rayext.trace_sender import send_trace
 from raypipe.storage import retries
+from raypipe.storage.shared_memory import remove_unused
+from raypipe.stores.in_memory import hold
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker
@@ -74,6 +76,8 @@ class TransformWorker:
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
         cv2.setNumThreads(1)
         configure_logs(spec.log_format, run=spec.run)
+        remove_unused()
+        hold(spec.stores.values())
         self._maker = MicroBatchMaker(spec, self._read)
         self._metrics = Recorder(spec.run)
         self._read_ahead = ReadAhead(spec.plan, spec.stores, spec.wanted)

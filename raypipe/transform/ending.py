@@ -115,8 +115,8 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
 def _taken(pipeline: Any) -> tuple[Any, Ending | None]:
     kind = transform_kind(pipeline)
     forms = forms_of(kind)
-    found = probed(pipeline, forms) if len(forms) > 1 else None
-    form = found[0] if found else forms[0]
+    accepted = probed(pipeline, forms) if len(forms) > 1 else None
+    form = accepted[0] if accepted else forms[0]
     steps = list(flat(for_form(copied(pipeline), form)))
     given = _given(steps, in_form(np.tile(_NOISE, (4, 4, 1)), form))
     last = max(number for number, image in enumerate(given) if not _is_float(image))
@@ -124,16 +124,17 @@ def _taken(pipeline: Any) -> tuple[Any, Ending | None]:
         ending = _ending(steps[num_kept:], given[num_kept:], kind)
         if ending.on_device:
             break
-    own_or_none = ending if ending.steps and _is_float(given[-1]) else None
+    makes_floats = bool(ending.steps) and _is_float(given[-1])
+    taken = ending if makes_floats else None
     if not ending.on_device or num_kept == len(steps):
-        return pipeline, own_or_none
+        return pipeline, taken
     without_ending = shortened(pipeline, num_kept)
     if without_ending is not None and kind == "pil" and form == "tensor":
         from torchvision.transforms import v2
 
         # Only the steps that are taken off say so.
         without_ending = v2.Compose([without_ending])
-    return without_ending, own_or_none
+    return without_ending, taken
 
 
 def _given(steps: Sequence[Any], image: Any) -> list[Any]:

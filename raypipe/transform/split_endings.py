@@ -29,10 +29,10 @@ def take_endings(
     """
     if config.decode_as == "array":  # arrays may be floats, which the library makes
         return dict(transforms), {}
-    rests = dict[Split, Any]()
+    without_endings = dict[Split, Any]()
     endings = dict[Split, Ending]()
     for split, transform in transforms.items():
-        rests[split], ending = _taken(transform, config.final_size)
+        without_endings[split], ending = _taken(transform, config.final_size)
         if ending:
             endings[split] = ending
     for split in transforms.keys() - endings.keys():
@@ -40,7 +40,7 @@ def take_endings(
             _check_agreement(split, transforms[split], other_split, ending)
             endings[split] = replace(ending, because="", is_own=False)
             break
-    return rests, endings
+    return without_endings, endings
 
 
 def _check_agreement(
@@ -78,9 +78,8 @@ def _taken_from_steps(steps: Steps) -> tuple[Any, Ending | None]:
         return steps, ending
     if without_ending is None:
         return "none", ending
-    if len(list(flat(pipeline))) != len(
-        steps
-    ):  # they are in a pipeline within the list
+    if len(list(flat(pipeline))) != len(steps):
+        # They are in a pipeline within the list.
         return without_ending, ending
     return steps[: len(list(flat(without_ending)))], ending
 
@@ -89,11 +88,13 @@ def _taken_from_views(
     views: Mapping[str, Any], size: int
 ) -> tuple[dict[str, Any], Ending | None]:
     """Split views, which must end alike; presets among them follow the others."""
-    rests = dict[str, Any]()
+    without_endings = dict[str, Any]()
     endings = dict[str, tuple[str, Ending | None]]()
     for name, view in find_views(views, size).items():
         taken = [_taken(transform, size) for transform in view.transforms]
-        rests[name] = replace(view, transforms=tuple(rest for rest, _ in taken))
+        without_endings[name] = replace(
+            view, transforms=tuple(kept for kept, _ in taken)
+        )
         for transform, (_, ending) in zip(view.transforms, taken, strict=True):
             if not _is_named(transform):
                 endings.setdefault(ending.described if ending else "", (name, ending))
@@ -103,7 +104,7 @@ def _taken_from_views(
             f"view {name!r} ends with {_described(ending)}, and view {first_name!r} with {_described(first)}: "
             "end the pipelines of all views alike"
         )
-    return rests, next((ending for _, ending in endings.values()), None)
+    return without_endings, next((ending for _, ending in endings.values()), None)
 
 
 def _is_named(transform: Any) -> bool:

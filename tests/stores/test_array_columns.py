@@ -13,6 +13,7 @@ import pytest
 from tars import by_suffix, write_members
 
 from raypipe.commands.copies import CopySettings, write_shard
+from raypipe.commands.store_samples import StoreRows
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.base import is_class
@@ -188,8 +189,10 @@ def test_lmdb_has_its_label_by_name(tmp_path: Path) -> None:
         len(open_store(tmp_path / "a.lmdb", target_column="name"))
 
 
-@pytest.mark.parametrize("name", ["b.lmdb", "b.parquet"])
-def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
+def test_a_copy_keeps_arrays_float_labels_and_lists(
+    suffix: str, tmp_path: Path
+) -> None:
     path = write_parquet(
         tmp_path / "a.parquet", label=pa.array([0.5, 1, 2, 3], pa.float32())
     )
@@ -197,8 +200,9 @@ def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -
     columns = column_types(store.read(np.arange(4), tuple(store.schema.names)), "a")
     assert columns["embedding"] == "float32[3]" and columns["grid"] == "uint8[2,3]"
     assert (columns["label"], columns["ragged"]) == ("float64", "string")
-    list(write_shard(store, tmp_path / name, 0, 4, CopySettings(columns=columns)))
-    copy = open_store(tmp_path / name)
+    settings = CopySettings(dst=str(tmp_path), suffix=suffix, columns=columns)
+    list(write_shard(StoreRows(store, 0, 4, settings), 0, 0, settings))
+    copy = open_store(tmp_path / f"00000{suffix}")
     found, expected = (
         each.read(ORDER, tuple(store.schema.names)) for each in (copy, store)
     )

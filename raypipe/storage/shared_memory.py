@@ -90,7 +90,7 @@ def reserve(file: BinaryIO, num_bytes: int, title: str) -> None:
     """Give a new file room for so many bytes in all.
 
     Args:
-        title: what is to be written, for the error.
+        title: the store, for the error.
 
     Raises:
         ConfigError: the node has no room for it.

@@ -173,7 +173,7 @@ def convert(
     )
     _check_arguments(dst, shards, settings)
     opened = _opened(src, image_column, target_column, trust_pickles)
-    with _destination(dst, overwrite) as (folder, finished):
+    with _destination(dst, overwrite, _is_dataset(opened)) as (folder, finished):
         if _is_dataset(opened):
             connect()
         samples = _samples_of(opened, src)
@@ -182,7 +182,7 @@ def convert(
         settings = replace(settings, source=samples.name, dst=folder)
         settings = _with_classes(settings, samples.classes)
         connect()
-        is_here = samples.are_here or not is_remote(dst)
+        is_here = samples.are_here or not is_remote(folder)
         num_cpus = count_cpus("the copy", is_here)
         shards_of_rows = samples.rows(settings, shards, num_cpus)
         calls = (
@@ -198,7 +198,22 @@ def convert(
             num_cpus,
             retries=0 if samples.are_here else _RETRIES,
         )
+        if is_remote(dst) and not is_remote(folder):
+            reports = _uploaded(reports, Path(folder), dst)
         return _counted(reports, settings, finished)
+
+
+def _uploaded(reports: Iterable[Report], folder: Path, dst: str) -> Iterator[Report]:
+    """Upload the finished shards of a folder: this process has the credentials of who called."""
+    from raypipe.stores.destination import put_shard
+
+    for report in reports:
+        if report.shard:
+            number, name = report.shard
+            file = folder / str(name)
+            report = report._replace(shard=(number, put_shard(file, dst, number)))
+            file.unlink()
+        yield report
 
 
 def _samples_of(opened: Any, src: Any) -> StoreSamples | OrderedSamples:
@@ -290,13 +305,24 @@ def _check_arguments(dst: str, shards: int, settings: CopySettings) -> None:
 
 
 @contextlib.contextmanager
-def _destination(dst: str, overwrite: bool) -> Iterator[tuple[str, list[Any]]]:
-    """Context manager: where shards are written, and a list of them, which become the new store, or none does."""
+def _destination(
+    dst: str, overwrite: bool, uploads_anywhere: bool
+) -> Iterator[tuple[str, list[Any]]]:
+    """Context manager: where shards are written, and a list of them, which become the new store, or none does.
+
+    Args:
+        uploads_anywhere: whether the tasks of any node upload to a URI, not this process.
+    """
+    from raypipe.commands.copies import shards_folder
     from raypipe.stores.destination import new_path, new_remote
 
-    if is_remote(dst):
+    if is_remote(dst) and uploads_anywhere:
         with new_remote(dst, overwrite) as shards:
             yield dst, shards
+        return
+    if is_remote(dst):
+        with new_remote(dst, overwrite) as shards, shards_folder(dst) as folder:
+            yield str(folder), shards
         return
     with new_path(Path(open_filesystem(dst)[1]), overwrite) as partial:
         partial.mkdir()

@@ -140,7 +140,7 @@ def write_shard(
     """
     columns = settings.columns
     num_written = 0
-    with _folder(settings.dst) as folder:
+    with shards_folder(settings.dst) as folder:
         file = folder / f"{number:05d}{settings.suffix}"
         # a task that died may have left it
         file.unlink(missing_ok=True)
@@ -166,7 +166,7 @@ def write_shard(
 
 
 @contextlib.contextmanager
-def _folder(dst: str) -> Iterator[Path]:
+def shards_folder(dst: str) -> Iterator[Path]:
     """Context manager: the folder that shards are written to, a temporary one before an upload."""
     if not is_remote(dst):
         yield Path(dst)

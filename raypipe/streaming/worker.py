@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -111,7 +112,7 @@ class TransformWorker:
 
     def _made(self, source_row: SourceRow) -> dict[str, np.ndarray]:
         block, reads, read_s, outage_s = source_row
-        began_at = time.process_time()
+        queued_before_s = _queued_s()
         with self._guard.block(block) as orders:
             self._orders = orders
             if orders.careful and reads:
@@ -141,9 +142,10 @@ class TransformWorker:
         self._count(batches, bad)
         row = block_row(batches, arrays)
         if self._num_blocks in _MEASURED:
-            # CPU time, since other work on the machine takes wall time; or the store is what takes longest
-            cpu_s = time.process_time() - began_at
-            work_s = max(cpu_s, sum(batch.read_s for batch in batches)) / len(block)
+            # What runs beside this actor in its first blocks says nothing of later ones.
+            queued_s = _queued_s() - queued_before_s
+            work_s = sum(batch.work_s for batch in batches) - queued_s
+            work_s = max(0.0, work_s) / len(block)
             num_bytes = sum(array.nbytes for array in row.values())
             num_bytes += sum(batch.folder_bytes for batch in batches)
             self._supervisor.block_measured.remote(
@@ -202,6 +204,15 @@ class TransformWorker:
         }
         self._metrics.add(amounts, split=split)
         self._metrics.add_storage("actor")
+
+
+def _queued_s() -> float:
+    """Return the seconds for which the calling thread was ready to run and had no CPU; 0 where nobody tells."""
+    try:
+        _, queued_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return 0.0
+    return int(queued_ns) / 1e9
 
 
 class Guard:

@@ -35,7 +35,10 @@ from raypipe.transform.decode.limits import MAX_PIXELS
 from raypipe.transform.presets import check_transform
 from raypipe.transform.sizes import sides_of, sizes_of
 
-SECTIONS = sorted(Section.__subclasses__(), key=lambda section: section.__name__)
+SECTIONS = sorted(
+    (part for part in Section.__subclasses__() if part.__module__ == "raypipe.config"),
+    key=lambda section: section.__name__,
+)
 FIELDS = [(section, name) for section in SECTIONS for name in kinds_of(section)]
 
 ITSELF: list[Any] = []

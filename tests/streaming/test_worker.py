@@ -130,22 +130,17 @@ def test_an_actor_counts_what_it_has_made_and_what_was_bad() -> None:
 
 
 @pytest.mark.parametrize(
-    ("read_s", "seconds"),
-    [
-        pytest.param(0.25, 1.5, id="the CPU time, whatever else runs beside it"),
-        pytest.param(4.0, 2.0, id="the store, where that takes longest"),
-    ],
+    ("queued_s", "seconds"), [((10.0, 10.0), 2.0), ((10.0, 13.0), 0.5), ((0.0, 9.0), 0)]
 )
-def test_the_size_of_blocks_follows_what_a_micro_batch_takes(
-    monkeypatch: pytest.MonkeyPatch, read_s: float, seconds: float
+def test_the_size_of_blocks_does_not_follow_what_runs_beside(
+    monkeypatch: pytest.MonkeyPatch, queued_s: tuple[float, float], seconds: float
 ) -> None:
-    cpu_seconds = iter([10.0, 13.0])
-    clock = SimpleNamespace(process_time=lambda: next(cpu_seconds))
-    monkeypatch.setattr(worker, "time", clock)
+    seen = iter(queued_s)
+    monkeypatch.setattr(worker, "_queued_s", lambda: next(seen))
     row = {"image": np.zeros(8, np.uint8)}
     monkeypatch.setattr(worker, "block_row", lambda batches, arrays: row)
     batch = SimpleNamespace(
-        position=AT, num_remembered=0, read_s=read_s / 2, work_s=99.0, memory_bytes=0
+        position=AT, num_remembered=0, read_s=0.5, work_s=2.0, folder_bytes=0
     )
     measured: list[Any] = []
     one: Any = worker.TransformWorker.__new__(worker.TransformWorker)
@@ -157,7 +152,6 @@ def test_the_size_of_blocks_follows_what_a_micro_batch_takes(
         _maker=SimpleNamespace(
             block=lambda *_, **__: ([batch, batch], [], {}),
             settle=lambda *_: None,
-            sample_makers=SimpleNamespace(probes=[]),
         ),
         _metrics=SimpleNamespace(add=lambda *_, **__: None, add_storage=lambda _: None),
         _supervisor=SimpleNamespace(

@@ -158,7 +158,7 @@ def cancelled(
     return tasks
 
 
-def test_blocks_in_work_on_a_lost_node_are_given_to_others_under_their_numbers(
+def test_blocks_in_work_on_a_lost_node_go_to_others_with_their_numbers(
     cancelled: list[Any],
 ) -> None:
     execution = Execution("a1", "a2", "b1", "b2")
@@ -260,7 +260,7 @@ def test_a_rank_gets_whichever_comes_first(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.cluster
-def test_the_blocks_of_a_killed_actor_whose_cpu_is_taken_come_from_the_other(
+def test_blocks_of_a_killed_actor_without_a_cpu_come_from_the_other(
     two_cpus: None, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Holder:

@@ -414,9 +414,7 @@ def test_blocks_of_an_actor_without_room_for_its_restart_go_to_others(
     assert looks(keeper, 8, 10)[-1] == set(), "each has its time"
 
 
-def test_nodes_are_asked_for_an_answer_only_while_ranks_wait_and_none_takes_a_block() -> (
-    None
-):
+def test_nodes_are_greeted_only_while_ranks_wait_and_none_takes_a_block() -> None:
     keeper, asked = Keeper(Pool(a=(False, 1, "cpu"))), list[str]()
     silent = set[str]()
     answers: Any = SimpleNamespace(

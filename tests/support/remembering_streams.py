@@ -22,7 +22,7 @@ from ray._private.internal_api import node_stats
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.hashes import batch_hash
-from raypipe.streaming.memory.folder import open_folder
+from raypipe.streaming.memory.made_folder import open_folder
 from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits

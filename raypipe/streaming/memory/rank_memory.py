@@ -13,7 +13,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.storage.local_file import open_lock, try_lock
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory.content import Contents
-from raypipe.streaming.memory.folder import RANKS, open_folder
+from raypipe.streaming.memory.made_folder import RANKS, open_folder
 from raypipe.streaming.memory.recall import streams_of
 from raypipe.streaming.memory.streams import Streams
 from raypipe.streaming.sample_makers import SampleMakers

@@ -14,7 +14,7 @@ from raypipe.rayext.cluster_state import object_store_of
 from raypipe.storage.retries import report_progress
 from raypipe.streaming.bad_samples import BadSample
 from raypipe.streaming.memory.content import Contents, Recipes
-from raypipe.streaming.memory.folder import Folder, memory_bytes, open_folder
+from raypipe.streaming.memory.made_folder import Folder, memory_bytes, open_folder
 from raypipe.streaming.memory.stored import Finished
 from raypipe.streaming.memory.streams import Streams
 from raypipe.streaming.spec import StreamSpec

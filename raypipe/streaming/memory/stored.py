@@ -1,4 +1,4 @@
-"""A finished micro-batch as a file; see `raypipe.streaming.memory.folder`.
+"""A finished micro-batch as a file; see `raypipe.streaming.memory.made_folder`.
 
 magic, checksum and length of the header | header, JSON | the arrays of its row, see `raypipe.streaming.row`
 """

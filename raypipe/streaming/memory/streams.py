@@ -13,7 +13,7 @@ from pathlib import Path
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import claimed, open_lock
-from raypipe.streaming.memory.folder import STREAMS
+from raypipe.streaming.memory.made_folder import STREAMS
 
 _LOOK_S = 1.0
 
@@ -22,7 +22,7 @@ class Streams:
     """Look of one process at the streams that make the same.
 
     Args:
-        folder: see `raypipe.streaming.memory.folder`.
+        folder: see `raypipe.streaming.memory.made_folder`.
         content: hash of what the stream makes.
         stream: its name.
     """

@@ -19,7 +19,7 @@ from raypipe.stores.memory import MemoryStore
 from raypipe.streaming.hashes import batch_hash
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.memory import recall as module
-from raypipe.streaming.memory.folder import Folder
+from raypipe.streaming.memory.made_folder import Folder
 from raypipe.streaming.memory.rank_memory import RankMemory
 from raypipe.streaming.memory.recall import Made, recall_of
 from raypipe.streaming.opening import open_stream

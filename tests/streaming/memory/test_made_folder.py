@@ -17,8 +17,8 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.local_file import private_folder
 from raypipe.streaming.bad_samples import BadSample
-from raypipe.streaming.memory import folder as module
-from raypipe.streaming.memory.folder import Folder, memory_bytes, open_folder
+from raypipe.streaming.memory import made_folder as module
+from raypipe.streaming.memory.made_folder import Folder, memory_bytes, open_folder
 from raypipe.streaming.memory.stored import Finished
 from raypipe.streaming.memory.streams import Streams
 from raypipe.transform.fields import MicroBatch, Ragged
